@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sft import __version__
-from sft.commands import check, convert, data, evaluate, probe, results, status, train
+from sft.commands import check, convert, data, evaluate, plan, probe, results, status, train
 from sft.errors import ConfigError, SftError, StorageError
 
 _SECONDS_FOR_RANK_0 = 10.0
-_COMMANDS = (train, check, status, evaluate, data, probe, convert, results)  # in the order of `sft --help`
+_COMMANDS = (train, check, plan, status, evaluate, data, probe, convert, results)  # in the order of `sft --help`
 
 
 def run() -> NoReturn:

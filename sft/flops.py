@@ -98,8 +98,20 @@ class LayerParameters:
         )
 
 
+_latest: list[tuple[ModelConfig, list[tuple[LayerParameters, int]]]] = []  # of `layers_of`, at most one entry
+
+
 def layers_of(model: ModelConfig) -> list[tuple[LayerParameters, int]]:
-    """Each kind of layer, and the number of such layers."""
+    """Each kind of layer, and the number of such layers.
+
+    The answer for the latest model is kept, because a planner asks for one model thousands of times.
+    """
+    if not _latest or _latest[0][0] is not model:
+        _latest[:] = [(model, _layers_of(model))]
+    return _latest[0][1]
+
+
+def _layers_of(model: ModelConfig) -> list[tuple[LayerParameters, int]]:
     kinds = Counter(model.kind_of(number + 1) for number in range(model.num_layers))
     return [(LayerParameters.of(model, kind), number) for kind, number in kinds.items()]
 

@@ -135,7 +135,7 @@ class LayerWork:
         fraction = self.config.train.offload_fraction
         if fraction == 0.0:
             return 0.0
-        from sft.estimate.memory import LayerBytes
+        from sft.estimate.saved_by_layer import LayerBytes
 
         kept = LayerBytes.of(attention_bytes(self.config, self.layout), self.config.train.recompute)
         of_layer = sum(kept.attention.values()) + (0 if self.config.train.mlp_tile else sum(kept.mlp.values()))

@@ -1,0 +1,115 @@
+"""Lists the values that a search may choose: sizes of a layout, values of cp_comm, and savings of memory.
+
+The rules of layouts are not repeated here.  `alignment.misfits` judges sizes, and the schema judges combinations of
+settings: each combination is validated once, before the search.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from pydantic import ValidationError
+
+from sft.config import Config, ParallelConfig, divisors
+from sft.parallel.alignment import misfits
+from sft.planner.task import P2P, RECOMPUTE, Choice, CpComm, Savings, Sizes, Task, configured
+
+_MOST_VIRTUAL = 4  # more model chunks send more messages and hide little more of the bubble
+_TILE = 8192  # tokens: large enough for full GEMMs, small enough that an MLP of 64K tokens needs an eighth
+_CHUNK = 1024  # tokens of the loss head
+
+
+def sizes(task: Task, num_gpus: int) -> Iterator[Sizes]:
+    """All sizes that fit the model, the packs and `num_gpus`.  tp stays within a node."""
+    config, packs = task.config, task.config.train.global_batch_size
+    has_short = bool((task.lengths.tokens < config.data.seq_length).any())
+    dynamic = (False, True) if has_short else (False,)
+    for tp in divisors(min(task.hardware.gpus_per_node, num_gpus)):
+        for pp in divisors(config.model.num_layers):
+            if num_gpus % (tp * pp):
+                continue
+            for cp in divisors(num_gpus // (tp * pp)):
+                plainest = Sizes(tp, cp, pp, virtual_stages=1, ep=1, dynamic_cp=False)
+                if packs % (num_gpus // (tp * pp * cp)) == 0 and _fits(config, plainest, num_gpus):
+                    axes = product(_virtual_stages(config, pp), _expert_sizes(config, num_gpus // pp), dynamic)
+                    candidates = (plainest._replace(virtual_stages=v, ep=ep, dynamic_cp=d) for v, ep, d in axes)
+                    yield from (size for size in candidates if size == plainest or _fits(config, size, num_gpus))
+
+
+def _fits(config: Config, size: Sizes, num_gpus: int) -> bool:
+    is_valid = not size.dynamic_cp or _is_valid_parallel(size, P2P)
+    return is_valid and not misfits(configured(config, Choice(size, P2P, Savings())), num_gpus)
+
+
+def _virtual_stages(config: Config, pp: int) -> list[int]:
+    return divisors(config.model.num_layers // pp, _MOST_VIRTUAL) if pp > 1 else [1]
+
+
+def _expert_sizes(config: Config, ranks: int) -> list[int]:
+    experts = config.model.moe.num_experts
+    return [ep for ep in divisors(experts) if ranks % ep == 0] if experts else [1]
+
+
+def cp_comms(task: Task, size: Sizes, num_gpus: int) -> Iterator[CpComm]:
+    """The ways of cp ranks to exchange keys and values that the layout allows.  The first is p2p."""
+    if not task.config.attention.may_read_cp_comm(task.config.run.device) or task.config.model.portable_only:
+        yield P2P  # only the portable backend runs the model, and it does not read the key
+        return
+    for cp_comm in _cp_comms_of(size.cp):
+        if _is_valid_parallel(size, cp_comm):
+            if not misfits(configured(task.config, Choice(size, cp_comm, Savings())), num_gpus):
+                yield cp_comm
+
+
+@lru_cache
+def _cp_comms_of(cp: int) -> list[CpComm]:
+    if cp == 1:
+        return [P2P]
+    two_levels = [CpComm("a2a+p2p", size) for size in divisors(cp) if 1 < size < cp]
+    return [P2P, CpComm("all_gather", None), CpComm("a2a", None), *two_levels]
+
+
+@lru_cache(maxsize=4096)
+def _is_valid_parallel(size: Sizes, cp_comm: CpComm) -> bool:
+    try:
+        ParallelConfig.model_validate(size._asdict() | cp_comm._asdict())
+    except ValidationError:
+        return False
+    return True
+
+
+def savings(task: Task) -> list[Savings]:
+    """The savings that the recipe allows, each after all those that save less."""
+    axes: tuple[Any, ...] = (RECOMPUTE, (0.0, 1.0), (0.0, 1.0), (None, _TILE), ("auto", _CHUNK))
+    ordered = sorted(product(*axes), key=lambda values: _levels(Savings(*values)))
+    return [saving for values in ordered if _is_valid(task.config, saving := Savings(*values))]
+
+
+def saves_at_least(more: Savings, less: Savings) -> bool:
+    """Whether each setting of `more` saves as much as that of `less`, so that `more` cannot be faster."""
+    return all(a >= b for a, b in zip(_levels(more), _levels(less), strict=True))
+
+
+def _levels(saving: Savings) -> tuple[float, ...]:
+    """Each setting as a number that grows with what it saves.  Cheap savings last, so that they vary first."""
+    return (
+        saving.optim_offload_fraction,
+        RECOMPUTE.index(saving.recompute),
+        saving.offload_fraction,
+        saving.mlp_tile is not None,
+        saving.chunk_size != "auto",
+    )
+
+
+def _is_valid(config: Config, saving: Savings) -> bool:
+    """Whether the schema accepts these settings."""
+    plain = Sizes(tp=1, cp=1, pp=1, virtual_stages=1, ep=1, dynamic_cp=False)
+    changed = configured(config, Choice(plain, P2P, saving))
+    sections = {name: getattr(changed, name) for name in type(changed).model_fields}
+    sections |= {name: sections[name].model_dump() for name in ("train", "optim", "loss")}  # are validated again
+    try:
+        Config.model_validate(sections)
+    except ValidationError:
+        return False
+    return True

@@ -1,0 +1,81 @@
+"""When nothing fits: the changes that make a task fit, the cheapest first.  All numbers are predictions."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sft.config import LoraConfig
+from sft.estimate import constants
+from sft.estimate.gpus import GPUS
+from sft.hf.trained_weights import trained_weights
+from sft.planner.search import Search
+from sft.planner.task import Proposal, Task
+
+_MOST_GPUS = 64  # times as many
+_LENGTHS = 16  # packs of k / 16 of the length are tried
+_LORA = LoraConfig(rank=16, alpha=32.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """setting: `seq_length 131072`; proposal: the best one after the change"""
+
+    setting: str
+    task: Task
+    proposal: Proposal
+
+    @property
+    def gpu_seconds(self) -> float:
+        """For a million tokens."""
+        return 1e6 / self.proposal.time.tokens_per_gpu_s
+
+
+def changes(task: Task, num_gpus: int) -> list[Change]:
+    """Changes of one thing each, after which a layout fits; the fewest GPU seconds for a token first."""
+    fitting = [change for ways in (_lora, _shorter, _more_gpus, _larger_gpu) for change in ways(task, num_gpus)]
+    return sorted(fitting, key=lambda change: change.gpu_seconds)
+
+
+def _first(setting: str, task: Task, num_gpus: int) -> Change | None:
+    proposals = Search(task, num_gpus).best(1)
+    return Change(setting=setting, task=task, proposal=proposals[0]) if proposals else None
+
+
+def _lora(task: Task, num_gpus: int) -> Iterator[Change]:
+    if not task.config.lora.is_used and not task.config.train.freeze:
+        config = task.config.model_copy(update={"lora": _LORA})
+        adapted = task.changed(config=config, trained=trained_weights(config, task.vocab_size))
+        if change := _first(f"LoRA (lora.rank={_LORA.rank}) instead of all weights", adapted, num_gpus):
+            yield change
+
+
+def _shorter(task: Task, num_gpus: int) -> Iterator[Change]:
+    """The longest packs that fit, of so many sixteenths of the length."""
+    low, high, best = 0, _LENGTHS, None
+    while high - low > 1:
+        middle = (low + high) // 2
+        length = task.config.data.seq_length * middle // _LENGTHS
+        change = _first(f"data.seq_length={length}", task.with_length(length), num_gpus)
+        low, high = (middle, high) if change else (low, middle)
+        best = change or best
+    if best:
+        yield best
+
+
+def _more_gpus(task: Task, num_gpus: int) -> Iterator[Change]:
+    times = 2
+    while times <= _MOST_GPUS:
+        if change := _first(f"--gpus {times * num_gpus}", task, times * num_gpus):
+            yield change
+            return
+        times *= 2
+
+
+def _larger_gpu(task: Task, num_gpus: int) -> Iterator[Change]:
+    """The smallest GPU with more memory on which the task fits."""
+    hardware = task.hardware
+    for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory_bytes):
+        if gpu.memory_bytes > hardware.gpu.memory_bytes:
+            other = task.on_gpu(gpu, constants.constants_of(gpu, hardware.constants.inter_gb_s.value))
+            if change := _first(f"--gpu {gpu.name}", other, num_gpus):
+                yield change
+                return

@@ -1,0 +1,18 @@
+"""Plans one task on one number of GPUs, and collects everything that is said about it."""
+
+from sft.planner.cheapest import changes
+from sft.planner.reasons import reasons
+from sft.planner.report import Report
+from sft.planner.search import Search
+from sft.planner.task import Task
+
+
+def propose(task: Task, num_gpus: int, number: int = 5) -> Report:
+    """The `number` best proposals with reasons; if nothing fits, the changes that would."""
+    search = Search(task, num_gpus)
+    proposals = search.best(number)
+    if not proposals:
+        return Report(
+            task=task, num_gpus=num_gpus, proposals=(), changes=changes(task, num_gpus), least=search.least_memory()
+        )
+    return Report(task=task, num_gpus=num_gpus, proposals=proposals, reasons=reasons(search, proposals))

@@ -1,0 +1,146 @@
+"""Finds the proposals with the shortest predicted step among those that are predicted to fit.
+
+Best first: a heap holds partial proposals with a lower bound of their time.  The bound of sizes is their time without
+savings and without the exposed part of the exchange of keys and values, which only later choices can lengthen.  Memory
+is predicted only for what the heap pops, so most sizes never need it.  The first complete proposals that are popped are
+the best ones; no heuristic leaves anything out.
+"""
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+from sft.config import Config
+from sft.estimate.communicators import num_communicators
+from sft.estimate.gpus import Usable, usable_memory
+from sft.estimate.memory import Memory, estimate
+from sft.estimate.step_time import StepTime, step_time
+from sft.parallel.layout import Layout
+from sft.planner import candidates
+from sft.planner.task import Choice, Proposal, Savings, Task, configured
+
+# seconds (a lower bound unless the node is complete), order of creation, choice, whether it is known to fit; an order
+# of creation is never repeated, so comparisons end there
+Node = tuple[float, int, Choice, bool]
+
+
+@dataclass
+class Search:
+    """The proposals for one task on one number of GPUs.  Predictions are kept, so that a second answer costs little."""
+
+    task: Task
+    num_gpus: int
+    _savings: list[Savings] = field(default_factory=list)
+    _configs: dict[Choice, tuple[Config, Layout]] = field(default_factory=dict)
+    _times: dict[Choice, StepTime] = field(default_factory=dict)
+    _memories: dict[Choice, Memory] = field(default_factory=dict)
+    _bounds: list[Node] | None = None
+    _order: Iterator[int] = field(default_factory=count)
+
+    @property
+    def num_predictions(self) -> int:
+        """Of times and memories, which is what a search costs."""
+        return len(self._times) + len(self._memories)
+
+    def best(self, number: int = 1, *, is_memory_limited: bool = True) -> list[Proposal]:
+        """The `number` best proposals, the best first; fewer if fewer fit.  At most one for each group of sizes.
+
+        is_memory_limited: False also gives proposals that do not fit
+        """
+        heap, groups = self._of_sizes(), set[tuple[int, ...]]()
+        proposals: list[Proposal] = []
+        while heap and len(proposals) < number:
+            _, _, choice, is_complete = heapq.heappop(heap)
+            if is_complete:
+                proposal = self.proposal(choice)
+                if proposal.group not in groups:
+                    groups.add(proposal.group)
+                    proposals.append(proposal)
+            elif choice.cp_comm is None:
+                for cp_comm in candidates.cp_comms(self.task, choice.sizes, self.num_gpus):
+                    heapq.heappush(heap, self._node(choice._replace(cp_comm=cp_comm), is_complete=False))
+            else:
+                for saving in self._fitting(choice) if is_memory_limited else [choice.savings]:
+                    heapq.heappush(heap, self._node(choice._replace(savings=saving), is_complete=True))
+        return proposals
+
+    def least_memory(self) -> Proposal | None:
+        """The proposal that needs the least device memory; None if no sizes fit the model and the number of GPUs."""
+        choices = (
+            Choice(node[2].sizes, cp_comm, saving)
+            for node in self._of_sizes()
+            for cp_comm in candidates.cp_comms(self.task, node[2].sizes, self.num_gpus)
+            for saving in self._savings
+            if saving.recompute == "full"
+        )
+        best = min(choices, key=lambda choice: self._memory(choice).device, default=None)
+        return None if best is None else self.proposal(best)
+
+    def proposal(self, choice: Choice) -> Proposal:
+        config, layout = self._resolved(choice)
+        time, memory = self._time(choice), self._memory(choice)
+        return Proposal(
+            choice=choice, config=config, layout=layout, time=time, memory=memory, usable=self._usable(choice)
+        )
+
+    def _of_sizes(self) -> list[Node]:
+        if self._bounds is None:
+            self._savings = candidates.savings(self.task)
+            self._bounds = []
+            for sizes in candidates.sizes(self.task, self.num_gpus):
+                choice = Choice(sizes, None, self._savings[0])
+                time = self._time(choice)
+                layout = self._resolved(choice)[1]
+                turns = 1 + (sizes.pp - 1) / sizes.virtual_stages / layout.num_microbatches  # with the bubble
+                self._bounds.append((time.step_s - turns * time.parts["cp"], next(self._order), choice, False))
+            heapq.heapify(self._bounds)
+        return list(self._bounds)
+
+    def _node(self, choice: Choice, *, is_complete: bool) -> Node:
+        return self._time(choice).step_s, next(self._order), choice, is_complete
+
+    def _fitting(self, choice: Choice) -> list[Savings]:
+        """The savings with which the layout fits, without those that save more than another one that fits."""
+        fitting: list[Savings] = []
+        most = choice._replace(savings=self._savings[-1])
+        if self._memory(most).device > self._usable(most).bytes:  # a fast no for most layouts
+            return fitting
+        for saving in self._savings:
+            if not any(candidates.saves_at_least(saving, less) for less in fitting):
+                if self._fits(choice._replace(savings=saving)):
+                    fitting.append(saving)
+        return fitting
+
+    def _fits(self, choice: Choice) -> bool:
+        memory, hardware = self._memory(choice), self.task.hardware
+        host = memory.host * min(hardware.gpus_per_node, self.num_gpus)
+        return memory.device <= self._usable(choice).bytes and host <= hardware.host_bytes
+
+    def _usable(self, choice: Choice) -> Usable:
+        return usable_memory(self.task.hardware.gpu, num_communicators(*self._resolved(choice)))
+
+    def _resolved(self, choice: Choice) -> tuple[Config, Layout]:
+        if choice not in self._configs:
+            config = configured(self.task.config, choice)
+            self._configs[choice] = config, Layout.resolve(config, self.num_gpus)
+        return self._configs[choice]
+
+    def _time(self, choice: Choice) -> StepTime:
+        if choice not in self._times:
+            task, hardware = self.task, self.task.hardware
+            self._times[choice] = step_time(
+                *self._resolved(choice),
+                task.vocab_size,
+                task.lengths,
+                hardware.constants,
+                trained=task.trained,
+                products=task.products,
+            )
+        return self._times[choice]
+
+    def _memory(self, choice: Choice) -> Memory:
+        if choice not in self._memories:
+            config, layout = self._resolved(choice)
+            self._memories[choice] = estimate(config, layout, self.task.vocab_size, trained=self.task.trained)
+        return self._memories[choice]

@@ -1,0 +1,208 @@
+"""What is planned: a recipe without its layout, the hardware it runs on, and one proposal for it.
+
+A proposal is a layout with its settings, its predicted memory and its predicted time.  This module names the dimensions
+of the search and makes a Config of them.  `candidates.py` lists their values, `search.py` finds the best ones.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import lcm
+from typing import Any, Literal, NamedTuple
+
+from sft.adapters import Trained
+from sft.config import Config
+from sft.config.keys import leaves
+from sft.estimate.constants import Constants
+from sft.estimate.gpus import Gpu, Usable
+from sft.estimate.lengths import Lengths
+from sft.estimate.memory import Memory
+from sft.estimate.products import ModelProducts
+from sft.estimate.step_time import StepTime
+from sft.parallel.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """A cluster of equal nodes."""
+
+    gpu: Gpu
+    gpus_per_node: int
+    fabric: str  # its name in FABRICS
+    constants: Constants
+    host_bytes: float  # memory of a node's host that a run may use
+
+    def nodes(self, num_gpus: int) -> int:
+        """8 GPUs per node: 4 -> 1, 8 -> 1, 72 -> 9"""
+        return -(-num_gpus // self.gpus_per_node)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A recipe whose layout is to be planned.
+
+    config: its keys of the layout and of savings have no effect
+    lengths: documents of a pack
+    tokens: of the whole run, for GPU hours; None: unknown
+    """
+
+    name: str
+    config: Config
+    vocab_size: int
+    trained: Trained
+    lengths: Lengths
+    hardware: Hardware
+    tokens: float | None = None
+
+    @staticmethod
+    def of(name: str, config: Config, *, hardware: Hardware, **fields: Any) -> "Task":
+        """A task whose config has the sizes and bandwidths of `hardware`, by which dynamic CP weighs its groups."""
+        constants = hardware.constants
+        bandwidths = {
+            "intra_node_gb_s": float(constants.intra_gb_s.value),
+            "inter_node_gb_s": float(constants.inter_gb_s.value),
+        }
+        parallel = _changed(config.parallel, {"gpus_per_node": hardware.gpus_per_node, **bandwidths})
+        return Task(name=name, config=_changed(config, {"parallel": parallel}), hardware=hardware, **fields)
+
+    @cached_property
+    def products(self) -> ModelProducts:
+        """The matrix products of a layer, which no layout changes."""
+        return ModelProducts.of(self.config.model, self.trained, self.config.lora.rank or 0)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.train.global_batch_size * self.config.data.seq_length
+
+    def changed(self, **fields: Any) -> "Task":
+        return replace(self, **fields)
+
+    def with_packs(self, packs: int) -> "Task":
+        """The same with another number of packs a step."""
+        train = _changed(self.config.train, {"global_batch_size": packs})
+        return replace(self, config=self.config.model_copy(update={"train": train}))
+
+    def with_length(self, seq_length: int) -> "Task":
+        """The same with packs of another length, and about as many tokens a step."""
+        data = _changed(self.config.data, {"seq_length": seq_length})
+        changed = replace(self, config=self.config.model_copy(update={"data": data}))
+        return changed.with_packs(max(1, self.tokens_per_step // seq_length))
+
+    def on_gpu(self, gpu: Gpu, constants: Constants) -> "Task":
+        return replace(self, hardware=replace(self.hardware, gpu=gpu, constants=constants))
+
+
+class Sizes(NamedTuple):
+    """Sizes of a layout.  dp is what remains of the GPUs."""
+
+    tp: int
+    cp: int
+    pp: int
+    virtual_stages: int
+    ep: int
+    dynamic_cp: bool
+
+
+class CpComm(NamedTuple):
+    """How cp ranks exchange keys and values."""
+
+    cp_comm: str
+    cp_a2a: int | None
+
+
+class Savings(NamedTuple):
+    """Settings that save device memory, and never save time.  `Savings()` saves nothing."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    offload_fraction: float = 0.0
+    optim_offload_fraction: float = 0.0
+    mlp_tile: int | None = None
+    chunk_size: int | None | Literal["auto"] = "auto"
+
+
+class Choice(NamedTuple):
+    """All that a proposal decides.  cp_comm: None means not chosen yet, and p2p until then"""
+
+    sizes: Sizes
+    cp_comm: CpComm | None
+    savings: Savings
+
+
+RECOMPUTE = ("none", "selective", "full")  # each saves more than the one before it
+P2P = CpComm("p2p", None)
+
+
+def configured(base: Config, choice: Choice) -> Config:
+    """`base` with these settings.  Not validated, because a search makes thousands; a written recipe is validated.
+
+    data.doc_multiple becomes a multiple of 2 x cp.
+    """
+    sizes, savings = choice.sizes, choice.savings
+    parallel = _changed(base.parallel, sizes._asdict() | (choice.cp_comm or P2P)._asdict())
+    train = _changed(
+        base.train,
+        {
+            "recompute": savings.recompute,
+            "offload_fraction": savings.offload_fraction,
+            "mlp_tile": savings.mlp_tile,
+        },
+    )
+    changes: dict[str, Any] = {"parallel": parallel, "train": train}
+    if base.data.doc_multiple % (2 * sizes.cp):
+        changes["data"] = _changed(base.data, {"doc_multiple": lcm(base.data.doc_multiple, 2 * sizes.cp)})
+    if savings.optim_offload_fraction != base.optim.offload_fraction:
+        changes["optim"] = _changed(base.optim, {"offload_fraction": savings.optim_offload_fraction})
+    if savings.chunk_size != base.loss.chunk_size:
+        changes["loss"] = _changed(base.loss, {"chunk_size": savings.chunk_size})
+    return base.model_copy(update=changes)
+
+
+def _changed(section: Any, values: dict[str, Any]) -> Any:
+    return section.model_copy(update=values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """One layout with its settings, and what is predicted for it."""
+
+    choice: Choice
+    config: Config
+    layout: Layout
+    time: StepTime
+    memory: Memory
+    usable: Usable
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.device <= self.usable.bytes
+
+    @property
+    def num_gpus(self) -> int:
+        return self.layout.world_size
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        return self.time.tokens_per_s / self.num_gpus
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """Plans of one group are shown once: they differ only in how memory is saved and keys are exchanged."""
+        sizes = self.choice.sizes
+        return (sizes.tp, sizes.cp, sizes.pp, self.layout.dp, sizes.ep)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The recipe keys that the proposal decides, without those whose value is the default.
+
+        {"parallel.tp": 2, "parallel.cp": 8, "train.recompute": "selective"}
+        """
+        config = self.config
+        values = {f"parallel.{name}": getattr(config.parallel, name) for name in (*Sizes._fields, *CpComm._fields)}
+        values |= {
+            "data.doc_multiple": config.data.doc_multiple,
+            "train.recompute": config.train.recompute,
+            "train.offload_fraction": config.train.offload_fraction,
+            "train.mlp_tile": config.train.mlp_tile,
+            "optim.offload_fraction": config.optim.offload_fraction,
+            "loss.chunk_size": config.loss.chunk_size,
+        }
+        return {key: value for key, value in values.items() if value != leaves()[key].default}

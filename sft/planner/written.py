@@ -1,0 +1,77 @@
+"""Writes a proposal as a recipe: the keys of the planned recipe, the proposal's settings, and a header."""
+
+from math import ceil
+
+from sft.config.keys import leaves, values
+from sft.estimate.gpus import GIB
+from sft.planner.reasons import counted
+from sft.planner.subject import Keys, length_name, text_of, user_keys
+from sft.planner.task import Proposal, Task
+from sft.recipe.load import parse_recipe
+from sft.recipe.resolved import Recipe
+
+# Of a recipe, a proposal decides these keys.
+PLANNED = (
+    *("parallel.tp", "parallel.cp", "parallel.pp", "parallel.virtual_stages", "parallel.ep", "parallel.dynamic_cp"),
+    *("parallel.cp_comm", "parallel.cp_a2a", "data.doc_multiple", "train.recompute", "train.offload_fraction"),
+    *("train.mlp_tile", "optim.offload_fraction", "loss.chunk_size"),
+)
+
+
+def recipe_text(recipe: Recipe, task: Task, proposal: Proposal, *, path: str, sibling: str) -> str:
+    """The text of the planned recipe.  path: of its file, for the launch line; sibling: a recipe beside it"""
+    keys = {key: value for key, value in user_keys(recipe).items() if key not in PLANNED} | proposal.settings
+    keys |= _cluster(task, proposal)
+    text = "\n".join([*_header(task, proposal, path, sibling), "", text_of(keys)])
+    written = values(parse_recipe(text, path).config)  # raises ConfigError if the proposal were no valid recipe
+    planned = values(proposal.config)
+    assert all(written[key] == planned[key] for key in PLANNED), "the recipe reads back as the proposal"
+    return text
+
+
+def _cluster(task: Task, proposal: Proposal) -> Keys:
+    """Keys of the cluster, if they are not the defaults; bandwidths only for dynamic CP, which alone reads them."""
+    parallel, names = proposal.config.parallel, ["gpus_per_node"]
+    if proposal.layout.cp_sizes:
+        names += ["intra_node_gb_s", "inter_node_gb_s"]
+    keys = {f"parallel.{name}": getattr(parallel, name) for name in names}
+    return {key: value for key, value in keys.items() if value != leaves()[key].default}
+
+
+def launch_line(proposal: Proposal, task: Task, path: str) -> str:
+    """torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m sft train a.yaml"""
+    hardware, gpus = task.hardware, proposal.num_gpus
+    nodes = hardware.nodes(gpus)
+    several = f"--nnodes {nodes} " if nodes > 1 else ""
+    meet = "--rdzv-backend c10d --rdzv-endpoint HOST:29500 " if nodes > 1 else ""
+    return f"torchrun {several}--nproc-per-node {ceil(gpus / nodes)} {meet}-m sft train {path}"
+
+
+def _header(task: Task, proposal: Proposal, path: str, sibling: str) -> list[str]:
+    hardware, time = task.hardware, proposal.time
+    nodes = hardware.nodes(proposal.num_gpus)
+    trains = "LoRA adapters of " if proposal.config.lora.is_used else ""
+    where = "one node" if nodes == 1 else f"{nodes} nodes of {hardware.gpus_per_node}, network {hardware.fabric}"
+    host = proposal.memory.host * min(hardware.gpus_per_node, proposal.num_gpus) / GIB
+    beside = f", and {host:,.0f} GiB of each host" if host else ""
+    needed, usable = proposal.memory.device / GIB, proposal.usable.bytes / GIB
+    return [
+        f"# Purpose:  trains {trains}{task.name} at {length_name(proposal.config.data.seq_length)} tokens; "
+        "`sft plan` chose the layout.",
+        f"# Launch:   {launch_line(proposal, task, path)}",
+        f"# Hardware: {counted(proposal.num_gpus, 'GPU')} {hardware.gpu.name}, {where}.",
+        f"# Expected: predicted, not measured: {needed:.0f} of {usable:.0f} usable GiB per GPU"
+        f"{beside}; a step {seconds(time.step_s)}, {time.tokens_per_gpu_s:,.0f} tokens/s per GPU, "
+        f"{time.mfu:.0%} MFU.  {sentence(hardware.constants.describe())}",
+        f"# Sibling:  {sibling}",
+    ]
+
+
+def sentence(text: str) -> str:
+    """all constants are assumed -> All constants are assumed."""
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def seconds(value: float) -> str:
+    """3.14 -> 3.1 s        2634 -> 2,634 s"""
+    return f"{value:,.0f} s" if value >= 100 else f"{value:.3g} s"

@@ -1,4 +1,4 @@
-"""Generates pages from our code: docs/config.md, docs/metrics.md and its schema, docs/architecture.md.
+"""Generates pages: docs/config.md, docs/metrics.md and its schema, docs/architecture.md, docs/recipes.md.
 
 python -m tools.pages            write all pages
 python -m tools.pages --check    exit status 1 if a page is out of date
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tools import config_docs, metrics_docs, room_diagram
+from tools import config_docs, metrics_docs, recipes_docs, room_diagram
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 # Each function converts the current text of a page to the generated text.
@@ -18,6 +18,7 @@ PAGES: Mapping[str, Callable[[str], str]] = {
     "metrics.md": metrics_docs.page,
     "metrics.schema.json": metrics_docs.schema_text,
     "architecture.md": room_diagram.page,
+    "recipes.md": recipes_docs.page,
 }
 
 

@@ -74,6 +74,7 @@ def _new(model: str, seq_length: int, packs: int, *, is_lora: bool) -> Keys:
         keys["model.moe.aux_loss_coef"] = 1e-3
     if is_lora:
         keys |= {"lora.rank": 16, "lora.alpha": 32}
+        keys |= {"lora.exclude": ["shared_expert_gate"]} if moe.shared_gate else {}  # cannot be adapted
     keys |= {"data.train": "data/train.jsonl", "data.seq_length": seq_length}
     keys |= {"train.num_epochs": 2, "train.global_batch_size": packs}
     keys |= {f"optim.{key}": value for key, value in (_LORA if is_lora else _FULL).items()}

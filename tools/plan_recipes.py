@@ -1,0 +1,150 @@
+"""Writes recipes/planned/: layouts that `sft plan` proposes for the models of this project.  All numbers are predicted.
+
+python -m tools.plan_recipes            write all recipes
+python -m tools.plan_recipes --check    exit status 1 if a recipe is out of date
+
+The constants are the assumed ones, also on a machine that has measured others.  config.json comes from tests/.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from sft.estimate import constants, gpus
+from sft.estimate.gpus import GIB
+from sft.estimate.lengths import Lengths
+from sft.hf.trained_weights import trained_weights
+from sft.planner.search import Search
+from sft.planner.subject import length_name, recipe_of, slug
+from sft.planner.task import Hardware, Task
+from sft.planner.written import recipe_text
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "recipes" / "planned"
+RELEASED = ROOT / "tests" / "unit" / "fixtures" / "released"
+GPUS_PER_NODE, HOST_GIB = 8, 1000.0
+K, M = 2**10, 2**20
+_LARGE, _TOKENS, _LARGE_TOKENS = 16, M, 4 * M  # from so many nodes on, a step has more tokens
+CONFIGS = {  # name on the hub -> file of RELEASED
+    "Qwen/Qwen3-0.6B": "qwen3_0p6b",
+    "Qwen/Qwen3-8B": "qwen3_8b",
+    "Qwen/Qwen3-30B-A3B": "qwen3_30b_a3b",
+    "meta-llama/Llama-3.1-8B-Instruct": "llama_3_1_8b",
+    "openai/gpt-oss-20b": "gpt_oss_20b",
+    "google/gemma-3-27b-it": "gemma_3_27b",
+    "Qwen/Qwen3.6-27B": "qwen3_6_27b",
+    "Qwen/Qwen3.6-35B-A3B": "qwen3_6_35b_a3b",
+}
+# By model: tokens of a pack, nodes, and whether adapters are trained.
+CASES: dict[str, tuple[tuple[int, int, bool], ...]] = {
+    "Qwen/Qwen3-0.6B": ((128 * K, 1, False), (M, 2, False)),
+    "Qwen/Qwen3-8B": (
+        *((32 * K, 1, False), (128 * K, 1, False), (256 * K, 4, False), (512 * K, 8, False), (M, 16, False)),
+        *((128 * K, 1, True), (M, 4, True)),
+    ),
+    "meta-llama/Llama-3.1-8B-Instruct": (
+        *((64 * K, 1, False), (256 * K, 4, False), (M, 16, False)),
+        *((256 * K, 1, True), (512 * K, 4, True)),
+    ),
+    "Qwen/Qwen3-30B-A3B": (
+        *((32 * K, 2, False), (128 * K, 4, False), (256 * K, 8, False), (M, 32, False)),
+        *((128 * K, 1, True), (512 * K, 8, True)),
+    ),
+    "openai/gpt-oss-20b": ((32 * K, 2, False), (128 * K, 8, False), (128 * K, 2, True)),
+    "google/gemma-3-27b-it": ((32 * K, 4, False), (128 * K, 8, False), (64 * K, 2, True)),
+    "Qwen/Qwen3.6-27B": ((64 * K, 4, False), (256 * K, 8, False), (M, 32, False), (256 * K, 2, True)),
+    "Qwen/Qwen3.6-35B-A3B": ((64 * K, 4, False), (256 * K, 8, False), (M, 32, False), (256 * K, 2, True)),
+}
+
+
+class Case(NamedTuple):
+    model: str
+    seq_length: int
+    nodes: int
+    is_lora: bool
+
+    @property
+    def file(self) -> str:
+        """qwen3_8b_256k_4n.yaml        llama31_8b_512k_lora_4n.yaml"""
+        kind = "_lora" if self.is_lora else ""
+        return f"{slug(self.model)}_{length_name(self.seq_length).lower()}{kind}_{self.nodes}n.yaml"
+
+
+def cases() -> list[Case]:
+    return [Case(model, *case) for model, listed in CASES.items() for case in listed]
+
+
+def sibling(case: Case) -> str:
+    """The next recipe of the same model: `qwen3_8b_128k_1n.yaml, other packs, or other hardware.`"""
+    same = [other for other in cases() if other.model == case.model]
+    return f"{same[(same.index(case) + 1) % len(same)].file}, the same model with other packs or on other GPUs."
+
+
+def planned(case: Case) -> str:
+    """The text of the recipe.  Needs the folder of `released_models`."""
+    tokens = _LARGE_TOKENS if case.nodes >= _LARGE else _TOKENS
+    recipe = recipe_of(case.model, seq_length=case.seq_length, tokens_per_step=tokens, is_lora=case.is_lora)
+    gpu, vocab_size = gpus.gpu("h100"), recipe.config.model.vocab_size
+    assert vocab_size is not None, case.model
+    task = Task.of(
+        case.model,
+        recipe.config,
+        vocab_size=vocab_size,
+        trained=trained_weights(recipe.config, vocab_size),
+        lengths=Lengths.all_of(case.seq_length),
+        hardware=Hardware(
+            gpu=gpu,
+            gpus_per_node=GPUS_PER_NODE,
+            fabric="ib400",
+            constants=constants.assumed(gpu, gpus.fabric("ib400")),
+            host_bytes=HOST_GIB * GIB,
+        ),
+    )
+    proposals = Search(task, case.nodes * GPUS_PER_NODE).best(1)
+    if not proposals:
+        raise SystemExit(f"{case.file}: nothing fits; change CASES")
+    return recipe_text(recipe, task, proposals[0], path=f"recipes/planned/{case.file}", sibling=sibling(case))
+
+
+@contextmanager
+def released_models() -> Iterator[None]:
+    """A current folder in which each name of a model is a folder with its config.json."""
+    before = Path.cwd()
+    with TemporaryDirectory() as folder:
+        for name, file in CONFIGS.items():
+            (Path(folder) / name).mkdir(parents=True)
+            text = (RELEASED / f"{file}.json").read_text(encoding="utf-8")
+            (Path(folder) / name / "config.json").write_text(json.dumps(json.loads(text)), encoding="utf-8")
+        os.chdir(folder)
+        try:
+            yield
+        finally:
+            os.chdir(before)
+
+
+def main(argv: Sequence[str] | None = None, folder: Path = FOLDER) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="only print which recipes are out of date")
+    is_check = parser.parse_args(argv).check
+    with released_models():
+        texts = {case.file: planned(case) for case in cases()}
+    stored = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.yaml")}
+    stale = sorted(name for name in {*texts, *stored} if texts.get(name) != stored.get(name))
+    for name in stale:
+        if is_check:
+            print(f"recipes/planned/{name} is out of date; run: python -m tools.plan_recipes", file=sys.stderr)
+        elif name in texts:
+            (folder / name).write_text(texts[name], encoding="utf-8")
+        else:
+            (folder / name).unlink()
+    return int(is_check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

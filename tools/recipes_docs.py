@@ -1,0 +1,105 @@
+"""Makes docs/recipes.md: tables of the recipes in recipes/, from their headers and keys.  Predicts nothing."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "recipes"
+_MODELS = ("qwen3_0p6b", "qwen3_8b", "llama31_8b", "qwen3_30b", "gpt_oss", "gemma3", "qwen36_27b", "qwen36_35b")
+_INTRO = """\
+# The recipes
+
+Which recipes are there, on which hardware do they run, and what is expected of them? tools/recipes_docs.py generates
+this page from [recipes/](../recipes); run `python -m tools.pages` after a change.
+
+A recipe names its data as `data/train.jsonl`. Check a recipe before a launch: `sft check RECIPE --world-size N`.
+
+## Written by hand
+"""
+_PLANNED = """
+## Written by the planner
+
+`sft plan` chose these layouts ([plan](plan.md)) for GPUs of type h100 (80 GB) in nodes of 8 with a 400 Gbit/s network,
+packs that hold one document each, and hosts of which offloading may use 1000 GiB. **All numbers are predicted, not
+measured, with assumed constants.** Memory is that of the fullest GPU, of about 75 GiB that a run can use; the numbers
+of tokens are per second and GPU. YaRN by a large factor is only a start: look at the loss by position. Write the recipe
+anew for other hardware or data: `sft plan --model RECIPE --gpus N --gpu h200 --lengths data --write FILE`.
+`python -m tools.plan_recipes` writes all of them again.
+"""
+
+
+def page(before: str) -> str:
+    """The whole page; `before` is not read."""
+    written = sorted(path for path in FOLDER.glob("*.yaml"))
+    planned = sorted((FOLDER / "planned").glob("*.yaml"), key=_order)
+    return "\n".join([_INTRO, *_by_hand(written), _PLANNED, *_by_planner(planned), ""])
+
+
+def header(path: Path) -> dict[str, str]:
+    """The comments at the top: {"Purpose": ..., "Launch": ..., "Hardware": ..., "Expected": ..., "Sibling": ...}"""
+    pairs = (re.fullmatch(r"# (\w+): *(.*)", line) for line in path.read_text(encoding="utf-8").splitlines()[:5])
+    return {pair[1]: pair[2] for pair in pairs if pair}
+
+
+def _by_hand(paths: list[Path]) -> Iterator[str]:
+    for path in paths:
+        lines = header(path)
+        purpose, hardware = lines["Purpose"].rstrip("."), lines["Hardware"].rstrip(".")
+        yield from _folded(f"- [{path.name}](../recipes/{path.name}) {purpose}. Hardware: {hardware}.")
+
+
+def _by_planner(paths: list[Path]) -> Iterator[str]:
+    yield "| recipe | trains | nodes | layout and savings | GiB | host GiB | s/step | tokens | MFU |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for path in paths:
+        lines, keys = header(path), yaml.safe_load(path.read_text(encoding="utf-8"))
+        expected = lines["Expected"]
+        nodes = re.search(r"--nnodes (\d+)", lines["Launch"])
+        cells = [
+            f"[{path.stem}]",
+            "LoRA" if "lora" in keys else "all",
+            nodes[1] if nodes else "1",
+            _layout(keys),
+            *(_number(pattern, expected) for pattern in (r"measured: (\d+) of", r"and ([\d,]+) GiB of each host")),
+            *(_number(pattern, expected) for pattern in (r"a step ([\d.,]+) s", r"([\d,]+) tokens/s", r"(\d+%) MFU")),
+        ]
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+    yield from (f"[{path.stem}]: ../recipes/planned/{path.name}" for path in paths)
+
+
+def _layout(keys: dict[str, Any]) -> str:
+    """tp 2, cp 8, recompute selective, offload"""
+    words = [f"{name} {value}" for name, value in keys.get("parallel", {}).items()]
+    names = {"recompute": "recompute {}", "offload_fraction": "offload", "mlp_tile": "tile {}"}
+    words += [text.format(keys["train"][name]) for name, text in names.items() if name in keys["train"]]
+    words += ["optimizer offload"] if "offload_fraction" in keys["optim"] else []
+    return ", ".join(words) or "dp only"
+
+
+def _number(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    return match[1] if match else ""
+
+
+def _folded(text: str) -> Iterator[str]:
+    """Lines of at most 118 columns; all but the first are indented."""
+    line = ""
+    for word in text.split():
+        if len(line) + 1 + len(word) > 118:
+            yield line
+            line = f"  {word}"
+        else:
+            line = f"{line} {word}" if line else word
+    yield line
+
+
+def _order(path: Path) -> tuple[int, bool, int, str]:
+    """By model, first recipes for all weights, then by length."""
+    keys = yaml.safe_load(path.read_text(encoding="utf-8"))
+    number = next((i for i, model in enumerate(_MODELS) if path.stem.startswith(model)), len(_MODELS))
+    return number, "lora" in keys, keys["data"]["seq_length"], path.name

@@ -13,7 +13,8 @@ from sft.config.attention import AttentionConfig
 from sft.config.checkpoint import CheckpointConfig
 from sft.config.data import DataConfig, Input, NamedDataset, RowsConfig, SourceConfig
 from sft.config.lora import LoraConfig
-from sft.config.model import RANDOM, ModelConfig, MoeConfig, RopeConfig
+from sft.config.model import RANDOM, ModelConfig, RopeConfig
+from sft.config.moe import MoeConfig
 from sft.config.parallel import ParallelConfig
 from sft.config.run import LogConfig, MemoryProfile, ProfileConfig, RunConfig, TorchProfile
 from sft.config.section import UNREPORTED, Conflict, Section, divisors, listed
@@ -71,6 +72,8 @@ class Config(Section):
         no_cuda, fp8, tile = self.run.device == "cpu", self.run.fp8 is not None, self.train.mlp_tile is not None
         if tile and self.model.moe.num_experts is not None:
             yield "train.mlp_tile", "needs a dense model: experts are balanced over whole documents; use null"
+        if self.lora.is_used and self.model.moe.bias_update_rate:
+            yield "model.moe.bias_update_rate", "changes the model itself, which lora.rank leaves as it is; use 0"
         if best is not None and best[0] not in sets:
             yield "checkpoint.keep_best", f"names no held-out set; data.eval has the sets {', '.join(sets) or 'none'}"
         if steps is not None and warmup is not None and warmup >= steps:

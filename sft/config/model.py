@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from sft.config.linear_attention import LinearAttentionConfig
+from sft.config.moe import MoeConfig
 from sft.config.section import UNREPORTED, Path, Positive, Section, divisors
 
 # Switches and numbers of YAML 1.1 and Python that YAML 1.2 reads as text: yes, off, None, 010, 1_000, 1:30.
@@ -70,43 +71,6 @@ class RopeConfig(Section):
             yield "query_scale_beta", "is not supported with skip_layers; use null, or skip_layers = []"
         if self.skip_layers != sorted(set(self.skip_layers)):
             yield "skip_layers", "must be in increasing order, each layer once"
-
-
-class MoeConfig(Section):
-    num_experts: Positive | None = None
-    """Number of experts that replace the MLP of every layer; null means a dense model."""
-    top_k: Positive | None = None
-    """Number of experts that each token goes to; required with num_experts."""
-    ffn_hidden_size: Positive | None = None
-    """Width of an expert's gated MLP; null means model.ffn_hidden_size."""
-    shared_ffn_hidden_size: Positive | None = None
-    """Width of the shared expert, an MLP that every token goes to (Qwen2-MoE); null means no shared expert."""
-    shared_gate: bool = False
-    """Multiply the output of the shared expert by sigmoid(gate), the product of the token and a learned vector."""
-    normalize_top_k: bool = True
-    """true: the weights of a token's experts sum to 1 (Mixtral, Qwen3).  false: softmax over all experts."""
-    aux_loss_coef: Annotated[float, Field(ge=0.0)] = 0.0
-    """Coefficient of the load-balancing loss, summed over layers; 1e-3 is usual."""
-    router_bias: bool = False
-    """Bias on the scores of experts (gpt-oss)."""
-    z_loss_coef: Annotated[float, Field(ge=0.0)] = 0.0
-    """Coefficient of the router z-loss (squared log-sum-exp of router scores), summed over layers; 1e-3 is usual."""
-    capacity_factor: Annotated[float, Field(gt=0.0)] | None = None
-    """A rank sends an expert at most capacity_factor * tokens * top_k / num_experts tokens; null means no limit."""
-
-    def conflicts(self) -> Iterator[tuple[str, str]]:
-        experts, top_k = self.num_experts, self.top_k
-        changed = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
-        for name in changed if experts is None else ():
-            yield name, "has no effect without model.moe.num_experts"
-        if experts is not None and top_k is None:
-            yield "top_k", "is required with num_experts"
-        if experts and top_k and top_k > experts:
-            yield "top_k", f"is more than num_experts = {experts}"
-        if self.shared_gate and experts is not None and self.shared_ffn_hidden_size is None:
-            yield "shared_gate", "has no effect without shared_ffn_hidden_size"
-        if top_k == 1 and self.normalize_top_k:
-            yield "normalize_top_k", "= true makes all weights 1 with top_k = 1; use false, or a larger top_k"
 
 
 class ModelConfig(Section):

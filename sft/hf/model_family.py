@@ -15,6 +15,7 @@ _USUAL = {
     "qk_norm_across_heads": False,
     "moe.shared_ffn_hidden_size": None,
     "moe.shared_gate": False,
+    "moe.correction_bias": False,
     "attention_output_gate": False,
 }
 

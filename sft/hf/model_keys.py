@@ -34,6 +34,11 @@ PLAIN: dict[str, Any] = {
         *(
             "moe.shared_ffn_hidden_size",
             "moe.shared_gate",
+            "moe.score_function",
+            "moe.scaling_factor",
+            "moe.num_groups",
+            "moe.top_groups",
+            "moe.correction_bias",
             "rope.fraction",
             "rope.skip_layers",
             "rope.query_scale_beta",

@@ -20,7 +20,7 @@ from sft.adapters import Trained
 from sft.batch import Microbatch
 from sft.config import Config
 from sft.flops import TrainFlops
-from sft.mcore import device, experts, model, pipeline
+from sft.mcore import device, model, pipeline, router
 from sft.mcore.activations.offload import PinnedMemory
 from sft.mcore.activations.saved_tensors import SavePolicy
 from sft.mcore.attention.selection import choose
@@ -97,12 +97,15 @@ class Engine:
             finite = math.isfinite(totals.objective)
             grad_norm = build.update(self.optimizer, self.groups.device) if finite else math.nan
         skipped = totals.num_tokens == 0 or not math.isfinite(grad_norm)
+        experts, rate = self._expert_load(), self.config.model.moe.bias_update_rate
+        if experts is not None and rate and not skipped:
+            router.update_biases(self.chunks, experts, rate)
         return StepResult(
             **vars(totals),
             grad_norm=grad_norm,
             learning_rate=float(self.optimizer.param_groups[0]["lr"]),
             skipped=skipped,
-            experts=self._expert_load(),
+            experts=experts,
         )
 
     def evaluate(self, microbatches: Sequence[Microbatch], *, sources: Sequence[str] = ()) -> Totals:
@@ -173,14 +176,14 @@ class Engine:
         total = torch.tensor([denominator, real], dtype=torch.float64, device=self.groups.device)
         dist.all_reduce(total, group=self.groups.collection.dp_cp)
         self._denominator, num_real_tokens = total.tolist()
-        experts.begin(self.chunks, loss_scale=self._denominator / max(1.0, num_real_tokens))
+        router.begin(self.chunks, loss_scale=self._denominator / max(1.0, num_real_tokens))
 
     def _expert_load(self) -> ExpertLoad | None:
         """Statistics of experts; None for a dense model.  Collective."""
         count = self.config.model.moe.num_experts
         if count is None:
             return None
-        return experts.load(self.chunks, self.config.model.num_layers, count, self.groups.device)
+        return router.load(self.chunks, self.config.model.num_layers, count, self.groups.device)
 
     def _accumulator(self, sources: Sequence[str]) -> Accumulator:
         return Accumulator(

@@ -8,10 +8,11 @@ from megatron.core.transformer import ModuleSpec
 from sft.config import Config
 from sft.mcore.attention.backend import AttentionBackend
 from sft.mcore.biases import bias_mlp, submodules_of, with_bias
-from sft.mcore.experts import BiasedRouter, ExpertLayer, Router
+from sft.mcore.experts import ExpertLayer
 from sft.mcore.gated_activation import GatedActivation
 from sft.mcore.layer import Layer
 from sft.mcore.linear_attention import gated_delta_net
+from sft.mcore.router import Router
 
 
 def layer_spec(config: Config, backend: AttentionBackend, layer_number: int) -> ModuleSpec:
@@ -32,15 +33,16 @@ def layer_spec(config: Config, backend: AttentionBackend, layer_number: int) -> 
     if model.mlp_bias:
         bias_mlp(spec.submodules.mlp, has_experts=model.moe.num_experts is not None)
     if model.moe.num_experts:
-        router = BiasedRouter if model.moe.router_bias else Router
-        return _with_experts(spec, router, recompute=is_selective, activation=GatedActivation.fields(model))
+        return _with_experts(
+            spec, partial(Router, moe=model.moe), recompute=is_selective, activation=GatedActivation.fields(model)
+        )
     if GatedActivation.fields(model):
         submodules_of(spec.submodules.mlp).activation_func = GatedActivation.spec(model)
     spec.params |= {"recompute": is_selective or train.mlp_tile is not None, "tile": train.mlp_tile}
     return spec
 
 
-def _with_experts(spec: ModuleSpec, router: type[Router], **of_experts: Any) -> ModuleSpec:
+def _with_experts(spec: ModuleSpec, router: partial[Router], **of_experts: Any) -> ModuleSpec:
     mlp, keys = spec.submodules.mlp, spec.submodules.sharded_state_dict_keys_map
     # Core's local spec would rename the checkpoint key of the norm before an MLP, but not of the norm before experts.
     spec.submodules.sharded_state_dict_keys_map = {k: v for k, v in keys.items() if not k.startswith("pre_mlp")}

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from sft.mcore import experts
 from sft.mcore.model import sharded_tensors
+from sft.mcore.router import Router, begin
 from tests.ranks import scenarios
 from tests.ranks.layouts import ALL_ON, AUX, GRADIENT_TOLERANCE, LOSS_TOLERANCE, MOE, NORM_TOLERANCE, NUM_EXPERTS, TOP_K
 from tests.ranks.pool import RankPool
@@ -63,7 +63,7 @@ def routed(overrides: Sequence[str], packs: Sequence[Sequence[int]]) -> dict[str
             chunk.train()
             chunk.zero_grad_buffer()
             for name, module in chunk.named_modules():
-                if isinstance(module, experts.Router):
+                if isinstance(module, Router):
                     module.register_forward_hook(
                         lambda m, a, made, name=name: given.append((name, m.weight, *a, *made))
                     )
@@ -227,7 +227,7 @@ def test_new_experts_differ_and_are_the_same_on_every_layout(ranks: Ranks) -> No
 def evaluated(overrides: Sequence[str]) -> list[float]:
     with scenarios.running(overrides) as engine:
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
-        experts.begin(engine.chunks, loss_scale=1.0)
+        begin(engine.chunks, loss_scale=1.0)
         engine.evaluate(loader.microbatches(0))
         seen = engine._expert_load()
         assert seen is not None
@@ -241,7 +241,7 @@ def sent(overrides: Sequence[str]) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         for chunk in engine.chunks:
             for module in chunk.modules():
-                if isinstance(module, experts.Router):
+                if isinstance(module, Router):
                     module.register_forward_hook(
                         lambda m, given, made: found.append(
                             {

@@ -16,7 +16,7 @@ def config(*overrides: str) -> Config:
 
 
 def test_there_are_few_keys_and_every_one_is_explained() -> None:
-    assert len(leaves()) <= 180
+    assert len(leaves()) <= 200
     for key, info in leaves().items():
         assert info.description and info.description.endswith("."), key
     for group, model in sections().items():
@@ -130,6 +130,8 @@ def test_initial_weights_are_never_random_unasked() -> None:
 
 
 MOE = ("model.moe.num_experts=8", "model.moe.top_k=2")
+SIGMOID = (*MOE, "model.moe.top_k=2", "model.moe.score_function=sigmoid")
+LORA = ("lora.rank=4", "lora.alpha=8.0")
 
 
 @pytest.mark.parametrize(
@@ -147,6 +149,21 @@ MOE = ("model.moe.num_experts=8", "model.moe.top_k=2")
         ((*MOE, "model.moe.aux_loss_coef=-1e-3"), "model.moe.aux_loss_coef = -0.001"),
         ((*MOE, "model.moe.z_loss_coef=-1e-3"), "model.moe.z_loss_coef = -0.001"),
         ((*MOE, "model.moe.capacity_factor=0"), "model.moe.capacity_factor = 0"),
+        ((*MOE, "model.moe.num_groups=4"), "model.moe.num_groups = 4 .*needs score_function = sigmoid"),
+        (
+            (*SIGMOID, "model.moe.num_groups=3"),
+            "num_groups = 3 .*does not cut 8 experts into groups .*use one of 1, 2, 4",
+        ),
+        ((*SIGMOID, "model.moe.top_groups=2"), "top_groups = 2 .*is more than num_groups = 1"),
+        ((*SIGMOID, "model.moe.num_groups=4", "model.moe.top_k=3"), "leaves a token 2 experts, but top_k = 3"),
+        (
+            (*SIGMOID, "model.moe.bias_update_rate=0.1"),
+            "bias_update_rate = 0.1 .*has no effect without correction_bias",
+        ),
+        (
+            (*SIGMOID, "model.moe.correction_bias=true", "model.moe.bias_update_rate=0.1", *LORA),
+            "model.moe.bias_update_rate = 0.1 .*changes the model itself, which lora.rank leaves as it is; use 0",
+        ),
         (("train.mlp_tile=0",), "train.mlp_tile = 0"),
         ((*MOE, "train.mlp_tile=4096"), "train.mlp_tile = 4096 .*needs a dense model: experts are balanced over whole"),
         (("train.offload_fraction=0.5",), "train.offload_fraction = 0.5 .*needs recompute = selective or full"),

@@ -5,21 +5,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from sft.mcore import experts
+from sft.mcore import router
 
 
 def scores(precision: torch.dtype) -> Any:
     torch.manual_seed(3)
     shapes = ((6, 8), (4, 8), (4,))
     inputs = [torch.randn(shape, dtype=precision, requires_grad=True) for shape in shapes]
-    return *inputs, experts._Scores.apply(*inputs)
+    return *inputs, router._Logits.apply(*inputs)
 
 
 def test_scores_are_products_whose_gradient_is_right() -> None:
     tokens, weight, bias, found = scores(torch.float64)
     assert torch.equal(found, tokens @ weight.T + bias)
-    assert torch.equal(experts._Scores.apply(tokens, weight, None), tokens @ weight.T)
-    assert torch.autograd.gradcheck(experts._Scores.apply, (tokens, weight, bias))
+    assert torch.equal(router._Logits.apply(tokens, weight, None), tokens @ weight.T)
+    assert torch.autograd.gradcheck(router._Logits.apply, (tokens, weight, bias))
     tokens, weight, bias, found = scores(torch.bfloat16)
     assert found.dtype == torch.float32
     expected = tokens.detach().float() @ weight.detach().float().T + bias.detach().float()
@@ -34,8 +34,8 @@ def test_a_long_document_is_summed_as_float64_would() -> None:
     odds = (2 * torch.randn(1 << 17, 8, generator=generator)).softmax(1)
     index = torch.ones(1 << 17, dtype=torch.int32)
     index[::7] = 2
-    found = experts._SumOfRows.apply(odds, index, 4)
+    found = router._SumOfRows.apply(odds, index, 4)
     for row, expected in ((0, 0.0), (3, 0.0), (1, odds[index == 1].double().sum(0)), (2, odds[::7].double().sum(0))):
         torch.testing.assert_close(found[row], torch.as_tensor(expected).expand(8).double(), rtol=1e-12, atol=0.0)
     few = odds[:9].double().requires_grad_()
-    assert torch.autograd.gradcheck(experts._SumOfRows.apply, (few, index[:9], 4))
+    assert torch.autograd.gradcheck(router._SumOfRows.apply, (few, index[:9], 4))

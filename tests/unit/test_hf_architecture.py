@@ -34,6 +34,8 @@ LIKE_LLAMA = {
     "logits_scaling": 1.0,
     "moe.shared_ffn_hidden_size": None,
     "moe.shared_gate": False,
+    **{"moe.score_function": "softmax", "moe.scaling_factor": 1.0, "moe.num_groups": 1, "moe.top_groups": 1},
+    "moe.correction_bias": False,
     "rope.skip_layers": [],
     **dict.fromkeys(("sliding_window", "sliding_window_layers", "attention_softcap")),
     "activation": "swiglu",

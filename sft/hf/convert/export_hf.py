@@ -40,6 +40,7 @@ from sft.hf.quantization import QUANTIZATION
 from sft.hf.safetensors_writer import NAMES, SHARD_BYTES, TYPES, write_tensors
 from sft.hf.source import Expected
 from sft.mcore.checkpoint_io import safe_reader
+from sft.mcore.checkpoint_io.megatron_arguments import expert_arguments
 
 # Groups of `model.*` that do not describe the model.
 _NOT_SHAPE = ("init_from", "hf", "hf_read_once", "init_std", "megatron")
@@ -259,13 +260,9 @@ def _model(
     args, model = common.get("args"), imported.model
     expected: dict[str, Any] = {"rotary_base": model.rope.base, "norm_epsilon": model.norm_epsilon}
     if model.moe.num_experts:
-        expected |= {
-            "moe_router_topk": model.moe.top_k,
-            "moe_router_pre_softmax": not model.moe.normalize_top_k,
-            "moe_router_score_function": "softmax",
-            "moe_router_topk_scaling_factor": None,
-            "moe_router_group_topk": None,
-        }
+        compared = ("topk", "pre_softmax", "score_function", "topk_scaling_factor", "group_topk", "enable_expert_bias")
+        stored = expert_arguments(model)
+        expected |= {name: stored[name] for name in (f"moe_router_{part}" for part in compared)}
     wrong = [
         f"{name} is {getattr(args, name)} in the checkpoint, but {value} in config.json"
         for name, value in expected.items()

@@ -38,7 +38,7 @@ def model_arguments(model: ModelConfig, *, padded_vocab_size: int, positions: in
         **_activation_arguments(model),
         **_window_arguments(model),
         **_linear_attention_arguments(model),
-        **_expert_arguments(model),
+        **expert_arguments(model),
     )
 
 
@@ -61,7 +61,8 @@ def _window_arguments(model: ModelConfig) -> dict[str, Any]:
     return dict(window_size=(model.sliding_window - 1, 0), window_attn_skip_freq=has_window)
 
 
-def _expert_arguments(model: ModelConfig) -> dict[str, Any]:
+def expert_arguments(model: ModelConfig) -> dict[str, Any]:
+    """The arguments about experts."""
     moe = model.moe
     if moe.num_experts is None:
         return {"num_experts": None}
@@ -72,6 +73,12 @@ def _expert_arguments(model: ModelConfig) -> dict[str, Any]:
         moe_router_pre_softmax=not moe.normalize_top_k,
         moe_shared_expert_intermediate_size=moe.shared_ffn_hidden_size,
         moe_shared_expert_gate=moe.shared_gate,
+        moe_router_score_function=moe.score_function,
+        moe_router_topk_scaling_factor=None if moe.scaling_factor == 1.0 else moe.scaling_factor,
+        moe_router_num_groups=None if moe.num_groups == 1 else moe.num_groups,
+        moe_router_group_topk=None if moe.num_groups == 1 else moe.top_groups,
+        moe_router_enable_expert_bias=moe.correction_bias,
+        moe_router_bias_update_rate=moe.bias_update_rate,
     )
 
 

@@ -1,0 +1,75 @@
+"""Keys of a mixture of experts."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from sft.config.section import Positive, Section, divisors
+
+
+class MoeConfig(Section):
+    num_experts: Positive | None = None
+    """Number of experts that replace the MLP of every layer; null means a dense model."""
+    top_k: Positive | None = None
+    """Number of experts that each token goes to; required with num_experts."""
+    ffn_hidden_size: Positive | None = None
+    """Width of an expert's gated MLP; null means model.ffn_hidden_size."""
+    shared_ffn_hidden_size: Positive | None = None
+    """Width of the shared expert, an MLP that every token goes to (Qwen2-MoE); null means no shared expert."""
+    shared_gate: bool = False
+    """Multiply the output of the shared expert by sigmoid(gate), the product of the token and a learned vector."""
+    normalize_top_k: bool = True
+    """true: the weights of a token's experts sum to 1 (Mixtral, Qwen3).  false: the scores themselves."""
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of experts: softmax over experts, or sigmoid of each score by itself (DeepSeek-V3, GLM-4.5)."""
+    scaling_factor: Annotated[float, Field(gt=0.0)] = 1.0
+    """Factor on the weights of a token's experts (DeepSeek-V3: 2.5)."""
+    num_groups: Positive = 1
+    """Groups of experts, of equal size.  A token chooses groups first, by the sums of their two largest scores."""
+    top_groups: Positive = 1
+    """Number of groups whose experts a token may choose."""
+    correction_bias: bool = False
+    """A number for each expert that is added to its score when a token chooses, but not in the weight (DeepSeek-V3)."""
+    bias_update_rate: Annotated[float, Field(ge=0.0)] = 0.0
+    """A step adds this to the correction_bias of experts with few tokens, and subtracts it from others; 1e-3 is usual
+    in pre-training, 0 in fine-tuning."""
+    aux_loss_coef: Annotated[float, Field(ge=0.0)] = 0.0
+    """Coefficient of the load-balancing loss, summed over layers; 1e-3 is usual."""
+    router_bias: bool = False
+    """Bias on the scores of experts, before softmax or sigmoid (gpt-oss)."""
+    z_loss_coef: Annotated[float, Field(ge=0.0)] = 0.0
+    """Coefficient of the router z-loss (squared log-sum-exp of router scores), summed over layers; 1e-3 is usual."""
+    capacity_factor: Annotated[float, Field(gt=0.0)] | None = None
+    """A rank sends an expert at most capacity_factor * tokens * top_k / num_experts tokens; null means no limit."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        experts, top_k = self.num_experts, self.top_k
+        changed = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+        for name in changed if experts is None else ():
+            yield name, "has no effect without model.moe.num_experts"
+        if experts is not None and top_k is None:
+            yield "top_k", "is required with num_experts"
+        if experts and top_k and top_k > experts:
+            yield "top_k", f"is more than num_experts = {experts}"
+        if self.shared_gate and experts is not None and self.shared_ffn_hidden_size is None:
+            yield "shared_gate", "has no effect without shared_ffn_hidden_size"
+        if top_k == 1 and self.normalize_top_k:
+            yield "normalize_top_k", "= true makes all weights 1 with top_k = 1; use false, or a larger top_k"
+        if experts is not None:
+            yield from self._sigmoid_conflicts(experts)
+
+    def _sigmoid_conflicts(self, experts: int) -> Iterator[tuple[str, str]]:
+        if self.score_function == "softmax":
+            for name in ("num_groups", "correction_bias"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    yield name, "needs score_function = sigmoid"
+        if self.bias_update_rate and not self.correction_bias:
+            yield "bias_update_rate", "has no effect without correction_bias"
+        if experts % self.num_groups or (self.num_groups > 1 and experts < 2 * self.num_groups):
+            fitting = ", ".join(str(size) for size in divisors(experts) if 2 * size <= experts)
+            yield "num_groups", f"does not cut {experts} experts into groups of two or more; use one of {fitting}"
+        elif self.top_groups > self.num_groups:
+            yield "top_groups", f"is more than num_groups = {self.num_groups}"
+        elif self.top_k and self.top_k > (possible := self.top_groups * experts // self.num_groups):
+            yield "top_groups", f"leaves a token {possible} experts, but top_k = {self.top_k}"

@@ -1,0 +1,77 @@
+"""Routing by sigmoid scores, against numbers that are written out, and the steps of a correction bias."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sft.config import MoeConfig
+from sft.mcore import router
+
+# Logits whose sigmoid scores are these.
+SCORES = torch.tensor([[0.6, 0.5, 0.2, 0.1], [0.1, 0.3, 0.8, 0.7]], dtype=torch.float64)
+LOGITS = torch.logit(SCORES)
+BIAS = torch.tensor([-0.3, 0.0, 0.25, 0.0])
+
+
+def moe(**fields: Any) -> MoeConfig:
+    return MoeConfig(num_experts=4, top_k=2, score_function="sigmoid", **fields)
+
+
+@pytest.mark.parametrize(
+    "fields,bias,weights",
+    [
+        # 0.6 and 0.5 of the first token, 0.8 and 0.7 of the second
+        ({}, None, [[6 / 11, 5 / 11, 0, 0], [0, 0, 8 / 15, 7 / 15]]),
+        ({"normalize_top_k": False}, None, [[0.6, 0.5, 0, 0], [0, 0, 0.8, 0.7]]),
+        ({"normalize_top_k": False, "scaling_factor": 2.5}, None, [[1.5, 1.25, 0, 0], [0, 0, 2.0, 1.75]]),
+        # With the bias 0.3 0.5 0.45 0.1 and -0.2 0.3 1.05 0.7; weights are those of scores without it.
+        ({"correction_bias": True}, BIAS, [[0, 5 / 7, 2 / 7, 0], [0, 0, 8 / 15, 7 / 15]]),
+        # The best group of the first token is 0.5 + 0.45 of the bias' numbers, not 0.3 + 0.5.
+        ({"normalize_top_k": False, "num_groups": 2}, None, [[0.6, 0.5, 0, 0], [0, 0, 0.8, 0.7]]),
+    ],
+)
+def test_weights_of_the_chosen_experts(fields: dict[str, Any], bias: Any, weights: list[list[float]]) -> None:
+    routing = router.Routing.of(LOGITS, moe(**fields), bias)
+    expected = np.array(weights)
+    np.testing.assert_allclose(routing.weights, expected, atol=1e-12)
+    np.testing.assert_array_equal(routing.chosen, expected > 0)
+
+
+def test_a_token_chooses_groups_before_experts() -> None:
+    """The group of 0.6 + 0.5 wins over that of 0.9 + 0.1, whose first expert has the largest score of all."""
+    logits = torch.logit(torch.tensor([[0.9, 0.1, 0.6, 0.5, 0.3, 0.2]], dtype=torch.float64))
+    fields: Any = dict(num_experts=6, top_k=2, score_function="sigmoid", normalize_top_k=False, num_groups=3)
+    found = router.Routing.of(logits, MoeConfig(**fields, top_groups=1), None)
+    np.testing.assert_allclose(found.weights, [[0, 0, 0.6, 0.5, 0, 0]], atol=1e-12)
+    found = router.Routing.of(logits, MoeConfig(**fields, top_groups=2), None)
+    np.testing.assert_allclose(found.weights, [[0.9, 0, 0.6, 0, 0, 0]], atol=1e-12)
+    swayed = router.Routing.of(logits, MoeConfig(**fields, correction_bias=True), torch.tensor([0, 0, 0, 0, 0.4, 0.4]))
+    np.testing.assert_allclose(swayed.weights, [[0, 0, 0, 0, 0.3, 0.2]], atol=1e-12)
+
+
+def test_the_balancing_loss_is_about_scores_without_bias() -> None:
+    """DeepSeek-V3, equations 17 to 20: choices by score alone, and scores divided by their sum."""
+    settings = moe(correction_bias=True, scaling_factor=2.5, num_groups=2)
+    probabilities, chosen = router.Routing.of(LOGITS, settings, BIAS).balanced(LOGITS, settings)
+    np.testing.assert_allclose(probabilities, SCORES / torch.tensor([[1.4], [1.9]]), atol=1e-12)
+    np.testing.assert_array_equal(chosen, [[True, True, False, False], [False, False, True, True]])
+
+
+def test_weights_reach_the_router_and_the_choice_does_not() -> None:
+    def weights(logits: torch.Tensor) -> torch.Tensor:
+        return router.Routing.of(logits, moe(correction_bias=True, scaling_factor=1.5), BIAS).weights
+
+    assert torch.autograd.gradcheck(weights, LOGITS.clone().requires_grad_())
+
+
+def test_a_step_of_the_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up where an expert has fewer tokens than the mean, down where it has more; layer 2 has counts of its own."""
+    routers = [SimpleNamespace(layer_number=n, expert_bias=torch.full((3,), 0.5)) for n in (1, 2)]
+    monkeypatch.setattr(router, "_routers", lambda chunks: routers)
+    load: Any = SimpleNamespace(chosen=np.array([[6.0, 2.0, 4.0], [1.0, 1.0, 2.0]]))
+    router.update_biases([], load, 0.125)
+    assert routers[0].expert_bias.tolist() == [0.375, 0.625, 0.5]
+    assert routers[1].expert_bias.tolist() == [0.625, 0.625, 0.375]

@@ -6,12 +6,15 @@ import sys
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sft.commands.arguments import check_paths, read_recipe, read_tokenizer, recipe_command, resolve_layout
 from sft.commands.output import need_matplotlib, print_group, progress
 from sft.console import Console, size
 from sft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sft.parallel.layout import Layout
 
 
 def add(commands: Any) -> None:
@@ -43,6 +46,9 @@ def add(commands: Any) -> None:
     plan_ = recipe_command(data, "plan", plan, about, is_required=False)
     plan_.add_argument("--world-size", metavar="N", type=int, help="number of processes over which packs are balanced")
     plan_.add_argument("--write", metavar="FILE", help="write the plan of the run to FILE, for --diff and data.plan")
+    plan_.add_argument(
+        "--svg", metavar="FILE", type=Path, help="draw the packs of the first step into FILE, with parallel.dynamic_cp"
+    )
     plan_.add_argument(
         "--diff", metavar=("A", "B"), nargs=2, help="show where two plan files differ; exit code 1 if they differ"
     )
@@ -114,9 +120,29 @@ def plan(arguments: Namespace) -> int:
     recipe = read_recipe(arguments)
     layout = resolve_layout(recipe, arguments.world_size)
     check_paths(recipe)
+    if arguments.svg is not None:
+        _check_picture(arguments.svg, layout)
     corpus = prepare_train(recipe.config, read_tokenizer(recipe), progress())
     for name, lines in forecast(recipe.config, layout, corpus).items():
         print_group(name, lines)
     if arguments.write is not None:
         print_group("written", [write_run(Path(arguments.write), recipe.config, layout, corpus)])
+    if arguments.svg is not None:
+        from sft.data.inspect.cp_picture import draw_step
+
+        try:
+            print_group("picture", [draw_step(arguments.svg, recipe.config, layout, corpus)])
+        except OSError as error:
+            raise ConfigError(f"--svg {arguments.svg} cannot be written: {error.strerror}.") from error
     return 0
+
+
+def _check_picture(path: Path, layout: "Layout") -> None:
+    """Raise ConfigError if `sft data plan` cannot draw this picture."""
+    if path.suffix != ".svg":
+        raise ConfigError(f"--svg {path} does not end in .svg.  The picture is written as SVG.")
+    if not layout.cp_sizes:
+        raise ConfigError(
+            f"--svg {path} draws packs of several CP sizes, but all packs of this run are on {layout.cp} "
+            f"rank{'s' * (layout.cp > 1)}.  Give parallel.dynamic_cp=true, with parallel.cp above 1."
+        )

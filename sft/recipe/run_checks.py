@@ -1,10 +1,13 @@
 """Mistakes in a recipe that show only with the data: steps against schedules, documents against the model's positions.
 
+Also nodes as torchrun has them, against nodes as dynamic CP plans for them.
+
 `sft check` and training call `check_run`, so both refuse the same recipes with the same words.
 sft/config/ refuses what the keys alone show, and sft/parallel/layout.py what the number of processes shows.
 """
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -56,6 +59,7 @@ def check_run(recipe: Recipe, length: RunLength) -> list[str]:
             f"the data fill {length.num_packs} of the {batch} packs of a step (train.global_batch_size = {batch}), and "
             "the other packs are empty; lower train.global_batch_size or data.seq_length"
         )
+    warnings += _node_warnings(recipe.config)
     return warnings if beyond is None else [*warnings, beyond]
 
 
@@ -84,6 +88,17 @@ def _step_warnings(config: Config, num_steps: int) -> Iterator[str]:
         late = [step for step in getattr(config.profile, name).steps or () if step > num_steps]
         if late:
             yield f"profile.{name}.steps has step {', '.join(map(str, late))}, but {ends}: nothing is recorded then"
+
+
+def _node_warnings(config: Config) -> Iterator[str]:
+    """Under torchrun with dynamic CP: whether the plan takes other ranks for neighbours in a node than there are."""
+    planned, local = config.parallel.gpus_per_node, int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    fits_one_node = os.environ.get("WORLD_SIZE") == str(local) and local <= planned
+    if config.parallel.dynamic_cp and local not in (0, planned) and not fits_one_node:
+        yield (
+            f"parallel.gpus_per_node = {planned}, but torchrun started {local} processes on this node: dynamic CP "
+            f"plans messages between other nodes than there are; set parallel.gpus_per_node={local}"
+        )
 
 
 def _positions(recipe: Recipe, longest: int | None) -> str | None:

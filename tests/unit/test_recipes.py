@@ -73,6 +73,7 @@ def test_no_recipe_repeats_what_comes_with_the_model(name: str) -> None:
         ("qwen36_35b_a3b_128k.yaml", 16, 1, 16384),
         ("llama31_8b_128k.yaml", 16, 1, 16384),
         ("llama31_8b_128k.yaml", 32, 2, 16384),
+        ("llama31_8b_128k_dynamic_cp.yaml", 16, 1, 16384),
     ],
 )
 def test_what_a_rank_holds(name: str, world_size: int, dp: int, tokens_per_rank: int) -> None:

@@ -89,6 +89,33 @@ def test_a_smoke_run_whose_last_step_trains_nothing_is_warned_of(setting: str) -
     assert check_run(parsed(), RunLength(num_steps=10, num_packs=40, longest=10)) == [], "one step of ten is usual"
 
 
+DYNAMIC_CP = ["parallel.cp=4", "parallel.dynamic_cp=true"]
+NODES = (
+    "parallel.gpus_per_node = 8, but torchrun started {0} processes on this node: dynamic CP plans messages between "
+    "other nodes than there are; set parallel.gpus_per_node={0}"
+)
+
+
+@pytest.mark.parametrize(
+    "world_size, local, warning",
+    [(8, 4, NODES.format(4)), (16, 16, NODES.format(16)), (16, 8, None), (4, 4, None)],
+    ids=["two nodes of 4", "a node of 16", "two nodes of 8", "half a node"],
+)
+def test_nodes_that_the_plan_does_not_know_are_warned_of(
+    world_size: int, local: int, warning: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+    assert check_run(parsed(*DYNAMIC_CP), LONG) == ([] if warning is None else [warning])
+    assert check_run(parsed(*DYNAMIC_CP, f"parallel.gpus_per_node={local}"), LONG) == []
+    assert check_run(parsed("parallel.cp=4"), LONG) == [], "only dynamic CP reads the key"
+
+
+def test_without_torchrun_nothing_is_known_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert check_run(parsed(*DYNAMIC_CP), LONG) == []
+
+
 def test_documents_beyond_the_positions_of_the_model() -> None:
     """Positions begin anew in every document, so the longest document decides, and not the length of packs."""
     assert check_run(of_hf(), RunLength(num_steps=32, num_packs=128, longest=512)) == []

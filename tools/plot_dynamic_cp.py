@@ -1,0 +1,38 @@
+"""Draws docs/dynamic-cp.svg: one step of chats with long documents among them, at cp 16 and with dynamic CP.
+
+    python -m tools.plot_dynamic_cp
+
+Lengths have the distribution `longmix` of tools/bench/mixes.py, with seq_length 128K; the costs are those of Llama 8B.
+"""
+
+from pathlib import Path
+
+from sft.data.inspect.cp_picture import svg
+from sft.data.packing import balance
+from sft.data.packing.cp_grid import fixed
+from sft.data.packing.cp_timeline import timeline
+from sft.data.packing.dynamic_cp import assign
+from sft.parallel.cp_group import cp_sizes
+from tools.bench.dynamic_cp import COSTS
+from tools.bench.mixes import SEQ_LENGTHS, lengths_of
+from tools.bench.packing import MULTIPLE, ours
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "dynamic-cp.svg"
+MIX, CP, DP, MICROBATCHES = "longmix", 16, 1, 8
+
+
+def main() -> None:
+    lengths, cost = lengths_of(MIX, 6000), COSTS["llama-8b"]
+    seq_length = SEQ_LENGTHS[MIX]
+    packs = ours(lengths, seq_length).batch(0, DP * MICROBATCHES)
+    slots = balance.assign(
+        packs, lengths, dp=DP, seq_length=seq_length, doc_multiple=MULTIPLE, attention=cost.attention
+    )
+    samples = [sample for pack in packs for sample in pack]
+    dynamic = assign(samples, lengths, dp=DP, cp=CP, rank_tokens=seq_length // CP, doc_multiple=MULTIPLE, cost=cost)
+    panels = [timeline(grid, lengths, doc_multiple=MULTIPLE, cost=cost) for grid in (fixed(slots, CP), dynamic)]
+    PAGE.write_text(svg(*panels, num_ranks=DP * CP, cp_sizes=cp_sizes(CP)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -135,9 +135,11 @@ def test_no_rank_waits_for_its_group() -> None:
 
 def test_ranks_that_wait_for_each_other_have_even_microbatches() -> None:
     """The example of `cp_rows`, and chats on 4 x 8 ranks that all wait."""
-    cost = CpCost(token_ns=1000.0, wait_ranks=4)
+    cost = CpCost(token_ns=1000.0, microbatch_ns=4000.0, wait_ranks=4)
     grid = made([18, 14, 10, 8, 8], cost, cp=4, rank_tokens=10)
-    assert predict(grid, np.array([18, 14, 10, 8, 8]), doc_multiple=1, cost=cost).makespan_ns == 16_000
+    a, b = Slot(2, (0,)), Slot(2, (1,))
+    assert grid == [[Slot(1, (2,)), a], [Slot(1, (3,)), a], [Slot(1, (4,)), b], [Slot(1, ()), b]]
+    assert predict(grid, np.array([18, 14, 10, 8, 8]), doc_multiple=1, cost=cost).makespan_ns == 9000 + 10_000 + 8000
     lengths = np.clip(np.random.default_rng(0).lognormal(math.log(600), 1.1, 1500), 1, 16_384).astype(np.int64)
     arguments: Any = {"attention": AttentionCost(57_000.0), "token_ns": 100.0, "kv_bytes": 1000.0}
     measured = {}

@@ -14,6 +14,7 @@ The ranks do not wait for each other, except in `level`.  Times come from the co
 """
 
 import argparse
+import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -94,6 +95,7 @@ def measure(case: Case, options: argparse.Namespace) -> Iterator[Row]:
             return unless_longer(grid, ids, lengths, lambda: plain, cp=cp, doc_multiple=MULTIPLE, cost=costs)
 
         grids: list[Grid] = []
+        gc.freeze()  # so that the time of a plan does not include a collection of all imported modules
         seconds = max(cpu_time(lambda: grids.append(planned(costs))) for costs in (cost, waits))
         of_plan, of_fixed = (predict(grid, lengths, doc_multiple=MULTIPLE, cost=cost) for grid in (grids[0], plain))
         level = predict(grids[1], lengths, doc_multiple=MULTIPLE, cost=waits)

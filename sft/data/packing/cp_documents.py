@@ -51,3 +51,13 @@ class Documents:
     def work(self, index: np.ndarray) -> np.ndarray:
         """int64 [n]: nanoseconds of all ranks together, if document i runs on a group of sizes[index[i]] ranks."""
         return self.times[index, np.arange(len(index))] * np.array(self.sizes)[index]
+
+    def bound_ns(self, num_ranks: int, microbatch_ns: float) -> int:
+        """Nanoseconds of a step that no assignment goes below: the work of all documents, each on the smallest group
+        that holds it, shared evenly by all ranks; or the longest document on the largest group.  Either runs at least
+        one microbatch, and as many as the tokens need."""
+        if len(self.ids) == 0:
+            return round(microbatch_ns)
+        num_microbatches = -(-int(self.units.sum()) // (num_ranks * self.limit))
+        work = -(-int(self.work(self.least).sum()) // num_ranks)
+        return max(work, int(self.times[-1].max())) + round(num_microbatches * microbatch_ns)

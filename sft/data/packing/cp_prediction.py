@@ -78,14 +78,8 @@ def bound(
     doc_multiple: int,
     cost: CpCost,
 ) -> int:
-    """Nanoseconds that no assignment goes below: the work of all documents, each on the smallest group that holds it,
-    shared evenly by all ranks; or the longest document on cp ranks.  Either runs at least one microbatch, and as many
-    as the tokens need."""
+    """Nanoseconds that no assignment goes below (`Documents.bound_ns`)."""
     documents = Documents.of(
         samples, lengths, cp_sizes(cp), rank_tokens=rank_tokens, doc_multiple=doc_multiple, cost=cost
     )
-    if len(documents.ids) == 0:
-        return round(cost.microbatch_ns)
-    num_microbatches = -(-int(documents.units.sum()) // (num_ranks * documents.limit))
-    work = -(-int(documents.work(documents.least).sum()) // num_ranks)
-    return max(work, int(documents.times[-1].max())) + round(num_microbatches * cost.microbatch_ns)
+    return documents.bound_ns(num_ranks, cost.microbatch_ns)

@@ -29,7 +29,6 @@ Packs = list[list[int]]  # numbers of documents, by pack
 # holds it.  If a size has fewer documents than `few` for each group, they cannot be balanced and go to the next larger
 # size.  The first choice sends the fewest bytes; another is taken if the step becomes shorter by BETTER.
 CHOICES, BETTER = ((1.0, 0), (1.0, 2), (0.5, 2), (0.25, 2), (0.25, 4)), 0.01
-MANY = 2500  # documents, for which choices are compared by the fluid, and not by the assignment itself
 FILL = 0.97  # share of a rank's tokens that short documents are expected to fill
 MAX_MICROBATCHES = 8  # numbers of microbatches that are tried
 LEVEL, MAX_SWAPS = 0.002, 100  # swaps end if the largest work is within this share of the mean
@@ -40,19 +39,15 @@ def packs_of_groups(
 ) -> Iterator[tuple[int, list[Packs]]]:
     """The packs of every group: (size, packs of each group in order), sizes falling."""
     best: Ranks | None = None
-    is_many = len(documents.ids) > MANY
     for share, few in CHOICES:
         ranks = Ranks(documents, num_ranks)
         ranks.add_groups(sizes_of(documents, num_ranks, share, few))
         ranks.swap(1)
         ranks.choose_microbatches(microbatch_ns, multiple)
-        if not is_many:
-            ranks.finish(microbatch_ns)
+        ranks.finish(microbatch_ns)
         if best is None or ranks.predicted < best.predicted * (1 - BETTER):
             best = ranks
     assert best is not None
-    if is_many:
-        best.finish(microbatch_ns)
     for level in reversed(range(len(documents.sizes))):
         yield documents.sizes[level], [best.packed(level, block) for block in range(len(best.blocks[level]))]
 
@@ -90,6 +85,7 @@ class Ranks:
         self.num_packs = np.zeros(self.num_ranks, dtype=np.int64)
         self.num_microbatches = 0
         self.predicted = 0.0
+        self._others: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by level: documents, -1 after each group; groups
 
     def add_groups(self, index: np.ndarray) -> None:
         """Places all documents on groups of more than one rank.  index: of the size of each document's group"""
@@ -127,6 +123,7 @@ class Ranks:
     def swap(self, first_level: int) -> None:
         """Swaps documents of the costliest rank's groups for less work, until the work of all ranks is about even."""
         total = self.documents.work(self.index).sum()
+        self._others.clear()
         for _ in range(MAX_SWAPS):
             most, mean = int(self.load.max()), total / self.num_ranks
             if most <= mean * (1 + LEVEL):
@@ -145,8 +142,10 @@ class Ranks:
         most = self.load.reshape(-1, size).max(axis=1)
         if not blocks[first]:
             return 0, level, -1, -1, -1
-        others = np.array([number for numbers in blocks for number in [*numbers, -1]])
-        of_block = np.repeat(np.arange(len(blocks)), [len(numbers) + 1 for numbers in blocks])
+        if level not in self._others:
+            others = np.array([number for numbers in blocks for number in [*numbers, -1]])
+            self._others[level] = others, np.repeat(np.arange(len(blocks)), [len(numbers) + 1 for numbers in blocks])
+        others, of_block = self._others[level]
         less = np.where(others >= 0, times[others], 0)
         moved = np.subtract.outer(times[blocks[first]], less)
         gain = np.minimum(moved, most[first] - most[of_block] - moved)
@@ -156,6 +155,7 @@ class Ranks:
     def _swap(self, level: int, document: int, block: int, other: int) -> None:
         size, times, blocks = self.documents.sizes[level], self.documents.times[level], self.blocks[level]
         first = next(k for k, numbers in enumerate(blocks) if document in numbers)
+        del self._others[level]
         blocks[first].remove(document)
         blocks[block].append(document)
         moved = int(times[document])

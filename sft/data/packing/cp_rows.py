@@ -1,162 +1,216 @@
 """Places documents so that ranks which wait for each other after every microbatch also finish microbatches together.
 
-Pipelines and experts need this: `CpCost.wait_ranks` consecutive ranks, a domain, run each microbatch together.  Groups
-of more than one rank are those of `cp_ranks.py`; a group runs its packs in order of falling time, so that long packs of
-a domain run in the same microbatch.  Microbatch j of a domain then takes at least the time of its longest pack.  All
-microbatches that no long pack decides get the same time, so that all domains finish together:
+Pipelines and experts need this: `CpCost.wait_ranks` consecutive ranks, a domain, run each microbatch together, which
+takes as long as its longest pack.  A row is one microbatch of one domain.  Documents are placed as on shelves, first
+fit by falling length (Coffman et al. 1980): each goes to the first row in which it fits beside the longest pack, on the
+smallest group that is fast enough.  So documents of similar length share a row:
 
-    one domain of 4 ranks; documents of 18 and 14 on all of them, then 10 on two and 8 and 8 on two
-    microbatch 0    8 8 8 8        microbatch 1    5 5 8 8
+    one domain of 4 ranks, each of 10 tokens; documents of 18 14 10 8 8
+    microbatch 0    10 8 8 -        microbatch 1    9 9 7 7
 
-Short documents fill these times: each goes to the pack that lacks most, also beside a long document.
+Short documents come last.  All rows of a domain that no long pack decides get the same time, so that all domains finish
+together, and each short document goes to the pack that lacks most of its row's time, also beside a long document.
 """
 
-from collections.abc import Iterator
+import heapq
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from sft.data.packing.cp_documents import Documents
-from sft.data.packing.cp_ranks import BETTER, FILL, MANY, Packs, Ranks, fill, sizes_of
+from sft.data.packing.cp_ranks import FILL, fill, sizes_of
 
-# Shares of a microbatch's mean time that a document may take on the smallest group that holds it.
-SHARES = (2.0, 1.25, 0.75)
-EXTRA_MICROBATCHES = (0, 1, 2, 4)  # that are tried beyond the least number
+# Choices of (a) the share of a microbatch's mean time that a document may take on the smallest group that holds it,
+# (b) microbatches beyond the least number, (c) the share of a microbatch's mean time below which a document is short.
+CHOICES = ((0.75, 1, 0.2), (2.0, 0, 0.2), (0.75, 2, 0.5), (1.25, 4, 0.2), (0.5, 4, 0.2))
+MAX_LONG = 1200  # documents that are not short, in all choices: no further choice is tried, which limits the time
 LACKS = 0.05  # share of a microbatch's time: long packs that lack less get no short documents, which would send bytes
+NONE = 1 << 40  # after all rows
+
+
+class Placed(NamedTuple):
+    """A pack of documents (their numbers) on the ranks `rank`, ..., `rank` + `cp_size` - 1."""
+
+    cp_size: int
+    rank: int
+    microbatch: int
+    documents: list[int]
 
 
 def packs_of_rows(
     documents: Documents, num_ranks: int, microbatch_ns: float, multiple: int, wait_ranks: int
-) -> Iterator[tuple[int, list[Packs]]]:
-    """The packs of every group: (size, packs of each group in order), sizes falling; a pack of no document is filler"""
-    best: _Rows | None = None
-    is_many = len(documents.ids) > MANY
+) -> list[Placed]:
+    """All packs with a document."""
+    plans, spent = [], 0
     least = max(1, -(-int(documents.units.sum()) // (num_ranks * documents.limit)))
-    for share in SHARES:
-        ranks = Ranks(documents, num_ranks)
-        ranks.add_groups(sizes_of(documents, num_ranks, share / least, 0))
-        rows = _Rows(ranks, microbatch_ns, multiple, wait_ranks)
-        if not is_many:
-            rows.add_singles()
-        if best is None or rows.predicted < best.predicted * (1 - BETTER):
-            best = rows
-    assert best is not None
-    if is_many:
-        best.add_singles()
-    return best.packs()
+    for share, extra, short in CHOICES:
+        index = sizes_of(documents, num_ranks, share / least, 0)
+        number = -(-(least + extra) // multiple) * multiple
+        mean_ns = float(documents.work(index).sum()) / num_ranks / number
+        shelves = _Shelves(documents, wait_ranks)
+        is_long = (index > 0) | (documents.times[0] >= short * mean_ns)
+        for document in np.flatnonzero(is_long).tolist():
+            shelves.add(document, int(index[document]), mean_ns)
+        plans.append(_filled(shelves, np.flatnonzero(~is_long), num_ranks // wait_ranks, number, multiple))
+        spent += int(is_long.sum()) + len(documents.ids) // 8
+        if spent >= MAX_LONG:
+            break
+    return min(plans, key=lambda plan: plan.step_ns + plan.num_microbatches * microbatch_ns).packs()
 
 
-class _Rows:
-    """The packs of a step by microbatch.  A cell is a pack: level (index of its size), block, row (microbatch), time in
-    ns, units and documents."""
+class _Shelves:
+    """Rows of packs of long documents.
 
-    def __init__(self, ranks: Ranks, microbatch_ns: float, multiple: int, wait_ranks: int) -> None:
-        self._ranks, self._documents, self._wait = ranks, ranks.documents, wait_ranks
-        self._microbatch_ns, self._multiple = microbatch_ns, multiple
-        self._add_groups()
-        self._choose(microbatch_ns, multiple)
+    height, free           of each row: nanoseconds, and ranks without a pack
+    levels, rows, packs    of each pack: index of the size of its group, its row, its documents
+    """
 
-    def _add_groups(self) -> None:
-        documents, sizes = self._documents, self._documents.sizes
-        self._first = np.zeros(self._ranks.num_ranks, dtype=np.int64)  # microbatches of groups of more than one rank
-        cells = []
-        self._packs: Packs = []
-        for level in range(len(sizes) - 1, 0, -1):
-            for block in range(len(self._ranks.blocks[level])):
-                of_block = slice(block * sizes[level], (block + 1) * sizes[level])
-                packs = self._ranks.packed(level, block)
-                times = [int(documents.times[level][pack].sum()) for pack in packs]
-                for k in sorted(range(len(packs)), key=lambda k: -times[k]):
-                    row = int(self._first[of_block][0])
-                    cells.append((level, block, row, times[k], int(documents.units[packs[k]].sum())))
-                    self._packs.append(packs[k])
-                    self._first[of_block] += 1
-        self._cells = np.array(cells, dtype=np.int64).reshape(-1, 5)
+    def __init__(self, documents: Documents, width: int) -> None:
+        self.documents, self.width = documents, width
+        self.height: list[float] = []
+        self.free: list[int] = []
+        self._open: list[int] = []  # rows with free ranks
+        self.packs: list[list[int]] = []
+        most = len(documents.ids)
+        self._levels, self._rows = np.zeros(most, dtype=np.int64), np.zeros(most, dtype=np.int64)
+        self._ns, self._units = np.zeros(most), np.zeros(most, dtype=np.int64)  # time and units left in each pack
 
-    def _choose(self, microbatch_ns: float, multiple: int) -> None:
-        """Chooses the number of microbatches; predicts the time of the step."""
-        documents, num_ranks, singles = self._documents, self._ranks.num_ranks, self._ranks.singles
-        work, units = int(documents.times[0][singles].sum()), int(documents.units[singles].sum())
-        total = int(self._first.sum()) + units / (documents.limit * FILL)
-        least = max(1, int(self._first.max()), int(-(-total // num_ranks)))
-        self.predicted = float("inf")
-        for extra in EXTRA_MICROBATCHES:
-            number = -(-(least + extra) // multiple) * multiple
-            step, levels = self._levels(number, work, work / max(1, units))
-            if step + number * microbatch_ns < self.predicted or extra == 0:
-                self.num_microbatches, self.predicted, self._times = number, step + number * microbatch_ns, levels
+    levels = property(lambda self: self._levels[: len(self.packs)])
+    rows = property(lambda self: self._rows[: len(self.packs)])
+    left = property(lambda self: self._units[: len(self.packs)])
 
-    def _levels(self, number: int, work: int, density: float) -> tuple[float, np.ndarray]:
-        """Nanoseconds of the step, and of each microbatch of each domain, float64 [domains, number].  inf: no room"""
-        longest, singles = self._longest(number), self._num_singles(number)
-        capacity = self._documents.limit * FILL * density
-        sizes = np.array(self._documents.sizes)[self._cells[:, 0]]
-        left = (sizes * self._documents.limit - self._cells[:, 4]) * density / np.maximum(sizes, 1)
+    def add(self, document: int, level: int, mean_ns: float) -> None:
+        """Adds a document to a pack or to a row with free ranks, whichever comes first; else to a new row, on a group
+        of this level."""
+        times, units = self.documents.times[:, document], int(self.documents.units[document])
+        row, of_row = self._row(times.tolist(), int(self.documents.least[document]))
+        if self.packs:
+            fits = (self.left >= units) & (self._ns[: len(self.packs)] >= times[self.levels])
+            rows = np.where(fits, self.rows, NONE)
+            pack = int(rows.argmin())
+            if rows[pack] < row:
+                self.packs[pack].append(document)
+                self._ns[pack] -= times[self._levels[pack]]
+                self._units[pack] -= units
+                return
+        if row == NONE:
+            row, of_row = len(self.height), level
+            self.height.append(max(float(times[level]), mean_ns))
+            self.free.append(self.width)
+            self._open.append(row)
+        k, size = len(self.packs), self.documents.sizes[of_row]
+        self.packs.append([document])
+        self._levels[k], self._rows[k] = of_row, row
+        self._ns[k], self._units[k] = self.height[row] - times[of_row], size * self.documents.limit - units
+        self.free[row] -= size
+        if not self.free[row]:
+            self._open.remove(row)
+
+    def _row(self, times: list[int], least: int) -> tuple[int, int]:
+        """The first row with ranks for a document, and the level of the smallest group that is fast enough."""
+        for row in self._open:
+            if self.free[row] >= self.documents.sizes[least]:
+                height, level = self.height[row], least
+                while level < len(times) and times[level] > height:
+                    level += 1
+                if level < len(times) and self.documents.sizes[level] <= self.free[row]:
+                    return row, level
+        return NONE, -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """Rows of all domains.  numbers: of documents in each pack; of each pack also its size, domain, and microbatch"""
+
+    step_ns: float
+    num_microbatches: int
+    wait_ranks: int
+    numbers: list[list[int]]
+    sizes: list[int]
+    domains: list[int]
+    microbatches: list[int]
+
+    def packs(self) -> list[Placed]:
+        """Large groups come first in a row, so each begins at a multiple of its size."""
+        next_rank: dict[tuple[int, int], int] = {}
+        placed = []
+        for k in sorted(range(len(self.numbers)), key=lambda k: -self.sizes[k]):
+            row = self.domains[k], self.microbatches[k]
+            rank = next_rank.get(row, self.domains[k] * self.wait_ranks)
+            if self.numbers[k]:
+                placed.append(Placed(self.sizes[k], rank, self.microbatches[k], sorted(self.numbers[k])))
+                next_rank[row] = rank + self.sizes[k]
+        return placed
+
+
+def _filled(shelves: _Shelves, short: np.ndarray, num_domains: int, number: int, multiple: int) -> _Plan:
+    """Gives the rows to domains, and places the short documents; with more microbatches, if they have no room."""
+    documents, levels, width = shelves.documents, shelves.levels, shelves.width
+    sizes = np.array(documents.sizes)
+    short = short[np.argsort(-documents.times[0][short], kind="stable")]
+    work = int(documents.times[0][short].sum())
+    density = work / max(1, int(documents.units[short].sum()))
+    times = np.array([documents.times[k][pack].sum() for k, pack in zip(levels, shelves.packs)], dtype=np.int64)
+    number = max(number, -(-len(shelves.height) // num_domains))
+    number += -number % multiple
+    while True:
+        rows = number * num_domains
+        longest, free = np.zeros(rows, dtype=np.int64), np.full(rows, width)
+        np.maximum.at(longest, shelves.rows, times)
+        free[: len(shelves.free)] = shelves.free
+        domain, microbatch = _of_rows(longest, num_domains, number)
+        of_domain = np.zeros((num_domains, number), dtype=np.int64)
+        of_domain[domain, microbatch] = longest
+        row = np.concatenate([shelves.rows, np.repeat(np.arange(rows), free)])
+        alone = np.zeros(len(row) - len(times), dtype=np.int64)  # packs of one rank
+        level, time = np.concatenate([levels, alone]), np.concatenate([times, alone])
+        left = np.concatenate([shelves.left, alone + documents.limit])
+
+        def targets(step: float) -> np.ndarray:
+            return _even(of_domain, step)[domain, microbatch][row]
 
         def taken(step: float) -> float:
-            times = _even(longest, step)
-            lacks = times[self._domains(), self._cells[:, 2]] - self._cells[:, 3]
-            return float((singles * np.minimum(times, capacity)).sum() + (sizes * np.clip(lacks, 0, left)).sum())
+            return float((np.clip(targets(step) - time, 0, left * density * FILL / sizes[level]) * sizes[level]).sum())
 
-        low = float(longest.sum(axis=1).max())
-        high = low + number * capacity
-        has_capacity = taken(high) >= work
-        for _ in range(20):
-            step = (low + high) / 2
-            low, high = (low, step) if taken(step) >= work else (step, high)
-        return (high if has_capacity else float("inf")), _even(longest, high)
-
-    def _domains(self) -> np.ndarray:
-        sizes = np.array(self._documents.sizes)[self._cells[:, 0]]
-        return self._cells[:, 1] * sizes // self._wait
-
-    def _longest(self, number: int) -> np.ndarray:
-        """int64 [domains, number]: time of the longest pack on more than one rank."""
-        longest = np.zeros((self._ranks.num_ranks // self._wait, number), dtype=np.int64)
-        np.maximum.at(longest, (self._domains(), self._cells[:, 2]), self._cells[:, 3])
-        return longest
-
-    def _num_singles(self, number: int) -> np.ndarray:
-        """int64 [domains, number]: packs on one rank."""
-        is_single = np.arange(number) >= self._first[:, None]
-        return is_single.reshape(-1, self._wait, number).sum(axis=1)
-
-    def add_singles(self) -> None:
-        """Fills the packs with the documents of groups of one rank; with more microbatches, if they have no room."""
-        documents = self._documents
-        numbers = self._ranks.singles[np.argsort(-documents.times[0][self._ranks.singles], kind="stable")]
-        while True:
-            cells = self._all_cells()
-            load = np.rint(cells[:, 3] - self._times[cells[:, 5], cells[:, 2]]).astype(np.int64)
-            is_open = (cells[:, 0] == 0) | (-load > LACKS * self._times[cells[:, 5], cells[:, 2]])
-            left = np.array(documents.sizes)[cells[:, 0]] * documents.limit - cells[:, 4]
+        low = float(of_domain.sum(axis=1).max())
+        high = low + number * documents.limit * density
+        if taken(high) >= work:
+            for _ in range(20):
+                step = (low + high) / 2
+                low, high = (low, step) if taken(step) >= work else (step, high)
+            target = targets(high)
+            load = np.rint(time - target).astype(np.int64)
+            left[(level > 0) & (-load <= LACKS * target)] = 0
             loads = load.tolist()
-            bins = fill(documents, numbers, loads, np.where(is_open, left, 0).tolist(), cells[:, 0].tolist(), 0)
-            if -1 not in bins:
+            packs = fill(documents, short, loads, left.tolist(), level.tolist(), 0)
+            if -1 not in packs:
                 break
-            self.num_microbatches += self._multiple
-            work, units = int(documents.times[0][numbers].sum()), int(documents.units[numbers].sum())
-            self._times = self._levels(self.num_microbatches, work, work / units)[1]
-        self._packs = self._packs + [[] for _ in range(len(cells) - len(self._packs))]
-        for number, cell in zip(numbers.tolist(), bins):
-            self._packs[cell].append(number)
-        self._all = cells
-        late = np.zeros_like(self._times)
-        np.maximum.at(late, (cells[:, 5], cells[:, 2]), np.array(loads) + self._times[cells[:, 5], cells[:, 2]])
-        self.predicted = float(late.sum(axis=1).max()) + self.num_microbatches * self._microbatch_ns
+        number += multiple
+    numbers = [list(pack) for pack in shelves.packs] + [[] for _ in alone]
+    for document, pack in zip(short.tolist(), packs):
+        numbers[pack].append(document)
+    late = np.zeros((num_domains, number))
+    np.maximum.at(late, (domain[row], microbatch[row]), np.array(loads) + target)
+    return _Plan(
+        step_ns=float(late.sum(axis=1).max()), num_microbatches=number, wait_ranks=width, numbers=numbers,
+        sizes=sizes[level].tolist(), domains=domain[row].tolist(), microbatches=microbatch[row].tolist(),
+    )  # fmt: skip
 
-    def _all_cells(self) -> np.ndarray:
-        """int64 [cells, 6]: those of groups, then those of ranks; the last column is the domain."""
-        rank, row = np.nonzero(np.arange(self.num_microbatches) >= self._first[:, None])
-        nothing = np.zeros_like(rank)
-        single = np.stack([nothing, rank, row, nothing, nothing, rank // self._wait], axis=1)
-        return np.concatenate([np.column_stack([self._cells, self._domains()]), single])
 
-    def packs(self) -> Iterator[tuple[int, list[Packs]]]:
-        blocks: list[list[Packs]] = [[[] for _ in of_size] for of_size in self._ranks.blocks]
-        for (level, block), pack in zip(self._all[:, :2].tolist(), self._packs):  # in order of rows
-            blocks[level][block].append(sorted(pack))
-        for level in reversed(range(len(blocks))):
-            yield self._documents.sizes[level], blocks[level]
+def _of_rows(longest: np.ndarray, num_domains: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [rows]: domain and microbatch of each row; the longest row goes to the domain with the least time so far.
+
+    rows of 5 4 3 0, two domains -> domains 0 1 1 0, microbatches 0 0 1 1
+    """
+    domain, microbatch = np.zeros_like(longest), np.zeros_like(longest)
+    least = [(0, k, 0) for k in range(num_domains)]
+    for row in np.argsort(-longest, kind="stable").tolist():
+        load, k, count = heapq.heappop(least)
+        domain[row], microbatch[row] = k, count
+        if count + 1 < number:
+            heapq.heappush(least, (load + int(longest[row]), k, count + 1))
+    return domain, microbatch
 
 
 def _even(longest: np.ndarray, step: float) -> np.ndarray:

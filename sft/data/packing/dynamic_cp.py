@@ -30,6 +30,10 @@ from sft.data.packing.cp_rows import packs_of_rows
 from sft.data.packing.cp_timeline import makespan_ns
 from sft.parallel.cp_group import cp_sizes
 
+# Documents of a batch that has so many short ones that rows are even without further balancing.
+MANY = 2500
+NEAR = 1.02  # steps this close to the bound are not planned in a second way
+
 
 def assign(
     samples: Sequence[int],
@@ -54,17 +58,46 @@ def assign(
     documents = Documents.of(
         samples, lengths, cp_sizes(cp), rank_tokens=rank_tokens, doc_multiple=doc_multiple, cost=cost
     )
-    grid: Grid = [[] for _ in range(dp * cp)]
     arguments = documents, dp * cp, cost.microbatch_ns, microbatch_multiple
-    waits = cost.wait_ranks > 1
-    domain = cost.domain(dp * cp)
-    for cp_size, blocks in packs_of_rows(*arguments, domain) if waits else packs_of_groups(*arguments):
+    if cost.wait_ranks > 1 or len(documents.ids) > MANY:
+        return _of_rows(*arguments, cost.domain(dp * cp) if cost.wait_ranks > 1 else cp)
+    costs: Any = {"doc_multiple": doc_multiple, "cost": cost}
+    by_groups = _of_groups(*arguments)
+    time = makespan_ns(by_groups, lengths, **costs)
+    if time <= documents.bound_ns(dp * cp, cost.microbatch_ns) * NEAR:
+        return by_groups
+    by_rows = _of_rows(*arguments, cp)
+    return by_rows if makespan_ns(by_rows, lengths, **costs) < time * (1 - BETTER) else by_groups
+
+
+def _of_groups(documents: Documents, num_ranks: int, microbatch_ns: float, multiple: int) -> Grid:
+    grid: Grid = [[] for _ in range(num_ranks)]
+    for cp_size, blocks in packs_of_groups(documents, num_ranks, microbatch_ns, multiple):
         for block, packs in enumerate(blocks):
-            slots = [Slot(cp_size, tuple(documents.ids[pack].tolist())) if pack else FILLER for pack in packs]
+            slots = [_slot(documents, cp_size, pack) for pack in packs]
             for rank in range(block * cp_size, (block + 1) * cp_size):
                 grid[rank] += slots
+    return _completed(grid, multiple)
+
+
+def _of_rows(documents: Documents, num_ranks: int, microbatch_ns: float, multiple: int, wait_ranks: int) -> Grid:
+    grid: Grid = [[] for _ in range(num_ranks)]
+    placed = packs_of_rows(documents, num_ranks, microbatch_ns, multiple, wait_ranks)
+    for cp_size, first, microbatch, pack in sorted(placed, key=lambda pack: pack.microbatch):
+        slot = _slot(documents, cp_size, pack)
+        for slots in grid[first : first + cp_size]:
+            slots += [FILLER] * (microbatch - len(slots)) + [slot]
+    return _completed(grid, multiple)
+
+
+def _slot(documents: Documents, cp_size: int, pack: Sequence[int]) -> Slot:
+    return Slot(cp_size, tuple(documents.ids[pack].tolist()))
+
+
+def _completed(grid: Grid, multiple: int) -> Grid:
+    """The grid with packs of filler, so that all ranks have the same number of packs, a multiple of `multiple`."""
     num_microbatches = max(1, *map(len, grid))
-    num_microbatches += -num_microbatches % microbatch_multiple
+    num_microbatches += -num_microbatches % multiple
     return [slots + [FILLER] * (num_microbatches - len(slots)) for slots in grid]
 
 

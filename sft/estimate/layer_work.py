@@ -13,8 +13,8 @@ import numpy as np
 from sft.config import Config
 from sft.estimate.constants import Constants
 from sft.estimate.lengths import Lengths
-from sft.estimate.products import ModelProducts, Product
-from sft.mcore.attention.activation_bytes import attention_bytes
+from sft.estimate.products import Product, attention_flops
+from sft.estimate.saved_by_layer import kinds_of
 from sft.parallel.layout import Layout
 
 GRADIENT_SUM_BYTES = 10  # per parameter and microbatch: a bf16 gradient is read, its fp32 sum read and written
@@ -39,15 +39,14 @@ class LayerWork:
     layout: Layout
     constants: Constants
     lengths: Lengths
-    products: ModelProducts
 
     @property
     def is_portable(self) -> bool:
         """Whether attention runs on the portable backend; auto takes te wherever it can compute the model."""
         return uses_portable(self.config)
 
-    def passes(self, products: Iterable[Product]) -> tuple[Seconds, Seconds, Seconds]:
-        """Forward, backward without recompute, and what backward computes again."""
+    def passes(self, products: Iterable[Product], reached: float = 1.0) -> tuple[Seconds, Seconds, Seconds]:
+        """Forward, backward without recompute, and what backward computes again.  reached: of `attention_reached`"""
         products = list(products)
         recompute = self.config.train.recompute
         attention, gradients = self._attention()
@@ -62,7 +61,7 @@ class LayerWork:
         )
         return (
             Seconds(linear=linear[0], attention=attention + states, elementwise=element),
-            Seconds(linear=linear[2], attention=gradients + 2 * states, elementwise=2 * element),
+            Seconds(linear=linear[2], attention=reached * gradients + 2 * states, elementwise=2 * element),
             repeated,
         )
 
@@ -80,24 +79,17 @@ class LayerWork:
 
     def _attention(self) -> tuple[float, float]:
         """Seconds of attention forward and backward on a rank, of layers with and without a window."""
-        model, layout, constants = self.config.model, self.layout, self.constants
-        num_window = model.num_window_layers
-        num_full = model.num_layers - num_window - len(model.linear_attention.layers)
+        layout, constants = self.layout, self.constants
         tokens, counts = self.lengths.of_pack(self.config.data.seq_length)
-        queries = model.num_attention_heads * model.resolved_head_dim
         share = 1 / (layout.pp * layout.tp * layout.cp)
         forward = constants.portable_forward if self.is_portable else constants.attention_forward
         backward = constants.portable_backward if self.is_portable else constants.attention_backward
         total = [0.0, 0.0]
         for length, count, cp_size in zip(tokens.tolist(), counts.tolist(), cp_sizes(layout, tokens, self.config)):
-            for number, window in ((num_full, None), (num_window, model.sliding_window)):
-                if not number:
-                    continue
-                nearest = length if window is None else min(length, window)
-                flops = 2.0 * queries * nearest * (2 * length - nearest) * number * share * count
-                size = min(length / cp_size, nearest)
-                total[0] += flops / (forward.at(size) * 1e12)
-                total[1] += 2 * flops / (backward.at(size) * 1e12)
+            for keys, flops in attention_flops(self.config.model, length):
+                size, of_rank = min(length / cp_size, keys), flops * share * count
+                total[0] += of_rank / (forward.at(size) * 1e12)
+                total[1] += 2 * of_rank / (backward.at(size) * 1e12)
         return total[0], total[1]
 
     def _states(self) -> float:
@@ -135,12 +127,9 @@ class LayerWork:
         fraction = self.config.train.offload_fraction
         if fraction == 0.0:
             return 0.0
-        from sft.estimate.saved_by_layer import LayerBytes
-
-        kept = LayerBytes.of(attention_bytes(self.config, self.layout), self.config.train.recompute)
-        of_layer = sum(kept.attention.values()) + (0 if self.config.train.mlp_tile else sum(kept.mlp.values()))
-        tokens = self.config.data.seq_length / self.layout.cp
-        num_bytes = fraction * of_layer * tokens * self.config.model.num_layers / self.layout.pp
+        pack = self.config.data.seq_length
+        of_token = sum(kind.number * kind.kept.total for kind in kinds_of(self.config, self.layout, pack))
+        num_bytes = fraction * of_token * pack / self.layout.cp / self.layout.pp
         copied = num_bytes / (self.constants.pcie_gb_s.value * 1e9)
         return max(0.0, copied - forward_s) + max(0.0, copied - backward_s)
 

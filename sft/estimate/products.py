@@ -4,12 +4,11 @@
 attention.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from sft.adapters import EMBEDDING, HEAD, Trained
 from sft.config import Config, ModelConfig
-from sft.config.model import LayerKind
+from sft.estimate.layer_weights import LayerWeights, ModelProducts
 from sft.parallel.layout import Layout, padded_vocab_size
 
 
@@ -48,143 +47,59 @@ class Product(NamedTuple):
         return min(self.rows, self.columns, self.inner)
 
 
-class Matrix(NamedTuple):
-    """A weight of a layer, [rows, columns].  splits: what tp splits; key: its name in checkpoints"""
-
-    part: str
-    rows: int
-    columns: int
-    splits: str
-    key: str
-
-
-def matrices(model: ModelConfig, kind: LayerKind) -> list[Matrix]:
-    """The weight matrices of a layer of this kind, experts once."""
-    hidden, moe = model.hidden_size, model.moe
-    listed = []
-    if kind == "linear attention":
-        linear = model.linear_attention
-        keys, values, heads = linear.key_width, linear.value_width, linear.num_value_heads or 0
-        rows = 2 * keys + 2 * values + 2 * heads
-        listed += [
-            Matrix("linear attention", rows, hidden, "rows", "self_attention.in_proj."),
-            Matrix("linear attention", hidden, values, "columns", "self_attention.out_proj."),
-        ]
-    else:
-        queries = model.num_attention_heads * model.resolved_head_dim
-        pairs = 2 * model.resolved_query_groups * model.resolved_head_dim
-        rows = queries * (2 if model.attention_output_gate else 1) + pairs
-        listed += [
-            Matrix("attention", rows, hidden, "rows", "self_attention.linear_qkv."),
-            Matrix("attention", hidden, queries, "columns", "self_attention.linear_proj."),
-        ]
-    if moe.num_experts is None:
-        return [*listed, *_mlp("mlp", hidden, model.ffn_hidden_size, "mlp.linear_")]
-    listed += [Matrix("router", moe.num_experts, hidden, "", "mlp.router.")]
-    listed += _mlp("experts", hidden, model.resolved_expert_ffn, "experts.experts.linear_")
-    if moe.shared_ffn_hidden_size is not None:
-        listed += _mlp("shared", hidden, moe.shared_ffn_hidden_size, "shared_experts.linear_")
-    if moe.shared_gate:
-        listed += [Matrix("shared gate", 1, hidden, "", "shared_experts.gate_")]
-    return listed
-
-
-def _mlp(part: str, hidden: int, ffn: int, key: str) -> list[Matrix]:
-    return [
-        Matrix(part, 2 * ffn, hidden, "rows", f"{key}fc1."),
-        Matrix(part, hidden, ffn, "columns", f"{key}fc2."),
-    ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelProducts:
-    """What the products of a model depend on besides layout and length.  Make it once for many layouts.
-
-    kinds     the matrices of each kind of layer, and the number of such layers
-    weights   by key of a matrix, the share of its numbers that is trained itself
-    factors   numbers in the adapters of all layers, by key and by what tp splits of them: "whole", "split"
-    head      whether the output weight is trained
-    """
-
-    model: ModelConfig
-    kinds: tuple[tuple[LayerKind, tuple[Matrix, ...], int], ...]
-    weights: dict[str, float] = field(default_factory=dict)
-    factors: dict[str, tuple[float, float]] = field(default_factory=dict)
-    trains_head: bool = True
-    rank: int = 0
-
-    @staticmethod
-    def of(model: ModelConfig, trained: Trained = Trained(), rank: int = 0) -> "ModelProducts":
-        """trained: what of the model; rank: of its adapters"""
-        names = [model.kind_of(number + 1) for number in range(model.num_layers)]
-        kinds = tuple((kind, tuple(matrices(model, kind)), names.count(kind)) for kind in dict.fromkeys(names))
-        if trained.whole is None:
-            return ModelProducts(model=model, kinds=kinds)
-        weights: dict[str, float] = {}
-        for weight in trained.whole:
-            if weight.layer is not None and len(weight.shape) > 1 and "conv1d" not in weight.key:
-                key = _key_of(kinds, weight.key)
-                weights[key] = weights.get(key, 0.0) + weight.size
-        totals = {
-            m.key: m.rows * m.columns * number * _copies(model, m) for _, of_kind, number in kinds for m in of_kind
-        }
-        factors: dict[str, tuple[float, float]] = {}
-        for adapted in trained.adapted:
-            key = _key_of(kinds, f"{adapted.module}.")
-            experts = max(1, adapted.num_experts)
-            split = 2 * (adapted.num_trained(rank) - adapted.num_trained(rank, 2)) / experts
-            before = factors.get(key, (0.0, 0.0))
-            factors[key] = (before[0] + adapted.num_trained(rank) / experts - split, before[1] + split)
-        table = EMBEDDING if model.tie_embeddings else HEAD
-        return ModelProducts(
-            model=model,
-            kinds=kinds,
-            weights={key: weights.get(key, 0.0) / total for key, total in totals.items()},
-            factors=factors,
-            trains_head=any(weight.key == table for weight in trained.whole),
-            rank=rank,
-        )
-
-
-def _key_of(kinds: tuple[tuple[LayerKind, tuple[Matrix, ...], int], ...], name: str) -> str:
-    for _, of_kind, _ in kinds:
-        for matrix in of_kind:
-            if matrix.key in name:
-                return matrix.key
-    return name
-
-
-def _copies(model: ModelConfig, matrix: Matrix) -> int:
-    return (model.moe.num_experts or 1) if matrix.part == "experts" else 1
-
-
 def layer_products(config: Config, layout: Layout, of_model: ModelProducts, tokens: float) -> list[Product]:
     """The products of all layers of one pipeline stage in one microbatch.  tokens: of a pack on one rank of cp
 
     `copies` counts layers, with experts also the experts of the rank.
     """
-    model, listed = config.model, []
-    for _, of_kind, number in of_model.kinds:
-        for matrix in of_kind:
-            repeated = _repeated(config, matrix.part)
-            share = of_model.weights.get(matrix.key, 1.0) if of_model.weights else 1.0
-            rows, copies, size = tokens, number / layout.pp, layout.tp
-            columns, inner = float(matrix.rows), float(matrix.columns)
-            if matrix.part == "experts":
-                rows, copies, size = _of_experts(model, layout, tokens, copies)
-            elif matrix.part in ("router", "shared gate") and layout.sequence_parallel:
-                rows = tokens / layout.tp
-            if matrix.splits == "rows":
-                columns = columns / size
-            elif matrix.splits == "columns":
-                inner = inner / size
-            listed.append(Product(matrix.part, rows, columns, inner, copies, repeated=repeated, weights=share))
-            if matrix.key in of_model.factors:
-                whole, split = of_model.factors[matrix.key]
-                numbers = (whole + split / size) / layout.pp * (copies * layout.pp / number)
-                adapter = Product(matrix.part, rows, numbers / of_model.rank, of_model.rank, repeated=repeated)
-                listed.append(adapter)
-    return listed
+    keeps_graph = _keeps_graph(config, layout)
+    return [
+        product
+        for weights in of_model.weights
+        for product in _of_weights(config, layout, weights, of_model.rank, tokens, keeps_graph)
+    ]
+
+
+def _keeps_graph(config: Config, layout: Layout) -> bool:
+    """Whether backward reaches the embedding even if nothing below some layer is trained (sft/mcore/freeze.py)."""
+    return config.train.recompute == "full" or layout.pp > 1 or config.run.fp8 is not None
+
+
+def attention_reached(config: Config, layout: Layout, of_model: ModelProducts) -> float:
+    """Share of the layers with attention in which backward computes attention's gradients: 1 if all is trained."""
+    if _keeps_graph(config, layout):
+        return 1.0
+    outputs = (weights for weights in of_model.weights if weights.matrix.key == "self_attention.linear_proj.")
+    return next((weights.reached for weights in outputs), 1.0)
+
+
+def _of_weights(
+    config: Config, layout: Layout, weights: LayerWeights, rank: int, tokens: float, keeps_graph: bool
+) -> Iterator[Product]:
+    matrix, part = weights.matrix, weights.matrix.part
+    rows, copies, size = tokens, weights.num_layers / layout.pp, layout.tp
+    if part == "experts":
+        rows, copies, size = _of_experts(config.model, layout, tokens, copies)
+    elif part in ("router", "shared gate") and layout.sequence_parallel:
+        rows = tokens / layout.tp
+    columns = matrix.rows / (size if matrix.splits == "rows" else 1)
+    inner = matrix.columns / (size if matrix.splits == "columns" else 1)
+    passes = {
+        "repeated": _repeated(config, part) * (1.0 if keeps_graph else weights.revisited),
+        "inputs": 1.0 if keeps_graph else weights.reached,
+    }
+    yield Product(part, rows, columns, inner, copies, **passes, weights=weights.trained)
+    if weights.factor_a:
+        # With sequence parallelism, the factor that every rank holds multiplies the rank's own tokens.
+        own = rows / (layout.tp if layout.sequence_parallel and part != "experts" else 1)
+        a, b = weights.factor_a / rank, weights.factor_b / rank
+        rows_a, rows_b = rows, rows
+        if matrix.splits == "rows":
+            rows_a, b = own, b / size
+        else:
+            rows_b, a = own, a / size
+        yield Product(part, rows_a, rank, a, copies, **passes)
+        yield Product(part, rows_b, b, rank, copies, repeated=passes["repeated"])
 
 
 def _of_experts(model: ModelConfig, layout: Layout, tokens: float, layers: float) -> tuple[float, float, int]:
@@ -203,6 +118,23 @@ def _repeated(config: Config, part: str) -> float:
     if part == "mlp" and is_tiled:
         return 2.0 if recompute == "full" else 1.0
     return repeated
+
+
+def attention_flops(model: ModelConfig, length: float) -> Iterator[tuple[float, float]]:
+    """The FLOPs of causal attention over one document, forward, of all layers without a window and of all with one.
+
+    Each with the number of keys of the last query.  Backward has twice the FLOPs; kernels that compute the scores again
+    execute 5 products there instead of 4.
+
+    1 layer, 2 heads of 3, 10 tokens: a query sees 5 keys on average, 10 x 5 x 2 x 2 x 6 -> (10, 1200)
+    """
+    queries = model.num_attention_heads * model.resolved_head_dim
+    num_window = model.num_window_layers
+    num_full = model.num_layers - num_window - len(model.linear_attention.layers)
+    for number, window in ((num_full, None), (num_window, model.sliding_window)):
+        if number:
+            keys = length if window is None else min(length, window)
+            yield keys, 2.0 * queries * keys * (2 * length - keys) * number
 
 
 def head_product(config: Config, layout: Layout, of_model: ModelProducts, vocab_size: int, labels: float) -> Product:

@@ -4,8 +4,8 @@
     a step = microbatches x parts + the pipeline's bubble + gradients over dp + the update of weights
 
 `products.py` lists products, `messages.py` messages, `constants.py` rates.  Packs are full, all tokens are supervised,
-documents have the lengths of `lengths.py`, and ranks of dp have equal work.  The prediction leaves out saves, evaluation
-and waiting for data.
+documents have the lengths of `lengths.py`, and ranks of dp have equal work.  The prediction leaves out saves,
+evaluation and waiting for data.
 """
 
 from dataclasses import dataclass
@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from sft.adapters import Trained
 from sft.config import Config
 from sft.estimate.constants import Constants
+from sft.estimate.layer_weights import ModelProducts
 from sft.estimate.layer_work import LayerWork
 from sft.estimate.lengths import Lengths
 from sft.estimate.messages import Messages
 from sft.estimate.parameters import OfStage, of_stage
-from sft.estimate.products import ModelProducts, head_product, layer_products
+from sft.estimate.products import attention_reached, head_product, layer_products
 from sft.flops import TrainFlops
 from sft.parallel.layout import Layout
 
@@ -81,9 +82,9 @@ def step_time(
     pack, rank = config.data.seq_length, config.lora.rank or 0
     products = products or ModelProducts.of(config.model, trained, rank)
     own = max((of_stage(config, layout, vocab_size, s, trained) for s in {0, layout.pp - 1}), key=lambda o: o.all.total)
-    work = LayerWork(config, layout, constants, lengths, products)
+    work = LayerWork(config, layout, constants, lengths)
     listed = layer_products(config, layout, products, pack / layout.cp)
-    forward, backward, repeated = work.passes(listed)
+    forward, backward, repeated = work.passes(listed, attention_reached(config, layout, products))
     messages = Messages(config, layout, constants, lengths)
     exposed = messages.of_layers(forward, backward, repeated)
     head = work.seconds([head_product(config, layout, products, vocab_size, pack / layout.cp)])

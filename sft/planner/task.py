@@ -14,9 +14,9 @@ from sft.config import Config
 from sft.config.keys import leaves
 from sft.estimate.constants import Constants
 from sft.estimate.gpus import Gpu, Usable
+from sft.estimate.layer_weights import ModelProducts
 from sft.estimate.lengths import Lengths
 from sft.estimate.memory import Memory
-from sft.estimate.products import ModelProducts
 from sft.estimate.step_time import StepTime
 from sft.parallel.layout import Layout
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from sft.estimate.products import ModelProducts, layer_products
+from sft.estimate.layer_weights import ModelProducts
+from sft.estimate.products import layer_products
 from sft.flops import TrainFlops
 from sft.hf.architecture import architecture
 from sft.parallel.layout import Layout

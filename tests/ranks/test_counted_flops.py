@@ -1,0 +1,174 @@
+"""The matrix products that a step executes are those that the prediction lists.  torch's dispatcher counts them.
+
+The count is by the sizes of the tensors that each operation gets; it shares no formula with sft/estimate or sft/flops.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sft.batch import Sample
+from sft.estimate.layer_weights import ModelProducts
+from sft.estimate.products import attention_flops, attention_reached, head_product, layer_products
+from sft.hf.trained_weights import trained_weights
+from sft.mcore.attention import torch_kernel
+from sft.mcore.linear_attention import torch_kernel as delta_kernel
+from sft.mcore.loss import fused
+from tests.builders import answer
+from tests.ranks import scenarios
+from tests.ranks.hf_models import recipe_of
+from tests.ranks.layouts import GEMMA, GPT_OSS, LINEAR, MOE
+from tests.ranks.pool import RankPool
+from tests.unit.fixtures import hf
+
+Ranks = Callable[[int], RankPool]
+# Of attention: a tile of queries also computes the scores behind its first query, half a tile of 8 for each query.
+ATTENTION_TOLERANCE = 0.02
+LENGTH, SUPERVISED, TILE = 512, 151, 8
+ONE = ["data.seq_length=512", "train.global_batch_size=1"]
+TWO_LAYERS = ["model.num_layers=2"]
+PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # and the index of the first factor among the arguments
+OTHERS = ("matmul", "linear", "einsum", "mv", "addmv", "addbmm", "dot", "conv", "attention")
+
+
+class Counted(TorchDispatchMode):
+    """FLOPs of matrix products, by the part of the program that is running."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops: Counter[str] = Counter()
+        self.part = "products"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._overloadpacket.__name__.rstrip("_")
+        assert not name.startswith("_") or name in PRODUCTS or not any(word in name for word in OTHERS), name
+        if name in PRODUCTS:
+            left, right = args[PRODUCTS[name] : PRODUCTS[name] + 2]
+            self.flops[self.part] += 2 * left.numel() * right.shape[-1]
+        else:
+            assert name not in OTHERS, name
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def within(self, owner: Any, method: str, part: str) -> Iterator[None]:
+        """While `method` runs, products count for `part`."""
+        original = getattr(owner, method)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            before, self.part = self.part, part
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.part = before
+
+        with mock.patch.object(owner, method, staticmethod(counted) if owner is fused._Loss else counted):
+            yield
+
+
+def count(overrides: list[str], samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
+    """FLOPs of one training step on this rank, counted and predicted."""
+    counted = Counted()
+    with scenarios.running(overrides) as engine, mock.patch.object(torch_kernel, "QUERY_TILE", TILE):
+        microbatch = scenarios.microbatch_of(engine, samples)
+        labels = float((microbatch.loss_weights > 0).sum())
+        with (
+            counted.within(torch_kernel.TorchKernel, "forward", "attention"),
+            counted.within(torch_kernel.TorchKernel, "backward", "attention gradients"),
+            counted.within(delta_kernel.TorchKernel, "forward", "states"),
+            counted.within(delta_kernel.TorchKernel, "backward", "states"),
+            counted.within(fused._Loss, "forward", "head"),
+            counted,
+        ):
+            engine.train_step([microbatch])
+        tokens = microbatch.tokens.shape[-1]
+        config, layout = engine.config, engine.layout
+        trained = trained_weights(config, scenarios.VOCAB)
+        of_model = ModelProducts.of(config.model, trained, config.lora.rank or 0)
+        head = head_product(config, layout, of_model, scenarios.VOCAB, labels)
+        attention = sum(flops for _, flops in attention_flops(config.model, LENGTH)) / layout.tp / layout.cp
+        predicted = {
+            "products": sum(p.flops * p.num_runs for p in layer_products(config, layout, of_model, tokens)),
+            "head": head.flops * head.num_runs,
+            "attention": attention * (2 if config.train.recompute == "full" else 1),
+            # The kernel computes scores again: 5 products, and 2 forward.
+            "attention gradients": attention * 5 / 2 * attention_reached(config, layout, of_model),
+        }
+        return {"counted": dict(counted.flops), "predicted": predicted}
+
+
+def check(result: dict[str, dict[str, float]]) -> None:
+    counted, predicted = result["counted"], result["predicted"]
+    assert counted["products"] == pytest.approx(predicted["products"], rel=1e-12)
+    assert counted.get("head", 0) == predicted["head"]
+    for name in ("attention", "attention gradients"):
+        assert counted.get(name, 0) == pytest.approx(predicted[name], rel=ATTENTION_TOLERANCE)
+
+
+def document() -> list[Sample]:
+    return [answer(LENGTH, SUPERVISED, seed=0, last=scenarios.VOCAB)]
+
+
+WINDOW = ["model.sliding_window=300", "model.sliding_window_layers=[1]"]
+SHARED = [*MOE, "model.moe.shared_ffn_hidden_size=20"]
+LINEAR_LAYER = [*LINEAR, "model.linear_attention.layers=[2]"]
+FULL, SELECTIVE = "train.recompute=full", "train.recompute=selective"
+CASES = {
+    "dense": [],
+    "dense, selective": [SELECTIVE],
+    "tied, full": ["model.tie_embeddings=true", FULL],
+    "tiles": ["train.mlp_tile=128"],
+    "tiles, full": ["train.mlp_tile=128", FULL],
+    "experts, selective": [*SHARED, SELECTIVE],
+    "experts, full": [*SHARED, FULL, "model.moe.shared_gate=true"],
+    "gpt-oss": [*MOE, *GPT_OSS, *WINDOW],
+    "gemma": [*GEMMA, *WINDOW],
+    "linear": LINEAR_LAYER,
+    "linear, selective": [*LINEAR_LAYER, SELECTIVE],
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_rank(ranks: Ranks, name: str) -> None:
+    (result,) = ranks(1).run(count, [*ONE, *TWO_LAYERS, *CASES[name]], document())
+    check(result)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["parallel.tp=2", "parallel.sequence_parallel=true"], ["parallel.cp=2"]],
+    ids=" ".join,
+)
+def test_two_ranks(ranks: Ranks, overrides: list[str]) -> None:
+    for result in ranks(2).run(count, [*ONE, *TWO_LAYERS, *overrides], document()):
+        check(result)
+
+
+def lora(*targets: str) -> str:
+    return f"lora={{rank: 3, alpha: 8, targets: [{', '.join(targets)}]}}"
+
+
+@pytest.mark.parametrize(
+    ("family", "world_size", "overrides"),
+    [
+        ("qwen3", 1, [lora("q_proj", "down_proj")]),
+        ("qwen3", 1, [lora("o_proj"), SELECTIVE]),
+        ("qwen3", 1, [lora("all-linear"), FULL]),
+        ("qwen3", 2, [lora("k_proj", "o_proj", "up_proj"), "parallel.tp=2", "parallel.sequence_parallel=true"]),
+        ("qwen3", 1, ["train.freeze=[embed_tokens, model.layers.0.*]", SELECTIVE]),
+        ("qwen3", 1, ["train.freeze=[embed_tokens, model.layers.*.mlp.*]", FULL]),
+        ("qwen3_moe", 1, [lora("experts.*", "o_proj")]),
+    ],
+    ids=str,
+)
+def test_frozen_weights(ranks: Ranks, tmp_path: Path, family: str, world_size: int, overrides: list[str]) -> None:
+    """No product for a gradient that nobody needs: neither of frozen weights, nor below the lowest trained weight."""
+    source = hf.save(tmp_path / "source", family)
+    recipe = [*recipe_of(source), *ONE, f"model.hf={source}", "model.init_from=random", *overrides]
+    for result in ranks(world_size).run(count, recipe, document()):
+        check(result)

@@ -58,7 +58,21 @@ def test_the_search_finds_what_trying_everything_finds(
     assert found[0].time.step_s == pytest.approx(tried[0].time.step_s, rel=EQUAL_S)
 
 
-def test_the_best_plans_come_in_order_and_are_different_layouts() -> None:
+def test_the_bound_of_sizes_is_below_all_that_comes_of_them() -> None:
+    """The search is exact only if no later choice makes a layout faster than its bound."""
+    _, task = task_of(QWEN_8B, 131072, lengths=MIXED)
+    search = Search(task, 16)
+    search.best(1)
+    smaller = 0
+    for bound, _, choice, _ in search._bounds or ():
+        for cp_comm, savings in product(candidates.cp_comms(task, choice.sizes, 16), candidates.savings(task)[::7]):
+            time = search.proposal(Choice(choice.sizes, cp_comm, savings)).time.step_s
+            assert bound <= time * (1 + EQUAL_S)
+            smaller += time < search.proposal(choice).time.step_s
+    assert smaller  # some ways are faster than p2p, which the bound must allow for
+
+
+def test_the_best_proposals_come_in_order_and_are_different_layouts() -> None:
     _, task = task_of(QWEN_8B, 131072)
     proposals = Search(task, 16).best(5)
     assert [proposal.time.step_s for proposal in proposals] == sorted(proposal.time.step_s for proposal in proposals)
@@ -76,7 +90,9 @@ def test_1024_gpus_take_few_predictions() -> None:
 
 def test_a_host_with_little_memory_forbids_offloading() -> None:
     _, task = task_of(QWEN_8B, 262144, host_gib=0.0)
-    for proposal in Search(task, 16).best(5):
+    proposals = Search(task, 16).best(5)
+    assert proposals
+    for proposal in proposals:
         assert proposal.memory.host == 0.0
         assert proposal.config.train.offload_fraction == proposal.config.optim.offload_fraction == 0.0
 
@@ -92,8 +108,12 @@ def test_candidates_obey_the_schema_and_the_rules_of_layouts() -> None:
     _, mixed = task_of(QWEN_8B, 131072, lengths=MIXED)
     dynamic = [sizes for sizes in candidates.sizes(mixed, 8) if sizes.dynamic_cp]
     assert dynamic and all(sizes.cp > 1 for sizes in dynamic)
-    ways = [way.cp_comm for way in candidates.cp_comms(mixed, dynamic[0], 8)]
-    assert "a2a+p2p" not in ways
+    four = next(sizes for sizes in dynamic if sizes.cp == 4)
+    ways, fixed = (
+        {way.cp_comm for way in candidates.cp_comms(mixed, sizes, 8)}
+        for sizes in (four, four._replace(dynamic_cp=False))
+    )
+    assert fixed - ways == {"a2a+p2p"}  # dynamic CP cannot divide two levels
 
 
 def test_experts_are_split_over_what_divides_them() -> None:
@@ -242,3 +262,10 @@ def test_next_counts() -> None:
     assert next_counts(task, 2) == [4]
     assert next_counts(task, 8) == [16]
     assert next_counts(task, 64) == [72, 128]
+
+
+def test_shorter_packs_keep_the_tokens_of_a_step() -> None:
+    _, task = task_of(QWEN_8B, 131072)
+    shorter = task.with_length(32768)
+    assert (task.config.train.global_batch_size, shorter.config.train.global_batch_size) == (8, 32)
+    assert shorter.tokens_per_step == task.tokens_per_step == 2**20

@@ -1,6 +1,7 @@
 """What `sft plan` prints, writes, draws and refuses."""
 
 import json
+import re
 from datetime import datetime
 from pathlib import Path
 
@@ -39,6 +40,27 @@ def test_all_that_is_printed() -> None:
     assert lines["why"][0].startswith(f"{report.proposals[1].time.step_s - report.proposals[0].time.step_s:.2g} s (")
     assert lines["limits"][0].startswith("time: ")
     assert lines["buys"][0].startswith("16 GPUs: ")
+
+
+def test_what_limits_and_what_more_would_buy() -> None:
+    """8B at 128K on 8 GPUs: without savings it needs far more memory than 80 GB; a second node has none of that."""
+    _, task = task_of("Qwen/Qwen3-8B", 131072)
+    reasons = propose(task, 8).reasons
+    assert reasons is not None
+    memory = next(line for line in reasons.limits if line.startswith("memory: "))
+    found = re.fullmatch(r"memory: (.*) would take (\d+)% less, but needs (\d+) of (\d+) usable GiB", memory)
+    assert found and int(found[3]) > int(found[4]) > 70
+    assert "recompute" not in found[1]
+    gain = re.match(r"16 GPUs: ([\d.]+) times the tokens/s with ", reasons.buys[0])
+    assert gain and 1.9 < float(gain[1]) < 2.3  # twice the GPUs, and less to recompute
+
+
+def test_a_batch_that_is_too_small_is_named() -> None:
+    """One pack a step on 2 x 8 GPUs cannot fill a pipeline or dp."""
+    _, task = task_of("Qwen/Qwen3-30B-A3B", 32768, packs=2)
+    reasons = propose(task, 64).reasons
+    assert reasons is not None
+    assert reasons.limits[-1].startswith("the batch: 4 packs a step instead of 2 give ")
 
 
 def test_memory_and_time_add_up() -> None:

@@ -1,0 +1,63 @@
+"""The best proposal for 12 tasks, with the assumed constants.  A change of this table must be looked at.
+
+After a change of a prediction, the failed assertion prints the table as it is now.  Ask of each changed line: is the
+new layout really better, and is the new number nearer to the truth?
+"""
+
+import pytest
+
+from sft.estimate.gpus import GIB
+from sft.planner.reasons import named
+from sft.planner.search import Search
+from sft.planner.subject import length_name
+from sft.planner.task import Proposal
+from tests.unit.fixtures.tasks import task_of
+
+K, M = 2**10, 2**20
+# model, tokens of a pack, GPUs, their type, LoRA; a million tokens a step
+CASES: list[tuple[str, int, int, str, bool]] = [
+    ("Qwen/Qwen3-0.6B", 128 * K, 8, "a100-40", False),
+    ("Qwen/Qwen3-8B", 64 * K, 8, "h100", False),
+    ("Qwen/Qwen3-8B", 256 * K, 64, "h100", False),
+    ("Qwen/Qwen3-8B", M, 64, "h200", False),
+    ("meta-llama/Llama-3.1-8B-Instruct", 128 * K, 16, "a100-80", False),
+    ("meta-llama/Llama-3.1-8B-Instruct", M, 32, "b200", True),
+    ("Qwen/Qwen3-30B-A3B", 64 * K, 16, "h100", False),
+    ("Qwen/Qwen3-30B-A3B", 256 * K, 128, "h100", False),
+    ("Qwen/Qwen3-30B-A3B", 128 * K, 8, "h100", True),
+    ("openai/gpt-oss-20b", 128 * K, 16, "h100", False),
+    ("google/gemma-3-27b-it", 128 * K, 32, "mi300x", False),
+    ("Qwen/Qwen3.6-27B", 256 * K, 64, "h200", False),
+]
+GOLDEN = """
+Qwen3-0.6B 128K on 8 a100-40: tp 2, cp 4: 23 GiB, 41 s, 50%
+Qwen3-8B 64K on 8 h100: tp 2, cp 4: 73 GiB, 27 s, 50%
+Qwen3-8B 256K on 64 h100: tp 4, cp 8, dp 2: 52 GiB, 9.3 s, 49%
+Qwen3-8B 1M on 64 h200: tp 2, cp 32: 105 GiB, 32 s, 50%
+Llama-3.1-8B-Instruct 128K on 16 a100-80: tp 4, cp 4: 52 GiB, 60 s, 52%
+Llama-3.1-8B-Instruct LoRA 1M on 32 b200: cp 32: 162 GiB, 25 s, 50%
+Qwen3-30B-A3B 64K on 16 h100: cp 2, dp 8, ep 8, recompute selective, activations offloaded: 57 GiB, 16 s, 40%
+Qwen3-30B-A3B 256K on 128 h100: tp 4, cp 8, dp 4, ep 8, recompute selective: 50 GiB, 6.1 s, 45%
+Qwen3-30B-A3B LoRA 128K on 8 h100: cp 4, dp 2, recompute selective, activations offloaded: 64 GiB, 48 s, 46%
+gpt-oss-20b 128K on 16 h100: tp 4, cp 4, ep 8: 60 GiB, 13 s, 30%
+gemma-3-27b-it 128K on 32 mi300x: tp 4, cp 4, dp 2: 158 GiB, 12 s, 42%
+Qwen3.6-27B 256K on 64 h200: tp 2, cp 8, dp 4, recompute selective: 121 GiB, 15 s, 34%
+"""
+
+
+def line(model: str, length: int, gpus: str, is_lora: bool, best: Proposal) -> str:
+    """Memory in whole GiB, time in two digits: what a change of the third digit says is not worth a look."""
+    task = f"{model.rpartition('/')[2]}{' LoRA' * is_lora} {length_name(length)} on {gpus}"
+    time = best.time
+    return f"{task}: {named(best)}: {best.memory.device / GIB:.0f} GiB, {time.step_s:.2g} s, {time.mfu:.0%}"
+
+
+@pytest.mark.usefixtures("released_models")
+def test_the_best_proposals() -> None:
+    lines = []
+    for model, length, num_gpus, gpu, is_lora in CASES:
+        _, task = task_of(model, length, gpu=gpu, is_lora=is_lora)
+        best = Search(task, num_gpus).best(1)[0]
+        lines.append(line(model, length, f"{num_gpus} {gpu}", is_lora, best))
+    table = "\n".join(lines)
+    assert table == GOLDEN.strip(), f"the table is now:\n{table}"

@@ -31,9 +31,9 @@ def active_parameters(model: ModelConfig, vocab_size: int) -> int:
 
     Qwen3-30B-A3B: 3,353,032,704 of 30,532,122,624
     """
-    layer = LayerParameters.of(model)  # of any kind: experts are alike
-    unused = (layer.num_experts - (model.moe.top_k or 0)) * layer.expert
-    return num_parameters(model, vocab_size) - model.num_layers * unused
+    top_k, layers = model.moe.top_k or 0, layers_of(model)
+    unused = sum(number * (layer.num_experts - top_k) * layer.expert for layer, number in layers)
+    return num_parameters(model, vocab_size) - unused
 
 
 def describe_parameters(model: ModelConfig, vocab_size: int) -> str:
@@ -112,8 +112,10 @@ def layers_of(model: ModelConfig) -> list[tuple[LayerParameters, int]]:
 
 
 def _layers_of(model: ModelConfig) -> list[tuple[LayerParameters, int]]:
-    kinds = Counter(model.kind_of(number + 1) for number in range(model.num_layers))
-    return [(LayerParameters.of(model, kind), number) for kind, number in kinds.items()]
+    numbers = range(1, model.num_layers + 1)
+    kinds = Counter((model.kind_of(number), model.has_experts(number)) for number in numbers)
+    dense = model.without_experts
+    return [(LayerParameters.of(model if has else dense, kind), number) for (kind, has), number in kinds.items()]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -183,11 +183,15 @@ class ModelConfig(Section):
             yield "rope.window_base", "has no effect without sliding_window"
         if self.rope.skip_layers and self.rope.skip_layers[-1] > self.num_layers:
             yield "rope.skip_layers", f"names layer {self.rope.skip_layers[-1]} of {self.num_layers}"
+        if self.moe.dense_layers >= self.num_layers:
+            yield "moe.dense_layers", f"leaves no layer of {self.num_layers} for experts; use moe.num_experts = null"
         linear = self.linear_attention.layers
         if linear and linear[-1] > self.num_layers:
             yield "linear_attention.layers", f"names layer {linear[-1]} of {self.num_layers}"
         if linear and self.sliding_window is not None:
             yield "sliding_window", "is not supported with linear_attention.layers; use null"
+        if linear and self.moe.dense_layers:
+            yield "moe.dense_layers", "is not supported with linear_attention.layers; use 0"
         if linear and self.norm_placement != "pre":
             yield "norm_placement", "must be pre with linear_attention.layers"
         for name, value in self.megatron.items():
@@ -229,10 +233,19 @@ class ModelConfig(Section):
         """The kind of a layer, counted from 1."""
         return "linear attention" if layer_number in self.linear_attention.layers else "full attention"
 
+    def has_experts(self, layer_number: int) -> bool:
+        """Whether a layer, counted from 1, has experts in place of an MLP."""
+        return self.moe.num_experts is not None and layer_number > self.moe.dense_layers
+
+    @property
+    def without_experts(self) -> "ModelConfig":
+        """The model whose layers are all like those of moe.dense_layers."""
+        return self.model_copy(update={"moe": MoeConfig()})
+
     @property
     def stacks_layers(self) -> bool:
         """Whether a checkpoint has one tensor for the same weight of all layers: only if all are of one kind."""
-        return not self.linear_attention.layers
+        return not self.linear_attention.layers and not self.moe.dense_layers
 
     @property
     def num_window_layers(self) -> int:

@@ -10,7 +10,9 @@ from sft.config.section import Positive, Section, divisors
 
 class MoeConfig(Section):
     num_experts: Positive | None = None
-    """Number of experts that replace the MLP of every layer; null means a dense model."""
+    """Number of experts that replace the MLP of every layer but dense_layers; null means a dense model."""
+    dense_layers: Annotated[int, Field(ge=0)] = 0
+    """The first so many layers have an MLP of width model.ffn_hidden_size and no experts (GLM-4.5, DeepSeek-V3)."""
     top_k: Positive | None = None
     """Number of experts that each token goes to; required with num_experts."""
     ffn_hidden_size: Positive | None = None

@@ -28,6 +28,7 @@ def _kind(model: ModelConfig, number: int) -> str:
 
 def _marks(model: ModelConfig) -> list[str]:
     marks = {
+        f"the first {model.moe.dense_layers} without experts": bool(model.moe.dense_layers),
         "attention sinks": model.attention_sinks,
         f"attention scores capped at {model.attention_softcap}": model.attention_softcap is not None,
         f"logits capped at {model.logits_softcap}": model.logits_softcap is not None,

@@ -4,7 +4,7 @@ sft/mcore/model_bytes.py and the files activation_bytes.py of attention give the
 chooses those that train.recompute and train.mlp_tile leave; sft/estimate/memory.py sums them over layers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sft.config import Config
 from sft.mcore import model_bytes
@@ -87,8 +87,12 @@ class LayerKind:
 
 def kinds_of(config: Config, layout: Layout, pack: float) -> list[LayerKind]:
     num_linear = len(config.model.linear_attention.layers)
-    num_full = config.model.num_layers - num_linear
-    kinds = [LayerKind.of(attention_bytes(config, layout), num_full, config)] if num_full else []
+    num_dense = config.model.moe.dense_layers
+    num_full = config.model.num_layers - num_linear - num_dense
+    full = attention_bytes(config, layout)
+    kinds = [LayerKind.of(full, num_full, config)] if num_full else []
+    if num_dense:
+        kinds.append(LayerKind.of(replace(full, model=config.model.without_experts), num_dense, config))
     if num_linear:
         kinds.append(LayerKind.of(LinearAttentionBytes.of(config, layout, pack), num_linear, config))
     return kinds

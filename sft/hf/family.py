@@ -38,6 +38,7 @@ class Rule:
     form: Form = "rows"
     is_head: bool = False  # stored only if the output is not tied to the embedding
     kind: LayerKind | None = None  # of the layers that have the tensor; None: all layers
+    mlp: Literal["dense", "experts"] | None = None  # what the layers that have the tensor have; None: either
     needs: str = ""  # key below `model` that is true in models with this tensor; "": all models have it
 
     @property
@@ -254,7 +255,10 @@ def _sizes(model: ModelConfig, vocab_size: int) -> dict[str, int]:
 
 
 def _has(model: ModelConfig, layer: int | None, rule: Rule) -> bool:
-    return layer is None or rule.kind in (None, model.kind_of(layer + 1))
+    if layer is None:
+        return True
+    mlp = "experts" if model.has_experts(layer + 1) else "dense"
+    return rule.kind in (None, model.kind_of(layer + 1)) and rule.mlp in (None, mlp)
 
 
 def _of_layer(key: str, layer: int | None) -> str:

@@ -16,6 +16,7 @@ _USUAL = {
     "moe.shared_ffn_hidden_size": None,
     "moe.shared_gate": False,
     "moe.correction_bias": False,
+    "moe.dense_layers": 0,
     "attention_output_gate": False,
 }
 

@@ -39,6 +39,7 @@ PLAIN: dict[str, Any] = {
             "moe.num_groups",
             "moe.top_groups",
             "moe.correction_bias",
+            "moe.dense_layers",
             "rope.fraction",
             "rope.skip_layers",
             "rope.query_scale_beta",

@@ -180,10 +180,8 @@ class Engine:
 
     def _expert_load(self) -> ExpertLoad | None:
         """Statistics of experts; None for a dense model.  Collective."""
-        count = self.config.model.moe.num_experts
-        if count is None:
-            return None
-        return router.load(self.chunks, self.config.model.num_layers, count, self.groups.device)
+        model = self.config.model
+        return None if model.moe.num_experts is None else router.load(self.chunks, model, self.groups.device)
 
     def _accumulator(self, sources: Sequence[str]) -> Accumulator:
         return Accumulator(

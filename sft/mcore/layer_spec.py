@@ -18,7 +18,8 @@ from sft.mcore.router import Router
 def layer_spec(config: Config, backend: AttentionBackend, layer_number: int) -> ModuleSpec:
     """The modules of one transformer layer.  layer_number: counted from 1"""
     model, train = config.model, config.train
-    spec, is_selective = backend.layer_spec(), train.recompute == "selective"
+    is_selective, has_experts = train.recompute == "selective", model.has_experts(layer_number)
+    spec = backend.layer_spec(has_experts=has_experts)
     if model.kind_of(layer_number) == "linear attention":
         assert backend.delta_kernel is not None
         spec = gated_delta_net.with_linear_attention(spec, model, backend.delta_kernel, recompute=is_selective)
@@ -31,8 +32,8 @@ def layer_spec(config: Config, backend: AttentionBackend, layer_number: int) -> 
         attention = spec.submodules.self_attention.submodules
         attention.linear_proj = with_bias(attention.linear_proj)
     if model.mlp_bias:
-        bias_mlp(spec.submodules.mlp, has_experts=model.moe.num_experts is not None)
-    if model.moe.num_experts:
+        bias_mlp(spec.submodules.mlp, has_experts=has_experts)
+    if has_experts:
         return _with_experts(
             spec, partial(Router, moe=model.moe), recompute=is_selective, activation=GatedActivation.fields(model)
         )

@@ -193,6 +193,7 @@ def _expert_fields(model: ModelConfig, layout: Layout) -> dict[str, Any]:
         moe_expert_capacity_factor=moe.capacity_factor,
         moe_shared_expert_intermediate_size=moe.shared_ffn_hidden_size,
         moe_shared_expert_gate=moe.shared_gate,
+        moe_layer_freq=[int(model.has_experts(i + 1)) for i in range(model.num_layers)] if moe.dense_layers else 1,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
     )
@@ -210,7 +211,8 @@ def _norm_fields(model: ModelConfig) -> dict[str, Any]:
 def _linear_layers(model: ModelConfig) -> list[int] | None:
     """1 for each layer with linear attention, 0 for others.  Core then gives each layer its own tensors."""
     numbers = range(1, model.num_layers + 1)
-    return None if model.stacks_layers else [int(model.kind_of(number) == "linear attention") for number in numbers]
+    kinds = [int(model.kind_of(number) == "linear attention") for number in numbers]
+    return kinds if model.linear_attention.layers else None
 
 
 def _activation_fields(model: ModelConfig) -> dict[str, Any]:

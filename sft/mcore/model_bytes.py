@@ -102,7 +102,8 @@ def kept_by_selective(model: ModelConfig, *, norm_outputs_are_saved: bool) -> se
 
 def widest_gradient(model: ModelConfig, rank: RankShare) -> float:
     """Bytes of the weight gradient of gate and up, before it is added to the fp32 gradient."""
-    widest = max(model.resolved_expert_ffn, model.moe.shared_ffn_hidden_size or 0)
+    dense = model.ffn_hidden_size if model.moe.dense_layers else 0
+    widest = max(model.resolved_expert_ffn, model.moe.shared_ffn_hidden_size or 0, dense)
     return rank.width * model.hidden_size * 2 * widest / rank.tp
 
 

@@ -40,7 +40,7 @@ from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping,
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from sft.config import MoeConfig
+from sft.config import ModelConfig, MoeConfig
 from sft.metrics.totals import ExpertLoad
 
 _AUX, _Z, _DROPPED, _TOKENS = range(4)  # columns of `Router.totals`, after one column per expert
@@ -265,17 +265,19 @@ def begin(chunks: Iterable[torch.nn.Module], *, loss_scale: float) -> None:
         router.loss_scale, router.totals = loss_scale, None
 
 
-def load(chunks: Iterable[torch.nn.Module], num_layers: int, num_experts: int, device: torch.device) -> ExpertLoad:
+def load(chunks: Iterable[torch.nn.Module], model: ModelConfig, device: torch.device) -> ExpertLoad:
     """Statistics of all ranks since `begin`.  Collective over all: one all-reduce of layers x (experts + 4) numbers."""
-    table = torch.zeros(num_layers, num_experts + 4, dtype=torch.float64, device=device)
+    num_experts, first = model.moe.num_experts or 0, model.moe.dense_layers
+    table = torch.zeros(model.num_layers - first, num_experts + 4, dtype=torch.float64, device=device)
     for router in _routers(chunks):
         if router.totals is not None:
-            table[router.layer_number - 1] = router.totals
+            table[router.layer_number - 1 - first] = router.totals
     dist.all_reduce(table)
     totals = table.cpu().numpy()
     chosen, rest = totals[:, :num_experts], totals[:, num_experts:]
     tokens = np.maximum(rest[:, _TOKENS], 1.0)
-    return ExpertLoad(chosen=chosen, dropped=rest[:, _DROPPED], aux=rest[:, _AUX] / tokens, z=rest[:, _Z] / tokens)
+    aux, z = rest[:, _AUX] / tokens, rest[:, _Z] / tokens
+    return ExpertLoad(chosen=chosen, dropped=rest[:, _DROPPED], aux=aux, z=z, first_layer=first)
 
 
 def update_biases(chunks: Iterable[torch.nn.Module], load: ExpertLoad, rate: float) -> None:
@@ -287,7 +289,7 @@ def update_biases(chunks: Iterable[torch.nn.Module], load: ExpertLoad, rate: flo
     """
     for router in _routers(chunks):
         assert router.expert_bias is not None
-        counts = load.chosen[router.layer_number - 1]  # whole numbers, exact in float64
+        counts = load.chosen[router.layer_number - 1 - load.first_layer]  # whole numbers, exact in float64
         signs = np.sign(counts.sum() - len(counts) * counts)
         router.expert_bias += torch.from_numpy(np.float32(rate) * signs.astype(np.float32)).to(router.expert_bias)
 

@@ -302,7 +302,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "largest number of real tokens of an expert, divided by the mean", only_if=_has_experts),
         Row("experts/imbalance-max", TRAIN, "", ROUNDING, _experts(lambda load: float(load.imbalance.max())), AMOUNT,
             "largest imbalance of a layer", only_if=_has_experts),
-        Row("experts/imbalance-layer", TRAIN, "layer", ROUNDING, _experts(lambda load: int(load.imbalance.argmax())),
+        Row("experts/imbalance-layer", TRAIN, "layer", ROUNDING, _experts(lambda load: load.worst_layer),
             COUNT, "index of the layer with the largest imbalance, from 0", only_if=_has_experts),
         Row("experts/unused-share", TRAIN, "share", ROUNDING,
             _experts(lambda load: float((load.chosen == 0).mean())), SHARE,

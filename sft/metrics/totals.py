@@ -155,17 +155,26 @@ class Totals:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLoad:
-    """The load of the experts of each layer in one step, over all ranks; float64."""
+    """The load of the experts of each layer that has experts, in one step, over all ranks; float64.
+
+    first_layer: number of the first such layer, from 0
+    """
 
     chosen: np.ndarray  # [layers, experts] real tokens that chose each expert, with dropped choices
     dropped: np.ndarray  # [layers] choices of real tokens beyond the experts' capacity
     aux: np.ndarray  # [layers] load-balancing loss, mean over real tokens; 0 if its coefficient is 0
     z: np.ndarray  # [layers] squared log-sum-exp of the router's scores, mean over real tokens
+    first_layer: int = 0
 
     @property
     def imbalance(self) -> np.ndarray:
         """[layers]: tokens of the expert with most tokens, divided by the mean of all experts; 0 without tokens."""
         return self.chosen.max(axis=1) / np.maximum(self.chosen.mean(axis=1), 1.0 / self.chosen.shape[1])
+
+    @property
+    def worst_layer(self) -> int:
+        """The layer with the largest imbalance, from 0."""
+        return self.first_layer + int(self.imbalance.argmax())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,7 +117,8 @@ def _split_by_tp(model: ModelConfig) -> dict[str, int]:
     if model.linear_attention.num_key_heads:
         heads["model.linear_attention.num_key_heads"] = model.linear_attention.num_key_heads
     if model.moe.num_experts:
-        return {**heads, "model.moe.shared_ffn_hidden_size": shared} if shared else heads
+        heads |= {"model.moe.shared_ffn_hidden_size": shared} if shared else {}
+        return heads | ({"model.ffn_hidden_size": model.ffn_hidden_size} if model.moe.dense_layers else {})
     return {**heads, "model.ffn_hidden_size": model.ffn_hidden_size}
 
 
@@ -172,7 +173,9 @@ def _widths(config: Config, tp: int) -> dict[str, int]:
         if model.moe.shared_ffn_hidden_size:
             feed_forward["model.moe.shared_ffn_hidden_size / tp"] = model.moe.shared_ffn_hidden_size // tp
     else:
-        feed_forward = {"model.ffn_hidden_size / tp": model.ffn_hidden_size // tp}
+        feed_forward = {}
+    if not model.moe.num_experts or model.moe.dense_layers:
+        feed_forward["model.ffn_hidden_size / tp"] = model.ffn_hidden_size // tp
     return {
         "model.hidden_size": model.hidden_size,
         "num_attention_heads x head_dim / tp": heads * width // tp,

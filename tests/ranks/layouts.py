@@ -7,7 +7,7 @@ test-all` runs besides: every way to divide the work of a dense model and of exp
 from tests.covering import Case, all_cases, covering_set
 
 DIMENSIONS = {
-    "model": ["dense", "experts", "gemma", "gpt_oss", "linear", "linear_experts"],
+    "model": ["dense", "experts", "gemma", "gpt_oss", "linear", "linear_experts", "routers"],
     "tp": [1, 2, 4],
     "sequence_parallel": [False, True],
     "cp": [1, 2, 4],
@@ -63,6 +63,11 @@ LINEAR = [
 QWEN_MOE = [  # a step of Adam from weights of 0.2 turns the last bits of its gradients into 5e-5 of the next norm
     *("model.moe.shared_ffn_hidden_size=16", "model.moe.shared_gate=true", "model.init_std=0.05"),
 ]
+ROUTERS = [
+    *("model.moe.score_function=sigmoid", "model.moe.correction_bias=true", "model.moe.bias_update_rate=0.03"),
+    *("model.moe.scaling_factor=1.7", "model.moe.shared_ffn_hidden_size=16", "model.moe.dense_layers=1"),
+    *("model.rope.fraction=0.5", "model.qk_norm_across_heads=true"),
+]  # as GLM-4.5 and MiniMax-M2
 MODELS = {
     "dense": [],
     "experts": [*MOE, *AUX],
@@ -70,10 +75,11 @@ MODELS = {
     "linear": LINEAR,
     "gpt_oss": [*MOE, *AUX, *WINDOWS, *GPT_OSS],
     "linear_experts": [*MOE, *AUX, *LINEAR, *QWEN_MOE],
+    "routers": [*MOE, *AUX, *ROUTERS],
 }
 SLOW_CP = ["parallel.intra_node_gb_s=1e-6"]  # so that the planner of tiny packs prefers small groups
 SWITCHES = ("sequence_parallel", "distributed_optimizer", "dynamic_cp")  # of `parallel`
-MIXTURES = ("experts", "gpt_oss", "linear_experts")  # of MODELS
+MIXTURES = ("experts", "gpt_oss", "linear_experts", "routers")  # of MODELS
 ALL_ON = ["parallel.sequence_parallel=true", "parallel.distributed_optimizer=true", "train.recompute=full"]
 # fp32 sums taken in another order: measured 1e-8 (loss) and 4e-8 (norm) over five steps.
 LOSS_TOLERANCE = 1e-6

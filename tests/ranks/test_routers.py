@@ -23,6 +23,7 @@ SIGMOID = [
     *("model.moe.score_function=sigmoid", "model.moe.correction_bias=true", f"model.moe.bias_update_rate={RATE}"),
     *(f"model.moe.num_experts={NUM_EXPERTS}", "model.moe.num_groups=4", "model.moe.top_groups=2"),
     *("model.moe.scaling_factor=1.7", "model.moe.shared_ffn_hidden_size=16"),
+    "model.moe.dense_layers=1",
 ]
 TP = ["parallel.tp=2", "parallel.sequence_parallel=true"]
 STEPS = 3
@@ -64,14 +65,14 @@ def reference(ranks: Ranks) -> dict[str, Any]:
 
 def test_the_bias_moves_against_the_load(reference: dict[str, Any]) -> None:
     """From the counts in the log, by hand, in fp32: up where an expert has fewer real tokens than the mean."""
-    expected = np.zeros((4, NUM_EXPERTS), dtype=np.float32)
+    expected = np.zeros((3, NUM_EXPERTS), dtype=np.float32)  # layers 2 to 4
     for chosen, real in zip(reference["chosen"], reference["real"], strict=True):
-        assert chosen.sum(axis=1).tolist() == [TOP_K * real] * 4
+        assert chosen.sum(axis=1).tolist() == [TOP_K * real] * 3
         for layer, expert in np.ndindex(*chosen.shape):
             mean = TOP_K * real / NUM_EXPERTS
             step = np.float32(RATE) if chosen[layer, expert] < mean else -np.float32(RATE)
             expected[layer, expert] += step if chosen[layer, expert] != mean else 0
-    assert reference["biases"] == {n + 1: row.tolist() for n, row in enumerate(expected)}
+    assert reference["biases"] == {n + 2: row.tolist() for n, row in enumerate(expected)}
     assert len(np.unique(expected)) > 2  # not the sum of three equal steps
 
 
@@ -115,7 +116,7 @@ def test_in_half_precision_the_bias_stays_in_fp32(ranks: Ranks, tmp_path: Path) 
 
 def test_with_a_rate_of_0_the_bias_stays(ranks: Ranks) -> None:
     (found,) = ranks(1).run(trained, [*SIGMOID, "model.moe.bias_update_rate=0"], [0])
-    assert found["biases"] == {layer: [0.0] * NUM_EXPERTS for layer in (1, 2, 3, 4)}
+    assert found["biases"] == {layer: [0.0] * NUM_EXPERTS for layer in (2, 3, 4)}
 
 
 def balanced(overrides: Sequence[str]) -> dict[str, Any]:
@@ -138,7 +139,7 @@ def balanced(overrides: Sequence[str]) -> dict[str, Any]:
 def test_the_balancing_loss_of_sigmoid_scores(ranks: Ranks) -> None:
     """Token by token in float64: E * sum of shares times mean scores, of routed experts alone."""
     (found,) = ranks(1).run(balanced, SIGMOID + AUX)
-    sums = np.zeros(4)
+    sums = np.zeros(3)
     for layer, weight, inputs, documents in found["given"]:
         scores = (1 / (1 + torch.exp(-inputs @ weight.T))).numpy()
         for document in range(int(documents.max()) + 1):
@@ -147,7 +148,7 @@ def test_the_balancing_loss_of_sigmoid_scores(ranks: Ranks) -> None:
             for row in rows:
                 share[np.argsort(-row)[:TOP_K]] += 1 / (TOP_K * len(rows))
             probability = np.mean([row / row.sum() for row in rows], axis=0) if len(rows) else share
-            sums[layer - 1] += len(rows) * NUM_EXPERTS * float(share @ probability)
+            sums[layer - 2] += len(rows) * NUM_EXPERTS * float(share @ probability)
     np.testing.assert_allclose(found["aux"], sums / found["real"], rtol=BALANCE_TOLERANCE)
 
 

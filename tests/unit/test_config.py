@@ -164,6 +164,8 @@ LORA = ("lora.rank=4", "lora.alpha=8.0")
             (*SIGMOID, "model.moe.correction_bias=true", "model.moe.bias_update_rate=0.1", *LORA),
             "model.moe.bias_update_rate = 0.1 .*changes the model itself, which lora.rank leaves as it is; use 0",
         ),
+        ((*MOE, "model.moe.dense_layers=40"), "dense_layers = 40 .*leaves no layer of .* for experts"),
+        (("model.moe.dense_layers=1",), "dense_layers = 1 .*has no effect without model.moe.num_experts"),
         (("train.mlp_tile=0",), "train.mlp_tile = 0"),
         ((*MOE, "train.mlp_tile=4096"), "train.mlp_tile = 4096 .*needs a dense model: experts are balanced over whole"),
         (("train.offload_fraction=0.5",), "train.offload_fraction = 0.5 .*needs recompute = selective or full"),

@@ -148,6 +148,11 @@ def test_what_one_token_meets() -> None:
     assert active_parameters(sparse, 10) == num_parameters(sparse, 10) - 3 * 6 * 24
     assert describe_parameters(dense, 10) == "588"
     assert describe_parameters(sparse, 10) == "972 (540 for a token)"
+    first = {**experts, "dense_layers": 1}  # 128 parameters more than a dense layer in two of three layers
+    mixed = layout_config(model={**model, "num_query_groups": None, "moe": first}).model
+    assert describe_parameters(mixed, 10) == "844 (556 for a token)"
+    # The products of a layer: 64 of attention; 96 of the MLP, or 32 of the router and 48 of two experts.
+    assert TrainFlops.of(mixed, 10).per_token == 6 * (3 * 64 + 96 + 2 * (32 + 48))
 
 
 def test_a_frozen_matrix_takes_no_product_for_its_gradient() -> None:

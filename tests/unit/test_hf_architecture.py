@@ -35,7 +35,7 @@ LIKE_LLAMA = {
     "moe.shared_ffn_hidden_size": None,
     "moe.shared_gate": False,
     **{"moe.score_function": "softmax", "moe.scaling_factor": 1.0, "moe.num_groups": 1, "moe.top_groups": 1},
-    "moe.correction_bias": False,
+    **{"moe.correction_bias": False, "moe.dense_layers": 0},
     "rope.skip_layers": [],
     **dict.fromkeys(("sliding_window", "sliding_window_layers", "attention_softcap")),
     "activation": "swiglu",

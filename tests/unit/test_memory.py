@@ -210,6 +210,15 @@ def test_experts_are_shared_out_by_themselves() -> None:
     assert found.optimizer == pytest.approx(12 * (620 / 8 + 48 / 2))
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_dense_layers_before_experts(recompute: str) -> None:
+    """A model of one layer of each kind saves what a dense layer and a layer with experts save."""
+    train = {"recompute": recompute}
+    mixed = {**EXPERTS, "num_layers": 2, "moe": {**EXPERTS["moe"], "dense_layers": 1}}
+    kinds = [taken(model=model, train=train).layers for model in (TINY, EXPERTS)]
+    assert taken(model=mixed, train=train).layers == sum(kinds) and kinds[0] != kinds[1]
+
+
 def test_offload_moves_the_optimizer_to_the_host() -> None:
     """12 bytes there, and 4 of the gradient on its way."""
     found = taken(optim={"offload_fraction": 0.75})

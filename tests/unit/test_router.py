@@ -68,10 +68,10 @@ def test_weights_reach_the_router_and_the_choice_does_not() -> None:
 
 
 def test_a_step_of_the_bias(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up where an expert has fewer tokens than the mean, down where it has more; layer 2 has counts of its own."""
-    routers = [SimpleNamespace(layer_number=n, expert_bias=torch.full((3,), 0.5)) for n in (1, 2)]
+    """Up where an expert has fewer tokens than the mean, down where it has more; each layer has counts of its own."""
+    routers = [SimpleNamespace(layer_number=n, expert_bias=torch.full((3,), 0.5)) for n in (2, 3)]
     monkeypatch.setattr(router, "_routers", lambda chunks: routers)
-    load: Any = SimpleNamespace(chosen=np.array([[6.0, 2.0, 4.0], [1.0, 1.0, 2.0]]))
+    load: Any = SimpleNamespace(chosen=np.array([[6.0, 2.0, 4.0], [1.0, 1.0, 2.0]]), first_layer=1)
     router.update_biases([], load, 0.125)
     assert routers[0].expert_bias.tolist() == [0.375, 0.625, 0.5]
     assert routers[1].expert_bias.tolist() == [0.625, 0.625, 0.375]

@@ -190,9 +190,10 @@ def _extra_state_keys_by_layer(model: ModelConfig) -> list[str]:
         is_linear = model.kind_of(layer + 1) == "linear attention"
         modules: tuple[str, ...] = _LINEAR_ATTENTION if is_linear else _ATTENTION
         modules += _QK_NORM if model.qk_norm and not is_linear else ()
-        modules += _BEFORE_EXPERTS if experts else _MLP
-        modules += _SHARED_EXPERT if model.moe.shared_ffn_hidden_size else ()
+        has_experts = model.has_experts(layer + 1)
+        modules += _BEFORE_EXPERTS if has_experts else _MLP
+        modules += _SHARED_EXPERT if has_experts and model.moe.shared_ffn_hidden_size else ()
         keys += [f"decoder.layers.{layer}.{module}._extra_state/shard_0_1" for module in modules]
-        for module in _EXPERT:
+        for module in _EXPERT if has_experts else ():
             keys += [f"decoder.layers.{layer}.{module}._extra_state/shard_{e}_{len(experts)}" for e in experts]
     return keys

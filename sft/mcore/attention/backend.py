@@ -67,7 +67,7 @@ class AttentionBackend(ABC):
         return {"apply_rope_fusion": not self.attention_rotates, **experts}
 
     @abstractmethod
-    def layer_spec(self) -> ModuleSpec:
+    def layer_spec(self, *, has_experts: bool) -> ModuleSpec:
         """The modules of one transformer layer.  All backends store the same checkpoint keys."""
 
     def rotary_table(self, device: torch.device) -> RotaryTable | None:

@@ -54,9 +54,11 @@ class Portable(AttentionBackend):
     def has_flash_kernel(self) -> bool:
         return self._make_kernel is FlashKernel.of
 
-    def layer_spec(self) -> ModuleSpec:
+    def layer_spec(self, *, has_experts: bool) -> ModuleSpec:
         model = self.config.model
-        spec = get_gpt_layer_local_spec(num_experts=model.moe.num_experts, qk_layernorm=model.qk_norm)
+        spec = get_gpt_layer_local_spec(
+            num_experts=model.moe.num_experts if has_experts else None, qk_layernorm=model.qk_norm
+        )
         input_norm = IdentityOp if model.norm_placement == "post" else RMSNorm
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = input_norm
         attention = spec.submodules.self_attention.submodules

@@ -36,8 +36,8 @@ class TransformerEngine(AttentionBackend):
         super().__init__(config, f"Transformer Engine; {problem}" if problem else "Transformer Engine")
         self.attention_rotates = problem is not None
 
-    def layer_spec(self) -> ModuleSpec:
-        experts = self.config.model.moe.num_experts
+    def layer_spec(self, *, has_experts: bool) -> ModuleSpec:
+        experts = self.config.model.moe.num_experts if has_experts else None
         spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=self.config.model.qk_norm
         )

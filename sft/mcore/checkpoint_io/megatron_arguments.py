@@ -68,6 +68,7 @@ def expert_arguments(model: ModelConfig) -> dict[str, Any]:
         return {"num_experts": None}
     return dict(
         num_experts=moe.num_experts,
+        moe_layer_freq=[int(model.has_experts(i + 1)) for i in range(model.num_layers)] if moe.dense_layers else 1,
         moe_ffn_hidden_size=model.resolved_expert_ffn,
         moe_router_topk=moe.top_k,
         moe_router_pre_softmax=not moe.normalize_top_k,

@@ -49,7 +49,7 @@ def test_blocks_by_hand() -> None:
     ]
 
 
-@pytest.mark.parametrize("num_ranks,labels", [(2, 2), (64, 16), (256, 16)])
+@pytest.mark.parametrize("num_ranks,labels", [(2, 2), (64, 16), (256, 32)])
 def test_labels_do_not_overlap(num_ranks: int, labels: int) -> None:
     packs = [TimedPack(rank, 1, 0, (rank,), 0, 10**6) for rank in range(num_ranks)]
     assert svg(packs, packs, num_ranks=num_ranks, cp_sizes=(1, 2)).count(">rank ") == 2 * labels

@@ -15,11 +15,11 @@ from sft.data.packing.cp_grid import Grid, fixed
 from sft.data.packing.cp_timeline import TimedPack, timeline
 from sft.parallel.layout import Layout
 
-WIDTH, LEFT, RIGHT, TOP, HEIGHT = 760, 64, 14, 30, 260  # HEIGHT: of the rows of a panel, at most
+WIDTH, LEFT, RIGHT, TOP, HEIGHT = 760, 64, 14, 30, 260  # HEIGHT: of the rows of a panel, up to 130 ranks
 ROW, LABEL = 18, 12  # heights of a rank, at most, and of its label
 NARROW = 3.0  # blocks below this width have no border, which would hide their colour
-SHADES = ("#dbe9f6", "#a9cde4", "#6aaed6", "#3787c0", "#1c5fa5", "#08306b")  # the last is of the largest CP size
-FILLER, IDLE, END = "#bdbdbd", "#f3f3f3", "#c00000"
+SHADES = ("#cfe1f2", "#9ecae1", "#6aaed6", "#3787c0", "#1c5fa5", "#08306b")  # the last is of the largest CP size
+FILLER, IDLE, END = "#a6a6a6", "#e9e9e9", "#c00000"
 
 
 def draw_step(path: Path, config: Config, layout: Layout, corpus: Corpus, step: int = 0) -> str:
@@ -36,7 +36,7 @@ def svg(
 ) -> str:
     """The picture.  cp_sizes: in increasing order; the last is the fixed cp, whose groups are the rows of the grid"""
     cp, ends = cp_sizes[-1], [max(pack.end_ns for pack in packs) for packs in (fixed_packs, dynamic)]
-    row = min(ROW, max(1, HEIGHT // num_ranks))
+    row = min(ROW, max(2, HEIGHT // num_ranks))
     panel = row * num_ranks + TOP + 20
     scale = (WIDTH - LEFT - RIGHT) / max(1, *ends)
     title = f"dynamic CP: {ends[1] / max(1, ends[0]):.2f} of this time"
@@ -64,7 +64,8 @@ def _panel(
         fill = _shade(pack.cp_size, cp_sizes) if pack.samples else FILLER
         yield _block(pack.start_ns * scale, (pack.end_ns - pack.start_ns) * scale, pack, fill, row, top)
     for rank in range(cp_sizes[-1], num_ranks, cp_sizes[-1]):  # between the rows of the grid
-        yield f'<path d="M{LEFT} {top + row * rank}h{end * scale:.1f}" stroke="black" stroke-width="0.8"/>'
+        line = f"M{LEFT} {top + row * rank}h{end * scale:.1f}"
+        yield f'<path d="{line}" stroke="white" stroke-width="{row / 10 + 0.6:g}"/>'
     for rank in range(0, num_ranks, next(1 << bit for bit in range(16) if row << bit >= LABEL)):
         yield f'<text x="{LEFT - 6}" y="{top + row * rank + row / 2 + 4:g}" text-anchor="end">rank {rank}</text>'
     yield f'<path d="M{LEFT + end * scale:.1f} {top - 4}v{height + 8}" stroke="{END}" stroke-width="1.5"/>'

@@ -25,8 +25,8 @@ def add(commands: Any) -> None:
     command = commands.add_parser("plan", help="find the fastest layout that fits, on any machine, without a GPU")
     command.set_defaults(action=plan, parser=command)
     command.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help="settings of the recipe")
-    command.add_argument("--model", metavar="M", required=True, help="a recipe, a folder, or a name on the hub")
-    command.add_argument("--gpus", metavar="N[,N]", required=True, help="numbers of GPUs; each is planned")
+    command.add_argument("--model", metavar="M", help="a recipe, a folder, or a name on the hub")
+    command.add_argument("--gpus", metavar="N[,N]", help="numbers of GPUs; each is planned")
     command.add_argument("--gpu", metavar="NAME", default="h100", help="type of GPU, such as h200 (default h100)")
     command.add_argument("--gpus-per-node", metavar="N", type=int, default=8, help="GPUs of a node (default 8)")
     about = "network between nodes: ib400 (default), roce200, ..., or the GB/s that a GPU receives"
@@ -48,10 +48,16 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--picture", metavar="FILE", type=Path, help="draw memory and time of the proposals: .png, .svg"
     )
+    about = "measure the constants of predictions on this device, a minute; alone or under torchrun (docs/calibrate.md)"
+    command.add_argument("--calibrate", action="store_true", help=about)
 
 
 def plan(arguments: Namespace) -> int:
     """Run `sft plan`.  Returns 2 if nothing fits on the last number of GPUs, else 0."""
+    if arguments.calibrate:
+        from sft.commands.calibrate import calibrate
+
+        return calibrate(arguments)
     counts = _counts(arguments)
     _check(arguments, counts)
 
@@ -82,6 +88,9 @@ def plan(arguments: Namespace) -> int:
 
 
 def _counts(arguments: Namespace) -> list[int]:
+    for name in ("model", "gpus"):
+        if getattr(arguments, name) is None:
+            arguments.parser.error(f"the following arguments are required: --{name}")
     words = arguments.gpus.split(",")
     if not all(word.isdecimal() and int(word) > 0 for word in words):
         raise ConfigError(f"--gpus {arguments.gpus} is no list of numbers of GPUs.  Write --gpus 8 or --gpus 8,64.")

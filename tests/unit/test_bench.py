@@ -32,6 +32,7 @@ NUM_ROWS = {  # of a tiny run
         "balance": 1,
         "dynamic_cp": 1,
         "dynamic_cp_step": 1,
+        "plan_ranking": 2,
         "collate": 1,
         "tokenize": 2,
         "cp_index": 3,
@@ -50,6 +51,7 @@ SLOW = [
     "convert",
     "loss_head",
     "dynamic_cp_step",
+    "plan_ranking",
 ]  # beside `step`, or with tests of their own
 IN_TURN = """
 import sys

@@ -31,6 +31,7 @@ SUBJECTS = {
     "balance": "balance of work over ranks and microbatches, compared with packs in order",
     "dynamic_cp": "a CP size for each pack, compared with a fixed size and with megatron-core's scheduler",
     "dynamic_cp_step": "wall time of steps with dynamic CP, compared with fixed CP, over a loopback of a given rate",
+    "plan_ranking": "order of layouts by predicted step time, compared with measured steps on two CPU ranks",
     "collate": "tokens per second from mapped files to microbatches",
     "tokenize": "chats to tokens and masks, compared with datasets.map",
     "cp_index": "index arithmetic of context parallelism for a pack of 1M tokens",

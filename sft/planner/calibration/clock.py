@@ -1,0 +1,47 @@
+"""Times calls that all ranks make together: the median over samples of the slowest rank."""
+
+import time
+from collections.abc import Callable
+from math import ceil
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SAMPLES = 5
+SAMPLE_S = 0.02  # a sample repeats short calls for about so long, so that starting and waiting for it counts little
+MOST_CALLS = 200  # of a sample
+
+
+def seconds(call: Callable[[], Any], device: torch.device, samples: int = SAMPLES) -> float:
+    """Of one call; the same number on every rank.  The first call is a warm-up.  Collective."""
+
+    def sample(number: int) -> float:
+        dist.barrier()
+        finish(device)
+        start = time.perf_counter()
+        for _ in range(number):
+            call()
+        finish(device)
+        return slowest(time.perf_counter() - start, device) / number
+
+    number = num_calls(min(sample(1), sample(1)))
+    return median(sample(number) for _ in range(samples))
+
+
+def num_calls(call_s: float) -> int:
+    """Calls of a sample.  1 ms -> 20, 3 s -> 1"""
+    return min(MOST_CALLS, ceil(SAMPLE_S / max(call_s, SAMPLE_S / MOST_CALLS)))
+
+
+def finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def slowest(number: float, device: torch.device) -> float:
+    """The largest number of all ranks.  Collective."""
+    largest = torch.tensor(number, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)

@@ -9,6 +9,7 @@ Both plans have the same global batches and tokens of a rank (seq_length / CP). 
     step / core          time of the step / that of megatron-core's BalancedCPScheduler on the same lengths
     balance, microbatch  the smallest: mean work of a rank / time of the step; if all ranks wait after every microbatch
     level                `microbatch` of a plan for ranks that all wait
+    level / bound        the largest: time of that plan / the bound of any such plan (tools/bench/level_bound.py)
 
 The ranks do not wait for each other, except in `level`.  Times come from the cost model of sft/data/packing/cp_cost.py.
 """
@@ -35,6 +36,7 @@ from tools.bench.balance import CROSSOVERS
 from tools.bench.clock import cpu_time
 from tools.bench.core_schedule import core_ns
 from tools.bench.harness import Option, Subject
+from tools.bench.level_bound import level_bound
 from tools.bench.mixes import SEQ_LENGTHS, TRACES, lengths_of
 from tools.bench.packing import MULTIPLE, ours
 from tools.bench.results import Bar, Column, Row
@@ -53,6 +55,7 @@ COSTS = {
 GRIDS = ("16x8:16", "32x8:8", "64x8:16", "256x4:16")
 # The rows of tools/bench/balance.py: as many GPUs, of which cp compute a pack, and the same packs.
 BALANCE = ("8x4:8", "8x16:8", "32x8:8", "32x32:8")
+LARGE = "128x32:8"  # batches of 512 packs
 BYTES_BAR, STEP_BAR, BALANCE_BAR, LEVEL_BAR, PLAN_BAR_S = 0.45, 1.05, 0.95, 0.90, 0.050  # seconds for 512 packs
 
 Case = tuple[str, str, int, int, int]
@@ -107,22 +110,24 @@ def measure(case: Case, options: argparse.Namespace) -> Iterator[Row]:
             for k, size in enumerate(documents.sizes)
         )
         lowest = bound(ids, lengths, num_ranks=ranks, cost=cost, **sizes)
+        level_low = level_bound(documents, ranks, cost)
         core = core_ns(lengths[ids], ranks, seq_length // cp, cost) if options.core else float("nan")
         results.append(
             [
                 of_plan.num_bytes / of_fixed.num_bytes, least / of_fixed.num_bytes, of_plan.makespan_ns / lowest,
                 of_plan.makespan_ns / of_fixed.makespan_ns, of_plan.makespan_ns / core, of_plan.per_step,
                 of_plan.per_microbatch, level.per_microbatch, seconds, float(of_plan.num_microbatches),
+                level.makespan_ns / level_low,
             ]
         )  # fmt: skip
     values = np.array(results)
     row: Row = dict(zip(NAMES, values.mean(axis=0).tolist()))
-    row |= {name: float(values[:, NAMES.index(name)].max()) for name in ("bound", "seconds")}
+    row |= {name: float(values[:, NAMES.index(name)].max()) for name in ("bound", "level_bound", "seconds")}
     row |= {name: float(values[:, NAMES.index(name)].min()) for name in ("balance", "microbatch", "level")}
     yield row | {"packs": dp * num_microbatches}
 
 
-NAMES = ["bytes", "least", "bound", "fixed", "core", "balance", "microbatch", "level", "seconds", "num_microbatches"]
+NAMES = "bytes least bound fixed core balance microbatch level seconds num_microbatches level_bound".split()
 
 
 def bars(rows: Sequence[Row]) -> Iterator[Bar]:
@@ -151,11 +156,13 @@ SUBJECT = Subject(
         Column("balance", "balance", ".1f", 0.01),
         Column("microbatch", "microbatch", ".1f", 0.01),
         Column("level", "level", ".1f", 0.01),
+        Column("level_bound", "level / bound", ".3f"),
         Column("seconds", "ms, max", ".0f", 1e-3),
     ],
     cases=[
         *(f"{mix}:{model}:{grid}" for mix in MIXES for model in COSTS for grid in GRIDS),
         *(f"{mix}:{model}:{grid}" for mix in SEQ_LENGTHS for model in COSTS for grid in BALANCE if grid not in GRIDS),
+        *(f"{mix}:llama-8b:{LARGE}" for mix in MIXES),
     ],
     tiny_cases=["math:llama-8b:8x2:4"],
     read=read,

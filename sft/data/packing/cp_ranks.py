@@ -27,11 +27,12 @@ from sft.data.packing.cp_documents import Documents
 Packs = list[list[int]]  # numbers of documents, by pack
 # Choices of the size of groups.  A document may take a share of the mean work of a rank on the smallest group that
 # holds it.  If a size has fewer documents than `few` for each group, they cannot be balanced and go to the next larger
-# size.  The first choice sends the fewest bytes; another is taken if the step becomes shorter by BETTER.
-CHOICES, BETTER = ((1.0, 0), (1.0, 2), (0.5, 2), (0.25, 2), (0.25, 4)), 0.01
+# size.  The first choice sends the fewest bytes; another is taken if the step becomes shorter by BETTER, and none
+# is tried if the step is already this close to the bound.
+CHOICES, BETTER = ((1.0, 0), (0.5, 2), (0.25, 4)), 0.01
 FILL = 0.97  # share of a rank's tokens that short documents are expected to fill
 MAX_MICROBATCHES = 8  # numbers of microbatches that are tried
-LEVEL, MAX_SWAPS = 0.002, 100  # swaps end if the largest work is within this share of the mean
+LEVEL, MAX_SWAPS = 0.002, 40  # swaps end if the largest work is within this share of the mean
 
 
 def packs_of_groups(
@@ -39,6 +40,7 @@ def packs_of_groups(
 ) -> Iterator[tuple[int, list[Packs]]]:
     """The packs of every group: (size, packs of each group in order), sizes falling."""
     best: Ranks | None = None
+    enough_ns = documents.bound_ns(num_ranks, microbatch_ns) * (1 + BETTER)
     for share, few in CHOICES:
         ranks = Ranks(documents, num_ranks)
         ranks.add_groups(sizes_of(documents, num_ranks, share, few))
@@ -47,6 +49,8 @@ def packs_of_groups(
         ranks.finish(microbatch_ns)
         if best is None or ranks.predicted < best.predicted * (1 - BETTER):
             best = ranks
+        if best.predicted <= enough_ns:
+            break
     assert best is not None
     for level in reversed(range(len(documents.sizes))):
         yield documents.sizes[level], [best.packed(level, block) for block in range(len(best.blocks[level]))]

@@ -23,8 +23,10 @@ from sft.data.packing.cp_ranks import FILL, fill, sizes_of
 
 # Choices of (a) the share of a microbatch's mean time that a document may take on the smallest group that holds it,
 # (b) microbatches beyond the least number, (c) the share of a microbatch's mean time below which a document is short.
-CHOICES = ((0.75, 1, 0.2), (2.0, 0, 0.2), (0.75, 2, 0.5), (1.25, 4, 0.2), (0.5, 4, 0.2))
-MAX_LONG = 1200  # documents that are not short, in all choices: no further choice is tried, which limits the time
+CHOICES = ((2.0, 0, 0.2), (0.75, 1, 0.2), (0.75, 2, 0.5), (1.25, 4, 0.2), (0.5, 4, 0.2))
+# Documents that are not short and fit one rank, in one choice; if there are as many in all choices, no further one is
+# tried.  This limits the time.
+MAX_LONG = 1200
 LACKS = 0.05  # share of a microbatch's time: long packs that lack less get no short documents, which would send bytes
 NONE = 1 << 40  # after all rows
 
@@ -49,7 +51,8 @@ def packs_of_rows(
         number = -(-(least + extra) // multiple) * multiple
         mean_ns = float(documents.work(index).sum()) / num_ranks / number
         shelves = _Shelves(documents, wait_ranks)
-        is_long = (index > 0) | (documents.times[0] >= short * mean_ns)
+        short_ns = max(short * mean_ns, float(documents.times[0][MAX_LONG:].max(initial=0)))
+        is_long = (index > 0) | (documents.times[0] > short_ns)
         for document in np.flatnonzero(is_long).tolist():
             shelves.add(document, int(index[document]), mean_ns)
         plans.append(_filled(shelves, np.flatnonzero(~is_long), num_ranks // wait_ranks, number, multiple))

@@ -31,7 +31,7 @@ from sft.data.packing.cp_timeline import makespan_ns
 from sft.parallel.cp_group import cp_sizes
 
 # Documents of a batch that has so many short ones that rows are even without further balancing.
-MANY = 2500
+MANY = 4000
 NEAR = 1.02  # steps this close to the bound are not planned in a second way
 
 

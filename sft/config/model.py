@@ -250,6 +250,8 @@ class ModelConfig(Section):
     @property
     def num_window_layers(self) -> int:
         """Layers with a sliding window."""
+        if self.sliding_window is None:
+            return 0
         return sum(self.window_of(number + 1) is not None for number in range(self.num_layers))
 
     @property

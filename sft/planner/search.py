@@ -1,9 +1,9 @@
 """Finds the proposals with the shortest predicted step among those that are predicted to fit.
 
-Best first: a heap holds partial proposals with a lower bound of their time.  The bound of sizes is their time without
-savings and without the exposed part of the exchange of keys and values, which only later choices can lengthen.  Memory
-is predicted only for what the heap pops, so most sizes never need it.  The first complete proposals that are popped are
-the best ones; no heuristic leaves anything out.
+Best first: a heap holds partial proposals with a lower bound of their time.  The first bound of sizes is the model's
+FLOPs at the highest rate, with the pipeline's bubble; the second is their time without savings and without exposed
+messages over cp, which only later choices can lengthen.  The second bound, and later the memory, are predicted only for
+what the heap pops.  The first complete proposals that are popped are the best ones; no heuristic leaves anything out.
 """
 
 import heapq
@@ -51,12 +51,14 @@ class Search:
         heap, groups = self._of_sizes(), set[tuple[int, ...]]()
         proposals: list[Proposal] = []
         while heap and len(proposals) < number:
-            _, _, choice, is_complete = heapq.heappop(heap)
+            bound, _, choice, is_complete = heapq.heappop(heap)
             if is_complete:
                 proposal = self.proposal(choice)
                 if proposal.group not in groups:
                     groups.add(proposal.group)
                     proposals.append(proposal)
+            elif choice.cp_comm is None and bound < (second := self.bound(choice)):
+                heapq.heappush(heap, (second, next(self._order), choice, False))
             elif choice.cp_comm is None:
                 for cp_comm in candidates.cp_comms(self.task, choice.sizes, self.num_gpus):
                     heapq.heappush(heap, self._node(choice._replace(cp_comm=cp_comm), is_complete=False))
@@ -87,15 +89,22 @@ class Search:
     def _of_sizes(self) -> list[Node]:
         if self._bounds is None:
             self._savings = candidates.savings(self.task)
-            self._bounds = []
-            for sizes in candidates.sizes(self.task, self.num_gpus):
-                choice = Choice(sizes, None, self._savings[0])
-                time = self._time(choice)
-                layout = self._resolved(choice)[1]
-                turns = 1 + (sizes.pp - 1) / sizes.virtual_stages / layout.num_microbatches  # with the bubble
-                self._bounds.append((time.step_s - turns * time.parts["cp"], next(self._order), choice, False))
+            least_s = self.task.least_gpu_s / self.num_gpus
+            sizes = candidates.sizes(self.task, self.num_gpus)
+            choices = (Choice(of_layout, None, self._savings[0]) for of_layout in sizes)
+            self._bounds = [(least_s * self._turns(choice), next(self._order), choice, False) for choice in choices]
             heapq.heapify(self._bounds)
         return list(self._bounds)
+
+    def bound(self, choice: Choice) -> float:
+        """The second bound: seconds below those of all choices with these sizes."""
+        time = self._time(choice)
+        return time.step_s - self._turns(choice) * time.parts["cp"]
+
+    def _turns(self, choice: Choice) -> float:
+        """1 and the pipeline's bubble: pp 4, 8 microbatches -> 1 + 3/8; with 3 virtual stages 1 + 1/8"""
+        sizes, layout = choice.sizes, self._resolved(choice)[1]
+        return 1 + (sizes.pp - 1) / sizes.virtual_stages / layout.num_microbatches
 
     def _node(self, choice: Choice, *, is_complete: bool) -> Node:
         return self._time(choice).step_s, next(self._order), choice, is_complete

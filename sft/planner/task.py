@@ -12,13 +12,16 @@ from typing import Any, Literal, NamedTuple
 from sft.adapters import Trained
 from sft.config import Config
 from sft.config.keys import leaves
-from sft.estimate.constants import Constants
+from sft.estimate.constants import Constants, Curve
 from sft.estimate.gpus import Gpu, Usable
 from sft.estimate.layer_weights import ModelProducts
 from sft.estimate.lengths import Lengths
 from sft.estimate.memory import Memory
 from sft.estimate.step_time import StepTime
+from sft.flops import TrainFlops
 from sft.parallel.layout import Layout
+
+_COUNTED = 0.9  # of the model's FLOPs; a run may leave out a few of them, those below the lowest trained weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,17 @@ class Task:
     def products(self) -> ModelProducts:
         """The matrix products of a layer, which no layout changes."""
         return ModelProducts.of(self.config.model, self.trained, self.config.lora.rank or 0)
+
+    @cached_property
+    def least_gpu_s(self) -> float:
+        """GPU seconds below those of a step on any layout: FLOPs of the layers at the highest rate of all kernels."""
+        flops = TrainFlops.of(self.config.model, 0, self.trained, self.config.lora.rank or 0)
+        tokens, counts = self.lengths.of_pack(self.config.data.seq_length)
+        attention = (flops.per_token + flops.saved) * float(counts @ flops.cost(tokens))
+        constants = self.hardware.constants
+        rates = [rate for _, curve in constants.items() if isinstance(curve, Curve) for _, rate in curve.points]
+        of_pack = self.config.data.seq_length * flops.per_token + attention
+        return _COUNTED * of_pack * self.config.train.global_batch_size / (max(rates) * 1e12)
 
     @property
     def tokens_per_step(self) -> int:

@@ -58,13 +58,16 @@ def test_the_search_finds_what_trying_everything_finds(
     assert found[0].time.step_s == pytest.approx(tried[0].time.step_s, rel=EQUAL_S)
 
 
-def test_the_bound_of_sizes_is_below_all_that_comes_of_them() -> None:
-    """The search is exact only if no later choice makes a layout faster than its bound."""
-    _, task = task_of(QWEN_8B, 131072, lengths=MIXED)
+@pytest.mark.parametrize("is_lora", [False, True])
+def test_the_bound_of_sizes_is_below_all_that_comes_of_them(is_lora: bool) -> None:
+    """The search is exact only if no later choice makes a layout faster than its bounds."""
+    _, task = task_of(QWEN_8B, 131072, lengths=MIXED, is_lora=is_lora)
     search = Search(task, 16)
     search.best(1)
     smaller = 0
-    for bound, _, choice, _ in search._bounds or ():
+    for first, _, choice, _ in search._bounds or ():
+        bound = search.bound(choice)
+        assert first <= bound
         for cp_comm, savings in product(candidates.cp_comms(task, choice.sizes, 16), candidates.savings(task)[::7]):
             time = search.proposal(Choice(choice.sizes, cp_comm, savings)).time.step_s
             assert bound <= time * (1 + EQUAL_S)

@@ -15,6 +15,7 @@ _COLORS = (
     *("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#17becf", "#e377c2", "#7f7f7f", "#bcbd22", "#d62728"),
     *("#aec7e8", "#ffbb78", "#98df8a", "#c5b0d5"),
 )
+_MEMORY_COLORS = ("#08306b", "#2171b5", "#6baed6", "#fd8d3c", "#fdd0a2", "#74c476", "#238b45", "#9e9ac8", "#54278f")
 _LIMIT = "#d62728"
 _SMALL = 0.002  # parts below this share of the longest bar are not drawn
 _MOST_LETTERS = 34  # in a line of a label
@@ -34,7 +35,7 @@ def draw(reports: Sequence[Report], out: Path) -> None:
 
 def _memory(axes: Axes, report: Report) -> None:
     bars = [{name: value / GIB for name, value in proposal.memory.items().items()} for proposal in report.proposals]
-    _stack(axes, [_label(named(proposal)) for proposal in report.proposals], bars)
+    _stack(axes, [_label(named(proposal)) for proposal in report.proposals], bars, _MEMORY_COLORS)
     task = report.task
     axes.set_title(
         f"{task.name} on {counted(report.num_gpus, 'GPU')} {task.hardware.gpu.name}", loc="left", fontweight="bold"
@@ -66,7 +67,9 @@ def _time(axes: Axes, report: Report) -> None:
     _legend(axes)
 
 
-def _stack(axes: Axes, labels: Sequence[str], bars: Sequence[Mapping[str, float]]) -> None:
+def _stack(
+    axes: Axes, labels: Sequence[str], bars: Sequence[Mapping[str, float]], colors: Sequence[str] = _COLORS
+) -> None:
     """One horizontal bar a proposal, the best one at the top."""
     longest = max((sum(bar.values()) for bar in bars), default=0.0)
     names = [
@@ -75,7 +78,7 @@ def _stack(axes: Axes, labels: Sequence[str], bars: Sequence[Mapping[str, float]
         if any(bar.get(name, 0.0) > _SMALL * longest for bar in bars)
     ]
     left = [0.0] * len(bars)
-    for name, color in zip(names, _COLORS, strict=False):
+    for name, color in zip(names, colors, strict=False):
         widths = [bar.get(name, 0.0) for bar in bars]
         axes.barh(range(len(bars)), widths, left=left, color=color, label=name, height=0.66)
         left = [start + width for start, width in zip(left, widths, strict=True)]

@@ -16,10 +16,12 @@ EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _SPLIT = (
     *(EMBEDDING, HEAD, "linear_qkv.weight", "linear_qkv.bias", "linear_proj.weight"),
     *("linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "softmax_offset"),
+    *("linear_q_proj.weight", "linear_q_up_proj.weight", "linear_kv_up_proj.weight"),
     *("self_attention.out_proj.weight", "self_attention.A_log", "self_attention.dt_bias"),
 )
 _SPLIT_PARTS = ("self_attention.in_proj.weight.", "self_attention.conv1d.weight.")  # of linear attention
-_COLUMN_PARALLEL = ("linear_qkv", "linear_fc1", "in_proj")
+_COLUMN_PARALLEL = ("linear_qkv", "linear_fc1", "in_proj", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
+_DUPLICATED = ("linear_q_down_proj", "linear_kv_down_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,11 @@ class AdaptedWeight:
         """Whether tensor-parallel ranks hold rows of the weight; False: columns."""
         return self.module.endswith(_COLUMN_PARALLEL)
 
+    @property
+    def is_duplicated(self) -> bool:
+        """Whether every tensor-parallel rank holds the whole weight."""
+        return self.module.endswith(_DUPLICATED)
+
     def num_trained(self, rank: int, tp: int = 1) -> float:
         """Numbers in the factors that one of `tp` ranks holds, if it holds all experts.
 
@@ -70,6 +77,8 @@ class AdaptedWeight:
         """
         columns, rows = rank * self.num_columns * len(self.adapters), rank * sum(map(self.rows_of, self.adapters))
         split, whole = (rows, columns) if self.is_column_parallel else (columns, rows)
+        if self.is_duplicated:
+            split, whole = 0, rows + columns
         return max(1, self.num_experts) * (split / tp + whole)
 
     def rows_of(self, adapter: Adapter) -> int:

@@ -74,7 +74,8 @@ class LayerParameters:
         With a shared expert of width 6 and its gate: split 136, whole 44, products 172.
         """
         hidden, moe = model.hidden_size, model.moe
-        mixer = _linear_attention(model) if kind == "linear attention" else _attention(model)
+        attention = _latent_attention if model.latent_attention.is_used else _attention
+        mixer = _linear_attention(model) if kind == "linear attention" else attention(model)
         matrices, split_biases, whole_biases = mixer.matrices, mixer.split, mixer.whole
         routers, expert, expert_biases = 0, 0, 0
         if moe.num_experts is None:
@@ -88,8 +89,8 @@ class LayerParameters:
             expert_biases = (2 * model.resolved_expert_ffn + hidden) * model.mlp_bias
             whole_biases += moe.num_experts * moe.router_bias
         return LayerParameters(
-            split=matrices + split_biases,
-            whole=model.num_layer_norms * hidden + routers + whole_biases,
+            split=matrices + split_biases - mixer.duplicated,
+            whole=mixer.duplicated + model.num_layer_norms * hidden + routers + whole_biases,
             expert=expert + expert_biases,
             num_experts=moe.num_experts or 0,
             products=matrices + routers,
@@ -120,12 +121,17 @@ def _layers_of(model: ModelConfig) -> list[tuple[LayerParameters, int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Mixer:
-    """Parameters of what mixes tokens in a layer.  split, whole: those that are not in matrices"""
+    """Parameters of what mixes tokens in a layer.
+
+    split, whole  those that are not in matrices
+    duplicated    those of matrices that every rank of tp holds
+    """
 
     matrices: int
     split: int
     whole: int
     state_products: int = 0
+    duplicated: int = 0
 
 
 def _attention(model: ModelConfig) -> _Mixer:
@@ -136,6 +142,22 @@ def _attention(model: ModelConfig) -> _Mixer:
         matrices=hidden * (2 * queries + 2 * keys + queries * model.attention_output_gate),
         split=(queries + 2 * keys) * model.qkv_bias + model.num_attention_heads * model.attention_sinks,
         whole=normed * model.qk_norm + hidden * model.attention_output_bias,
+    )
+
+
+def _latent_attention(model: ModelConfig) -> _Mixer:
+    """Matrices of DeepSeek-V3: queries 7168 x 1536 + 1536 x 24,576, keys and values 7168 x 576 + 512 x 32,768, output
+    16,384 x 7168"""
+    hidden, heads, latent = model.hidden_size, model.num_attention_heads, model.latent_attention
+    rank, width = latent.kv_lora_rank or 0, latent.qk_nope_head_dim + latent.v_head_dim
+    queries = heads * latent.qk_head_dim
+    down = hidden * ((latent.q_lora_rank or 0) + latent.compressed_width)
+    up = (latent.q_lora_rank or hidden) * queries + rank * heads * width
+    return _Mixer(
+        matrices=down + up + hidden * heads * latent.v_head_dim,
+        split=0,
+        whole=(latent.q_lora_rank or 0) + rank,
+        duplicated=down,
     )
 
 
@@ -170,7 +192,7 @@ class AttentionCost:
     @staticmethod
     def of(model: ModelConfig) -> "AttentionCost":
         """Llama 8B -> AttentionCost(53,248); with a window of 4,096 in half of the layers 106,496 and 106,496"""
-        queries = model.num_attention_heads * model.resolved_head_dim
+        queries = model.attention_width
         of_layers, num_window = sum(_products(model)), model.num_window_layers
         num_full = model.num_layers - num_window - len(model.linear_attention.layers)
         return AttentionCost(
@@ -213,9 +235,9 @@ class TrainFlops:
     """FLOPs of forward and backward.
 
     Counts matrix products only.  Each parameter that a token uses costs 2 FLOPs in forward and 4 in backward, and a
-    frozen one 2 in backward, although backward may end above the lowest frozen layers.  Causal attention costs 2 *
-    heads * head_dim FLOPs per layer and squared length in forward, and twice as many in backward.  Linear attention
-    costs the same for every token.
+    frozen one 2 in backward, although backward may end above the lowest frozen layers.  Causal attention costs heads *
+    (key width + value width) FLOPs per layer and squared length in forward, and twice as many in backward.  Linear
+    attention costs the same for every token.
 
     per_token  per token of a document, with linear and without other attention
     per_label  per supervised token

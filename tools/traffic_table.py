@@ -59,7 +59,7 @@ def of(config: Config, layout: Layout) -> Iterator[Traffic]:
     tokens = config.data.seq_length / cp * layout.num_microbatches
     layers = model.num_layers / layout.pp
     queries = BF16 * tokens * model.num_attention_heads * model.resolved_head_dim / tp
-    pairs = 2 * BF16 * tokens * model.resolved_query_groups * model.resolved_head_dim / tp  # keys and values
+    pairs = BF16 * tokens * model.sent_over_cp(tp)  # keys and values, or a latent
     is_portable = model.portable_only is not None
     heads = 1 if is_portable else layout.cp_a2a or 1
     ring = 1 if is_portable else cp // heads

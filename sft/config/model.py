@@ -6,71 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from sft.config.latent_attention import LatentAttentionConfig
 from sft.config.linear_attention import LinearAttentionConfig
 from sft.config.moe import MoeConfig
+from sft.config.rope import RopeConfig
 from sft.config.section import UNREPORTED, Path, Positive, Section, divisors
 
 # Switches and numbers of YAML 1.1 and Python that YAML 1.2 reads as text: yes, off, None, 010, 1_000, 1:30.
 RANDOM = "random"  # of init_from; a folder of this name is ./random
 LayerKind = Literal["full attention", "linear attention"]
 _LOOKALIKE = re.compile(r"(?i:y|n|yes|no|on|off|none|true|false)|[-+]?[0-9][0-9_:.xobA-Fa-f]*")
-
-
-class RopeConfig(Section):
-    base: Annotated[float, Field(gt=1.0)] = 10000.0
-    """Base period (theta) of the rotary embedding."""
-    fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Part of each head that is rotated, from its first number on (Qwen3-Next: 0.25)."""
-    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
-    """Method that changes the frequencies for contexts beyond `original_max_position`."""
-    factor: Annotated[float, Field(ge=1.0)] = 1.0
-    """Context extension factor: 1 with scaling none, above 1 with every other scaling."""
-    original_max_position: Positive | None = None
-    """Context length of the model before scaling; required by llama3 and yarn."""
-    low_freq_factor: Annotated[float, Field(gt=0.0)] = 1.0
-    """llama3: wavelengths above original_max_position / low_freq_factor are fully scaled."""
-    high_freq_factor: Annotated[float, Field(gt=0.0)] = 4.0
-    """llama3: wavelengths below original_max_position / high_freq_factor are not scaled."""
-    beta_fast: Annotated[float, Field(gt=0.0)] = 32.0
-    """yarn: dimensions with more rotations than this over the original context are not scaled."""
-    beta_slow: Annotated[float, Field(gt=0.0)] = 1.0
-    """yarn: dimensions with fewer rotations than this over the original context are fully scaled."""
-    attention_factor: Annotated[float, Field(gt=0.0)] | None = None
-    """yarn: factor on queries and keys (attention temperature); null means 0.1 ln(factor) + 1."""
-    truncate: bool = True
-    """yarn: the first and last partly scaled dimensions are rounded to whole numbers; false: they are not (gpt-oss)."""
-    query_scale_beta: Annotated[float, Field(gt=0.0)] | None = None
-    """Factor on queries: 1 + beta * ln(1 + floor(position / original_max_position)) (Ministral 3); null: no factor."""
-    window_base: Annotated[float, Field(gt=1.0)] | None = None
-    """Base period in layers with a sliding window, whose frequencies are not scaled (Olmo 3); null: as elsewhere."""
-    skip_layers: list[Positive] = []
-    """Layers without rotary positions, counted from 1 (SmolLM3)."""
-
-    @property
-    def of_windows(self) -> "RopeConfig | None":
-        """The positions of layers with a sliding window, if they have a base of their own."""
-        return None if self.window_base is None else RopeConfig(base=self.window_base, fraction=self.fraction)
-
-    def conflicts(self) -> Iterator[tuple[str, str]]:
-        plain = self.scaling == "none"
-        if plain and self.factor != 1.0:
-            yield "factor", "has no effect with scaling = none; use linear, llama3 or yarn"
-        if not plain and self.factor == 1.0:
-            yield "factor", f"must be above 1 for {self.scaling} scaling"
-        if self.original_max_position is None and self.scaling in ("llama3", "yarn"):
-            yield "original_max_position", f"is required with scaling = {self.scaling} (context length before scaling)"
-        if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
-            yield "high_freq_factor", f"must be above low_freq_factor = {self.low_freq_factor}"
-        if self.scaling != "yarn" and not self.truncate:
-            yield "truncate", "= false has no effect without scaling = yarn"
-        if self.scaling == "yarn" and self.beta_fast <= self.beta_slow:
-            yield "beta_fast", f"must be above beta_slow = {self.beta_slow}"
-        if self.query_scale_beta is not None and self.original_max_position is None:
-            yield "original_max_position", "is required with query_scale_beta, whose steps have this length"
-        if self.query_scale_beta is not None and self.skip_layers:
-            yield "query_scale_beta", "is not supported with skip_layers; use null, or skip_layers = []"
-        if self.skip_layers != sorted(set(self.skip_layers)):
-            yield "skip_layers", "must be in increasing order, each layer once"
 
 
 class ModelConfig(Section):
@@ -138,6 +83,8 @@ class ModelConfig(Section):
     """Multiply the output of attention by sigmoid(gate), a projection of the token, before the output projection."""
     linear_attention: LinearAttentionConfig = LinearAttentionConfig()
     """Layers with linear attention (Gated DeltaNet)."""
+    latent_attention: LatentAttentionConfig = LatentAttentionConfig()
+    """Multi-head latent attention in all layers (DeepSeek-V3)."""
     rope: RopeConfig = RopeConfig()
     """Rotary position embedding."""
     moe: MoeConfig = MoeConfig()
@@ -153,7 +100,8 @@ class ModelConfig(Section):
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         heads, groups, width = self.num_attention_heads, self.resolved_query_groups, self.resolved_head_dim
-        uneven = self.head_dim is None and self.hidden_size % heads != 0
+        has_own_width = self.head_dim is not None or self.latent_attention.is_used
+        uneven = not has_own_width and self.hidden_size % heads != 0
         if uneven:
             yield "num_attention_heads", f"does not divide hidden_size {self.hidden_size}; set head_dim"
         if width % 2 == 1 and not uneven:
@@ -194,6 +142,9 @@ class ModelConfig(Section):
             yield "moe.dense_layers", "is not supported with linear_attention.layers; use 0"
         if linear and self.norm_placement != "pre":
             yield "norm_placement", "must be pre with linear_attention.layers"
+        yield from self.latent_attention.conflicts_with(self)
+        if self.rope.mscale_all_dim is not None and not self.latent_attention.is_used:
+            yield "rope.mscale_all_dim", "has no effect without latent_attention.kv_lora_rank; use null"
         for name, value in self.megatron.items():
             # YAML 1.2 reads these words as text, but the user probably means a switch or a number.
             if isinstance(value, str) and _LOOKALIKE.fullmatch(value):
@@ -211,13 +162,36 @@ class ModelConfig(Section):
 
     @property
     def resolved_head_dim(self) -> int:
-        """Width of a head: `head_dim`, or hidden_size / num_attention_heads."""
-        return self.head_dim or self.hidden_size // self.num_attention_heads
+        """Width of a query and of a key: that of latent attention, `head_dim`, or hidden_size / num_attention_heads."""
+        latent = self.latent_attention
+        return latent.qk_head_dim if latent.is_used else self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def value_head_dim(self) -> int:
+        """Width of a value and of a head's output."""
+        return self.latent_attention.v_head_dim if self.latent_attention.is_used else self.resolved_head_dim
+
+    @property
+    def attention_width(self) -> float:
+        """Half of the numbers in all queries and outputs of a token: attention costs so many products for each pair of
+        tokens, twice."""
+        return self.num_attention_heads * (self.resolved_head_dim + self.value_head_dim) / 2
+
+    def sent_over_cp(self, tp: int) -> int:
+        """Numbers of a token that a rank sends in a layer with full attention: keys and values, or a latent.
+
+        Llama 8B on tp 2: 4 x 2 x 128 -> 1024        DeepSeek-V3 -> 576
+        """
+        heads, groups = self.num_attention_heads // tp, self.resolved_query_groups // tp
+        if self.latent_attention.is_used and self.latent_attention.sends_latent(heads):
+            return self.latent_attention.compressed_width
+        return groups * (self.resolved_head_dim + self.value_head_dim)
 
     @property
     def rotary_dim(self) -> int:
         """Numbers of a head that are rotated."""
-        return int(self.resolved_head_dim * self.rope.fraction)
+        latent = self.latent_attention
+        return latent.qk_rope_head_dim if latent.is_used else int(self.resolved_head_dim * self.rope.fraction)
 
     @property
     def resolved_query_groups(self) -> int:
@@ -263,6 +237,8 @@ class ModelConfig(Section):
             "model.sliding_window": self.sliding_window is not None,
             "model.attention_output_gate": self.attention_output_gate,
             "model.linear_attention": bool(self.linear_attention.layers),
+            "model.latent_attention": self.latent_attention.is_used,
+            "model.rope.interleaved": self.rope.interleaved,
             "model.attention_softcap": self.attention_softcap is not None,
             f"model.activation = {self.activation}": self.activation != "swiglu",
             "model.attention_sinks": self.attention_sinks,

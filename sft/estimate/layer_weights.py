@@ -9,6 +9,10 @@ from sft.config import ModelConfig
 from sft.config.model import LayerKind
 
 
+# Parts of latent attention: products that every rank of tp computes, and the one that makes keys of latents.
+DUPLICATED, EXPANDED = "latent attention, duplicated", "latent attention, keys and values"
+
+
 class Matrix(NamedTuple):
     """A weight of a layer, [rows, columns].  splits: what tp splits; key: its name in checkpoints"""
 
@@ -31,6 +35,8 @@ def matrices(model: ModelConfig, kind: LayerKind) -> list[Matrix]:
             Matrix("linear attention", rows, hidden, "rows", "self_attention.in_proj."),
             Matrix("linear attention", hidden, values, "columns", "self_attention.out_proj."),
         ]
+    elif model.latent_attention.is_used:
+        listed += _latent_attention(model)
     else:
         queries = model.num_attention_heads * model.resolved_head_dim
         pairs = 2 * model.resolved_query_groups * model.resolved_head_dim
@@ -48,6 +54,24 @@ def matrices(model: ModelConfig, kind: LayerKind) -> list[Matrix]:
     if moe.shared_gate:
         listed += [Matrix("shared gate", 1, hidden, "", "shared_experts.gate_")]
     return listed
+
+
+def _latent_attention(model: ModelConfig) -> list[Matrix]:
+    hidden, heads, latent, ours = model.hidden_size, model.num_attention_heads, model.latent_attention, "self_attention"
+    queries, rank = heads * latent.qk_head_dim, latent.q_lora_rank
+    width = latent.qk_nope_head_dim + latent.v_head_dim
+    of_queries = [Matrix("attention", queries, hidden, "rows", f"{ours}.linear_q_proj.")]
+    if rank is not None:
+        of_queries = [
+            Matrix(DUPLICATED, rank, hidden, "", f"{ours}.linear_q_down_proj."),
+            Matrix("attention", queries, rank, "rows", f"{ours}.linear_q_up_proj."),
+        ]
+    return [
+        *of_queries,
+        Matrix(DUPLICATED, latent.compressed_width, hidden, "", f"{ours}.linear_kv_down_proj."),
+        Matrix(EXPANDED, heads * width, latent.kv_lora_rank or 0, "rows", f"{ours}.linear_kv_up_proj."),
+        Matrix("attention", hidden, heads * latent.v_head_dim, "columns", f"{ours}.linear_proj."),
+    ]
 
 
 def _mlp(part: str, hidden: int, ffn: int, key: str) -> list[Matrix]:
@@ -138,6 +162,8 @@ _ORDER = (
         ("layer_norm_weight", 0),
         ("input_layernorm", 0),
         ("linear_qkv", 1),
+        ("down_proj", 1),
+        ("linear_q_proj", 1),
         ("in_proj", 1),
         ("linear_proj", 3),
     ),

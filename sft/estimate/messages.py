@@ -129,6 +129,8 @@ class Messages:
     def _ring(self, messages_s: float, attention_s: float) -> float:
         parallel = self.config.parallel
         if uses_portable(self.config):  # of the head groups, the messages of all but one hide
+            if self.config.model.latent_attention.is_used:  # keys of all heads are made of what comes first
+                return messages_s
             groups = num_head_groups(self.config.model.resolved_query_groups // self.layout.tp)
             first = messages_s / groups
             return first + unhidden(self.constants, messages_s - first, attention_s)

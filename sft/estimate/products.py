@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from sft.config import Config, ModelConfig
-from sft.estimate.layer_weights import LayerWeights, ModelProducts
+from sft.estimate.layer_weights import DUPLICATED, EXPANDED, LayerWeights, ModelProducts
 from sft.parallel.layout import Layout, padded_vocab_size
 
 
@@ -16,6 +16,7 @@ class Product(NamedTuple):
     """[rows, inner] x [inner, columns], `copies` times; also backward, where two products have the same FLOPs.
 
     part      "attention", "linear attention", "mlp", "shared", "experts" (whose products are grouped), "router", "head"
+              of latent attention also DUPLICATED and EXPANDED
     forward   runs forward, in each of which a token counts once; 1 without recompute
     repeated  runs of recompute
     inputs    runs for the gradient of the input
@@ -80,23 +81,26 @@ def _of_weights(
     rows, copies, size = tokens, weights.num_layers / layout.pp, layout.tp
     if part == "experts":
         rows, copies, size = _of_experts(config.model, layout, tokens, copies)
-    elif part in ("router", "shared gate") and layout.sequence_parallel:
+    elif part in ("router", "shared gate", DUPLICATED) and layout.sequence_parallel:
         rows = tokens / layout.tp
     columns = matrix.rows / (size if matrix.splits == "rows" else 1)
     inner = matrix.columns / (size if matrix.splits == "columns" else 1)
+    repeated = _repeated(config, part)
+    if part == EXPANDED and config.model.latent_attention.sends_latent(config.model.num_attention_heads // layout.tp):
+        rows, repeated = tokens * layout.cp, repeated + 1.0  # every rank expands the latents of the pack, twice
     passes = {
-        "repeated": _repeated(config, part) * (1.0 if keeps_graph else weights.revisited),
+        "repeated": repeated * (1.0 if keeps_graph else weights.revisited),
         "inputs": 1.0 if keeps_graph else weights.reached,
     }
     yield Product(part, rows, columns, inner, copies, **passes, weights=weights.trained)
     if weights.factor_a:
         # With sequence parallelism, the factor that every rank holds multiplies the rank's own tokens.
-        own = rows / (layout.tp if layout.sequence_parallel and part != "experts" else 1)
+        own = rows / (layout.tp if layout.sequence_parallel and part not in ("experts", DUPLICATED) else 1)
         a, b = weights.factor_a / rank, weights.factor_b / rank
         rows_a, rows_b = rows, rows
         if matrix.splits == "rows":
             rows_a, b = own, b / size
-        else:
+        elif matrix.splits == "columns":
             rows_b, a = own, a / size
         yield Product(part, rows_a, rank, a, copies, **passes)
         yield Product(part, rows_b, b, rank, copies, repeated=passes["repeated"])
@@ -128,7 +132,7 @@ def attention_flops(model: ModelConfig, length: float) -> Iterator[tuple[float, 
 
     1 layer, 2 heads of 3, 10 tokens: a query sees 5 keys on average, 10 x 5 x 2 x 2 x 6 -> (10, 1200)
     """
-    queries = model.num_attention_heads * model.resolved_head_dim
+    queries = model.attention_width
     num_window = model.num_window_layers
     num_full = model.num_layers - num_window - len(model.linear_attention.layers)
     for number, window in ((num_full, None), (num_window, model.sliding_window)):

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from sft.config import Config
 from sft.mcore import model_bytes
-from sft.mcore.attention.activation_bytes import AttentionBytes, attention_bytes
+from sft.mcore.attention.activation_bytes import AttentionBytes
+from sft.mcore.latent_attention.activation_bytes import softmax_attention_bytes
 from sft.mcore.linear_attention.activation_bytes import LinearAttentionBytes
 from sft.parallel.layout import Layout
 
@@ -89,7 +90,7 @@ def kinds_of(config: Config, layout: Layout, pack: float) -> list[LayerKind]:
     num_linear = len(config.model.linear_attention.layers)
     num_dense = config.model.moe.dense_layers
     num_full = config.model.num_layers - num_linear - num_dense
-    full = attention_bytes(config, layout)
+    full = softmax_attention_bytes(config, layout)
     kinds = [LayerKind.of(full, num_full, config)] if num_full else []
     if num_dense:
         kinds.append(LayerKind.of(replace(full, model=config.model.without_experts), num_dense, config))

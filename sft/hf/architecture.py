@@ -124,7 +124,7 @@ def _rope(content: Mapping[str, Any], family: Family, problems: list[str]) -> di
     if family.rope_by_layer_type:
         positions, window_base, wrong = by_layer_type(positions, *(family.window_theta or ("rope_theta", base)))
         problems += wrong
-    rope, wrong = rope_of(positions, base, family.rope_keys, family.rope_fraction)
+    rope, wrong = rope_of(positions, base, family.rope_keys, family.rope_fraction, family.has_latents)
     problems += wrong
     if family.rope_by_layer_type:
         rope["window_base"] = window_base

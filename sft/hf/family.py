@@ -176,7 +176,13 @@ class Family:
         own = {*self.keys, *self.computed, *(f"rope.{name}" for name in self.rope_keys.values())}
         own |= {"rope.window_base"} if self.rope_by_layer_type else set()
         own |= {"rope.fraction"} if self.rope_fraction is not None else set()
+        own |= {"rope.mscale_all_dim"} if self.has_latents else set()
         return {key: value for key, value in {**PLAIN, **self.implied}.items() if key not in own}
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether its layers have latent attention."""
+        return "latent_attention.kv_lora_rank" in self.keys
 
     @property
     def embedding(self) -> str:
@@ -231,7 +237,7 @@ class Family:
 
 def _sizes(model: ModelConfig, vocab_size: int) -> dict[str, int]:
     """By letter (`tensor_view.py`)."""
-    linear = model.linear_attention
+    linear, latent = model.linear_attention, model.latent_attention
     return {
         "v": vocab_size,
         "h": model.hidden_size,
@@ -250,6 +256,11 @@ def _sizes(model: ModelConfig, vocab_size: int) -> dict[str, int]:
         "m": linear.num_value_heads or 0,
         "u": linear.value_head_dim,
         "c": linear.conv_kernel,
+        "Q": latent.q_lora_rank or 0,
+        "L": latent.kv_lora_rank or 0,
+        "C": latent.compressed_width,
+        "B": model.num_attention_heads * (latent.qk_nope_head_dim + latent.v_head_dim),
+        "O": model.num_attention_heads * model.value_head_dim,
         "1": 1,
     }
 

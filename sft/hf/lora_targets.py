@@ -28,6 +28,7 @@ _SHARED_GATE = "shared_experts.gate_weight"
 _LINEARS = (
     "linear_qkv.weight",
     "linear_proj.weight",
+    *(f"linear_{name}_proj.weight" for name in ("q", "q_down", "q_up", "kv_down", "kv_up")),  # of latent attention
     "linear_fc1.weight",
     "linear_fc2.weight",
     _SHARED_GATE,

@@ -46,6 +46,9 @@ PLAIN: dict[str, Any] = {
             "attention_output_gate",
             "linear_attention.layers",
             "rope.window_base",
+            "rope.interleaved",
+            "rope.mscale_all_dim",
+            "latent_attention.kv_lora_rank",
         ),
     )
 }

@@ -6,7 +6,7 @@ forms as transformers 5 does, and writes changes in the form that the file alrea
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -29,7 +29,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mscale": (None,),
     "mscale_all_dim": (None,),
 }
-_MSCALE = ("mscale", "mscale_all_dim")  # yarn: together they give the attention factor
+_ALL_DIM = "mscale_all_dim"
+_MSCALE = ("mscale", _ALL_DIM)  # yarn: together they give the attention factor
 
 
 def rope_of(
@@ -37,12 +38,14 @@ def rope_of(
     default_base: float = 10000.0,
     names: Mapping[str, str] = MappingProxyType({}),
     fraction: float | None = None,
+    has_latents: bool = False,
 ) -> tuple[dict[str, Any], list[str]]:
     """The keys below `model.rope`, and a list of problems.
 
     default_base: used if config.json has none
     names: keys that the group must have besides those of its scaling, and our names of them
     fraction: partial_rotary_factor if config.json has none; None: only whole heads are rotated
+    has_latents: the attention scale of latent attention also depends on mscale_all_dim
 
     {"rope_theta": 500000.0, "rope_scaling": None} -> {"base": 500000.0, "scaling": "none"}, []
     """
@@ -56,7 +59,8 @@ def rope_of(
     if kind is None:
         return {"base": base}, [f"rope_type = {json.dumps(named)} is not supported, only {', '.join(_KINDS)}"]
     problems = []
-    known = {*_READ[kind], "rope_type", "type", "rope_theta", "max_position_embeddings", *names}
+    same = (*_READ[kind], _ALL_DIM) if has_latents and kind == "yarn" else _READ[kind]  # names in a recipe
+    known = {*same, "rope_type", "type", "rope_theta", "max_position_embeddings", *names}
     known |= {_FRACTION} if fraction is not None else set()
     known |= {_ORIGINAL} if kind in ("llama3", "yarn") or names else set()
     mscale = [number for name in _MSCALE if isinstance(number := group.get(name), (int, float)) and number > 0]
@@ -65,7 +69,7 @@ def rope_of(
     for name, value in group.items():
         if name not in known and value not in _NEUTRAL.get(name, ()):
             problems.append(f"{name} = {json.dumps(value)} is not supported with rope_type = {named}")
-    rope = {name: group[name] for name in _READ[kind] if group.get(name) is not None}
+    rope = {name: group[name] for name in same if group.get(name) is not None}
     if kind in ("llama3", "yarn"):
         outer, inner = content.get(_ORIGINAL), group.get(_ORIGINAL)
         if outer is not None and inner is not None and outer != inner:  # transformers versions use different ones
@@ -79,10 +83,8 @@ def rope_of(
             rope["factor"] = longest / original
     problems += [f"{name} is missing from rope_type = {named}" for name in _REQUIRED[kind] if name not in rope]
     problems += [f"{name} is missing from {key}" for name in names if group.get(name) is None]
-    factor = rope.get("factor")
-    if known.issuperset(_MSCALE) and "attention_factor" not in rope and isinstance(factor, (int, float)) and factor > 1:
-        above, below = (0.1 * number * math.log(factor) + 1.0 for number in mscale)
-        rope["attention_factor"] = above / below
+    if known.issuperset(_MSCALE) and "attention_factor" not in rope:
+        rope |= _ratio(rope.get("factor"), mscale)
     if rope.get("factor") == 1.0 and rope.get("attention_factor", 1.0) == 1.0:
         kind, rope = "none", {}  # a factor of 1 changes nothing
     own = {ours: group[name] for name, ours in names.items() if name in group}
@@ -91,6 +93,14 @@ def rope_of(
     if fraction is not None:
         own["fraction"] = _first(group.get(_FRACTION), content.get(_FRACTION), fraction)
     return {"base": base, "scaling": kind, **rope, **own}, problems
+
+
+def _ratio(factor: Any, mscale: Sequence[float]) -> dict[str, float]:
+    """The attention factor that mscale and mscale_all_dim give.  factor 40, [1, 1] -> 1"""
+    if not isinstance(factor, (int, float)) or factor <= 1:
+        return {}
+    above, below = (0.1 * number * math.log(factor) + 1.0 for number in mscale)
+    return {"attention_factor": above / below}
 
 
 def by_layer_type(
@@ -137,6 +147,8 @@ def written(
     if rope.truncate:
         scaling.pop("truncate", None)  # the default
     scaling |= {name: getattr(rope, ours) for name, ours in names.items()}
+    if rope.mscale_all_dim is not None:
+        scaling |= _mscales(rope)
     if rope.scaling in ("llama3", "yarn") or names:
         scaling[_ORIGINAL] = rope.original_max_position
     part = {_FRACTION: rope.fraction} if is_partial else {}
@@ -146,6 +158,17 @@ def written(
     if is_new:
         return {"rope_parameters": {"rope_theta": rope.base, **scaling, **part}}
     return {**part, "rope_theta": rope.base, "rope_scaling": None if rope.scaling == "none" else scaling}
+
+
+def _mscales(rope: RopeConfig) -> dict[str, float]:
+    """mscale and mscale_all_dim, for readers that ignore attention_factor: it is the ratio of two factors.
+
+    factor 40, mscale_all_dim 1, attention_factor 1 -> mscale 1
+    """
+    assert rope.mscale_all_dim is not None
+    step = 0.1 * math.log(rope.factor)
+    above = (rope.attention_factor or step + 1.0) * (step * rope.mscale_all_dim + 1.0)
+    return {"mscale": (above - 1.0) / step, _ALL_DIM: rope.mscale_all_dim}
 
 
 def _first(*values: Any) -> Any:

@@ -10,6 +10,10 @@ the sizes in a shape:
     of layers with linear attention:
     K key heads * key width    V value heads * value width    n key heads    m value heads    u value width
     c kernel of the convolution
+
+    of latent attention:
+    Q width of the latent of queries    L width of the latent of keys and values    C that and the rotary key
+    B heads * (part of a key that is not rotated, value)    O heads * value width
 """
 
 from collections.abc import Mapping

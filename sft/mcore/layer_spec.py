@@ -10,6 +10,7 @@ from sft.mcore.attention.backend import AttentionBackend
 from sft.mcore.biases import bias_mlp, submodules_of, with_bias
 from sft.mcore.experts import ExpertLayer
 from sft.mcore.gated_activation import GatedActivation
+from sft.mcore.latent_attention.multi_latent_attention import with_latent_attention
 from sft.mcore.layer import Layer
 from sft.mcore.linear_attention import gated_delta_net
 from sft.mcore.router import Router
@@ -23,6 +24,8 @@ def layer_spec(config: Config, backend: AttentionBackend, layer_number: int) -> 
     if model.kind_of(layer_number) == "linear attention":
         assert backend.delta_kernel is not None
         spec = gated_delta_net.with_linear_attention(spec, model, backend.delta_kernel, recompute=is_selective)
+    elif model.latent_attention.is_used:
+        spec = with_latent_attention(spec, model)
     spec.module = Layer
     spec.params = {
         "residual_multiplier": model.residual_multiplier,

@@ -61,6 +61,7 @@ class Factors(torch.nn.Module):
         """Mark the factor for core: over which ranks it sums the gradient, and on which it counts it in the norm."""
         split, of_dense = self.split, getattr(base, "allreduce", True)
         factor.allreduce = of_dense
+        is_split = is_split and not split.is_duplicated
         factor.sequence_parallel = split.sequence_parallel and not is_split  # each rank has seen its own tokens only
         if of_dense:
             is_counted = is_split and split.size > 1  # otherwise core counts it on the first rank of tp
@@ -71,7 +72,7 @@ class Factors(torch.nn.Module):
 
     def leaves(self) -> Iterator[ShardedTensor | ShardedTensorFactory]:
         """The factors as parts of PEFT's tensors, or of stacks of these."""
-        rank = self.split.group.rank()
+        rank = self.split.part
         a_shape, b_shape = (self.rank, self.weight.num_columns), (self.weight.rows_of(self.adapter), self.rank)
         column = rank * self.a.shape[-1] if self.split.by_columns else 0
         yield self._shard("lora_A", self.a, a_shape, (0, column), is_split=self.split.by_columns)
@@ -100,6 +101,7 @@ class Factors(torch.nn.Module):
     def _shard(
         self, name: str, factor: Tensor, shape: tuple[int, ...], offset: tuple[int, ...], *, is_split: bool
     ) -> ShardedTensor:
+        is_whole = self.split.is_duplicated or not is_split
         if experts := self.split.experts:
             shape, offset = (self.weight.num_experts, *shape), (experts.start, *offset)
         return ShardedTensor(
@@ -110,7 +112,7 @@ class Factors(torch.nn.Module):
             global_shape=shape,
             global_offset=offset,
             axis_fragmentations=None,
-            replica_id=(0, 0 if is_split else self.split.group.rank(), self.split.replica),
+            replica_id=(0, self.split.group.rank() if is_whole else 0, self.split.replica),
         )
 
 
@@ -142,6 +144,16 @@ class Adapted(torch.nn.Module):
                 output = like.new_zeros(*like.shape[:-1], rows // ranks)
             parts.append(output.unflatten(-1, (groups, -1)))
         return torch.cat(parts, -1).flatten(-2)
+
+    def output_rows(self, x: Tensor, rows: slice) -> Tensor:
+        """Rows of the output, without bias; x [k, 1, in] are all tokens of every tensor-parallel rank.
+
+        Only for a column-parallel weight that is one Linear.  The gradient of x is that of this rank's rows alone.
+        """
+        (factors,) = self.factors
+        a = factors.a if self.split.sequence_parallel else self.split.summing_gradients(factors.a)  # or core sums it
+        output = torch.nn.functional.linear(x, self.base.weight[rows])
+        return output + (x @ a.t()) * self.scale @ factors.b[0][rows].t()
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Of the layer alone: `shards` describes the adapters."""
@@ -215,6 +227,7 @@ def _split(core: TransformerConfig, weight: AdaptedWeight, groups: ProcessGroups
         by_columns=not weight.is_column_parallel,
         sequence_parallel=core.sequence_parallel and not is_expert and group.size() > 1,
         replica=(collection.expt_dp if is_expert else collection.dp_cp).rank(),
+        is_duplicated=weight.is_duplicated,
         experts=range(collection.ep.rank() * count, (collection.ep.rank() + 1) * count),
     )
 

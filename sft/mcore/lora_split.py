@@ -24,6 +24,7 @@ class Split:
     by_columns         ranks hold columns of the weight (row parallel); False: rows (column parallel)
     sequence_parallel  between layers, ranks hold different tokens
     replica            rank among the ranks that hold the same part of the weight
+    is_duplicated      every rank holds the whole weight and both factors, and computes their product for its tokens
     experts            numbers of this rank's experts; empty for a layer outside of experts
     """
 
@@ -32,10 +33,17 @@ class Split:
     sequence_parallel: bool
     replica: int
     experts: range = range(0)
+    is_duplicated: bool = False
 
     @property
     def size(self) -> int:
-        return self.group.size()
+        """Number of parts of the weight."""
+        return 1 if self.is_duplicated else self.group.size()
+
+    @property
+    def part(self) -> int:
+        """Number of this rank's part of the weight."""
+        return 0 if self.is_duplicated else self.group.rank()
 
     def project(self, x: Tensor, a: Tensor) -> Tensor:
         """A x for the tokens of the layer's output, [t, 1, rank]; a: this rank's part of A"""

@@ -1,7 +1,7 @@
 """How many bytes the ranks that share a pack receive from each other, by the lengths of its documents.
 
     K/V of a layer          a rank receives (cp_size - 1) / cp_size of the document, in forward and in backward, and as
-                            many gradients in fp32
+                            many gradients in fp32; of latent attention the latent, where it is narrower
     window                  tokens of `num_halo_tokens`, also three times
     linear attention        `fragments.bytes_over_cp`, in forward and in backward
 
@@ -46,8 +46,7 @@ class CpBytes:
         is_full = config.train.recompute == "full"
         num_passes = 3 if is_full else 2
         num_linear, num_window = len(model.linear_attention.layers), model.num_window_layers
-        pairs = 2 * model.resolved_query_groups // tp * model.resolved_head_dim
-        layer_bytes = pairs * (num_passes * width + FP32)
+        layer_bytes = model.sent_over_cp(tp) * (num_passes * width + FP32)
         return CpBytes(
             kv_bytes=layer_bytes * (model.num_layers - num_linear - num_window) / pp,
             halo_bytes=layer_bytes * num_window / pp,

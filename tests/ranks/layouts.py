@@ -7,7 +7,7 @@ test-all` runs besides: every way to divide the work of a dense model and of exp
 from tests.covering import Case, all_cases, covering_set
 
 DIMENSIONS = {
-    "model": ["dense", "experts", "gemma", "gpt_oss", "linear", "linear_experts", "routers"],
+    "model": ["dense", "experts", "gemma", "gpt_oss", "linear", "linear_experts", "routers", "latent"],
     "tp": [1, 2, 4],
     "sequence_parallel": [False, True],
     "cp": [1, 2, 4],
@@ -68,11 +68,18 @@ ROUTERS = [
     *("model.moe.scaling_factor=1.7", "model.moe.shared_ffn_hidden_size=16", "model.moe.dense_layers=1"),
     *("model.rope.fraction=0.5", "model.qk_norm_across_heads=true"),
 ]  # as GLM-4.5 and MiniMax-M2
+LATENT = [
+    *("model.latent_attention.kv_lora_rank=20", "model.latent_attention.q_lora_rank=14"),
+    *("model.latent_attention.qk_nope_head_dim=6", "model.latent_attention.qk_rope_head_dim=4"),
+    *("model.latent_attention.v_head_dim=7", "model.rope.interleaved=true"),
+    *("model.num_query_groups=null", "model.qk_norm=false", "model.qkv_bias=false"),
+]  # as DeepSeek-V3 without experts
 MODELS = {
     "dense": [],
     "experts": [*MOE, *AUX],
     "gemma": GEMMA,
     "linear": LINEAR,
+    "latent": LATENT,
     "gpt_oss": [*MOE, *AUX, *WINDOWS, *GPT_OSS],
     "linear_experts": [*MOE, *AUX, *LINEAR, *QWEN_MOE],
     "routers": [*MOE, *AUX, *ROUTERS],

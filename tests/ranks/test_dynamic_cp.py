@@ -17,7 +17,7 @@ from sft.mcore.process_groups import check_order
 from sft.parallel.context_parallel import local_indices
 from tests.builders import answer
 from tests.ranks import scenarios
-from tests.ranks.layouts import GEMMA, GRADIENT_TOLERANCE, LINEAR, LOSS_TOLERANCE, MODELS
+from tests.ranks.layouts import GEMMA, GRADIENT_TOLERANCE, LATENT, LINEAR, LOSS_TOLERANCE, MODELS
 from tests.ranks.pool import RankPool, join
 
 DYNAMIC = ["parallel.cp=4", "parallel.dynamic_cp=true"]
@@ -44,7 +44,7 @@ def losses_by_size(overrides: list[str], sizes: Sequence[int], packs: Sequence[S
         return found
 
 
-@pytest.mark.parametrize("model", [[], GEMMA, LINEAR], ids=["dense", "windows", "linear"])
+@pytest.mark.parametrize("model", [[], GEMMA, LINEAR, LATENT], ids=["dense", "windows", "linear", "latent"])
 def test_one_model_runs_packs_of_any_size_in_any_order(ranks: Ranks, model: list[str]) -> None:
     """CP 1, 2, 1, 4, 2: a size that returns gives the same bits, and a document changes nothing for its neighbours."""
     a, b, c, other = (answer(n, n, seed=i, last=scenarios.VOCAB) for i, n in enumerate((50, 70, 90, 70), start=1))
@@ -91,7 +91,7 @@ def gradients(overrides: list[str], slots: list[list[Slot]]) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("model", ["dense", "experts", "linear"])
+@pytest.mark.parametrize("model", ["dense", "experts", "linear", "latent"])
 def test_gradients_and_counts_are_those_of_one_process(ranks: Ranks, model: str) -> None:
     """Packs at CP 1, 2 and 4 in one step, against each document alone."""
     alone = [[Slot(1, (i,)) for i in SAMPLES]]

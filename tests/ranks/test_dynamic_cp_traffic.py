@@ -14,7 +14,7 @@ from sft.data.packing.cp_prediction import predict
 from sft.metrics.records import train_record
 from sft.metrics.rows import RunFacts
 from tests.ranks import scenarios
-from tests.ranks.layouts import GEMMA, LINEAR
+from tests.ranks.layouts import GEMMA, LATENT, LINEAR
 from tests.ranks.pool import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -88,12 +88,15 @@ def steps(overrides: list[str], lengths: Sequence[int]) -> list[dict[str, Any]]:
     [
         DYNAMIC,
         [*HALF, *LINEAR, "parallel.tp=2"],
+        [*DYNAMIC, *LATENT],
+        # Keys and values of 8 heads have 136 numbers, the latent with the rotary key 204.
+        pytest.param([*DYNAMIC, *LATENT, "model.latent_attention.kv_lora_rank=200"], marks=pytest.mark.grid),
         pytest.param([*DYNAMIC, *GEMMA], marks=pytest.mark.grid),
         pytest.param([*DYNAMIC, *LINEAR], marks=pytest.mark.grid),
         pytest.param([*HALF, "parallel.pp=2"], marks=pytest.mark.grid),
         pytest.param([*HALF, "train.recompute=full"], marks=pytest.mark.grid),
     ],
-    ids=["dense", "linear-tp2", "windows", "linear", "pp2", "dp2"],
+    ids=["dense", "linear-tp2", "latent", "keys of latents", "windows", "linear", "pp2", "dp2"],
 )
 def test_bytes_over_cp_are_those_of_the_log_and_of_the_plan(ranks: Ranks, overrides: list[str]) -> None:
     """In the dense model, also the number of collectives: those of layers, and one of metrics for each CP size."""

@@ -9,7 +9,7 @@ import pytest
 from sft.batch import Sample
 from tests.builders import answer
 from tests.ranks import scenarios
-from tests.ranks.layouts import GEMMA, LINEAR, WINDOWS
+from tests.ranks.layouts import GEMMA, LATENT, LINEAR, WINDOWS
 from tests.ranks.pool import RankPool
 
 # A document alone is padded and tiled like in a pack, but matrices have other heights: fp32 rounding only.
@@ -36,6 +36,8 @@ LAYOUTS = [
     (4, ["parallel.cp=4", *LINEAR]),  # documents of 64 and 96 tokens are long
     (4, ["parallel.cp=4", *LINEAR, "run.precision=bf16"]),  # the first is short
     (4, ["parallel.cp=2", "parallel.pp=2", *LINEAR, "train.recompute=selective"]),
+    (4, ["parallel.cp=2", "parallel.tp=2", "parallel.sequence_parallel=true", *LATENT]),
+    (4, ["parallel.cp=4", *LATENT, "run.precision=bf16", "train.recompute=full"]),
 ]
 Ranks = Callable[[int], RankPool]
 

@@ -37,6 +37,7 @@ GRADIENT_TOLERANCE = 1e-5  # of the norm of each factor's gradient; fp32, two im
 CP, TP, PP, DP = ["parallel.cp=2"], ["parallel.tp=2"], ["parallel.pp=2"], list[str]()
 SP = [*TP, "parallel.sequence_parallel=true"]
 ATTENTION = ["q_proj", "v_proj", "o_proj"]
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 
 
 def samples() -> list[list[Sample]]:
@@ -89,6 +90,10 @@ CASES = [
     # Rows of queries and gates lie head by head in q_proj, and those of in_proj_qkvz key head by key head.
     ("qwen3_5_text", ["in_proj_qkv", "in_proj_a", "q_proj"], 2, [*SP, SELECTIVE]),
     ("qwen3_next", ["in_proj_qkvz", "in_proj_ba", "out_proj"], 2, SP),
+    # kv_b_proj is applied to gathered latents, one head group at a time; all ranks hold kv_a_proj_with_mqa whole.
+    ("deepseek_v3", LATENT, 2, TP),
+    ("deepseek_v3", LATENT, 4, [*CP, *SP, SELECTIVE]),
+    ("deepseek_v3", ["kv_b_proj", "q_a_proj"], 4, [*PP, *SP, FULL]),
     ("qwen3", ["k_proj", "up_proj"], 4, [*TP, *PP, SELECTIVE]),
     ("phi3", "all-linear", 4, [*CP, *SP, FULL]),
 ]

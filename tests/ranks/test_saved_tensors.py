@@ -35,6 +35,14 @@ DELTA = (
 )
 
 
+LATENT = [
+    *("model.latent_attention.kv_lora_rank=20", "model.latent_attention.q_lora_rank=16"),
+    *("model.latent_attention.qk_nope_head_dim=8", "model.latent_attention.qk_rope_head_dim=4"),
+    "model.latent_attention.v_head_dim=10",
+    *("model.head_dim=null", "model.num_query_groups=null", "model.qk_norm=false", "model.qkv_bias=false"),
+]
+
+
 def one_document(engine: Any) -> Any:
     corpus = scenarios.SkewedCorpus([TOKENS])
     return scenarios.microbatch_of(engine, [corpus.sample(0)])
@@ -97,6 +105,19 @@ def bytes_kept(overrides: Sequence[str], num_layers: int) -> int:
         (
             [DELTA, "train.recompute=none"],
             260 + 656 + 384 + 56 + 256 + 16 + 256 + 4 + 256 + 768 + 384 + 384 + 384,
+        ),
+        # latent attention: 2 x 24 (latent and rotary key); 8 queries of 12 (192), output 8 x 10 (160), log-sum-exp 32;
+        # latents before their norms 2 x 16 and 2 x 20, with fp32 numbers 4 each
+        ([*LATENT, "train.recompute=selective"], 260 + 48 + 192 + 160 + 32 + 36 + 44),
+        # keys and values of 22 for each head (352), fewer than 2 x 204 of the latent and rotary key (408)
+        (
+            [*LATENT, "model.latent_attention.kv_lora_rank=200", "train.recompute=selective"],
+            260 + 408 + 192 + 160 + 32 + 36 + 404 + 352,
+        ),
+        # without recomputation the normed input, 128, and the normed latent of queries, 32
+        (
+            [*LATENT, "train.recompute=none"],
+            260 + 48 + 192 + 160 + 32 + 36 + 44 + 128 + 32 + 128 + 4 + 768 + 384 + 384 + 384,
         ),
         # tiles take the MLP's inside away, and its norm's output
         (["train.recompute=none", "train.mlp_tile=64"], 972 + 128 + 320),

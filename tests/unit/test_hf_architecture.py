@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from sft.config import ModelConfig, MoeConfig, RopeConfig
+from sft.config.latent_attention import LatentAttentionConfig
 from sft.config.linear_attention import LinearAttentionConfig
 from sft.errors import ConfigError
 from sft.hf.architecture import architecture, nested, write_back
@@ -47,6 +48,7 @@ LIKE_LLAMA = {
     **dict.fromkeys(("attention_sinks", "attention_output_bias", "mlp_bias", "moe.router_bias"), False),
     "rope.query_scale_beta": None,
     "rope.window_base": None,
+    **{"rope.interleaved": False, "rope.mscale_all_dim": None, "latent_attention.kv_lora_rank": None},
 }
 
 
@@ -97,10 +99,15 @@ def test_what_a_silent_config_means_is_what_transformers_takes(tmp_path: Path, f
     silent |= dict(sliding_window=None) if family == "mistral" else {}
     silent |= dict(sliding_window=None, layer_types=["full_attention"] * 2) if family == "exaone4" else {}
     silent |= dict(no_rope_layer_interval=2) if family == "smollm3" else {}
+    silent |= dict(first_k_dense_replace=2) if family in hf.LATENT_FAMILIES else {}
     theirs = hf.config_class(family)(**silent)
     model = architecture({**silent, "model_type": family}, "config.json").model
-    assert model.resolved_query_groups == theirs.num_key_value_heads
-    assert model.resolved_head_dim == (getattr(theirs, "head_dim", None) or 64 // 32)
+    if family in hf.LATENT_FAMILIES:
+        assert model.latent_attention == LatentAttentionConfig(kv_lora_rank=512, q_lora_rank=1536)
+        assert (model.resolved_head_dim, model.value_head_dim) == (theirs.qk_head_dim, theirs.v_head_dim)
+    else:
+        assert model.resolved_query_groups == theirs.num_key_value_heads
+        assert model.resolved_head_dim == (getattr(theirs, "head_dim", None) or 64 // 32)
     assert model.norm_epsilon == theirs.rms_norm_eps
     assert model.tie_embeddings is theirs.tie_word_embeddings
     if family == "ministral3":
@@ -112,6 +119,8 @@ def test_what_a_silent_config_means_is_what_transformers_takes(tmp_path: Path, f
     elif family in hf.LINEAR_FAMILIES:
         assert model.rope == RopeConfig(base=1e4, fraction=theirs.rope_parameters["partial_rotary_factor"])
         assert model.linear_attention == LinearAttentionConfig(layers=[1, 2], num_key_heads=16, num_value_heads=32)
+    elif family in hf.LATENT_FAMILIES:
+        assert model.rope == RopeConfig(base=1e4, interleaved=True)
     elif family == "gemma2":
         assert model.rope == RopeConfig(base=theirs.rope_parameters["rope_theta"])
         assert (model.sliding_window, model.sliding_window_layers) == (theirs.sliding_window, [1])
@@ -126,6 +135,8 @@ def test_what_a_silent_config_means_is_what_transformers_takes(tmp_path: Path, f
     else:
         skipped = [2] if family == "smollm3" else []
         assert model.rope == RopeConfig(base=theirs.rope_parameters["rope_theta"], skip_layers=skipped)
+    if family in hf.LATENT_FAMILIES:
+        return
     assert model.moe.num_experts == getattr(theirs, "num_experts", getattr(theirs, "num_local_experts", None))
     assert model.moe.top_k == getattr(theirs, "num_experts_per_tok", None)
     if family == "qwen3_moe":

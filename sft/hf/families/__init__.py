@@ -2,7 +2,8 @@
 
 `rules.py` holds what families share, and `sft/hf/tensor_view.py` explains the letters of a shape.  The other files
 declare the families: `dense.py`, `experts.py`, `variants.py`, `gemma.py` and `gpt_oss.py` for those whose layers
-compute more, `linear.py` for those with linear attention, and `vision.py` for those with a vision tower.
+compute more, `linear.py` for those with linear attention, `latent.py` for those with latent attention, and `vision.py`
+for those with a vision tower.
 """
 
 from collections.abc import Mapping
@@ -12,13 +13,15 @@ from sft.hf.families.dense import DENSE
 from sft.hf.families.experts import EXPERTS
 from sft.hf.families.gemma import GEMMA
 from sft.hf.families.gpt_oss import GPT_OSS
+from sft.hf.families.latent import LATENT
 from sft.hf.families.linear import LINEAR_FAMILIES
 from sft.hf.families.variants import VARIANTS
 from sft.hf.families.vision import VISION
 from sft.hf.family import Family
 
 FAMILIES = {
-    family.name: family for family in (*DENSE, *EXPERTS, *VARIANTS, *GEMMA, *GPT_OSS, *LINEAR_FAMILIES, *VISION)
+    family.name: family
+    for family in (*DENSE, *EXPERTS, *VARIANTS, *GEMMA, *GPT_OSS, *LINEAR_FAMILIES, *LATENT, *VISION)
 }
 
 

@@ -24,7 +24,6 @@ _MISSING: dict[str, tuple[str, str]] = {
     "cwm": (_WINDOWS, "llama"),
     "dbrx": ("LayerNorm, clamped queries, keys and values, and experts fused by rows", "mixtral"),
     "deepseek_v2": (_LATENT, "qwen3_moe"),
-    "deepseek_v3": (_LATENT, "qwen3_moe"),
     "deepseek_v32": (f"sparse attention, {_LATENT}", "qwen3_moe"),
     "dots1": ("a router with sigmoid scores, and dense first layers", "qwen3_moe"),
     "ernie4_5": (_INTERLEAVED, "llama"),

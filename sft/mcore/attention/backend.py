@@ -108,7 +108,9 @@ class AttentionBackend(ABC):
         if not self.attention_rotates or positions_config is None:
             return None
         frequencies = self.frequencies(positions.device, layers)
-        return Rotation.of(positions.flatten(), frequencies, params_dtype(self.config), positions_config)
+        whole_heads = rope.rotates_whole_heads(self.config.model)
+        dtype = params_dtype(self.config)
+        return Rotation.of(positions.flatten(), frequencies, dtype, positions_config, whole_heads=whole_heads)
 
     def frequencies(self, device: torch.device, layers: str = "all") -> Tensor:
         """float32 [rotary_dim / 2].  layers: "windows" are those with model.rope.window_base"""

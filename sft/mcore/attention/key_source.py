@@ -35,7 +35,10 @@ class KeySource(Protocol):
         """Number of head groups that are transferred one after the other."""
 
     def start(self, key: Tensor, value: Tensor, cp_group: Any) -> Transfer:
-        """key, value [t, key heads, d] of local tokens -> keys and values [k, key heads, d] in the kernel's order."""
+        """key, value [t, key heads, d] of local tokens -> keys and values [k, key heads, d] in the kernel's order.
+
+        Keys and values may differ in width.
+        """
 
     def start_return(self, dkeys: Tensor, dvalues: Tensor, num_tokens: int, cp_group: Any) -> Transfer:
         """dkeys, dvalues [k, key heads, d] in the kernel's order -> both [num_tokens, key heads, d] of local tokens."""
@@ -114,7 +117,7 @@ class _AllGather:
     """The all-gather of one head group's keys and values."""
 
     def __init__(self, key: Tensor, value: Tensor, order: Tensor, cp_group: Any) -> None:
-        self._order, self._head_dim = order, key.shape[-1]
+        self._order, self._widths = order, [key.shape[-1], value.shape[-1]]
         local = torch.cat((key, value), dim=-1)
         self._gathered: Any = local.new_empty((local.shape[0] * cp_group.size(), *local.shape[1:]))
         self._work: Any = dist.all_gather_into_tensor(self._gathered, local, group=cp_group, async_op=True)
@@ -127,7 +130,7 @@ class _AllGather:
     def result(self) -> tuple[Tensor, Tensor]:
         self.wait()
         gathered, self._gathered = self._gathered, None
-        keys, values = gathered.index_select(0, self._order).split(self._head_dim, dim=-1)
+        keys, values = gathered.index_select(0, self._order).split(self._widths, dim=-1)
         return keys, values
 
 
@@ -135,6 +138,7 @@ class _ReduceScatter:
     """The sum over ranks of the gradients of one head group's keys and values."""
 
     def __init__(self, dkeys: Tensor, dvalues: Tensor, order: Tensor, num_tokens: int, cp_group: Any) -> None:
+        self._widths = [dkeys.shape[-1], dvalues.shape[-1]]
         total = _summed(dkeys, dvalues, order, num_tokens * cp_group.size())
         self._local = total.new_empty((num_tokens, *total.shape[1:]))
         self._work: Any = dist.reduce_scatter_tensor(self._local, total, group=cp_group, async_op=True)
@@ -146,14 +150,14 @@ class _ReduceScatter:
 
     def result(self) -> tuple[Tensor, ...]:
         self.wait()
-        return self._local.chunk(2, dim=-1)
+        return self._local.split(self._widths, dim=-1)
 
 
 class _HaloTransfer:
     """The all-to-all of the keys and values before the chunks of other ranks."""
 
     def __init__(self, key: Tensor, value: Tensor, keys: HaloKeys, cp_group: Any) -> None:
-        self._keys, self._head_dim = keys, key.shape[-1]
+        self._keys, self._widths = keys, [key.shape[-1], value.shape[-1]]
         local = torch.cat((key, value), dim=-1)
         sent = local.index_select(0, keys.send)
         self._received: Any = local.new_empty((sum(keys.num_received), *local.shape[1:]))
@@ -171,7 +175,7 @@ class _HaloTransfer:
         self.wait()
         held = torch.cat((self._local, self._received))
         self._local = self._received = None
-        keys, values = held.index_select(0, self._keys.key_order).split(self._head_dim, dim=-1)
+        keys, values = held.index_select(0, self._keys.key_order).split(self._widths, dim=-1)
         return keys, values
 
 
@@ -179,6 +183,7 @@ class _HaloReturn:
     """The all-to-all that returns the gradients of received keys and values to the ranks that hold these tokens."""
 
     def __init__(self, dkeys: Tensor, dvalues: Tensor, keys: HaloKeys, num_tokens: int, cp_group: Any) -> None:
+        self._widths = [dkeys.shape[-1], dvalues.shape[-1]]
         total = _summed(dkeys, dvalues, keys.key_order, num_tokens + sum(keys.num_received))
         self._local, of_others = total[:num_tokens], total[num_tokens:]
         self._send = keys.send
@@ -195,13 +200,13 @@ class _HaloReturn:
 
     def result(self) -> tuple[Tensor, ...]:
         self.wait()
-        return self._local.chunk(2, dim=-1)
+        return self._local.split(self._widths, dim=-1)
 
 
 def _summed(dkeys: Tensor, dvalues: Tensor, order: Tensor, num_tokens: int) -> Tensor:
-    """Gradients of keys and values [num_tokens, key heads, 2 d], summed over chunks in fp32 or float64."""
-    wide = torch.promote_types(dkeys.dtype, torch.float32)
-    total = dkeys.new_zeros((num_tokens, dkeys.shape[1], 2 * dkeys.shape[2]), dtype=wide)
-    for half, gradients in zip(total.chunk(2, dim=-1), (dkeys, dvalues)):  # one at a time in fp32
-        half.index_add_(0, order, gradients.to(wide))
+    """Gradients of keys and values [num_tokens, key heads, d of both], summed over chunks in fp32 or float64."""
+    wide, widths = torch.promote_types(dkeys.dtype, torch.float32), [dkeys.shape[-1], dvalues.shape[-1]]
+    total = dkeys.new_zeros((num_tokens, dkeys.shape[1], sum(widths)), dtype=wide)
+    for part, gradients in zip(total.split(widths, dim=-1), (dkeys, dvalues)):  # one at a time in fp32
+        part.index_add_(0, order, gradients.to(wide))
     return total

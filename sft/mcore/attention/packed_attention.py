@@ -36,7 +36,10 @@ class Kernel(Protocol):
     def key_source(self) -> KeySource: ...
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """query [t, heads, d], keys and values [k, key heads, d] -> out [t, heads, d], log-sum-exp [heads, t]."""
+        """query [t, heads, d], keys and values [k, key heads, d] -> out [t, heads, d], log-sum-exp [heads, t].
+
+        Values may have another width than keys; `out` has that of values.
+        """
 
     def backward(
         self, grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, scale: float
@@ -56,6 +59,7 @@ def packed_attention(
 ) -> Tensor:
     """query [t, heads, d], key and value [t, key heads, d] of this rank's tokens -> [t, heads, d].
 
+    Values may have another width than keys.
     rotation: applied to queries and keys first; None: no rotation
     sinks: [heads], scores of the sinks; None: no sinks
     """
@@ -89,7 +93,7 @@ class _PackedAttention(torch.autograd.Function):
         # Copies, because a view would keep the whole output of the projection in memory.
         query, key, value = (x.contiguous() for x in (query, key, value))
         num_groups = kernel.key_source.num_groups(key.shape[1])
-        out = torch.empty_like(query)
+        out = query.new_empty((*query.shape[:2], value.shape[-1]))
         sums = []
         gathered = _gathered(_rotated_keys(key, rotation), value, kernel, setting.cp_group, num_groups)
         by_group = (x.chunk(num_groups, dim=1) for x in (_rotated_queries(query, rotation), out))

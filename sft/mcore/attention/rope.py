@@ -3,7 +3,8 @@
 Frequencies follow Hugging Face transformers, whose definitions match released weights: linear (Chen 2023), llama3
 (Llama 3.1), YaRN (Peng 2023).  YaRN multiplies queries and keys by a temperature.  This module multiplies the attention
 scale by the square of the temperature instead, or if only a part of each head is rotated, sine and cosine by the
-temperature.
+temperature.  DeepSeek multiplies the attention scale by the square of a second number, also for the part of each head
+that is not rotated (`model.rope.mscale_all_dim`).
 """
 
 import math
@@ -31,9 +32,19 @@ def frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:
 
 
 def softmax_scale(model: ModelConfig) -> float:
-    """Factor on query-key products: `plain_scale` times YaRN's temperature squared, if whole heads are rotated."""
-    temperature = _temperature(model.rope) if model.rope.fraction == 1.0 else 1.0
+    """Factor on query-key products: `plain_scale` times YaRN's temperature squared, if whole heads are rotated.
+
+    latent attention of 192 numbers, factor 40, mscale_all_dim 1 -> 1.3689 ** 2 / sqrt(192) = 0.1352
+    """
+    rope = model.rope
+    if rope.mscale_all_dim is not None:
+        return (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2 * plain_scale(model)
+    temperature = _temperature(rope) if rotates_whole_heads(model) else 1.0
     return temperature**2 * plain_scale(model)
+
+
+def rotates_whole_heads(model: ModelConfig) -> bool:
+    return model.rotary_dim == model.resolved_head_dim
 
 
 def plain_scale(model: ModelConfig) -> float:
@@ -80,24 +91,39 @@ class Rotation:
     cos, sin [t, 1, rotary_dim]: the value of each pair of dimensions twice (rotate-half convention), times YaRN's
         temperature if only a part of each head is rotated
     query_scale [t, 1, 1]: factor on rotated queries; None: no factor
+    interleaved: a pair consists of neighbouring dimensions (0 and 1, 2 and 3, ...), not of one in each half
     """
 
     cos: Tensor
     sin: Tensor
     query_scale: Tensor | None = None
+    interleaved: bool = False
 
     @staticmethod
-    def of(positions: Tensor, inv_freq: Tensor, dtype: torch.dtype, rope: RopeConfig = RopeConfig()) -> "Rotation":
-        """positions: int64 [t], positions of tokens in their documents.  Angles are fp32, as in transformers."""
+    def of(
+        positions: Tensor,
+        inv_freq: Tensor,
+        dtype: torch.dtype,
+        rope: RopeConfig = RopeConfig(),
+        *,
+        whole_heads: bool | None = None,
+    ) -> "Rotation":
+        """positions: int64 [t], positions of tokens in their documents.  Angles are fp32, as in transformers.
+
+        whole_heads: whether whole heads are rotated; None: as rope.fraction says
+        """
         angles = torch.outer(positions.to(torch.float32), inv_freq)
-        angles = torch.cat((angles, angles), dim=-1)[:, None, :]
+        angles = angles.repeat_interleave(2, dim=-1) if rope.interleaved else torch.cat((angles, angles), dim=-1)
+        angles = angles[:, None, :]
         scale = None
         if rope.query_scale_beta is not None:
             assert rope.original_max_position is not None
             multiples = (positions // rope.original_max_position).to(torch.float32)
             scale = (1.0 + rope.query_scale_beta * torch.log1p(multiples)).to(dtype)[:, None, None]
-        temperature = _temperature(rope) if rope.fraction < 1.0 else 1.0
-        return Rotation((temperature * angles.cos()).to(dtype), (temperature * angles.sin()).to(dtype), scale)
+        is_whole = rope.fraction == 1.0 if whole_heads is None else whole_heads
+        temperature = 1.0 if is_whole else _temperature(rope)
+        cos, sin = (temperature * angles.cos()).to(dtype), (temperature * angles.sin()).to(dtype)
+        return Rotation(cos, sin, scale, rope.interleaved)
 
     def apply_to_query(self, query: Tensor) -> Tensor:
         rotated = self.apply(query)
@@ -116,17 +142,23 @@ class Rotation:
         return self._turned(x, -self.sin)
 
     def _turned(self, x: Tensor, sin: Tensor) -> Tensor:
-        width = self.cos.shape[-1]
+        width, quarter_turn = self.cos.shape[-1], _turn_neighbours if self.interleaved else _rotate_half
         if width == x.shape[-1]:
-            return x * self.cos + _rotate_half(x) * sin
+            return x * self.cos + quarter_turn(x) * sin
         first = x[..., :width]
-        return torch.cat((first * self.cos + _rotate_half(first) * sin, x[..., width:]), dim=-1)
+        return torch.cat((first * self.cos + quarter_turn(first) * sin, x[..., width:]), dim=-1)
 
 
 def _rotate_half(x: Tensor) -> Tensor:
     """[a, b] -> [-b, a], halves of the last dimension."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
+
+
+def _turn_neighbours(x: Tensor) -> Tensor:
+    """[a, b, c, d] -> [-b, a, -d, c]"""
+    first, second = x[..., 0::2], x[..., 1::2]
+    return torch.stack((-second, first), dim=-1).flatten(-2)
 
 
 class RotaryTable(torch.nn.Module):

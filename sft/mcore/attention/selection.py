@@ -60,6 +60,8 @@ def _portable(config: Config, device_type: str, why_not_te: str) -> Portable:
     flash_problem = flash_kernel.why_not(model.resolved_head_dim, params_dtype(config), device_type)
     if model.attention_softcap is not None:
         flash_problem = "it has no model.attention_softcap"
+    if model.value_head_dim > model.resolved_head_dim:
+        flash_problem = "it has no values that are wider than keys"
     delta_kernel = linear_attention.choose(config, device_type) if model.linear_attention.layers else None
     if flash_problem:
         plain = partial(TorchKernel.of, softcap=model.attention_softcap)

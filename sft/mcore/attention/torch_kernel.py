@@ -68,7 +68,7 @@ class TorchKernel:
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """As `Kernel.forward`."""
-        out = torch.empty_like(query)
+        out = query.new_empty((*query.shape[:2], values.shape[-1]))
         lse = torch.empty(query.shape[1::-1], dtype=_compute_dtype(query), device=query.device)
         for tile in self._tiles():
             out[tile.rows], lse[:, tile.rows] = _attend(query[tile.rows], keys, values, tile, scale)
@@ -80,7 +80,7 @@ class TorchKernel:
         """Gradients of query, keys and values.  The gradients of keys and values have the dtype of `lse`."""
         dquery = torch.empty_like(query)
         dkeys = torch.zeros(keys.shape, dtype=lse.dtype, device=keys.device)
-        dvalues = torch.zeros_like(dkeys)
+        dvalues = torch.zeros(values.shape, dtype=lse.dtype, device=keys.device)
         for tile in self._tiles():
             rows = tile.rows
             saved = query[rows], out[rows], lse[:, rows], grad[rows]
@@ -126,11 +126,11 @@ class _Tile:
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, tile: _Tile, scale: float) -> tuple[Tensor, Tensor]:
-    """query [n, heads, d] -> out [n, heads, d], log-sum-exp of the scores [heads, n]."""
+    """query [n, heads, d] -> out [n, heads, width of values], log-sum-exp of the scores [heads, n]."""
     rows = _grouped(query, keys.shape[1])
     largest = rows.new_full((*rows.shape[:-1], 1), -math.inf)
     total = torch.zeros_like(largest)
-    out = torch.zeros_like(rows)
+    out = rows.new_zeros((*rows.shape[:-1], values.shape[-1]))
     for columns in tile.key_tiles():
         scores, _ = _scores(rows, keys[columns], tile, columns, scale)
         new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
@@ -138,7 +138,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, tile: _Tile, scale: flo
         shrink = torch.exp(largest - new_largest)
         weights = scores.sub_(new_largest).exp_()
         total = total * shrink + weights.sum(-1, keepdim=True)
-        out = out * shrink + weights.flatten(1, 2).matmul(_by_group(values[columns])).view(rows.shape)
+        out = out * shrink + weights.flatten(1, 2).matmul(_by_group(values[columns])).view(out.shape)
         largest = new_largest
     lse = largest + total.log()
     return _ungrouped(out / total).to(query.dtype), lse.flatten(0, 1).squeeze(-1)

@@ -1,0 +1,89 @@
+"""Keys of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), by the names of the field.
+
+keys and values of all heads = projections of one latent of kv_lora_rank numbers, and a rotary key of
+qk_rope_head_dim numbers that all heads share.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from sft.config.section import Positive, Section
+
+if TYPE_CHECKING:
+    from sft.config.model import ModelConfig
+
+
+class LatentAttentionConfig(Section):
+    kv_lora_rank: Positive | None = None
+    """Width of the latent of keys and values; null means ordinary attention."""
+    q_lora_rank: Positive | None = None
+    """Width of the latent of queries; null: queries are a projection of the token itself (Moonlight)."""
+    qk_nope_head_dim: Positive = 128
+    """Width of the part of a query and of a key that is not rotated."""
+    qk_rope_head_dim: Positive = 64
+    """Width of the part that is rotated."""
+    v_head_dim: Positive = 128
+    """Width of a value and of a head's output."""
+    norm_epsilon: Annotated[float, Field(gt=0.0)] = 1e-6
+    """Epsilon inside the norms of latents: 1e-6 in released models, whatever model.norm_epsilon is."""
+
+    @property
+    def is_used(self) -> bool:
+        return self.kv_lora_rank is not None
+
+    @property
+    def projects_queries(self) -> bool:
+        """Whether queries are a projection of the token itself."""
+        return self.is_used and self.q_lora_rank is None
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of a query and of a key."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def compressed_width(self) -> int:
+        """Numbers of a token's latent and rotary key; 0 without latent attention."""
+        return self.kv_lora_rank + self.qk_rope_head_dim if self.kv_lora_rank is not None else 0
+
+    def sends_latent(self, num_heads: int) -> bool:
+        """Whether layers save the latent and send it over cp, not keys and values of the rank's `num_heads` heads.
+
+        DeepSeek-V3: 576 numbers, or 320 for each head -> from 2 heads on a rank on, the latent
+        """
+        return self.compressed_width <= num_heads * (self.qk_head_dim + self.v_head_dim)
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        if not self.is_used:
+            changed = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+            for name in changed:
+                yield name, "has no effect without model.latent_attention.kv_lora_rank"
+        elif self.qk_rope_head_dim % 2:
+            yield "qk_rope_head_dim", "must be even, because rotary positions rotate pairs of numbers"
+
+    def conflicts_with(self, model: "ModelConfig") -> Iterator[tuple[str, str]]:
+        """Keys of `model` that latent attention excludes."""
+        if not self.is_used:
+            return
+        if model.head_dim is not None:
+            yield "head_dim", f"must be null with latent_attention, whose keys are {self.qk_head_dim} wide"
+        if model.num_query_groups not in (None, model.num_attention_heads):
+            yield "num_query_groups", "must be null with latent_attention, where each head has its own keys and values"
+        excluded = {
+            "qk_norm": model.qk_norm,
+            "qkv_bias": model.qkv_bias,
+            "attention_output_bias": model.attention_output_bias,
+            "attention_output_gate": model.attention_output_gate,
+            "attention_sinks": model.attention_sinks,
+            "sliding_window": model.sliding_window is not None,
+            "linear_attention.layers": bool(model.linear_attention.layers),
+            "norm_zero_centered": model.norm_zero_centered,
+            "norm_placement": model.norm_placement != "pre",
+            "rope.fraction": model.rope.fraction != 1.0,
+            "rope.skip_layers": bool(model.rope.skip_layers),
+            "rope.query_scale_beta": model.rope.query_scale_beta is not None,
+        }
+        for name in (name for name, is_used in excluded.items() if is_used):
+            yield name, "is not supported with latent_attention; use the default"

@@ -1,0 +1,73 @@
+"""Keys of rotary positions (Su et al., 2021, arXiv:2104.09864)."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from sft.config.section import Positive, Section
+
+
+class RopeConfig(Section):
+    base: Annotated[float, Field(gt=1.0)] = 10000.0
+    """Base period (theta) of the rotary embedding."""
+    fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Part of each head that is rotated, from its first number on (Qwen3-Next: 0.25)."""
+    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    """Method that changes the frequencies for contexts beyond `original_max_position`."""
+    factor: Annotated[float, Field(ge=1.0)] = 1.0
+    """Context extension factor: 1 with scaling none, above 1 with every other scaling."""
+    original_max_position: Positive | None = None
+    """Context length of the model before scaling; required by llama3 and yarn."""
+    low_freq_factor: Annotated[float, Field(gt=0.0)] = 1.0
+    """llama3: wavelengths above original_max_position / low_freq_factor are fully scaled."""
+    high_freq_factor: Annotated[float, Field(gt=0.0)] = 4.0
+    """llama3: wavelengths below original_max_position / high_freq_factor are not scaled."""
+    beta_fast: Annotated[float, Field(gt=0.0)] = 32.0
+    """yarn: dimensions with more rotations than this over the original context are not scaled."""
+    beta_slow: Annotated[float, Field(gt=0.0)] = 1.0
+    """yarn: dimensions with fewer rotations than this over the original context are fully scaled."""
+    attention_factor: Annotated[float, Field(gt=0.0)] | None = None
+    """yarn: factor on queries and keys (attention temperature); null means 0.1 ln(factor) + 1."""
+    truncate: bool = True
+    """yarn: the first and last partly scaled dimensions are rounded to whole numbers; false: they are not (gpt-oss)."""
+    query_scale_beta: Annotated[float, Field(gt=0.0)] | None = None
+    """Factor on queries: 1 + beta * ln(1 + floor(position / original_max_position)) (Ministral 3); null: no factor."""
+    window_base: Annotated[float, Field(gt=1.0)] | None = None
+    """Base period in layers with a sliding window, whose frequencies are not scaled (Olmo 3); null: as elsewhere."""
+    skip_layers: list[Positive] = []
+    """Layers without rotary positions, counted from 1 (SmolLM3)."""
+    interleaved: bool = False
+    """true: the numbers 0 and 1 of a head are rotated together, then 2 and 3 (DeepSeek); false: those of its halves."""
+    mscale_all_dim: Annotated[float, Field(gt=0.0)] | None = None
+    """yarn with latent attention: query-key products are multiplied by (0.1 * mscale_all_dim * ln(factor) + 1)^2."""
+
+    @property
+    def of_windows(self) -> "RopeConfig | None":
+        """The positions of layers with a sliding window, if they have a base of their own."""
+        if self.window_base is None:
+            return None
+        return RopeConfig(base=self.window_base, fraction=self.fraction, interleaved=self.interleaved)
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        plain = self.scaling == "none"
+        if plain and self.factor != 1.0:
+            yield "factor", "has no effect with scaling = none; use linear, llama3 or yarn"
+        if not plain and self.factor == 1.0:
+            yield "factor", f"must be above 1 for {self.scaling} scaling"
+        if self.original_max_position is None and self.scaling in ("llama3", "yarn"):
+            yield "original_max_position", f"is required with scaling = {self.scaling} (context length before scaling)"
+        if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            yield "high_freq_factor", f"must be above low_freq_factor = {self.low_freq_factor}"
+        if self.scaling != "yarn" and not self.truncate:
+            yield "truncate", "= false has no effect without scaling = yarn"
+        if self.scaling == "yarn" and self.beta_fast <= self.beta_slow:
+            yield "beta_fast", f"must be above beta_slow = {self.beta_slow}"
+        if self.mscale_all_dim is not None and self.scaling != "yarn":
+            yield "mscale_all_dim", "has no effect without scaling = yarn"
+        if self.query_scale_beta is not None and self.original_max_position is None:
+            yield "original_max_position", "is required with query_scale_beta, whose steps have this length"
+        if self.query_scale_beta is not None and self.skip_layers:
+            yield "query_scale_beta", "is not supported with skip_layers; use null, or skip_layers = []"
+        if self.skip_layers != sorted(set(self.skip_layers)):
+            yield "skip_layers", "must be in increasing order, each layer once"

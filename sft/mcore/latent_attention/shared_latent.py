@@ -1,0 +1,115 @@
+"""Attention over packed documents whose keys and values are made of one latent, which all heads share.
+
+    keys of a head = (its rows of the up projection x latent, rotary key)        values = other rows x latent
+
+What a layer saves, and what travels over the context-parallel group, is the latent with the rotary key: of DeepSeek-V3
+576 numbers a token, where keys and values of 128 heads have 40,960.  Forward expands the latents of all keys one head
+group at a time, and drops the keys and values after the kernel has run; backward gathers the latents and expands them
+again.  Each rank expands all keys that its queries need, so with cp > 1 ranks repeat this product.  Gradients of the
+latents are summed over ranks in fp32, and those of the up projection with all other gradients of weights.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sft.mcore.attention.activation_bytes import num_head_groups
+from sft.mcore.attention.packed_attention import Kernel
+
+# latents [k, 1, rank], heads of this rank -> [k, heads, d]: the part of a key that is not rotated, and the value
+Expand = Callable[[Tensor, slice], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What attention needs besides tensors with gradients.
+
+    rank        width of the latent; the rotary key follows it
+    key_width   width of the part of a key that is made of the latent
+    """
+
+    kernel: Kernel
+    scale: float
+    cp_group: Any
+    expand: Expand
+    rank: int
+    key_width: int
+
+
+def latent_attention(query: Tensor, compressed: Tensor, setting: Setting, weights: Sequence[Tensor]) -> Tensor:
+    """query [t, heads, d], compressed [t, rank + rotary width] of this rank's tokens -> [t, heads, width of a value].
+
+    Queries and rotary keys are rotated.
+    weights: all tensors that `expand` uses; frozen ones get no gradient
+    """
+    trained = [weight for weight in weights if weight.requires_grad]
+    out: Tensor = _LatentAttention.apply(setting, query, compressed, *trained)
+    return out
+
+
+def keys_and_values(expanded: Tensor, rotary_keys: Tensor, key_width: int) -> tuple[Tensor, Tensor]:
+    """expanded [k, heads, d], rotary_keys [k, 1, r] -> keys [k, heads, key_width + r], values [k, heads, rest of d]"""
+    rotary = rotary_keys.expand(-1, expanded.shape[1], -1)
+    return torch.cat((expanded[..., :key_width], rotary), dim=-1), expanded[..., key_width:]
+
+
+class _LatentAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, setting: Setting, query: Tensor, compressed: Tensor, *weights: Tensor) -> Tensor:
+        query, compressed = query.contiguous(), compressed.contiguous()
+        latents, rotary_keys = _gathered(compressed, setting)
+        outs, sums = [], []
+        for heads in _head_groups(query.shape[1]):
+            keys, values = keys_and_values(setting.expand(latents, heads), rotary_keys, setting.key_width)
+            out, lse = setting.kernel.forward(query[:, heads], keys, values, setting.scale)
+            outs.append(out)
+            sums.append(lse)
+        out = torch.cat(outs, dim=1)
+        ctx.save_for_backward(query, compressed, out, *sums)
+        ctx.setting, ctx.weights = setting, weights
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, compressed, out, *sums = ctx.saved_tensors
+        setting, weights = ctx.setting, ctx.weights
+        latents, rotary_keys = _gathered(compressed, setting)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        dlatents, drotary = torch.zeros_like(latents, dtype=wide), torch.zeros_like(rotary_keys, dtype=wide)
+        dquery, dweights = torch.empty_like(query), [torch.zeros_like(weight) for weight in weights]
+        for heads, lse in zip(_head_groups(query.shape[1]), sums):
+            source = latents.detach().requires_grad_()
+            with torch.enable_grad():
+                expanded = setting.expand(source, heads)
+            keys, values = keys_and_values(expanded.detach(), rotary_keys, setting.key_width)
+            dquery[:, heads], dkeys, dvalues = setting.kernel.backward(
+                grads[0][:, heads], query[:, heads], keys, values, out[:, heads], lse, setting.scale
+            )
+            del keys, values
+            drotary += dkeys[..., setting.key_width :].sum(1, keepdim=True, dtype=wide)
+            dexpanded = torch.cat((dkeys[..., : setting.key_width], dvalues), dim=-1).to(expanded.dtype)
+            del dkeys, dvalues
+            of_latents, *of_weights = torch.autograd.grad(expanded, (source, *weights), dexpanded)
+            dlatents += of_latents
+            for dweight, of_group in zip(dweights, of_weights):
+                dweight += of_group
+        transfer = setting.kernel.key_source.start_return(dlatents, drotary, len(query), setting.cp_group)
+        dcompressed = torch.cat(transfer.result(), dim=-1).squeeze(1)
+        return None, dquery, dcompressed.to(compressed.dtype), *dweights
+
+
+def _gathered(compressed: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
+    """Latents [k, 1, rank] and rotary keys [k, 1, r] of the kernel's keys.  Collective over cp."""
+    latent, rotary_key = compressed[:, None, : setting.rank], compressed[:, None, setting.rank :]
+    transfer = setting.kernel.key_source.start(latent, rotary_key, setting.cp_group)
+    latents, rotary_keys = transfer.result()
+    return latents, rotary_keys
+
+
+def _head_groups(num_heads: int) -> list[slice]:
+    """The heads of each group: 8 -> slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 8)"""
+    size = num_heads // num_head_groups(num_heads)
+    return [slice(first, first + size) for first in range(0, num_heads, size)]

@@ -18,6 +18,7 @@ import numpy as np
 
 from sft.config import Config
 from sft.estimate.parameters import parameters
+from sft.parallel.cp_bytes import sent_numbers
 from sft.parallel.fragments import HeadSizes, bytes_over_cp
 from sft.parallel.halo import num_halo_tokens
 from sft.parallel.layout import Layout
@@ -59,7 +60,7 @@ def of(config: Config, layout: Layout) -> Iterator[Traffic]:
     tokens = config.data.seq_length / cp * layout.num_microbatches
     layers = model.num_layers / layout.pp
     queries = BF16 * tokens * model.num_attention_heads * model.resolved_head_dim / tp
-    pairs = BF16 * tokens * model.sent_over_cp(tp)  # keys and values, or a latent
+    pairs = BF16 * tokens * sent_numbers(model, tp)  # keys and values, or a latent
     is_portable = model.portable_only is not None
     heads = 1 if is_portable else layout.cp_a2a or 1
     ring = 1 if is_portable else cp // heads

@@ -177,16 +177,6 @@ class ModelConfig(Section):
         tokens, twice."""
         return self.num_attention_heads * (self.resolved_head_dim + self.value_head_dim) / 2
 
-    def sent_over_cp(self, tp: int) -> int:
-        """Numbers of a token that a rank sends in a layer with full attention: keys and values, or a latent.
-
-        Llama 8B on tp 2: 4 x 2 x 128 -> 1024        DeepSeek-V3 -> 576
-        """
-        heads, groups = self.num_attention_heads // tp, self.resolved_query_groups // tp
-        if self.latent_attention.is_used and self.latent_attention.sends_latent(heads):
-            return self.latent_attention.compressed_width
-        return groups * (self.resolved_head_dim + self.value_head_dim)
-
     @property
     def rotary_dim(self) -> int:
         """Numbers of a head that are rotated."""

@@ -8,7 +8,6 @@ from sft.adapters import EMBEDDING, HEAD, AdaptedWeight, Trained, Weight
 from sft.config import ModelConfig
 from sft.config.model import LayerKind
 
-
 # Parts of latent attention: products that every rank of tp computes, and the one that makes keys of latents.
 DUPLICATED, EXPANDED = "latent attention, duplicated", "latent attention, keys and values"
 

@@ -95,7 +95,7 @@ def _of_weights(
     yield Product(part, rows, columns, inner, copies, **passes, weights=weights.trained)
     if weights.factor_a:
         # With sequence parallelism, the factor that every rank holds multiplies the rank's own tokens.
-        own = rows / (layout.tp if layout.sequence_parallel and part not in ("experts", DUPLICATED) else 1)
+        own = rows / (layout.tp if layout.sequence_parallel and part != "experts" else 1)
         a, b = weights.factor_a / rank, weights.factor_b / rank
         rows_a, rows_b = rows, rows
         if matrix.splits == "rows":

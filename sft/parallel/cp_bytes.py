@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sft.config import Config
+from sft.config import Config, ModelConfig
 from sft.parallel.alignment import aligned
 from sft.parallel.fragments import FP32, HeadSizes
 
@@ -46,7 +46,7 @@ class CpBytes:
         is_full = config.train.recompute == "full"
         num_passes = 3 if is_full else 2
         num_linear, num_window = len(model.linear_attention.layers), model.num_window_layers
-        layer_bytes = model.sent_over_cp(tp) * (num_passes * width + FP32)
+        layer_bytes = sent_numbers(model, tp) * (num_passes * width + FP32)
         return CpBytes(
             kv_bytes=layer_bytes * (model.num_layers - num_linear - num_window) / pp,
             halo_bytes=layer_bytes * num_window / pp,
@@ -95,3 +95,14 @@ def halo_tokens(padded: np.ndarray, window: int, cp_size: int) -> np.ndarray:
     chunk, rank = padded[:, None] // (2 * cp_size), np.arange(cp_size)
     before_early, before_late = rank * chunk, (2 * cp_size - 2 - 2 * rank) * chunk  # not held by the rank itself
     return (np.minimum(before_early, window - 1) + np.minimum(before_late, window - 1)).sum(axis=1)
+
+
+def sent_numbers(model: ModelConfig, tp: int) -> int:
+    """Numbers of a token that a rank sends in a layer with full attention: keys and values, or a latent.
+
+    Llama 8B on tp 2: 4 x 2 x 128 -> 1024        DeepSeek-V3 -> 576
+    """
+    heads, groups = model.num_attention_heads // tp, model.resolved_query_groups // tp
+    if model.latent_attention.is_used and model.latent_attention.sends_latent(heads):
+        return model.latent_attention.compressed_width
+    return groups * (model.resolved_head_dim + model.value_head_dim)

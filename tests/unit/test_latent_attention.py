@@ -20,7 +20,7 @@ from sft.mcore.attention import flash_kernel, rope
 from sft.mcore.attention.torch_kernel import TorchKernel
 from sft.mcore.latent_attention.activation_bytes import softmax_attention_bytes
 from sft.mcore.latent_attention.shared_latent import Setting, keys_and_values, latent_attention
-from sft.parallel.cp_bytes import CpBytes
+from sft.parallel.cp_bytes import CpBytes, sent_numbers
 from sft.parallel.layout import Layout
 from tests.builders import layout_config
 from tests.reference_attention import in_one_piece
@@ -71,8 +71,8 @@ def test_the_planner_knows_the_products(sizes: dict[str, Any]) -> None:
 def test_the_latent_travels_where_it_is_narrower() -> None:
     """Of DeepSeek-V3 and Moonlight it has 576 numbers; of a head, key and value have 320."""
     deepseek, moonlight = model(DEEPSEEK_V3), model(MOONLIGHT)
-    assert [deepseek.sent_over_cp(tp) for tp in (1, 8, 64, 128)] == [576, 576, 576, 320]
-    assert [moonlight.sent_over_cp(tp) for tp in (1, 8, 16)] == [576, 576, 320]
+    assert [sent_numbers(deepseek, tp) for tp in (1, 8, 64, 128)] == [576, 576, 576, 320]
+    assert [sent_numbers(moonlight, tp) for tp in (1, 8, 16)] == [576, 576, 320]
     config = layout_config(parallel={"tp": 2}).model_copy(update={"model": moonlight})
     # bf16 twice forward and in backward, gradients once in fp32
     assert CpBytes.of(config).kv_bytes == 27 * 576 * (2 * 2 + 4)

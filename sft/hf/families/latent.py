@@ -65,9 +65,7 @@ def _no_change(value: Any, count: int) -> dict[str, Any]:
 
 # num_key_value_heads says nothing: kv_b_proj has keys and values of all heads.
 _GROUPS = {
-    "num_query_groups": Computed(
-        "num_attention_heads", lambda content: content.get("num_attention_heads"), _no_change
-    )
+    "num_query_groups": Computed("num_attention_heads", lambda content: content.get("num_attention_heads"), _no_change)
 }
 
 

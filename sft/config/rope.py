@@ -1,5 +1,6 @@
 """Keys of rotary positions (Su et al., 2021, arXiv:2104.09864)."""
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -48,6 +49,16 @@ class RopeConfig(Section):
         if self.window_base is None:
             return None
         return RopeConfig(base=self.window_base, fraction=self.fraction, interleaved=self.interleaved)
+
+    @property
+    def mscale(self) -> float:
+        """yarn: the number that, with mscale_all_dim, gives attention_factor where files lack attention_factor.
+
+        factor 40, mscale_all_dim 1, attention_factor 1 -> 1
+        """
+        step = 0.1 * math.log(self.factor)
+        factor = self.attention_factor or step + 1.0
+        return (factor * (step * (self.mscale_all_dim or 0.0) + 1.0) - 1.0) / step
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         plain = self.scaling == "none"

@@ -148,7 +148,7 @@ def written(
         scaling.pop("truncate", None)  # the default
     scaling |= {name: getattr(rope, ours) for name, ours in names.items()}
     if rope.mscale_all_dim is not None:
-        scaling |= _mscales(rope)
+        scaling |= {"mscale": rope.mscale, _ALL_DIM: rope.mscale_all_dim}  # some readers ignore attention_factor
     if rope.scaling in ("llama3", "yarn") or names:
         scaling[_ORIGINAL] = rope.original_max_position
     part = {_FRACTION: rope.fraction} if is_partial else {}
@@ -158,17 +158,6 @@ def written(
     if is_new:
         return {"rope_parameters": {"rope_theta": rope.base, **scaling, **part}}
     return {**part, "rope_theta": rope.base, "rope_scaling": None if rope.scaling == "none" else scaling}
-
-
-def _mscales(rope: RopeConfig) -> dict[str, float]:
-    """mscale and mscale_all_dim, for readers that ignore attention_factor: it is the ratio of two factors.
-
-    factor 40, mscale_all_dim 1, attention_factor 1 -> mscale 1
-    """
-    assert rope.mscale_all_dim is not None
-    step = 0.1 * math.log(rope.factor)
-    above = (rope.attention_factor or step + 1.0) * (step * rope.mscale_all_dim + 1.0)
-    return {"mscale": (above - 1.0) / step, _ALL_DIM: rope.mscale_all_dim}
 
 
 def _first(*values: Any) -> Any:

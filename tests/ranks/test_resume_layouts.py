@@ -19,7 +19,13 @@ Ranks = Callable[[int], RankPool]
 
 # bf16 keeps 8 bits: one rounding is 4e-3, and a loss is a mean over some 1,400 tokens of such roundings; with experts
 # a few tokens choose another one.
-BF16_LOSS_TOLERANCE = {"dense": 2e-3, "gemma": 2e-3, "linear": 2e-3, "latent": 2e-3, **dict.fromkeys(layouts.MIXTURES, 1e-2)}
+BF16_LOSS_TOLERANCE = {
+    "dense": 2e-3,
+    "gemma": 2e-3,
+    "linear": 2e-3,
+    "latent": 2e-3,
+    **dict.fromkeys(layouts.MIXTURES, 1e-2),
+}
 BF16_NORM_TOLERANCE = 5e-2
 BALANCE_TOLERANCE = 1e-5  # of the balancing losses, which routers compute in fp32
 

@@ -9,7 +9,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 from torch import Tensor
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave, yarn_apply_mscale
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    apply_rotary_pos_emb_interleave,
+    yarn_apply_mscale,
+    yarn_get_mscale,
+)
 
 from sft.config import ModelConfig, RopeConfig
 from sft.config.latent_attention import LatentAttentionConfig
@@ -18,6 +22,7 @@ from sft.estimate.saved_by_layer import LayerBytes
 from sft.flops import AttentionCost, TrainFlops, num_parameters
 from sft.mcore.attention import flash_kernel, rope
 from sft.mcore.attention.torch_kernel import TorchKernel
+from sft.mcore.checkpoint_io.megatron_arguments import model_arguments
 from sft.mcore.latent_attention.activation_bytes import softmax_attention_bytes
 from sft.mcore.latent_attention.shared_latent import Setting, keys_and_values, latent_attention
 from sft.parallel.cp_bytes import CpBytes, sent_numbers
@@ -133,10 +138,25 @@ def test_yarn_scales_attention_in_two_ways(all_dim: float | None) -> None:
     assert not whole and rotation.cos.flatten().tolist() == [1.25] * 64
 
 
+def test_arguments_of_megatron_lm() -> None:
+    """mscale is the number whose factor, divided by that of mscale_all_dim, is attention_factor."""
+    found = model_arguments(model(DEEPSEEK_V3), padded_vocab_size=128, positions=512, bf16=True)
+    expected = dict(multi_latent_attention=True, qk_layernorm=True, q_lora_rank=1536, kv_lora_rank=512) | dict(
+        qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128, rope_type="yarn", rotary_scaling_factor=40.0
+    )
+    assert expected.items() <= found.items() and found["mscale"] == pytest.approx(1.0)
+    assert "multi_latent_attention" not in model_arguments(
+        model(MOONLIGHT, latent_attention={}), padded_vocab_size=128, positions=512, bf16=True
+    )
+    scaled = model(DEEPSEEK_V3, rope={**DEEPSEEK_V3["rope"], "mscale_all_dim": 1.3, "attention_factor": 0.9}).rope
+    ratio = yarn_get_mscale(40.0, scaled.mscale) / yarn_get_mscale(40.0, 1.3)
+    assert ratio == pytest.approx(0.9, rel=FLOAT64_TOLERANCE)
+
+
 # --- the function ----------------------------------------------------------------------------------------------------
 
 BOUNDARIES = np.array([0, 16, 48, 64], dtype=np.int32)
-HEADS, RANK, PLAIN, ROTARY, VALUE, TOKENS, SCALE = 4, 6, 3, 2, 4, 64, 0.4
+HEADS, RANK, PLAIN, ROTARY, VALUE, TOKENS, SCALE = 8, 6, 3, 2, 4, 64, 0.4  # two heads in a group
 
 
 def plain_flash(query: Tensor, key: Tensor, value: Tensor, *boundaries: Any, scale: float) -> tuple[Tensor, Tensor]:

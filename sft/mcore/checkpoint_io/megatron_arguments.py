@@ -16,7 +16,7 @@ def model_arguments(model: ModelConfig, *, padded_vocab_size: int, positions: in
         num_query_groups=model.resolved_query_groups,
         group_query_attention=model.resolved_query_groups != model.num_attention_heads,
         kv_channels=model.resolved_head_dim,
-        qk_layernorm=model.qk_norm,
+        qk_layernorm=model.qk_norm or model.latent_attention.is_used,
         add_qkv_bias=model.qkv_bias,
         add_bias_linear=model.attention_output_bias and model.mlp_bias,  # Megatron-LM has one switch for both
         softmax_type="learnable" if model.attention_sinks else "vanilla",
@@ -38,6 +38,7 @@ def model_arguments(model: ModelConfig, *, padded_vocab_size: int, positions: in
         **_activation_arguments(model),
         **_window_arguments(model),
         **_linear_attention_arguments(model),
+        **_latent_attention_arguments(model),
         **expert_arguments(model),
     )
 
@@ -80,6 +81,33 @@ def expert_arguments(model: ModelConfig) -> dict[str, Any]:
         moe_router_group_topk=None if moe.num_groups == 1 else moe.top_groups,
         moe_router_enable_expert_bias=moe.correction_bias,
         moe_router_bias_update_rate=moe.bias_update_rate,
+    )
+
+
+def _latent_attention_arguments(model: ModelConfig) -> dict[str, Any]:
+    """Megatron-LM always rotates neighbouring numbers here.  Its qk_layernorm are norms of latents."""
+    latent, rope = model.latent_attention, model.rope
+    if not latent.is_used:
+        return {}
+    sizes = dict(
+        multi_latent_attention=True,
+        q_lora_rank=latent.q_lora_rank,
+        kv_lora_rank=latent.kv_lora_rank,
+        qk_head_dim=latent.qk_nope_head_dim,
+        qk_pos_emb_head_dim=latent.qk_rope_head_dim,
+        v_head_dim=latent.v_head_dim,
+    )
+    if rope.scaling != "yarn":
+        return dict(sizes, rope_type="rope")
+    return dict(
+        sizes,
+        rope_type="yarn",
+        rotary_scaling_factor=rope.factor,
+        original_max_position_embeddings=rope.original_max_position,
+        beta_fast=rope.beta_fast,
+        beta_slow=rope.beta_slow,
+        mscale=rope.mscale,
+        mscale_all_dim=rope.mscale_all_dim or 0.0,
     )
 
 

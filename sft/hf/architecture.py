@@ -124,13 +124,19 @@ def _rope(content: Mapping[str, Any], family: Family, problems: list[str]) -> di
     if family.rope_by_layer_type:
         positions, window_base, wrong = by_layer_type(positions, *(family.window_theta or ("rope_theta", base)))
         problems += wrong
-    rope, wrong = rope_of(positions, base, family.rope_keys, family.rope_fraction, family.has_latents)
+    rope, wrong = rope_of(positions, base, family.rope_keys, _default_fraction(content, family), family.has_latents)
     problems += wrong
     if family.rope_by_layer_type:
         rope["window_base"] = window_base
     if rope.get("scaling", "none") not in family.scalings:
         problems.append(_unscalable(family, f"rope_type = {json.dumps(rope['scaling'])}"))
     return rope
+
+
+def _default_fraction(content: Mapping[str, Any], family: Family) -> float | None:
+    """The part of each head that is rotated in a config.json without partial_rotary_factor; None: whole heads"""
+    width, head = content.get(family.rope_width), content.get("head_dim", family.defaults.get("head_dim"))
+    return width / head if type(width) is int and type(head) is int and head > 0 else family.rope_fraction
 
 
 def model_keys(folder: str) -> dict[str, tuple[Any, str]]:

@@ -8,6 +8,7 @@ its own tensors, under the names that megatron-core gives them in such models.  
 `TensorMapping.spans` gives the offsets of Hugging Face rows in our tensor.  `families/` declares the families.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -20,6 +21,7 @@ from sft.hf.model_keys import PLAIN, Computed
 from sft.hf.tensor_view import EXPERT, LAYER, HfTensor, HfView, View
 
 _LAYERS = "decoder.layers."
+_NUMBER = re.compile(r"model\.layers\.(\d+)\.")  # of a layer
 Form = Literal["rows", "groups", "vocabulary"]
 
 
@@ -39,6 +41,7 @@ class Rule:
     is_head: bool = False  # stored only if the output is not tied to the embedding
     kind: LayerKind | None = None  # of the layers that have the tensor; None: all layers
     mlp: Literal["dense", "experts"] | None = None  # what the layers that have the tensor have; None: either
+    is_buffer: bool = False  # no gradient reaches the tensor, and no optimizer changes it
     needs: str = ""  # key below `model` that is true in models with this tensor; "": all models have it
 
     @property
@@ -80,6 +83,7 @@ class TensorMapping:
     sources: tuple[HfView, ...]
     form: Form
     num_groups: int
+    is_buffer: bool = False
 
     @property
     def parameter(self) -> str:
@@ -137,12 +141,14 @@ class Family:
     text_config  whether the keys of the language model stand in the group text_config of config.json
     has_mrope    whether rotary positions have sections for time, height and width, which are equal for text
     rope_fraction  partial_rotary_factor of a config.json that has none; None: the family rotates whole heads
+    rope_width   key of the number of rotated numbers of a head, in a config.json without partial_rotary_factor
     rope_by_layer_type  whether rope_parameters has a group for each type of layer, and scaled positions are those of
         layers with full attention
     window_theta  the base of layers with a sliding window in a config.json without such groups: its key, and its value
         if the key is absent; None: as in other layers
     text_type    model_type in text_config, for a family whose language model may be of several types
     passed_through  patterns of the names of tensors that are kept unchanged and not trained, such as `visual.*`
+    has_mtp_layers  whether files may have more layers, for multi-token prediction, which are passed through
     """
 
     model_type: str
@@ -161,9 +167,11 @@ class Family:
     text_type: str = ""
     has_mrope: bool = False
     rope_fraction: float | None = None
+    rope_width: str = ""
     rope_by_layer_type: bool = False
     window_theta: tuple[str, float] | None = None
     passed_through: tuple[str, ...] = ()
+    has_mtp_layers: bool = False
 
     @property
     def name(self) -> str:
@@ -206,9 +214,11 @@ class Family:
                 return family
         return self
 
-    def passes_through(self, name: str) -> bool:
-        """Whether the tensor of this name is kept unchanged and not trained."""
-        return any(fnmatchcase(name, pattern) for pattern in self.passed_through)
+    def passes_through(self, name: str, num_layers: int) -> bool:
+        """Whether the tensor of this name is kept unchanged and not trained, in a model of so many layers."""
+        number = _NUMBER.match(name) if self.has_mtp_layers else None
+        is_mtp = number is not None and int(number[1]) >= num_layers
+        return is_mtp or any(fnmatchcase(name, pattern) for pattern in self.passed_through)
 
     def mappings(self, model: ModelConfig, vocab_size: int) -> Iterator[TensorMapping]:
         """Every tensor of the model: first those outside of layers, then layer by layer, expert by expert."""
@@ -232,6 +242,7 @@ class Family:
                             sources=tuple(view.of(layer, expert, sizes) for view in rule.views),
                             form=rule.form,
                             num_groups=model.resolved_query_groups,
+                            is_buffer=rule.is_buffer,
                         )
 
 

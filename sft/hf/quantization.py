@@ -79,7 +79,7 @@ def scheme_of(content: Mapping[str, Any]) -> tuple[Scheme | Mxfp4 | None, list[s
 
 def _problems_of_fp8(config: Mapping[str, Any]) -> list[str]:
     problems = _unknown(config, _FP8_KEYS)
-    if config.get("fmt", "e4m3") not in ("e4m3", None):
+    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn", None):
         problems.append(f"{QUANTIZATION}.fmt = {json.dumps(config['fmt'])} is not supported, only e4m3")
     return problems
 

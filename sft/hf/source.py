@@ -94,7 +94,7 @@ def open_source(folder: Path, name: str = "", *, compare: bool = True) -> Source
     family = model.family.stored_as(shapes, model.model, model.vocab_size)
     mappings = list(family.mappings(model.model, model.vocab_size))
     tied = (family.embedding, family.head) if model.model.tie_embeddings else None
-    roles = _sort(stored, family, mappings, folder, tied=tied, compare=compare)
+    roles = _sort(stored, family, mappings, folder, num_layers=model.model.num_layers, tied=tied, compare=compare)
     manifest = {
         tensor_name: Expected(shape=tensor.shape, dtype=tensor.dtype, role=roles[tensor_name])
         for tensor_name, tensor in stored.tensors.items()
@@ -122,6 +122,7 @@ def _sort(
     mappings: list[TensorMapping],
     folder: Path,
     *,
+    num_layers: int,
     tied: tuple[str, str] | None,
     compare: bool,
 ) -> dict[str, Role]:
@@ -133,7 +134,7 @@ def _sort(
     roles: dict[str, Role] = {
         name: "trained" if name in wanted else "passed through"
         for name in stored.tensors
-        if name in wanted or family.passes_through(name)
+        if name in wanted or family.passes_through(name, num_layers)
     }
     shapes = {name: tensor.shape for name, tensor in stored.tensors.items() if roles.get(name) != "passed through"}
     problems = [

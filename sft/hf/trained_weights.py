@@ -41,7 +41,7 @@ def unfrozen(patterns: Sequence[str], family: Family, model: ModelConfig, vocab_
     Raises ConfigError if a pattern matches nothing, if nothing is left, or if only a part of one of our weights is
     frozen.
     """
-    mappings = list(family.mappings(model, vocab_size))
+    mappings = [mapping for mapping in family.mappings(model, vocab_size) if not mapping.is_buffer]
     names = list(dict.fromkeys(name for mapping in mappings for name in _names(mapping)))
     frozen = {name for pattern in patterns for name in _matches(pattern, names, family, model)}
     names_of: dict[tuple[str, tuple[int, ...]], list[str]] = {}

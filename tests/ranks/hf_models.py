@@ -140,10 +140,14 @@ def stored_gradients(
         block, _, kind = name.rpartition(".experts.") if model.config.model_type != "gpt_oss" else ("", "", name)
         for number, grad in enumerate(tensor if block else ()):
             parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
+            if model.config.model_type == "minimax_m2":
+                parts = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}[kind]
             for part, rows in zip(parts, grad.chunk(len(parts))):
                 found[f"{block}.experts.{number}.{part}.weight"] = rows.clone()
         if not block:
             found[name] = tensor.clone()
+    if model.config.model_type == "minimax_m2":
+        return {name.replace(".mlp.", ".block_sparse_moe."): tensor for name, tensor in found.items()}
     return found
 
 

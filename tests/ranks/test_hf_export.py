@@ -41,6 +41,7 @@ CASES: list[Any] = [
     ("phi3", PP),
     ("qwen3_moe", EP),
     ("gpt_oss", EP),
+    ("glm4_moe", EP),
     ("qwen2_5_vl", TP),
     ("qwen3_vl_moe", EP),
     *(pytest.param(family, layout, marks=pytest.mark.grid) for family in hf.FAMILIES for layout in (CP, SP, PP)),
@@ -64,6 +65,7 @@ def test_a_trained_model_in_transformers(ranks: Ranks, tmp_path: Path, family: s
     models = vision if family in vision.VISION else hf
     source = models.save(tmp_path / "source", family)
     overrides = [*recipe_of(source), "optim.lr=1e-2", "checkpoint.async_save=false", *layout]
+    overrides += ["model.moe.bias_update_rate=0.01"] if family in hf.ROUTED_FAMILIES else []
     corpus = scenarios.SkewedCorpus((200, 37, 64, 5, 90))
     packs = [[corpus.sample(i) for i in pack] for pack in PACKS]
     run = tmp_path / "run"
@@ -93,3 +95,21 @@ def told_by_headers(folder: Path) -> dict[str, tuple[str, list[int]]]:
             slices = {name: file.get_slice(name) for name in file.keys()}
             found |= {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
     return found
+
+
+def test_a_correction_bias_that_moved_is_exported_in_fp32(ranks: Ranks, tmp_path: Path) -> None:
+    """Also from files that hold it in bf16, which rounds steps of the bias away."""
+    source = hf.save(tmp_path / "source", "minimax_m2", dtype=torch.bfloat16)
+    overrides = [*recipe_of(source), "checkpoint.async_save=false", "run.precision=bf16"]
+    overrides += ["model.moe.bias_update_rate=1e-3", *EP]
+    run, packs = tmp_path / "run", [[scenarios.SkewedCorpus((90,)).sample(0)]]
+    kept.keep(open_source(source), run / "hf")
+    ranks(2).run(train_and_save, overrides, str(source), str(run / "checkpoints"), packs)
+    export_hf(run, tmp_path / "exported", QUIET)
+    before, after = hf.tensors(source), hf.tensors(tmp_path / "exported")
+    for name, tensor in before.items():
+        is_bias = name.endswith("e_score_correction_bias")
+        assert after[name].dtype == (torch.float32 if is_bias else torch.bfloat16), name
+        if is_bias:  # two steps up or down, or one of each
+            moved = ((after[name] - tensor.float()) / 1e-3).round().abs()
+            assert set(moved.tolist()) <= {0.0, 1.0, 2.0} and moved.any()

@@ -85,6 +85,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmoe": dict(family="olmoe"),
     "granitemoe": dict(family="granitemoe", tied=True),
     "gpt_oss": dict(family="gpt_oss", num_hidden_layers=4, layer_types=FOUR_KINDS),
+    "glm4_moe": dict(family="glm4_moe", num_hidden_layers=4),  # of two stages one has a layer without experts
+    "minimax_m2": dict(family="minimax_m2"),
     "llama_biased": dict(family="llama", attention_bias=True, mlp_bias=True),
 }
 
@@ -126,7 +128,7 @@ CASES = [
     *[("ministral3", "one"), ("ministral3", "cp")],
     *[("qwen2_moe", "one"), ("qwen2_moe", "tp_ep"), ("qwen2_moe_normalised", "ep")],
     *[("exaone4", "tp"), ("olmoe", "tp_ep"), ("granitemoe", "ep"), ("llama_biased", "tp")],
-    ("gpt_oss", "one"),
+    *[("gpt_oss", "one"), ("glm4_moe", "one"), ("glm4_moe", "pp"), ("minimax_m2", "tp_ep")],
 ]
 GRID = [
     *[("olmo3", "tp"), ("olmo3", "pp"), ("olmo3", "one")],
@@ -144,6 +146,8 @@ GRID = [
     *[("exaone4", "cp"), ("exaone4", "pp"), ("olmoe", "cp_ep"), ("olmoe", "pp")],
     *[("granitemoe", "tp_ep"), ("granitemoe", "cp"), ("granitemoe", "pp")],
     *[("gpt_oss", layout) for layout in ("tp", "cp", "pp", "ep", "tp_ep", "cp_ep")],
+    *[("glm4_moe", layout) for layout in ("tp", "cp", "ep", "tp_ep", "cp_ep")],
+    *[("minimax_m2", layout) for layout in ("one", "tp", "cp", "pp", "ep", "cp_ep")],
 ]
 
 
@@ -179,7 +183,8 @@ GEMMA += [("gemma2", "pp_dp"), ("gemma2", "tp_whole_cp"), ("gemma3", "cp4"), ("g
     "name,layout",
     [
         *MIXED,
-        ("qwen2_moe", "tp_cp_ep"),
+        *[("qwen2_moe", "tp_cp_ep"), ("glm4_moe", "tp_cp_ep"), ("glm4_moe", "tp_virtual"), ("minimax_m2", "tp_cp_ep")],
+        *in_grid([("glm4_moe", "one"), ("minimax_m2", "one"), ("glm4_moe", "pp_dp"), ("minimax_m2", "cp_dp")]),
         *in_grid([("gpt_oss", "tp_cp"), ("gpt_oss", "ep"), ("gpt_oss", "pp"), ("gpt_oss", "cp_ep")]),
         *in_grid(GEMMA),
         *in_grid([("olmo2", "tp_whole_cp"), ("smollm3", "tp_virtual"), ("qwen2_windows", "tp_whole_cp")]),

@@ -86,8 +86,9 @@ def test_positions_that_transformers_would_not_compute_are_not_written() -> None
 
 def test_an_unsupported_family_is_told_what_it_needs() -> None:
     assert refusal({"model_type": "dots1"}).startswith(
-        'config.json: model_type = "dots1" is not supported: it needs a router with sigmoid scores, and dense first '
-        "layers, which this trainer does not have.  The nearest family is qwen3_moe.  Supported: llama, "
+        'config.json: model_type = "dots1" is not supported: it needs a table of its tensors beside a router with '
+        "sigmoid scores, and windows in some layers, which this trainer does not have.  The nearest family is "
+        "glm4_moe.  Supported: llama, "
     )
     assert all(nearest in FAMILIES and named not in FAMILIES for named, (_, nearest) in _MISSING.items())
 

@@ -89,14 +89,15 @@ def test_a_view_of_an_expert_written_out() -> None:
 def test_a_family_has_the_tensors_of_transformers(tmp_path: Path, family: str, tied: bool) -> None:
     """Those of its files: in memory, its experts are one tensor."""
     fields = dict(hidden_size=8, intermediate_size=12, num_attention_heads=4, num_key_value_heads=2, head_dim=2)
-    fields |= dict(head_dim=8) if family in hf.LINEAR_FAMILIES else {}  # a quarter of a head is rotated
+    partial = (*hf.LINEAR_FAMILIES, *hf.ROUTED_FAMILIES)
+    fields |= dict(head_dim=8) if family in partial else {}  # a quarter or half of a head is rotated
     fields |= dict(head_dim=...) if family in hf.LATENT_FAMILIES else {}
     theirs = load_file(hf.save(tmp_path, family, tied=tied, **fields) / "model.safetensors")
     experts = {"qwen3_moe": MoeConfig(num_experts=4, top_k=2, ffn_hidden_size=24)}
     experts |= dict.fromkeys(("mixtral", "olmoe", "granitemoe", "gpt_oss"), MoeConfig(num_experts=4, top_k=2))
     experts["qwen2_moe"] = experts["qwen3_moe"].model_copy(update={"shared_ffn_hidden_size": 40, "shared_gate": True})
     model = MODEL.model_copy(update={"tie_embeddings": tied, "moe": experts.get(family, MoeConfig())})
-    if family in (*hf.LINEAR_FAMILIES, *hf.LATENT_FAMILIES):
+    if family in (*partial, *hf.LATENT_FAMILIES):
         model = architecture(read(tmp_path), "config.json").model
     views = views_by_tensor(FAMILIES[family].mappings(model, hf.VOCAB))
     assert {one.name: one.shape for one in views} == {name: tuple(one.shape) for name, one in theirs.items()}

@@ -111,7 +111,7 @@ def _write_model(
         check_stored(reader, tensors.values(), path)
     else:
         merging = open_merged(path, common, recipe, tensors, like=options.like, original=original, console=console)
-    expected = _expected(tensors, original, reader, options.dtype)
+    expected = _expected(tensors, original, reader, options.dtype, moves_bias=_moves_bias(common))
     names = sorted(tensors, key=lambda name: -TYPES[expected[name].dtype].itemsize)  # aligns every tensor to its type
     untrained = original.names("passed through")
     planned = {name: kept.on_meta(expected[name], name) for name in [*names, *untrained]}
@@ -154,16 +154,27 @@ def _write_model(
 
 
 def _expected(
-    tensors: Mapping[str, TrainedTensor], original: Original, reader: TorchDistReader, dtype: str | None
+    tensors: Mapping[str, TrainedTensor],
+    original: Original,
+    reader: TorchDistReader,
+    dtype: str | None,
+    *,
+    moves_bias: bool,
 ) -> dict[str, Expected]:
-    """What the export must have."""
+    """What the export must have.  moves_bias: whether the run moved the correction biases of routers"""
     expected = dict(original.tensors or {})
     for name, tensor in tensors.items():
         if name not in expected:
             expected[name] = Expected(shape=tensor.shape, dtype=NAMES[tensor.dtype(reader)], role="trained")
+        if tensor.parts[0][0].is_buffer and moves_bias:
+            expected[name] = replace(expected[name], dtype="F32")  # a step of the bias may be below a rounding of bf16
         if dtype is not None:
             expected[name] = replace(expected[name], dtype=NAMES[getattr(torch, dtype)])
     return expected
+
+
+def _moves_bias(common: Mapping[str, Any]) -> bool:
+    return bool(getattr(common.get("args"), "moe_router_bias_update_rate", 0.0))
 
 
 def _converted(

@@ -2,8 +2,8 @@
 
 `rules.py` holds what families share, and `sft/hf/tensor_view.py` explains the letters of a shape.  The other files
 declare the families: `dense.py`, `experts.py`, `variants.py`, `gemma.py` and `gpt_oss.py` for those whose layers
-compute more, `linear.py` for those with linear attention, `latent.py` for those with latent attention, and `vision.py`
-for those with a vision tower.
+compute more, `routed.py` for those whose routers have sigmoid scores, `linear.py` for those with linear attention,
+`latent.py` for those with latent attention, and `vision.py` for those with a vision tower.
 """
 
 from collections.abc import Mapping
@@ -15,13 +15,14 @@ from sft.hf.families.gemma import GEMMA
 from sft.hf.families.gpt_oss import GPT_OSS
 from sft.hf.families.latent import LATENT
 from sft.hf.families.linear import LINEAR_FAMILIES
+from sft.hf.families.routed import ROUTED
 from sft.hf.families.variants import VARIANTS
 from sft.hf.families.vision import VISION
 from sft.hf.family import Family
 
 FAMILIES = {
     family.name: family
-    for family in (*DENSE, *EXPERTS, *VARIANTS, *GEMMA, *GPT_OSS, *LINEAR_FAMILIES, *LATENT, *VISION)
+    for family in (*DENSE, *EXPERTS, *VARIANTS, *GEMMA, *GPT_OSS, *ROUTED, *LINEAR_FAMILIES, *LATENT, *VISION)
 }
 
 

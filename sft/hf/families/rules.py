@@ -160,6 +160,12 @@ def experts(block: str, gate: str, up: str, down: str, model: str = "model") -> 
     )
 
 
+def correction_bias(block: str, model: str = "model") -> tuple[Rule, ...]:
+    """The correction bias of a router.  block: name of the module that contains it"""
+    name = f"{model}.layers.{LAYER}.{block}.e_score_correction_bias"
+    return (Rule(f"{_OURS}.mlp.router.expert_bias", (View(name, "x"),), is_buffer=True),)
+
+
 def stacked_experts(
     model: str = "model",
     block: str = "mlp",

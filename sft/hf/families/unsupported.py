@@ -12,6 +12,7 @@ _LATENT = "latent attention (MLA), and a router with sigmoid scores and expert g
 _GEMMA = "GeGLU, norm weights that are offsets from 1, and scaled embeddings"
 _INTERLEAVED = "rotary positions on neighbouring numbers of a head"
 _WINDOWS = "sliding windows"
+_TABLE = "a table of its tensors beside a router with sigmoid scores"
 
 # model_type -> what a model of the family needs, and the supported family with the most in common
 _MISSING: dict[str, tuple[str, str]] = {
@@ -25,7 +26,7 @@ _MISSING: dict[str, tuple[str, str]] = {
     "dbrx": ("LayerNorm, clamped queries, keys and values, and experts fused by rows", "mixtral"),
     "deepseek_v2": (_LATENT, "qwen3_moe"),
     "deepseek_v32": (f"sparse attention, {_LATENT}", "qwen3_moe"),
-    "dots1": ("a router with sigmoid scores, and dense first layers", "qwen3_moe"),
+    "dots1": (f"{_TABLE}, and windows in some layers", "glm4_moe"),
     "ernie4_5": (_INTERLEAVED, "llama"),
     "ernie4_5_moe": (f"{_INTERLEAVED}, a router with a correction bias, and dense layers", "qwen3_moe"),
     "falcon": (f"{_BIASED}, and attention and MLP side by side", "llama"),
@@ -34,10 +35,6 @@ _MISSING: dict[str, tuple[str, str]] = {
     "gemma3n": (f"{_GEMMA}, {_WINDOWS}, and embeddings for each layer", "qwen3"),
     "glm": (f"{_INTERLEAVED}, on a part of each head", "llama"),
     "glm4": (f"{_INTERLEAVED}, on a part of each head, and norms before and after each block", "llama"),
-    "glm4_moe": (
-        "rotary positions on a part of each head, a router with sigmoid scores, and dense first layers",
-        "qwen3_moe",
-    ),
     "gpt2": (f"{_BIASED}, and learned positions", "llama"),
     "gpt_neox": (f"{_BIASED}, and rotary positions on a part of each head", "llama"),
     "granitemoehybrid": (_MAMBA, "mixtral"),
@@ -53,10 +50,6 @@ _MISSING: dict[str, tuple[str, str]] = {
     "llama4_text": (f"chunked attention, and {_INTERLEAVED}", "mixtral"),
     "mimo": ("code of the model's own repository", "qwen2"),
     "minicpm3": ("latent attention (MLA), and scaled embeddings and residuals", "llama"),
-    "minimax_m2": (
-        "a router with sigmoid scores and a correction bias, and rotary positions on a part of each head",
-        "qwen3_moe",
-    ),
     "ministral": (f"{_WINDOWS} in some of its layers", "mistral"),
     "mllama": ("layers with cross-attention to images", "llama"),
     "mpt": (f"{_BIASED}, and ALiBi", "llama"),
@@ -67,7 +60,7 @@ _MISSING: dict[str, tuple[str, str]] = {
     "opt": (f"{_BIASED}, and learned positions", "llama"),
     "phi": (f"{_BIASED}, and attention and MLP side by side", "phi3"),
     "phimoe": ("LayerNorm with biases, and a router of its own kind (sparsemixer)", "mixtral"),
-    "solar_open": ("a router with sigmoid scores", "qwen3_moe"),
+    "solar_open": (_TABLE, "glm4_moe"),
     "stablelm": ("LayerNorm, and rotary positions on a part of each head", "llama"),
     "starcoder2": (f"{_BIASED}, and {_WINDOWS}", "llama"),
 }

@@ -1,0 +1,153 @@
+"""Families whose routers have sigmoid scores and a correction bias: GLM-4.5 to 4.7, and MiniMax-M2.
+
+    model_type   shared expert   dense first layers   norms on queries and keys
+    glm4_moe     yes             yes                  per head, in some models
+    minimax_m2   no              no                   across heads
+
+Half of each head has rotary positions.  Files of GLM-4.5 have one layer more than the model, for multi-token
+prediction; it is passed through.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from sft.hf.families.rules import (
+    DEFAULTS,
+    KEYS,
+    OPTIONS,
+    attention,
+    correction_bias,
+    experts,
+    mlp,
+    outer,
+    qk_norm,
+    qkv_bias,
+    shared_expert,
+)
+from sft.hf.family import Family, Rule
+from sft.hf.model_keys import Computed
+
+_WIDTH, _COUNT = "moe_intermediate_size", "n_shared_experts"
+
+# Keys of config.json of routers after DeepSeek-V3.
+ROUTER_KEYS = {
+    "moe.num_experts": "n_routed_experts",
+    "moe.top_k": "num_experts_per_tok",
+    "moe.ffn_hidden_size": _WIDTH,
+    "moe.normalize_top_k": "norm_topk_prob",
+    "moe.num_groups": "n_group",
+    "moe.top_groups": "topk_group",
+    "moe.scaling_factor": "routed_scaling_factor",
+    "moe.dense_layers": "first_k_dense_replace",
+}
+SIGMOID = {"moe.score_function": "sigmoid", "moe.correction_bias": True}
+
+
+def of_layers(mlp: Literal["dense", "experts"], *rules: Rule) -> tuple[Rule, ...]:
+    """The rules for layers that have experts, or for those that have none."""
+    return tuple(replace(rule, mlp=mlp) for rule in rules)
+
+
+def routed(model: str = "model") -> tuple[Rule, ...]:
+    """What follows attention: an MLP in the first layers; router, experts and shared expert in the others."""
+    return (
+        *of_layers("dense", *mlp(model)),
+        *of_layers(
+            "experts",
+            *experts("mlp", "gate_proj", "up_proj", "down_proj", model),
+            *correction_bias("mlp.gate", model),
+            *shared_expert(name="shared_experts", gate=None, model=model),
+        ),
+    )
+
+
+def _shared_width(content: Mapping[str, Any], width: int, count: int) -> int:
+    """{"moe_intermediate_size": 1408, "n_shared_experts": 2} -> 2816: the shared experts are one MLP."""
+    width, count = content.get(_WIDTH, width), content.get(_COUNT, count)
+    if type(width) is not int or type(count) is not int or count < 1:
+        raise ValueError(f"{_COUNT} = {count} with {_WIDTH} = {width} is no shared expert")
+    return width * count
+
+
+def shared_width(width: int, count: int) -> Computed:
+    """width, count: those of a config.json without the keys"""
+    return Computed(_COUNT, lambda content: _shared_width(content, width, count), lambda value, layers: {})
+
+
+ROUTED = (
+    Family(
+        model_type="glm4_moe",
+        class_name="Glm4MoeForCausalLM",
+        rules=(
+            *outer(),
+            *attention(),
+            *qkv_bias(needs="qkv_bias"),
+            *(replace(rule, needs="qk_norm") for rule in qk_norm()),
+            *routed(),
+        ),
+        implied=SIGMOID,
+        keys={**KEYS, **ROUTER_KEYS, "qkv_bias": "attention_bias", "qk_norm": "use_qk_norm"},
+        computed={"moe.shared_ffn_hidden_size": shared_width(1408, 1)},
+        aliases={"n_routed_experts": "num_local_experts"},
+        defaults={
+            **DEFAULTS,
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "attention_bias": False,
+            "use_qk_norm": False,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            _WIDTH: 1408,
+            "norm_topk_prob": True,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+            "first_k_dense_replace": 1,
+        },
+        options=OPTIONS,
+        rope_fraction=0.5,
+        has_mtp_layers=True,
+    ),
+    Family(
+        model_type="minimax_m2",
+        class_name="MiniMaxM2ForCausalLM",
+        rules=(
+            *outer(),
+            *attention(),
+            *qk_norm(across_heads=True),
+            *experts("block_sparse_moe", "w1", "w3", "w2"),
+            *correction_bias("block_sparse_moe"),
+        ),
+        implied={
+            **SIGMOID,
+            "qkv_bias": False,
+            "qk_norm": True,
+            "qk_norm_across_heads": True,
+            "moe.normalize_top_k": True,
+        },
+        keys={**KEYS, "moe.num_experts": "num_local_experts", "moe.top_k": "num_experts_per_tok"},
+        aliases={"num_local_experts": "num_experts"},
+        defaults={
+            **DEFAULTS,
+            "rope_theta": 5e6,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+        },
+        options={
+            **{key: values for key, values in OPTIONS.items() if key != "auto_map"},  # transformers has its own code
+            "router_jitter_noise": (0.0,),
+            "scoring_func": ("sigmoid",),
+            "use_routing_bias": (True,),
+            "use_qk_norm": (True,),
+            "qk_norm_type": ("per_layer",),
+            "shared_intermediate_size": (0, None),
+            "sliding_window": (None,),
+        },
+        rope_fraction=1.0,
+        rope_width="rotary_dim",
+        has_mtp_layers=True,
+    ),
+)

@@ -72,6 +72,7 @@ def test_no_recipe_repeats_what_comes_with_the_model(name: str) -> None:
         ("qwen36_27b_128k.yaml", 16, 1, 32768),
         ("qwen36_35b_a3b_128k.yaml", 16, 1, 16384),
         ("llama31_8b_128k.yaml", 16, 1, 16384),
+        ("glm45_air_64k.yaml", 64, 2, 8192),
         ("llama31_8b_128k.yaml", 32, 2, 16384),
         ("llama31_8b_128k_dynamic_cp.yaml", 16, 1, 16384),
     ],
@@ -95,6 +96,7 @@ def test_what_a_rank_holds(name: str, world_size: int, dp: int, tokens_per_rank:
         ("gemma3_27b_128k.yaml", 27_009_346_304, (1e6, "linear", 8.0, None)),
         ("qwen36_27b_128k.yaml", 26_895_998_464, (1e7, "none", 1.0, None)),
         ("qwen36_35b_a3b_128k.yaml", 34_660_610_688, (1e7, "none", 1.0, None)),
+        ("glm45_air_64k.yaml", 106_852_245_504, (1e6, "none", 1.0, None)),
         ("llama31_8b_128k.yaml", 8_030_261_248, (5e5, "llama3", 8.0, 8192)),
     ],
 )

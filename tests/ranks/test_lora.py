@@ -123,6 +123,8 @@ EP, ETP = ["parallel.ep=2"], ["parallel.etp=2", "run.device=auto"]
         ("mixtral", ["w1", "w2", "q_proj"], 2, [*PP, FULL]),
         ("qwen2_moe", ["shared_expert.*", "experts.*.up_proj"], 2, [*SP, SELECTIVE]),
         ("qwen2_moe", ["shared_expert.*", "experts.*.down_proj"], 4, [*SP, *EP]),
+        # Linears of the first layer, which has no experts, and of the shared experts and experts of the others.
+        ("glm4_moe", ["q_proj", "down_proj"], 2, [*SP, *EP]),
         ("qwen3_moe", EXPERTS, 2, [*SP, *ETP, SELECTIVE]),
         ("qwen3_moe", EXPERTS, 4, [*SP, *ETP, *EP, *CP]),
     ],

@@ -1,23 +1,25 @@
-"""Families whose layers have multi-head latent attention: DeepSeek-V3 and what followed its configuration.
+"""Families whose layers have multi-head latent attention: DeepSeek-V3, Kimi-K2, Moonlight, and GLM-4.7-Flash.
 
     projection of the token            norm                 up projection, by head
     q_a_proj                           q_a_layernorm        q_b_proj              query: plain part, rotary part
     kv_a_proj_with_mqa                 kv_a_layernorm       kv_b_proj             plain part of the key, value
       latent, rotary key of all heads
 
-Without q_lora_rank there is q_proj in place of q_a_proj and q_b_proj.
+Without q_lora_rank there is q_proj in place of q_a_proj and q_b_proj.  Routers are those of routed.py.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from sft.hf.families.rules import DEFAULTS, KEYS, NO_BIAS, OPTIONS, mlp, outer
+from sft.hf.families.routed import ROUTER_KEYS, SIGMOID, routed, shared_width
+from sft.hf.families.rules import DEFAULTS, KEYS, NO_BIAS, OPTIONS, outer
 from sft.hf.family import Family, Rule
 from sft.hf.model_keys import Computed
 from sft.hf.tensor_view import LAYER, View
 
 _OURS = "decoder.layers.self_attention"
-_FIRST, _LATENT = "first_k_dense_replace", "latent_attention"
+_KINDS, _LATENT = "mlp_layer_types", "latent_attention"
 _NAMES = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _KEYS = {
     **{key: name for key, name in KEYS.items() if key not in ("head_dim", "num_query_groups")},
@@ -26,7 +28,7 @@ _KEYS = {
 }
 
 
-_IMPLIED = {"qkv_bias": False, "qk_norm": False, "head_dim": None, f"{_LATENT}.norm_epsilon": 1e-6}
+_IMPLIED = {**SIGMOID, "qkv_bias": False, "qk_norm": False, "head_dim": None, f"{_LATENT}.norm_epsilon": 1e-6}
 
 
 def _attention(model: str = "model") -> tuple[Rule, ...]:
@@ -49,44 +51,93 @@ def _attention(model: str = "model") -> tuple[Rule, ...]:
     )
 
 
-def _no_experts(content: Mapping[str, Any]) -> None:
-    """None, the number of experts of a model whose layers are all dense."""
-    dense, count = content.get(_FIRST, 3), content.get("num_hidden_layers")
-    if type(dense) is not int or type(count) is not int or dense < count:
-        raise ValueError(
-            f"{_FIRST} = {dense} with num_hidden_layers = {count}: only dense layers are supported, because this "
-            "trainer has no router with sigmoid scores and expert groups"
-        )
-
-
 def _no_change(value: Any, count: int) -> dict[str, Any]:
     return {}
 
 
-# num_key_value_heads says nothing: kv_b_proj has keys and values of all heads.
-_GROUPS = {
-    "num_query_groups": Computed("num_attention_heads", lambda content: content.get("num_attention_heads"), _no_change)
-}
+def _num_dense(content: Mapping[str, Any]) -> int:
+    """{"mlp_layer_types": ["dense", "sparse", "sparse"]} -> 1: layers without experts come first."""
+    kinds, count = content.get(_KINDS), content.get("num_hidden_layers")
+    if kinds is None:
+        return 1
+    number = kinds.count("dense") if isinstance(kinds, list) else 0
+    if not isinstance(kinds, list) or kinds != ["dense"] * number + ["sparse"] * (len(kinds) - number):
+        raise ValueError(f"{_KINDS} is not a list of dense layers and then sparse ones")
+    if len(kinds) != count:
+        raise ValueError(f"{_KINDS} has {len(kinds)} entries, but num_hidden_layers = {count}")
+    return number
 
+
+def _layer_types(number: int, count: int) -> dict[str, Any]:
+    return {_KINDS: ["dense"] * number + ["sparse"] * (count - number)}
+
+
+# num_key_value_heads says nothing: kv_b_proj has keys and values of all heads.
+_GROUPS = Computed("num_attention_heads", lambda content: content.get("num_attention_heads"), _no_change)
+_SIZES = {"qk_rope_head_dim": 64, "kv_lora_rank": 512, "rope_interleave": True, "norm_topk_prob": True}
+
+_DEEPSEEK = Family(
+    model_type="deepseek_v3",  # Moonlight, too
+    class_name="DeepseekV3ForCausalLM",
+    rules=(*outer(), *_attention(), *routed()),
+    implied=_IMPLIED,
+    keys={**_KEYS, **ROUTER_KEYS},
+    computed={"num_query_groups": _GROUPS, "moe.shared_ffn_hidden_size": shared_width(2048, 1)},
+    aliases={"n_routed_experts": "num_local_experts"},
+    defaults={
+        **DEFAULTS,
+        **_SIZES,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 3,
+    },
+    options={
+        # Repositories of these models contain code of the models, which transformers has too.
+        **{key: allowed for key, allowed in {**OPTIONS, **NO_BIAS}.items() if key != "auto_map"},
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+        "moe_layer_freq": (1,),
+    },
+    has_mtp_layers=True,
+)
 
 LATENT = (
+    _DEEPSEEK,
+    replace(_DEEPSEEK, model_type="kimi_k2"),  # transformers has no such type; its files name the class of DeepSeek
     Family(
-        model_type="deepseek_v3",  # Moonlight, too
-        class_name="DeepseekV3ForCausalLM",
-        rules=(*outer(), *_attention(), *mlp()),
+        model_type="glm4_moe_lite",
+        class_name="Glm4MoeLiteForCausalLM",
+        rules=_DEEPSEEK.rules,
         implied=_IMPLIED,
-        keys=_KEYS,
-        computed={**_GROUPS, "moe.num_experts": Computed(_FIRST, _no_experts, _no_change)},
+        keys={**_KEYS, **{key: name for key, name in ROUTER_KEYS.items() if key != "moe.dense_layers"}},
+        computed={
+            "num_query_groups": _GROUPS,
+            "moe.shared_ffn_hidden_size": shared_width(1536, 1),
+            "moe.dense_layers": Computed(_KINDS, _num_dense, _layer_types),
+        },
+        aliases={"n_routed_experts": "num_local_experts"},
         defaults={
             **DEFAULTS,
-            "kv_lora_rank": 512,
-            "q_lora_rank": 1536,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "rope_interleave": True,
+            **_SIZES,
+            "rms_norm_eps": 1e-5,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "moe_intermediate_size": 1536,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.8,
         },
-        # Repositories of these models contain code of the models, which transformers has too.
-        options={key: allowed for key, allowed in {**OPTIONS, **NO_BIAS}.items() if key != "auto_map"},
+        options={**OPTIONS, **NO_BIAS},
+        has_mtp_layers=True,
     ),
 )

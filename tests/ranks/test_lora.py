@@ -91,7 +91,7 @@ CASES = [
     ("qwen3_5_text", ["in_proj_qkv", "in_proj_a", "q_proj"], 2, [*SP, SELECTIVE]),
     ("qwen3_next", ["in_proj_qkvz", "in_proj_ba", "out_proj"], 2, SP),
     # kv_b_proj is applied to gathered latents, one head group at a time; all ranks hold kv_a_proj_with_mqa whole.
-    ("deepseek_v3", LATENT, 2, TP),
+    ("deepseek_v3", LATENT, 2, SP),
     ("deepseek_v3", LATENT, 4, [*CP, *SP, SELECTIVE]),
     ("deepseek_v3", ["kv_b_proj", "q_a_proj"], 4, [*PP, *SP, FULL]),
     ("qwen3", ["k_proj", "up_proj"], 4, [*TP, *PP, SELECTIVE]),

@@ -93,8 +93,10 @@ def test_what_is_refused(changes: dict[str, Any], why: str) -> None:
 
 
 def test_the_layers_of_glm_4_7_flash(tmp_path: Path) -> None:
-    source = hf.save(tmp_path / "source", "glm4_moe_lite", mlp_layer_types=["dense", "sparse"])
+    source = hf.save(
+        tmp_path / "source", "glm4_moe_lite", num_hidden_layers=3, mlp_layer_types=["dense", "sparse", "sparse"]
+    )
     model = architecture(open_source(source).content, "config.json").model
     assert model.moe.dense_layers == 1
-    content = open_source(source).content | {"mlp_layer_types": ["sparse", "dense"]}
+    content = open_source(source).content | {"mlp_layer_types": ["sparse", "dense", "sparse"]}
     assert "is not a list of dense layers and then sparse ones" in refusal(content)

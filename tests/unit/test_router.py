@@ -54,7 +54,7 @@ def test_a_token_chooses_groups_before_experts() -> None:
 
 def test_the_balancing_loss_is_about_scores_without_bias() -> None:
     """DeepSeek-V3, equations 17 to 20: choices by score alone, and scores divided by their sum."""
-    settings = moe(correction_bias=True, scaling_factor=2.5, num_groups=2)
+    settings = moe(correction_bias=True, scaling_factor=2.5)
     probabilities, chosen = router.Routing.of(LOGITS, settings, BIAS).balanced(LOGITS, settings)
     np.testing.assert_allclose(probabilities, SCORES / torch.tensor([[1.4], [1.9]]), atol=1e-12)
     np.testing.assert_array_equal(chosen, [[True, True, False, False], [False, False, True, True]])
@@ -75,3 +75,14 @@ def test_a_step_of_the_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     router.update_biases([], load, 0.125)
     assert routers[0].expert_bias.tolist() == [0.375, 0.625, 0.5]
     assert routers[1].expert_bias.tolist() == [0.625, 0.625, 0.375]
+
+
+def test_the_bias_is_not_rounded_with_the_weights() -> None:
+    """0.03 is no number of bf16."""
+    half = router.Router.__new__(router.Router)
+    torch.nn.Module.__init__(half)
+    half.weight = torch.nn.Parameter(torch.zeros(3, 2))
+    half.register_buffer("expert_bias", torch.full((3,), 0.03))
+    half.bfloat16()
+    assert half.weight.dtype == torch.bfloat16
+    assert half.expert_bias is not None and torch.equal(half.expert_bias, torch.full((3,), 0.03))

@@ -9,6 +9,7 @@ import pytest
 from tests.ranks.pool import RankPool
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the hub; tests/unit/fixtures/hub.py serves one on this machine
+os.environ["SFT_CACHE"] = "/nonexistent"  # no test uses constants that were measured on this machine
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -16,8 +16,12 @@ from sft.commands.arguments import (
     resolve_layout,
 )
 from sft.commands.output import print_group, progress
+from sft.errors import ConfigError
 
 if TYPE_CHECKING:
+    from sft.adapters import Trained
+    from sft.estimate.gpus import Gpu
+    from sft.estimate.lengths import Lengths
     from sft.parallel.layout import Layout
     from sft.recipe.resolved import Recipe
 
@@ -27,11 +31,14 @@ def add(commands: Any) -> None:
     command.add_argument("--world-size", metavar="N", type=int, help="number of processes of the run")
     about = "show where the value of KEY came from, and what KEY does; may be given several times"
     command.add_argument("--explain", metavar="KEY", action="append", default=[], help=about)
+    about = "refuse a recipe that does not fit this type of GPU, such as h100 (default: the GPU of this machine)"
+    command.add_argument("--gpu", metavar="NAME", help=about)
     command.add_argument("--no-data", action="store_true", help="do not read data files or tokenizer")
 
 
 def check(arguments: Namespace) -> None:
     recipe = read_recipe(arguments)
+    gpu = _gpu(recipe, arguments.gpu)
     launched = launched_world_size()
     world_size = launched if arguments.world_size is None else arguments.world_size
     if arguments.explain:
@@ -46,16 +53,27 @@ def check(arguments: Namespace) -> None:
     print_group("layout", layout.equations(recipe.config.data.seq_length))
     _print_rotary(recipe)
     if arguments.no_data:
+        from sft.estimate.lengths import Lengths
+
         built_in = recipe.config.tokenizer == "byte"
         vocab_size = read_tokenizer(recipe).vocab_size if built_in else None
-        _print_model(recipe, layout, vocab_size)
-        _print_time(recipe, layout, vocab_size, recipe.config.data.seq_length)
+        _print_model(recipe, layout, vocab_size, gpu)
+        _print_time(recipe, layout, vocab_size, Lengths.all_of(recipe.config.data.seq_length), gpu)
         print_group("weights", ["not read (--no-data)"])
         print_group("data", ["not read (--no-data)"])
         _print_warnings(recipe, num_steps=recipe.config.train.num_steps)
     else:
         check_paths(recipe)
-        _check_data(recipe, layout)
+        _check_data(recipe, layout, gpu)
+
+
+def _gpu(recipe: "Recipe", name: str | None) -> "Gpu | None":
+    """The GPU of this name, or that of this machine, if the recipe may run on it."""
+    from sft.estimate import gpus
+
+    if name is not None:
+        return gpus.gpu(name)
+    return None if recipe.config.run.device == "cpu" else gpus.of_machine()
 
 
 def _print_rotary(recipe: "Recipe") -> None:
@@ -67,14 +85,15 @@ def _print_rotary(recipe: "Recipe") -> None:
         print_group("rotary", [f"with te: {problem}"])
 
 
-def _check_data(recipe: "Recipe", layout: "Layout") -> None:
+def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
     from sft.data.cache.prepare import prepare_recipe
     from sft.data.inspect import cp_forecast
     from sft.data.inspect.forecast import length_lines, loader_of
+    from sft.estimate.lengths import Lengths
 
     train = recipe.config.train
     tokenizer = read_tokenizer(recipe)
-    _print_model(recipe, layout, tokenizer.vocab_size)
+    _print_model(recipe, layout, tokenizer.vocab_size, gpu)
     _print_weights(recipe, tokenizer.vocab_size)
     corpora = prepare_recipe(recipe.config, tokenizer, progress())
     corpus = corpora.pop("train")
@@ -90,7 +109,7 @@ def _check_data(recipe: "Recipe", layout: "Layout") -> None:
         *([cp_forecast.short_line(recipe.config, layout, corpus, loader)] if layout.cp_sizes else ()),
     ]
     print_group("data", lines)
-    _print_time(recipe, layout, tokenizer.vocab_size, int(corpus.lengths.max()))
+    _print_time(recipe, layout, tokenizer.vocab_size, Lengths.of_corpus(corpus.lengths), gpu)
     for name, held_out in corpora.items():
         print_group(name, held_out.summary().splitlines())
     _print_warnings(recipe, num_steps=num_steps, num_packs=len(plan), longest=int(corpus.lengths.max()))
@@ -104,8 +123,11 @@ def _print_warnings(recipe: "Recipe", **length: int | None) -> None:
         print_group("WARNING", [warning])
 
 
-def _print_model(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None) -> None:
-    """Print the number of parameters and the estimated memory, which both need the size of the vocabulary."""
+def _print_model(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None, gpu: "Gpu | None") -> None:
+    """Print the number of parameters and the predicted memory, which both need the size of the vocabulary.
+
+    Raises ConfigError if the recipe does not fit the GPU.
+    """
     from sft.estimate import layer_kinds
     from sft.estimate.memory import describe
     from sft.flops import describe_parameters, num_parameters
@@ -127,6 +149,35 @@ def _print_model(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None)
         lines.append(trained.describe(recipe.config.lora.rank, num_parameters(model, rows)))
     print_group("model", lines)
     print_group("memory", describe(recipe.config, layout, rows, trained))
+    if gpu is not None:
+        _check_fit(recipe, layout, rows, trained, gpu)
+
+
+def _check_fit(recipe: "Recipe", layout: "Layout", rows: int, trained: "Trained", gpu: "Gpu") -> None:
+    from sft.estimate.constants import constants_of
+    from sft.estimate.gpus import GIB, HOST_GIB
+    from sft.estimate.lengths import Lengths
+    from sft.planner.fit import problem
+    from sft.planner.task import Hardware, Task
+
+    config = recipe.config
+    hardware = Hardware(
+        gpu=gpu,
+        gpus_per_node=config.parallel.gpus_per_node,
+        fabric="",
+        constants=constants_of(gpu, config.parallel.inter_node_gb_s),
+        host_bytes=HOST_GIB * GIB,
+    )
+    task = Task(
+        name=config.model.hf or "",
+        config=config,
+        vocab_size=rows,
+        trained=trained,
+        lengths=Lengths.all_of(config.data.seq_length),
+        hardware=hardware,
+    )
+    if paragraph := problem(task, layout):
+        raise ConfigError(paragraph)
 
 
 def _print_weights(recipe: "Recipe", tokenizer_size: int) -> None:
@@ -143,11 +194,15 @@ def _print_weights(recipe: "Recipe", tokenizer_size: int) -> None:
         print_group("adapters", initial_adapters.describe(recipe.config, trained))
 
 
-def _print_time(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None, longest: int) -> None:
-    """Print the estimated time of a step, without the loss head if the size of the vocabulary is unknown."""
-    from sft.estimate.time import describe
+def _print_time(
+    recipe: "Recipe", layout: "Layout", tokenizer_size: int | None, lengths: "Lengths", gpu: "Gpu | None"
+) -> None:
+    """Print the predicted time of a step, without the loss head if the size of the vocabulary is unknown."""
+    from sft.estimate.time import constants_for, describe
     from sft.hf.trained_weights import trained_weights
 
-    vocab_size = recipe.config.model.vocab_size or tokenizer_size or 0
-    trained = trained_weights(recipe.config, vocab_size)
-    print_group("time", describe(recipe.config, layout, vocab_size, longest, os.environ, time.time(), trained))
+    config = recipe.config
+    vocab_size = config.model.vocab_size or tokenizer_size or 0
+    constants, trained = constants_for(config, gpu), trained_weights(config, vocab_size)
+    lines = describe(config, layout, vocab_size, lengths, constants, os.environ, time.time(), trained)
+    print_group("time", lines)

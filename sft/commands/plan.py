@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sft.commands.output import need_matplotlib, print_group, progress
 from sft.errors import ConfigError
-from sft.estimate.gpus import GIB
+from sft.estimate.gpus import GIB, HOST_GIB
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from sft.planner.task import Task
     from sft.recipe.resolved import Recipe
 
-_HOST_GIB = 1000.0  # of a node: less than the 2 TB that nodes of 8 GPUs have, because pages must be locked
 _TOP = 5
 
 
@@ -31,8 +30,8 @@ def add(commands: Any) -> None:
     command.add_argument("--gpus-per-node", metavar="N", type=int, default=8, help="GPUs of a node (default 8)")
     about = "network between nodes: ib400 (default), roce200, ..., or the GB/s that a GPU receives"
     command.add_argument("--fabric", metavar="NAME", default="ib400", help=about)
-    about = f"memory of a node's host for offloading (default {_HOST_GIB:.0f})"
-    command.add_argument("--host-gib", metavar="GIB", type=float, default=_HOST_GIB, help=about)
+    about = f"memory of a node's host for offloading (default {HOST_GIB:.0f})"
+    command.add_argument("--host-gib", metavar="GIB", type=float, default=HOST_GIB, help=about)
     command.add_argument("--seq-length", metavar="N", type=int, help="tokens of a pack; default: those of the recipe")
     about = "lengths of documents: data (those of the recipe), or LENGTH:SHARE,...; default: as long as packs"
     command.add_argument("--lengths", metavar="L", help=about)

@@ -5,10 +5,12 @@ Decides nothing about a model.  Rates of real programs are in `constants.py`; th
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from sft.errors import ConfigError
 
 GIB = 2**30
+HOST_GIB = 1000.0  # of a node: less than the 2 TB that nodes of 8 GPUs have, because pages must be locked
 CONTEXT_BYTES = 0.75 * GIB  # CUDA's context, and the code of kernels: 0.5 to 0.9 GiB on Hopper, assumed
 COMMUNICATOR_BYTES = 0.08 * GIB  # NCCL's buffers of one communicator, with channels over NVLink and network; assumed
 RESERVE = 0.03  # share of the capacity: gaps between allocations (docs/performance.md measured 2% to 4%), workspaces
@@ -96,6 +98,15 @@ def fabric(name: str) -> float:
         known = ", ".join(FABRICS)
         raise ConfigError(f"unknown network {name}.  Known networks: {known}; or give GB/s for each GPU, such as 25.")
     return gb_s
+
+
+def of_machine(driver: Path = Path("/proc/driver/nvidia/gpus")) -> Gpu | None:
+    """The GPU of this machine by NVIDIA's driver, without CUDA; None: no GPU, or one that is not in the table."""
+    for path in sorted(driver.glob("*/information")):
+        models = [line.partition(":")[2].strip() for line in path.read_text().splitlines() if line.startswith("Model")]
+        if models:
+            return of_device(models[0])
+    return None
 
 
 def of_device(name: str) -> Gpu | None:

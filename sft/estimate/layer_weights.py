@@ -112,10 +112,14 @@ class ModelProducts:
     @staticmethod
     def of(model: ModelConfig, trained: Trained = Trained(), rank: int = 0) -> "ModelProducts":
         """trained: what of the model; rank: of its adapters"""
-        layers: dict[LayerKind, list[int]] = {}
+        layers: dict[tuple[LayerKind, bool], list[int]] = {}
         for number in range(model.num_layers):
-            layers.setdefault(model.kind_of(number + 1), []).append(number)
-        of_kinds = [(matrix, numbers) for kind, numbers in layers.items() for matrix in matrices(model, kind)]
+            layers.setdefault((model.kind_of(number + 1), model.has_experts(number + 1)), []).append(number)
+        of_kinds = [
+            (matrix, numbers)
+            for (kind, has_experts), numbers in layers.items()
+            for matrix in matrices(model if has_experts else model.without_experts, kind)
+        ]
         if trained.whole is None:
             return ModelProducts(weights=tuple(LayerWeights(matrix, len(numbers)) for matrix, numbers in of_kinds))
         table = EMBEDDING if model.tie_embeddings else HEAD

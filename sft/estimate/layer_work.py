@@ -112,8 +112,10 @@ class LayerWork:
         ffn = 3 * model.ffn_hidden_size / layout.tp
         if model.moe.num_experts is not None:
             sent = (model.moe.top_k or 0) / sequence * layout.etp
-            ffn = sent * (3 * model.resolved_expert_ffn / layout.etp + 4 * model.hidden_size)
-            ffn += 3 * (model.moe.shared_ffn_hidden_size or 0) / layout.tp
+            experts = sent * (3 * model.resolved_expert_ffn / layout.etp + 4 * model.hidden_size)
+            experts += 3 * (model.moe.shared_ffn_hidden_size or 0) / layout.tp
+            dense = model.moe.dense_layers / model.num_layers
+            ffn = dense * ffn + (1 - dense) * experts
         tokens = self.config.data.seq_length / layout.cp
         num_bytes = width * (hidden + heads + ffn) * tokens * model.num_layers / layout.pp
         return num_bytes / (self.constants.elementwise_gb_s.value * 1e9)

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from sft.config import Config
+from sft.config import Config, ModelConfig
 from sft.estimate.constants import Constants
 from sft.estimate.layer_work import Seconds, cp_sizes, uses_portable
 from sft.estimate.lengths import Lengths
@@ -65,8 +65,9 @@ class Messages:
         layout, model, recompute = self.layout, self.config.model, self.config.train.recompute
         if layout.tp == 1:
             return 0.0
-        has_mlp = model.moe.num_experts is None or model.moe.shared_ffn_hidden_size is not None
-        blocks = 2 if has_mlp else 1
+        # Share of the layers with an MLP that tp splits: a dense one, or a shared expert.
+        has_mlp = 1.0 if model.moe.shared_ffn_hidden_size is not None else 1 - expert_share(model)
+        blocks = 1 + has_mlp
         repeated = {"none": 0, "selective": has_mlp + bool(model.linear_attention.layers) / 2, "full": blocks}
         num = blocks + repeated[recompute]  # forward and repeated, each with a gather and a scatter
         # Backward gathers the gradients of outputs, which nothing hides.  Beside products it gathers inputs again, and
@@ -151,7 +152,7 @@ class Messages:
         within = sent * layout.etp * ((ranks - 1) / ranks - away) / self.constants.intra_gb_s.value
         between = sent * layout.etp * away / self.constants.inter_gb_s.value
         latency = self.constants.latency_us.value * 1e-6
-        return times * self._layers * (max(within, between) / 1e9 + 2 * latency)
+        return times * expert_share(model) * self._layers * (max(within, between) / 1e9 + 2 * latency)
 
     def _pipeline(self) -> float:
         layout = self.layout
@@ -203,3 +204,8 @@ class Messages:
 def unhidden(constants: Constants, messages_s: float, compute_s: float) -> float:
     """Seconds of messages that the computation beside them does not hide.  3 and 2 -> 1, with exposed 1 -> 3"""
     return max(messages_s - compute_s, constants.exposed.value * min(messages_s, compute_s), 0.0)
+
+
+def expert_share(model: ModelConfig) -> float:
+    """Share of the layers that have experts."""
+    return 0.0 if model.moe.num_experts is None else 1 - model.moe.dense_layers / model.num_layers

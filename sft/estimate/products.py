@@ -70,8 +70,9 @@ def attention_reached(config: Config, layout: Layout, of_model: ModelProducts) -
     """Share of the layers with attention in which backward computes attention's gradients: 1 if all is trained."""
     if _keeps_graph(config, layout):
         return 1.0
-    outputs = (weights for weights in of_model.weights if weights.matrix.key == "self_attention.linear_proj.")
-    return next((weights.reached for weights in outputs), 1.0)
+    outputs = [weights for weights in of_model.weights if weights.matrix.key == "self_attention.linear_proj."]
+    num_layers = sum(weights.num_layers for weights in outputs)
+    return sum(weights.reached * weights.num_layers for weights in outputs) / num_layers if outputs else 1.0
 
 
 def _of_weights(

@@ -1,83 +1,79 @@
-"""Estimates how long a step takes, and compares the estimate with the time limits of a run.  Arithmetic only.
+"""Says how long a step takes, by the prediction of `step_time.py`, and compares it with the time limits of a run.
 
-    time of a microbatch = FLOPs of its pack / (tp x cp x peak x ASSUMED_SHARE)         through all pipeline stages
-    time of a step       = time of a microbatch / pp x (num_microbatches + (pp - 1) / virtual_stages)
-
-FLOPs are those of sft/flops.py, and with train.recompute = full those of a second forward pass.  Nothing is measured:
-one assumed share of the peak FLOP/s stands for all models, layouts and backends.  The estimate leaves out the update,
-saves and waiting for data.
+The prediction is of packs full of documents of the data's lengths.  Limits are compared with packs full of documents as
+long as the longest, because a limit must hold for every step.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-
-import numpy as np
 
 from sft.adapters import Trained
 from sft.config import Config
-from sft.flops import ASSUMED_SHARE, ASSUMED_TFLOPS, TrainFlops
+from sft.estimate import gpus
+from sft.estimate.constants import Constants, constants_of
+from sft.estimate.lengths import Lengths
+from sft.estimate.step_time import StepTime, step_time
 from sft.parallel.layout import Layout
 
-
-@dataclass(frozen=True, kw_only=True)
-class StepTime:
-    """Estimated seconds of one microbatch through all pipeline stages, and of a whole step."""
-
-    microbatch_s: float
-    step_s: float
-    tflops: float  # assumed peak of one device
+ASSUMED_GPU = "h100"
+_SMALL = 0.01  # parts below this share of the step are not named
+_ALIKE = 1.05  # the longest documents get a line of their own if their step is longer than this many of the others
 
 
-def estimate(
-    config: Config, layout: Layout, vocab_size: int, longest: int, trained: Trained = Trained()
-) -> StepTime | None:
-    """The time of a step whose packs are full of documents of `longest` tokens, all supervised.
+def constants_for(config: Config, gpu: gpus.Gpu | None, inter_gb_s: float | None = None) -> Constants | None:
+    """The constants of the GPU, or of an H100 with the peak log.peak_tflops.  None: in fp32 or on a CPU.
 
-    None if the peak of the device is unknown: without log.peak_tflops, in fp32 or on a CPU.
+    inter_gb_s: None means parallel.inter_node_gb_s
     """
-    tflops = config.log.peak_tflops
-    if tflops is None:
-        if config.run.precision == "fp32" or config.run.device == "cpu":
-            return None
-        tflops = ASSUMED_TFLOPS
-    length, rank = config.data.seq_length, config.lora.rank or 0
-    per = TrainFlops.of(config.model, vocab_size, trained, rank)
-    attention = per.attention(np.array([longest])) * length / longest
-    flops = length * (per.per_token + per.per_label) + attention
-    if config.train.recompute == "full":  # forward is a third of forward and backward of trained layers
-        flops += (length * (per.per_token + per.saved) + attention) / 3
-    microbatch_s = flops / (layout.tp * layout.cp * tflops * 1e12 * ASSUMED_SHARE)
-    waiting = (layout.pp - 1) / layout.virtual_stages
-    step_s = microbatch_s / layout.pp * (layout.num_microbatches + waiting)
-    return StepTime(microbatch_s=microbatch_s, step_s=step_s, tflops=tflops)
+    if config.run.precision == "fp32" or config.run.device == "cpu":
+        return None
+    constants = constants_of(gpu or gpus.gpu(ASSUMED_GPU), inter_gb_s or config.parallel.inter_node_gb_s)
+    return constants if gpu or not config.log.peak_tflops else constants.with_peak(config.log.peak_tflops)
 
 
 def describe(
     config: Config,
     layout: Layout,
     vocab_size: int,
-    longest: int,
+    lengths: Lengths,
+    constants: Constants | None,
     environ: Mapping[str, str],
     now: float,
     trained: Trained = Trained(),
 ) -> list[str]:
-    """The estimate in words, and a warning for each time limit that is shorter.
+    """The prediction in words, and a warning for each time limit that is shorter.
 
-    longest: tokens of the longest document; now: seconds since 1970, to compare with the end of a SLURM job
+    constants: of `constants_for`; now: seconds since 1970, to compare with the end of a SLURM job
     """
-    time = estimate(config, layout, vocab_size, longest, trained)
-    if time is None:
-        return ["not estimated: the peak of the device is unknown; log.peak_tflops sets it"]
-    assumed = "log.peak_tflops" if config.log.peak_tflops else "H100 SXM; log.peak_tflops sets the peak"
+    if constants is None:
+        return ["not predicted: the rates of the device are unknown in fp32 and on a CPU"]
+    time = step_time(config, layout, vocab_size, lengths, constants, trained)
+    longest = min(int(lengths.tokens.max()), config.data.seq_length)
+    slowest = step_time(config, layout, vocab_size, Lengths.all_of(longest), constants, trained)
+    lines = [
+        f"predicted and not measured: a step {shown(time.step_s)} s, {time.tokens_per_gpu_s:,.0f} tokens/s per GPU, "
+        f"MFU {time.mfu:.0%}, of which {_parts(time)}"
+    ]
+    if slowest.step_s > _ALIKE * time.step_s or len(lengths.tokens) == 1:
+        lines.append(
+            f"if packs of {config.data.seq_length:,} tokens hold documents of {longest:,}: a step "
+            f"{shown(slowest.step_s)} s, a microbatch {shown(slowest.microbatch_s)} s"
+        )
     return [
-        f"estimated and not measured: a step {_shown(time.step_s)} s, a microbatch {_shown(time.microbatch_s)} s, "
-        f"if packs of {config.data.seq_length:,} tokens hold documents of {longest:,}",
-        f"assumed: {ASSUMED_SHARE:.0%} of {time.tflops:,.0f} TFLOP/s ({assumed})",
-        *(f"WARNING: {warning}" for warning in _warnings(config, time, environ, now)),
+        *lines,
+        constants.describe(),
+        *(f"WARNING: {warning}" for warning in _warnings(config, slowest, environ, now)),
     ]
 
 
-def _shown(seconds: float) -> str:
+def _parts(time: StepTime) -> str:
+    """`attention 74%, recompute 23%, linear 3%`"""
+    shares = {name: seconds / time.step_s for name, seconds in time.parts.items()}
+    ordered = sorted(shares.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {share:.0%}" for name, share in ordered if share >= _SMALL)
+
+
+def shown(seconds: float) -> str:
+    """2634.4 -> `2,634`        0.01234 -> `0.012`"""
     return f"{seconds:,.0f}" if seconds >= 10 else f"{seconds:.2g}"
 
 

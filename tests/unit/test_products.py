@@ -11,9 +11,14 @@ from tests.builders import LLAMA_8B, layout_config
 from tests.unit.fixtures.hf import released
 
 
-@pytest.mark.parametrize("name", ["gpt_oss_20b", "qwen3_30b_a3b", "gemma_3_27b", "qwen3_6_35b_a3b", "qwen3_6_27b"])
+@pytest.mark.parametrize(
+    "name", ["gpt_oss_20b", "qwen3_30b_a3b", "gemma_3_27b", "qwen3_6_35b_a3b", "qwen3_6_27b", "dense_layers"]
+)
 def test_products_of_released_models(name: str) -> None:
-    model = architecture(released(name), "config.json").model
+    """dense_layers: as GLM-4.5 and DeepSeek-V3 have."""
+    model = architecture(released("qwen3_30b_a3b" if name == "dense_layers" else name), "config.json").model
+    if name == "dense_layers":
+        model = model.model_copy(update={"moe": model.moe.model_copy(update={"dense_layers": 3})})
     config = layout_config().model_copy(update={"model": model})
     products = layer_products(config, Layout.resolve(config, 1), ModelProducts.of(model), tokens=8.0)
     states = 6.0 * 3 * model.linear_attention.value_width * model.linear_attention.key_head_dim

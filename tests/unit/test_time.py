@@ -1,16 +1,22 @@
-"""The estimated time of a step, and the limits with which `sft check` compares it.  Expected values by hand."""
+"""The predicted time of a step, and the limits with which `sft check` compares it.  Expected values by hand."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from sft.config import Config, LogConfig
 from sft.estimate import time
+from sft.estimate.gpus import gpu
+from sft.estimate.lengths import Lengths
 from sft.parallel.layout import Layout
 from tests.builders import LLAMA_8B, layout_config
+from tests.unit.fixtures.rates import flat
 
 # Llama-8B.  Per token 32 layers x (4096 x (2 x 4096 + 2 x 1024) + 3 x 4096 x 14,336) = 6,979,321,856 products, x 6.
 # Per supervised token 128,256 x 4096 x 6.  Per token and token of its document 6 x 32 x 4096.
+# LAYERS = MILLION x (41,875,931,136 + MILLION x 786,432), HEAD = MILLION x 3,152,019,456
 MILLION = 1_048_576
-LAYERS, HEAD = MILLION * (41_875_931_136 + MILLION * 786_432), MILLION * 3_152_019_456
 VOCAB = 128_256
 NOW = 1_000_000.0
 
@@ -27,66 +33,49 @@ def of(world_size: int = 8, **sections: dict[str, object]) -> tuple[Config, Layo
     return config, Layout.resolve(config, world_size)
 
 
-def estimated(longest: int = MILLION, **case: dict[str, object]) -> time.StepTime:
-    found = time.estimate(*of(**case), VOCAB, longest)
-    assert found is not None
-    return found
+RATES = flat(0.35 * 989)  # a rank computes 3.4615e14 FLOPs in a second
 
 
-def described(**case: dict[str, object]) -> list[str]:
-    return time.describe(*of(**case), VOCAB, MILLION, {}, NOW)
-
-
-def test_a_step_of_a_million_tokens() -> None:
-    """(LAYERS + HEAD) / (8 x 0.35 x 989e12) = 9.1191e17 / 2.7692e15 = 329.3 s, and 8 microbatches."""
-    found = estimated()
-    assert found.microbatch_s == pytest.approx(329.3032, rel=1e-6)
-    assert found.step_s == pytest.approx(2634.4254, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("sections", "microbatch_s", "step_s"),
-    [
-        ({"parallel": {"cp": 4}}, 658.6064, 2634.4254),  # dp 2, 4 microbatches each
-        ({"parallel": {"cp": 4, "tp": 2}}, 329.3032, 2634.4254),
-        # 4 stages, cp 2: a pack takes 1317.2 s through all of them, and the last stage waits for 3 of 8 + 3 turns.
-        ({"parallel": {"cp": 2, "pp": 4}}, 1317.2127, 1317.2127 / 4 * 11),
-        ({"parallel": {"cp": 2, "pp": 4, "virtual_stages": 2}}, 1317.2127, 1317.2127 / 4 * 9.5),
-        ({"train": {"recompute": "full"}}, 438.6731, 3509.3845),  # (4/3 LAYERS + HEAD) / 2.7692e15
-        ({"train": {"global_batch_size": 16}}, 329.3032, 5268.8508),
-    ],
-)
-def test_layouts(sections: dict[str, dict[str, object]], microbatch_s: float, step_s: float) -> None:
-    found = estimated(**sections)
-    assert found.microbatch_s == pytest.approx(microbatch_s, rel=1e-6)
-    assert found.step_s == pytest.approx(step_s, rel=1e-6)
-
-
-def test_short_documents_take_less() -> None:
-    """Packs full of documents of 8,192: a million x (41,875,931,136 + 8,192 x 786,432 + 3,152,019,456)."""
-    assert estimated(8192).microbatch_s == pytest.approx(1_048_576 * 51_470_401_536 / 2.7692e15, rel=1e-6)
-
-
-def test_the_peak_of_the_device() -> None:
-    config, layout = of()
-    slow = config.model_copy(update={"log": LogConfig(peak_tflops=494.5)})
-    found = time.estimate(slow, layout, VOCAB, MILLION)
-    assert found is not None and found.microbatch_s == pytest.approx(2 * 329.3032, rel=1e-6)
-    for unknown in ({"precision": "fp32"}, {"device": "cpu"}):
-        assert time.describe(*of(run=unknown), VOCAB, MILLION, {}, NOW) == [
-            "not estimated: the peak of the device is unknown; log.peak_tflops sets it"
-        ]
+def described(lengths: Lengths = Lengths.all_of(MILLION), **case: dict[str, object]) -> list[str]:
+    return time.describe(*of(**case), VOCAB, lengths, RATES, {}, NOW)
 
 
 def test_the_step_lasts_longer_than_the_limit_of_a_microbatch() -> None:
-    """And is not warned of for that, but for run.grace_s."""
+    """(LAYERS + HEAD) / (8 x 3.4615e14) = 329.3 s, and 8 microbatches.  Only run.grace_s is shorter than a step."""
     assert described() == [
-        "estimated and not measured: a step 2,634 s, a microbatch 329 s, if packs of 1,048,576 tokens hold documents "
-        "of 1,048,576",
-        "assumed: 35% of 989 TFLOP/s (H100 SXM; log.peak_tflops sets the peak)",
+        "predicted and not measured: a step 2,634 s, 398 tokens/s per GPU, MFU 35%, of which attention 95%, linear 5%",
+        "if packs of 1,048,576 tokens hold documents of 1,048,576: a step 2,634 s, a microbatch 329 s",
+        "constants of h100: measured gemm_tflops, attention_forward, attention_backward, portable_forward, "
+        "portable_backward; assumed grouped_gemm, linear_attention, elementwise_gb_s, optimizer_gb_s, "
+        "host_optimizer_gb_s, pcie_gb_s, intra_gb_s, inter_gb_s, reduce_scatter, send, latency_us, layer_overhead_us, "
+        "exposed",
         "WARNING: run.grace_s = 100 is shorter than a step, about 2,634 s, and a save: after a stop signal the run "
         "would end without a save.  Raise it, and with it the time that the launcher gives "
         "(TORCH_ELASTIC_SHUTDOWN_TIMEOUT, sbatch --signal), or lower train.global_batch_size.",
+    ]
+
+
+def test_limits_hold_for_the_longest_documents() -> None:
+    """Packs full of documents of 8,192: 1,048,576 x 51,470,401,536 / 2.7692e15 = 19.5 s.  The longest is as before."""
+    lines = described(Lengths(np.array([8192.0, MILLION]), np.array([1.0, 1e-9])))
+    assert lines[0].startswith("predicted and not measured: a step 156 s, ")
+    assert lines[1].endswith("hold documents of 1,048,576: a step 2,634 s, a microbatch 329 s")
+    assert warned(lines) == ["run.grace_s = 100"]
+
+
+def test_the_constants_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SFT_CACHE", str(tmp_path))
+    config, layout = of()
+    base = time.constants_for(config, None)
+    assert base is not None and base.gpu == "h100" and base.inter_gb_s.value == config.parallel.inter_node_gb_s
+    slow = time.constants_for(config.model_copy(update={"log": LogConfig(peak_tflops=494.7)}), None)
+    assert slow is not None and slow.gemm_tflops.at(8192) == pytest.approx(base.gemm_tflops.at(8192) / 2)
+    other = time.constants_for(config, gpu("h200"))
+    assert other is not None and other.gpu == "h200"
+    for unknown in ({"precision": "fp32"}, {"device": "cpu"}):
+        assert time.constants_for(of(run=unknown)[0], None) is None
+    assert time.describe(config, layout, VOCAB, Lengths.all_of(8), None, {}, NOW) == [
+        "not predicted: the rates of the device are unknown in fp32 and on a CPU"
     ]
 
 
@@ -116,5 +105,5 @@ def test_each_limit(limits: dict[str, object], expected: list[str]) -> None:
 def test_the_end_of_a_slurm_job(end: int, expected: list[str]) -> None:
     """run.grace_s before the end of the job, the run stops."""
     case = of(run={"grace_s": 2635})
-    lines = time.describe(*case, VOCAB, MILLION, {"SLURM_JOB_END_TIME": str(end)}, NOW)
+    lines = time.describe(*case, VOCAB, Lengths.all_of(MILLION), RATES, {"SLURM_JOB_END_TIME": str(end)}, NOW)
     assert warned(lines) == [f"SLURM_JOB_END_TIME - run.grace_s = 2635 {text}" for text in expected]

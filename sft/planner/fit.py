@@ -1,0 +1,94 @@
+"""Whether a recipe fits the memory of a GPU, and if not, the cheapest change after which it fits.  A prediction.
+
+Tried in this order: other savings of memory on the same layout, other layouts on the same GPUs, other tasks
+(`cheapest.py`).  Of the changes of one kind, the one with the shortest predicted step is the cheapest.
+"""
+
+from sft.config import Config, yaml
+from sft.estimate.communicators import num_communicators
+from sft.estimate.gpus import GIB, Usable, usable_memory
+from sft.estimate.memory import estimate
+from sft.estimate.step_time import StepTime, step_time
+from sft.estimate.time import shown
+from sft.parallel.layout import Layout
+from sft.planner import candidates
+from sft.planner.cheapest import changes
+from sft.planner.search import Search
+from sft.planner.task import Choice, CpComm, Proposal, Savings, Sizes, Task, configured
+
+
+def problem(task: Task, layout: Layout) -> str | None:
+    """Why the recipe of `task` on this layout does not fit, and what would; None if it fits."""
+    hardware, config = task.hardware, task.config
+    usable = usable_memory(hardware.gpu, num_communicators(config, layout))
+    memory = estimate(config, layout, task.vocab_size, trained=task.trained)
+    if memory.device <= usable.bytes:
+        return None
+    time = step_time(config, layout, task.vocab_size, task.lengths, hardware.constants, task.trained, task.products)
+    largest = ", ".join(f"{name} {num_bytes / GIB:.1f}" for name, num_bytes in memory.items().items() if num_bytes)
+    return (
+        f"the recipe does not fit {hardware.gpu.name}: a rank needs {memory.device / GIB:,.1f} GiB (predicted: "
+        f"{largest}), and can use {usable.describe()}.  {_cheapest(task, layout, time, usable)}"
+    )
+
+
+def _cheapest(task: Task, layout: Layout, time: StepTime, usable: Usable) -> str:
+    before = f"instead of {shown(time.step_s)} s"
+    if proposal := _with_savings(task, layout, usable):
+        return f"The cheapest change that fits is {_difference(task.config, proposal)}: {_numbers(proposal)} {before}."
+    if proposals := Search(task, layout.world_size).best(1):
+        best = proposals[0]
+        return f"The cheapest layout that fits is {_difference(task.config, best)}: {_numbers(best)} {before}."
+    if other := changes(task, layout.world_size):
+        change = other[0]
+        return (
+            f"No layout of {layout.world_size} GPUs fits.  The cheapest change that fits is {change.setting} with "
+            f"{_difference(change.task.config, change.proposal)}: {_numbers(change.proposal)}."
+        )
+    return f"No layout of {layout.world_size} GPUs fits, and no single change makes one fit."
+
+
+def _numbers(proposal: Proposal) -> str:
+    return f"{proposal.memory.device / GIB:.1f} GiB and {shown(proposal.time.step_s)} s a step (predicted)"
+
+
+def _with_savings(task: Task, layout: Layout, usable: Usable) -> Proposal | None:
+    """The fastest of the savings with which this layout fits device and host."""
+    parallel, fitting = task.config.parallel, []
+    sizes = Sizes(layout.tp, layout.cp, layout.pp, layout.virtual_stages, layout.ep, parallel.dynamic_cp)
+    ranks = min(task.hardware.gpus_per_node, layout.world_size)
+    for savings in candidates.savings(task):
+        choice = Choice(sizes, CpComm(parallel.cp_comm, parallel.cp_a2a), savings)
+        config = configured(task.config, choice)
+        memory = estimate(config, layout, task.vocab_size, trained=task.trained)
+        if memory.device <= usable.bytes and memory.host * ranks <= task.hardware.host_bytes:
+            of_step = task.vocab_size, task.lengths, task.hardware.constants, task.trained, task.products
+            fitting.append(
+                Proposal(
+                    choice=choice,
+                    config=config,
+                    layout=layout,
+                    time=step_time(config, layout, *of_step),
+                    memory=memory,
+                    usable=usable,
+                )
+            )
+    return min(fitting, key=lambda proposal: (proposal.time.step_s, _num_savings(proposal)), default=None)
+
+
+def _num_savings(proposal: Proposal) -> int:
+    """Settings that differ from the default."""
+    return sum(value != default for value, default in zip(proposal.choice.savings, Savings()))
+
+
+def _difference(before: Config, proposal: Proposal) -> str:
+    """`train.recompute=full train.mlp_tile=8192`: settings of the proposal that `before` does not have."""
+    after = proposal.config
+    sections = ("parallel", "data", "train", "optim", "loss")
+    changed = [
+        f"{name}.{key}={yaml.write(value)}"
+        for name in sections
+        for key, value in getattr(after, name)
+        if value != getattr(getattr(before, name), key)
+    ]
+    return " ".join(changed)

@@ -1,0 +1,173 @@
+"""The parts of a predicted step.  Expected values by hand, with constants of one rate and one bandwidth at a time."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sft.estimate.constants import Constants
+from sft.estimate.lengths import Lengths
+from sft.estimate.step_time import PARTS, StepTime, step_time
+from sft.parallel.layout import Layout
+from tests.builders import LLAMA_8B, layout_config
+from tests.unit.fixtures.rates import flat
+
+# Llama-8B.  Per token 32 layers x (4096 x (2 x 4096 + 2 x 1024) + 3 x 4096 x 14,336) = 6,979,321,856 products, x 6.
+# Per supervised token 128,256 x 4096 x 6.  Per token and token of its document 6 x 32 x 4096.
+MILLION, VOCAB = 1_048_576, 128_256
+LINEAR, ATTENTION, HEAD = MILLION * 41_875_931_136, MILLION * MILLION * 786_432, MILLION * 3_152_019_456
+RATE = 1e15  # FLOPs that a rank computes in a second
+TFLOPS = RATE / 1e12
+NAMED = ("linear", "attention", "head", "recompute", "bubble")
+
+
+def predicted(
+    constants: Constants = flat(TFLOPS), lengths: Lengths | None = None, num_gpus: int = 8, **sections: dict[str, Any]
+) -> StepTime:
+    """8 packs of a million tokens on 8 GPUs, changed by `sections`."""
+    base: dict[str, dict[str, Any]] = {
+        "model": LLAMA_8B,
+        "data": {"seq_length": MILLION},
+        "parallel": {"cp": 8},
+        "train": {"global_batch_size": 8},
+    }
+    config = layout_config(**{name: {**base.get(name, {}), **sections.get(name, {})} for name in {**base, **sections}})
+    layout = Layout.resolve(config, num_gpus)
+    return step_time(config, layout, VOCAB, lengths or Lengths.all_of(config.data.seq_length), constants)
+
+
+def test_flops_of_a_step() -> None:
+    """8 microbatches on 8 ranks: as one microbatch on one rank."""
+    time = predicted()
+    assert tuple(time.parts) == PARTS
+    for name, flops in (("linear", LINEAR), ("attention", ATTENTION), ("head", HEAD)):
+        assert time.parts[name] == pytest.approx(flops / RATE)
+    assert time.step_s == pytest.approx((LINEAR + ATTENTION + HEAD) / RATE)
+    assert time.microbatch_s == pytest.approx(time.step_s / 8)
+    assert (time.tokens, time.num_gpus) == (8 * MILLION, 8)
+    assert time.tokens_per_s == pytest.approx(8 * MILLION / time.step_s)
+    assert time.mfu == pytest.approx(RATE / 989.4e12)
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"parallel": {"cp": 4}}, (LINEAR, ATTENTION, HEAD, 0, 0)),  # dp 2, 4 microbatches each
+        ({"parallel": {"cp": 4, "tp": 2}}, (LINEAR, ATTENTION, HEAD, 0, 0)),
+        # 4 stages, cp 2: the last one has the whole head, and waits for 3 turns of 8, or half of them.
+        ({"parallel": {"cp": 2, "pp": 4}}, (LINEAR, ATTENTION, 4 * HEAD, 0, 3 / 8 * (LINEAR + ATTENTION))),
+        (
+            {"parallel": {"cp": 2, "pp": 4, "virtual_stages": 2}},
+            (LINEAR, ATTENTION, 4 * HEAD, 0, 3 / 16 * (LINEAR + ATTENTION)),
+        ),
+        ({"train": {"recompute": "full"}}, (LINEAR, ATTENTION, HEAD, (LINEAR + ATTENTION) / 3, 0)),
+        # The MLP of a token: 32 x 3 x 4096 x 14,336 products.
+        ({"train": {"recompute": "selective"}}, (LINEAR, ATTENTION, HEAD, MILLION * 2 * 5_637_144_576, 0)),
+        ({"train": {"global_batch_size": 16}}, (2 * LINEAR, 2 * ATTENTION, 2 * HEAD, 0, 0)),
+    ],
+)
+def test_layouts(sections: dict[str, dict[str, Any]], expected: tuple[float, ...]) -> None:
+    time = predicted(**sections)
+    assert [time.parts[name] for name in NAMED] == pytest.approx([flops / RATE for flops in expected])
+    assert time.step_s == pytest.approx(sum(expected) / RATE)
+
+
+def test_short_documents_take_less() -> None:
+    """Half of the documents have 8,192 tokens and half 24,576: a token's document has 20,480 on average."""
+    lengths = Lengths(np.array([8192.0, 24_576.0]), np.array([0.5, 0.5]))
+    assert predicted(lengths=lengths).parts["attention"] == pytest.approx(ATTENTION / MILLION * 20_480 / RATE)
+
+
+def test_elementwise_optimizer_and_overhead() -> None:
+    """Forward, a layer moves 10 hidden states, queries and keys twice and gate, up and their product: 94,208 numbers of
+    2 bytes for a token.  Backward moves twice as many.  Each microbatch adds 8.03e9 gradients to fp32 sums, 10 bytes.
+    """
+    parameters = 8_030_261_248
+    time = predicted(flat(TFLOPS, elementwise_gb_s=1000.0))
+    numbers = 10 * 4096 + 2 * (4096 + 1024) + 3 * 14_336
+    expected = MILLION * 32 * 3 * 2 * numbers + 8 * 10 * parameters
+    assert time.parts["elementwise"] == pytest.approx(expected / 1e12)
+    # The update: 28 bytes of the 1 / 8 that a rank owns, and 16 of all gradients.
+    time = predicted(flat(TFLOPS, optimizer_gb_s=1000.0))
+    assert time.parts["optimizer"] == pytest.approx(parameters * (28 / 8 + 16) / 1e12)
+    time = predicted(flat(TFLOPS, layer_overhead_us=100.0))
+    assert time.parts["overhead"] == pytest.approx(8 * 32 * 1e-4)
+    # On the host: 28 bytes of what the rank owns, and 8 that travel.
+    rates = flat(TFLOPS, host_optimizer_gb_s=100.0, pcie_gb_s=50.0)
+    time = predicted(rates, optim={"offload_fraction": 1.0})
+    assert time.parts["offload"] == pytest.approx(parameters / 8 * (28 / 100e9 + 8 / 50e9))
+
+
+def test_messages_of_tp() -> None:
+    """A gather or scatter of 262,144 tokens of 8 KiB over tp 2 moves half of them: 1.0737e9 bytes.
+
+    Of the 10 in a layer, backward hides 4 beside products.  Embedding and head have one pair each.  Per microbatch
+    32 x 6 + 4 are exposed.  With few FLOPs for many messages, those beside products show too.
+    """
+    sections = {"parallel": {"cp": 4, "tp": 2}}
+    time = predicted(flat(1e-3, intra_gb_s=100.0), **sections)
+    assert time.parts["tp"] == pytest.approx(8 * (32 * 6 + 4) * MILLION / 4 * 8192 / 2 / 100e9)
+    time = predicted(flat(1e15, intra_gb_s=100.0), **sections)
+    assert time.parts["tp"] == pytest.approx(8 * (32 * 10 + 4) * MILLION / 4 * 8192 / 2 / 100e9)
+
+
+def test_messages_of_cp() -> None:
+    """Of a token, other ranks get 2 x 8 x 128 numbers in 32 layers: twice in bf16, gradients in fp32: 524,288 bytes.
+
+    A rank receives 7 / 8 of a pack, all of which attention hides.  An all-gather hides nothing.
+    """
+    received = MILLION * 7 / 8 * 524_288 / 100e9
+    assert predicted(flat(TFLOPS, intra_gb_s=100.0)).parts["cp"] == 0
+    slow = predicted(flat(1e15, intra_gb_s=100.0))
+    assert slow.parts["cp"] == pytest.approx(8 * received)
+    gathered = predicted(flat(TFLOPS, intra_gb_s=100.0), parallel={"cp_comm": "all_gather"})
+    assert gathered.parts["cp"] == pytest.approx(8 * received)
+    # a2a: queries, keys, values and outputs of the rank's tokens, forward and backward, in bf16: 40,960 bytes each.
+    exchanged = predicted(flat(TFLOPS, intra_gb_s=100.0), parallel={"cp_comm": "a2a"})
+    heads = 32 * 2 * MILLION / 8 * 2 * 2 * (4096 + 1024) * 7 / 8 / 100e9
+    assert exchanged.parts["cp"] == pytest.approx(8 * heads)
+
+
+def test_dynamic_cp_sends_what_one_rank_cannot_hold() -> None:
+    """Documents of an eighth of the pack stay on their rank, and those of a quarter are on two ranks."""
+    sections = {"parallel": {"dynamic_cp": True}}
+    rates = flat(1e15, intra_gb_s=100.0)
+    assert predicted(rates, Lengths.all_of(MILLION // 8), **sections).parts["cp"] == 0
+    two = predicted(rates, Lengths.all_of(MILLION // 4), **sections)
+    assert two.parts["cp"] == pytest.approx(8 * MILLION / 8 * 524_288 / 100e9)
+
+
+def test_messages_between_nodes() -> None:
+    """16 GPUs on two nodes: a ring of cp 16 crosses the network; gradients use the ports of all 8 ranks of a node."""
+    rates = flat(1e15, intra_gb_s=1e9, inter_gb_s=10.0)
+    time = predicted(rates, num_gpus=16, parallel={"cp": 16})
+    assert time.parts["cp"] == pytest.approx(8 * MILLION * 15 / 16 * 524_288 / 10e9)
+    # Weights in bf16 and gradients in fp32, 15 / 16 of them, by 8 ports of 10 GB/s; nothing to hide behind.
+    assert time.parts["dp"] == pytest.approx(8_030_261_248 * 6 * 15 / 16 / 80e9)
+    fast = predicted(flat(TFLOPS, intra_gb_s=1e9, inter_gb_s=10.0), num_gpus=16, parallel={"cp": 16})
+    assert fast.parts["dp"] == pytest.approx(8_030_261_248 * 2 * 15 / 16 / 80e9)  # gradients hide behind backward
+
+
+def test_messages_of_experts_and_stages() -> None:
+    """A token goes to 8 experts and back, each time 4096 bf16 numbers and half an fp32 weight; and so in backward."""
+    experts = {"num_experts": 16, "top_k": 8, "ffn_hidden_size": 1024}
+    model = {**LLAMA_8B, "moe": experts}
+    rates = flat(TFLOPS, intra_gb_s=100.0)
+    time = predicted(rates, model=model, parallel={"cp": 8, "ep": 8})
+    sent = 32 * 4 * MILLION / 8 * 8 * (8192 + 2) * 7 / 8
+    assert time.parts["ep"] == pytest.approx(8 * sent / 100e9)
+    # A stage sends hidden states, 8,192 bytes of a token, and gets their gradient, between nodes.
+    time = predicted(flat(TFLOPS, inter_gb_s=10.0), num_gpus=16, parallel={"cp": 8, "pp": 2})
+    assert time.parts["pp"] == pytest.approx(8 * 2 * MILLION / 8 * 8192 / 10e9)
+
+
+def test_activation_offload_shows_where_copies_take_longer() -> None:
+    """full keeps 8,192 bytes of a token and layer: 131,072 x 32 x 8,192 = 3.436e10 bytes, at 1 GB/s 34.36 s.
+
+    Forward of the pack takes (LINEAR + ATTENTION) / 3 / 8 / RATE = 37.9 s, backward three times as long: all hides.  At
+    0.5 GB/s, forward shows 68.7 - 37.9 s.
+    """
+    sections: dict[str, Any] = {"train": {"recompute": "full", "offload_fraction": 1.0}}
+    assert predicted(flat(TFLOPS, pcie_gb_s=1.0), **sections).parts["offload"] == 0
+    time = predicted(flat(TFLOPS, pcie_gb_s=0.5), **sections)
+    assert time.parts["offload"] == pytest.approx(8 * (2 * 34.359738368 - (LINEAR + ATTENTION) / 24 / RATE), rel=1e-6)

@@ -42,7 +42,7 @@ help:
 	@echo "make test-all-versions   make test-all on Python 3.11 and on 3.12"
 	@echo "make lint                style, types, import contracts, generated pages"
 	@echo "make fmt                 rewrite the code in our style"
-	@echo "make docs                regenerate docs/config.md, the tables of docs/metrics.md and its schema"
+	@echo "make docs                regenerate the pages of docs/ that are made from the code"
 	@echo "make clean               remove environments, caches and build leftovers; runs/ is kept"
 	@echo "PYTHON=python3.12 (any path) picks the interpreter; Python 3.11 or later"
 
@@ -95,7 +95,7 @@ test-triton: $(READY)
 test-gpu: $(READY)
 	$(BIN)/python -m pytest tests/gpu $(PYTEST_FLAGS)
 
-# What the first hour on a GPU machine answers, and how to read its report: docs/gpu-hour.md.
+# What the first hour on a GPU machine answers, and how to read its report: docs/numbers/gpu-hour.md.
 gpu-hour: $(READY)
 	$(BIN)/python -m tools.gpu_hour $(GPU_HOUR)
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs sft into a virtual environment, with the versions of constraints.txt.  docs/install.md has every case.
+# Installs sft into a virtual environment, with the versions of constraints.txt.  docs/start/install.md has every case.
 #
 #   launch/install.sh [--te] [--extras dev,plot] [--wheels DIR] VENV
 #

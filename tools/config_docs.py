@@ -1,4 +1,4 @@
-"""Makes docs/config.md, the page of all keys, from the models in sft/config/.  tools/pages.py writes the page."""
+"""Makes docs/reference/config.md, the page of all keys, from the models in sft/config/; tools/pages.py writes it."""
 
 import textwrap
 

@@ -1,10 +1,10 @@
-"""Replaces the generated tables of docs/performance.md, which stand between two marks."""
+"""Replaces the generated tables of docs/numbers/performance.md, which stand between two marks."""
 
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs/numbers/performance.md"
 
 
 def replaced(text: str, begin: str, end: str, tables: str) -> str:
@@ -20,7 +20,7 @@ def command(
 ) -> int:
     """Print the tables, or with --write put them into the page.  Returns the exit code."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the tables into docs/performance.md")
+    parser.add_argument("--write", action="store_true", help="write the tables into docs/numbers/performance.md")
     if parser.parse_args(argv).write:
         PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     else:

@@ -1,4 +1,4 @@
-"""Makes the tables of docs/performance.md that sft/estimate/memory.py predicts; nothing is measured.
+"""Makes the tables of docs/numbers/performance.md that sft/estimate/memory.py predicts; nothing is measured.
 
 python -m tools.memory_table            print the tables
 python -m tools.memory_table --write    write the tables into the page

@@ -1,4 +1,4 @@
-"""Makes the tables of docs/metrics.md, and docs/metrics.schema.json, from the rows in sft/metrics/rows.py.
+"""Makes the tables of docs/reference/metrics.md, and its schema, from the rows in sft/metrics/rows.py.
 
 tools/pages.py writes both files.  A table is between `<!-- rows: HEADING -->` and `<!-- end -->`; people write the rest
 of the page.
@@ -42,7 +42,7 @@ def _where(row: Row) -> str:
 
 
 def schema_text(text: str = "") -> str:
-    """The text of docs/metrics.schema.json.  Does not depend on the old text."""
+    """The text of docs/reference/metrics.schema.json.  Does not depend on the old text."""
     return json.dumps(schema(), indent=1) + "\n"
 
 
@@ -51,7 +51,7 @@ def schema() -> dict[str, Any]:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"A line of metrics.jsonl, schema {SCHEMA}",
-        "description": "docs/metrics.md says how each number is made.  null: not finite, or undefined.",
+        "description": "docs/reference/metrics.md says how each number is made.  null: not finite, or undefined.",
         "type": "object",
         "oneOf": [{"$ref": f"#/$defs/{kind}"} for kind in RECORDS],
         "$defs": {

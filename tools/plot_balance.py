@@ -1,4 +1,4 @@
-"""Draws docs/packing.svg: one global batch on 8 ranks with 4 microbatches each, in order and balanced.
+"""Draws docs/pictures/packing.svg: one global batch on 8 ranks with 4 microbatches each, in order and balanced.
 
     python -m tools.plot_balance
 
@@ -14,7 +14,7 @@ from sft.data.packing.balance import Slots, assign, costs
 from sft.data.packing.plan import plan_epoch
 from sft.flops import AttentionCost
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "packing.svg"
+PAGE = Path(__file__).resolve().parents[1] / "docs/pictures/packing.svg"
 SEQ_LENGTH, MULTIPLE, CROSSOVER, DP, MICROBATCHES = 131072, 32, 53_248.0, 8, 4
 WIDTH, ROW, LEFT, PANEL = 620, 18, 60, 190
 LONG = 4096

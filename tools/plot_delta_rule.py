@@ -1,4 +1,4 @@
-"""Draws docs/delta-rule.svg: how the rounding error of the gated delta rule grows over a document of 128K tokens.
+"""Draws docs/pictures/delta-rule.svg: the rounding error of the gated delta rule over a document of 128K tokens.
 
     python -m tools.plot_delta_rule
 
@@ -17,7 +17,7 @@ from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
 from sft.mcore.linear_attention.schedule import CHUNK
 from sft.mcore.linear_attention.torch_kernel import TorchKernel
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "delta-rule.svg"
+PAGE = Path(__file__).resolve().parents[1] / "docs/pictures/delta-rule.svg"
 TOKENS, KEY_HEADS, VALUE_HEADS, WIDTH = 131_072, 1, 2, 64
 NOISE = 0.1  # correlated keys differ by this share of their norm
 # Title, whether keys are correlated, median of log(-g), median of the logit of beta

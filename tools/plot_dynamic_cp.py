@@ -1,4 +1,4 @@
-"""Draws docs/dynamic-cp.svg: one step of chats with long documents among them, at cp 16 and with dynamic CP.
+"""Draws docs/pictures/dynamic-cp.svg: one step of chats with long documents among them, at cp 16 and with dynamic CP.
 
     python -m tools.plot_dynamic_cp
 
@@ -17,7 +17,7 @@ from tools.bench.dynamic_cp import COSTS
 from tools.bench.mixes import SEQ_LENGTHS, lengths_of
 from tools.bench.packing import MULTIPLE, ours
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "dynamic-cp.svg"
+PAGE = Path(__file__).resolve().parents[1] / "docs/pictures/dynamic-cp.svg"
 MIX, CP, DP, MICROBATCHES = "longmix", 16, 1, 8
 
 

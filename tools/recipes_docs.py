@@ -1,4 +1,4 @@
-"""Makes docs/recipes.md: tables of the recipes in recipes/, from their headers and keys.  Predicts nothing."""
+"""Makes docs/reference/recipes.md: tables of the recipes in recipes/, from their headers and keys."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ _INTRO = """\
 # The recipes
 
 Which recipes are there, on which hardware do they run, and what is expected of them? tools/recipes_docs.py generates
-this page from [recipes/](../recipes); run `python -m tools.pages` after a change.
+this page from [recipes/](../../recipes); run `python -m tools.pages` after a change.
 
 A recipe names its data as `data/train.jsonl`. Check a recipe before a launch: `sft check RECIPE --world-size N`.
 
@@ -23,11 +23,11 @@ A recipe names its data as `data/train.jsonl`. Check a recipe before a launch: `
 _PLANNED = """
 ## Written by the planner
 
-`sft plan` chose these layouts ([plan](plan.md)) for GPUs of type h100 (80 GB) in nodes of 8 with a 400 Gbit/s network,
-packs that hold one document each, and hosts of which offloading may use 1000 GiB. **All numbers are predicted, not
-measured, with assumed constants.** Memory is that of the fullest GPU, of about 75 GiB that a run can use; the numbers
-of tokens are per second and GPU. YaRN by a large factor is only a start: look at the loss by position. Write the recipe
-anew for other hardware or data: `sft plan --model RECIPE --gpus N --gpu h200 --lengths data --write FILE`.
+`sft plan` chose these layouts ([plan](../how-to/plan.md)) for GPUs of type h100 (80 GB) in nodes of 8 with a 400 Gbit/s
+network, packs that hold one document each, and hosts of which offloading may use 1000 GiB. **All numbers are predicted,
+not measured, with assumed constants.** Memory is that of the fullest GPU, of about 75 GiB that a run can use; the
+numbers of tokens are per second and GPU. YaRN by a large factor is only a start: look at the loss by position. Write
+the recipe anew for other hardware or data: `sft plan --model RECIPE --gpus N --gpu h200 --lengths data --write FILE`.
 `python -m tools.plan_recipes` writes all of them again.
 """
 
@@ -49,7 +49,7 @@ def _by_hand(paths: list[Path]) -> Iterator[str]:
     for path in paths:
         lines = header(path)
         purpose, hardware = lines["Purpose"].rstrip("."), lines["Hardware"].rstrip(".")
-        yield from _folded(f"- [{path.name}](../recipes/{path.name}) {purpose}. Hardware: {hardware}.")
+        yield from _folded(f"- [{path.name}](../../recipes/{path.name}) {purpose}. Hardware: {hardware}.")
 
 
 def _by_planner(paths: list[Path]) -> Iterator[str]:
@@ -69,7 +69,7 @@ def _by_planner(paths: list[Path]) -> Iterator[str]:
         ]
         yield f"| {' | '.join(cells)} |"
     yield ""
-    yield from (f"[{path.stem}]: ../recipes/planned/{path.name}" for path in paths)
+    yield from (f"[{path.stem}]: ../../recipes/planned/{path.name}" for path in paths)
 
 
 def _layout(keys: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Makes the diagram of docs/architecture.md: packages of sft/ and allowed imports, by the contract in setup.cfg.
+"""Makes the diagram of docs/concepts/architecture.md: packages and allowed imports, by the contract in setup.cfg.
 
 tools/pages.py writes the diagram into the page.
 """

@@ -1,4 +1,4 @@
-"""Makes the table of docs/performance.md of bytes that GPUs send in the two-node recipes; nothing is measured.
+"""Makes the table of docs/numbers/performance.md of bytes that GPUs send in the two-node recipes; nothing is measured.
 
 python -m tools.traffic_table            print the table
 python -m tools.traffic_table --write    write the table into the page

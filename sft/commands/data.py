@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
     )
     about = "show lengths, masks, duplicates, and samples that fit"
     inspect_ = recipe_command(data, "inspect", inspect, about)
-    inspect_.add_argument("--json", action="store_true", help="print one JSON object (docs/inspect.md)")
+    inspect_.add_argument("--json", action="store_true", help="print one JSON object (docs/how-to/inspect.md)")
     inspect_.add_argument(
         "--png", metavar="FILE", type=Path, help="draw lengths, retention and supervised shares into FILE"
     )

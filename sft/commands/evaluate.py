@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
         "checkpoint, run, Hugging Face model or PEFT folder (default: the newest checkpoint of run.dir, or the start)"
     )
     command.add_argument("--from", metavar="WEIGHTS", dest="source", help=about)
-    command.add_argument("--json", metavar="FILE", type=Path, help="write the records into FILE (docs/eval.md)")
+    command.add_argument("--json", metavar="FILE", type=Path, help="write the records into FILE (docs/how-to/eval.md)")
 
 
 def evaluate(arguments: Namespace) -> None:

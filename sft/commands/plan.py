@@ -43,7 +43,7 @@ def add(commands: Any) -> None:
     command.add_argument("--tokens", metavar="N", type=float, help=about)
     command.add_argument("--top", metavar="N", type=int, default=_TOP, help=f"proposals to show (default {_TOP})")
     command.add_argument("--write", metavar="FILE", type=Path, help="write the best proposal as a recipe")
-    command.add_argument("--json", action="store_true", help="print one JSON object (docs/plan.md)")
+    command.add_argument("--json", action="store_true", help="print one JSON object (docs/how-to/plan.md)")
     command.add_argument(
         "--picture", metavar="FILE", type=Path, help="draw memory and time of the proposals: .png, .svg"
     )

@@ -24,7 +24,9 @@ def add(commands: Any) -> None:
     data = recipe_command(probes, "data", probe, about)
     for command in (leak, parity, data):
         command.add_argument("--step", metavar="N", type=int, default=1, help="the step whose data is used (default 1)")
-        command.add_argument("--json", metavar="FILE", type=Path, help="write the result into FILE (docs/probes.md)")
+        command.add_argument(
+            "--json", metavar="FILE", type=Path, help="write the result into FILE (docs/how-to/probes.md)"
+        )
     leak.add_argument("--document", metavar="N", type=int, help="document to change, from 0 (default: in the middle)")
     parity.add_argument(
         "--against",

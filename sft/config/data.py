@@ -77,7 +77,7 @@ class SourceConfig(RowsConfig):
 
 class DataConfig(Section):
     train: Annotated[list[Path], Field(min_length=1)] | Annotated[dict[Word, SourceConfig], Field(min_length=1)]
-    """Training files (JSONL, JSON or parquet, see docs/data.md), or named sources: {chat: {files: a.jsonl}}, {chat:
+    """Training files (JSONL, JSON or parquet, docs/start/data.md), or named sources: {chat: {files: a.jsonl}}, {chat:
     {dataset: OWNER/NAME, split: train}}."""
     eval: list[Path] | dict[Name, Path | list[Path] | RowsConfig] | None = None
     """Held-out files, packed like training data; null: none.  {chat: a.jsonl, code: {dataset: OWNER/NAME}} evaluates
@@ -91,7 +91,7 @@ class DataConfig(Section):
     on_omitted: Literal["report", "error"] = "report"
     """If the chat template leaves out a text of a chat: count and list the text, or stop with an error."""
     supervise: Literal["assistant", "last", "all"] = "assistant"
-    """Supervised tokens: all assistant turns, the last assistant turn, or every token.  See docs/masks.md."""
+    """Supervised tokens: all assistant turns, the last assistant turn, or every token.  See docs/concepts/masks.md."""
     seq_length: Positive
     """Capacity of a pack in tokens, before context parallelism; also the maximum length of a sample."""
     doc_multiple: Positive = 32

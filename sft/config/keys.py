@@ -1,7 +1,7 @@
 """Names of the recipe keys, and descriptions of the values that each key accepts.
 
-Names and descriptions are derived from the models in `config/`.  So errors, `check --explain` and docs/config.md always
-agree with the accepted values.
+Names and descriptions are derived from the models in `config/`.  So errors, `check --explain` and
+docs/reference/config.md always agree with the accepted values.
 """
 
 import difflib

@@ -89,7 +89,7 @@ def _badly_chosen(steps: list[int] | None, ranks: str | list[int]) -> Iterator[t
 
 class ProfileConfig(Section):
     memory: MemoryProfile = MemoryProfile()
-    """CUDA memory history, for torch's viewer; see docs/profiling.md."""
+    """CUDA memory history, for torch's viewer; see docs/how-to/profiling.md."""
     torch: TorchProfile = TorchProfile()
     """Chrome traces of torch.profiler, for ui.perfetto.dev."""
 

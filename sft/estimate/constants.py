@@ -16,7 +16,8 @@ from sft.errors import ConfigError
 from sft.estimate.gpus import Gpu
 
 VERSION = 1
-# Shares of the peak.  Large products: 650 of 989 TFLOP/s in layers of an H200, by the roofline of docs/performance.md.
+# Shares of the peak.  Large products: 650 of 989 TFLOP/s in layers of an H200, by the roofline of
+# docs/numbers/performance.md.
 # A product whose smallest side is short reads as many bytes for fewer FLOPs.
 GEMM_SHARES = ((16, 0.08), (64, 0.25), (128, 0.38), (256, 0.48), (512, 0.56), (1024, 0.62), (4096, 0.66))
 # cuDNN's and FA3's causal kernels on an H100 with heads of 128 (FlashAttention-3, figures 5 and 6; TRL's steps of 1M

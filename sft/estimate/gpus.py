@@ -13,7 +13,7 @@ GIB = 2**30
 HOST_GIB = 1000.0  # of a node: less than the 2 TB that nodes of 8 GPUs have, because pages must be locked
 CONTEXT_BYTES = 0.75 * GIB  # CUDA's context, and the code of kernels: 0.5 to 0.9 GiB on Hopper, assumed
 COMMUNICATOR_BYTES = 0.08 * GIB  # NCCL's buffers of one communicator, with channels over NVLink and network; assumed
-RESERVE = 0.03  # share of the capacity: gaps between allocations (docs/performance.md measured 2% to 4%), workspaces
+RESERVE = 0.03  # share of the capacity: gaps between allocations (2% to 4% in docs/numbers/performance.md), workspaces
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 `set_mode` runs before the first use of CUDA, because libraries read these variables once: cuBLAS when a handle is made,
 NCCL when a communicator is made, Transformer Engine when its attention is first used.  torch then takes deterministic
 kernels (also the backward of torch's flash attention), and raises an error where it has none.  megatron-core reads
-`deterministic_mode` (model.py) and torch's own flag.  docs/numerics.md says which promise holds where.
+`deterministic_mode` (model.py) and torch's own flag.  docs/concepts/numerics.md says which promise holds where.
 """
 
 import os

@@ -108,7 +108,7 @@ def widest_gradient(model: ModelConfig, rank: RankShare) -> float:
 
 
 def loss_head(loss: LossConfig, model: ModelConfig, rank: RankShare, *, vocab_rows: float, tokens: float) -> float:
-    """Bytes that the loss head allocates for all tokens, without its inputs.  See docs/loss.md."""
+    """Bytes that the loss head allocates for all tokens, without its inputs.  See docs/concepts/loss.md."""
     if loss.impl == "chunked":
         return 2 * rank.width * tokens * vocab_rows
     if loss.impl == "full":

@@ -1,6 +1,6 @@
 """Declares every number of metrics.jsonl as a row, in the order of the records.
 
-Records, names in TensorBoard, W&B and MLflow, the tables of docs/metrics.md and docs/metrics.schema.json are made from
+Records, names in TensorBoard, W&B and MLflow, the tables of docs/reference/metrics.md and its schema are made from
 these rows.  `totals.py` declares the quantities from which rows are computed.
 """
 
@@ -66,7 +66,7 @@ class RunFacts:
 class Source:
     """Computes a number from the totals of a step or a held-out pass, and from the facts of the run.
 
-    kind  says over which ranks the number is combined (docs/metrics.md); "" if it is not combined over ranks
+    kind  says over which ranks the number is combined (docs/reference/metrics.md); "" if it is not combined over ranks
     """
 
     kind: str
@@ -84,7 +84,7 @@ class Row:
     name: str
     records: tuple[str, ...]  # the kinds of records that contain the row
     unit: str
-    layout: str  # how the number differs between two layouts: docs/metrics.md, "What the layout changes"
+    layout: str  # how the number differs between two layouts: docs/reference/metrics.md, "What the layout changes"
     source: str | Source | None  # a field of Totals or StepResult; None: the caller of `_record` gives the value
     json: Mapping[str, Any]
     meaning: str
@@ -121,7 +121,7 @@ def ratio(numerator: str, denominator: str) -> Source:
 
 START, TRAIN, EVAL = ("start",), ("train",), ("eval",)
 BOTH, ALL = ("train", "eval"), ("start", "train", "eval")
-# How a number differs between two layouts: docs/metrics.md, "What the layout changes".
+# How a number differs between two layouts: docs/reference/metrics.md, "What the layout changes".
 SAME, ROUNDING, PACKS, MACHINE, SIZES = "same", "rounding", "packs", "machine", "sizes"
 # JSON Schemas of values.
 COUNT = {"type": "integer", "minimum": 0}

@@ -37,7 +37,7 @@ class Tolerance:
     hidden: float  # the same for all hidden states of a layer
 
 
-# fp32: ten times what the tests allow small models (docs/numerics.md), since deep models round more often.
+# fp32: ten times what the tests allow small models (docs/concepts/numerics.md), since deep models round more often.
 # bf16: a number has 8 significant bits, so each of the roundings that a layout moves changes it by up to 0.4%.
 # fp8: e4m3 has 4 significant bits, a rounding of up to 6%; not measured.
 TOLERANCES = {

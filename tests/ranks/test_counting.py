@@ -250,7 +250,7 @@ def test_filler_by_hand(ranks: Ranks) -> None:
 def test_the_layout_changes_what_the_page_says(
     ranks: Ranks, world_size: int, shared: list[str], overrides: list[str], expected: set[str]
 ) -> None:
-    """docs/metrics.md, column layout: `same` is equal, `rounding` is close, and of the others only `packs` differs."""
+    """metrics.md, column layout: `same` is equal, `rounding` is close, and of the others only `packs` differs."""
     page = by_layout()
     others = {"experts/dropped-share", *DYNAMIC}  # of experts, which are not here, and of dynamic CP
     assert page["packs"] == BALANCED | {"tokens/capacity"} | others

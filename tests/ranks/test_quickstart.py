@@ -1,4 +1,4 @@
-"""Every command of docs/quickstart.md, in the order of the page, as a reader would type them."""
+"""Every command of docs/start/quickstart.md, in the order of the page, as a reader would type them."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from tests.unit.fixtures.hub import environment, serving
 from tools.make_tiny_model import TEMPLATE
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/start/quickstart.md").read_text(encoding="utf-8")
 # The run of the page, but its model comes from a hub, and one process trains it.
 FROM_HUB = """
 sft train quickstart.yaml model.hf=org/tiny run.dir=runs/hub data.cache_dir=runs/quickstart/cache train.num_steps=2 \\

@@ -63,8 +63,8 @@ def evaluation(*overrides: str, **changes: Any) -> dict[str, Any]:
 
 @cache
 def validator() -> Any:
-    """Of docs/metrics.schema.json; stricter than the standard, where 20.0 is an integer."""
-    schema = json.loads((ROOT / "docs" / "metrics.schema.json").read_text())
+    """Of docs/reference/metrics.schema.json; stricter than the standard, where 20.0 is an integer."""
+    schema = json.loads((ROOT / "docs/reference/metrics.schema.json").read_text())
     standard = jsonschema.Draft202012Validator
     standard.check_schema(schema)
     types = standard.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
@@ -83,11 +83,11 @@ START: dict[str, Any] = {
 
 
 def page() -> Iterator[tuple[list[str], list[str]]]:
-    """Names, and the cells after them, of each row of the first table of docs/metrics.md.
+    """Names, and the cells after them, of each row of the first table of docs/reference/metrics.md.
 
     `a/b`, `/c` stands for a/b and a/c; `a`, `-b` for a and a-b.
     """
-    for line in (ROOT / "docs" / "metrics.md").read_text().splitlines():
+    for line in (ROOT / "docs/reference/metrics.md").read_text().splitlines():
         if re.match(r"\| `.*? \| (all|both|start|train|eval) \|", line):
             cells = [cell.strip() for cell in line.strip("|").split("|")]
             first, *others = re.findall(r"`([^`]+)`", cells[0])
@@ -103,7 +103,7 @@ def _in_full(first: str, other: str) -> str:
 
 
 def by_layout() -> dict[str, set[str]]:
-    """Names by the column `layout` of docs/metrics.md; "rounding; same" is the first name's and the second's."""
+    """Names by the column `layout` of metrics.md; "rounding; same" is the first name's and the second's."""
     found: dict[str, set[str]] = {}
     for names, cells in page():
         told = cells[3].split("; ")

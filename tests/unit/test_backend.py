@@ -83,7 +83,7 @@ def test_without_transformer_engine() -> None:
         choose(config("attention.backend=te"), "cuda")
     assert str(caught.value).startswith("attention.backend = te: transformer_engine cannot be imported (")
     assert str(caught.value).endswith(
-        'Install it with: pip install --no-build-isolation "transformer-engine[pytorch]" (docs/install.md).  '
+        'Install it with: pip install --no-build-isolation "transformer-engine[pytorch]" (docs/start/install.md).  '
         "attention.backend=portable runs everywhere."
     )
 
@@ -167,7 +167,9 @@ def test_fp8_refused(gpu: Callable[..., None]) -> None:
     )
 
 
-INSTALL = 'Install it with: pip install --no-build-isolation "transformer-engine[pytorch]" (docs/install.md); then'
+INSTALL = (
+    'Install it with: pip install --no-build-isolation "transformer-engine[pytorch]" (docs/start/install.md); then'
+)
 
 
 def warning(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], *overrides: str) -> str | None:

@@ -94,7 +94,7 @@ def test_without_fla() -> None:
         choose(config("attention.delta_rule=fla"), "cuda")
     assert str(caught.value).startswith("attention.delta_rule = fla: fla cannot be imported (")
     assert str(caught.value).endswith(
-        'Install it with: pip install "fla-core[cuda]>=0.6" (docs/install.md).  attention.delta_rule=torch runs '
+        'Install it with: pip install "fla-core[cuda]>=0.6" (docs/start/install.md).  attention.delta_rule=torch runs '
         "everywhere."
     )
 

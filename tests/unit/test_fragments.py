@@ -84,7 +84,7 @@ def test_the_threshold_is_where_maps_are_fewer_bytes() -> None:
 
 
 def test_bytes_of_the_page() -> None:
-    """The table of docs/context-parallel.md: MiB that a rank receives, and of 64K tokens less than 5% of a gather."""
+    """The table of context-parallel.md: MiB that a rank receives, and of 64K tokens less than 5% of a gather."""
     mib = {}
     for length in (65536, 8192, 1024):
         cu_seqlens = np.arange(0, 65536 + 1, length)

@@ -119,7 +119,7 @@ def test_every_probe_is_of_a_recipe_that_fits(gpus: int, tiny: bool) -> None:
 def test_what_a_machine_lacks_is_a_reason_to_skip(tmp_path: Path) -> None:
     reasons = {step.name: step.why_skipped(setting(tmp_path, packages=())) for step in STEPS if step.gpus == 1}
     assert {name: why for name, why in reasons.items() if why} == {
-        "backends": "transformer-engine is not installed here (docs/install.md)"
+        "backends": "transformer-engine is not installed here (docs/start/install.md)"
     }
     assert STEPS[3].why_skipped(setting(tmp_path, tiny=True)) == "needs a GPU"
     assert STEPS[-1].why_skipped(setting(tmp_path)) == "needs --gpus 8"

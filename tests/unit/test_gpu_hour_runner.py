@@ -29,7 +29,7 @@ def test_it_goes_on_after_a_failure_and_says_why(tmp_path: Path) -> None:
     results = {name: (result.status, result.reason) for name, result in record.results.items()}
     assert results == {
         "fails": ("failed", "exit code 1: ValueError: no such kernel"),
-        "absent": ("skipped", "deep-ep is not installed here (docs/install.md)"),
+        "absent": ("skipped", "deep-ep is not installed here (docs/start/install.md)"),
         "works": ("done", ""),
     }
     assert written == ["fails", "", "absent", "", "works", ""]

@@ -187,7 +187,7 @@ def test_everything_wrong_is_told_at_once() -> None:
 def test_an_unknown_model_type_is_told_with_the_known_ones() -> None:
     assert refusal(llama(model_type="xlnet")) == (
         f'config.json: model_type = "xlnet" is not supported.  Supported: {", ".join(FAMILIES)}.  '
-        "docs/models.md says how to add one."
+        "docs/reference/models.md says how to add one."
     )
     assert "model_type = null" in refusal({})
     assert "model_type = [1]" in refusal({"model_type": [1]})

@@ -1,4 +1,4 @@
-"""From totals to records: every number, every name documented, every record as docs/metrics.schema.json says."""
+"""From totals to records: every number, every name documented, every record as metrics.schema.json says."""
 
 import json
 import re
@@ -178,7 +178,7 @@ KINDS = {"all": {"start", "train", "eval"}, "both": {"train", "eval"}}
 
 
 def documented(kind: str) -> set[str]:
-    """Names of a kind in the table of docs/metrics.md."""
+    """Names of a kind in the table of docs/reference/metrics.md."""
     return {name for names, cells in page() for name in names if kind in KINDS.get(cells[0], {cells[0]})}
 
 

@@ -84,5 +84,5 @@ def test_a_stale_recipe_is_named(
 
 def test_the_page_has_every_recipe() -> None:
     text = page("")
-    assert all(f"]: ../recipes/planned/{name}\n" in text for name in RECIPES)
-    assert "(../recipes/qwen3_8b_64k.yaml)" in text
+    assert all(f"]: ../../recipes/planned/{name}\n" in text for name in RECIPES)
+    assert "(../../recipes/qwen3_8b_64k.yaml)" in text

@@ -1,7 +1,7 @@
 """Predictions compared with published measurements of other trainers, and with a published roofline.
 
-Numbers, layouts and sources are those of docs/estimates.md.  No constant belongs to one row: all rows of H100 use the
-assumed constants of an H100, of Transformer Engine's attention or of FlashAttention-2 (`portable`), as was measured.
+Numbers, layouts and sources are those of docs/numbers/estimates.md.  No constant belongs to one row: all rows of H100
+use the assumed constants of an H100, of Transformer Engine's attention or of FlashAttention-2 (`portable`).
 """
 
 from dataclasses import replace

@@ -7,5 +7,5 @@ step.py     what a step is              steps.py   the declared steps         ba
 runner.py   runs and records them       report.py  one JSON, one Markdown     machine.py versions and hardware
 curves.py   one small model on several layouts, backends and precisions       speed.py   speed and memory of a layout
 
-docs/gpu-hour.md is the page for users.
+docs/numbers/gpu-hour.md is the page for users.
 """

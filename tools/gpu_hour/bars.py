@@ -1,7 +1,7 @@
 """The bars of all steps: what was measured, and the bound that the documentation names.
 
-Bounds of benchmarks are those of tools/bench; docs/performance.md lists them.  A bar that nothing measured has the
-value None.
+Bounds of benchmarks are those of tools/bench; docs/numbers/performance.md lists them.  A bar that nothing measured has
+the value None.
 """
 
 from collections import defaultdict

@@ -60,7 +60,7 @@ class Step:
         if self.cuda and setting.device != "cuda":
             return "needs a GPU"
         if absent := [name for name in self.packages if name not in setting.packages]:
-            return f"{', '.join(absent)} is not installed here (docs/install.md)"
+            return f"{', '.join(absent)} is not installed here (docs/start/install.md)"
         return None
 
 

@@ -1,4 +1,4 @@
-"""The steps of the first hour on a GPU machine, in their order.  docs/gpu-hour.md describes them.
+"""The steps of the first hour on a GPU machine, in their order.  docs/numbers/gpu-hour.md describes them.
 
 A new step is declared here with its command (commands.py) and its limit, and its bars in bars.py.
 """

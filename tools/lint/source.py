@@ -11,7 +11,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that a check found.  As text: `docs/data.md:12: limit: 130 columns; at most 120`."""
+    """A fault that a check found.  As text: `docs/start/data.md:12: limit: 130 columns; at most 120`."""
 
     path: str
     line: int
@@ -20,7 +20,7 @@ class Fault:
 
     @property
     def folder(self) -> str:
-        """The folder, or page, by which a report counts: sft/data, sft/mcore/loss, tools, docs/data.md."""
+        """The folder, or page, by which a report counts: sft/data, sft/mcore/loss, tools, docs/start/data.md."""
         parts = self.path.split("/")
         depth = 3 if parts[:2] == ["sft", "mcore"] else 2
         return "/".join(parts[:depth] if len(parts) > depth or parts[0] == "docs" else parts[:-1]) or self.path

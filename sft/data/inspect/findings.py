@@ -36,7 +36,7 @@ _KIND = np.dtype(f"S{_DIGEST_BYTES}")
 class Finding:
     """A finding in `count` of `total` rows or samples, with the names of the first few of them."""
 
-    what: str  # the name of the finding in docs/inspect.md
+    what: str  # the name of the finding in docs/how-to/inspect.md
     part: str  # train, or the name of a held-out set
     count: int
     total: int

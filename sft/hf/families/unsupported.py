@@ -76,5 +76,5 @@ def unsupported(content: Mapping[str, Any]) -> str:
     why = f": it needs {needs}, which this trainer does not have.  The nearest family is {nearest}" if needs else ""
     return (
         f"model_type = {json.dumps(named)} is not supported{why}.  Supported: {', '.join(FAMILIES)}.  "
-        "docs/models.md says how to add one."
+        "docs/reference/models.md says how to add one."
     )

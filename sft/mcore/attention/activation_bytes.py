@@ -164,7 +164,7 @@ class PortableBytes(AttentionBytes):
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerEngineBytes(AttentionBytes):
-    """Bytes of the te backend, derived from its source; torch's allocator measured the total (docs/performance.md)."""
+    """Bytes of the te backend, from its source; torch's allocator measured the total (docs/numbers/performance.md)."""
 
     cp_comm: str = "p2p"
     norm_outputs_are_saved = True

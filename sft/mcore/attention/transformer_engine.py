@@ -23,7 +23,7 @@ from sft.mcore.attention.backend import AttentionBackend, PackedDocuments
 
 # First release of Transformer Engine (by its source code) whose cp_comm of this name accepts packed documents.
 _PACKED_SINCE = {"a2a": (2, 10), "all_gather": (2, 18), "a2a+p2p": (2, 19)}
-INSTALL = 'Install it with: pip install --no-build-isolation "transformer-engine[pytorch]" (docs/install.md)'
+INSTALL = 'Install it with: pip install --no-build-isolation "transformer-engine[pytorch]" (docs/start/install.md)'
 
 
 class TransformerEngine(AttentionBackend):

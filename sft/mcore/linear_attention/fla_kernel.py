@@ -24,7 +24,7 @@ from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
 from sft.parallel.context_parallel import runs
 
 MAX_KEY_DIM = 256  # limit of FLA
-INSTALL = 'Install it with: pip install "fla-core[cuda]>=0.6" (docs/install.md)'
+INSTALL = 'Install it with: pip install "fla-core[cuda]>=0.6" (docs/start/install.md)'
 Operator = Callable[..., tuple[Tensor, Tensor | None]]  # fla.ops.gated_delta_rule.chunk_gated_delta_rule
 
 

@@ -45,6 +45,7 @@ class Pack:
         tokens       5 6 7 0  8 9 0 0
         labels       6 7 0 0  9 0 0 0
         loss_weights 1 1 0 0  0 0 0 0
+        second_mask  1 0 0 0  0 0 0 0
         position_ids 0 1 2 3  0 1 2 3
         cu_seqlens   0 4 8
         lengths      3 2
@@ -71,6 +72,17 @@ class Pack:
         return self.loss_weights > 0
 
     @property
+    def second_labels(self) -> np.ndarray:
+        """int32 [t]: the label of the next position, for multi-token prediction; read it where `second_mask` is."""
+        return np.append(self.labels[1:], self.labels[:1])
+
+    @property
+    def second_mask(self) -> np.ndarray:
+        """bool [t]: whether the second token after this one is of the same document, and is supervised."""
+        is_same = np.diff(self.documents, append=-1) == 0
+        return is_same & np.append(self.loss_mask[1:], False)
+
+    @property
     def documents(self) -> np.ndarray:
         """int32 [t]: index of each token's document.  Padding belongs to the document that it pads."""
         return np.repeat(np.arange(len(self.lengths), dtype=np.int32), np.diff(self.cu_seqlens))
@@ -93,6 +105,8 @@ class Microbatch:
     labels: "torch.Tensor"  # int64 [1, t]
     position_ids: "torch.Tensor"  # int64 [1, t]
     loss_weights: "torch.Tensor"  # float32 [1, t], above 0 for supervised labels
+    second_labels: "torch.Tensor"  # int64 [1, t], the token after the label
+    second_mask: "torch.Tensor"  # bool [1, t], whether multi-token prediction predicts the second label
     documents: "torch.Tensor"  # int32 [1, t], index of each token's document in the pack
     cu_seqlens: "torch.Tensor"  # int32 [num_documents + 1], padded boundaries, filler documents included
     max_seqlen: int  # length of the longest padded document

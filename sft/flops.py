@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,7 +23,8 @@ def num_parameters(model: ModelConfig, vocab_size: int) -> int:
     embedding 40, qkv 48, proj 16, fc1 64, fc2 32, two norms 8, final norm 4 -> 212
     """
     embeddings = vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
-    return embeddings + sum(number * layer.total for layer, number in layers_of(model)) + model.hidden_size
+    layers = [*layers_of(model), *mtp_layers_of(model)]
+    return embeddings + sum(number * layer.total for layer, number in layers) + model.hidden_size
 
 
 def active_parameters(model: ModelConfig, vocab_size: int) -> int:
@@ -31,7 +32,7 @@ def active_parameters(model: ModelConfig, vocab_size: int) -> int:
 
     Qwen3-30B-A3B: 3,353,032,704 of 30,532,122,624
     """
-    top_k, layers = model.moe.top_k or 0, layers_of(model)
+    top_k, layers = model.moe.top_k or 0, [*layers_of(model), *mtp_layers_of(model)]
     unused = sum(number * (layer.num_experts - top_k) * layer.expert for layer, number in layers)
     return num_parameters(model, vocab_size) - unused
 
@@ -110,6 +111,18 @@ def layers_of(model: ModelConfig) -> list[tuple[LayerParameters, int]]:
     if not _latest or _latest[0][0] is not model:
         _latest[:] = [(model, _layers_of(model))]
     return _latest[0][1]
+
+
+def mtp_layers_of(model: ModelConfig) -> list[tuple[LayerParameters, int]]:
+    """As `layers_of`, of the block for multi-token prediction: one more layer, a projection and three norms.
+
+    hidden size 4: `whole` is 32 + 12 more than that of the last layer, `products` 32 more
+    """
+    if not model.has_mtp:
+        return []
+    layer = LayerParameters.of(model)
+    projection, norms = 2 * model.hidden_size**2, 3 * model.hidden_size
+    return [(replace(layer, whole=layer.whole + projection + norms, products=layer.products + projection), 1)]
 
 
 def _layers_of(model: ModelConfig) -> list[tuple[LayerParameters, int]]:
@@ -194,7 +207,7 @@ class AttentionCost:
         """Llama 8B -> AttentionCost(53,248); with a window of 4,096 in half of the layers 106,496 and 106,496"""
         queries = model.attention_width
         of_layers, num_window = sum(_products(model)), model.num_window_layers
-        num_full = model.num_layers - num_window - len(model.linear_attention.layers)
+        num_full = model.num_layers + model.has_mtp - num_window - len(model.linear_attention.layers)
         return AttentionCost(
             crossover=of_layers / (num_full * queries) if num_full else math.inf,
             window=model.sliding_window,
@@ -225,7 +238,7 @@ class AttentionCost:
 
 def _products(model: ModelConfig) -> tuple[int, int]:
     """Multiplications of a token in all layers: with weights, and with states of linear attention."""
-    layers, top_k = layers_of(model), model.moe.top_k or 0
+    layers, top_k = [*layers_of(model), *mtp_layers_of(model)], model.moe.top_k or 0
     weights = sum(number * (layer.products + top_k * layer.expert_products) for layer, number in layers)
     return weights, sum(number * layer.state_products for layer, number in layers)
 
@@ -240,7 +253,7 @@ class TrainFlops:
     attention costs the same for every token.
 
     per_token  per token of a document, with linear and without other attention
-    per_label  per supervised token
+    per_label  per supervised token; with multi-token prediction, whose labels are almost as many, of both heads
     cost       attention's FLOPs of a document, divided by per_token + saved
     saved      per token, because weights are frozen
     """
@@ -255,7 +268,7 @@ class TrainFlops:
         """trained: what of the model; rank: of its adapters
 
         the example of `num_parameters` -> TrainFlops(6 * 160, 6 * 40, AttentionCost(40)): 24 per squared length"""
-        (layers, states), head = _products(model), vocab_size * model.hidden_size
+        (layers, states), head = _products(model), vocab_size * model.hidden_size * (2 if model.has_mtp else 1)
         if trained.whole is None:
             return TrainFlops(6.0 * (layers + states), 6.0 * head, AttentionCost.of(model))
         share = (model.moe.top_k or 0) / (model.moe.num_experts or 1)  # of the experts, which a token uses

@@ -30,7 +30,7 @@ from sft.mcore.attention.selection import slower_than_possible
 from sft.mcore.engine import Engine
 from sft.metrics.log import MetricsLog
 from sft.metrics.records import Record
-from sft.metrics.rows import RunFacts
+from sft.metrics.run_facts import RunFacts
 from sft.metrics.totals import StepResult
 from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 from sft.parallel.layout import Layout

@@ -111,9 +111,26 @@ class Config(Section):
         elif special and fp8:
             yield "run.fp8", f"needs Transformer Engine, which does not have {special} here; use null"
         yield from self._conflicts_of_lora()
+        yield from self._conflicts_of_mtp()
         if fp8 and not self.attention.may_have_fp8:
             why = "needs Transformer Engine, but attention.backend is portable; use te or auto, or run.fp8 = null"
             yield "run.fp8", why
+
+    def _conflicts_of_mtp(self) -> Iterator[tuple[str, str]]:
+        mtp = self.train.mtp
+        if self.model.has_mtp != (mtp != "off"):
+            yield "model.has_mtp", f"does not fit train.mtp = {mtp}, which sets it; leave out model.has_mtp"
+        if mtp == "off":
+            return
+        unsupported = {
+            "lora.rank": (self.lora.is_used, "null: adapters leave the block for multi-token prediction as it is"),
+            "train.freeze": (bool(self.train.freeze), "[]"),
+            "run.fp8": (self.run.fp8 is not None, "null"),
+            "train.offload_fraction": (self.train.offload_fraction > 0.0, "0"),
+        }
+        for key, (is_set, instead) in unsupported.items():
+            if is_set:
+                yield key, f"is not supported with train.mtp = {mtp}; use train.mtp = off, or {key} = {instead}"
 
     def _conflicts_of_lora(self) -> Iterator[tuple[str, str]]:
         if self.lora.is_used and self.train.freeze:

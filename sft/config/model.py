@@ -89,6 +89,8 @@ class ModelConfig(Section):
     """Rotary position embedding."""
     moe: MoeConfig = MoeConfig()
     """Mixture of experts."""
+    has_mtp: bool = False
+    """The model has a block for multi-token prediction after the last layer; train.mtp sets it."""
     hf: Path | None = None
     """Hub name (org/name or org/name@revision), folder, or checkpoint of `sft import`: sizes, weights and tokenizer."""
     hf_read_once: bool = Field(False, json_schema_extra=UNREPORTED)

@@ -7,6 +7,8 @@ from pydantic import Field
 
 from sft.config.section import Fraction, NonNegative, Positive, Section
 
+MtpMode = Literal["off", "detached", "joint"]
+
 
 class TrainConfig(Section):
     num_steps: Positive | None = None
@@ -23,6 +25,10 @@ class TrainConfig(Section):
     """Share of a rank's layers, from the first on, whose activations are offloaded; needs recompute."""
     freeze: list[str] = []
     """Weights that are not trained, by Hugging Face's names: embed_tokens, patterns such as model.layers.1?.*."""
+    mtp: MtpMode = "off"
+    """Train the block for multi-token prediction: off passes it through; detached: alone; joint: with the model."""
+    mtp_loss_weight: Annotated[float, Field(gt=0.0)] = 0.1
+    """Weight of the loss of multi-token prediction in the objective; needs mtp = detached or joint."""
     eval_every: Positive | None = None
     """Steps between evaluations; null means only before the first step and at the end."""
     max_nonfinite_steps: NonNegative = 2
@@ -36,6 +42,8 @@ class TrainConfig(Section):
             yield "num_steps", "and num_epochs = null; give one of them"
         if steps is not None and epochs is not None:
             yield "num_epochs", f"clashes with num_steps = {steps}; set one of them to null"
+        if self.mtp == "off" and self.mtp_loss_weight != type(self).model_fields["mtp_loss_weight"].default:
+            yield "mtp_loss_weight", "has no effect with train.mtp = off; use mtp = detached or joint, or leave it out"
 
 
 class LossConfig(Section):

@@ -159,6 +159,21 @@ def _waiting_table(config: Config, layout: Layout, rows: float, trained: Trained
     return rows * config.model.hidden_size if is_one and is_trained else 0.0
 
 
+def _mtp_block(config: Config, layout: Layout, kind: LayerKind, hidden: float) -> tuple[float, float]:
+    """Bytes of multi-token prediction on the last stage: what its block saves, and what its loss head adds.
+
+    Saved are a layer, the embedding, the projection's input of twice the width, and the input of the last norm; with
+    train.recompute = full, the layer's input stands for all but the last.  While the second head computes, the first
+    one's gradient waits.  kind: of the layer; hidden: bytes of the hidden states of all tokens
+    """
+    if not config.model.has_mtp:
+        return 0.0, 0.0
+    layer = kind.kept.total * hidden / model_bytes.hidden_state(kind.backend.model, kind.backend.rank)
+    around = 2 * hidden if config.train.recompute == "full" else 4 * hidden
+    waiting = _num_waiting(layout, layout.pp - 1) if layout.virtual_stages == 1 else 1.0
+    return waiting * (layer + around), 2 * hidden
+
+
 def _stage(
     config: Config, layout: Layout, vocab_size: int, pack: int, stage: int, trained: Trained = Trained()
 ) -> Memory:
@@ -167,6 +182,7 @@ def _stage(
     hidden = model_bytes.hidden_state(model, rank) * tokens
     kept = sum(kind.number * kind.kept.total for kind in kinds) / model.num_layers
     layers, host_layers = _layers(config, layout, stage, kept * tokens)
+    block = _mtp_block(config, layout, kinds[0], hidden) if is_last else (0.0, 0.0)
     local, gathered = max((kind.attention(pack, tokens) for kind in kinds), key=sum)
     matrix = model_bytes.widest_gradient(model, rank) if trains_layers(trained) else 0.0
     rows = vocab_rows(vocab_size, layout.tp)
@@ -175,12 +191,12 @@ def _stage(
     return Memory(
         stage=stage,
         **_state(config, layout, vocab_size, stage, rank.width, trained),
-        layers=layers,
+        layers=layers + block[0],
         ends=max(kind.backend.rotary(pack) for kind in kinds),
         mlp=max(_mlp_backward(config, kind, tokens) for kind in kinds) + 2 * hidden + matrix + table,
         attention=local + 2 * hidden + matrix + table,
         gathered=gathered,
-        head=head + 2 * hidden if is_last else 0.0,  # hidden states before and after the final norm
+        head=head + 2 * hidden + block[1] if is_last else 0.0,  # hidden states before and after the final norm
         host_layers=host_layers,
         host_copy=_copied(config, layout, vocab_size, stage, rank.width, trained),
     )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from sft.adapters import EMBEDDING, HEAD, Trained, Weight
 from sft.config import Config, ModelConfig
-from sft.flops import layers_of
+from sft.flops import LayerParameters, layers_of, mtp_layers_of
 from sft.parallel.layout import Layout, padded_vocab_size
 
 
@@ -47,12 +47,22 @@ def parameters(model: ModelConfig, layout: Layout, vocab_size: int, stage: int) 
     """
     hidden, layers, first, last = model.hidden_size, layers_of(model), stage == 0, stage == layout.pp - 1
     tables = first + (last and not (first and model.tie_embeddings))
-    dense = sum(number * (layer.split / layout.tp + layer.whole) for layer, number in layers) / layout.pp
-    experts = sum(number * layer.num_experts * layer.expert for layer, number in layers)
+    block = mtp_layers_of(model) if last else []
+    tables += bool(block) and not first and not model.tie_embeddings  # the last stage has a copy of the embedding
+    dense = _dense(layers, layout) / layout.pp + _dense(block, layout)
+    experts = _experts(layers) / layout.pp + _experts(block)
     return Numbers(
         dense=dense + tables * vocab_rows(vocab_size, layout.tp) * hidden + hidden * last,
-        experts=experts / layout.pp / (layout.ep * layout.etp),
+        experts=experts / (layout.ep * layout.etp),
     )
+
+
+def _dense(layers: list[tuple[LayerParameters, int]], layout: Layout) -> float:
+    return sum(number * (layer.split / layout.tp + layer.whole) for layer, number in layers)
+
+
+def _experts(layers: list[tuple[LayerParameters, int]]) -> float:
+    return sum(number * layer.num_experts * layer.expert for layer, number in layers)
 
 
 def vocab_rows(vocab_size: int, tp: int) -> float:

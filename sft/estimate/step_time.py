@@ -97,9 +97,11 @@ def step_time(
         "offload": work.offload(forward.total, backward.total + repeated.total),
         "overhead": constants.layer_overhead_us.value * 1e-6 * config.model.num_layers / layout.pp,
     }
+    if config.model.has_mtp:  # the last stage, for which the others wait, has one more layer and a second head
+        layer_s = {name: seconds * (1 + layout.pp / config.model.num_layers) for name, seconds in layer_s.items()}
     turns = layout.num_microbatches
     parts = dict.fromkeys(PARTS, 0.0) | {name: turns * seconds for name, seconds in layer_s.items()}
-    head_s = sum(head)
+    head_s = sum(head) * (1 + config.model.has_mtp)
     parts["head"] = turns * head_s
     stage_s = sum(layer_s.values())
     parts["bubble"] = (layout.pp - 1) / layout.virtual_stages * stage_s

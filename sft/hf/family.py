@@ -18,9 +18,9 @@ from typing import Any, Literal
 from sft.config import ModelConfig
 from sft.config.model import LayerKind
 from sft.hf.model_keys import PLAIN, Computed
-from sft.hf.tensor_view import EXPERT, LAYER, HfTensor, HfView, View
+from sft.hf.tensor_view import EXPERT, LAYER, HfTensor, HfView, View, sizes_of
 
-_LAYERS = "decoder.layers."
+_LAYERS, _MTP_LAYER = "decoder.layers.", "mtp.layers.0.transformer_layer."
 _NUMBER = re.compile(r"model\.layers\.(\d+)\.")  # of a layer
 Form = Literal["rows", "groups", "vocabulary"]
 
@@ -51,6 +51,29 @@ class Rule:
     @property
     def in_experts(self) -> bool:
         return EXPERT in self.views[0].name or self.views[0].stacks_experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpBlock:
+    """The tensors of the block for multi-token prediction, which ends in a layer like those of the model.
+
+    layer   first part of the names of the layer's tensors; LAYER stands for the number of layers of the model
+    own     rules for the tensors around the layer
+    copies  tensors that files may store once more, by name: `embedding` or `head`, whose values they have
+    """
+
+    layer: str
+    own: tuple[Rule, ...]
+    copies: Mapping[str, Literal["embedding", "head"]] = field(default_factory=dict)
+
+    def rules(self, of_layers: tuple[Rule, ...], model: ModelConfig) -> Iterator[Rule]:
+        """The rules of the block.  of_layers: those of the model's layers, of which the last kind counts"""
+        yield from self.own
+        for rule in of_layers:
+            if rule.in_layers and _has(model, model.num_layers, rule):
+                first = rule.views[0].name.partition(f".{LAYER}.")[0]
+                views = (replace(v, name=v.name.replace(f"{first}.{LAYER}", self.layer, 1)) for v in rule.views)
+                yield replace(rule, ours=rule.ours.replace(_LAYERS, _MTP_LAYER, 1), views=tuple(views))
 
 
 @dataclass(frozen=True)
@@ -149,6 +172,7 @@ class Family:
     text_type    model_type in text_config, for a family whose language model may be of several types
     passed_through  patterns of the names of tensors that are kept unchanged and not trained, such as `visual.*`
     has_mtp_layers  whether files may have more layers, for multi-token prediction, which are passed through
+    mtp          the block for multi-token prediction that a model may train; None: unknown
     """
 
     model_type: str
@@ -172,6 +196,7 @@ class Family:
     window_theta: tuple[str, float] | None = None
     passed_through: tuple[str, ...] = ()
     has_mtp_layers: bool = False
+    mtp: MtpBlock | None = None
 
     @property
     def name(self) -> str:
@@ -222,58 +247,51 @@ class Family:
 
     def mappings(self, model: ModelConfig, vocab_size: int) -> Iterator[TensorMapping]:
         """Every tensor of the model: first those outside of layers, then layer by layer, expert by expert."""
-        sizes = _sizes(model, vocab_size)
-        rules = [rule for rule in self.rules if not (rule.is_head and model.tie_embeddings)]
-        rules = [rule for rule in rules if not rule.needs or attrgetter(rule.needs)(model)]
+        sizes = sizes_of(model, vocab_size)
+        rules = self._rules(self.rules, model)
         for layer in (None, *range(model.num_layers)):
             for rule in rules:
                 if rule.in_layers is (layer is not None) and _has(model, layer, rule):
-                    for expert in range(sizes["x"]) if rule.in_experts else (None,):
-                        axes = [(layer, model.num_layers), (expert, sizes["x"])]
-                        numbered = [(number, count) for number, count in axes if number is not None]
-                        if not model.stacks_layers:
-                            numbered = numbered[1:]
-                        yield TensorMapping(
-                            key=rule.ours if model.stacks_layers else _of_layer(rule.ours, layer),
-                            layer=layer,
-                            expert=expert,
-                            stack=tuple(count for _, count in numbered),
-                            stack_index=tuple(number for number, _ in numbered),
-                            sources=tuple(view.of(layer, expert, sizes) for view in rule.views),
-                            form=rule.form,
-                            num_groups=model.resolved_query_groups,
-                            is_buffer=rule.is_buffer,
-                        )
+                    yield from _mappings_of(rule, layer, model, sizes)
+        if model.has_mtp and self.mtp is not None:
+            for rule in self._rules(tuple(self.mtp.rules(self.rules, model)), model):
+                yield from _mappings_of(rule, None, model, sizes)
+
+    def _rules(self, rules: tuple[Rule, ...], model: ModelConfig) -> list[Rule]:
+        rules = tuple(rule for rule in rules if not (rule.is_head and model.tie_embeddings))
+        return [rule for rule in rules if not rule.needs or attrgetter(rule.needs)(model)]
+
+    def copies(self, model: ModelConfig) -> dict[str, str]:
+        """Tensors that files may store although their values are those of another tensor -> the name of that one."""
+        head = self.embedding if model.tie_embeddings else self.head
+        copies = {self.head: head} if model.tie_embeddings else {}
+        if model.has_mtp and self.mtp is not None:
+            of_mtp = self.mtp.copies.items()
+            copies |= {
+                n.replace(LAYER, str(model.num_layers)): {"head": head}.get(w, self.embedding) for n, w in of_mtp
+            }
+        return copies
 
 
-def _sizes(model: ModelConfig, vocab_size: int) -> dict[str, int]:
-    """By letter (`tensor_view.py`)."""
-    linear, latent = model.linear_attention, model.latent_attention
-    return {
-        "v": vocab_size,
-        "h": model.hidden_size,
-        "f": model.ffn_hidden_size,
-        "x": model.moe.num_experts or 0,
-        "X": model.moe.num_experts or 0,
-        "e": model.resolved_expert_ffn,
-        "q": model.num_attention_heads * model.resolved_head_dim,
-        "k": model.resolved_query_groups * model.resolved_head_dim,
-        "d": model.resolved_head_dim,
-        "a": model.num_attention_heads,
-        "s": model.moe.shared_ffn_hidden_size or 0,
-        "K": linear.key_width,
-        "V": linear.value_width,
-        "n": linear.num_key_heads or 0,
-        "m": linear.num_value_heads or 0,
-        "u": linear.value_head_dim,
-        "c": linear.conv_kernel,
-        "Q": latent.q_lora_rank or 0,
-        "L": latent.kv_lora_rank or 0,
-        "C": latent.compressed_width,
-        "B": model.num_attention_heads * (latent.qk_nope_head_dim + latent.v_head_dim),
-        "O": model.num_attention_heads * model.value_head_dim,
-        "1": 1,
-    }
+def _mappings_of(
+    rule: Rule, layer: int | None, model: ModelConfig, sizes: Mapping[str, int]
+) -> Iterator[TensorMapping]:
+    """One mapping for each expert.  layer: None outside of the model's layers"""
+    for expert in range(sizes["x"]) if rule.in_experts else (None,):
+        axes = [(layer, model.num_layers)] if layer is not None and model.stacks_layers else []
+        numbered = [*axes, *([(expert, sizes["x"])] if expert is not None else [])]
+        number = model.num_layers if layer is None else layer  # of the layer for multi-token prediction
+        yield TensorMapping(
+            key=rule.ours if model.stacks_layers else _of_layer(rule.ours, layer),
+            layer=layer,
+            expert=expert,
+            stack=tuple(count for _, count in numbered),
+            stack_index=tuple(index for index, _ in numbered),
+            sources=tuple(view.of(number, expert, sizes) for view in rule.views),
+            form=rule.form,
+            num_groups=model.resolved_query_groups,
+            is_buffer=rule.is_buffer,
+        )
 
 
 def _has(model: ModelConfig, layer: int | None, rule: Rule) -> bool:

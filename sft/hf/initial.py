@@ -110,7 +110,8 @@ def _on_hub(name: str, config: Config) -> str | None:
     if hub.is_offline():
         return f"{name}: {later}; HF_HUB_OFFLINE is set, so that no start can download them"
     with header_folder(hub.snapshot(name), missing.files) as folder:
-        return f"{_described(open_source(folder, name, compare=False), config)}; {later}"
+        opened = open_source(folder, name, compare=False, has_mtp=config.model.has_mtp)
+        return f"{_described(opened, config)}; {later}"
 
 
 def _open(config: Config, *, compare: bool = True) -> Source:
@@ -121,7 +122,7 @@ def _open(config: Config, *, compare: bool = True) -> Source:
             f"model.hf = {name} holds a Megatron checkpoint and no safetensors files.  To start from its weights: "
             f"model.init_from={name}."
         )
-    return open_source(local_folder(name), name, compare=compare)
+    return open_source(local_folder(name), name, compare=compare, has_mtp=config.model.has_mtp)
 
 
 def _padded_like(stored: tuple[tuple[int, ...], Any] | None, mapping: TensorMapping) -> tuple[int, ...]:

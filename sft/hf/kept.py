@@ -46,6 +46,7 @@ class Kept:
     origin   the folder from which the files were copied
     tensors  of an export, by name; None if the weights did not come from a Hugging Face model
     digests  SHA-256 of each tensor that is passed through
+    has_mtp  whether the block for multi-token prediction is trained
     """
 
     folder: Path
@@ -55,6 +56,7 @@ class Kept:
     files: dict[str, Entry]
     tensors: dict[str, Expected] | None
     digests: dict[str, str]
+    has_mtp: bool = False
 
     def damage(self, verify: Verify) -> list[str]:
         """One line for each file that is missing or differs."""
@@ -87,6 +89,7 @@ def read(folder: Path) -> Kept | None:
             files={name: Entry(**entry) for name, entry in content["files"].items()},
             tensors=None if tensors is None else {name: _expected(values) for name, values in tensors.items()},
             digests=dict(content["digests"]),
+            has_mtp=bool(content.get("has_mtp", False)),
         )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}).") from error
@@ -108,7 +111,10 @@ def keep(source: Source, target: Path) -> None:
             tensors = not_trained(source)
             _, digests = write_tensors(folder, planned, tensors, SHARD_BYTES, stem=STEM, digested=planned)
         _copy_small_files(source.folder, folder)
-        _write(folder, name=source.name, origin=source.folder, tensors=source.manifest, digests=digests)
+        has_mtp = source.architecture.model.has_mtp
+        _write(
+            folder, name=source.name, origin=source.folder, tensors=source.manifest, digests=digests, has_mtp=has_mtp
+        )
 
 
 def keep_files(folder: Path, name: str, target: Path) -> None:
@@ -133,6 +139,7 @@ def copy(kept: Kept, target: Path) -> None:
             tensors=kept.tensors,
             digests=kept.digests,
             commit=kept.commit,
+            has_mtp=kept.has_mtp,
         )
 
 
@@ -148,7 +155,7 @@ def restore(kept: Kept) -> None:
         elif kept.tensors is None:
             keep_files(kept.origin, kept.name, remade)
         else:
-            keep(open_source(kept.origin, kept.name, compare=False), remade)
+            keep(open_source(kept.origin, kept.name, compare=False, has_mtp=kept.has_mtp), remade)
         new = read(remade)
         if new is None or (new.files, new.tensors) != (kept.files, kept.tensors):
             raise CheckpointError(f"{kept.origin} has changed since the run began.")
@@ -210,6 +217,7 @@ def _write(
     tensors: Mapping[str, Expected] | None,
     digests: Mapping[str, str],
     commit: str | None = None,
+    has_mtp: bool = False,
 ) -> None:
     """Write source.json, which lists all files that the folder has."""
     origin = origin.absolute()
@@ -224,6 +232,7 @@ def _write(
         "files": {key: asdict(entry) for key, entry in files.items()},
         "tensors": None if tensors is None else {key: asdict(tensor) for key, tensor in tensors.items()},
         "digests": dict(digests),
+        **({"has_mtp": True} if has_mtp else {}),
     }
     (folder / SOURCE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

@@ -31,7 +31,7 @@ def model_family(model: ModelConfig) -> Family | None:
         has_experts = (model.moe.num_experts is not None) == ("moe.num_experts" in family.keys)
         has_linear = bool(model.linear_attention.layers) == ("linear_attention.layers" in family.computed)
         has_latents = model.latent_attention.is_used == family.has_latents
-        usual = {key: value for key, value in _USUAL.items() if key not in family.keys}
+        usual = {key: value for key, value in _USUAL.items() if key not in {*family.keys, *family.computed}}
         return (
             has_experts
             and has_linear

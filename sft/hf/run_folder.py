@@ -37,7 +37,7 @@ def prepare(run: Path, model: ModelConfig, checkpoint: CheckpointConfig, console
     if (other := _kept_beside(sources)) is not None:
         kept.copy(other, folder)
     elif model.hf is not None:
-        _keep_model(model.hf, folder, has_weights=model.init_from != RANDOM)
+        _keep_model(model.hf, folder, has_weights=model.init_from != RANDOM, has_mtp=model.has_mtp)
     elif checkpoint.export_hf != "none":
         raise ConfigError(
             f"checkpoint.export_hf = {checkpoint.export_hf}, but the run is of no Hugging Face model: set model.hf, or "
@@ -83,12 +83,12 @@ def _kept_beside(paths: list[Path]) -> Kept | None:
     return None
 
 
-def _keep_model(name: str, target: Path, *, has_weights: bool) -> None:
+def _keep_model(name: str, target: Path, *, has_weights: bool, has_mtp: bool) -> None:
     """Write `target` from the model that the recipe names.  has_weights: whether the run starts from its weights"""
     folder = local_folder(name)
     if (other := kept.read(folder)) is not None:
         kept.copy(other, target)
     elif has_weights and any(folder.glob("*.safetensors")):
-        kept.keep(open_source(folder, name, compare=False), target)
+        kept.keep(open_source(folder, name, compare=False, has_mtp=has_mtp), target)
     elif (folder / CONFIG).is_file():
         kept.keep_files(folder, name, target)

@@ -8,12 +8,13 @@ lists them, together with missing tensors and wrong shapes and types.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from sft.config import ModelConfig
 from sft.console import size
 from sft.hf.architecture import Architecture, architecture, read
 from sft.hf.dequantised import DequantisedFolder
@@ -80,21 +81,22 @@ class Source:
         return f"{self.name}: {counts}; {size(self.num_bytes)}{dequantised}"
 
 
-def open_source(folder: Path, name: str = "", *, compare: bool = True) -> Source:
+def open_source(folder: Path, name: str = "", *, compare: bool = True, has_mtp: bool = False) -> Source:
     """The model in `folder`.  Reads config.json and the headers of the files.
 
-    compare: also read a tied output that is stored twice, and refuse it if it differs from the embedding
+    compare: also read tensors that are stored twice, such as a tied output, and refuse them if they differ
+    has_mtp: the block for multi-token prediction belongs to the model; False: it is passed through
     Raises ConfigError if our model does not support config.json.  Raises CheckpointError that lists all tensors that do
     not fit the model, or all problems of the files.
     """
     content = read(folder)
     model = architecture(content, str(folder / CONFIG))
+    model = replace(model, model=model.model.model_copy(update={"has_mtp": has_mtp}))
     stored = _stored(folder, model.scheme)
     shapes = {tensor_name: tensor.shape for tensor_name, tensor in stored.tensors.items()}
     family = model.family.stored_as(shapes, model.model, model.vocab_size)
     mappings = list(family.mappings(model.model, model.vocab_size))
-    tied = (family.embedding, family.head) if model.model.tie_embeddings else None
-    roles = _sort(stored, family, mappings, folder, num_layers=model.model.num_layers, tied=tied, compare=compare)
+    roles = _sort(stored, family, mappings, folder, model=model.model, compare=compare)
     manifest = {
         tensor_name: Expected(shape=tensor.shape, dtype=tensor.dtype, role=roles[tensor_name])
         for tensor_name, tensor in stored.tensors.items()
@@ -122,19 +124,15 @@ def _sort(
     mappings: list[TensorMapping],
     folder: Path,
     *,
-    num_layers: int,
-    tied: tuple[str, str] | None,
+    model: ModelConfig,
     compare: bool,
 ) -> dict[str, Role]:
-    """The role of every tensor.  Raises CheckpointError that lists everything that does not fit the model.
-
-    tied: names of the embedding and of the output, if they are one tensor of the model
-    """
+    """The role of every tensor.  Raises CheckpointError that lists everything that does not fit the model."""
     wanted = {tensor.name: tensor.shape for tensor in views_by_tensor(mappings)}
     roles: dict[str, Role] = {
         name: "trained" if name in wanted else "passed through"
         for name in stored.tensors
-        if name in wanted or family.passes_through(name, num_layers)
+        if name in wanted or family.passes_through(name, model.num_layers)
     }
     shapes = {name: tensor.shape for name, tensor in stored.tensors.items() if roles.get(name) != "passed through"}
     problems = [
@@ -143,13 +141,15 @@ def _sort(
         for line in fold_by_layer(name for name in shapes if stored.tensors[name].dtype == dtype)
     ]
     problems += _mixed_types(stored.tensors, mappings)
-    if tied and all(name in shapes for name in tied):
-        embedding, head = tied
-        if _same_form(stored, embedding, head) and not (compare and _differ(stored, embedding, head)):
-            del shapes[head]
-            roles[head] = "tied copy"
+    for copy, name in family.copies(model).items():
+        if copy not in stored.tensors or name not in shapes:
+            continue
+        if _same_form(stored, name, copy) and not (compare and _differ(stored, name, copy)):
+            shapes.pop(copy, None)
+            roles[copy] = "tied copy"
         else:
-            problems.append(f"tie_word_embeddings is true, but {head} and {embedding} differ")
+            why = "tie_word_embeddings is true" if copy == family.head else "train.mtp trains one weight for both"
+            problems.append(f"{why}, but {copy} and {name} differ")
     check_tensors(shapes, wanted, str(folder), other=problems)
     return roles
 

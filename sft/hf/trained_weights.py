@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from sft.adapters import EMBEDDING, HEAD, Trained, Weight
 from sft.config import Config, ModelConfig
 from sft.errors import ConfigError
+from sft.hf.families import FAMILIES
 from sft.hf.family import Family, TensorMapping
 from sft.hf.lora_targets import adapted_weights, is_match, nearest
 from sft.hf.model_family import model_family
@@ -20,6 +21,8 @@ def trained_weights(config: Config, vocab_size: int) -> Trained:
     Raises ConfigError if a name matches nothing, or if the model has no names of Hugging Face.
     """
     lora, model = config.lora, config.model
+    if model.has_mtp:
+        _check_mtp(config)
     if not lora.is_used and not config.train.freeze:
         return Trained()
     adapted = adapted_weights(config, vocab_size)
@@ -33,6 +36,19 @@ def trained_weights(config: Config, vocab_size: int) -> Trained:
     keys = {EMBEDDING: lora.train_embeddings, HEAD: lora.train_head}
     mappings = family.mappings(model, vocab_size)
     return Trained(adapted=adapted, whole=[_weight(mapping) for mapping in mappings if keys.get(mapping.key)])
+
+
+def _check_mtp(config: Config) -> None:
+    """Raise ConfigError if the family's table has no block for multi-token prediction."""
+    family = model_family(config.model)
+    if family is None or family.mtp is None:
+        known = ", ".join(name for name, other in FAMILIES.items() if other.mtp is not None)
+        of = "no family of Hugging Face has the tensors of `model`" if family is None else f"the model is {family.name}"
+        raise ConfigError(
+            f"train.mtp = {config.train.mtp} trains the block for multi-token prediction that files of some models "
+            f"have, but {of}.  These families have one that is known here: {known}.  Use train.mtp = off; the files' "
+            "tensors that are not trained pass through to exports."
+        )
 
 
 def unfrozen(patterns: Sequence[str], family: Family, model: ModelConfig, vocab_size: int) -> list[Weight]:

@@ -24,7 +24,9 @@ from sft.mcore import device, model, pipeline, router
 from sft.mcore.activations.offload import PinnedMemory
 from sft.mcore.activations.saved_tensors import SavePolicy
 from sft.mcore.attention.selection import choose
+from sft.mcore.gpt import Hidden, reduce_shared_embedding
 from sft.mcore.loss import RowStatistics, Targets, VocabShard, lm_loss
+from sft.mcore.mtp_loss import MtpLoss, next_tokens
 from sft.mcore.optimizer import build, host_threads
 from sft.mcore.process_groups import ProcessGroups
 from sft.mcore.progress import Passes, named
@@ -78,6 +80,7 @@ class Engine:
         self._progress = progress
         self._passes = Passes(progress, torch.cuda.Event if groups.device.type == "cuda" else None)
         self._denominator = 0.0  # of the global batch of this step
+        self._mtp_loss = MtpLoss(config)
         self.local_losses: list[float] = []
         self.has_weights = False
 
@@ -120,6 +123,7 @@ class Engine:
         the reduced gradients, divided by the denominator of the global batch, in `main_grad`.
         """
         assert self.has_weights, "no weights were loaded or drawn"
+        self._mtp_loss.begin()
         for chunk in self.chunks:
             chunk.train(not forward_only)
         if not forward_only:
@@ -152,8 +156,9 @@ class Engine:
                 entropy=None if rows.entropy is None else rows.entropy.cpu().numpy(),
                 correct=rows.correct.cpu().numpy(),
                 buckets=accumulator.buckets(mb),
+                **self._mtp_loss.measured(i, mb),
             )
-            for mb, (objective, rows) in zip(microbatches, measured)
+            for i, (mb, (objective, rows)) in enumerate(zip(microbatches, measured))
         ]
         self.local_losses = [part.objective for part in tokens]
         peaks = {"data_wait_s": data_wait_s, **device.peak_memory(self.groups.device)}
@@ -173,9 +178,11 @@ class Engine:
         self._progress("sum of the loss weights over ranks")
         # Of whole packs, each counted by the first rank of its group.
         real = sum(mb.num_real_tokens for mb in microbatches if self.groups.cp_group(mb.cp_size).rank == 0)
-        total = torch.tensor([denominator, real], dtype=torch.float64, device=self.groups.device)
+        second = sum(int(mb.second_mask.sum()) for mb in microbatches)
+        total = torch.tensor([denominator, real, second], dtype=torch.float64, device=self.groups.device)
         dist.all_reduce(total, group=self.groups.collection.dp_cp)
-        self._denominator, num_real_tokens = total.tolist()
+        self._denominator, num_real_tokens, num_second = total.tolist()
+        self._mtp_loss.set_scale(self._denominator, num_second)
         router.begin(self.chunks, loss_scale=self._denominator / max(1.0, num_real_tokens))
 
     def _expert_load(self) -> ExpertLoad | None:
@@ -220,7 +227,11 @@ class Engine:
         documents = self.backend.documents(mb.cu_seqlens, mb.max_seqlen, positions, cp)
         document_of_token = self._document_of_token(mb, chunk) if self.config.model.moe.num_experts else None
         with self._save_policy.forward_pass(len(chunk.module.decoder.layers)):
-            hidden = chunk(tokens, positions, None, packed_seq_params=documents, padding_mask=document_of_token)
+            of_mtp = {} if chunk.module.multi_token is None else {"labels": next_tokens(mb, self.layout, self.groups)}
+            of_pack = dict(packed_seq_params=documents, padding_mask=document_of_token)
+            output = chunk(tokens, positions, None, **of_pack, **of_mtp)
+        hidden = output.of_next if isinstance(output, Hidden) else output
+        loss = partial(loss, second=output.of_second) if isinstance(output, Hidden) else loss
         if hidden.requires_grad:  # autograd calls the hook when backward of this microbatch reaches this stage
             hidden.register_hook(lambda grad: self._passes.begin(f"backward of {name}"))
         return hidden, partial(loss, chunk, mb)
@@ -250,12 +261,18 @@ class Engine:
             documents = documents.chunk(self.layout.tp, dim=1)[self.groups.tp_rank]
         return documents
 
-    def _loss(self, chunk: Any, mb: Microbatch, hidden: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, RowStatistics]]:
-        """The objective, the token count that core requires, and values that `_run` sums after all microbatches."""
-        targets = Targets.of(mb, hidden.device)
-        objective, rows = lm_loss(hidden, self._vocab_shard(chunk), targets, self.config.loss)
+    def _loss(
+        self, chunk: Any, mb: Microbatch, hidden: Tensor, *, second: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, RowStatistics]]:
+        """The objective, the token count that core requires, and values that `_run` sums after all microbatches.
+
+        second: hidden states of multi-token prediction, whose loss is a term of the first value only
+        """
+        targets, shard = Targets.of(mb, hidden.device), self._vocab_shard(chunk)
+        objective, rows = lm_loss(hidden, shard, targets, self.config.loss)
         count = torch.full((), len(targets), dtype=torch.int32, device=hidden.device)  # no copy, no wait
-        return objective, count, (objective.detach().clone(), rows)
+        whole = objective if second is None else objective + self._mtp_loss.term(second, shard, mb)
+        return whole, count, (objective.detach().clone(), rows)
 
     def _finalize(self, chunks: list[Any], num_tokens: Tensor, **core: Any) -> None:
         """Reduce all gradients, and divide them by the denominator of the global batch.
@@ -264,6 +281,7 @@ class Engine:
         """
         self._passes.begin("sum of the gradients over ranks")
         finalize_model_grads(chunks, None, **core)
+        reduce_shared_embedding(chunks, self.groups.collection.embd)
         scale = 1.0 / (self._denominator or 1.0)  # without a supervised token all gradients are 0
         for chunk in chunks:
             chunk.scale_gradients(scale)

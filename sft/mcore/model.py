@@ -9,13 +9,13 @@ import dataclasses
 import importlib.util
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -30,34 +30,11 @@ from sft.mcore.attention.backend import AttentionBackend, params_dtype
 from sft.mcore.device import CPU_TRANSFORMER_FIELDS
 from sft.mcore.experts import reduce_apart
 from sft.mcore.gated_activation import GatedActivation
+from sft.mcore.gpt import HiddenStatesGPT
 from sft.mcore.layer_spec import layer_spec
+from sft.mcore.mtp import MultiTokenPrediction
 from sft.mcore.process_groups import ProcessGroups
 from sft.parallel.layout import Layout, padded_vocab_size
-
-
-class HiddenStatesGPT(GPTModel):
-    """GPTModel whose last stage returns hidden states [t, 1, h] instead of logits.
-
-    logits_scaling: logits are divided by this number; the last stage divides its hidden states, which is the same
-    """
-
-    def __init__(self, *, embedding_multiplier: float = 1.0, logits_scaling: float = 1.0, **core: Any) -> None:
-        super().__init__(**core)
-        self._logits_scaling = logits_scaling
-        if self.pre_process and embedding_multiplier != 1.0:
-            self.embedding.register_forward_hook(lambda module, args, output: output * embedding_multiplier)
-
-    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        scales = self.post_process and self._logits_scaling != 1.0
-        return hidden_states / self._logits_scaling if scales else hidden_states
-
-    def output_weight(self) -> Tensor:
-        """Output projection of the last stage, [padded vocabulary / tp, h]; if tied, the input embedding."""
-        if self.share_embeddings_and_output_weights:
-            weight: Tensor = self.shared_embedding_or_output_weight()
-            return weight
-        return self.output_layer.weight
-
 
 # torch compiles the fused functions that Transformer Engine lacks.  With TORCHDYNAMO_DISABLE=1 they run uncompiled.
 _CUDA_TRANSFORMER_FIELDS = dict(bias_activation_fusion=True)
@@ -281,6 +258,15 @@ def _build_chunk(
     first = get_transformer_layer_offset(core, vp_stage=vp_stage, pp_rank=groups.pp_rank)
     layers = [layer_spec(config, backend, first + number + 1) for number in range(num_layers)]
     rotary_table = backend.rotary_table(groups.device)
+    mtp = partial(
+        MultiTokenPrediction,
+        core,
+        partial(layer_spec, config, backend, model.num_layers + 1),
+        backend.final_norm,
+        layer_number=model.num_layers + 1 - first,  # core adds `first`
+        pg_collection=groups.collection,
+        vp_stage=vp_stage,
+    )
     chunk = HiddenStatesGPT(
         config=core,
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=backend.final_norm),
@@ -294,6 +280,8 @@ def _build_chunk(
         vp_stage=vp_stage,
         embedding_multiplier=_embedding_multiplier(model, core.params_dtype),
         logits_scaling=model.logits_scaling,
+        mtp=mtp if model.has_mtp else None,
+        mtp_mode=config.train.mtp,
     )
     if rotary_table is not None:
         chunk.rotary_pos_emb = rotary_table

@@ -268,7 +268,7 @@ def begin(chunks: Iterable[torch.nn.Module], *, loss_scale: float) -> None:
 def load(chunks: Iterable[torch.nn.Module], model: ModelConfig, device: torch.device) -> ExpertLoad:
     """Statistics of all ranks since `begin`.  Collective over all: one all-reduce of layers x (experts + 4) numbers."""
     num_experts, first = model.moe.num_experts or 0, model.moe.dense_layers
-    table = torch.zeros(model.num_layers - first, num_experts + 4, dtype=torch.float64, device=device)
+    table = torch.zeros(model.num_layers + model.has_mtp - first, num_experts + 4, dtype=torch.float64, device=device)
     for router in _routers(chunks):
         if router.totals is not None:
             table[router.layer_number - 1 - first] = router.totals

@@ -11,7 +11,7 @@ from sft.atomic_files import why_not_written
 from sft.console import Console, duration
 from sft.errors import StorageError
 from sft.metrics.records import Record, eval_record, start_record, train_record
-from sft.metrics.rows import RunFacts
+from sft.metrics.run_facts import RunFacts
 from sft.metrics.totals import StepResult, Totals
 from sft.metrics.writers import Writer, open_writers
 from sft.parallel.collectives import broadcast_from_rank0

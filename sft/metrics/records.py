@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from sft.metrics.rows import ROWS, SCHEMA, Row, RunFacts
+from sft.metrics.rows import ROWS, SCHEMA, Row
+from sft.metrics.run_facts import RunFacts
 from sft.metrics.totals import StepResult, Totals
 
 Record = dict[str, Any]

@@ -8,58 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from sft.adapters import Trained
-from sft.config import Config
-from sft.flops import TrainFlops, num_parameters
+from sft.metrics.run_facts import RunFacts
 from sft.metrics.totals import ExpertLoad, StepResult, Totals, quantities
-from sft.parallel.layout import Layout
 
-SCHEMA = 7  # version of the schema of metrics.jsonl
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunFacts:
-    """Facts of a run.  The numbers of the run are computed from these facts and from totals."""
-
-    config: Config
-    layout: Layout
-    num_parameters: int
-    flops: TrainFlops
-    seconds: float = 0.0  # duration of the step or of the held-out pass
-
-    @staticmethod
-    def of(config: Config, layout: Layout, vocab_size: int, trained: Trained = Trained()) -> "RunFacts":
-        return RunFacts(
-            config=config,
-            layout=layout,
-            num_parameters=num_parameters(config.model, vocab_size),
-            flops=TrainFlops.of(config.model, vocab_size, trained, config.lora.rank or 0),
-        )
-
-    def capacity(self, totals: Totals) -> int:
-        """The largest possible number of tokens in the packs of a step, with the CP sizes that they have."""
-        return self.config.data.seq_length // self.layout.cp * totals.num_slots
-
-    def num_microbatches(self, totals: Totals) -> int:
-        """Packs of a step on each rank; all ranks have the same number."""
-        return totals.num_slots // (self.layout.dp * self.layout.cp)
-
-    def cp_size(self, totals: Totals) -> float:
-        """The mean CP size of an aligned token."""
-        by_size = totals.num_aligned_by_cp_size
-        return sum(int(size) * tokens for size, tokens in by_size.items()) / max(1, totals.num_aligned_tokens)
-
-    def of_all_ranks(self, of_stage: float) -> int:  # of one rank of tp, and of the mean pipeline stage
-        return round(of_stage * self.layout.tp * self.layout.pp)
-
-    def tflops_per_rank(self, totals: Totals) -> float:
-        flops = totals.num_real_tokens * self.flops.per_token + totals.num_tokens * self.flops.per_label
-        return (flops + totals.attention_flops) / self.seconds / self.layout.world_size / 1e12
-
-    def mfu(self, totals: Totals) -> float | None:
-        """Model FLOPs utilisation; None without log.peak_tflops."""
-        peak = self.config.log.peak_tflops
-        return None if peak is None else self.tflops_per_rank(totals) / peak
+SCHEMA = 8  # version of the schema of metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -161,6 +113,10 @@ def _is_dynamic(step: StepResult, run: RunFacts) -> bool:
     return bool(run.layout.cp_sizes)
 
 
+def _has_mtp(totals: Totals, run: RunFacts) -> bool:
+    return run.config.model.has_mtp
+
+
 def _experts(make: Callable[[ExpertLoad], float]) -> Source:
     return Source("Sum", lambda step, run: make(step.experts))
 
@@ -233,6 +189,8 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "smallest perplexity of a document"),
         Row("perplexity/max", BOTH, "", ROUNDING, "perplexity_max", AMOUNT_OR_NULL,
             "largest perplexity of a document"),
+        Row("mtp loss", BOTH, "nats per token", ROUNDING, ratio("mtp_nll", "num_mtp_tokens"), NUMBER,
+            "mean -log p of multi-token prediction; not in `lm loss`", only_if=_has_mtp),
         *_loss_by("position", "mean -log p by position in the document"),
         *_loss_by("source", "mean -log p by named source, or by data file"),
         Row("sample loss", EVAL, "nats", ROUNDING, ratio("sequence_nll", "num_sequences"), NUMBER,
@@ -240,7 +198,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
     ),
     "The update": (
         Row("grad-norm", TRAIN, "", ROUNDING, "grad_norm", AMOUNT_OR_NULL,
-            "gradient norm of `lm loss` plus balancing losses, before clipping"),
+            "gradient norm of the whole objective, before clipping"),
         Row("learning-rate", TRAIN, "", SAME, "learning_rate", AMOUNT, "learning rate of this step"),
         Row("skipped", TRAIN, "", SAME, "skipped", SWITCH, "whether the step updated no weight"),
         Row("bad", TRAIN, "", SAME, "is_nonfinite", SWITCH, "whether the loss or a gradient was not finite"), ),
@@ -248,6 +206,8 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row("documents", BOTH, "", SAME, "num_documents", COUNT, "number of samples"),
         Row("sequences", BOTH, "", SAME, "num_sequences", COUNT, "number of samples with a supervised token"),
         Row("tokens/supervised", BOTH, "tokens", SAME, "num_tokens", COUNT, "labels with a weight above 0"),
+        Row("tokens/mtp", BOTH, "tokens", SAME, "num_mtp_tokens", COUNT,
+            "labels of multi-token prediction", only_if=_has_mtp),
         Row("tokens/real", BOTH, "tokens", SAME, "num_real_tokens", COUNT, "tokens of samples"),
         Row("tokens/aligned", BOTH, "tokens", SAME, "num_aligned_tokens", COUNT,
             "real tokens, padded per document to `data.doc_multiple`"),

@@ -110,6 +110,8 @@ class Totals:
     entropy: float = quantity("Sum", _entropy, float)
     num_tokens: int = quantity("Sum", lambda tokens: len(tokens.nll))  # supervised tokens
     num_correct: int = quantity("Sum", lambda tokens: np.count_nonzero(tokens.correct))
+    mtp_nll: float = quantity("Sum", lambda tokens: tokens.mtp_nll, float)  # of multi-token prediction
+    num_mtp_tokens: int = quantity("Sum", lambda tokens: tokens.num_mtp_tokens)
     nll_by_position: dict[str, float] = quantity("Sum", lambda tokens: tokens.nll, float, by="position")
     num_tokens_by_position: dict[str, int] = quantity("Sum", lambda tokens: None, by="position")
     nll_by_source: dict[str, float] = quantity("Sum", lambda tokens: tokens.nll, float, by="source")

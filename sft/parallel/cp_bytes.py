@@ -48,7 +48,7 @@ class CpBytes:
         num_linear, num_window = len(model.linear_attention.layers), model.num_window_layers
         layer_bytes = sent_numbers(model, tp) * (num_passes * width + FP32)
         return CpBytes(
-            kv_bytes=layer_bytes * (model.num_layers - num_linear - num_window) / pp,
+            kv_bytes=layer_bytes * (model.num_layers + model.has_mtp - num_linear - num_window) / pp,
             halo_bytes=layer_bytes * num_window / pp,
             window=model.sliding_window,
             linear=HeadSizes.of(model.linear_attention, tp, width) if num_linear else None,

@@ -52,6 +52,7 @@ def parse_recipe(text: str, path: str, overrides: Sequence[str] = ()) -> Recipe:
     for override in overrides:
         draft.take_override(override)
     draft.take_architecture()
+    draft.take_mtp()
     config = draft.validate()
     origins = {key: Origin("default") for key in leaves() if not named(key)} | draft.origins
     for key, (_, source) in derived(config).items():
@@ -198,6 +199,11 @@ class _Draft:
             elif not is_position and own != value:
                 problem = f"{key} = {show(own)} ({self.origins[key]}), but {where} says {show(value)}.  Remove {key}."
                 self._note(self.origins[key], problem)
+
+    def take_mtp(self) -> None:
+        """Give the model a block for multi-token prediction if train.mtp trains one."""
+        if self.values.get("train.mtp", "off") != "off" and "model.has_mtp" not in self.values:
+            self.values["model.has_mtp"], self.origins["model.has_mtp"] = True, Origin("derived", text="train.mtp")
 
     def validate(self) -> Config:
         """The Config.  Raises one ConfigError: problems of the file, then of the command line, then missing keys."""

@@ -45,7 +45,7 @@ class Architecture:
 
 def load(engine: Engine, folder: str) -> None:
     """The weights of the Hugging Face folder, straight from its files."""
-    load_weights(engine, open_source(Path(folder)), QUIET)
+    load_weights(engine, open_source(Path(folder), has_mtp=engine.config.model.has_mtp), QUIET)
 
 
 def packed_losses(overrides: Sequence[str], folder: str, packs: Sequence[Sequence[Sample]]) -> list[Any]:
@@ -98,7 +98,9 @@ def chunked_gradients(overrides: Sequence[str], folder: str, packs: Sequence[Seq
         return {"chunks": chunks, "loss": totals.objective / totals.num_tokens, "num_tokens": totals.num_tokens}
 
 
-def in_stored_names(source: Path, results: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+def in_stored_names(
+    source: Path, results: Sequence[dict[str, Any]], *, has_mtp: bool = False
+) -> dict[str, torch.Tensor]:
     """The gradients of all ranks under the names of the tensors in `source`; each of ours is used."""
     whole: dict[str, np.ndarray] = {}
     for name, shape, offset, data in (chunk for result in results for chunk in result["chunks"]):
@@ -106,7 +108,7 @@ def in_stored_names(source: Path, results: Sequence[dict[str, Any]]) -> dict[str
         target[tuple(slice(start, start + size) for start, size in zip(offset, data.shape))] = data
     found: dict[str, torch.Tensor] = {}
     used, arch = set(), architecture(read(source), str(source))
-    for mapping in arch.family.mappings(arch.model, arch.vocab_size):
+    for mapping in arch.family.mappings(arch.model.model_copy(update={"has_mtp": has_mtp}), arch.vocab_size):
         name, expert = mapping.key, () if mapping.expert is None else (mapping.expert,)
         if mapping.layer is not None:
             inner = name.removeprefix("decoder.layers.").removeprefix(f"{mapping.layer}.")

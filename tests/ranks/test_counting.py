@@ -11,7 +11,7 @@ import pytest
 
 from sft.batch import Sample
 from sft.metrics.records import Record, eval_record, flat, train_record
-from sft.metrics.rows import RunFacts
+from sft.metrics.run_facts import RunFacts
 from sft.run.evaluation import evaluate
 from tests.builders import answer
 from tests.ranks import scenarios

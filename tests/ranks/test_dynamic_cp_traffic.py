@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sft.data.packing.cp_cost import CpCost
 from sft.data.packing.cp_prediction import predict
 from sft.metrics.records import train_record
-from sft.metrics.rows import RunFacts
+from sft.metrics.run_facts import RunFacts
 from tests.ranks import scenarios
 from tests.ranks.layouts import GEMMA, LATENT, LINEAR
 from tests.ranks.pool import RankPool

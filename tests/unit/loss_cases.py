@@ -96,6 +96,8 @@ def microbatch(labels: Tensor, weights: Tensor) -> Microbatch:
         labels=labels,
         position_ids=nothing,
         loss_weights=weights,
+        second_labels=nothing,
+        second_mask=torch.zeros_like(nothing, dtype=torch.bool),
         documents=torch.zeros_like(nothing, dtype=torch.int32),
         cu_seqlens=torch.tensor([0, size], dtype=torch.int32),
         max_seqlen=size,

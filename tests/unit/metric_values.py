@@ -11,7 +11,7 @@ import jsonschema
 
 from sft.config import Config
 from sft.metrics.records import eval_record, train_record
-from sft.metrics.rows import RunFacts
+from sft.metrics.run_facts import RunFacts
 from sft.metrics.totals import ExpertLoad, Peak, StepResult, Totals
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
@@ -39,7 +39,7 @@ def totals(**changes: Any) -> Totals:
         nll_by_source={"chat": 5.0, "code": 20.0}, num_tokens_by_source={"chat": 10, "code": 10},
         data_wait_s=Peak(value=0.5, rank=1), memory_allocated=Peak(value=2.0**31, rank=3),
         memory_reserved=Peak(value=2.0**32, rank=2), work_imbalance=1.25, num_slots=2, num_packs_by_cp_size={},
-        num_aligned_by_cp_size={}, cp_bytes=0.0, cp_bytes_fixed=0.0,
+        num_aligned_by_cp_size={}, mtp_nll=9.0, num_mtp_tokens=18, cp_bytes=0.0, cp_bytes_fixed=0.0,
     )  # fmt: skip
     return Totals(**{**values, **changes})
 
@@ -77,7 +77,7 @@ def check(record: dict[str, Any]) -> None:
 
 
 START: dict[str, Any] = {
-    "schema": 7, "kind": "start", "step": 0, "time": 1795267288.03, "parameters": 252, "num-steps": 9,
+    "schema": 8, "kind": "start", "step": 0, "time": 1795267288.03, "parameters": 252, "num-steps": 9,
     "layout": {"world_size": 2, "tp": 1, "cp": 1, "pp": 1, "dp": 2, "ep": 1, "etp": 1},
 }  # fmt: skip
 

@@ -120,10 +120,21 @@ def test_nothing_supervised_is_null_and_not_a_number_too_large() -> None:
     json.dumps(found, allow_nan=False)
 
 
+MTP, MTP_NAMES = train("train.mtp=joint"), ("mtp loss", "tokens/mtp")
+
+
+def test_multi_token_prediction_has_a_loss_and_a_count_of_its_own() -> None:
+    """9 nats over 18 tokens; `lm loss` is as without."""
+    assert [MTP[name] for name in (*MTP_NAMES, "lm loss")] == [0.5, 18, 1.5]
+    assert not set(MTP_NAMES) & train().keys() and train()["lm loss"] == 1.5
+    assert train("train.mtp=detached", mtp_nll=0.0, num_mtp_tokens=0)["mtp loss"] is None
+
+
 RECORDS = {
     "start": START,
-    "train": EXPERTS | {name: DYNAMIC[name] for name in DYNAMIC_NAMES},
-    "eval": evaluation(*EVERYTHING),
+    "train": EXPERTS | {name: DYNAMIC[name] for name in DYNAMIC_NAMES} | {name: MTP[name] for name in MTP_NAMES},
+    "eval": evaluation(*EVERYTHING, "train.mtp=joint"),
+    "train with multi-token prediction": MTP,
     "train of little": train(),
     "train with dynamic CP": DYNAMIC,
     "train without experts": train(*EVERYTHING),
@@ -147,7 +158,7 @@ def test_records_with_a_name_more_or_less_are_not(kind: str) -> None:
 
 
 OPTIONAL = ("nll", "entropy", "mfu", "memory/allocated-gib", "memory/allocated-rank", "memory/reserved-gib",
-            "memory/reserved-rank", *DYNAMIC_NAMES,
+            "memory/reserved-rank", *DYNAMIC_NAMES, *MTP_NAMES,
             *(name for name in EXPERTS if name.startswith("experts/")))  # fmt: skip
 
 

@@ -122,6 +122,8 @@ def local_part(pack: Pack, indices: np.ndarray, *, cp_size: int, doc_multiple: i
         labels=at_indices(pack.labels, torch.int64),
         position_ids=at_indices(pack.position_ids, torch.int64),
         loss_weights=at_indices(pack.loss_weights, torch.float32),
+        second_labels=at_indices(pack.second_labels, torch.int64),
+        second_mask=at_indices(pack.second_mask, torch.bool),
         documents=at_indices(pack.documents, torch.int32),
         cu_seqlens=torch.from_numpy(pack.cu_seqlens),
         max_seqlen=pack.max_seqlen,

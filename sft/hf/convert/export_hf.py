@@ -99,8 +99,8 @@ def _write_model(
     path: Path, target: Path, console: Console, common: Mapping[str, Any], options: Options, finish: Finish
 ) -> None:
     """Write the whole model, with adapters merged.  finish: called with the folder and its tensor files"""
-    recipe = _recipe(common)
-    original = find_original(path, recipe, options.like)
+    recipe, has_mtp = _recipe(common), bool(getattr(common.get("args"), "mtp_num_layers", None))
+    original = find_original(path, recipe, options.like, has_mtp=has_mtp)
     original_content = read(original.folder)
     content = _dequantised(original_content)
     imported = architecture(content, str(original.folder / CONFIG))
@@ -281,7 +281,7 @@ def _model(
     ]
     if wrong:
         raise CheckpointError(f"{path} is of another model: {'; '.join(wrong)}.")
-    return model, None
+    return model.model_copy(update={"has_mtp": bool(getattr(args, "mtp_num_layers", None))}), None
 
 
 def _main_dtype(planned: Iterable[torch.Tensor]) -> str:

@@ -28,7 +28,8 @@ def model_tensors(
     family = family.stored_as({name: tensor.shape for name, tensor in expected.items()}, model, vocab_size)
     views = views_by_tensor(family.mappings(model, vocab_size))
     tensors = {tensor.name: TrainedTensor(tensor.shape, parts) for tensor, parts in views.items()}
-    tensors |= {name: tensors[family.embedding] for name in expected if expected[name].role == "tied copy"}
+    copies = family.copies(model)
+    tensors |= {name: tensors[copies[name]] for name in expected if expected[name].role == "tied copy"}
     if original.tensors is not None:
         wanted = {name: tensor.shape for name, tensor in expected.items() if tensor.role != "passed through"}
         check_tensors({name: tensor.shape for name, tensor in tensors.items()}, wanted, f"the model of {path}")

@@ -43,16 +43,17 @@ class Original:
         return [name for name, tensor in (self.tensors or {}).items() if tensor.role == role]
 
 
-def find_original(path: Path, recipe: Mapping[str, Any], like: Path | None) -> Original:
+def find_original(path: Path, recipe: Mapping[str, Any], like: Path | None, *, has_mtp: bool = False) -> Original:
     """The original model of the checkpoint `path`.
 
     recipe: that of the checkpoint, by dotted key; like: the folder that the user named
+    has_mtp: the checkpoint has the block for multi-token prediction
     Raises CheckpointError if there is no such folder, or if its files are damaged.
     """
     folders = list(_folders(path, recipe, like))
     for folder in folders:
         if (folder / CONFIG).is_file():
-            return _original(folder, str(recipe.get("model.hf") or folder))
+            return _original(folder, str(recipe.get("model.hf") or folder), has_mtp)
     if like:
         raise CheckpointError(
             f"--hf {like} has no {CONFIG}; --hf must name the Hugging Face folder from which the weights came."
@@ -78,7 +79,7 @@ def _folders(path: Path, recipe: Mapping[str, Any], like: Path | None) -> Iterat
             yield from (named, named / IMPORTED, named.parent / IMPORTED)
 
 
-def _original(folder: Path, name: str) -> Original:
+def _original(folder: Path, name: str, has_mtp: bool) -> Original:
     files = kept.read(folder)
     if files is not None:
         manifest.refuse(folder, files.damage("full"))
@@ -93,5 +94,5 @@ def _original(folder: Path, name: str) -> Original:
         )
     if not any(folder.glob("*.safetensors")):
         return Original(folder=folder, name=name)
-    source = open_source(folder, name, compare=False)
+    source = open_source(folder, name, compare=False, has_mtp=has_mtp)
     return Original(folder=folder, name=name, tensors=source.manifest, passed_through=partial(kept.not_trained, source))

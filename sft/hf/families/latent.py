@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from sft.hf.families.mtp import NEXT_LAYER
 from sft.hf.families.routed import ROUTER_KEYS, SIGMOID, routed, shared_width
 from sft.hf.families.rules import DEFAULTS, KEYS, NO_BIAS, OPTIONS, outer
 from sft.hf.family import Family, Rule
@@ -106,6 +107,7 @@ _DEEPSEEK = Family(
         "moe_layer_freq": (1,),
     },
     has_mtp_layers=True,
+    mtp=NEXT_LAYER,
 )
 
 LATENT = (
@@ -139,5 +141,6 @@ LATENT = (
         },
         options={**OPTIONS, **NO_BIAS},
         has_mtp_layers=True,
+        mtp=NEXT_LAYER,
     ),
 )

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sft.config.model import LayerKind
+from sft.hf.families.mtp import APART
 from sft.hf.families.rules import (
     DEFAULTS,
     EXPERT_KEYS,
@@ -144,6 +145,7 @@ _COMMON: dict[str, Any] = {
     },
     "rope_fraction": 0.25,
     "passed_through": ("mtp.*",),
+    "mtp": APART,
 }
 _DENSE: dict[str, Any] = {
     **_COMMON,

@@ -5,13 +5,14 @@
     minimax_m2   no              no                   across heads
 
 Half of each head has rotary positions.  Files of GLM-4.5 have one layer more than the model, for multi-token
-prediction; it is passed through.
+prediction; it is passed through, or trained (`mtp.py`).
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
+from sft.hf.families.mtp import NEXT_LAYER
 from sft.hf.families.rules import (
     DEFAULTS,
     KEYS,
@@ -108,6 +109,7 @@ ROUTED = (
         options=OPTIONS,
         rope_fraction=0.5,
         has_mtp_layers=True,
+        mtp=NEXT_LAYER,
     ),
     Family(
         model_type="minimax_m2",

@@ -35,6 +35,7 @@ def model_arguments(model: ModelConfig, *, padded_vocab_size: int, positions: in
         ckpt_format="torch_dist",
         no_rope_freq=[int(i in skipped) for i in range(1, model.num_layers + 1)] if skipped else None,
         attention_output_gate=model.attention_output_gate,
+        mtp_num_layers=1 if model.has_mtp else None,
         **_activation_arguments(model),
         **_window_arguments(model),
         **_linear_attention_arguments(model),

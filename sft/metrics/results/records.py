@@ -1,6 +1,6 @@
 """Reads metrics.jsonl of a run, for the commands that compare and draw runs.  Needs only Python.
 
-Reads schemas 1 to 7.  A resumed run may repeat steps; callers decide which record of a step counts.  The last line is
+Reads schemas 1 to 8.  A resumed run may repeat steps; callers decide which record of a step counts.  The last line is
 skipped if it is incomplete because the run was killed.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 from sft.errors import SftError
 from sft.metrics.results.differences import Metrics
 
-SCHEMAS = (1, 2, 3, 4, 5, 6, 7)
+SCHEMAS = (1, 2, 3, 4, 5, 6, 7, 8)
 TRAIN, EVAL = "train", "eval"
 
 

@@ -1,0 +1,54 @@
+"""Facts of a run, from which numbers of the log are computed."""
+
+from dataclasses import dataclass
+
+from sft.adapters import Trained
+from sft.config import Config
+from sft.flops import TrainFlops, num_parameters
+from sft.metrics.totals import Totals
+from sft.parallel.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """Facts of a run.  The numbers of the run are computed from these facts and from totals."""
+
+    config: Config
+    layout: Layout
+    num_parameters: int
+    flops: TrainFlops
+    seconds: float = 0.0  # duration of the step or of the held-out pass
+
+    @staticmethod
+    def of(config: Config, layout: Layout, vocab_size: int, trained: Trained = Trained()) -> "RunFacts":
+        return RunFacts(
+            config=config,
+            layout=layout,
+            num_parameters=num_parameters(config.model, vocab_size),
+            flops=TrainFlops.of(config.model, vocab_size, trained, config.lora.rank or 0),
+        )
+
+    def capacity(self, totals: Totals) -> int:
+        """The largest possible number of tokens in the packs of a step, with the CP sizes that they have."""
+        return self.config.data.seq_length // self.layout.cp * totals.num_slots
+
+    def num_microbatches(self, totals: Totals) -> int:
+        """Packs of a step on each rank; all ranks have the same number."""
+        return totals.num_slots // (self.layout.dp * self.layout.cp)
+
+    def cp_size(self, totals: Totals) -> float:
+        """The mean CP size of an aligned token."""
+        by_size = totals.num_aligned_by_cp_size
+        return sum(int(size) * tokens for size, tokens in by_size.items()) / max(1, totals.num_aligned_tokens)
+
+    def of_all_ranks(self, of_stage: float) -> int:  # of one rank of tp, and of the mean pipeline stage
+        return round(of_stage * self.layout.tp * self.layout.pp)
+
+    def tflops_per_rank(self, totals: Totals) -> float:
+        flops = totals.num_real_tokens * self.flops.per_token + totals.num_tokens * self.flops.per_label
+        return (flops + totals.attention_flops) / self.seconds / self.layout.world_size / 1e12
+
+    def mfu(self, totals: Totals) -> float | None:
+        """Model FLOPs utilisation; None without log.peak_tflops."""
+        peak = self.config.log.peak_tflops
+        return None if peak is None else self.tflops_per_rank(totals) / peak

@@ -1,0 +1,172 @@
+"""Multi-token prediction: losses and every gradient are those of the block by hand, on every layout."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sft.batch import Sample
+from sft.console import QUIET
+from sft.hf import kept
+from sft.hf.convert.export_hf import export_hf
+from sft.hf.source import open_source
+from sft.mcore.gradients import gradient_chunks
+from tests.builders import answer
+from tests.ranks import mtp_models, scenarios
+from tests.ranks.hf_models import (
+    GRADIENT_TOLERANCE,
+    MEAN_LOSS_TOLERANCE,
+    check_parameters,
+    in_stored_names,
+    load,
+    recipe_of,
+)
+from tests.ranks.layouts import AUX, LOSS_TOLERANCE, NORM_TOLERANCE, SLOW_CP
+from tests.ranks.pool import RankPool
+from tests.ranks.saving import Run
+from tests.ranks.test_hf_linear import DECAY_TOLERANCE, DECAYS
+from tests.unit.fixtures import hf
+
+Ranks = Callable[[int], RankPool]
+Model = tuple[Path, mtp_models.ByHand]
+TP, CP, PP = ["parallel.tp=2", "parallel.sequence_parallel=true"], ["parallel.cp=2"], ["parallel.pp=2"]
+JOINT, DETACHED = ["train.mtp=joint"], ["train.mtp=detached"]
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "one": (1, ["train.recompute=full"]),
+    "dp": (2, ["parallel.distributed_optimizer=true", "loss.impl=chunked"]),
+    "cp": (2, [*CP, "train.recompute=selective"]),
+    "pp": (2, [*PP, "loss.impl=full", "loss.chunk_size=null"]),
+    "tp cp": (4, [*TP, *CP]),
+    "tp pp": (4, [*TP, *PP]),
+    "dynamic": (2, [*CP, "parallel.dynamic_cp=true", *SLOW_CP]),
+}
+
+
+def samples() -> list[list[Sample]]:
+    """Two packs.  A document that needs no padding is followed by one that is supervised from its second token on, and
+    documents of one to four tokens have no second token, one, or two."""
+    lengths = {64: 40, 30: 29, 1: 0, 90: 20, 2: 1, 37: 37, 3: 2, 4: 1}
+    made = [answer(length, count, seed=length, last=scenarios.VOCAB) for length, count in lengths.items()]
+    return [made[:4], made[4:]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
+    made: dict[str, Model] = {}
+
+    def get(family: str) -> Model:
+        if family not in made:
+            made[family] = mtp_models.save(tmp_path_factory.mktemp("model") / "source", family)
+        return made[family]
+
+    return get
+
+
+def recipe(source: Path, overrides: Sequence[str]) -> list[str]:
+    return [*recipe_of(source), f"train.mtp_loss_weight={mtp_models.WEIGHT}", *overrides]
+
+
+def measured(overrides: Sequence[str], folder: str, packs: Sequence[Sequence[Sample]]) -> dict[str, Any]:
+    """Both mean losses, counts, and the chunks of gradients that this rank holds first."""
+    with scenarios.running(overrides, has_weights=False) as engine:
+        load(engine, folder)
+        mine = packs[engine.groups.dp_rank :: engine.layout.dp]
+        cp_sizes = [engine.layout.cp_sizes[0] if engine.layout.cp_sizes and i else None for i in range(len(mine))]
+        microbatches = [scenarios.microbatch_of(engine, p, cp_size=size) for p, size in zip(mine, cp_sizes)]
+        if engine.layout.cp_sizes and engine.groups.cp_rank == 0:  # the second pack is on one rank
+            microbatches[1] = scenarios.microbatch_of(engine, [], cp_size=1)
+        totals = engine._run(microbatches, forward_only=False)
+        chunks = [(c.parameter, c.shape, c.offset, c.data.numpy().copy()) for c in gradient_chunks(engine)]
+        losses = (totals.objective / totals.num_tokens, totals.mtp_nll / max(1, totals.num_mtp_tokens))
+        return {"chunks": chunks, "losses": losses, "count": totals.num_mtp_tokens}
+
+
+CASES = [
+    *(("glm4_moe", "joint", layout) for layout in LAYOUTS),
+    *(("glm4_moe", "detached", layout) for layout in ("one", "pp")),
+    *(("deepseek_v3", "joint", "one"), ("qwen3_5_text", "joint", "cp")),
+]
+
+
+@pytest.mark.parametrize("family,mode,layout", CASES)
+def test_losses_and_gradients_are_those_by_hand(
+    ranks: Ranks, models: Callable[[str], Model], family: str, mode: str, layout: str
+) -> None:
+    (source, by_hand), (world_size, overrides) = models(family), LAYOUTS[layout]
+    packs, is_joint = samples(), mode == "joint"
+    first, second, count, expected = by_hand.gradients([s for pack in packs for s in pack], is_joint=is_joint)
+    results = ranks(world_size).run(measured, recipe(source, [f"train.mtp={mode}", *overrides]), str(source), packs)
+    for result in results:
+        assert result["count"] == count == 40 + 28 + 20 + 35 + 1 + 1
+        assert result["losses"] == pytest.approx((first, second), rel=MEAN_LOSS_TOLERANCE)
+    gradients = in_stored_names(source, results, has_mtp=True)
+    assert gradients.keys() == expected.keys()
+    for is_decay, tolerance in ((False, GRADIENT_TOLERANCE), (True, DECAY_TOLERANCE)):
+        names = [name for name in expected if name.endswith(DECAYS) == is_decay]
+        check_parameters({n: gradients[n] for n in names}, {n: expected[n] for n in names}, tolerance)
+
+
+@pytest.mark.parametrize("overrides", [[], PP], ids=["one", "pp"])
+def test_detached_leaves_the_gradients_of_the_model_bit_for_bit(
+    ranks: Ranks, models: Callable[[str], Model], overrides: list[str]
+) -> None:
+    """Joint does not."""
+    source, _ = models("glm4_moe")
+
+    def gradients(mode: str) -> dict[str, torch.Tensor]:
+        of_mode = recipe_of(source) + overrides + [f"train.mtp={mode}"]
+        results = ranks(2 if overrides else 1).run(measured, of_mode, str(source), samples())
+        return in_stored_names(source, results, has_mtp=mode != "off")
+
+    off = gradients("off")
+    found = {mode: {n: x for n, x in gradients(mode).items() if n in off} for mode in ("detached", "joint")}
+    assert hf.same(found["detached"], off)
+    same = {name for name in off if hf.same({name: off[name]}, {name: found["joint"][name]})}
+    assert same == set()
+
+
+def test_checkpoints_carry_the_block_to_another_layout(
+    ranks: Ranks, models: Callable[[str], Model], tmp_path: Path
+) -> None:
+    """Two steps on one layout and the third on another: losses and norms of three steps on one process."""
+    source, _ = models("glm4_moe")
+    overrides = [*recipe(source, JOINT), *AUX, "train.num_steps=3", "model.moe.bias_update_rate=0.03"]
+    (whole,) = ranks(1).run(scenarios.train, overrides)
+    ranks(2).run(scenarios.train, overrides + PP, (0, 1), None, str(tmp_path))
+    sharded = [*CP, "parallel.distributed_optimizer=true"]
+    for result in ranks(2).run(scenarios.train, overrides + sharded, (2,), str(tmp_path)):
+        np.testing.assert_allclose(result["loss"], whole["loss"][2:], rtol=LOSS_TOLERANCE)
+        np.testing.assert_allclose(result["grad_norm"], whole["grad_norm"][2:], rtol=NORM_TOLERANCE)
+
+
+def train_and_save(overrides: list[str], source: str, folder: str) -> None:
+    with scenarios.running(overrides, has_weights=False) as engine:
+        load(engine, source)
+        run = Run(engine, folder)
+        run.train(1, 2)
+        run.save(2, wait=True)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_text"])
+def test_an_export_has_the_trained_block(
+    ranks: Ranks, models: Callable[[str], Model], tmp_path: Path, family: str
+) -> None:
+    """Under the names of the source, copies like what they are copies of, and it is read again."""
+    source, _ = models(family)
+    run = tmp_path / "run"
+    kept.keep(open_source(source, has_mtp=True), run / "hf")
+    overrides = recipe(source, [*JOINT, "optim.lr=1e-2", "checkpoint.async_save=false", *CP])
+    ranks(2).run(train_and_save, overrides, str(source), str(run / "checkpoints"))
+    export_hf(run, tmp_path / "exported", QUIET)
+    before, after = hf.tensors(source), hf.tensors(tmp_path / "exported")
+    assert {n: (x.dtype, x.shape) for n, x in before.items()} == {n: (x.dtype, x.shape) for n, x in after.items()}
+    unchanged = {name for name in before if hf.same({name: before[name]}, {name: after[name]})}
+    assert unchanged == {name for name in before if name.endswith("e_score_correction_bias")}
+    if family == "glm4_moe":
+        assert torch.equal(after["model.layers.2.embed_tokens.weight"], after["model.embed_tokens.weight"])
+        assert torch.equal(after["model.layers.2.shared_head.head.weight"], after["lm_head.weight"])
+    again = open_source(tmp_path / "exported", has_mtp=True)
+    assert set(again.names("trained")) | set(again.names("tied copy")) == set(after)

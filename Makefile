@@ -5,7 +5,7 @@ PYTHON ?= python3
 PYTHON311 ?= python3.11
 PYTHON312 ?= python3.12
 # The long ones first, so that no worker waits for the other at the end.
-TESTS ?= tests/ranks tests/faults tests/unit
+TESTS ?= tests/ranks tests/faults tests/docs tests/unit
 # What a second Python version must show in CI, beside the whole suite on the first.  test_golden.py resumes LoRA, too.
 TESTS_312 ?= tests/ranks/test_resume_layouts.py tests/ranks/test_resume.py tests/ranks/test_golden.py tests/ranks/test_interop.py \
 	tests/ranks/test_hf_convert.py tests/ranks/test_flash.py tests/unit/test_wall.py tests/unit/test_recipe.py tests/unit/test_sandbox.py \
@@ -24,7 +24,7 @@ READY := $(VENV)/.ready
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test test-faults test-mutations test-triton test-slurm test-standin test-gpu gpu-hour test-all test-py312 test-all-versions lint fmt docs clean python
+.PHONY: help venv demo test test-faults test-mutations test-triton test-slurm test-standin test-gpu gpu-hour test-all test-py312 test-all-versions test-docs lint fmt docs pages clean python
 
 help:
 	@echo "make venv                create .venv/<python version> with pinned dependencies"
@@ -42,7 +42,9 @@ help:
 	@echo "make test-all-versions   make test-all on Python 3.11 and on 3.12"
 	@echo "make lint                style, types, import contracts, generated pages"
 	@echo "make fmt                 rewrite the code in our style"
-	@echo "make docs                regenerate the pages of docs/ that are made from the code"
+	@echo "make docs                build the site into build/site; a warning is an error"
+	@echo "make test-docs           run every command and code block of the site"
+	@echo "make pages               regenerate the pages of docs/ that are made from the code"
 	@echo "make clean               remove environments, caches and build leftovers; runs/ is kept"
 	@echo "PYTHON=python3.12 (any path) picks the interpreter; Python 3.11 or later"
 
@@ -146,8 +148,22 @@ fmt: $(READY)
 	$(BIN)/python -m isort $(CODE)
 	$(BIN)/python -m $(BLACK) $(CODE)
 
-docs: $(READY)
+pages: $(READY)
 	$(BIN)/python -m tools.pages
+
+# An environment of its own: the site needs no torch.  A warning is an error.  Open build/site/index.html, without a server.
+DOCS := .venv/docs
+$(DOCS)/.ready: setup.cfg | python
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check mkdocs-material==9.8.1
+	@touch $@
+
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+# Every command and block of every page, each page in a folder of its own, in an order of the day; make test runs it, too.
+test-docs: $(READY)
+	$(BIN)/python -m pytest tests/docs $(PYTEST_FLAGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,105 @@
+"""Every command and block of the site, each page in a folder of its own, pages in another order every day.
+
+test_quickstart.py in tests/ranks runs the quick start, which here is only parsed.
+"""
+
+import datetime
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sft.recipe.load import parse_recipe
+from tests.builders import chats
+from tests.docs.blocks import LANGUAGES, TINY, Block, blocks
+from tests.docs.commands import ROOT, check
+
+PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md"))
+random.Random(datetime.date.today().toordinal()).shuffle(PAGES)
+RUN_ELSEWHERE = ("start/quickstart.md",)
+RECIPE = """\
+run: {dir: runs/a, device: cpu, precision: fp32}
+model: {hf: models/tiny}
+data: {train: chats.jsonl, seq_length: 512}
+train: {num_steps: 4, global_batch_size: 2}
+optim: {lr: 3e-3}
+"""
+TIMEOUT_S = 240
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a page with the mark TINY may use: a model, chats and a recipe."""
+    folder = tmp_path_factory.mktemp("tiny")
+    chats(folder, 40, "chats.jsonl")
+    (folder / "recipe.yaml").write_text(RECIPE)
+    make = [sys.executable, "-m", "tools.make_tiny_model", str(folder / "models/tiny")]
+    subprocess.run(make, cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+def run(block: Block, folder: Path) -> None:
+    """Runs or reads a block as a reader of the page would, in the folder of the page."""
+    if block.language in ("yaml", "json") or block.reason:
+        check(block)
+    if block.reason or block.language == "json":
+        return
+    if block.language == "yaml":
+        tree = yaml.safe_load(block.text)
+        parse_recipe(yaml.safe_dump(_merged(yaml.safe_load(RECIPE), tree)), "page.yaml", ["model.hf=models/tiny"])
+        return
+    words = ["bash", "-euo", "pipefail", "-c"] if block.language == "bash" else [sys.executable, "-c"]
+    own = {"PATH": f"{folder / '.bin'}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*words, block.text], cwd=folder, env={**os.environ, **own, "HF_HUB_OFFLINE": "1"}, capture_output=True,
+        text=True, timeout=TIMEOUT_S,
+    )  # fmt: skip
+    if done.returncode:
+        raise ValueError(f"exit code {done.returncode} of:\n{block.text}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
+
+
+def _merged(base: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """The groups of both recipes; keys of `other` win."""
+    return {group: {**base.get(group, {}), **other.get(group, {})} for group in [*base, *other]}
+
+
+def prepare(folder: Path, tiny: Path | None) -> None:
+    """The folder of a page: commands of this environment, and the files of `tiny` if the page has them."""
+    if tiny is not None:
+        shutil.copytree(tiny, folder, dirs_exist_ok=True)
+    (folder / ".bin").mkdir()
+    for name, words in (("sft", "-m sft"), ("torchrun", "-m torch.distributed.run"), ("python", "")):
+        (folder / ".bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
+        (folder / ".bin" / name).chmod(0o755)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT / "docs")))
+def test_every_block_of_the_page(path: Path, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = path.read_text(encoding="utf-8")
+    prepare(tmp_path, tiny if TINY in page else None)
+    monkeypatch.chdir(tmp_path)
+    faults = []
+    for block in blocks(page):
+        try:
+            if str(path).endswith(RUN_ELSEWHERE):
+                check(block)
+            else:
+                if block.language == "yaml" and not block.reason:
+                    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
+                run(block, tmp_path)
+        except Exception as error:  # all faults of a page at once
+            faults.append(f"{path.relative_to(ROOT)}:{block.line}: {error}")
+    assert not faults, "\n".join(faults)
+
+
+def test_the_site_has_blocks_that_run() -> None:
+    """Not everything is marked: the marks are exceptions."""
+    every = [block for path in PAGES for block in blocks(path.read_text(encoding="utf-8"))]
+    assert {block.language for block in every} <= set(LANGUAGES)
+    assert sum(not block.reason for block in every) >= len(every) // 3

@@ -65,6 +65,13 @@ def test_stale_references(tmp_path: Path, stale: str) -> None:
     assert in_page.startswith("docs/b.md:3: reference: ")
 
 
+def test_a_page_that_the_site_does_not_list(tmp_path: Path) -> None:
+    (tmp_path / "mkdocs.yml").write_text("nav:\n  - A page: page.md\n")
+    assert faults(tmp_path) == []
+    (fault,) = faults(tmp_path, docs__new_md="# New\n")
+    assert fault == "docs/new.md:1: reference: mkdocs.yml does not list this page; add it to nav"
+
+
 def test_stale_references_in_code(tmp_path: Path) -> None:
     in_docstring, in_comment = faults(tmp_path, sft__a_py='"""As `Bin`."""\n# As sft/gone.py.\n')
     assert in_docstring.startswith("sft/a.py:1: reference: ")

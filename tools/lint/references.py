@@ -39,7 +39,16 @@ def check(root: Path, checked: list[Source], files: list[Source]) -> list[Fault]
             stale = [*_stale_names(root, file, text, names), *_stale_paths(root, file, text)]
             stale += [] if file.is_python else _stale_links(root, file, text)
             faults += [Fault(file.path, line, "reference", f"{fault}; use the current name") for fault in stale]
-    return faults
+    return [*faults, *_pages_outside_the_site(root, checked)]
+
+
+def _pages_outside_the_site(root: Path, checked: list[Source]) -> Iterator[Fault]:
+    """Pages of docs/ that mkdocs.yml does not list.  make docs refuses them, but it needs an environment of its own."""
+    site = root / "mkdocs.yml"
+    listed = set(re.findall(r"[\w./-]+\.md\b", site.read_text(encoding="utf-8"))) if site.exists() else None
+    for file in checked:
+        if listed is not None and file.path.startswith("docs/") and file.path.removeprefix("docs/") not in listed:
+            yield Fault(file.path, 1, "reference", "mkdocs.yml does not list this page; add it to nav")
 
 
 def _stale_names(root: Path, file: Source, text: str, names: Names) -> Iterator[str]:

@@ -9,10 +9,11 @@ import pytest
 
 from sft.data.packing import balance
 from sft.data.packing.cp_cost import CpCost
+from sft.data.packing.cp_documents import Documents
 from sft.data.packing.cp_grid import Grid, Slot, fixed
 from sft.data.packing.cp_prediction import bound, predict
-from sft.data.packing.cp_rows import _even
-from sft.data.packing.dynamic_cp import assign, unless_longer
+from sft.data.packing.cp_rows import _even, _Shelves
+from sft.data.packing.dynamic_cp import _of_groups, assign, unless_longer
 from sft.flops import AttentionCost
 from sft.parallel.alignment import aligned
 from sft.parallel.cp_bytes import halo_tokens
@@ -29,6 +30,11 @@ def made(lengths: list[int], cost: CpCost = TOKEN, **sizes: Any) -> Grid:
     return assign(range(len(lengths)), np.array(lengths), cost=cost, **sizes)
 
 
+def documents_of(lengths: list[int], cp: int, rank_tokens: int) -> Documents:
+    samples, of_token = range(len(lengths)), {"rank_tokens": rank_tokens, "doc_multiple": 1}
+    return Documents.of(samples, np.array(lengths), cp_sizes(cp), cost=TOKEN, **of_token)
+
+
 def test_a_long_document_takes_both_ranks_and_short_documents_one() -> None:
     grid = made([9, 4, 2, 2])
     assert grid == [[Slot(2, (0,)), Slot(1, (1,))], [Slot(2, (0,)), Slot(1, (2, 3))]]
@@ -36,14 +42,25 @@ def test_a_long_document_takes_both_ranks_and_short_documents_one() -> None:
 
 
 def test_ranks_of_a_group_share_its_work() -> None:
-    """The example of `cp_ranks`: 8 on all ranks, 8 and 6 on two each, and documents of 3 3 1 1 on one."""
-    grid = made([32, 16, 12, 3, 3, 1, 1], cp=4, rank_tokens=8)
-    assert grid == [
+    """The example of `cp_ranks`: 8 on all ranks, 8 and 6 on two each, and documents of 3 3 1 1 on one.  If the plan by
+    groups were longer, `assign` would return the plan by rows."""
+    grid = [
         [Slot(4, (0,)), Slot(2, (1,)), Slot(1, (5,))],
         [Slot(4, (0,)), Slot(2, (1,)), Slot(1, (6,))],
         [Slot(4, (0,)), Slot(2, (2,)), Slot(1, (3,))],
         [Slot(4, (0,)), Slot(2, (2,)), Slot(1, (4,))],
     ]
+    lengths = [32, 16, 12, 3, 3, 1, 1]
+    assert _of_groups(documents_of(lengths, 4, 8), 4, 0.0, 1) == grid
+    assert made(lengths, cp=4, rank_tokens=8) == grid
+
+
+def test_a_document_joins_a_pack_of_a_row_only_if_it_is_in_time() -> None:
+    """A row of two ranks, each of 10 tokens, and 8 ns.  Beside 6 and 5 tokens a rank has time for 2 and 3 more."""
+    shelves = _Shelves(documents_of([6, 5, 4, 2], 2, 10), 2)
+    for document in range(4):
+        shelves.add(document, 0, 8.0)
+    assert shelves.packs == [[0, 3], [1], [2]] and shelves.rows.tolist() == [0, 0, 1]
 
 
 def test_no_samples_are_one_pack_of_filler_on_every_rank() -> None:

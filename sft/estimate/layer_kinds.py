@@ -32,5 +32,6 @@ def _marks(model: ModelConfig) -> list[str]:
         "attention sinks": model.attention_sinks,
         f"attention scores capped at {model.attention_softcap}": model.attention_softcap is not None,
         f"logits capped at {model.logits_softcap}": model.logits_softcap is not None,
+        "a block for multi-token prediction": model.has_mtp,
     }
     return [mark for mark, is_used in marks.items() if is_used]

@@ -11,6 +11,7 @@ from sft.adapters import Trained
 from sft.config import ModelConfig
 from sft.data.packing.pack import Collator, make_pack
 from sft.errors import CheckpointError, ConfigError
+from sft.estimate import layer_kinds
 from sft.estimate.memory import estimate
 from sft.estimate.parameters import parameters
 from sft.flops import AttentionCost, TrainFlops, num_parameters
@@ -102,6 +103,12 @@ def test_copies_with_other_values_and_missing_tensors_are_refused(tmp_path: Path
         open_source(source, has_mtp=True)
     assert "but model.layers.2.shared_head.head.weight and lm_head.weight differ" in str(refused.value)
     assert "missing: model.layers.*.enorm.weight" in str(refused.value)
+
+
+def test_sft_check_names_the_block() -> None:
+    model = of()[0].model
+    assert layer_kinds.describe(model) is None
+    assert layer_kinds.describe(with_block(model)) == "layers 1 with full attention; a block for multi-token prediction"
 
 
 # --- what it costs -----------------------------------------------------------------------------------------------

@@ -44,7 +44,11 @@ def losses_by_size(overrides: list[str], sizes: Sequence[int], packs: Sequence[S
         return found
 
 
-@pytest.mark.parametrize("model", [[], GEMMA, LINEAR, LATENT], ids=["dense", "windows", "linear", "latent"])
+@pytest.mark.parametrize(
+    "model",
+    [[], GEMMA, LINEAR, LATENT, [*MODELS["routers"], "parallel.ep=2"]],
+    ids=["dense", "windows", "linear", "latent", "experts"],
+)
 def test_one_model_runs_packs_of_any_size_in_any_order(ranks: Ranks, model: list[str]) -> None:
     """CP 1, 2, 1, 4, 2: a size that returns gives the same bits, and a document changes nothing for its neighbours."""
     a, b, c, other = (answer(n, n, seed=i, last=scenarios.VOCAB) for i, n in enumerate((50, 70, 90, 70), start=1))

@@ -1,4 +1,4 @@
-"""Bytes over cp of a step with dynamic CP: those of the log and of the plan, and none for packs of one rank."""
+"""Bytes over cp of a step: those of the log and of the plan, and none for packs of one rank."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from sft.data.packing.cp_prediction import predict
 from sft.metrics.records import train_record
 from sft.metrics.run_facts import RunFacts
 from tests.ranks import scenarios
-from tests.ranks.layouts import GEMMA, LATENT, LINEAR
+from tests.ranks.layouts import GEMMA, LATENT, LINEAR, MOE, ROUTERS
 from tests.ranks.pool import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -64,7 +64,7 @@ def steps(overrides: list[str], lengths: Sequence[int]) -> list[dict[str, Any]]:
     predicted bytes."""
     with scenarios.running(overrides) as engine:
         corpus = scenarios.SkewedCorpus(lengths)
-        loader, sizes = scenarios.loader_of(engine, corpus), engine.layout.cp_sizes
+        loader, sizes = scenarios.loader_of(engine, corpus), engine.layout.cp_sizes or (engine.layout.cp,)
         run = RunFacts.of(engine.config, engine.layout, engine.vocab_size)
         groups = [group for size in sizes if (group := engine.groups.cp_group(size).members) is not None]
         results = []
@@ -111,6 +111,27 @@ def test_bytes_over_cp_are_those_of_the_log_and_of_the_plan(ranks: Ranks, overri
         for rank in (rank for of_step in zip(*results) for rank in of_step):
             packs = {size: number for size, number in rank["packs"].items() if size > 1}
             assert rank["calls"] == {size: number * NUM_COLLECTIVES + 1 for size, number in packs.items()}
+
+
+NUMBERS = 20 + 4  # of the latent and the rotary key of a token, which a rank sends instead of 8 x (10 + 7)
+DEEPSEEK = [*MOE, *(key for key in ROUTERS if ".moe." in key)]
+LATENT_BYTES = NUMBERS * (4 + 4 + 4)  # in forward, in backward, and their gradient, in fp32
+
+
+@pytest.mark.parametrize(
+    "overrides,num_layers",
+    [(["parallel.cp=2"], 4), ([*HALF, *DEEPSEEK, "train.mtp=joint"], 5)],
+    ids=["fixed", "dynamic, with a block"],
+)
+def test_bytes_of_latents_by_hand(ranks: Ranks, overrides: list[str], num_layers: int) -> None:
+    """Of each token in packs of two ranks, one rank sends its latent to the other, in every layer."""
+    for of_step in zip(*ranks(2).run(steps, [*overrides, *LATENT], scenarios.LENGTHS), strict=True):
+        log = of_step[0]["log"]
+        num_tokens = log["by cp size"]["2"]["tokens"] if "by cp size" in log else log["tokens/aligned"]
+        sent = sum(rank["sent"].total() for rank in of_step)
+        assert sent == num_tokens * num_layers * LATENT_BYTES > 0
+        assert sent == of_step[0]["plan"] == log.get("cp-bytes", sent)
+        assert ("cp-bytes" in log) is ("parallel.dynamic_cp=true" in overrides)
 
 
 def test_packs_of_one_rank_enter_no_collective_of_cp(ranks: Ranks) -> None:

@@ -9,7 +9,7 @@ import pytest
 from sft.batch import Sample
 from tests.builders import answer
 from tests.ranks import scenarios
-from tests.ranks.layouts import GEMMA, LATENT, LINEAR, WINDOWS
+from tests.ranks.layouts import GEMMA, LATENT, LINEAR, MODELS, WINDOWS
 from tests.ranks.pool import RankPool
 
 # A document alone is padded and tiled like in a pack, but matrices have other heights: fp32 rounding only.
@@ -38,6 +38,7 @@ LAYOUTS = [
     (4, ["parallel.cp=2", "parallel.pp=2", *LINEAR, "train.recompute=selective"]),
     (4, ["parallel.cp=2", "parallel.tp=2", "parallel.sequence_parallel=true", *LATENT]),
     (4, ["parallel.cp=4", *LATENT, "run.precision=bf16", "train.recompute=full"]),
+    (4, ["parallel.cp=2", "parallel.tp=2", "parallel.sequence_parallel=true", *MODELS["routers"], "parallel.ep=2"]),
 ]
 Ranks = Callable[[int], RankPool]
 

@@ -109,7 +109,7 @@ $(STANDIN)/.ready: setup.cfg constraints.txt
 	@command -v $(PYTHON312) >/dev/null || { echo "error: '$(PYTHON312)' does not run, and make test-standin needs Python 3.12: make test-standin PYTHON312=/path/to/python3.12" >&2; exit 2; }
 	@echo "== installing torch for CUDA into $(STANDIN) (once; several minutes, 6 GB)"
 	$(PYTHON312) -m venv $(STANDIN)
-	grep -v -E '^(torch|triton|nvidia-|cuda-)' constraints.txt >$(STANDIN)/constraints.txt
+	grep -v -E '^(torch|triton|setuptools|nvidia-|cuda-)' constraints.txt >$(STANDIN)/constraints.txt
 	$(STANDIN)/bin/python -m pip install --disable-pip-version-check --no-compile --editable '.[dev]' --constraint $(STANDIN)/constraints.txt \
 		torch==2.11.0 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85
 	@touch $@

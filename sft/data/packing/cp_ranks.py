@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sft.data.packing.cp_documents import Documents
+from sft.data.packing.cp_fill import fill
 
 Packs = list[list[int]]  # numbers of documents, by pack
 # Choices of the size of groups.  A document may take a share of the mean work of a rank on the smallest group that
@@ -192,12 +193,11 @@ class Ranks:
     def add_singles(self) -> None:
         """Places the documents of groups of one rank: each on the rank with the least work of those with room."""
         numbers = self._costliest_first(self.singles, 0)
-        load = self.load.tolist()
-        left = ((self.num_microbatches - self.num_packs) * self.documents.limit * FILL).astype(np.int64).tolist()
-        rank_of = fill(self.documents, numbers, load, left, [0] * self.num_ranks, self.documents.limit)
-        for number, rank in zip(numbers.tolist(), rank_of):
+        left = ((self.num_microbatches - self.num_packs) * self.documents.limit * FILL).astype(np.int64)
+        levels = np.zeros(self.num_ranks, dtype=np.int64)
+        rank_of = fill(self.documents, numbers, self.load, left, levels, self.documents.limit)
+        for number, rank in zip(numbers.tolist(), rank_of.tolist()):
             self.blocks[0][rank].append(number)
-        self.load = np.array(load, dtype=np.int64)
 
     def packed(self, level: int, block: int) -> Packs:
         """The packs of a group: each document, longest first, into the first pack with room."""
@@ -213,42 +213,6 @@ class Ranks:
             packs[pack].append(number)
             left[pack] -= size
         return packs
-
-
-def fill(
-    documents: Documents, numbers: np.ndarray, load: list[int], left: list[int], levels: list[int], extra: int
-) -> list[int]:
-    """The bin of each document, which goes to the bin with the least load of those with room.  Updates load and left.
-
-    left    units that each bin takes; if no bin has room, the one with the most gets `extra`, and with extra 0 the
-            document gets bin -1
-    levels  index of the size of each bin's group
-    """
-    units, times = documents.units[numbers].tolist(), documents.times[:, numbers].T.tolist()
-    least = [(work, k) for k, work in enumerate(load)]
-    heapq.heapify(least)
-    full: list[tuple[int, int]] = []  # (-left, bin) of bins that had no room
-    bins = []
-    for size, time in zip(units, times):
-        while full and -full[0][0] >= size:
-            k = heapq.heappop(full)[1]
-            heapq.heappush(least, (load[k], k))
-        while least and left[least[0][1]] < size:
-            k = heapq.heappop(least)[1]
-            heapq.heappush(full, (-left[k], k))
-        if not least:
-            if not extra:
-                bins.append(-1)
-                continue
-            k = heapq.heappop(full)[1]
-            left[k] += extra
-            heapq.heappush(least, (load[k], k))
-        k = least[0][1]
-        load[k] += time[levels[k]]
-        left[k] -= size
-        heapq.heapreplace(least, (load[k], k))
-        bins.append(k)
-    return bins
 
 
 def _water_level(load: np.ndarray, capacity: np.ndarray, work: int) -> float:

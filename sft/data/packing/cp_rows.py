@@ -19,7 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from sft.data.packing.cp_documents import Documents
-from sft.data.packing.cp_ranks import FILL, fill, sizes_of
+from sft.data.packing.cp_fill import fill
+from sft.data.packing.cp_ranks import FILL, sizes_of
 
 # Choices of (a) the share of a microbatch's mean time that a document may take on the smallest group that holds it,
 # (b) microbatches beyond the least number, (c) the share of a microbatch's mean time below which a document is short.
@@ -185,16 +186,16 @@ def _filled(shelves: _Shelves, short: np.ndarray, num_domains: int, number: int,
             target = targets(high)
             load = np.rint(time - target).astype(np.int64)
             left[(level > 0) & (-load <= LACKS * target)] = 0
-            loads = load.tolist()
-            packs = fill(documents, short, loads, left.tolist(), level.tolist(), 0)
-            if -1 not in packs:
+            packs = fill(documents, short, load, left, level, 0)
+            if (packs >= 0).all():
                 break
         number += multiple
     numbers = [list(pack) for pack in shelves.packs] + [[] for _ in alone]
-    for document, pack in zip(short.tolist(), packs):
-        numbers[pack].append(document)
+    in_order, ends = short[np.argsort(packs, kind="stable")].tolist(), np.cumsum(np.bincount(packs)).tolist()
+    for pack, (start, end) in enumerate(zip([0, *ends], ends)):
+        numbers[pack] += in_order[start:end]
     late = np.zeros((num_domains, number))
-    np.maximum.at(late, (domain[row], microbatch[row]), np.array(loads) + target)
+    np.maximum.at(late, (domain[row], microbatch[row]), load + target)
     return _Plan(
         step_ns=float(late.sum(axis=1).max()), num_microbatches=number, wait_ranks=width, numbers=numbers,
         sizes=sizes[level].tolist(), domains=domain[row].tolist(), microbatches=microbatch[row].tolist(),

@@ -72,9 +72,10 @@ def assign(
 
 def _of_groups(documents: Documents, num_ranks: int, microbatch_ns: float, multiple: int) -> Grid:
     grid: Grid = [[] for _ in range(num_ranks)]
+    ids = documents.ids.tolist()
     for cp_size, blocks in packs_of_groups(documents, num_ranks, microbatch_ns, multiple):
         for block, packs in enumerate(blocks):
-            slots = [_slot(documents, cp_size, pack) for pack in packs]
+            slots = [_slot(ids, cp_size, pack) for pack in packs]
             for rank in range(block * cp_size, (block + 1) * cp_size):
                 grid[rank] += slots
     return _completed(grid, multiple)
@@ -82,16 +83,17 @@ def _of_groups(documents: Documents, num_ranks: int, microbatch_ns: float, multi
 
 def _of_rows(documents: Documents, num_ranks: int, microbatch_ns: float, multiple: int, wait_ranks: int) -> Grid:
     grid: Grid = [[] for _ in range(num_ranks)]
+    ids = documents.ids.tolist()
     placed = packs_of_rows(documents, num_ranks, microbatch_ns, multiple, wait_ranks)
     for cp_size, first, microbatch, pack in sorted(placed, key=lambda pack: pack.microbatch):
-        slot = _slot(documents, cp_size, pack)
+        slot = _slot(ids, cp_size, pack)
         for slots in grid[first : first + cp_size]:
             slots += [FILLER] * (microbatch - len(slots)) + [slot]
     return _completed(grid, multiple)
 
 
-def _slot(documents: Documents, cp_size: int, pack: Sequence[int]) -> Slot:
-    return Slot(cp_size, tuple(documents.ids[pack].tolist()))
+def _slot(ids: list[int], cp_size: int, pack: Sequence[int]) -> Slot:
+    return Slot(cp_size, tuple([ids[document] for document in pack]))
 
 
 def _completed(grid: Grid, multiple: int) -> Grid:

@@ -11,7 +11,7 @@ def replaced(text: str, begin: str, end: str, tables: str) -> str:
     """The text of a page, with `tables` between the marks `begin` and `end`."""
     before, begin_mark, rest = text.partition(begin)
     _, end_mark, after = rest.partition(end)
-    assert begin_mark and end_mark, f"{PAGE} lacks the marks {begin!r} and {end!r}"
+    assert begin_mark and end_mark, f"the page lacks the marks {begin!r} and {end!r}"
     return f"{before}{begin}\n{tables}\n{end}{after}"
 
 

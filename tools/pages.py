@@ -1,4 +1,4 @@
-"""Generates pages of docs/: config.md, metrics.md and its schema, recipes.md, and the diagram of architecture.md.
+"""Generates pages, tables and pictures of docs/ that follow from the code alone.
 
 python -m tools.pages            write all pages
 python -m tools.pages --check    exit status 1 if a page is out of date
@@ -7,11 +7,43 @@ python -m tools.pages --check    exit status 1 if a page is out of date
 import argparse
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
-from tools import config_docs, metrics_docs, recipes_docs, room_diagram
+from tools import (
+    config_docs,
+    layer_kinds,
+    memory_table,
+    metrics_docs,
+    plot_balance,
+    plot_cp,
+    plot_dynamic_cp,
+    recipes_docs,
+    room_diagram,
+)
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+PICTURES: Mapping[str, Callable[[], str]] = {
+    "context-parallel.svg": plot_cp.attention_work,
+    "dynamic-cp.svg": plot_dynamic_cp.picture,
+    "halo.svg": plot_cp.halo,
+    "packing.svg": plot_balance.picture,
+    "states.svg": plot_cp.states,
+    "zigzag.svg": plot_cp.zigzag,
+}
+# Pictures that are measured, or drawn by matplotlib, whose files differ between releases: the command of each.
+DRAWN_BY_HAND: Mapping[str, str] = {
+    "delta-rule.svg": "python -m tools.plot_delta_rule",
+    "inspect.png": "sft data inspect",
+    "plan.png": "sft plan",
+}
+
+
+def _drawn(picture: Callable[[], str], before: str) -> str:
+    """The picture, whatever the file holds."""
+    return picture()
+
+
 # Each function converts the current text of a page to the generated text.
 PAGES: Mapping[str, Callable[[str], str]] = {
     "reference/config.md": config_docs.page,
@@ -19,6 +51,9 @@ PAGES: Mapping[str, Callable[[str], str]] = {
     "reference/metrics.schema.json": metrics_docs.schema_text,
     "concepts/architecture.md": room_diagram.page,
     "reference/recipes.md": recipes_docs.page,
+    "concepts/layer-kinds.md": layer_kinds.page,
+    "numbers/performance.md": memory_table.page,
+    **{f"pictures/{name}": partial(_drawn, picture) for name, picture in PICTURES.items()},
 }
 
 

@@ -1,12 +1,10 @@
 """Draws docs/pictures/packing.svg: one global batch on 8 ranks with 4 microbatches each, in order and balanced.
 
-    python -m tools.plot_balance
+    python -m tools.pages
 
 Lengths have the distribution `longmix` of tools/bench/mixes.py, with seq_length 128K.  A bar is the work of a rank in a
 step.  A block in a bar is a sequence, or all short sequences of a pack.  A black line ends a microbatch.
 """
-
-from pathlib import Path
 
 import numpy as np
 
@@ -14,7 +12,6 @@ from sft.data.packing.balance import Slots, assign, costs
 from sft.data.packing.plan import plan_epoch
 from sft.flops import AttentionCost
 
-PAGE = Path(__file__).resolve().parents[1] / "docs/pictures/packing.svg"
 SEQ_LENGTH, MULTIPLE, CROSSOVER, DP, MICROBATCHES = 131072, 32, 53_248.0, 8, 4
 WIDTH, ROW, LEFT, PANEL = 620, 18, 60, 190
 LONG = 4096
@@ -46,7 +43,7 @@ def panel(title: str, slots: Slots, lengths: np.ndarray, work: np.ndarray, scale
     return parts
 
 
-def main() -> None:
+def picture() -> str:
     rng = np.random.default_rng(5)
     long = rng.random(6000) < 0.02
     drawn = np.where(long, 8192 * 16 ** rng.random(6000), rng.lognormal(np.log(600), 1.1, 6000))
@@ -70,8 +67,4 @@ def main() -> None:
         x, y = LEFT + 140 * index, 2 * PANEL + 12
         parts.append(f'<rect x="{x}" y="{y - 10}" width="11" height="11" fill="{colour}"/>')
         parts.append(f'<text x="{x + 16}" y="{y}">{f"{least >> 10}K tokens or more" if least else "shorter"}</text>')
-    PAGE.write_text("\n".join([*parts, "</svg>\n"]), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    return "\n".join([*parts, "</svg>\n"])

@@ -1,11 +1,9 @@
 """Draws docs/pictures/dynamic-cp.svg: one step of chats with long documents among them, at cp 16 and with dynamic CP.
 
-    python -m tools.plot_dynamic_cp
+    python -m tools.pages
 
 Lengths have the distribution `longmix` of tools/bench/mixes.py, with seq_length 128K; the costs are those of Llama 8B.
 """
-
-from pathlib import Path
 
 from sft.data.inspect.cp_picture import svg
 from sft.data.packing import balance
@@ -17,11 +15,10 @@ from tools.bench.dynamic_cp import COSTS
 from tools.bench.mixes import SEQ_LENGTHS, lengths_of
 from tools.bench.packing import MULTIPLE, ours
 
-PAGE = Path(__file__).resolve().parents[1] / "docs/pictures/dynamic-cp.svg"
 MIX, CP, DP, MICROBATCHES = "longmix", 16, 1, 8
 
 
-def main() -> None:
+def picture() -> str:
     lengths, cost = lengths_of(MIX, 6000), COSTS["llama-8b"]
     seq_length = SEQ_LENGTHS[MIX]
     packs = ours(lengths, seq_length).batch(0, DP * MICROBATCHES)
@@ -31,8 +28,4 @@ def main() -> None:
     samples = [sample for pack in packs for sample in pack]
     dynamic = assign(samples, lengths, dp=DP, cp=CP, rank_tokens=seq_length // CP, doc_multiple=MULTIPLE, cost=cost)
     panels = [timeline(grid, lengths, doc_multiple=MULTIPLE, cost=cost) for grid in (fixed(slots, CP), dynamic)]
-    PAGE.write_text(svg(*panels, num_ranks=DP * CP, cp_sizes=cp_sizes(CP)), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    return svg(*panels, num_ranks=DP * CP, cp_sizes=cp_sizes(CP))

@@ -21,16 +21,21 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 def rows_of_rank0(
-    size: int, measure: Callable[..., Sequence[Row]], *arguments: Any, device_type: str = "cpu"
+    size: int,
+    measure: Callable[..., Sequence[Row]],
+    *arguments: Any,
+    device_type: str = "cpu",
+    start_method: str = "spawn",
 ) -> list[Row]:
     """The rows that rank 0 of `size` processes measured.  Every rank runs `measure(*arguments)`, in a group of
-    gloo, or of NCCL with device_type cuda.
+    gloo, or of NCCL with device_type cuda.  With start_method fork, ranks need no imports of their own.
 
     Raises Refused if a rank raises it, and RuntimeError with the traceback of a rank that fails.
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         try:
-            mp.spawn(_on_rank, (size, folder, BACKENDS[device_type], measure, arguments), nprocs=size)
+            of_rank = (size, folder, BACKENDS[device_type], measure, arguments)
+            mp.start_processes(_on_rank, of_rank, nprocs=size, start_method=start_method)
         except (mp.ProcessRaisedException, mp.ProcessExitedException):
             refusals = sorted(Path(folder).glob("refused-*"))
             if not refusals:

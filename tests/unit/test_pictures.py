@@ -1,0 +1,50 @@
+"""Every picture of the site is made by a tool, which `make pages` runs or which the pages that show it name."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tools import layer_kinds, pages, plot_cp
+from tools.bench.__main__ import SUBJECTS
+
+SHOWN = re.compile(r"!\[[^\]]*\]\(([^)]*pictures/([^)/]+))\)")
+
+
+def test_every_picture_has_a_tool() -> None:
+    files = {path.name for path in (pages.DOCS / "pictures").iterdir()}
+    assert files == set(pages.PICTURES) | set(pages.DRAWN_BY_HAND)
+    assert {f"pictures/{name}" for name in pages.PICTURES} <= pages.PAGES.keys()  # which make lint compares
+
+
+@pytest.mark.parametrize("path", sorted(pages.DOCS.rglob("*.md")), ids=lambda path: path.name)
+def test_a_page_names_the_command_of_a_picture_that_is_not_compared(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for _, name in SHOWN.findall(text):
+        assert name in pages.PICTURES or pages.DRAWN_BY_HAND[name] in text, f"{path.name} shows {name}"
+
+
+def test_work_of_contiguous_parts_and_of_zigzag() -> None:
+    """Of 8 chunks, chunk k sees k chunks and half of its own: 0.5, 1.5, ..., 7.5 of 32."""
+    drawn = plot_cp.attention_work()
+    assert "work of ranks 0 to 3: 6%, 19%, 31%, 44%" in drawn  # 2, 6, 10 and 14 of 32
+    assert "work of ranks 0 to 3: 25%, 25%, 25%, 25%" in drawn
+
+
+def test_keys_that_ranks_receive() -> None:
+    """The document of sft/parallel/halo.py: rank 0 receives 8 9, rank 1 receives 0 1 and 6 7, rank 2 receives 2 3."""
+    assert re.findall(r"receives (\d) keys", plot_cp.halo()) == ["2", "4", "2"]
+
+
+def test_bytes_of_layers_by_hand() -> None:
+    """A token of Llama has 8 x 2 x 128 numbers in 2 + 2 + 4 bytes, for 7 other ranks; of DeepSeek-V3, 576 numbers."""
+    rows = {tuple(line.split(" | ")[:2]): line.split(" | ")[2:] for line in layer_kinds.table().splitlines()[2:]}
+    assert rows["| full attention", "Llama-3.1-8B"][0] == f"{65_536 * 2_048 * 8 * 7 / 2**20:,.1f} MiB"
+    assert rows["| latent attention", "DeepSeek-V3"][0] == f"{65_536 * 576 * 8 * 7 / 2**20:,.1f} MiB"
+    # 15 chunks of 4,096 have 127 keys before them; rank 7 holds chunks 7 and 8, which are neighbours, so 14 receive.
+    assert rows["| window of 128, sinks", "gpt-oss-20b"][0] == f"{14 * 127 * 1_024 * 8 / 2**20:,.1f} MiB"
+
+
+def test_every_benchmark_is_on_the_page_of_numbers() -> None:
+    text = (pages.DOCS / "numbers/index.md").read_text(encoding="utf-8")
+    assert not [name for name in SUBJECTS if not re.search(rf"`{name}\b|bench {name}\b", text)]

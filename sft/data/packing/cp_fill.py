@@ -63,10 +63,10 @@ def _round(load: np.ndarray, left: np.ndarray, units: int, times: np.ndarray) ->
 def _by_heap(
     units: np.ndarray, times: np.ndarray, load: np.ndarray, left: np.ndarray, levels: np.ndarray, extra: int
 ) -> list[int]:
-    loads, room, level = load.tolist(), left.tolist(), levels.tolist()
+    loads, free, level = load.tolist(), left.tolist(), levels.tolist()
     first = int(units[0])
-    least = [(work, k) for k, work in enumerate(loads) if room[k] >= first]
-    full = [(-units_left, k) for k, units_left in enumerate(room) if units_left < first]  # bins that had no room
+    least = [(work, k) for k, work in enumerate(loads) if free[k] >= first]
+    full = [(-units_left, k) for k, units_left in enumerate(free) if units_left < first]  # bins that had no room
     heapq.heapify(least)
     heapq.heapify(full)
     bins = []
@@ -74,20 +74,20 @@ def _by_heap(
         while full and -full[0][0] >= size:
             k = heapq.heappop(full)[1]
             heapq.heappush(least, (loads[k], k))
-        while least and room[least[0][1]] < size:
+        while least and free[least[0][1]] < size:
             k = heapq.heappop(least)[1]
-            heapq.heappush(full, (-room[k], k))
+            heapq.heappush(full, (-free[k], k))
         if not least:
             if not extra:
                 bins.append(-1)
                 continue
             k = heapq.heappop(full)[1]
-            room[k] += extra
+            free[k] += extra
             heapq.heappush(least, (loads[k], k))
         k = least[0][1]
         loads[k] += time[level[k]]
-        room[k] -= size
+        free[k] -= size
         heapq.heapreplace(least, (loads[k], k))
         bins.append(k)
-    load[:], left[:] = loads, room
+    load[:], left[:] = loads, free
     return bins

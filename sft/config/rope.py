@@ -72,8 +72,8 @@ class RopeConfig(Section):
             yield "high_freq_factor", f"must be above low_freq_factor = {self.low_freq_factor}"
         if self.scaling != "yarn" and not self.truncate:
             yield "truncate", "= false has no effect without scaling = yarn"
-        if self.scaling == "yarn" and self.beta_fast <= self.beta_slow:
-            yield "beta_fast", f"must be above beta_slow = {self.beta_slow}"
+        if self.scaling == "yarn" and self.beta_fast < self.beta_slow:  # equal in Kimi-K2: no ramp between
+            yield "beta_fast", f"must not be below beta_slow = {self.beta_slow}"
         if self.mscale_all_dim is not None and self.scaling != "yarn":
             yield "mscale_all_dim", "has no effect without scaling = yarn"
         if self.query_scale_beta is not None and self.original_max_position is None:

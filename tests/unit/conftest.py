@@ -35,6 +35,7 @@ RELEASED = {  # names on the hub, and files of fixtures/released
     "google/gemma-3-27b-it": "gemma_3_27b",
     "Qwen/Qwen3.6-27B": "qwen3_6_27b",
     "zai-org/GLM-4.5-Air": "glm_4_5_air",
+    "moonshotai/Moonlight-16B-A3B-Instruct": "moonlight_16b_a3b",
     "Qwen/Qwen3.6-35B-A3B": "qwen3_6_35b_a3b",
 }
 

@@ -14,17 +14,6 @@ from sft.hf.source import open_source
 from tests.unit.fixtures import hf
 from tests.unit.fixtures.hf import refusal, released
 
-# What these models change of DeepSeek-V3, by their reports.
-MOONLIGHT: dict[str, Any] = dict(num_hidden_layers=27, hidden_size=2048, intermediate_size=11264) | dict(
-    moe_intermediate_size=1408, num_attention_heads=16, num_key_value_heads=16, n_routed_experts=64, n_shared_experts=2
-)
-MOONLIGHT |= dict(num_experts_per_tok=6, n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=None) | dict(
-    routed_scaling_factor=2.446, rope_theta=50000.0, rope_scaling=None, rms_norm_eps=1e-5, vocab_size=163840
-)
-KIMI_K2: dict[str, Any] = dict(num_attention_heads=64, num_key_value_heads=64, n_routed_experts=384, n_group=1) | dict(
-    topk_group=1, first_k_dense_replace=1, routed_scaling_factor=2.827, vocab_size=163840, model_type="kimi_k2"
-)
-
 
 def test_deepseek_v3_as_released() -> None:
     model = architecture(released("deepseek_v3"), "config.json").model
@@ -49,31 +38,66 @@ def test_deepseek_v3_as_released() -> None:
     )
 
 
+def test_kimi_k2_as_released() -> None:
+    """Its YaRN has no ramp: beta_fast equals beta_slow."""
+    model = architecture(released("kimi_k2"), "config.json").model
+    yarn: dict[str, Any] = dict(scaling="yarn", factor=64, original_max_position=4096, beta_fast=1.0, beta_slow=1.0)
+    assert model.rope == RopeConfig(base=5e4, interleaved=True, attention_factor=1.0, mscale_all_dim=1.0, **yarn)
+    assert (model.moe.num_experts, model.moe.num_groups, model.moe.scaling_factor) == (384, 1, 2.827)
+
+
+def test_moonlight_as_released() -> None:
+    """Without a latent of queries; two shared experts are one of twice the width."""
+    model = architecture(released("moonlight_16b_a3b"), "config.json").model
+    assert model.latent_attention == LatentAttentionConfig(kv_lora_rank=512)
+    assert model.rope == RopeConfig(base=5e4, interleaved=True)
+    assert (model.moe.shared_ffn_hidden_size, model.moe.dense_layers, model.moe.top_k) == (2816, 1, 6)
+
+
+def test_glm_4_7_flash_as_released() -> None:
+    model = architecture(released("glm_4_7_flash"), "config.json").model
+    sizes: dict[str, Any] = dict(qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256)
+    assert model.latent_attention == LatentAttentionConfig(kv_lora_rank=512, q_lora_rank=768, **sizes)
+    assert (model.moe.dense_layers, model.moe.num_experts, model.moe.scaling_factor) == (1, 64, 1.8)
+
+
 @pytest.mark.parametrize(
-    "changes,total,active", [({}, 671.0e9, 37.6e9), (KIMI_K2, 1.026e12, 32.9e9), (MOONLIGHT, 15.96e9, 2.9e9)]
+    "name,class_name,total,active",
+    [
+        ("deepseek_v3", "DeepseekV3", 671.0e9, 37.6e9),
+        ("kimi_k2", "DeepseekV3", 1.026e12, 32.9e9),
+        ("moonlight_16b_a3b", "DeepseekV3", 15.96e9, 2.9e9),
+        ("glm_4_7_flash", "Glm4MoeLite", 29.9e9, 3.9e9),
+    ],
 )
-def test_parameters_are_as_many_as_in_transformers(changes: dict[str, Any], total: float, active: float) -> None:
-    """And as many as the names of the models say: 671B-A37B, 1T-A32B, 16B-A3B."""
+def test_parameters_are_as_many_as_in_transformers(name: str, class_name: str, total: float, active: float) -> None:
+    """And about as many as the names of the models say: 671B-A37B, 1T-A32B, 16B-A3B, 30B-A3B."""
     import transformers
 
-    content = released("deepseek_v3", quantization_config=..., auto_map=...) | changes
-    found = architecture(content, "config.json")
+    content = released(name, quantization_config=..., auto_map=..., model_type=...)
+    found = architecture(released(name), "config.json")
     with torch.device("meta"):
-        config = transformers.DeepseekV3Config(**{**content, "model_type": "deepseek_v3"})
-        theirs = transformers.DeepseekV3ForCausalLM(config)
+        config = getattr(transformers, f"{class_name}Config")(**content)
+        theirs = getattr(transformers, f"{class_name}ForCausalLM")(config)
     assert num_parameters(found.model, found.vocab_size) == theirs.num_parameters()
     assert num_parameters(found.model, found.vocab_size) == pytest.approx(total, rel=0.01)
     assert active_parameters(found.model, found.vocab_size) == pytest.approx(active, rel=0.03)
 
 
-def test_what_has_not_changed_is_written_as_it_was() -> None:
+@pytest.mark.parametrize("name", ["deepseek_v3", "kimi_k2", "moonlight_16b_a3b", "glm_4_7_flash"])
+def test_what_has_not_changed_is_written_as_it_was(name: str) -> None:
+    content = released(name, quantization_config=...)
+    now = ModelConfig.model_validate(nested(architecture(content, "config.json").values))
+    assert write_back(content, now, "config.json", dtype="bfloat16", seq_length=None) == content
+
+
+def test_a_longer_yarn_is_written() -> None:
     content = released("deepseek_v3", quantization_config=...)
 
     def back(**changes: Any) -> dict[str, Any]:
         now = ModelConfig.model_validate(nested(architecture(content, "config.json").values | changes))
         return write_back(content, now, "config.json", dtype="bfloat16", seq_length=None)
 
-    assert back() == content
     longer = back(**{"rope.factor": 80.0})["rope_scaling"]
     assert (longer["factor"], longer["attention_factor"], longer["mscale_all_dim"]) == (80.0, 1.0, 1.0)
     assert longer["mscale"] == pytest.approx(1.0)

@@ -35,9 +35,20 @@ def test_minimax_m2_as_released() -> None:
     assert (model.rotary_dim, model.qk_norm_across_heads, model.resolved_expert_ffn) == (64, True, 1536)
 
 
-@pytest.mark.parametrize("name,family,active", [("glm_4_5_air", "glm4_moe", 12e9), ("minimax_m2", "minimax_m2", 10e9)])
+def test_glm_4_6_as_released() -> None:
+    """GLM-4.5 and 4.7 have the same sizes."""
+    model = architecture(released("glm_4_6"), "config.json").model
+    more: dict[str, Any] = dict(dense_layers=3, scaling_factor=2.5)
+    assert model.moe == MoeConfig(num_experts=160, ffn_hidden_size=1536, shared_ffn_hidden_size=1536, **more, **SIGMOID)
+    assert (model.qkv_bias, model.qk_norm, model.rope.base, model.rotary_dim) == (True, True, 1e6, 64)
+
+
+@pytest.mark.parametrize(
+    "name,family,active",
+    [("glm_4_5_air", "glm4_moe", 12e9), ("glm_4_6", "glm4_moe", 32e9), ("minimax_m2", "minimax_m2", 10e9)],
+)
 def test_parameters_are_as_many_as_in_transformers(name: str, family: str, active: float) -> None:
-    """And a token meets about as many as the names of the models say: A12B, A10B."""
+    """And a token meets about as many as the names of the models say: A12B, A32B, A10B."""
     import transformers
 
     content = released(name, quantization_config=..., auto_map=...)
@@ -48,7 +59,7 @@ def test_parameters_are_as_many_as_in_transformers(name: str, family: str, activ
     assert active_parameters(found.model, found.vocab_size) == pytest.approx(active, rel=0.12)
 
 
-@pytest.mark.parametrize("name", ["glm_4_5_air", "minimax_m2"])
+@pytest.mark.parametrize("name", ["glm_4_5_air", "glm_4_6", "minimax_m2"])
 def test_what_has_not_changed_is_written_as_it_was(name: str) -> None:
     content = released(name, quantization_config=...)
 

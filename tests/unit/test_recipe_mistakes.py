@@ -62,8 +62,8 @@ CLASHES = {
     "scaling).",
     ("model.rope={scaling: llama3, factor: 8, original_max_position: 8192, low_freq_factor: 4}",): ""
     "model.rope.high_freq_factor = 4.0 (default) must be above low_freq_factor = 4.0.",
-    ("model.rope={scaling: yarn, factor: 8, original_max_position: 8192, beta_slow: 32}",): "model.rope.beta_fast = "
-    "32.0 (default) must be above beta_slow = 32.0.",
+    ("model.rope={scaling: yarn, factor: 8, original_max_position: 8192, beta_slow: 33}",): "model.rope.beta_fast = "
+    "32.0 (default) must not be below beta_slow = 33.0.",
     ("parallel.virtual_stages=2",): "parallel.virtual_stages = 2 (@) needs pp > 1; got pp = 1.  Raise pp, or leave "
     "virtual_stages at 1.",
     ("train.num_steps=null",): "train.num_steps = null (@) and num_epochs = null; give one of them.",

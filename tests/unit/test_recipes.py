@@ -15,6 +15,7 @@ RECIPES = sorted(path.name for path in FOLDER.glob("*.yaml"))
 pytestmark = pytest.mark.usefixtures("released_models")
 # What a recipe says about a model that has a config.json.
 OWN = {"hf", "rope.scaling", "rope.factor", "rope.original_max_position", "moe.aux_loss_coef"}
+OWN |= {"rope.attention_factor", "rope.mscale_all_dim"}
 MOST_LINES = 25
 HEADER = ["Purpose", "Launch", "Hardware", "Expect", "Sibling"]
 
@@ -73,6 +74,7 @@ def test_no_recipe_repeats_what_comes_with_the_model(name: str) -> None:
         ("qwen36_35b_a3b_128k.yaml", 16, 1, 16384),
         ("llama31_8b_128k.yaml", 16, 1, 16384),
         ("glm45_air_64k.yaml", 64, 2, 8192),
+        ("moonlight_16b_a3b_128k.yaml", 16, 2, 16384),
         ("llama31_8b_128k.yaml", 32, 2, 16384),
         ("llama31_8b_128k_dynamic_cp.yaml", 16, 1, 16384),
     ],
@@ -86,7 +88,7 @@ def test_what_a_rank_holds(name: str, world_size: int, dp: int, tokens_per_rank:
 
 
 @pytest.mark.parametrize(
-    "name, parameters, rope",  # as published with the weights; of Qwen3.6 counted by hand (its language model)
+    "name, parameters, rope",  # as published, without correction biases; of Qwen3.6 by hand (its language model)
     [
         ("qwen3_0p6b_32k.yaml", 596_049_920, (1e6, "none", 1.0, None)),
         ("qwen3_8b_64k.yaml", 8_190_735_360, (1e6, "yarn", 2.0, 32768)),
@@ -97,6 +99,7 @@ def test_what_a_rank_holds(name: str, world_size: int, dp: int, tokens_per_rank:
         ("qwen36_27b_128k.yaml", 26_895_998_464, (1e7, "none", 1.0, None)),
         ("qwen36_35b_a3b_128k.yaml", 34_660_610_688, (1e7, "none", 1.0, None)),
         ("glm45_air_64k.yaml", 106_852_245_504, (1e6, "none", 1.0, None)),
+        ("moonlight_16b_a3b_128k.yaml", 15_960_108_544, (5e4, "yarn", 16.0, 8192)),
         ("llama31_8b_128k.yaml", 8_030_261_248, (5e5, "llama3", 8.0, 8192)),
     ],
 )

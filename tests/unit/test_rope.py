@@ -33,6 +33,7 @@ CASES: list[dict[str, Any]] = [
     {**YARN, "original_max_position": 64},  # beta_fast is never reached: the ramp starts at dimension 0
     {**YARN, "attention_factor": 1.3},
     {**YARN, "base": 100.0, "original_max_position": 100_000},  # the ramp goes on beyond the last dimension
+    {**YARN, "base": 5e4, "factor": 64.0, "beta_fast": 1.0},  # no ramp but for rounding, as in Kimi-K2
     {**YARN, "base": 1e6, "beta_fast": 1.1},  # low and high meet within a dimension or two
 ]
 

@@ -30,6 +30,11 @@ def on_post_page(output: str, page: Any, config: Any) -> str:
     return output
 
 
+def on_post_template(output: str, template_name: str, config: Any) -> str:
+    """The page for addresses that do not exist, which a server sends under any path."""
+    return output.replace(_SHIM, "/javascripts/iframe-worker.js")
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     def inline(match: re.Match[str]) -> str:
         outside = _outside(match[2], page.file.src_uri)

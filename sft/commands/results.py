@@ -24,6 +24,8 @@ def add(commands: Any) -> None:
     plot_.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder (with metrics.jsonl)")
     about = "PNG to write; default: plot.png in the folder of the first run"
     plot_.add_argument("--out", metavar="FILE", type=Path, help=about)
+    about = "token accuracy of a guess, from 0 to 1; drawn as a line where held-out token accuracy is drawn"
+    plot_.add_argument("--chance", metavar="SHARE", type=_share, help=about)
     plot_.set_defaults(action=plot, parser=plot_)
 
 
@@ -47,7 +49,7 @@ def plot(arguments: Namespace) -> None:
     from sft.metrics.results.plot import draw
 
     out = arguments.out or arguments.runs[0] / "plot.png"
-    draw([read_run(folder) for folder in arguments.runs], out)
+    draw([read_run(folder) for folder in arguments.runs], out, arguments.chance)
     print(out)
 
 
@@ -58,4 +60,14 @@ def _tolerance(text: str) -> float:
         value = math.nan
     if not value >= 0:
         raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
+    return value
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, got {text!r}")
     return value

@@ -1,6 +1,7 @@
 """`sft plot`: what it reads from metrics.jsonl, and what it says when it cannot."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ def train(step: int, loss: float | None, **metrics: float) -> dict:
     return {"kind": "train", "step": step, "lm loss": loss} | rate | metrics
 
 
-def held_out(step: int, loss: float, **more: str) -> dict:
+def held_out(step: int, loss: float, **more: object) -> dict:
     return {"kind": "eval", "step": step, "lm loss": loss, "tokens/supervised": 812} | more
 
 
@@ -51,25 +52,28 @@ def test_smoothing() -> None:
     assert np.isnan(smoothed(np.full(40, np.nan))).all()
 
 
-def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *runs: list[dict]) -> list[Axes]:
-    """All panels of the picture of these runs, named a, b, ...; the picture is not painted."""
+def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *runs: list[dict], more: Sequence[str] = ()) -> list[Axes]:
+    """All panels of the picture of these runs, named a, b, ...; the picture is not painted.
+
+    more  arguments of the command line
+    """
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     folders = [write(tmp_path / name, START, *records) for name, records in zip("abc", runs, strict=False)]
     out = tmp_path / "pictures" / "plot.png"
-    assert main(["plot", *map(str, folders), "--out", str(out)]) == 0
+    assert main(["plot", *map(str, folders), "--out", str(out), *more]) == 0
     assert out.parent.is_dir()
     return figures[0].get_axes()
 
 
 def position_panels(panels: list[Axes], data: str) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    return panels_under(panels, f"loss by position, {data}")
+
+
+def panels_under(panels: list[Axes], headline: str) -> dict[str, dict[str, list[tuple[float, float]]]]:
     """Title and curves of each panel under this headline."""
     parts = {axes: axes.get_figure(root=False) for axes in panels}
-    return {
-        axes.get_title("left"): curves(axes)
-        for axes, part in parts.items()
-        if part.get_suptitle() == f"loss by position, {data}"
-    }
+    return {axes.get_title("left"): curves(axes) for axes, part in parts.items() if part.get_suptitle() == headline}
 
 
 def curves(axes: Axes) -> dict[str, list[tuple[float, float]]]:
@@ -131,6 +135,51 @@ def test_each_held_out_set_has_its_curve(tmp_path: Path, monkeypatch: pytest.Mon
     assert curves(losses)["a: held out code 7.000 to 6.000"] == [(1, 7), (2, 6)]
     assert len({line.get_marker() for line in losses.get_lines()[2:]}) == 2
     assert position_panels(panels, "held out") == {"": {"near": [(0, 4), (1, 3)]}}
+
+
+def accuracy(share: float | None) -> dict:
+    return {"token accuracy": share}
+
+
+def test_token_accuracy_of_held_out_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line for each set with two evaluations that measured it, and one at chance; not for training."""
+    records = [
+        held_out(0, 5.0, set="near") | accuracy(0.1) | by_position(all=5.0),
+        held_out(0, 5.0, set="far") | accuracy(0.2),
+        held_out(0, 5.0, set="once") | accuracy(0.3),
+        train(1, 5.5) | accuracy(0.9),
+        held_out(1, 4.0, set="near") | accuracy(0.7),
+        held_out(1, 4.0, set="far") | accuracy(None),
+        held_out(2, 3.0, set="near") | accuracy(1.0) | by_position(all=3.0),
+        held_out(2, 3.0, set="far") | accuracy(0.6),
+    ]
+    panels = draw(tmp_path, monkeypatch, records, more=["--chance", "0.125"])
+    [drawn] = panels_under(panels, "token accuracy, held out").values()
+    chance = drawn.popitem()[1]
+    assert drawn == {"near": [(0, 0.1), (1, 0.7), (2, 1)], "far": [(0, 0.2), (2, 0.6)]}
+    assert [y for _, y in chance] == [0.125, 0.125]
+    assert panels_under(panels, "loss by position, held out near") == {"": {"all": [(0, 5), (2, 3)]}}
+    [axes] = [axes for axes in panels if axes.get_ylabel() == "share of supervised tokens"]
+    assert axes.get_ylim()[0] <= 0 and axes.get_ylim()[1] >= 1
+    assert [text.get_text() for text in axes.texts] == ["chance 0.125"]
+
+
+def test_token_accuracy_of_several_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A panel for each set, and none for loss by position, which no run has."""
+    a = [held_out(step, 5.0, set=name) | accuracy(step / 4) for step in (0, 1) for name in ("near", "far")]
+    b = [held_out(step, 5.0, set="far") | accuracy(step / 2) for step in (0, 1)]
+    panels = draw(tmp_path, monkeypatch, a, b)
+    assert len(panels) == 4 + 2
+    assert panels_under(panels, "token accuracy, held out") == {
+        "near": {"a": [(0, 0), (1, 0.25)]},
+        "far": {"a": [(0, 0), (1, 0.25)], "b": [(0, 0), (1, 0.5)]},
+    }
+
+
+@pytest.mark.parametrize("chance", ["1.5", "nan", "half"])
+def test_chance_is_a_share(chance: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plot", "runs/demo", "--chance", chance]) == 2
+    assert f"must be a number from 0 to 1, got '{chance}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("more", [{}, by_position(near=None)])

@@ -1,4 +1,4 @@
-"""The data of a run that `sft plot` draws: records by step, smoothed values, loss by position."""
+"""The data of a run that `sft plot` draws: records by step, smoothed values, loss by position, token accuracy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,9 @@ from sft.metrics.results.records import EVAL, TRAIN, held_out_set, read_records
 SMOOTH = 0.05
 BY_POSITION = "loss by position"  # {bucket: {"loss": nats per supervised token or null, "tokens": count}}
 
-Curves = dict[str, np.ndarray]  # bucket -> steps and losses, [2, points]
+ACCURACY = "token accuracy"  # share of supervised tokens whose logit is the largest
+
+Curves = dict[str, np.ndarray]  # bucket or held-out set -> steps and values, [2, points]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,15 @@ def positions(runs: Sequence[PlottedRun]) -> tuple[str, list[Curves]]:
     ]
 
 
+def accuracies(run: PlottedRun) -> Curves:
+    """Steps and token accuracy of each held-out set; sets without a second measured value are left out."""
+    measured = {
+        name: [(entry["step"], entry[ACCURACY]) for entry in records if entry.get(ACCURACY) is not None]
+        for name, records in run.eval.items()
+    }
+    return {name: np.array(points, dtype=float).T for name, points in measured.items() if len(points) > 1}
+
+
 def names_of(runs: Sequence[Curves]) -> list[str]:
-    """Buckets of all runs, in the order of the records."""
+    """Buckets or held-out sets of all runs, in the order of the records."""
     return list(dict.fromkeys(bucket for curves in runs for bucket in curves))

@@ -1,14 +1,16 @@
-"""Draws one or several runs: loss, gradient norm, learning rate, tokens per second, loss by position.
+"""Draws one or several runs: loss, gradient norm, learning rate, tokens per second, token accuracy, loss by position.
 
     sft plot runs/demo                        -> runs/demo/plot.png
     sft plot runs/a runs/b --out compare.png  -> both runs in each panel
+    sft plot runs/demo --chance 0.0625        -> a line at this token accuracy
 
 Reads metrics.jsonl of each run folder (records.py); needs matplotlib.  The faint
 line shows every step, and the strong line a centred mean over a twentieth of the run.  Markers show evaluations; each
 held-out set has its own marker.  A resumed run may repeat steps; the last record of a step counts.
 
-If a run has loss by position, it is drawn for the first held-out set if there are two evaluations, otherwise for
-training.  For one run, a panel has a line for each bucket.  For several runs, each bucket has a panel with all runs.
+Token accuracy is drawn for held-out sets with two evaluations.  If a run has loss by position, it is drawn for the
+first held-out set if there are two evaluations, otherwise for training.  For one run, a panel has a line for each
+held-out set or bucket.  For several runs, each held-out set and each bucket has a panel with all runs.
 """
 
 from collections.abc import Sequence
@@ -21,7 +23,7 @@ from matplotlib.figure import Figure, FigureBase
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from sft.metrics.results.curves import Curves, PlottedRun, held_out, names_of, positions, smoothed
+from sft.metrics.results.curves import Curves, PlottedRun, accuracies, held_out, names_of, positions, smoothed
 
 PANELS = [  # metric, title, unit
     ("lm loss", "loss", "nats per supervised token"),
@@ -63,9 +65,9 @@ def grid(num_runs: int, num_buckets: int) -> tuple[int, int]:
     return rows, -(-num_buckets // rows)
 
 
-def draw_positions(
-    figure: FigureBase, runs: Sequence[PlottedRun], curves_of: Sequence[Curves], widths: Sequence[float]
-) -> None:
+def draw_lines(
+    figure: FigureBase, runs: Sequence[PlottedRun], curves_of: Sequence[Curves], widths: Sequence[float], unit: str
+) -> Sequence[Axes]:
     """Draws one panel with a line for each bucket (one run), or a panel for each bucket with a line for each run."""
     buckets = names_of(curves_of)
     is_one = len(runs) == 1
@@ -75,17 +77,35 @@ def draw_positions(
         for j, curves in enumerate(curves_of):
             if bucket not in curves:
                 continue
-            steps, losses = curves[bucket]
+            steps, values = curves[bucket]
             color = colormaps["viridis"](0.9 * i / max(1, len(buckets) - 1)) if is_one else COLORS[j % len(COLORS)]
             marker = "o" if len(steps) <= 40 else ""
             label = bucket if is_one else runs[j].name
-            axes.plot(steps, losses, marker=marker, mec="white", ms=6, lw=widths[j], color=color, label=label)
-        finish(axes, "" if is_one else bucket, "nats per supervised token" if axes in panels[:, 0] else "")
+            axes.plot(steps, values, marker=marker, mec="white", ms=6, lw=widths[j], color=color, label=label)
+        finish(axes, "" if is_one else bucket, unit if axes in panels[:, 0] else "")
         axes.tick_params(labelbottom=True)
     for axes in panels.flat[1 if is_one else len(buckets) :]:
         axes.remove()
     if is_one:
         panels[0, 0].legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return list(panels.flat)[: 1 if is_one else len(buckets)]
+
+
+def draw_accuracy(
+    figure: FigureBase,
+    runs: Sequence[PlottedRun],
+    curves_of: Sequence[Curves],
+    widths: Sequence[float],
+    chance: float | None,
+) -> None:
+    """Draws the token accuracy of held-out sets, and a line at the accuracy of a guess."""
+    figure.suptitle("token accuracy, held out", x=0.012, ha="left", fontweight="bold")
+    for axes in draw_lines(figure, runs, curves_of, widths, "share of supervised tokens"):
+        axes.set_ylim(-0.03, 1.03)
+        if chance is not None:
+            axes.axhline(chance, color="black", linestyle=":", linewidth=1.2)
+            where, shift = (0.99, chance), (0, 3)  # right end of the panel; 3 points above the line
+            axes.annotate(f"chance {chance:g}", where, shift, ("axes fraction", "data"), "offset points", ha="right")
 
 
 def finish(axes: Axes, title: str, unit: str) -> None:
@@ -98,17 +118,23 @@ def finish(axes: Axes, title: str, unit: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def draw(runs: Sequence[PlottedRun], out: Path) -> None:
-    """Draws all runs into one PNG.  Earlier runs have wider lines, so equal curves remain visible."""
+def draw(runs: Sequence[PlottedRun], out: Path, chance: float | None = None) -> None:
+    """Draws all runs into one PNG.  Earlier runs have wider lines, so equal curves remain visible.
+
+    chance  token accuracy of a guess; None: not drawn
+    """
     widths = [1.6 + 2.4 * (len(runs) - 1 - i) / max(1, len(runs) - 1) for i in range(len(runs))]
-    data, curves = positions(runs)
-    more = 3.2 * grid(len(runs), len(names_of(curves)))[0]  # inches
-    figure = Figure(figsize=(12, 7.5 + more), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
-    top: FigureBase = figure
-    if more:
-        top, bottom = figure.subfigures(2, 1, squeeze=False, height_ratios=[7.5, more]).flat
-        bottom.suptitle(f"loss by position, {data}", x=0.012, ha="left", fontweight="bold")
-        draw_positions(bottom, runs, curves, widths)
+    data, positions_of = positions(runs)
+    accuracies_of = [accuracies(run) for run in runs]
+    heights = [3.2 * grid(len(runs), len(names_of(curves)))[0] for curves in (accuracies_of, positions_of)]  # inches
+    shown = [7.5, *filter(None, heights)]
+    figure = Figure(figsize=(12, sum(shown)), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
+    top, *more = figure.subfigures(len(shown), 1, squeeze=False, height_ratios=shown).flat
+    if heights[0]:
+        draw_accuracy(more[0], runs, accuracies_of, widths, chance)
+    if heights[1]:
+        more[-1].suptitle(f"loss by position, {data}", x=0.012, ha="left", fontweight="bold")
+        draw_lines(more[-1], runs, positions_of, widths, "nats per supervised token")
     panels = list(top.subplots(2, 2).flat)
     for i, run in enumerate(runs):
         color = COLORS[i % len(COLORS)]

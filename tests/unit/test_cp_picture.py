@@ -1,14 +1,13 @@
 """The picture of a step: where its blocks are."""
 
 import re
-from pathlib import Path
 
 import pytest
 
 from sft.data.inspect import cp_picture
 from sft.data.inspect.cp_picture import svg
 from sft.data.packing.cp_timeline import TimedPack
-from tools import plot_dynamic_cp
+from tools import pages, plot_dynamic_cp
 
 BLOCK = re.compile(r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)" fill="(#\w+)"')
 SPAN = cp_picture.WIDTH - cp_picture.LEFT - cp_picture.RIGHT
@@ -57,8 +56,6 @@ def test_labels_do_not_overlap(num_ranks: int, labels: int) -> None:
     assert svg(packs, packs, num_ranks=num_ranks, cp_sizes=(1, 2)).count(">rank ") == 2 * labels
 
 
-def test_the_picture_of_the_docs_is_that_of_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn, page = tmp_path / "drawn.svg", plot_dynamic_cp.PAGE
-    monkeypatch.setattr(plot_dynamic_cp, "PAGE", drawn)
-    plot_dynamic_cp.main()
-    assert drawn.read_text() == page.read_text(), "`python -m tools.plot_dynamic_cp` draws it again"
+def test_the_picture_of_the_docs_is_that_of_the_tool() -> None:
+    page = pages.DOCS / "pictures/dynamic-cp.svg"
+    assert plot_dynamic_cp.picture() == page.read_text(encoding="utf-8"), "`make pages` draws it again"

@@ -23,7 +23,7 @@ from sft.mcore.loss import fused
 from tests.builders import answer
 from tests.ranks import scenarios
 from tests.ranks.hf_models import recipe_of
-from tests.ranks.layouts import GEMMA, GPT_OSS, LINEAR, MOE
+from tests.ranks.layouts import GEMMA, GPT_OSS, LATENT, LINEAR, MOE, ROUTERS
 from tests.ranks.pool import RankPool
 from tests.unit.fixtures import hf
 
@@ -91,13 +91,17 @@ def count(overrides: list[str], samples: Sequence[Sample]) -> dict[str, dict[str
         trained = trained_weights(config, scenarios.VOCAB)
         of_model = ModelProducts.of(config.model, trained, config.lora.rank or 0)
         head = head_product(config, layout, of_model, scenarios.VOCAB, labels)
+        keys, values = config.model.resolved_head_dim, config.model.value_head_dim
         attention = sum(flops for _, flops in attention_flops(config.model, LENGTH)) / layout.tp / layout.cp
         predicted = {
             "products": sum(p.flops * p.num_runs for p in layer_products(config, layout, of_model, tokens)),
             "head": head.flops * head.num_runs,
             "attention": attention * (2 if config.train.recompute == "full" else 1),
-            # The kernel computes scores again: 5 products, and 2 forward.
-            "attention gradients": attention * 5 / 2 * attention_reached(config, layout, of_model),
+            # The kernel computes scores again: 3 products of the width of keys and 2 of values, forward one of each.
+            "attention gradients": attention
+            * (3 * keys + 2 * values)
+            / (keys + values)
+            * attention_reached(config, layout, of_model),
         }
         return {"counted": dict(counted.flops), "predicted": predicted}
 
@@ -130,6 +134,9 @@ CASES = {
     "gemma": [*GEMMA, *WINDOW],
     "linear": LINEAR_LAYER,
     "linear, selective": [*LINEAR_LAYER, SELECTIVE],
+    "latent": LATENT,
+    "latent, full": [*LATENT, FULL],
+    "routers": [*MOE, *ROUTERS, SELECTIVE],  # the first layer without experts
 }
 
 
@@ -141,8 +148,13 @@ def test_one_rank(ranks: Ranks, name: str) -> None:
 
 @pytest.mark.parametrize(
     "overrides",
-    [["parallel.tp=2", "parallel.sequence_parallel=true"], ["parallel.cp=2"]],
-    ids=" ".join,
+    [
+        ["parallel.tp=2", "parallel.sequence_parallel=true"],
+        ["parallel.cp=2"],
+        [*LATENT, "parallel.tp=2", "parallel.sequence_parallel=true", SELECTIVE],
+        [*LATENT, "parallel.cp=2"],  # each rank expands the latents of the whole document
+    ],
+    ids=["tp", "cp", "tp latent", "cp latent"],
 )
 def test_two_ranks(ranks: Ranks, overrides: list[str]) -> None:
     for result in ranks(2).run(count, [*ONE, *TWO_LAYERS, *overrides], document()):

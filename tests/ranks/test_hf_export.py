@@ -42,9 +42,11 @@ CASES: list[Any] = [
     ("qwen3_moe", EP),
     ("gpt_oss", EP),
     ("glm4_moe", EP),
+    ("deepseek_v3", [*SP, *EP]),
     ("qwen2_5_vl", TP),
     ("qwen3_vl_moe", EP),
     *(pytest.param(family, layout, marks=pytest.mark.grid) for family in hf.FAMILIES for layout in (CP, SP, PP)),
+    *(pytest.param(family, EP, marks=pytest.mark.grid) for family in hf.BIASED_FAMILIES if family != "glm4_moe"),
     *(pytest.param(family, layout, marks=pytest.mark.grid) for family in vision.VISION for layout in (CP, SP, PP)),
 ]
 
@@ -65,7 +67,7 @@ def test_a_trained_model_in_transformers(ranks: Ranks, tmp_path: Path, family: s
     models = vision if family in vision.VISION else hf
     source = models.save(tmp_path / "source", family)
     overrides = [*recipe_of(source), "optim.lr=1e-2", "checkpoint.async_save=false", *layout]
-    overrides += ["model.moe.bias_update_rate=0.01"] if family in hf.ROUTED_FAMILIES else []
+    overrides += ["model.moe.bias_update_rate=0.01"] if family in hf.BIASED_FAMILIES else []
     corpus = scenarios.SkewedCorpus((200, 37, 64, 5, 90))
     packs = [[corpus.sample(i) for i in pack] for pack in PACKS]
     run = tmp_path / "run"

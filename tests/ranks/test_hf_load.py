@@ -19,7 +19,7 @@ from sft.mcore.model import sharded_tensors
 from tests.ranks import scenarios
 from tests.ranks.hf_models import recipe_of
 from tests.ranks.pool import RankPool
-from tests.unit.fixtures import hf
+from tests.unit.fixtures import fp8, hf
 
 Ranks = Callable[[int], RankPool]
 CP, EP, TP, PP = ["parallel.cp=2"], ["parallel.ep=2"], ["parallel.tp=2"], ["parallel.pp=2"]
@@ -115,6 +115,43 @@ def test_every_weight_is_that_of_an_import(
     requested = [result["read once"]["requested"] for result in results]
     assert sum(requested) == sum(tensor.nbytes for tensor in stored.values()) + again
     assert min(requested) > 0.5 * max(requested)  # the ranks share the work
+
+
+def hashes_of(overrides: list[str], sources: list[str], imported: str) -> list[str]:
+    """Of this rank's weights: straight from each folder, and from the checkpoint."""
+    found = []
+    with scenarios.running(overrides, has_weights=False) as engine:
+        for source in sources:
+            forget(engine)
+            load_straight(engine, source)
+            found.append(scenarios.parameter_hash(engine))
+        forget(engine)
+        engine_state.load_weights(engine, Path(imported))
+        return [*found, scenarios.parameter_hash(engine)]
+
+
+@pytest.mark.parametrize(
+    "family,overrides",
+    [
+        ("deepseek_v3", [*TP, *SP, *EP, *BF16]),
+        pytest.param("deepseek_v3", [*PP, *CP, *BF16], marks=pytest.mark.grid),
+        pytest.param("minimax_m2", [*TP, *SP, *EP], marks=pytest.mark.grid),
+        pytest.param("glm4_moe", [*TP, *SP, *EP, *BF16], marks=pytest.mark.grid),
+    ],
+    ids=str,
+)
+def test_fp8_weights_are_the_numbers_that_they_mean(
+    ranks: Ranks, tmp_path: Path, family: str, overrides: list[str]
+) -> None:
+    """Where the part of a rank begins and ends within a block of 128 x 128, too."""
+    numbers = fp8.save(tmp_path / "fp8", family)
+    plain = hf.save(tmp_path / "plain", family, dtype=torch.bfloat16, **fp8.SIZES[family])
+    hf.rewrite(plain, **{name.replace(".", "/"): tensor for name, tensor in numbers.items()})
+    import_hf(tmp_path / "fp8", tmp_path / "imported", QUIET)
+    sources, imported = [str(tmp_path / "fp8"), str(plain)], f"{tmp_path}/imported/iter_0000000"
+    world_size = 4 if overrides[:2] == [*PP, *CP] else 2
+    for result in ranks(world_size).run(hashes_of, [*recipe_of(plain), *overrides], sources, imported):
+        assert len(set(result)) == 1
 
 
 def refusal(overrides: list[str], source: str) -> str:

@@ -75,6 +75,10 @@ def check(pool: RankPool, recipe: list[str], source: Path, values: dict[str, tor
     assert all(result["norm"] == pytest.approx(norm, rel=GRADIENT_TOLERANCE) for result in results)
 
 
+def in_grid(cases: list[Any]) -> list[Any]:
+    return [pytest.param(*case, marks=pytest.mark.grid) for case in cases]
+
+
 FULL, SELECTIVE, TILES = "train.recompute=full", "train.recompute=selective", "train.mlp_tile=24"
 CASES = [
     ("qwen3", "all-linear", 1, [FULL]),
@@ -97,21 +101,37 @@ CASES = [
     ("qwen3", ["k_proj", "up_proj"], 4, [*TP, *PP, SELECTIVE]),
     ("phi3", "all-linear", 4, [*CP, *SP, FULL]),
 ]
+LATENT_GRID = [
+    ("moonlight", ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj"], 2, SP),
+    ("moonlight", ["q_proj", "kv_b_proj", "o_proj"], 4, [*PP, *CP, SELECTIVE]),
+    ("glm4_moe_lite", LATENT, 2, CP),
+    ("glm4_moe_lite", LATENT, 4, [*DP, *SP, FULL]),
+]
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {"moonlight": ("deepseek_v3", dict(q_lora_rank=None))}
 # With wider weights, or adapters of every Linear, rounding in both implementations is up to 6e-5.
 LINEAR: dict[str, Any] = dict(initializer_range=0.05, seed=8)
 
 
-@pytest.mark.parametrize("family,targets,world_size,overrides", CASES, ids=str)
+@pytest.mark.parametrize("family,targets,world_size,overrides", CASES + in_grid(LATENT_GRID), ids=str)
 def test_losses_and_gradients_are_those_of_peft(
     ranks: Ranks, tmp_path: Path, family: str, targets: Any, world_size: int, overrides: list[str]
 ) -> None:
-    source = hf.save(tmp_path / "source", family, **(LINEAR if family in hf.LINEAR_FAMILIES else {}))
+    family, fields = MODELS.get(family, (family, LINEAR if family in hf.LINEAR_FAMILIES else {}))
+    source = hf.save(tmp_path / "source", family, **fields)
     model, values = peft_model(source, targets)
     check(ranks(world_size), [*lora_recipe(source, targets), *overrides], source, values, model)
 
 
 EXPERTS = ["experts.*", "o_proj"]
 EP, ETP = ["parallel.ep=2"], ["parallel.etp=2", "run.device=auto"]
+ROUTED_GRID = [
+    ("glm4_moe", ["experts.*", "shared_experts.*", "k_proj"], 2, [*EP, *CP, SELECTIVE]),
+    ("minimax_m2", ["w1", "w2", "w3", "q_proj"], 2, [*SP, *EP]),
+    ("minimax_m2", ["w1", "o_proj"], 4, [*PP, *CP, SELECTIVE]),
+    ("deepseek_v3", ["experts.*", "shared_experts.*", "kv_b_proj"], 2, [*SP, *EP]),
+    ("deepseek_v3", ["down_proj", "q_b_proj"], 4, [*EP, *CP, *SP, SELECTIVE]),
+    ("glm4_moe_lite", ["experts.*", "kv_b_proj"], 2, [*EP, *CP]),
+]
 
 
 @pytest.mark.parametrize(
@@ -127,6 +147,7 @@ EP, ETP = ["parallel.ep=2"], ["parallel.etp=2", "run.device=auto"]
         ("glm4_moe", ["q_proj", "down_proj"], 2, [*SP, *EP]),
         ("qwen3_moe", EXPERTS, 2, [*SP, *ETP, SELECTIVE]),
         ("qwen3_moe", EXPERTS, 4, [*SP, *ETP, *EP, *CP]),
+        *in_grid(ROUTED_GRID),
     ],
     ids=str,
 )

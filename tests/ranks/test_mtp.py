@@ -1,6 +1,7 @@
 """Multi-token prediction: losses and every gradient are those of the block by hand, on every layout."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,38 @@ def test_losses_and_gradients_are_those_by_hand(
     for is_decay, tolerance in ((False, GRADIENT_TOLERANCE), (True, DECAY_TOLERANCE)):
         names = [name for name in expected if name.endswith(DECAYS) == is_decay]
         check_parameters({n: gradients[n] for n in names}, {n: expected[n] for n in names}, tolerance)
+
+
+def by_document(overrides: Sequence[str], folder: str, packs: Sequence[Sequence[Sample]]) -> list[tuple[float, int]]:
+    """Sum of the block's losses and their number, of each document where the others of its pack have no weight."""
+    with scenarios.running(overrides, has_weights=False) as engine:
+        load(engine, folder)
+        found = []
+        for pack in packs:
+            for one in pack:
+                weighed = [sample if sample is one else unsupervised(sample) for sample in pack]
+                rest = [[unsupervised(sample) for sample in pack]] * (engine.layout.dp - 1)
+                mine = [weighed, *rest][engine.groups.dp_rank]
+                totals = engine._run([scenarios.microbatch_of(engine, mine)], forward_only=True)
+                found.append((totals.mtp_nll, totals.num_mtp_tokens))
+        return found
+
+
+def unsupervised(sample: Sample) -> Sample:
+    return replace(sample, weights=np.zeros_like(sample.weights))
+
+
+@pytest.mark.parametrize(
+    "layout", ["cp", *(pytest.param(name, marks=pytest.mark.grid) for name in ("one", "dp", "pp", "tp cp"))]
+)
+def test_the_loss_of_each_document_is_that_by_hand(ranks: Ranks, models: Callable[[str], Model], layout: str) -> None:
+    (source, hand), (world_size, overrides) = models("deepseek_v3"), LAYOUTS[layout]
+    with torch.no_grad():
+        losses = [hand.losses(sample, is_joint=True)[1] for pack in samples() for sample in pack]
+    for result in ranks(world_size).run(by_document, recipe(source, [*JOINT, *overrides]), str(source), samples()):
+        assert [count for _, count in result] == [len(loss) for loss in losses] == [40, 28, 0, 20, 0, 35, 1, 1]
+        expected = [loss.sum().item() for loss in losses]
+        assert [nll for nll, _ in result] == pytest.approx(expected, rel=MEAN_LOSS_TOLERANCE, abs=1e-12)
 
 
 @pytest.mark.parametrize("overrides", [[], PP], ids=["one", "pp"])

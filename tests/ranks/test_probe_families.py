@@ -33,7 +33,13 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "olmo3": dict(num_hidden_layers=4, layer_types=LAYERS),  # windows of 11 with a rotary base of their own
     "gpt_oss": dict(num_hidden_layers=4, layer_types=LAYERS),  # sinks in all layers, windows of 11 in two
 }
-QUICK = ("olmo3 windows", "gpt_oss windows", "gemma2", "glm4_moe")  # test_probe.py has layers without rotary positions
+QUICK = (
+    "olmo3 windows",
+    "gpt_oss windows",
+    "gemma2",
+    "glm4_moe",
+    "deepseek_v3",
+)  # test_probe.py has layers without rotary positions
 CASES = [*FAMILIES, *(f"{name} windows" for name in WINDOWS)]
 PROBES = {
     "leak": ["leak", "train.recompute=selective"],

@@ -12,7 +12,7 @@ import torch
 from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.router import Router
 from tests.ranks import scenarios
-from tests.ranks.layouts import AUX, LOSS_TOLERANCE, MOE, NORM_TOLERANCE, TOP_K
+from tests.ranks.layouts import AUX, LOSS_TOLERANCE, MOE, NORM_TOLERANCE, SLOW_CP, TOP_K
 from tests.ranks.pool import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -80,11 +80,12 @@ LAYOUTS = {
     "dp": (2, []),
     "tp cp ep": (4, [*TP, "parallel.cp=2", "parallel.ep=2"]),
     "virtual": (2, ["parallel.pp=2", "parallel.virtual_stages=2", "train.recompute=full"]),
+    "dynamic cp": (2, ["parallel.cp=2", "parallel.dynamic_cp=true", "parallel.ep=2", *SLOW_CP]),
     "bf16": (2, ["parallel.distributed_optimizer=true", "run.precision=bf16", "parallel.ep=2"]),
 }
 
 
-@pytest.mark.parametrize("layout", ["dp", "tp cp ep", pytest.param("virtual", marks=pytest.mark.grid)])
+@pytest.mark.parametrize("layout", ["dp", "tp cp ep", "dynamic cp", pytest.param("virtual", marks=pytest.mark.grid)])
 def test_the_bias_is_the_same_bit_for_bit_on_every_layout(ranks: Ranks, reference: dict[str, Any], layout: str) -> None:
     world_size, overrides = LAYOUTS[layout]
     results = ranks(world_size).run(trained, SIGMOID + AUX + overrides)

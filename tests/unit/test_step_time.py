@@ -161,6 +161,23 @@ def test_messages_of_experts_and_stages() -> None:
     assert time.parts["pp"] == pytest.approx(8 * 2 * MILLION / 8 * 8192 / 10e9)
 
 
+def test_layers_without_experts_take_the_time_of_dense_layers() -> None:
+    """8 of 32: every part is a quarter of that of a dense model and three quarters of that of experts in all layers."""
+    experts = {"num_experts": 16, "top_k": 8, "ffn_hidden_size": 1024, "shared_ffn_hidden_size": 512}
+    rates = flat(TFLOPS, intra_gb_s=100.0, elementwise_gb_s=1000.0)
+    layout, train = {"cp": 4, "tp": 2, "ep": 8}, {"recompute": "selective"}
+
+    def parts(dense_layers: int) -> dict[str, float]:
+        model = {**LLAMA_8B, "moe": {**experts, "dense_layers": dense_layers}}
+        return predicted(rates, model=model, parallel=layout, train=train).parts
+
+    dense = predicted(rates, parallel={**layout, "ep": 1}, train=train).parts
+    found, of_experts = parts(8), parts(0)
+    for name in ("linear", "elementwise", "recompute", "tp", "ep"):
+        assert found[name] == pytest.approx(dense[name] / 4 + of_experts[name] * 3 / 4), name
+    assert of_experts["ep"] > dense["ep"] == 0.0
+
+
 def test_activation_offload_shows_where_copies_take_longer() -> None:
     """full keeps 8,192 bytes of a token and layer: 131,072 x 32 x 8,192 = 3.436e10 bytes, at 1 GB/s 34.36 s.
 

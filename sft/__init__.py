@@ -1,3 +1,65 @@
-"""Supervised fine-tuning on Megatron for long context."""
+"""Supervised fine-tuning on Megatron for long context.
+
+    recipe = sft.load("recipe.yaml", {"data.train": "my.jsonl"})
+    sft.prepare(recipe)
+    outcome = sft.train(recipe)
+    sft.export(outcome.folder, "models/mine")
+
+`import sft` imports none of them: each is imported when it is first named, and what needs torch only when it is called.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sft.api.data import Prepared, PreparedSet, prepare
+    from sft.api.models import Exported, export
+    from sft.api.plans import Plan, PlanOptions, plan
+    from sft.api.recipes import load
+    from sft.api.training import train
+    from sft.errors import SftError
+    from sft.recipe.resolved import Recipe
+    from sft.run.outcome import Outcome
 
 __version__ = "0.1.0"
+__all__ = [
+    "__version__",
+    "load",
+    "prepare",
+    "train",
+    "export",
+    "plan",
+    "Recipe",
+    "Prepared",
+    "PreparedSet",
+    "Outcome",
+    "Exported",
+    "Plan",
+    "PlanOptions",
+    "SftError",
+]
+_HOMES = {
+    "load": "sft.api.recipes",
+    "prepare": "sft.api.data",
+    "train": "sft.api.training",
+    "export": "sft.api.models",
+    "plan": "sft.api.plans",
+    "Recipe": "sft.recipe.resolved",
+    "Prepared": "sft.api.data",
+    "PreparedSet": "sft.api.data",
+    "Outcome": "sft.run.outcome",
+    "Exported": "sft.api.models",
+    "Plan": "sft.api.plans",
+    "PlanOptions": "sft.api.plans",
+    "SftError": "sft.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,6 +1,7 @@
 """The training loop, the only module that combines all parts of the trainer."""
 
 import json
+import sys
 import time
 from collections.abc import Collection
 from contextlib import ExitStack
@@ -39,17 +40,17 @@ from sft.recipe.run_checks import RunLength, check_run
 from sft.run import environment
 from sft.run.evaluation import Evaluator
 from sft.run.lifecycle import Lifecycle
+from sft.run.outcome import STOPPED, Outcome
 from sft.run.profiler import Profiler
 from sft.run.sample_log import SampleLog, link
 from sft.run.signals import leave_with_parent
 from sft.run.step_check import StepCheck, dump_step
 
 _WAIT_S = 2.0  # for exports, between two checks for a signal
-STOPPED = 75  # exit code (EX_TEMPFAIL) of a run that was asked to stop and saved a checkpoint
 
 
-def main(recipe: Recipe, layout: Layout, from_user: Collection[str] = ()) -> int:
-    """Train the recipe as one rank of the run.  Returns the exit code.
+def main(recipe: Recipe, layout: Layout, from_user: Collection[str] = ()) -> Outcome:
+    """Train the recipe as one rank of the run.
 
     from_user  the environment variables that `environment.prepare` found set
     """
@@ -57,20 +58,25 @@ def main(recipe: Recipe, layout: Layout, from_user: Collection[str] = ()) -> int
     leave_with_parent()
     torch_device = device.start(device.choose(config.run.device), deterministic=config.run.deterministic)
     groups = process_groups.start(layout, torch_device, seed=config.run.seed, timeout_s=config.run.timeout_s)
-    console = Console(groups.rank)
+    console = Console(groups.rank, sys.stdout)
     hub.check_commits(all_gather_objects(hub.commits, groups.control))
     console.say("\n".join([summary(recipe), *layout.equations(config.data.seq_length)]))
     if line := environment.describe(from_user, torch_device.type):
         console.say(line)
     folder = Path(config.run.dir)
     next_step = partial(resume.next_step, config.checkpoint, folder / "checkpoints")
-    with (
-        Lifecycle(config, folder, groups, console, next_step) as lifecycle,
-        Profiler(config.profile, folder, groups, console) as profiler,
-    ):
-        is_done = Trainer(recipe, layout, groups, console, lifecycle, profiler).train()
+    try:
+        with (
+            Lifecycle(config, folder, groups, console, next_step) as lifecycle,
+            Profiler(config.profile, folder, groups, console) as profiler,
+        ):
+            outcome = Trainer(recipe, layout, groups, console, lifecycle, profiler).train()
+    except BaseException:
+        if layout.world_size == 1:  # this process may train again; with other ranks, it might wait for them here
+            process_groups.stop()
+        raise
     process_groups.stop()
-    return 0 if is_done else STOPPED
+    return outcome
 
 
 class Trainer:
@@ -127,8 +133,8 @@ class Trainer:
         self.evaluator = Evaluator(self.engine, self.data.held_out, config.train, lifecycle, self.num_steps)
         self.check = StepCheck(config.train, console)
 
-    def train(self) -> bool:
-        """Train until the last step, or until the run must stop.  Returns whether the run is done."""
+    def train(self) -> Outcome:
+        """Train until the last step, or until the run must stop."""
         initial = partial(load_initial, self.engine, self.config, self.console)
         if self.config.lora.is_used:  # a checkpoint holds the adapters only
             self.console.say(f"frozen: {initial()}")
@@ -142,7 +148,7 @@ class Trainer:
         broadcast_from_rank0(partial(self.exports.resumed, state, is_last=is_last), self.groups.control)
         if self._is_done(state):
             self.console.say(f"nothing to do: the run in {self.folder} has done all its {self.num_steps} steps")
-            return self._end(state, None) is None
+            return self._outcome(state, self._end(state, None), None)
         broadcast_from_rank0(self._write_inputs, self.groups.control)
         bar = self.console.track("training", self.num_steps, "steps", lines=False, start=state.step)
         with self._open_metrics(state) as metrics, bar as progress, ExitStack() as at_exit:
@@ -171,7 +177,10 @@ class Trainer:
             stop = self._end(state, stop)
             metrics.summarise()
         self.console.say(self._closing_line(state, stop))
-        return stop is None
+        return self._outcome(state, stop, metrics.last)
+
+    def _outcome(self, state: TrainState, stop: str | None, last: Record | None) -> Outcome:
+        return Outcome(folder=self.folder, step=state.step, num_steps=self.num_steps, stopped=stop, last=last)
 
     def _get_batch(self, step: int) -> GlobalBatch:
         self.lifecycle.phase(f"step {step + 1}: data")

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from tools import (
+    api_docs,
     config_docs,
     layer_kinds,
     memory_table,
@@ -34,6 +35,7 @@ PICTURES: Mapping[str, Callable[[], str]] = {
 # Pictures that are measured, or drawn by matplotlib, whose files differ between releases: the command of each.
 DRAWN_BY_HAND: Mapping[str, str] = {
     "delta-rule.svg": "python -m tools.plot_delta_rule",
+    "layouts.svg": "python -m tools.plot_layouts",
     "inspect.png": "sft data inspect",
     "plan.png": "sft plan",
 }
@@ -54,6 +56,7 @@ PAGES: Mapping[str, Callable[[str], str]] = {
     "concepts/layer-kinds.md": layer_kinds.page,
     "numbers/performance.md": memory_table.page,
     **{f"pictures/{name}": partial(_drawn, picture) for name, picture in PICTURES.items()},
+    "reference/python-api.md": api_docs.page,
 }
 
 

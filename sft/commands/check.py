@@ -5,16 +5,7 @@ import time
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
-from sft.commands.arguments import (
-    check_packages,
-    check_paths,
-    check_resume,
-    launched_world_size,
-    read_recipe,
-    read_tokenizer,
-    recipe_command,
-    resolve_layout,
-)
+from sft.commands.arguments import read_recipe, recipe_command
 from sft.commands.output import print_group, progress
 from sft.errors import ConfigError
 
@@ -37,6 +28,9 @@ def add(commands: Any) -> None:
 
 
 def check(arguments: Namespace) -> None:
+    from sft.recipe.layout import launched_world_size, resolve_layout
+    from sft.recipe.needs import check_packages, check_paths, check_resume, read_tokenizer
+
     recipe = read_recipe(arguments)
     gpu = _gpu(recipe, arguments.gpu)
     launched = launched_world_size()
@@ -90,6 +84,7 @@ def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
     from sft.data.inspect import cp_forecast
     from sft.data.inspect.forecast import length_lines, loader_of
     from sft.estimate.lengths import Lengths
+    from sft.recipe.needs import read_tokenizer
 
     train = recipe.config.train
     tokenizer = read_tokenizer(recipe)

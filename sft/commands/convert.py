@@ -38,8 +38,9 @@ def add(commands: Any) -> None:
 
 def import_model(arguments: Namespace) -> None:
     from sft.hf.convert.import_hf import import_hf
+    from sft.hf.hub import model_folder
 
-    import_hf(_folder(arguments.source), arguments.target, Console(0), name=arguments.source)
+    import_hf(model_folder(arguments.source), arguments.target, Console(0), name=arguments.source)
 
 
 def export_model(arguments: Namespace) -> None:
@@ -48,19 +49,13 @@ def export_model(arguments: Namespace) -> None:
 
         leave_with(arguments.end_with)
 
-    from sft.hf.convert.export_hf import export_hf
+    from sft.api.models import export
 
-    console, options = Console(0), {
-        "like": arguments.hf and _folder(arguments.hf),
-        "verify": arguments.verify,
-        "dtype": arguments.dtype,
-        "merged": arguments.merged,
-    }
-    export_hf(arguments.source, arguments.target, console, **options)
-
-
-def _folder(name: str) -> Path:
-    """The folder of a model and its weights.  A hub name is downloaded if needed."""
-    from sft.hf.hub import download_weights, is_hub_name
-
-    return download_weights(name) if is_hub_name(name) else Path(name)
+    export(
+        arguments.source,
+        arguments.target,
+        hf=arguments.hf,
+        verify=arguments.verify,
+        dtype=arguments.dtype,
+        merged=arguments.merged,
+    )

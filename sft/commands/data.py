@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sft.commands.arguments import check_paths, read_recipe, read_tokenizer, recipe_command, resolve_layout
+from sft.commands.arguments import read_recipe, recipe_command
 from sft.commands.output import need_matplotlib, print_group, progress
-from sft.console import Console, size
+from sft.console import size
 from sft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,20 +58,19 @@ def prepare(arguments: Namespace) -> None:
     if arguments.workers is not None:
         arguments.overrides.append(f"data.num_workers={arguments.workers}")
     recipe = read_recipe(arguments)
-    check_paths(recipe)
 
-    from sft.data.cache.prepare import prepare_recipe, sweep_recipe
+    from sft.api.data import prepare as prepare_data
 
-    tokenizer = read_tokenizer(recipe)
-    corpora = prepare_recipe(recipe.config, tokenizer, Console(0, sys.stdout), verify=arguments.verify)
+    prepared = prepare_data(recipe, verify=arguments.verify, sweep=arguments.sweep)
     if arguments.sweep:
-        stale = sweep_recipe(recipe.config, corpora.values(), tokenizer)
-        freed = sum(folder.num_bytes for folder in stale)
-        lines = [f"removed {folder.folder} ({size(folder.num_bytes)})" for folder in stale]
-        print_group("sweep", [*lines, f"{Path(recipe.config.cache_dir)}: {size(freed)} freed"])
+        lines = [f"removed {folder} ({size(num_bytes)})" for folder, num_bytes in prepared.removed.items()]
+        freed = sum(prepared.removed.values())
+        print_group("sweep", [*lines, f"{prepared.cache_dir}: {size(freed)} freed"])
 
 
 def inspect(arguments: Namespace) -> None:
+    from sft.recipe.needs import check_paths, read_tokenizer
+
     picture: Path | None = arguments.png
     recipe = read_recipe(arguments)
     check_paths(recipe)
@@ -114,6 +113,8 @@ def plan(arguments: Namespace) -> int:
 
     from sft.data.cache.prepare import prepare_train
     from sft.data.inspect.forecast import forecast, write_run
+    from sft.recipe.layout import resolve_layout
+    from sft.recipe.needs import check_paths, read_tokenizer
 
     if arguments.recipe is None:
         arguments.parser.error("a RECIPE is missing")

@@ -5,15 +5,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from sft.commands.arguments import (
-    check_paths,
-    download_weights,
-    launched_world_size,
-    read_recipe,
-    read_tokenizer,
-    recipe_command,
-    resolve_layout,
-)
+from sft.commands.arguments import read_recipe, recipe_command
 from sft.commands.output import progress
 from sft.errors import ConfigError
 from sft.hf import hub
@@ -31,6 +23,9 @@ def add(commands: Any) -> None:
 
 def evaluate(arguments: Namespace) -> None:
     """Run `sft eval`.  Each process of torchrun calls this function."""
+    from sft.recipe.layout import launched_world_size, resolve_layout
+    from sft.recipe.needs import check_paths, download_weights, read_tokenizer
+
     recipe = read_recipe(arguments)
     if not recipe.config.data.eval_sets:
         raise ConfigError(

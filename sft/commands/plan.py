@@ -2,20 +2,18 @@
 
 import json
 from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sft.commands.output import need_matplotlib, print_group, progress
 from sft.errors import ConfigError
-from sft.estimate.gpus import GIB, HOST_GIB
+from sft.estimate.gpus import HOST_GIB
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from sft.planner.report import Report
-    from sft.planner.task import Task
-    from sft.recipe.resolved import Recipe
 
 _TOP = 5
 
@@ -58,21 +56,14 @@ def plan(arguments: Namespace) -> int:
 
         return calibrate(arguments)
     counts = _counts(arguments)
-    _check(arguments, counts)
+    _check_outputs(arguments, counts)
 
-    from sft.planner.propose import propose
-    from sft.planner.subject import recipe_of
+    from sft.api.plans import PlanOptions
+    from sft.api.plans import plan as search
 
-    recipe = recipe_of(
-        arguments.model,
-        seq_length=arguments.seq_length,
-        packs=arguments.global_batch_size,
-        tokens_per_step=arguments.tokens_per_step,
-        is_lora=arguments.lora,
-        overrides=arguments.overrides,
-    )
-    task = _task(recipe, arguments)
-    reports = [propose(task, count, arguments.top) for count in counts]
+    options = PlanOptions(**{field.name: getattr(arguments, field.name) for field in fields(PlanOptions)})
+    result = search(arguments.model, counts, options, arguments.overrides)
+    reports = result.reports
     if arguments.json:
         print(json.dumps({"version": 1, "numbers_of_gpus": [report.json() for report in reports]}, indent=1))
     else:
@@ -82,7 +73,8 @@ def plan(arguments: Namespace) -> int:
     if arguments.picture is not None:
         _draw(reports, arguments.picture)
     if arguments.write is not None and reports[0].proposals:
-        _write(recipe, reports[0], arguments)
+        result.write(arguments.write)
+        progress().say(f"recipe {arguments.write}; `sft check {arguments.write}` shows what it does")
     return 0 if reports[-1].proposals else 2
 
 
@@ -96,18 +88,8 @@ def _counts(arguments: Namespace) -> list[int]:
     return [int(word) for word in words]
 
 
-def _check(arguments: Namespace, counts: list[int]) -> None:
-    """Raise ConfigError if arguments cannot be used together, before anything is computed."""
-    for name in ("gpus_per_node", "seq_length", "global_batch_size", "tokens_per_step", "top", "tokens"):
-        value = getattr(arguments, name)
-        if value is not None and not value > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} {value} is not above 0.")
-    partial = [count for count in counts if count > arguments.gpus_per_node and count % arguments.gpus_per_node]
-    if partial:
-        raise ConfigError(
-            f"--gpus {partial[0]} is no multiple of --gpus-per-node {arguments.gpus_per_node}.  A run on several nodes "
-            "uses all their GPUs."
-        )
+def _check_outputs(arguments: Namespace, counts: list[int]) -> None:
+    """Raise ConfigError if a file cannot be made, before anything is computed."""
     if arguments.write is not None and len(counts) > 1:
         raise ConfigError(f"--write writes one recipe, but --gpus {arguments.gpus} names several sizes.  Give one.")
     if arguments.picture is not None:
@@ -116,54 +98,7 @@ def _check(arguments: Namespace, counts: list[int]) -> None:
         need_matplotlib("--picture")
 
 
-def _task(recipe: "Recipe", arguments: Namespace) -> "Task":
-    from sft.commands.arguments import read_tokenizer
-    from sft.estimate import gpus
-    from sft.estimate.constants import constants_of
-    from sft.estimate.lengths import Lengths
-    from sft.hf.trained_weights import trained_weights
-    from sft.parallel.layout import vocab_rows
-    from sft.planner.task import Hardware, Task
-
-    config, gpu, fabric_gb_s = recipe.config, gpus.gpu(arguments.gpu), gpus.fabric(arguments.fabric)
-    rows = config.model.vocab_size or vocab_rows(config.model, read_tokenizer(recipe).vocab_size)
-    lengths, tokens = Lengths.all_of(config.data.seq_length), arguments.tokens
-    if arguments.lengths == "data":
-        corpus = _lengths_of_data(recipe)
-        lengths = Lengths.of_corpus(corpus)
-        tokens = tokens or float(corpus.sum()) * (config.train.num_epochs or 1)
-    elif arguments.lengths is not None:
-        lengths = Lengths.read(arguments.lengths)
-    if tokens is None and config.train.num_steps is not None:
-        tokens = float(config.train.num_steps * config.train.global_batch_size * config.data.seq_length)
-    hardware = Hardware(
-        gpu=gpu,
-        gpus_per_node=arguments.gpus_per_node,
-        fabric=arguments.fabric,
-        constants=constants_of(gpu, fabric_gb_s),
-        host_bytes=arguments.host_gib * GIB,
-    )
-    return Task.of(
-        config.model.hf or arguments.model,
-        config,
-        vocab_size=rows,
-        trained=trained_weights(config, rows),
-        lengths=lengths,
-        hardware=hardware,
-        tokens=tokens,
-    )
-
-
-def _lengths_of_data(recipe: "Recipe") -> "np.ndarray":
-    """The lengths of the documents of the recipe's data, which is tokenised if it was not yet."""
-    from sft.commands.arguments import check_paths, read_tokenizer
-    from sft.data.cache.prepare import prepare_train
-
-    check_paths(recipe)
-    return prepare_train(recipe.config, read_tokenizer(recipe), progress()).lengths
-
-
-def _draw(reports: "list[Report]", file: Path) -> None:
+def _draw(reports: "Sequence[Report]", file: Path) -> None:
     from sft.planner.picture import draw
 
     try:
@@ -171,17 +106,3 @@ def _draw(reports: "list[Report]", file: Path) -> None:
     except OSError as error:
         raise ConfigError(f"--picture {file} cannot be written: {error.strerror}.") from error
     progress().say(f"picture {file}")
-
-
-def _write(recipe: "Recipe", report: "Report", arguments: Namespace) -> None:
-    from sft.planner.written import recipe_text
-
-    is_recipe = arguments.model.endswith((".yaml", ".yml"))
-    sibling = f"{arguments.model}, from which it was planned." if is_recipe else "recipes/ has others."
-    text = recipe_text(recipe, report.task, report.proposals[0], path=str(arguments.write), sibling=sibling)
-    try:
-        arguments.write.parent.mkdir(parents=True, exist_ok=True)
-        arguments.write.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--write {arguments.write} cannot be written: {error.strerror}.") from error
-    progress().say(f"recipe {arguments.write}; `sft check {arguments.write}` shows what it does")

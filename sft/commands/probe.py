@@ -4,14 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from sft.commands.arguments import (
-    check_paths,
-    download_weights,
-    launched_world_size,
-    read_recipe,
-    recipe_command,
-    resolve_layout,
-)
+from sft.commands.arguments import read_recipe, recipe_command
 
 
 def add(commands: Any) -> None:
@@ -39,6 +32,9 @@ def add(commands: Any) -> None:
 
 def probe(arguments: Namespace) -> int:
     """Run `sft probe`.  Returns 1 if the probe found a fault, else 0."""
+    from sft.recipe.layout import launched_world_size, resolve_layout
+    from sft.recipe.needs import check_paths, download_weights
+
     recipe = read_recipe(arguments)
     layout = resolve_layout(recipe, launched_world_size() or 1)
     check_paths(recipe)

@@ -3,15 +3,7 @@
 from argparse import Namespace
 from typing import Any
 
-from sft.commands.arguments import (
-    check_packages,
-    check_paths,
-    download_weights,
-    launched_world_size,
-    read_recipe,
-    recipe_command,
-    resolve_layout,
-)
+from sft.commands.arguments import read_recipe, recipe_command
 
 
 def add(commands: Any) -> None:
@@ -21,15 +13,7 @@ def add(commands: Any) -> None:
 def train(arguments: Namespace) -> int:
     """Run `sft train`.  Returns 75 if the run was asked to stop before its end and saved a checkpoint, else 0."""
     recipe = read_recipe(arguments)
-    layout = resolve_layout(recipe, launched_world_size() or 1)
-    check_packages(recipe)
-    check_paths(recipe)
-    download_weights(recipe)
 
-    from sft.run import environment
+    from sft.api.training import train as train_recipe
 
-    from_user = environment.prepare(recipe.config, layout)  # before the next import, which may start CUDA
-
-    from sft.trainer import main
-
-    return main(recipe, layout, from_user)
+    return train_recipe(recipe).exit_code

@@ -136,6 +136,11 @@ def download_weights(name: str) -> Path:
     return Path(once_per_node(f"download {name} {snap.commit}", lambda: str(_download(snap))))
 
 
+def model_folder(name: str) -> Path:
+    """The folder of a model and its weights: a folder, or a hub name, whose weights are downloaded if needed."""
+    return download_weights(name) if is_hub_name(name) else Path(name)
+
+
 def _look_up(name: str, repo: str, revision: str | None) -> Path:
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError

@@ -80,8 +80,9 @@ def _paragraph(error: Exception, repo: str, revision: str | None) -> str:
         )
     if broken is not None:
         return (
-            f"{endpoint()} cannot be reached, or the connection broke off ({first_line(broken)}).  Start again: files "
-            "that are complete are kept.  On a machine without a network, set HF_HUB_OFFLINE=1 and copy the cache "
-            f"({constants.HF_HUB_CACHE}) of a machine that has the model."
+            f"there is no such folder in {Path.cwd()}, and {endpoint()} cannot be reached, or the connection broke "
+            f"off ({first_line(broken)}).  Correct the path; or start again: files that are complete are kept.  On a "
+            f"machine without a network, set HF_HUB_OFFLINE=1 and copy the cache ({constants.HF_HUB_CACHE}) of a "
+            "machine that has the model."
         )
     return f"{endpoint()} or the cache {constants.HF_HUB_CACHE} failed: {first_line(error)}."

@@ -18,7 +18,7 @@ from sft.parallel.collectives import broadcast_from_rank0
 
 
 class MetricsLog:
-    """The log of one run.  Only rank 0 has writers.  `step` is the last completed step.
+    """The log of one run.  Only rank 0 has writers.  `step` is the last step that was completed before.
 
     At the end of the context, the log closes the writers, with exit code 1 if the run failed.
     """
@@ -29,6 +29,7 @@ class MetricsLog:
         self._folder, self._writers, self._console, self._run = folder, writers, console, run
         self._num_steps, self._every = num_steps, run.config.log.every
         self._first, self._busy_s = step, 0.0
+        self.last: Record | None = None  # of the last step that was logged
         self._losses: dict[str, list[tuple[int, float]]] = {"train": []}
 
     @staticmethod
@@ -71,6 +72,7 @@ class MetricsLog:
     def train(self, step: int, result: StepResult, *, seconds: float) -> None:
         """Log an optimizer step, which took `seconds`."""
         record = train_record(step, result, self._run, seconds=seconds)
+        self.last = record
         self._remember("train", record)
         self._busy_s += seconds
         self._write(record)

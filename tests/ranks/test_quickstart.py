@@ -1,4 +1,4 @@
-"""Every command of docs/start/quickstart.md, in the order of the page, as a reader would type them."""
+"""Every command of docs/start/quickstart.md in the order of the page, and the five lines of the README, as typed."""
 
 import json
 import os
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from sft.cli import main
+from tests.builders import chats
 from tests.unit.fixtures.hub import environment, serving
 from tools.make_tiny_model import TEMPLATE
 
@@ -20,6 +21,22 @@ PAGE = (ROOT / "docs/start/quickstart.md").read_text(encoding="utf-8")
 FROM_HUB = """
 sft train quickstart.yaml model.hf=org/tiny run.dir=runs/hub data.cache_dir=runs/quickstart/cache train.num_steps=2 \\
     parallel.cp=1
+"""
+# What the README's lines need to run here: the recipe on two CPU processes, with packs that the tiny model can learn.
+SMALL = (
+    "run.device=cpu run.precision=fp32 parallel.tp=1 parallel.cp=2 data.seq_length=512 train.global_batch_size=2 "
+    "train.num_epochs=null train.num_steps=2"
+)
+# vllm cannot run here: transformers opens the folder instead, and answers.
+SERVE = """
+python - models/mine <<'END'
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer, model = (kind.from_pretrained(sys.argv[1]) for kind in (AutoTokenizer, AutoModelForCausalLM))
+chat = [{"role": "user", "content": "2 + 2 = ?"}]
+tokens = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+print(tokenizer.decode(model.generate(**tokens, max_new_tokens=4)[0]))
+END
 """
 LOSS_TOLERANCE = 1e-5  # relative; fp32, another layout
 
@@ -76,7 +93,30 @@ def test_every_command_of_the_page_runs(
     assert json.loads((tmp_path / "runs/hub/hf/source.json").read_text())["commit"] == commit
 
 
-def test_the_readme_shows_the_commands_of_the_page() -> None:
+def five_lines() -> list[str]:
     (commands,) = re.findall(r"^```text\n(sft check .*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    assert len(commands.splitlines()) == 5
-    assert commands in (ROOT / "README.md").read_text(encoding="utf-8")
+    return commands.splitlines()
+
+
+def test_the_readme_shows_the_commands_of_the_page() -> None:
+    assert len(five_lines()) == 5
+    assert "\n".join(five_lines()) in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_five_lines_of_the_readme_run(tmp_path: Path, shell: Callable[..., str]) -> None:
+    """The hub is one on this machine, whose Qwen/Qwen3-8B is the tiny model; vllm is replaced by transformers."""
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    chats(tmp_path, 20, "my.jsonl")
+    shell("python -m tools.make_tiny_model models/tiny")
+    *lines, serve = five_lines()
+    assert serve == "vllm serve models/mine"
+    with serving() as hub:
+        hub.add("Qwen/Qwen3-8B", tmp_path / "models/tiny")
+        for line in lines:
+            words = line.replace("--world-size 8", "--world-size 2").replace("--nproc-per-node 8", "--nproc-per-node 2")
+            assert words.endswith(" data.train=my.jsonl") or words.startswith("sft export ")
+            small = f" {SMALL}" if "data.train" in words else ""
+            shell(words + small, **environment(hub, tmp_path / "hf"))
+    assert len(losses(tmp_path / "runs/qwen3_8b_64k")) == 2
+    assert "<|im_start|>assistant" in shell(SERVE)

@@ -12,6 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from sft.cli import main
 from sft.errors import StorageError, TrainingError
+from sft.parallel.layout import Layout
 from sft.recipe.resolved import Recipe
 from sft.run import environment
 from tests.builders import RECIPE
@@ -37,8 +38,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
     """The recipes that reach `sft.trainer.main`, which is not run."""
     recipes: list[Recipe] = []
-    stand_in = types.SimpleNamespace(main=lambda recipe, layout, from_user: recipes.append(recipe))
-    monkeypatch.setitem(sys.modules, "sft.trainer", stand_in)
+
+    def stand_in(recipe: Recipe, layout: Layout, from_user: frozenset[str]) -> types.SimpleNamespace:
+        recipes.append(recipe)
+        return types.SimpleNamespace(exit_code=0)
+
+    monkeypatch.setitem(sys.modules, "sft.trainer", types.SimpleNamespace(main=stand_in))
     return recipes
 
 
@@ -292,7 +297,8 @@ def test_torchrun_is_told_the_reason_for_its_last_lines(
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(folder / "error.json"))
     shown = ChildFailedError("sft", {0: failure}).format_msg().splitlines()
     assert f"{shown[-2]}\n" == f"  traceback : {capsys.readouterr().err}" and set(shown[-1]) == {"="}
-    stopped = types.SimpleNamespace(main=lambda recipe, layout, from_user: 75)
+    ended = types.SimpleNamespace(exit_code=75)
+    stopped = types.SimpleNamespace(main=lambda recipe, layout, from_user: ended)
     monkeypatch.setitem(sys.modules, "sft.trainer", stopped)
     assert main(["train", "a.yaml"]) == 75
     assert "The same command resumes the run." in (folder / "error.json").read_text()

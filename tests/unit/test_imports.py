@@ -80,4 +80,5 @@ def test_a_wheel_holds_every_module_and_command() -> None:
     settings.read(ROOT / "setup.cfg")
     assert settings["options.packages.find"]["include"].split() == ["sft", "sft.*"]
     assert settings["options.entry_points"]["console_scripts"].strip() == "sft = sft.cli:run"
-    assert not [file for file in (ROOT / "sft").rglob("*") if file.is_file() and file.suffix not in (".py", ".pyc")]
+    others = [file for file in (ROOT / "sft").rglob("*") if file.is_file() and file.suffix not in (".py", ".pyc")]
+    assert others == [ROOT / "sft/py.typed"] and settings["options.package_data"]["sft"] == "py.typed"

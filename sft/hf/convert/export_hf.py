@@ -62,16 +62,18 @@ class Options:
     merged: bool | None = None
 
 
-def export_hf(source: Path, target: Path, console: Console, *, verify: Verify = "full", **options: Any) -> None:
+def export_hf(source: Path, target: Path, console: Console, *, verify: Verify = "full", **options: Any) -> Path:
     """Convert the checkpoint `source`, or the newest checkpoint of the run or folder `source`, to the folder `target`.
 
     options: those of `Options`
+    Returns the checkpoint that was converted.
     A ConfigError or CheckpointError means that nothing was written.
     """
     refuse_existing(target)
     path = folders.find([source, source / "checkpoints"], str(source))
     with _verifying(path, verify, console) as finish_verification:
         _convert(path, target, console, finish_verification, Options(**options))
+    return path
 
 
 def _convert(

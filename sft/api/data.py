@@ -1,0 +1,85 @@
+"""`sft.prepare`: tokenises the data of a recipe."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sft.console import Console
+from sft.recipe.needs import check_paths, read_tokenizer
+from sft.recipe.resolved import Recipe
+
+if TYPE_CHECKING:
+    from sft.data.cache.corpus import Corpus
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedSet:
+    """The training data, or one held-out set, as tokens.
+
+    num_samples     documents that fit, or the windows into which longer ones were cut
+    num_tokens      tokens of all samples, without padding
+    num_supervised  tokens that are learnt
+    longest         tokens of the longest sample
+    digest          SHA-256 of tokens, weights and order; the same data and settings have the same digest anywhere
+    """
+
+    num_samples: int
+    num_tokens: int
+    num_supervised: int
+    longest: int
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What `prepare` has made or found.
+
+    cache_dir  folder of the tokens (data.cache_dir)
+    train      the training data
+    held_out   the sets of data.eval by name; a set without a name is called `eval`
+    removed    bytes of each folder that `sweep` removed
+    """
+
+    cache_dir: Path
+    train: PreparedSet
+    held_out: Mapping[str, PreparedSet]
+    removed: Mapping[Path, int]
+
+
+def prepare(recipe: Recipe, *, verify: bool = False, sweep: bool = False) -> Prepared:
+    """Tokenise the data of the recipe once, in data.num_workers processes, without a model or a GPU.
+
+    Data that are prepared already are not read again.  After a kill, another call continues.
+
+    verify: read all prepared data, and replace those that are damaged
+    sweep: afterwards remove from the cache what belongs to other files or settings
+
+    Raises ConfigError if a file of the recipe does not exist, and DataError, whose message begins with file:line, if a
+    row cannot be used, no sample is left or the cache cannot be written.
+    """
+    check_paths(recipe)
+
+    from sft.data.cache.prepare import prepare_recipe, sweep_recipe
+
+    tokenizer = read_tokenizer(recipe)
+    corpora = prepare_recipe(recipe.config, tokenizer, Console(0, sys.stdout), verify=verify)
+    stale = sweep_recipe(recipe.config, corpora.values(), tokenizer) if sweep else ()
+    sets = {name: _facts(corpus) for name, corpus in corpora.items()}
+    return Prepared(
+        cache_dir=Path(recipe.config.cache_dir),
+        train=sets.pop("train"),
+        held_out=sets,
+        removed={folder.folder: folder.num_bytes for folder in stale},
+    )
+
+
+def _facts(corpus: "Corpus") -> PreparedSet:
+    return PreparedSet(
+        num_samples=len(corpus),
+        num_tokens=int(corpus.lengths.sum()),
+        num_supervised=int(corpus.num_supervised.sum()),
+        longest=int(corpus.lengths.max()),
+        digest=corpus.digest,
+    )

@@ -1,0 +1,51 @@
+"""`sft.export`: writes a checkpoint as a Hugging Face folder."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from sft.console import Console
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """A folder that transformers, PEFT and inference servers load.
+
+    folder      the new folder
+    checkpoint  the checkpoint that was converted
+    num_bytes   bytes of all files of the folder
+    """
+
+    folder: Path
+    checkpoint: Path
+    num_bytes: int
+
+
+def export(
+    source: str | Path,
+    target: str | Path,
+    *,
+    hf: str | Path | None = None,
+    verify: Literal["full", "size"] = "full",
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None,
+    merged: bool | None = None,
+) -> Exported:
+    """Convert a checkpoint to the new Hugging Face folder `target`, in one process without a GPU.
+
+    source: a checkpoint; or a run or a folder of checkpoints, whose newest checkpoint is converted
+    hf: folder or hub name of the original model, for a checkpoint that does not name it
+    verify: compare the SHA-256 (full) or only the sizes of the checkpoint's files with its manifest
+    dtype: type of the trained tensors; None: the type that each has in the original model
+    merged: True adds LoRA adapters to the weights, False writes the adapters alone, None does as lora.export says
+
+    Raises ConfigError or CheckpointError (no checkpoint, a damaged one, another model, a target that exists, no room on
+    the disk); then nothing was written.
+    """
+    from sft.hf.convert.export_hf import export_hf
+    from sft.hf.hub import model_folder
+
+    like = None if hf is None else model_folder(str(hf))
+    folder = Path(target)
+    checkpoint = export_hf(Path(source), folder, Console(0), like=like, verify=verify, dtype=dtype, merged=merged)
+    num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    return Exported(folder=folder, checkpoint=checkpoint, num_bytes=num_bytes)

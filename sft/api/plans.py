@@ -1,0 +1,194 @@
+"""`sft.plan`: searches the layouts of a recipe or a model."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sft.api.recipes import override_words
+from sft.console import Console
+from sft.errors import ConfigError
+from sft.estimate.gpus import GIB, HOST_GIB
+from sft.recipe.needs import check_paths, read_tokenizer
+from sft.recipe.resolved import Recipe
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from sft.planner.report import Report
+    from sft.planner.task import Hardware, Proposal, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What the search has found.  All its numbers are predictions.
+
+    model    the model or recipe, as it was named
+    recipe   the recipe whose layout was searched
+    reports  one for each number of GPUs; its `proposals` are those that fit, the fastest first, each with `settings`
+             (keys of a recipe), `time` (seconds of a step and its parts) and `memory` (bytes of a rank)
+    """
+
+    model: str
+    recipe: Recipe
+    reports: Sequence["Report"]
+
+    @property
+    def best(self) -> "Proposal | None":
+        """The fastest proposal on the first number of GPUs; None if nothing fits."""
+        return next(iter(self.reports[0].proposals), None)
+
+    def write(self, file: str | Path) -> None:
+        """Write the best proposal as a recipe.
+
+        Raises ConfigError if nothing fits, if several numbers of GPUs were planned, or if the file cannot be written.
+        """
+        from sft.planner.written import recipe_text
+
+        if len(self.reports) > 1 or self.best is None:
+            content = "several numbers of GPUs" if len(self.reports) > 1 else "no layout that fits"
+            raise ConfigError(f"--write {file} writes one recipe, but the plan has {content}.")
+        is_recipe = self.model.endswith((".yaml", ".yml"))
+        sibling = f"{self.model}, from which it was planned." if is_recipe else "recipes/ has others."
+        text = recipe_text(self.recipe, self.reports[0].task, self.best, path=str(file), sibling=sibling)
+        try:
+            Path(file).parent.mkdir(parents=True, exist_ok=True)
+            Path(file).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--write {file} cannot be written: {error.strerror}.") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What `plan` assumes: the hardware, and what a step trains on.  The names are those of the options of `sft plan`.
+
+    gpu                type of GPU, such as "h200"; gpus_per_node: GPUs of a node
+    fabric             network between nodes: ib400, roce200, ..., or the GB/s that a GPU receives, as a text
+    host_gib           memory of a node's host that offloading may use, in GiB
+    seq_length         tokens of a pack; None: that of the recipe
+    lengths            lengths of documents: "data" (those of the recipe, tokenised if they were not yet), or
+                       "LENGTH:SHARE,..." in tokens; None: as long as packs
+    lora               train LoRA adapters of rank 16
+    global_batch_size  packs of a step; None: those of the recipe
+    tokens_per_step    tokens of a step, instead; None: for a model 2^20
+    tokens             tokens of the whole run, for its GPU hours
+    top                number of proposals
+    """
+
+    gpu: str = "h100"
+    gpus_per_node: int = 8
+    fabric: str = "ib400"
+    host_gib: float = HOST_GIB
+    seq_length: int | None = None
+    lengths: str | None = None
+    lora: bool = False
+    global_batch_size: int | None = None
+    tokens_per_step: int | None = None
+    tokens: float | None = None
+    top: int = 5
+
+
+def plan(
+    model: str | Path,
+    gpus: int | Sequence[int],
+    options: PlanOptions = PlanOptions(),
+    overrides: Mapping[str, Any] | Sequence[str] = (),
+) -> Plan:
+    """Search the layouts of `model` for the fastest that fit on `gpus` GPUs, without a GPU.
+
+    model: a recipe (.yaml), a folder with config.json, or a name on the hub
+    gpus: a number of GPUs, or several; each is searched by itself
+    overrides: settings of the recipe, as for `load`
+
+    Raises ConfigError if the arguments cannot be used together, or for an unknown GPU, network, family or model; its
+    message names arguments by the options of `sft plan`.  If nothing fits, no error is raised: `best` is None, and the
+    report says which changes would fit.
+    """
+    counts = [gpus] if isinstance(gpus, int) else list(gpus)
+    _check(counts, options)
+
+    from sft.planner.propose import propose
+    from sft.planner.subject import recipe_of
+
+    recipe = recipe_of(
+        str(model),
+        seq_length=options.seq_length,
+        packs=options.global_batch_size,
+        tokens_per_step=options.tokens_per_step,
+        is_lora=options.lora,
+        overrides=override_words(overrides),
+    )
+    task = _task(str(model), recipe, options)
+    return Plan(model=str(model), recipe=recipe, reports=tuple(propose(task, count, options.top) for count in counts))
+
+
+def _check(counts: Sequence[int], options: PlanOptions) -> None:
+    """Raise ConfigError if arguments cannot be used together, before anything is computed."""
+    for name in ("gpus_per_node", "seq_length", "global_batch_size", "tokens_per_step", "top", "tokens"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} is not above 0.")
+    if not counts or min(counts) < 1:
+        written = ",".join(map(str, counts))
+        raise ConfigError(f"--gpus {written} is no list of numbers of GPUs.  Write --gpus 8 or --gpus 8,64.")
+    if options.global_batch_size is not None and options.tokens_per_step is not None:
+        raise ConfigError("--tokens-per-step and --global-batch-size both give the packs of a step.  Give one.")
+    partial = [count for count in counts if count > options.gpus_per_node and count % options.gpus_per_node]
+    if partial:
+        raise ConfigError(
+            f"--gpus {partial[0]} is no multiple of --gpus-per-node {options.gpus_per_node}.  A run on several nodes "
+            "uses all their GPUs."
+        )
+
+
+def _task(model: str, recipe: Recipe, options: PlanOptions) -> "Task":
+    from sft.estimate.lengths import Lengths
+    from sft.hf.trained_weights import trained_weights
+    from sft.parallel.layout import vocab_rows
+    from sft.planner.task import Task
+
+    config = recipe.config
+    hardware = _hardware(options)
+    rows = config.model.vocab_size or vocab_rows(config.model, read_tokenizer(recipe).vocab_size)
+    lengths, tokens = Lengths.all_of(config.data.seq_length), options.tokens
+    if options.lengths == "data":
+        corpus = _lengths_of_data(recipe)
+        lengths = Lengths.of_corpus(corpus)
+        tokens = tokens or float(corpus.sum()) * (config.train.num_epochs or 1)
+    elif options.lengths is not None:
+        lengths = Lengths.read(options.lengths)
+    if tokens is None and config.train.num_steps is not None:
+        tokens = float(config.train.num_steps * config.train.global_batch_size * config.data.seq_length)
+    return Task.of(
+        config.model.hf or model,
+        config,
+        vocab_size=rows,
+        trained=trained_weights(config, rows),
+        lengths=lengths,
+        hardware=hardware,
+        tokens=tokens,
+    )
+
+
+def _hardware(options: PlanOptions) -> "Hardware":
+    from sft.estimate import gpus
+    from sft.estimate.constants import constants_of
+    from sft.planner.task import Hardware
+
+    gpu, fabric_gb_s = gpus.gpu(options.gpu), gpus.fabric(options.fabric)
+    return Hardware(
+        gpu=gpu,
+        gpus_per_node=options.gpus_per_node,
+        fabric=options.fabric,
+        constants=constants_of(gpu, fabric_gb_s),
+        host_bytes=options.host_gib * GIB,
+    )
+
+
+def _lengths_of_data(recipe: Recipe) -> "np.ndarray":
+    """The lengths of the documents of the recipe's data, which is tokenised if it was not yet."""
+    from sft.data.cache.prepare import prepare_train
+
+    check_paths(recipe)
+    return prepare_train(recipe.config, read_tokenizer(recipe), Console(0, sys.stderr)).lengths

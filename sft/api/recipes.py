@@ -1,0 +1,54 @@
+"""`sft.load`: reads a recipe."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sft.config import yaml
+from sft.errors import ConfigError
+from sft.recipe.load import load_recipe
+from sft.recipe.resolved import Recipe
+
+
+def load(path: str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()) -> Recipe:
+    """The validated recipe in the YAML file `path`, with the values of `overrides` in place of its own.
+
+    overrides: values by dotted key, {"parallel.cp": 4}, or words as on the command line, ["parallel.cp=4"]
+
+    Relative paths are relative to the current directory.  Downloads at most the small files of a hub name in model.hf.
+    Rank 0 warns on stderr of keys that have been renamed.
+
+    Raises ConfigError that lists all mistakes of the file and the overrides, each with its line.
+    """
+    recipe = load_recipe(str(path), override_words(overrides))
+    if os.environ.get("RANK", "0") == "0":
+        for warning in recipe.warnings:
+            print(f"WARNING: {warning}", file=sys.stderr, flush=True)
+    return recipe
+
+
+def override_words(overrides: Mapping[str, Any] | Sequence[str]) -> list[str]:
+    """{"data.train": ["a.jsonl"], "optim.lr": 1e-5} -> ["data.train=[a.jsonl]", "optim.lr=1e-05"]"""
+    if isinstance(overrides, str):
+        raise ConfigError(f'overrides = "{overrides}" is one text.  Give a list of texts, or values by key.')
+    if not isinstance(overrides, Mapping):
+        return list(overrides)
+    return [f"{key}={yaml.write(_plain(key, value))}" for key, value in overrides.items()]
+
+
+def _plain(key: str, value: Any) -> Any:
+    """`value` in the types of YAML.  Raises ConfigError if it has another type."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [_plain(key, item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(name): _plain(key, item) for name, item in value.items()}
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise ConfigError(
+        f"overrides: {key} has a value of type {type(value).__name__}, which no recipe can hold.  Give a text, a "
+        "number, true, false, None, a path, or a list or mapping of these."
+    )

@@ -1,0 +1,66 @@
+"""`sft.train`: trains a recipe, as one rank of a run."""
+
+import os
+import sys
+import threading
+
+from sft.errors import ConfigError
+from sft.recipe.layout import launched_world_size, resolve_layout
+from sft.recipe.needs import check_packages, check_paths, download_weights
+from sft.recipe.resolved import Recipe
+from sft.run.outcome import Outcome
+
+_has_joined = False  # whether this process has been a rank of torchrun's
+
+
+def train(recipe: Recipe) -> Outcome:
+    """Train the recipe until its last step, or until the run is asked to stop.
+
+    In a program that torchrun started, each process calls `train` once and is one rank of the run.  In any other
+    program, such as a notebook, this process is the whole run (tp = cp = pp = dp = 1), and may train one recipe after
+    another.  The run continues from the newest checkpoint in run.dir.
+
+    While it trains, SIGTERM, SIGUSR1 and SIGINT (Ctrl-C, the stop button of a notebook) make the run finish the step,
+    save and return an Outcome with `stopped`; a second signal ends the process.  The handlers of before are put back.
+
+    Raises ConfigError for a recipe that cannot run here: a layout of another number of processes, a missing file or
+    package, a thread that is not the main one, a process that has a process group already.  Raises DataError (the data
+    are not prepared: call `prepare` first), CheckpointError (a checkpoint is damaged or of another model), StorageError
+    (a disk is full or fails; another start may succeed) and TrainingError (too many losses that are not finite).  After
+    an error in a program of torchrun, end the program: the other ranks may wait for this one.
+    """
+    global _has_joined
+    _check_process()
+    layout = resolve_layout(recipe, launched_world_size() or 1)
+    check_packages(recipe)
+    check_paths(recipe)
+    download_weights(recipe)
+
+    from sft.run import environment
+
+    from_user = environment.prepare(recipe.config, layout)  # before the next import, which may start CUDA
+
+    from sft.trainer import main
+
+    _has_joined = "RANK" in os.environ
+    return main(recipe, layout, from_user)
+
+
+def _check_process() -> None:
+    """Raise ConfigError if no run can start in this process."""
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError(
+            "sft.train was called in a thread, but a run receives its stop signals in the main thread of a process.  "
+            "Call it there, or start `sft train` as a process."
+        )
+    if _has_joined:
+        raise ConfigError(
+            "this process of torchrun has trained before, and its ranks can meet only once.  Start one program with "
+            "torchrun for each run; without torchrun, one process may train several recipes."
+        )
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        raise ConfigError(
+            "this process has a process group of torch.distributed, but sft.train makes its own.  Call "
+            "torch.distributed.destroy_process_group() first, or train in another process."
+        )

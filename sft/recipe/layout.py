@@ -1,0 +1,34 @@
+"""The layout that a recipe and the number of processes name."""
+
+import os
+
+from sft.config.keys import leaves
+from sft.errors import ConfigError
+from sft.parallel.alignment import smallest_world
+from sft.parallel.layout import Layout
+from sft.recipe.resolved import Recipe
+
+
+def resolve_layout(recipe: Recipe, world_size: int | None) -> Layout:
+    """The layout on `world_size` processes.  None means the smallest number of processes that holds the model.
+
+    Raises ConfigError with the problems of the layout, and the origins of the settings that cause these problems.
+    """
+    if world_size is None:
+        world_size = smallest_world(recipe.config)
+    if world_size < 1:
+        raise ConfigError(f"{world_size} processes cannot hold a model.  The world size must be at least 1.")
+    try:
+        return Layout.resolve(recipe.config, world_size)
+    except ConfigError as error:
+        named = [key for key in leaves() if f"{key} = " in str(error)]
+        origins = ", ".join(f"{key} ({recipe.origins[key]})" for key in named)
+        raise ConfigError(f"{error}\n  Set in: {origins}." if named else str(error)) from None
+
+
+def launched_world_size() -> int | None:
+    """The world size that torchrun set; None without torchrun."""
+    text = os.environ.get("WORLD_SIZE")
+    if text is not None and not text.isdecimal():
+        raise ConfigError(f'environment variable WORLD_SIZE = "{text}" is not a number of processes.  Unset it.')
+    return None if text is None else int(text)

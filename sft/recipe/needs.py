@@ -1,0 +1,111 @@
+"""What a recipe needs on this machine: files, packages and weights, checked before heavy modules are imported."""
+
+import glob
+import re
+import shlex
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sft.config import listed
+from sft.errors import ConfigError
+from sft.hf import hub
+from sft.recipe.resolved import Recipe
+
+if TYPE_CHECKING:
+    from sft.data.chat.tokenizer import ChatTokenizer
+
+
+def check_paths(recipe: Recipe, *, trains: bool = True) -> None:
+    """Raise ConfigError if a path in the recipe does not exist.  Called before heavy modules are imported.
+
+    trains: whether the command uses the training data
+    """
+    data = recipe.config.data
+    paths = [(key, path) for key, files in data.train_keys.items() for path in files] if trains else []
+    paths += [("data.eval", path) for files in data.eval_sets.values() for path in files if isinstance(path, str)]
+    tokenizer = None if data.tokenizer == "byte" else data.tokenizer
+    is_on_hub = tokenizer is not None and hub.is_hub_name(tokenizer)
+    paths += [] if tokenizer is None or is_on_hub else [("data.tokenizer", tokenizer)]
+    paths += [] if data.chat_template is None else [("data.chat_template", data.chat_template)]
+    paths += [] if data.plan is None or not trains else [("data.plan", data.plan)]
+    missing = [
+        f"{key} = {path} ({recipe.origins[key]}) does not exist in {Path.cwd()}; give {key}=PATH."
+        + _dataset_hint(key, path)
+        + _pattern_hint(key, path)
+        for key, path in paths
+        if not Path(path).exists()
+    ]
+    if tokenizer is not None and is_on_hub:
+        try:
+            hub.local_folder(tokenizer)
+        except ConfigError as error:
+            missing.append(f"data.tokenizer = {tokenizer} ({recipe.origins['data.tokenizer']}): {error}")
+    if missing:
+        raise ConfigError(listed(missing))
+
+
+def _pattern_hint(key: str, path: str) -> str:
+    """Advice for a shell pattern such as data/*.jsonl, which a recipe may not hold: files could join it unnoticed."""
+    if not set("*?[") & set(path):
+        return ""
+    files = sorted(glob.glob(path, recursive=True))
+    if not files:
+        return "  Patterns are not expanded, and this pattern matches no file."
+    setting = shlex.quote(f"{key}=[{', '.join(files)}]")
+    return f"  Patterns are not expanded.  Name the files, of which {len(files)} match: {setting}"
+
+
+def _dataset_hint(key: str, path: str) -> str:
+    """How to name a dataset of the hub, if a data file is called like one: OWNER/NAME without an ending"""
+    if not key.startswith(("data.train", "data.eval")) or not re.fullmatch(r"[A-Za-z0-9_-]+/[A-Za-z0-9_-]+", path):
+        return ""
+    return f"  A dataset of the Hugging Face hub is named so: {key[:10].rstrip('.')}={{chat: {{dataset: {path}}}}}."
+
+
+def download_weights(recipe: Recipe, *, has_adapters: bool = False) -> None:
+    """Download the weights of a hub name, if the run starts from them or trains adapters beside them.
+
+    has_adapters: whether the command uses adapters, although the recipe may have none
+    Raises ConfigError if the download fails.
+    """
+    from sft.checkpoint import folders, resume_setting
+
+    config = recipe.config
+    is_named = config.checkpoint.resume not in resume_setting.WORDS
+    resumes = is_named or bool(folders.candidates(Path(config.run.dir) / "checkpoints"))
+    is_used = has_adapters or config.lora.is_used or not resumes
+    if config.model.hf and config.model.init_from is None and hub.is_hub_name(config.model.hf) and is_used:
+        hub.download_weights(config.model.hf)
+
+
+def check_resume(recipe: Recipe, *, has_files: bool = True) -> None:
+    """Raise CheckpointError if checkpoint.resume allows no start.
+
+    has_files: whether this machine has the files of the run.  Without them, only a name that is no path is refused.
+    """
+    from sft.checkpoint import resume_setting
+
+    config = recipe.config.checkpoint
+    if has_files:
+        resume_setting.check(config, Path(recipe.config.run.dir) / "checkpoints")
+    elif config.resume not in resume_setting.WORDS and "/" not in config.resume:
+        resume_setting.named(config)
+
+
+def check_packages(recipe: Recipe) -> None:
+    """Raise ConfigError if a recipe logs to W&B or MLflow, but the package wandb or mlflow is not installed."""
+    log = recipe.config.log
+    for package, value in {"wandb": log.wandb, "mlflow": log.mlflow}.items():
+        spec = None if value is None else find_spec(package)
+        if value is not None and (spec is None or spec.origin is None):  # origin None: a folder of that name
+            raise ConfigError(
+                f"log.{package} = {value} ({recipe.origins[f'log.{package}']}) needs the package {package}, which is "
+                f"not installed here: pip install {package}; or train without it: log.{package}=null."
+            )
+
+
+def read_tokenizer(recipe: Recipe) -> "ChatTokenizer":
+    from sft.hf.tokenizer import tokenizer_of
+
+    return tokenizer_of(recipe.config)

@@ -1,0 +1,37 @@
+"""How one start of a run has ended, for the program that started it.  run_state.json says it to other processes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+STOPPED = 75  # exit code (EX_TEMPFAIL) of a run that was asked to stop and saved a checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a start of a run has ended.  The outcomes of all ranks are equal, but for times of steps.
+
+    folder     run.dir
+    step       the last completed step
+    num_steps  steps of the whole run
+    stopped    why the run stopped before its end, such as "SIGTERM"; None if the run is done.  A stopped run has saved
+               a checkpoint, and goes on when it is trained again
+    last       the record of the last step that this start trained, with the names and units of metrics.jsonl
+               (docs/reference/metrics.md), such as last["lm loss"]; None if this start trained no step
+    """
+
+    folder: Path
+    step: int
+    num_steps: int
+    stopped: str | None
+    last: Mapping[str, Any] | None
+
+    @property
+    def is_done(self) -> bool:
+        return self.stopped is None
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of `sft train`: 0 if the run is done, 75 if it should be started again."""
+        return 0 if self.is_done else STOPPED

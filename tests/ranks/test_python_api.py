@@ -1,0 +1,82 @@
+"""`sft.train` with the real trainer: again and again in one process, and once in each process of torchrun."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.builders import chats
+from tests.launching import RECIPE, environments, records, start
+
+ROOT = Path(__file__).resolve().parents[2]
+# A notebook: each step of it is a cell.
+ALONE = """
+import json, os, signal, sys
+import sft
+
+folder, one = sys.argv[1], {"parallel.cp": 1}
+facts, before = {}, signal.getsignal(signal.SIGTERM)
+recipe = sft.load("recipe.yaml", one)
+assert sft.prepare(recipe).train.num_samples == 8
+first = sft.train(recipe)
+facts["first"] = [first.step, first.num_steps, first.stopped, first.last["lm loss"]]
+again = sft.train(recipe)
+facts["again"] = [again.step, again.is_done, again.last]
+try:  # an error after the process group was made
+    sft.train(sft.load("recipe.yaml", one | {"run.dir": f"{folder}/bad", "optim.warmup_steps": 7}))
+except sft.SftError as error:
+    facts["refused"] = str(error)
+longer = {"run.dir": f"{folder}/longer", "data.cache_dir": f"{folder}/run/cache", "train.num_steps": 4}
+halved = sft.train(sft.load("recipe.yaml", one | longer | {"run.exit_after_minutes": 1e-6}))
+facts["stopped"] = [halved.step < 4, halved.exit_code, halved.stopped]
+ended = sft.train(sft.load("recipe.yaml", one | longer))
+facts["ended"] = [ended.step, ended.exit_code]
+facts["signals"] = signal.getsignal(signal.SIGTERM) == before
+json.dump(facts, open("facts.json", "w"))
+"""
+RANKED = """
+import sft
+
+recipe = sft.load("recipe.yaml", {"run.dir": "ranked", "data.cache_dir": "run/cache"})
+outcome = sft.train(recipe)
+try:
+    sft.train(recipe)
+except sft.SftError as error:
+    print("ENDED", outcome.step, outcome.is_done, repr(outcome.last["lm loss"]), "trained before" in str(error))
+"""
+
+
+@pytest.mark.slow
+def test_a_notebook_and_ranks_of_torchrun_train_as_the_command_does(tmp_path: Path) -> None:
+    chats(tmp_path, 8)
+    # The command, on two ranks; it prepares the data and writes the recipe.
+    assert [code for code, _, _ in start(tmp_path, [])] == [0, 0]
+    expected = [record["lm loss"] for record in records(tmp_path, "train")]
+
+    run = [sys.executable, "-c", RANKED]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ranks = [
+        subprocess.Popen(run, cwd=tmp_path, env={**environment, **env}, stdout=-1, stderr=-1, text=True)
+        for env in environments(2)
+    ]
+    outputs = [rank.communicate(timeout=900) for rank in ranks]
+    told = [out.partition("ENDED ")[2].strip() for out, _ in outputs]
+    assert told == [f"2 True {expected[-1]!r} True"] * 2, outputs
+
+    (tmp_path / "alone").mkdir()
+    chats(tmp_path / "alone", 8)
+    (tmp_path / "alone/recipe.yaml").write_text(RECIPE.format(folder=tmp_path / "alone"))
+    program = [sys.executable, "-c", ALONE, str(tmp_path / "alone")]
+    alone = subprocess.run(
+        program, cwd=tmp_path / "alone", env=environment, capture_output=True, text=True, timeout=900
+    )
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    facts = json.loads((tmp_path / "alone/facts.json").read_text())
+    assert facts["first"][:3] == [2, 2, None] and facts["first"][3] == pytest.approx(expected[-1], rel=1e-6)  # cp 1
+    assert facts["again"] == [2, True, None]
+    assert "optim.warmup_steps" in facts["refused"]
+    assert facts["stopped"][:2] == [True, 75] and "exit_after_minutes" in facts["stopped"][2]
+    assert facts["ended"] == [4, 0] and facts["signals"]

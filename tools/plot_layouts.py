@@ -1,0 +1,151 @@
+"""Draws docs/pictures/layouts.svg: the loss of one recipe on eight layouts, and how far each is from one process.
+
+    python -m tools.plot_layouts                     trains eight times (a few minutes on two idle cores), and draws
+    python -m tools.plot_layouts --runs build/mine   keeps its runs there; runs that are done are not repeated
+
+Trains a model of 0.4M parameters in fp32 on the short chats of the demo's corpus, with real megatron-core on gloo, as
+`sft train` does.  Needs matplotlib.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from sft.metrics.results.records import TRAIN, read_metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs/pictures/layouts.svg"
+LONGEST = 1_600  # bytes of a chat in JSON: each fits a pack
+RECIPE = """\
+run: {device: cpu, precision: fp32}
+model:
+  {num_layers: 2, hidden_size: 128, ffn_hidden_size: 384, num_attention_heads: 4, num_query_groups: 2,
+   tie_embeddings: true, init_from: random}
+data: {tokenizer: byte, seq_length: 2048}
+train: {num_steps: 40, global_batch_size: 2}
+optim: {lr: 2e-3, schedule: cosine, warmup_fraction: 0.1, weight_decay: 0.1}
+checkpoint: {save_last: false}
+"""
+# By name: the number of processes and the settings of the layout.  The first is the reference.
+LAYOUTS = {
+    "1 process": (1, ()),
+    "dp 2": (2, ()),
+    "tp 2": (2, ("parallel.tp=2",)),
+    "pp 2": (2, ("parallel.pp=2",)),
+    "cp 4": (4, ("parallel.cp=4",)),
+    # With the bandwidth of a real network, packs as small as these would all stay on 4 ranks.
+    "cp 4, dynamic": (4, ("parallel.cp=4", "parallel.dynamic_cp=true", "parallel.intra_node_gb_s=1e-6")),
+    "tp 2 x cp 2": (4, ("parallel.tp=2", "parallel.cp=2")),
+    "pp 2 x cp 2": (4, ("parallel.pp=2", "parallel.cp=2")),
+}
+PROMISED = 1e-6  # relative; tests/ranks compares the curves of layouts with it
+COLORS = ["#1b1b1b", "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8a6d00"]
+INK, FAINT = "#222222", "#888888"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, default=ROOT / "build/layouts", help="folder of the runs")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--out", type=Path, default=PAGE, help="picture to write: .svg or .png")
+    arguments = parser.parse_args(argv)
+    folder = arguments.runs.absolute()
+    write_inputs(folder)
+    settings = [f"data.train={folder}/chats.jsonl", f"data.cache_dir={folder}/cache", f"run.dir={folder}"]
+    prepare = [sys.executable, "-m", "sft", "data", "prepare", str(folder / "recipe.yaml"), *settings]
+    subprocess.run(prepare, cwd=ROOT, check=True)
+    curves = {name: losses(train(folder, name, arguments.steps)) for name in LAYOUTS}
+    draw(curves, arguments.out)
+    print(arguments.out)
+
+
+def write_inputs(folder: Path) -> None:
+    """The recipe, and the short chats of the demo's corpus."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "recipe.yaml").write_text(RECIPE, encoding="utf-8")
+    if not (folder / "chats.jsonl").exists():
+        make = [sys.executable, "-m", "tools.make_demo_corpus", "--out", str(folder / "corpus")]
+        subprocess.run(make, cwd=ROOT, check=True)
+        rows = (folder / "corpus/train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        (folder / "chats.jsonl").write_text("".join(row for row in rows if len(row) <= LONGEST))
+
+
+def train(folder: Path, name: str, steps: int) -> Path:
+    """The run of this layout.  A run that is done ends at once."""
+    world_size, settings = LAYOUTS[name]
+    run = folder / name.replace(", ", "-").replace(" ", "")
+    settings = (
+        *settings,
+        f"run.dir={run}",
+        f"data.train={folder}/chats.jsonl",
+        f"data.cache_dir={folder}/cache",
+        f"train.num_steps={steps}",
+    )
+    if not (run / "run_state.json").exists() or json.loads((run / "run_state.json").read_text())["status"] != "done":
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+        command = [sys.executable, *launcher, "-m", "sft", "train", str(folder / "recipe.yaml"), *settings]
+        print(f"{name}: {' '.join(settings)}", flush=True)
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return run
+
+
+def losses(run: Path) -> np.ndarray:
+    """float64 [steps]: the loss of each step, in nats per supervised token."""
+    steps = read_metrics(run).records[TRAIN]
+    return np.array([steps[step]["lm loss"] for step in sorted(steps)], dtype=float)
+
+
+def differences(curves: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """float64 [steps] of each layout but the first: the relative difference of its loss from the first's."""
+    first, *others = curves
+    return {name: np.abs(curves[name] - curves[first]) / curves[first] for name in others}
+
+
+def draw(curves: dict[str, np.ndarray], file: Path) -> None:
+    matplotlib.rcParams.update({"svg.hashsalt": "sft", "svg.fonttype": "none", "font.family": "sans-serif"})
+    figure = Figure(figsize=(9.0, 3.9), layout="constrained", facecolor="white")
+    left, right = figure.subplots(1, 2, width_ratios=[1.35, 1])
+    steps = np.arange(1, len(next(iter(curves.values()))) + 1)
+    for number, (name, values) in enumerate(curves.items()):
+        # The widest line is drawn first, so that all eight can be seen where they lie on each other.
+        width = 1.2 + 1.15 * (len(curves) - 1 - number)
+        left.plot(steps, values, color=COLORS[number], linewidth=width, label=name, solid_capstyle="round")
+    left.set_title("one recipe, eight layouts: one curve", loc="left", color=INK, fontsize=12, fontweight="bold")
+    left.set_ylabel("loss, nats per supervised token")
+    left.legend(frameon=False, ncols=2, fontsize=9, labelcolor=INK, handlelength=1.6)
+    for number, (_, values) in enumerate(differences(curves).items(), 1):
+        shown = np.where(values > 0, values, np.nan)
+        right.plot(steps, shown, ".", color=COLORS[number], markersize=3.5)
+    right.axhline(PROMISED, color=INK, linewidth=1, linestyle=(0, (4, 3)))
+    right.text(steps[-1], PROMISED * 1.25, "promised: 1e-6", ha="right", va="bottom", color=INK, fontsize=9)
+    right.set_yscale("log")
+    right.set_ylim(1e-9, 1e-5)
+    right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}".replace("e-0", "e-")))
+    right.set_title("difference from one process", loc="left", color=INK, fontsize=12, fontweight="bold")
+    right.set_ylabel("relative")
+    for axes in (left, right):
+        _plain(axes)
+    metadata = {"Date": None} if file.suffix == ".svg" else None
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, metadata=metadata, dpi=150)
+
+
+def _plain(axes: Axes) -> None:
+    axes.set_xlabel("step")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(FAINT)
+    axes.tick_params(colors=INK, labelsize=9)
+    axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+if __name__ == "__main__":
+    main()

@@ -111,23 +111,25 @@ def differences(curves: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def draw(curves: dict[str, np.ndarray], file: Path) -> None:
     matplotlib.rcParams.update({"svg.hashsalt": "sft", "svg.fonttype": "none", "font.family": "sans-serif"})
-    figure = Figure(figsize=(9.0, 3.9), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(9.0, 3.7), layout="constrained", facecolor="white")
     left, right = figure.subplots(1, 2, width_ratios=[1.35, 1])
     steps = np.arange(1, len(next(iter(curves.values()))) + 1)
     for number, (name, values) in enumerate(curves.items()):
         # The widest line is drawn first, so that all eight can be seen where they lie on each other.
-        width = 1.2 + 1.15 * (len(curves) - 1 - number)
+        width = 1.0 + 1.1 * (len(curves) - 1 - number)
         left.plot(steps, values, color=COLORS[number], linewidth=width, label=name, solid_capstyle="round")
-    left.set_title("one recipe, eight layouts: one curve", loc="left", color=INK, fontsize=12, fontweight="bold")
+    left.set_title("one recipe, eight layouts, one curve", loc="left", color=INK, fontsize=12, fontweight="bold")
     left.set_ylabel("loss, nats per supervised token")
-    left.legend(frameon=False, ncols=2, fontsize=9, labelcolor=INK, handlelength=1.6)
+    legend = left.legend(frameon=False, ncols=2, fontsize=10, labelcolor=INK, handlelength=1.6)
+    for line in legend.get_lines():
+        line.set_linewidth(4)
     for number, (_, values) in enumerate(differences(curves).items(), 1):
         shown = np.where(values > 0, values, np.nan)
-        right.plot(steps, shown, ".", color=COLORS[number], markersize=3.5)
+        right.plot(steps, shown, ".", color=COLORS[number], markersize=5)
     right.axhline(PROMISED, color=INK, linewidth=1, linestyle=(0, (4, 3)))
     right.text(steps[-1], PROMISED * 1.25, "promised: 1e-6", ha="right", va="bottom", color=INK, fontsize=9)
     right.set_yscale("log")
-    right.set_ylim(1e-9, 1e-5)
+    right.set_ylim(3e-10, 4e-6)
     right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}".replace("e-0", "e-")))
     right.set_title("difference from one process", loc="left", color=INK, fontsize=12, fontweight="bold")
     right.set_ylabel("relative")

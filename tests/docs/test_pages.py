@@ -30,7 +30,7 @@ data: {train: chats.jsonl, seq_length: 512}
 train: {num_steps: 4, global_batch_size: 2}
 optim: {lr: 3e-3}
 """
-TIMEOUT_S = 240
+TIMEOUT_S = 600  # of a block; seconds on an idle machine
 
 
 @pytest.fixture(scope="session")

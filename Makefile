@@ -24,11 +24,12 @@ READY := $(VENV)/.ready
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test test-faults test-mutations test-triton test-slurm test-standin test-gpu gpu-hour test-all test-py312 test-all-versions test-docs lint fmt docs pages clean python
+.PHONY: help venv demo demo-retrieval test test-faults test-mutations test-triton test-slurm test-standin test-gpu gpu-hour test-all test-py312 test-all-versions test-docs lint fmt docs pages clean python
 
 help:
 	@echo "make venv                create .venv/<python version> with pinned dependencies"
 	@echo "make demo                fine-tune a small model with context parallelism 2 on the CPU"
+	@echo "make demo-retrieval      train a small model to answer from evidence up to 8,192 tokens back"
 	@echo "make test                the CPU test suite; TESTS=tests/unit/test_context_parallel.py and PYTEST_FLAGS=-x narrow it"
 	@echo "make test-faults         runs that are killed, filled up, damaged and hung, and their end against an undisturbed one"
 	@echo "make test-mutations      deliberate faults, one at a time, each of which its tests must notice; MUTATIONS='--only loss' or '--sample 10'"
@@ -75,6 +76,15 @@ demo: $(READY)
 	@echo "  the two curves      sft plot runs/demo runs/demo-tp"
 	@echo "  your own chats      launch/local.sh 2 recipes/demo.yaml run.dir=runs/mine data.train=my.jsonl"
 	@echo "  what a recipe does  sft check recipes/demo.yaml --world-size 2"
+
+# Beside make demo, whose three minutes it does not fit into (docs/how-to/eval.md#accuracy-by-distance).
+demo-retrieval: $(READY)
+	@echo "== a fresh run: runs/demo-retrieval of an earlier demo is removed"
+	rm -rf runs/demo-retrieval
+	$(BIN)/python -m tools.make_retrieval_data --out runs/demo-data
+	$(BIN)/sft data prepare recipes/demo_retrieval.yaml
+	$(BIN)/torchrun --standalone --nproc-per-node 2 -m sft train recipes/demo_retrieval.yaml
+	$(BIN)/sft plot runs/demo-retrieval --chance 0.125
 
 test: $(READY)
 	$(BIN)/python -m pytest $(TESTS) --numprocesses $(WORKERS) $(SHARED_BY_FILE) $(PYTEST_FLAGS)

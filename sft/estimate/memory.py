@@ -143,10 +143,14 @@ def _layers(config: Config, layout: Layout, stage: int, layer: float) -> tuple[f
 def _mlp_backward(config: Config, kind: LayerKind, tokens: float) -> float:
     """Bytes while backward computes the MLP of a layer: recomputed activations, and the gradient of gate and up.
 
+    A token in experts counts top_k times, and so does the gradient of the experts' output.  If only the experts are
+    recomputed, so do their output and the gradient of their input, which are in memory until their backward ends.
     train.mlp_tile limits the number of tokens.  With recompute = full, the recomputed attention is also in memory.
     """
-    recomputed = sum(value for name, value in kind.everything.mlp.items() if name not in kind.kept.mlp)
-    inside = recomputed + kind.everything.mlp["gate and up"]
+    mlp = kind.everything.mlp
+    recomputed = sum(value for name, value in mlp.items() if name not in kind.kept.mlp)
+    in_experts = mlp.get("sent to experts", 0.0) * (3 if config.train.recompute == "selective" else 1)
+    inside = recomputed + mlp["gate and up"] + in_experts
     waits = kind.recomputed_attention if config.train.recompute == "full" else 0.0
     return inside * min(tokens, config.train.mlp_tile or tokens) + waits * tokens
 

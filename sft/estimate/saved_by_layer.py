@@ -82,8 +82,12 @@ class LayerKind:
         return sum(value for name, value in self.everything.attention.items() if name not in self.kept.attention)
 
     def attention(self, pack: float, tokens: float) -> tuple[float, float]:
-        """Working memory of local tokens, and of gathered keys and values."""
-        return self.backend.local(tokens) + self.recomputed_attention * tokens, self.backend.gathered(pack)
+        """Working memory of local tokens, and of gathered keys and values.
+
+        Backward of the MLP comes first, and frees what the layer's MLP has saved.
+        """
+        more = self.recomputed_attention - sum(self.kept.mlp.values())
+        return self.backend.local(tokens) + more * tokens, self.backend.gathered(pack)
 
 
 def kinds_of(config: Config, layout: Layout, pack: float) -> list[LayerKind]:

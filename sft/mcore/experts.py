@@ -12,6 +12,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.extensions.transformer_engine import te_checkpoint
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
 from sft.mcore.activations.recompute import recomputed
@@ -56,7 +57,18 @@ class ExpertLayer(MoELayer):
         tokens, counts, weights = self.token_dispatcher.dispatch_postprocess(*self.dispatch(sent, weights))
         output = self.token_dispatcher.combine_preprocess(self._compute(tokens, counts, weights))
         combined: Tensor = self.postprocess(self.combine(output), shared)
+        self._forget_routing()
         return combined, None
+
+    def _forget_routing(self) -> None:
+        """Free the weights and choices of tokens, and their order by expert.
+
+        Core would keep them on the device until the layer's next forward pass, even if they are offloaded or recomputed
+        in backward.
+        """
+        if isinstance(self.token_dispatcher, MoEAlltoAllTokenDispatcher):
+            for name in ("probs", "routing_map", "reversed_local_input_permutation_mapping"):
+                setattr(self.token_dispatcher, name, None)
 
     def _compute_shared(self, tokens: Tensor) -> Tensor:
         """The output of the shared expert, [t, 1, h] -> [t, 1, h].  It is a dense MLP, which tp splits."""

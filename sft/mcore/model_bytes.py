@@ -75,7 +75,6 @@ def _experts(model: ModelConfig, rank: RankShare, num_experts: int) -> dict[str,
         "sent to experts": sent * rank.etp,  # each etp rank sees all tokens of its expert, and a part of its width
         "gate and up": 2 * ffn,
         "gated": ffn,
-        "from experts": sent,
         **_shared_expert(model, rank),
     }
 

@@ -67,3 +67,19 @@ def test_bytes_of_a_layer_and_token(ranks: Ranks, shared: list[str]) -> None:
     experts, 256; four experts' scores, probabilities, weights and masks, 56; two choices, 48."""
     (two,), (four,) = (ranks(1).run(bytes_kept, layers, shared) for layers in (2, 4))
     assert (four - two) / 2 == pytest.approx(972 + 4 + 256 + 56 + 48, rel=BYTES_TOLERANCE)
+
+
+def kept_by_dispatchers(recompute: str) -> list[str]:
+    """Names of tensors with a number per token that token dispatchers hold after a forward and a backward pass."""
+    with scenarios.running([*MOE, f"model.num_layers={NUM_LAYERS}", f"train.recompute={recompute}"]) as engine:
+        microbatch = scenarios.microbatch_of(engine, [scenarios.SkewedCorpus([256]).sample(0)])
+        engine.measure([microbatch], forward_only=False)
+        dispatchers = [layer.mlp.token_dispatcher for layer in engine.chunks[0].module.decoder.layers]
+        held = [pair for dispatcher in dispatchers for pair in vars(dispatcher).items()]
+        return [name for name, value in held if isinstance(value, torch.Tensor) and value.numel() >= 256]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_no_layer_keeps_the_choices_of_its_tokens(ranks: Ranks, recompute: str) -> None:
+    """Offloaded and recomputed layers would keep them on the device until their next forward pass."""
+    assert ranks(1).run(kept_by_dispatchers, recompute) == [[]]

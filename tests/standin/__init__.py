@@ -7,10 +7,13 @@ processes.  A launched kernel does nothing, so device memory is zero unless a co
     make test                                 tests our C code, if gcc is installed: tests/unit/test_standin_library.py
     make test-standin                         runs all tests in a separate environment (6 GB: torch for CUDA)
     python -m tests.standin.memory_rows       compares measured memory with sft/estimate/memory.py, as JSON lines
+    python -m tests.standin.categories        the same by category, of one rank
+    python -m tests.standin.proposals         the same of the planner's proposals
 
 As on a GPU: peak memory of torch's allocator, the number of waits for the GPU in a step, tensors on a wrong device,
 NCCL calls that differ between ranks, out-of-memory errors, checkpoints and exit codes; also with Transformer Engine, if
-it is installed.  Not as on a GPU: losses, gradients, times, and experts, whose sizes a kernel computes.
+it is installed.  Not as on a GPU: losses, gradients, times, and experts, whose sizes a kernel computes; one_rank.py
+gives all experts equal shares.
 
     cuda.c     runtime            driver.c   driver              build.py     compiles the C files, sets the environment
     nccl.c     collectives        blas.c     matrix products     dnn.c        cuDNN's graphs, the runtime compiler

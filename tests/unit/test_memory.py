@@ -14,7 +14,8 @@ from sft.estimate.communicators import communicators
 from sft.estimate.memory import Memory, estimate, longest_context
 from sft.estimate.parameters import Numbers, parameters
 from sft.estimate.saved_by_layer import LayerBytes
-from sft.mcore.attention.activation_bytes import PortableBytes, TransformerEngineBytes
+from sft.mcore.attention import torch_kernel
+from sft.mcore.attention.activation_bytes import SCORE_TILE, PortableBytes, TransformerEngineBytes
 from sft.mcore.linear_attention import schedule
 from sft.mcore.linear_attention.activation_bytes import STATE_INTERVAL, LinearAttentionBytes
 from sft.mcore.model_bytes import RankShare
@@ -148,7 +149,7 @@ def test_a_token_among_experts() -> None:
     """Sent to 2 of 8 experts of width 2: twice hidden 4 there and back, 2 x 2 x 2 and 2 x 2 numbers."""
     dense, sparse = (PortableBytes(model=layout_config(model=sizes).model) for sizes in (TINY, EXPERTS))
     found = LayerBytes.of(sparse, "none").by_name
-    assert (found["sent to experts"], found["from experts"]) == (16, 16)
+    assert found["sent to experts"] == 16 and "from experts" not in found  # no operation needs it in backward
     assert (found["gate and up"], found["gated"], found["router"]) == (16, 8, 8 * 14 + 2 * 24)
     assert LayerBytes.of(sparse, "selective").mlp == {"MLP norm's scale": 4, "router": 160, "sent to experts": 16}
     assert LayerBytes.of(dense, "selective").mlp == {} == LayerBytes.of(sparse, "full").mlp
@@ -267,11 +268,32 @@ def test_a_tile_is_all_that_the_mlp_works_on() -> None:
     assert none.layers == 1024 * 32 * (44 * KIB + 132)
 
 
+def test_tokens_in_experts_while_backward_computes_them() -> None:
+    """2 of 8 experts of width 2 in bf16: sent 2 x 4 x 2 bytes a token, gate and up 2 x 2 x 2 x 2, gated half of it.
+
+    The gradient of the experts' output is as large as what is sent.  If the experts alone are recomputed, so are their
+    output and the gradient of their input.  The norm's output is recomputed; with full, all 160 of the router, too.
+    """
+    sent, gate_up, gated, norm, router = 16, 16, 8, 8, 4 + 160
+    around = 2 * 8 * 1024 + 2 * 4 * 4 + 2 * 128 * 4  # hidden states, the widest weight, the tied table
+    found = {recompute: taken(model=EXPERTS, train={"recompute": recompute}) for recompute in ("none", "selective")}
+    assert found["none"].mlp == 1024 * (gate_up + sent) + around
+    assert found["selective"].mlp == 1024 * (gate_up + gated + norm + gate_up + 3 * sent) + around
+    full = taken(model=EXPERTS, train={"recompute": "full"})
+    inside = gate_up + gated + norm + router + sent + gate_up + sent
+    dense = taken(train={"recompute": "full"})  # the same attention waits; the MLP is 8 wide
+    assert full.mlp - dense.mlp == 1024 * (inside - (norm + 4 + 32 + 16 + 32)) - (2 * 4 * 16 - 2 * 4 * 4)
+
+
 def test_attention_where_no_keys_are_shared() -> None:
-    """The kernel makes the gradients of keys and values at once: 4 x 4096 less."""
+    """The kernel makes the gradients of keys and values at once: 4 x 4096 less.
+
+    What the MLP of the layer has saved without recomputation is free again.
+    """
     shared, own = (of(1, {**LLAMA_8B, "num_query_groups": groups}) for groups in (16, 32))
-    assert estimate(*shared, 10, 1024).attention - 2 * 4096 * 28_672 == 1024 * (16 * 4096 + 6 * 2048 + 2 * 8192)
-    assert estimate(*own, 10, 1024).attention - 2 * 4096 * 28_672 == 1024 * (12 * 4096 + 6 * 4096 + 2 * 8192)
+    around = 2 * 4096 * 28_672 + 1024 * (2 * 8192 - (4 + 8192 + 57_344 + 28_672))
+    assert estimate(*shared, 10, 1024).attention == 1024 * (16 * 4096 + 6 * 2048) + around
+    assert estimate(*own, 10, 1024).attention == 1024 * (12 * 4096 + 6 * 4096) + around
 
 
 @pytest.mark.parametrize(
@@ -336,9 +358,14 @@ def test_soft_caps_have_the_plain_kernel() -> None:
     """The gradients of keys and values are fp32, and no other tensor of the kernel is large."""
     capped = {**LLAMA_8B, "attention_softcap": 50.0}
     flash, plain = (estimate(*of(1, model), 128_256, 1024).attention for model in (LLAMA_8B, capped))
-    assert flash - plain == 1024 * (4 * 4096 + 2 * (2048 + 2 * 4096) - 4 * 2048)
+    tiles = 3 * 4 * 32 * 256 * 512  # of scores in fp32, for all heads
+    assert flash - plain == 1024 * (4 * 4096 + 2 * (2048 + 2 * 4096) - 4 * 2048) - tiles
     over_cp = estimate(*of(8, capped, parallel={"cp": 8}), 128_256, 8192).gathered
     assert over_cp == 8192 * 512 * (2 + 4 + 2 + 4)  # next and previous group; keys and their gradients, each once
+
+
+def test_a_tile_of_scores_is_that_of_the_kernel() -> None:
+    assert SCORE_TILE == torch_kernel.QUERY_TILE * torch_kernel.KEY_TILE
 
 
 def test_the_gradient_of_a_tied_output_waits_for_that_of_the_input() -> None:

@@ -132,6 +132,9 @@ NAMES: dict[str, str] = {
     "transformer.moe.moe_utils.apply_router_token_dropping": "routing_probs routing_map router_topk capacity_factor",
     "transformer.moe.moe_utils.topk_routing_with_score_function": "logits topk use_pre_softmax",
     "transformer.moe.router.TopKRouter": "config pg_collection",
+    "transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher.combine_postprocess": (
+        "self permutated_local_input_tokens"
+    ),
     "transformer.moe.token_dispatcher.all_to_all": "group input_ output_split_sizes_ input_split_sizes",
     "transformer.transformer_block.TransformerBlockSubmodules": "layer_specs layer_norm",
     "transformer.transformer_block.get_num_layers_to_build": "config vp_stage pp_rank",

@@ -9,6 +9,7 @@ from sft.mcore.model_bytes import FP32, RankShare
 from sft.parallel.layout import Layout
 
 MAX_HEAD_GROUPS = 4  # with more, kernels and messages become small
+SCORE_TILE = 256 * 512  # scores of a head that torch_kernel.py computes at a time
 
 
 def num_head_groups(num_key_heads: int) -> int:
@@ -139,10 +140,13 @@ class PortableBytes(AttentionBytes):
 
     def _kernel(self, tokens: float, num_keys: float, groups: int) -> float:
         """Bytes of queries and of their gradients, also those of one group in fp32.  With several groups, the flash
-        kernel copies the group's output and its gradient."""
+        kernel copies the group's output and its gradient.  The plain kernel holds three tiles of scores for the heads
+        of a group: weights, their gradient, and those of the tile before."""
         width, copied = self.rank.width, 2 * (groups > 1)
         of_group = (1 + copied) * width + FP32 if self._has_flash else width
-        return tokens * (self.rotated + of_group * self.queries / groups) + self._gradients(num_keys)
+        heads = self.model.num_attention_heads / self.rank.tp / groups
+        tiles = 0.0 if self._has_flash else 3 * FP32 * heads * SCORE_TILE
+        return tokens * (self.rotated + of_group * self.queries / groups) + self._gradients(num_keys) + tiles
 
     def _keys(self, num_keys: float, num_sums: float) -> float:
         """Bytes of keys and values for all heads, with their gradients; or of their gradients, one of them also in

@@ -1,0 +1,111 @@
+"""Sorts the allocations of a step into categories, and finds the moment with most bytes.
+
+A stack is known for an allocation whose caller is Python.  Autograd's own operations on CUDA run in a thread without
+Python, so their stacks are empty.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+Frame = tuple[str, str]  # path of a file, name of a function; the innermost first
+
+WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
+SAVED, ROTARY, WORKING = "saved by layers", "rotary", "working"
+OTHER = "other"  # what exists before a step: cuBLAS' workspaces
+# The output of the embedding is the first layer's input.
+_LAYERS = ("sft/mcore/layer.py", "sft/mcore/mtp.py", "embeddings/language_model_embedding.py")
+
+
+@dataclass(frozen=True)
+class Event:
+    """num_bytes: below 0 if the block was freed"""
+
+    address: int
+    num_bytes: int
+    frames: tuple[Frame, ...] = ()
+
+
+@dataclass(frozen=True)
+class Peak:
+    """by_category: bytes; where: what the allocation that made the peak belongs to; largest: by stack, for a reader"""
+
+    by_category: dict[str, int]
+    where: str
+    largest: list[tuple[int, str]]
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_category.values())
+
+
+def category_of(frames: tuple[Frame, ...]) -> str:
+    """The category of a block that a step allocates.
+
+    Tensors of layers that exist at the peak, and that the forward pass made, are saved for backward.  What offload
+    fetches from the host is saved, too.
+    """
+    files = {path for path, _ in frames}
+    if _in(files, "activations/offload.py"):
+        return SAVED
+    if not _is_forward(frames):
+        return WORKING
+    if _in(files, "attention/rope.py") and not _in(files, "mcore/layer.py"):
+        return ROTARY
+    return SAVED if _in(files, *_LAYERS) else WORKING
+
+
+def phase_of(frames: tuple[Frame, ...]) -> str:
+    names = {name for _, name in frames}
+    if _is_forward(frames):
+        return "forward"
+    if "_loss" in names:
+        return "loss head"
+    return "update" if "update" in names else "backward"
+
+
+def peak(events: Iterable[Event], standing: Mapping[str, int]) -> Peak:
+    """standing: bytes by category that exist before the first event.  What an event frees of them was in "other".
+
+    One block of 5 is allocated, then one of 3, then the first is freed, beside 10 standing -> 18
+    """
+    alive: dict[int, tuple[int, str, tuple[Frame, ...]]] = {}
+    now: Counter[str] = Counter(standing)
+    total, most = 0, 0
+    best, where, kept = dict(now), "", list[tuple[int, str, tuple[Frame, ...]]]()
+    for event in events:
+        if event.num_bytes < 0:
+            if block := alive.pop(event.address, None):
+                now[block[1]] -= block[0]
+                total -= block[0]
+            elif OTHER in standing:
+                now[OTHER] += event.num_bytes
+                total += event.num_bytes
+            continue
+        if earlier := alive.pop(event.address, None):  # freed by a thread that nobody watches, as gloo's
+            now[earlier[1]] -= earlier[0]
+            total -= earlier[0]
+        block = event.num_bytes, category_of(event.frames), event.frames
+        alive[event.address] = block
+        now[block[1]] += block[0]
+        total += block[0]
+        if total > most:
+            most, best, where = total, dict(now), phase_of(event.frames)
+            kept = list(alive.values())
+    return Peak({name: size for name, size in best.items() if size}, where, _largest(kept))
+
+
+def _largest(blocks: list[tuple[int, str, tuple[Frame, ...]]]) -> list[tuple[int, str]]:
+    sizes: Counter[str] = Counter()
+    for size, category, frames in blocks:
+        ours = [f"{path.rpartition('/')[2]}:{name}" for path, name in frames if "sft/" in path][:3]
+        sizes[f"{category} < {' < '.join(ours)}"] += size
+    return [(size, name) for name, size in sizes.most_common(14)]
+
+
+def _is_forward(frames: tuple[Frame, ...]) -> bool:
+    return any(name == "_forward_step" and path.endswith("mcore/engine.py") for path, name in frames)
+
+
+def _in(files: set[str], *endings: str) -> bool:
+    return any(path.endswith(endings) for path in files)

@@ -1,0 +1,43 @@
+"""Bytes of the storages of weights, gradients and optimizer states: what exists before a step and after it."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from sft.mcore.optimizer.offload import adam_instances
+from tests.allocations.categories import GRADIENTS, OPTIMIZER, WEIGHTS
+
+
+def standing_bytes(engine: Any, device_type: str) -> dict[str, int]:
+    """By category, of the storages on the device; call it after the first update, which makes the states.
+
+    In fp32, the weights are the optimizer's own.  A storage counts once, for the first of the three that has it.
+    """
+    parameters = [p for chunk in engine.chunks for p in chunk.parameters()]
+    tensors = {
+        WEIGHTS: parameters,
+        GRADIENTS: [p.main_grad for p in parameters if getattr(p, "main_grad", None) is not None],
+        OPTIMIZER: _of_optimizer(engine.optimizer),
+    }
+    seen, sizes = set[int](), Counter[str]()
+    for category, listed in tensors.items():
+        for tensor in _on(listed, device_type):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                sizes[category] += storage.nbytes()
+    return dict(sizes)
+
+
+def _of_optimizer(optimizer: Any) -> Iterator[Tensor]:
+    for adam in adam_instances(optimizer):
+        for group in adam.param_groups:
+            yield from group["params"]
+        for state in adam.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _on(tensors: Iterable[Tensor], device_type: str) -> Iterator[Tensor]:
+    return (tensor for tensor in tensors if tensor.device.type == device_type and tensor.numel())

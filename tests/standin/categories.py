@@ -1,0 +1,133 @@
+"""Compares the bytes of torch's allocator at its peak, by category, with sft/estimate/memory.py, as JSON lines.
+
+    python -m tests.standin.categories                               all rows
+    python -m tests.standin.categories 1.7b:64k:one:selective@tp=2   rows as in memory_rows.py, and more kinds of layers
+
+Each row runs one rank, of the stage that needs most (one_rank.py).
+"""
+
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+import numpy as np
+
+from sft.config import Config
+from sft.estimate import memory
+from sft.parallel.layout import Layout
+from tests.allocations.compare import Comparison
+from tests.standin import build
+from tests.standin.memory_rows import KINDS, read
+from tools.bench.steps.trainer import documents_of
+
+_EXPERTS = [
+    *(f"model.moe.{key}={value}" for key, value in dict(num_experts=32, top_k=4, ffn_hidden_size=768).items()),
+    "model.moe.aux_loss_coef=1e-3",
+]
+_LINEAR = [
+    "model.linear_attention={layers: [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15, 17, 18, 19, 21, 22, 23, 25, 26, 27], "
+    "num_key_heads: 16, num_value_heads: 32, key_head_dim: 128, value_head_dim: 128}"
+]
+_LATENT = [
+    *("model.latent_attention.kv_lora_rank=512", "model.latent_attention.q_lora_rank=768"),
+    *("model.latent_attention.qk_nope_head_dim=128", "model.latent_attention.qk_rope_head_dim=64"),
+    *("model.latent_attention.v_head_dim=128", "model.head_dim=null", "model.num_query_groups=null"),
+    "model.qk_norm=false",
+]
+MORE_KINDS = {
+    "experts": _EXPERTS,
+    "linear": _LINEAR,
+    "latent": _LATENT,
+    "plainopt": ["parallel.distributed_optimizer=false"],
+}
+ROWS = (
+    "1.7b:32k:one:none",
+    "1.7b:64k:one:selective",
+    "1.7b:64k:one:full",
+    "1.7b:64k:one:full+tile4k",
+    "0.6b:128k:one:full+tile4k",
+    "4b:64k:one:selective+offload",
+    "0.6b:512k:one:full+offload",
+    "1.7b:64k:one:selective+lora16",
+    "1.7b:64k:one:full+lora16",
+    "1.7b:64k:one:selective+optim1",
+    "4b:128k:one:selective@cp=2",
+    "1.7b:256k:one:none@cp=8",
+    "4b:256k:one:full+tile4k@cp=4",
+    "4b:64k:one:selective@tp=2,sequence_parallel=true",
+    "4b:64k:one:none@tp=4,sequence_parallel=true",
+    "4b:64k:one:full@tp=2,sequence_parallel=true",
+    "4b:64k:one:selective@pp=2",
+    "4b:32k:one:none@pp=4,virtual_stages=3",
+    "1.7b:64k:one:selective@dp=2,plainopt",
+    "8b:64k:one:selective@cp=2,tp=2,sequence_parallel=true,dp=2",
+    "0.6b:64k:one:none@experts",
+    "0.6b:64k:one:selective@experts,ep=4,dp=4",
+    "0.6b:64k:one:full@experts,ep=4,dp=2,cp=2",
+    "1.7b:32k:one:none@experts,ep=2,dp=2",
+    "0.6b:64k:one:selective+offload@experts,ep=2,tp=2,sequence_parallel=true,dp=2",
+    "0.6b:64k:one:selective@linear",
+    "1.7b:32k:one:none@linear",
+    "1.7b:64k:one:full@linear,cp=2",
+    "0.6b:64k:one:selective@latent",
+    "1.7b:64k:one:full@latent,cp=2",
+    "1.7b:32k:one:none@latent,tp=2,sequence_parallel=true",
+    "0.6b:64k:one:selective@windows,cp=2",
+    "0.6b:64k:one:full+tile4k@half,cp=2",
+    "0.6b:64k:one:selective@gemma3,cp=2",
+    "0.6b:16k:one:full@gemma2",
+    "8b:64k:one:selective@gpt_oss",
+)
+
+
+def in_this_process(config: Config, ranks: int, vocab: int, lengths: Any, name: str) -> dict[str, Any]:
+    """Counts and predicts one row."""
+    from sft.hf.trained_weights import trained_weights
+    from sft.run import environment
+    from tests.standin import one_rank
+
+    layout = Layout.resolve(config, ranks)
+    environment.prepare(config, layout)
+    trained = trained_weights(config, vocab)
+    expected = memory.estimate(config, layout, vocab, trained=trained)
+    rank = expected.stage * layout.tp * layout.cp * layout.dp
+    counted, host = one_rank.count(config, layout, vocab, rank=rank, lengths=lengths)
+    found = Comparison.of(name, ranks, counted, expected)
+    hosts = {"host": [round(host / 2**30, 2), round(expected.host / 2**30, 2)]} if expected.host else {}
+    return {**found.as_json(2**30), **hosts, "stage": expected.stage}
+
+
+def of_row(name: str) -> dict[str, Any]:
+    KINDS.update(MORE_KINDS)
+    case, also, ranks = read(name)
+    seq_length, multiple, _ = documents_of(case, 1)
+    config = case.config("cuda", seq_length=seq_length, multiple=multiple, also=also)
+    lengths = np.asarray(documents_of(case, 4 * config.train.global_batch_size)[2])
+    return in_this_process(config, ranks, case.vocab, lengths, name)
+
+
+def main(names: list[str]) -> int:
+    """Counts one row after another in this process, because the imports take longest."""
+    if os.environ.get("LD_PRELOAD") is None:
+        os.environ.update(build.environment(build.library()))
+        _again(names)
+    names = names or list(ROWS)
+    for index, name in enumerate(names):
+        try:
+            print(json.dumps(of_row(name)), flush=True)
+        except Exception:
+            print(f"failed: {name}\n{traceback.format_exc()}", flush=True)
+            if names[index + 1 :]:
+                _again(names[index + 1 :])  # what a failed row has allocated ends with its process
+            return 1
+    return 0
+
+
+def _again(names: list[str]) -> None:
+    os.execv(sys.executable, [sys.executable, "-m", "tests.standin.categories", *names])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,126 @@
+"""One rank of any layout, in one process on the stand-in: groups have all ranks, and collectives do nothing.
+
+Kernels of the stand-in compute nothing either, so messages would change nothing that a rank allocates.  Two answers
+that other ranks or kernels would give are given here: what ranks gather as objects, and how many tokens experts get.
+"""
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from sft.config import Config
+from sft.config.model import ModelConfig
+from sft.data.loader import make_loader
+from sft.hf.trained_weights import trained_weights
+from sft.mcore import device as devices
+from sft.mcore import process_groups
+from sft.mcore.engine import Engine, release, weights_changed
+from sft.parallel.layout import Layout
+from tests.allocations import cuda
+from tests.allocations.categories import OTHER, Peak, peak
+from tests.allocations.standing import standing_bytes
+from tools.bench.steps.trainer import RandomCorpus
+
+STEPS = 2  # the first makes the optimizer states; the last is recorded
+
+
+def count(config: Config, layout: Layout, vocab_size: int, *, rank: int, lengths: Any) -> tuple[Peak, int]:
+    """The peak of the last step by category, by torch's allocator, and the bytes of page-locked memory.
+
+    rank: of the layout; lengths: tokens of documents, enough for all steps
+    """
+    with alone(config.model, layout, rank):
+        found = _count(config, layout, vocab_size, lengths)
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # the next row counts its own
+    return found
+
+
+def _count(config: Config, layout: Layout, vocab_size: int, lengths: Any) -> tuple[Peak, int]:
+    torch.cuda.reset_peak_host_memory_stats()
+    groups = process_groups.start(layout, devices.start("cuda"), seed=config.run.seed, timeout_s=300)
+    trained = trained_weights(config, vocab_size)
+    engine = Engine(config, layout, groups, vocab_size=vocab_size, num_steps=1000, trained=trained)
+    weights_changed(engine)
+    corpus: Any = RandomCorpus(lengths, vocab_size)
+    loader = make_loader(config, layout, corpus, pad_id=0, dp_rank=groups.dp_rank, cp_rank=groups.cp_rank)
+
+    def step(index: int) -> None:
+        engine.train_step(loader.microbatches(index))
+
+    for index in range(STEPS - 1):
+        step(index)
+    standing = standing_bytes(engine, "cuda")
+    standing[OTHER] = torch.cuda.memory_allocated() - sum(standing.values())
+    events = cuda.events_of(lambda: step(STEPS - 1))
+    host = int(torch.cuda.host_memory_stats()["allocated_bytes.peak"])
+    process_groups.stop()
+    release(engine)
+    return peak(events, standing), host
+
+
+@contextmanager
+def alone(model: ModelConfig, layout: Layout, rank: int) -> Iterator[None]:
+    """This process is `rank` of the layout's ranks."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+    new_group = dist.new_group
+
+    def of_nothing(*given: Any, **how: Any) -> Any:
+        return new_group(*given, **{**how, "backend": "fake"})
+
+    def all_gather_object(objects: list[Any], obj: Any, group: Any = None) -> None:
+        objects[:] = [obj] * len(objects)
+
+    with mock.patch.multiple(dist, new_group=of_nothing, all_gather_object=all_gather_object):
+        if model.moe.num_experts is None:
+            yield
+        else:
+            with _equal_shares(model.moe.num_experts, model.moe.top_k or 1):
+                yield
+
+
+@contextmanager
+def _equal_shares(num_experts: int, top_k: int) -> Iterator[None]:
+    """All experts get the same number of tokens: those that a kernel would count, and those that it would select."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    preprocess = MoEAlltoAllTokenDispatcher.preprocess
+
+    def with_counts(self: Any, routing_map: torch.Tensor) -> torch.Tensor:
+        counts = preprocess(self, routing_map)
+        sent = routing_map.shape[0] * top_k // num_experts  # tokens that a rank sends to an expert
+        assert sent * num_experts == routing_map.shape[0] * top_k
+        sources = self.ep_size * self.tp_size
+        if sources > 1:
+            to_rank = sent * self.num_local_experts
+            _write(self.input_splits, to_rank)
+            _write(self.output_splits, to_rank)
+            _write(self.output_splits_tp, to_rank * self.ep_size)
+        if self.num_local_experts > 1:
+            _write(self.num_global_tokens_per_local_expert, sent)
+        return _write(counts, sent * sources)
+
+    def masked_select(numbers: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return numbers.new_empty(mask.numel() // num_experts * top_k)  # the mask is [experts, tokens]
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("masked_select", masked_select, "CUDA")
+    try:
+        with mock.patch.object(MoEAlltoAllTokenDispatcher, "preprocess", with_counts):
+            yield
+    finally:
+        library._destroy()
+
+
+def _write(counts: torch.Tensor, number: int) -> torch.Tensor:
+    """Sets all counts on the device by a copy, which the stand-in does, and not by a kernel."""
+    return counts.copy_(torch.full_like(counts, number, device="cpu"))

@@ -1,0 +1,72 @@
+"""Builds the planner's best proposals on the stand-in, and compares the peak of a step with the prediction.
+
+    python -m tests.standin.proposals          the 12 cases of tests/unit/test_planner_golden.py, as JSON lines
+    python -m tests.standin.proposals 0 3      cases by number
+
+Each case builds the whole layout of the proposal, with all its GPUs, as seen by one rank of the stage that needs most
+(one_rank.py).  A step has fewer packs than the proposal: one for each rank of dp, and 2 x pp with a pipeline.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sft.parallel.layout import Layout
+from tests.standin import build, categories
+
+
+def of_case(number: int) -> dict[str, Any]:
+    from sft.planner.search import Search
+    from tests.unit.fixtures.tasks import task_of
+    from tests.unit.test_planner_golden import CASES, line
+
+    model, length, num_gpus, gpu, is_lora = CASES[number]
+    _, task = task_of(model, length, gpu=gpu, is_lora=is_lora)
+    best = Search(task, num_gpus).best(1)[0]
+    config, layout = best.config, best.layout
+    packs = layout.dp * (2 * layout.pp if layout.pp > 1 else 1)
+    sections = {
+        "train": {"global_batch_size": packs},
+        "attention": {"backend": "portable"},
+        "run": {"device": "cuda"},
+    }
+    smaller = config.model_copy(
+        update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    )
+    assert Layout.resolve(smaller, num_gpus).dp == layout.dp
+    lengths = np.full(4 * packs, length)
+    name = line(model, length, f"{num_gpus} {gpu}", is_lora, best)
+    return {"case": number, **categories.in_this_process(smaller, num_gpus, task.vocab_size, lengths, name)}
+
+
+def main(words: list[str]) -> int:
+    if os.environ.get("LD_PRELOAD") is None:
+        os.environ.update(build.environment(build.library()))
+        os.environ["STANDIN_BYTES"] = str(300 * 10**9)
+        os.execv(sys.executable, [sys.executable, "-m", "tests.standin.proposals", *words])
+    from tests.unit.conftest import RELEASED
+    from tests.unit.fixtures import hf
+
+    numbers, is_good = [int(word) for word in words] or list(range(12)), True
+    with tempfile.TemporaryDirectory() as folder:
+        for name, file in RELEASED.items():
+            Path(folder, name).mkdir(parents=True)
+            Path(folder, name, "config.json").write_text(json.dumps(hf.released(file)))
+        os.chdir(folder)
+        for number in numbers:
+            try:
+                print(json.dumps(of_case(number)), flush=True)
+            except Exception:
+                print(f"failed: {number}\n{traceback.format_exc()}", flush=True)
+                is_good = False
+    return 0 if is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

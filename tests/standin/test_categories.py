@@ -1,0 +1,38 @@
+"""The predicted memory of a step against the bytes that torch's CUDA allocator counts, in total and by category; and
+the planner's proposals, which must stay below the predicted peak and a little more."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.standin import categories, launch
+
+QUICK = (
+    "1.7b:64k:one:selective",
+    "1.7b:64k:one:full+tile4k",
+    "0.6b:64k:one:selective@experts,ep=4,dp=4",
+    "8b:64k:one:selective@cp=2,tp=2,sequence_parallel=true,dp=2",
+)
+ABOVE = 0.05  # of the predicted peak, by which a proposal's may exceed it
+
+
+def _lines(module: str, *words: str, timeout_s: float) -> list[dict[str, Any]]:
+    process = launch.start(module, *words)
+    said = launch.finish(process, timeout_s)
+    assert process.returncode == 0, said[-6000:]
+    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("rows", [QUICK, pytest.param(categories.ROWS, marks=pytest.mark.grid)], ids=["quick", "all"])
+def test_counted_bytes_are_predicted(rows: tuple[str, ...]) -> None:
+    found = _lines("tests.standin.categories", *rows, timeout_s=240 if rows is QUICK else 1800)
+    assert [row["row"] for row in found] == list(rows)
+    assert {row["row"]: row["misses"] for row in found if row["misses"]} == {}
+
+
+@pytest.mark.parametrize("numbers", [(1, 6), pytest.param(tuple(range(12)), marks=pytest.mark.grid)])
+def test_proposals_stay_below_the_predicted_peak(numbers: tuple[int, ...]) -> None:
+    found = _lines("tests.standin.proposals", *map(str, numbers), timeout_s=240 if len(numbers) < 12 else 1800)
+    assert [row["case"] for row in found] == list(numbers)
+    assert {row["row"]: row["ratio"] for row in found if row["ratio"] > 1 + ABOVE} == {}

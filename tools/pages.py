@@ -38,6 +38,7 @@ DRAWN_BY_HAND: Mapping[str, str] = {
     "layouts.svg": "python -m tools.plot_layouts",
     "inspect.png": "sft data inspect",
     "plan.png": "sft plan",
+    "retrieval.png": "sft plot",
 }
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from sft.adapters import EMBEDDING, HEAD, Trained
 from sft.config import ModelConfig
+from sft.config.layer_kinds import attention_widths, of_kind
 from sft.config.model import LayerKind
 
 ASSUMED_TFLOPS = 989.0  # dense bf16 peak of an H100 SXM, if log.peak_tflops is null
@@ -88,7 +89,7 @@ class LayerParameters:
             routers = hidden * (moe.num_experts + moe.shared_gate)
             expert = 3 * hidden * model.resolved_expert_ffn
             expert_biases = (2 * model.resolved_expert_ffn + hidden) * model.mlp_bias
-            whole_biases += moe.num_experts * moe.router_bias
+            whole_biases += moe.num_experts * moe.router_bias + (hidden + moe.num_experts) * moe.own_norms
         return LayerParameters(
             split=matrices + split_biases - mixer.duplicated,
             whole=mixer.duplicated + model.num_layer_norms * hidden + routers + whole_biases,
@@ -128,8 +129,8 @@ def mtp_layers_of(model: ModelConfig) -> list[tuple[LayerParameters, int]]:
 def _layers_of(model: ModelConfig) -> list[tuple[LayerParameters, int]]:
     numbers = range(1, model.num_layers + 1)
     kinds = Counter((model.kind_of(number), model.has_experts(number)) for number in numbers)
-    dense = model.without_experts
-    return [(LayerParameters.of(model if has else dense, kind), number) for (kind, has), number in kinds.items()]
+    of_kinds = [(of_kind(model, kind), kind, has, number) for (kind, has), number in kinds.items()]
+    return [(LayerParameters.of(m if has else m.without_experts, kind), number) for m, kind, has, number in of_kinds]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +153,8 @@ def _attention(model: ModelConfig) -> _Mixer:
     queries, keys = model.num_attention_heads * width, model.resolved_query_groups * width
     normed = queries + keys if model.qk_norm_across_heads else 2 * width
     return _Mixer(
-        matrices=hidden * (2 * queries + 2 * keys + queries * model.attention_output_gate),
+        matrices=hidden
+        * (2 * queries + model.full_attention.num_kv_projections * keys + queries * model.attention_output_gate),
         split=(queries + 2 * keys) * model.qkv_bias + model.num_attention_heads * model.attention_sinks,
         whole=normed * model.qk_norm + hidden * model.attention_output_bias,
     )
@@ -205,13 +207,13 @@ class AttentionCost:
     @staticmethod
     def of(model: ModelConfig) -> "AttentionCost":
         """Llama 8B -> AttentionCost(53,248); with a window of 4,096 in half of the layers 106,496 and 106,496"""
-        queries = model.attention_width
-        of_layers, num_window = sum(_products(model)), model.num_window_layers
-        num_full = model.num_layers + model.has_mtp - num_window - len(model.linear_attention.layers)
+        of_layers = sum(_products(model))
+        full, windows = attention_widths(model).values()
+        full += model.attention_width * model.has_mtp
         return AttentionCost(
-            crossover=of_layers / (num_full * queries) if num_full else math.inf,
+            crossover=of_layers / full if full else math.inf,
             window=model.sliding_window,
-            window_crossover=of_layers / (num_window * queries) if num_window else math.inf,
+            window_crossover=of_layers / windows if windows else math.inf,
         )
 
     def __call__(self, lengths: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from sft.config.full_attention import FullAttentionConfig
 from sft.config.latent_attention import LatentAttentionConfig
 from sft.config.linear_attention import LinearAttentionConfig
 from sft.config.moe import MoeConfig
@@ -14,7 +15,7 @@ from sft.config.section import UNREPORTED, Path, Positive, Section, divisors
 
 # Switches and numbers of YAML 1.1 and Python that YAML 1.2 reads as text: yes, off, None, 010, 1_000, 1:30.
 RANDOM = "random"  # of init_from; a folder of this name is ./random
-LayerKind = Literal["full attention", "linear attention"]
+LayerKind = Literal["full attention", "window attention", "linear attention"]
 _LOOKALIKE = re.compile(r"(?i:y|n|yes|no|on|off|none|true|false)|[-+]?[0-9][0-9_:.xobA-Fa-f]*")
 
 
@@ -49,6 +50,8 @@ class ModelConfig(Section):
     """RMSNorm on queries and keys, per head (Qwen3) unless qk_norm_across_heads."""
     qk_norm_across_heads: bool = False
     """true: one RMSNorm over all query heads of a token, and one over all its key heads (Olmo 2).  Needs qk_norm."""
+    value_norm: bool = False
+    """RMSNorm without a weight on values, per head (Gemma 4)."""
     qkv_bias: bool = False
     """Bias on the query, key and value projections (Qwen2)."""
     attention_output_bias: bool = False
@@ -65,6 +68,8 @@ class ModelConfig(Section):
     """Round embedding_multiplier to the precision of the weights (Gemma: in bf16 sqrt(5376) = 73.32 is 73.5)."""
     residual_multiplier: Annotated[float, Field(gt=0.0)] = 1.0
     """Factor on the outputs of attention and MLP before they are added to the residual stream (Granite)."""
+    layer_scalar: bool = False
+    """The output of each layer is multiplied by a number that comes with the weights and is not trained (Gemma 4)."""
     attention_multiplier: Annotated[float, Field(gt=0.0)] | None = None
     """Factor on query-key products (Granite); null means 1 / sqrt(head_dim)."""
     logits_scaling: Annotated[float, Field(gt=0.0)] = 1.0
@@ -77,6 +82,8 @@ class ModelConfig(Section):
     """Size w of the sliding window: a token attends to itself and to the w - 1 tokens before it; null: no window."""
     sliding_window_layers: list[Positive] | None = None
     """Layers with a sliding window, counted from 1; null means all layers, if sliding_window is set."""
+    full_attention: FullAttentionConfig = FullAttentionConfig()
+    """Sizes of layers without a sliding window, where they differ from those of layers with one."""
     attention_softcap: Annotated[float, Field(gt=0.0)] | None = None
     """Limit of attention scores: softcap * tanh(score / softcap) (Gemma 2); null means no limit."""
     attention_output_gate: bool = False
@@ -145,6 +152,13 @@ class ModelConfig(Section):
         if linear and self.norm_placement != "pre":
             yield "norm_placement", "must be pre with linear_attention.layers"
         yield from self.latent_attention.conflicts_with(self)
+        yield from self.full_attention.conflicts_with(self)
+        if self.moe.own_norms and self.norm_placement != "both":
+            yield "moe.own_norms", "needs norm_placement = both, whose norm on the output follows those of its parts"
+        if self.value_norm and self.latent_attention.is_used:
+            yield "value_norm", "is not supported with latent_attention; use false"
+        if self.rope.is_proportional and self.latent_attention.is_used:
+            yield "rope.scaling", "must not be proportional with latent_attention; use none or yarn"
         if self.rope.mscale_all_dim is not None and not self.latent_attention.is_used:
             yield "rope.mscale_all_dim", "has no effect without latent_attention.kv_lora_rank; use null"
         for name, value in self.megatron.items():
@@ -159,8 +173,8 @@ class ModelConfig(Section):
                 yield name, f"has no effect with activation = {self.activation}; use null"
             elif is_read and not is_set:
                 yield name, "is required with activation = clamped_swiglu (gpt-oss: limit 7, alpha 1.702)"
-        if self.activation != "swiglu" and self.moe.shared_ffn_hidden_size is not None:
-            yield "activation", "must be swiglu with moe.shared_ffn_hidden_size: a shared expert computes nothing else"
+        if self.activation == "clamped_swiglu" and self.moe.shared_ffn_hidden_size is not None:
+            yield "activation", "must be swiglu or geglu with moe.shared_ffn_hidden_size"
 
     @property
     def resolved_head_dim(self) -> int:
@@ -181,8 +195,10 @@ class ModelConfig(Section):
 
     @property
     def rotary_dim(self) -> int:
-        """Numbers of a head that are rotated."""
+        """Numbers of a head that are rotated; of proportional positions all, some of them by an angle of 0."""
         latent = self.latent_attention
+        if self.rope.is_proportional:
+            return self.resolved_head_dim
         return latent.qk_rope_head_dim if latent.is_used else int(self.resolved_head_dim * self.rope.fraction)
 
     @property
@@ -197,7 +213,9 @@ class ModelConfig(Section):
 
     def kind_of(self, layer_number: int) -> LayerKind:
         """The kind of a layer, counted from 1."""
-        return "linear attention" if layer_number in self.linear_attention.layers else "full attention"
+        if layer_number in self.linear_attention.layers:
+            return "linear attention"
+        return "full attention" if self.window_of(layer_number) is None else "window attention"
 
     def has_experts(self, layer_number: int) -> bool:
         """Whether a layer, counted from 1, has experts in place of an MLP."""
@@ -211,7 +229,7 @@ class ModelConfig(Section):
     @property
     def stacks_layers(self) -> bool:
         """Whether a checkpoint has one tensor for the same weight of all layers: only if all are of one kind."""
-        return not self.linear_attention.layers and not self.moe.dense_layers
+        return not (self.linear_attention.layers or self.moe.dense_layers or self.full_attention.is_used)
 
     @property
     def num_window_layers(self) -> int:
@@ -231,19 +249,24 @@ class ModelConfig(Section):
             "model.linear_attention": bool(self.linear_attention.layers),
             "model.latent_attention": self.latent_attention.is_used,
             "model.rope.interleaved": self.rope.interleaved,
+            "model.rope.scaling = proportional": self.rope.is_proportional,
+            "model.full_attention": self.full_attention.is_used,
+            "model.value_norm": self.value_norm,
+            "model.layer_scalar": self.layer_scalar,
             "model.attention_softcap": self.attention_softcap is not None,
             f"model.activation = {self.activation}": self.activation != "swiglu",
             "model.attention_sinks": self.attention_sinks,
             "model.attention_output_bias": self.attention_output_bias,
             "model.mlp_bias": self.mlp_bias,
             "model.moe.router_bias": self.moe.router_bias,
+            "model.moe.own_norms": self.moe.own_norms,
         }
         return ", ".join(key for key, is_used in kinds.items() if is_used) or None
 
     @property
     def num_layer_norms(self) -> int:
-        """Norms on hidden states in a layer."""
-        return 4 if self.norm_placement == "both" else 2
+        """Norms on hidden states in a layer that have weights."""
+        return (4 if self.norm_placement == "both" else 2) + 3 * self.moe.own_norms
 
     @property
     def resolved_expert_ffn(self) -> int:

@@ -21,6 +21,9 @@ class MoeConfig(Section):
     """Width of the shared expert, an MLP that every token goes to (Qwen2-MoE); null means no shared expert."""
     shared_gate: bool = False
     """Multiply the output of the shared expert by sigmoid(gate), the product of the token and a learned vector."""
+    own_norms: bool = False
+    """Router, shared expert and experts each have a norm of the residual stream, and the last two have norms on their
+    outputs.  The router scales its input, and the weight of each expert, by learned numbers (Gemma 4)."""
     normalize_top_k: bool = True
     """true: the weights of a token's experts sum to 1 (Mixtral, Qwen3).  false: the scores themselves."""
     score_function: Literal["softmax", "sigmoid"] = "softmax"
@@ -56,6 +59,12 @@ class MoeConfig(Section):
             yield "top_k", f"is more than num_experts = {experts}"
         if self.shared_gate and experts is not None and self.shared_ffn_hidden_size is None:
             yield "shared_gate", "has no effect without shared_ffn_hidden_size"
+        if self.own_norms and experts is not None:
+            if self.shared_ffn_hidden_size is None:
+                yield "own_norms", "needs shared_ffn_hidden_size, the MLP that experts are added to"
+            for name in ("shared_gate", "router_bias", "correction_bias"):
+                if getattr(self, name):
+                    yield name, "is not supported with own_norms: no released model has both"
         if top_k == 1 and self.normalize_top_k:
             yield "normalize_top_k", "= true makes all weights 1 with top_k = 1; use false, or a larger top_k"
         if experts is not None:

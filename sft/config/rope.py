@@ -14,10 +14,11 @@ class RopeConfig(Section):
     """Base period (theta) of the rotary embedding."""
     fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Part of each head that is rotated, from its first number on (Qwen3-Next: 0.25)."""
-    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
-    """Method that changes the frequencies for contexts beyond `original_max_position`."""
+    scaling: Literal["none", "linear", "llama3", "yarn", "proportional"] = "none"
+    """Method that changes the frequencies for contexts beyond `original_max_position`; or proportional (Gemma 4): those
+    of whole heads, of which all above `fraction` are 0.  Layers with a window_base then rotate whole heads."""
     factor: Annotated[float, Field(ge=1.0)] = 1.0
-    """Context extension factor: 1 with scaling none, above 1 with every other scaling."""
+    """Context extension factor: 1 with scaling none or proportional, above 1 with every other scaling."""
     original_max_position: Positive | None = None
     """Context length of the model before scaling; required by llama3 and yarn."""
     low_freq_factor: Annotated[float, Field(gt=0.0)] = 1.0
@@ -48,7 +49,12 @@ class RopeConfig(Section):
         """The positions of layers with a sliding window, if they have a base of their own."""
         if self.window_base is None:
             return None
-        return RopeConfig(base=self.window_base, fraction=self.fraction, interleaved=self.interleaved)
+        fraction = 1.0 if self.is_proportional else self.fraction
+        return RopeConfig(base=self.window_base, fraction=fraction, interleaved=self.interleaved)
+
+    @property
+    def is_proportional(self) -> bool:
+        return self.scaling == "proportional"
 
     @property
     def mscale(self) -> float:
@@ -61,15 +67,17 @@ class RopeConfig(Section):
         return (factor * (step * (self.mscale_all_dim or 0.0) + 1.0) - 1.0) / step
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        plain = self.scaling == "none"
+        plain = self.scaling in ("none", "proportional")
         if plain and self.factor != 1.0:
-            yield "factor", "has no effect with scaling = none; use linear, llama3 or yarn"
+            yield "factor", f"has no effect with scaling = {self.scaling}; use linear, llama3 or yarn"
         if not plain and self.factor == 1.0:
             yield "factor", f"must be above 1 for {self.scaling} scaling"
         if self.original_max_position is None and self.scaling in ("llama3", "yarn"):
             yield "original_max_position", f"is required with scaling = {self.scaling} (context length before scaling)"
         if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             yield "high_freq_factor", f"must be above low_freq_factor = {self.low_freq_factor}"
+        if self.is_proportional and self.interleaved:
+            yield "interleaved", "is not supported with scaling = proportional; use false"
         if self.scaling != "yarn" and not self.truncate:
             yield "truncate", "= false has no effect without scaling = yarn"
         if self.scaling == "yarn" and self.beta_fast < self.beta_slow:  # equal in Kimi-K2: no ramp between

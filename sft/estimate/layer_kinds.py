@@ -3,6 +3,7 @@
 from collections import Counter
 
 from sft.config import ModelConfig
+from sft.config.layer_kinds import of_kind
 
 PLAIN = "full attention"
 
@@ -21,6 +22,10 @@ def _kind(model: ModelConfig, number: int) -> str:
     if number in model.linear_attention.layers:
         return "linear attention"
     kind = PLAIN if window is None else f"windows of {window:,} tokens"
+    if window is None and model.full_attention.is_used:
+        own = of_kind(model, "full attention")
+        values = ", which are also values" if own.full_attention.keys_as_values else ""
+        return f"{kind} of {own.resolved_query_groups} keys of {own.resolved_head_dim}{values}"
     if window is not None and model.rope.window_base is not None:
         return f"{kind} and rope.base {model.rope.window_base:g}"
     return f"{kind} without rotary positions" if number in model.rope.skip_layers else kind
@@ -29,6 +34,8 @@ def _kind(model: ModelConfig, number: int) -> str:
 def _marks(model: ModelConfig) -> list[str]:
     marks = {
         f"the first {model.moe.dense_layers} without experts": bool(model.moe.dense_layers),
+        "experts added to an MLP, with norms of their own": model.moe.own_norms,
+        "a scalar for each layer": model.layer_scalar,
         "attention sinks": model.attention_sinks,
         f"attention scores capped at {model.attention_softcap}": model.attention_softcap is not None,
         f"logits capped at {model.logits_softcap}": model.logits_softcap is not None,

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from sft.adapters import EMBEDDING, HEAD, AdaptedWeight, Trained, Weight
 from sft.config import ModelConfig
+from sft.config.layer_kinds import of_kind
 from sft.config.model import LayerKind
 
 # Parts of latent attention: products that every rank of tp computes, and the one that makes keys of latents.
@@ -38,7 +39,7 @@ def matrices(model: ModelConfig, kind: LayerKind) -> list[Matrix]:
         listed += _latent_attention(model)
     else:
         queries = model.num_attention_heads * model.resolved_head_dim
-        pairs = 2 * model.resolved_query_groups * model.resolved_head_dim
+        pairs = model.full_attention.num_kv_projections * model.resolved_query_groups * model.resolved_head_dim
         rows = queries * (2 if model.attention_output_gate else 1) + pairs
         listed += [
             Matrix("attention", rows, hidden, "rows", "self_attention.linear_qkv."),
@@ -118,7 +119,8 @@ class ModelProducts:
         of_kinds = [
             (matrix, numbers)
             for (kind, has_experts), numbers in layers.items()
-            for matrix in matrices(model if has_experts else model.without_experts, kind)
+            for own in [of_kind(model, kind)]
+            for matrix in matrices(own if has_experts else own.without_experts, kind)
         ]
         if trained.whole is None:
             return ModelProducts(weights=tuple(LayerWeights(matrix, len(numbers)) for matrix, numbers in of_kinds))

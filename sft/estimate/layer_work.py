@@ -5,19 +5,27 @@ attention         causal FLOPs of each document / the rate of the document's tok
 elementwise       bytes that norms, rotary positions, activations and residual sums read and write / bandwidth
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from sft.config import Config
+from sft.config import Config, ModelConfig
+from sft.config.layer_kinds import of_kind
+from sft.config.model import LayerKind
 from sft.estimate.constants import Constants
 from sft.estimate.lengths import Lengths
 from sft.estimate.products import Product, attention_flops
 from sft.estimate.saved_by_layer import kinds_of
+from sft.mcore.attention.activation_bytes import MAX_FLASH_HEAD
 from sft.parallel.layout import Layout
 
 GRADIENT_SUM_BYTES = 10  # per parameter and microbatch: a bf16 gradient is read, its fp32 sum read and written
+
+# Plain torch computes attention in fp32, outside of tensor cores: at most 67 of an H100's 989 TFLOP/s, of which tiles
+# may reach a half.  Assumed, not measured; the flash kernel has 0.27 to 0.36 of the peak.
+PLAIN_SLOWDOWN = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +94,16 @@ class LayerWork:
         backward = constants.portable_backward if self.is_portable else constants.attention_backward
         total = [0.0, 0.0]
         for length, count, cp_size in zip(tokens.tolist(), counts.tolist(), cp_sizes(layout, tokens, self.config)):
-            for keys, flops in attention_flops(self.config.model, length):
-                size, of_rank = min(length / cp_size, keys), flops * share * count
+            for kind, keys, flops in attention_flops(self.config.model, length):
+                size, of_rank = min(length / cp_size, keys), flops * share * count * self._slowdown(kind)
                 total[0] += of_rank / (forward.at(size) * 1e12)
                 total[1] += 2 * of_rank / (backward.at(size) * 1e12)
         return total[0], total[1]
+
+    def _slowdown(self, kind: LayerKind) -> float:
+        """How many times as long attention of this kind of layer takes as the portable backend's flash kernel."""
+        has_flash = of_kind(self.config.model, kind).resolved_head_dim <= MAX_FLASH_HEAD
+        return 1.0 if has_flash or not self.is_portable or self.constants.gpu == "cpu" else PLAIN_SLOWDOWN
 
     def _states(self) -> float:
         """Seconds of the delta rule forward."""
@@ -107,7 +120,8 @@ class LayerWork:
         width = 2 if self.config.run.precision == "bf16" else 4
         sequence = layout.tp if layout.sequence_parallel else 1
         hidden = (2 * model.num_layer_norms + 6) * model.hidden_size / sequence
-        rotated = (model.num_attention_heads + model.resolved_query_groups) * model.resolved_head_dim
+        kinds = Counter(model.kind_of(number + 1) for number in range(model.num_layers))
+        rotated = sum(_rotated(of_kind(model, kind)) * layers for kind, layers in kinds.items()) / model.num_layers
         heads = rotated * (2 + 2 * model.qk_norm) / layout.tp
         ffn = 3 * model.ffn_hidden_size / layout.tp
         if model.moe.num_experts is not None:
@@ -134,6 +148,11 @@ class LayerWork:
         num_bytes = fraction * of_token * pack / self.layout.cp / self.layout.pp
         copied = num_bytes / (self.constants.pcie_gb_s.value * 1e9)
         return max(0.0, copied - forward_s) + max(0.0, copied - backward_s)
+
+
+def _rotated(model: ModelConfig) -> int:
+    """Numbers in the queries and keys of a token in one layer."""
+    return (model.num_attention_heads + model.resolved_query_groups) * model.resolved_head_dim
 
 
 def uses_portable(config: Config) -> bool:

@@ -196,7 +196,7 @@ def _stage(
         stage=stage,
         **_state(config, layout, vocab_size, stage, rank.width, trained),
         layers=layers + block[0],
-        ends=max(kind.backend.rotary(pack) for kind in kinds),
+        ends=(sum if model.full_attention.is_used else max)(kind.backend.rotary(pack) for kind in kinds),
         mlp=max(_mlp_backward(config, kind, tokens) for kind in kinds) + 2 * hidden + matrix + table,
         attention=local + 2 * hidden + matrix + table,
         gathered=gathered,

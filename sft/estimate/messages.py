@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from sft.config import Config, ModelConfig
+from sft.config.layer_kinds import of_kind
 from sft.estimate.constants import Constants
 from sft.estimate.layer_work import Seconds, cp_sizes, uses_portable
 from sft.estimate.lengths import Lengths
@@ -132,7 +133,8 @@ class Messages:
         if uses_portable(self.config):  # of the head groups, the messages of all but one hide
             if self.config.model.latent_attention.is_used:  # keys of all heads are made of what comes first
                 return messages_s
-            groups = num_head_groups(self.config.model.resolved_query_groups // self.layout.tp)
+            full = of_kind(self.config.model, "full attention")
+            groups = num_head_groups(full.resolved_query_groups // self.layout.tp)
             first = messages_s / groups
             return first + unhidden(self.constants, messages_s - first, attention_s)
         if parallel.cp_comm == "all_gather":

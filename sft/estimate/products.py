@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from sft.config import Config, ModelConfig
+from sft.config.layer_kinds import attention_widths
+from sft.config.model import LayerKind
 from sft.estimate.layer_weights import DUPLICATED, EXPANDED, LayerWeights, ModelProducts
 from sft.parallel.layout import Layout, padded_vocab_size
 
@@ -125,21 +127,18 @@ def _repeated(config: Config, part: str) -> float:
     return repeated
 
 
-def attention_flops(model: ModelConfig, length: float) -> Iterator[tuple[float, float]]:
+def attention_flops(model: ModelConfig, length: float) -> Iterator[tuple[LayerKind, float, float]]:
     """The FLOPs of causal attention over one document, forward, of all layers without a window and of all with one.
 
-    Each with the number of keys of the last query.  Backward has twice the FLOPs; kernels that compute the scores again
-    execute 5 products there instead of 4.
+    Each with the kind of its layers and the number of keys of the last query.  Backward has twice the FLOPs; kernels
+    that compute the scores again execute 5 products there instead of 4.
 
-    1 layer, 2 heads of 3, 10 tokens: a query sees 5 keys on average, 10 x 5 x 2 x 2 x 6 -> (10, 1200)
+    1 layer, 2 heads of 3, 10 tokens: a query sees 5 keys on average, 10 x 5 x 2 x 2 x 6 -> ("full attention", 10, 1200)
     """
-    queries = model.attention_width
-    num_window = model.num_window_layers
-    num_full = model.num_layers - num_window - len(model.linear_attention.layers)
-    for number, window in ((num_full, None), (num_window, model.sliding_window)):
-        if number:
-            keys = length if window is None else min(length, window)
-            yield keys, 2.0 * queries * keys * (2 * length - keys) * number
+    for kind, queries in attention_widths(model).items():
+        if queries:
+            keys = length if kind == "full attention" else min(length, model.sliding_window or length)
+            yield kind, keys, 2.0 * queries * keys * (2 * length - keys)
 
 
 def head_product(config: Config, layout: Layout, of_model: ModelProducts, vocab_size: int, labels: float) -> Product:

@@ -7,6 +7,7 @@ chooses those that train.recompute and train.mlp_tile leave; sft/estimate/memory
 from dataclasses import dataclass, replace
 
 from sft.config import Config
+from sft.config.layer_kinds import SOFTMAX, num_layers_of, of_kind
 from sft.mcore import model_bytes
 from sft.mcore.attention.activation_bytes import AttentionBytes
 from sft.mcore.latent_attention.activation_bytes import softmax_attention_bytes
@@ -91,13 +92,18 @@ class LayerKind:
 
 
 def kinds_of(config: Config, layout: Layout, pack: float) -> list[LayerKind]:
-    num_linear = len(config.model.linear_attention.layers)
-    num_dense = config.model.moe.dense_layers
-    num_full = config.model.num_layers - num_linear - num_dense
+    model = config.model
+    num_linear, num_dense = len(model.linear_attention.layers), model.moe.dense_layers
+    num_full = model.num_layers - num_linear - num_dense
     full = softmax_attention_bytes(config, layout)
+    if model.full_attention.is_used:
+        numbers = {kind: num_layers_of(model, kind) for kind in SOFTMAX}
+        return [
+            LayerKind.of(replace(full, model=of_kind(model, kind)), number, config) for kind, number in numbers.items()
+        ]
     kinds = [LayerKind.of(full, num_full, config)] if num_full else []
     if num_dense:
-        kinds.append(LayerKind.of(replace(full, model=config.model.without_experts), num_dense, config))
+        kinds.append(LayerKind.of(replace(full, model=model.without_experts), num_dense, config))
     if num_linear:
         kinds.append(LayerKind.of(LinearAttentionBytes.of(config, layout, pack), num_linear, config))
     return kinds

@@ -225,6 +225,7 @@ def _options(content: Mapping[str, Any], family: Family) -> list[str]:
         value = content.get(name, family.defaults.get(name, allowed[0]))
         if not any(value == option and isinstance(value, bool) == isinstance(option, bool) for option in allowed):
             absent = "" if name in content else " (the default of transformers)"
+            absent += f", {family.lacks[name]}," if name in family.lacks else ""
             shown = json.dumps(value)
             problems.append(
                 f"{name} = {shown if len(shown) <= 80 else shown[:77] + '...'}{absent} is not supported, only "
@@ -267,7 +268,10 @@ def _resolved(model: ModelConfig, vocab_size: int, family: Family) -> dict[str, 
         "vocab_size": model.vocab_size or vocab_size,
         "moe.ffn_hidden_size": model.resolved_expert_ffn,
     }
-    if "moe.ffn_hidden_size" not in family.keys:  # a family without this key has one MLP width only
+    if "moe.ffn_hidden_size" not in {
+        *family.keys,
+        *family.computed,
+    }:  # a family without this key has one MLP width only
         derived["ffn_hidden_size"] = model.resolved_expert_ffn
     keys = (*family.keys, *family.computed)
     own = {key: derived[key] if key in derived else attrgetter(key)(model) for key in keys}

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from sft.config import ModelConfig
+from sft.config.layer_kinds import of_kind
 from sft.config.model import LayerKind
 from sft.hf.model_keys import PLAIN, Computed
 from sft.hf.tensor_view import EXPERT, LAYER, HfTensor, HfView, View, sizes_of
@@ -159,14 +160,14 @@ class Family:
     rope_keys  key of `rope_parameters` that the family must have -> our key below `model.rope`
     aliases  key of config.json -> another name of the same key
     options  key of config.json -> the values that our model supports
+    lacks    key of `options` -> what our model lacks for other values
     scalings  kinds of scaled positions that transformers computes for this family
     other_rules  rules for other names or shapes under which files store the same model
     text_config  whether the keys of the language model stand in the group text_config of config.json
     has_mrope    whether rotary positions have sections for time, height and width, which are equal for text
     rope_fraction  partial_rotary_factor of a config.json that has none; None: the family rotates whole heads
     rope_width   key of the number of rotated numbers of a head, in a config.json without partial_rotary_factor
-    rope_by_layer_type  whether rope_parameters has a group for each type of layer, and scaled positions are those of
-        layers with full attention
+    rope_by_layer_type  whether rope_parameters has a group for each type of layer; that of full attention is scaled
     window_theta  the base of layers with a sliding window in a config.json without such groups: its key, and its value
         if the key is absent; None: as in other layers
     text_type    model_type in text_config, for a family whose language model may be of several types
@@ -185,6 +186,7 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    lacks: Mapping[str, str] = field(default_factory=dict)
     scalings: tuple[str, ...] = ("none", "linear", "llama3", "yarn")
     other_rules: tuple[tuple[Rule, ...], ...] = ()
     text_config: Literal["none", "required", "optional"] = "none"
@@ -247,9 +249,10 @@ class Family:
 
     def mappings(self, model: ModelConfig, vocab_size: int) -> Iterator[TensorMapping]:
         """Every tensor of the model: first those outside of layers, then layer by layer, expert by expert."""
-        sizes = sizes_of(model, vocab_size)
+        by_kind = {kind: sizes_of(of_kind(model, kind), vocab_size) for kind in get_args(LayerKind)}
         rules = self._rules(self.rules, model)
         for layer in (None, *range(model.num_layers)):
+            sizes = by_kind[model.kind_of((layer or 0) + 1)]
             for rule in rules:
                 if rule.in_layers is (layer is not None) and _has(model, layer, rule):
                     yield from _mappings_of(rule, layer, model, sizes)
@@ -289,16 +292,15 @@ def _mappings_of(
             stack_index=tuple(index for index, _ in numbered),
             sources=tuple(view.of(number, expert, sizes) for view in rule.views),
             form=rule.form,
-            num_groups=model.resolved_query_groups,
+            num_groups=sizes["g"],
             is_buffer=rule.is_buffer,
         )
 
 
 def _has(model: ModelConfig, layer: int | None, rule: Rule) -> bool:
-    if layer is None:
-        return True
-    mlp = "experts" if model.has_experts(layer + 1) else "dense"
-    return rule.kind in (None, model.kind_of(layer + 1)) and rule.mlp in (None, mlp)
+    number = (layer or 0) + 1
+    mlp = "experts" if model.has_experts(number) else "dense"
+    return layer is None or (rule.kind in (None, model.kind_of(number)) and rule.mlp in (None, mlp))
 
 
 def _of_layer(key: str, layer: int | None) -> str:

@@ -24,6 +24,7 @@ from sft.hf.tensor_view import HfView
 _WEIGHT = ".weight"
 _LAYERS = "decoder.layers."
 _IN_PROJ, _OUT_PROJ = "self_attention.in_proj.weight", "self_attention.out_proj.weight"  # of linear attention
+_ROUTER = "router.proj.weight"  # the router of Gemma 4, which is a Linear in transformers
 _SHARED_GATE = "shared_experts.gate_weight"
 _LINEARS = (
     "linear_qkv.weight",
@@ -83,11 +84,18 @@ def kinds_of(family: Family, model: ModelConfig) -> dict[str, str]:
 
 
 def _of_linears(family: Family, model: ModelConfig, vocab_size: int = 0) -> list[TensorMapping]:
-    return [mapping for mapping in family.mappings(model, vocab_size) if mapping.parameter.endswith(_LINEARS)]
+    """Those of the weights of Linears.  Most families' routers are no Linears in transformers."""
+    return [
+        mapping
+        for mapping in family.mappings(model, vocab_size)
+        if mapping.parameter.endswith(_LINEARS) or mapping.sources[0].name.endswith(_ROUTER)
+    ]
 
 
 def _kind(mapping: TensorMapping) -> str:
     """`linear`, `expert`, or the reason why the weight cannot have an adapter."""
+    if mapping.sources[0].name.endswith(_ROUTER):
+        return "the router multiplies with this weight in fp32, outside of a linear layer"
     if mapping.key.endswith(_SHARED_GATE):
         return "megatron-core multiplies with this weight outside of a linear layer"
     if mapping.expert is not None:

@@ -12,9 +12,13 @@ from sft.hf.hub import CONFIG, local_folder
 _USUAL = {
     "norm_placement": "pre",
     "norm_zero_centered": False,
+    "value_norm": False,
+    "layer_scalar": False,
+    "full_attention.is_used": False,
     "qk_norm_across_heads": False,
     "moe.shared_ffn_hidden_size": None,
     "moe.shared_gate": False,
+    "moe.own_norms": False,
     "moe.correction_bias": False,
     "moe.dense_layers": 0,
     "attention_output_gate": False,
@@ -28,12 +32,15 @@ def model_family(model: ModelConfig) -> Family | None:
         return architecture(read(folder), str(folder / CONFIG)).family
 
     def has_same_tensors(family: Family) -> bool:
+        may_have_experts = "moe.num_experts" in family.computed  # or none
         has_experts = (model.moe.num_experts is not None) == ("moe.num_experts" in family.keys)
         has_linear = bool(model.linear_attention.layers) == ("linear_attention.layers" in family.computed)
         has_latents = model.latent_attention.is_used == family.has_latents
-        usual = {key: value for key, value in _USUAL.items() if key not in {*family.keys, *family.computed}}
+        named = {*family.keys, *family.computed}
+        named |= {"full_attention.is_used"} if "full_attention.keys_as_values" in named else set()
+        usual = {key: value for key, value in _USUAL.items() if key not in named}
         return (
-            has_experts
+            (has_experts or may_have_experts)
             and has_linear
             and has_latents
             and all(attrgetter(key)(model) == value for key, value in (usual | dict(family.implied)).items())

@@ -24,7 +24,8 @@ class Computed:
 PLAIN: dict[str, Any] = {
     key: leaves()[f"model.{key}"].default
     for key in (
-        *("norm_placement", "norm_zero_centered", "qk_norm_across_heads"),
+        *("norm_placement", "norm_zero_centered", "qk_norm_across_heads", "value_norm", "layer_scalar"),
+        *(f"full_attention.{name}" for name in ("head_dim", "num_query_groups", "keys_as_values")),
         *("sliding_window", "sliding_window_layers", "attention_softcap"),
         *("activation", "activation_limit", "activation_alpha"),
         *("attention_sinks", "attention_output_bias", "mlp_bias", "moe.router_bias"),
@@ -34,6 +35,7 @@ PLAIN: dict[str, Any] = {
         *(
             "moe.shared_ffn_hidden_size",
             "moe.shared_gate",
+            "moe.own_norms",
             "moe.score_function",
             "moe.scaling_factor",
             "moe.num_groups",

@@ -13,15 +13,16 @@ from typing import Any
 from sft.config import RopeConfig
 from sft.hf.families.windows import FULL, SLIDING
 
-_KINDS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+_KINDS = {"default": "none", **{kind: kind for kind in ("linear", "llama3", "yarn", "proportional")}}
 _ORIGINAL, _FRACTION = "original_max_position_embeddings", "partial_rotary_factor"
 _READ: dict[str, tuple[str, ...]] = {  # by kind of scaling: keys that have the same name in a recipe
     "none": (),
+    "proportional": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "truncate"),
 }
-_REQUIRED = {"none": (), "linear": ("factor",), "llama3": _READ["llama3"], "yarn": ("factor",)}
+_REQUIRED = {"none": (), "proportional": (), "linear": ("factor",), "llama3": _READ["llama3"], "yarn": ("factor",)}
 # Keys, and the values at which they have no effect.  Our model does not support any other value of these keys.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     _FRACTION: (None, 1.0),
@@ -154,7 +155,7 @@ def written(
     part = {_FRACTION: rope.fraction} if is_partial else {}
     if is_new and by_type:
         sliding = {"rope_type": "default", "rope_theta": rope.window_base or rope.base}
-        return {"rope_parameters": {FULL: {"rope_theta": rope.base, **scaling}, SLIDING: sliding}}
+        return {"rope_parameters": {FULL: {"rope_theta": rope.base, **scaling, **part}, SLIDING: sliding}}
     if is_new:
         return {"rope_parameters": {"rope_theta": rope.base, **scaling, **part}}
     return {**part, "rope_theta": rope.base, "rope_scaling": None if rope.scaling == "none" else scaling}

@@ -5,7 +5,7 @@ the sizes in a shape:
 
     v vocabulary    h hidden size    f MLP width    x experts    e width of an expert's MLP
     q query heads * head width    k key heads * head width    d head width    s width of the shared expert    1 one
-    a query heads    X experts, as the axis of a tensor that has a matrix or a vector for each expert
+    a query heads    g key heads    X experts, as the axis of a tensor that has a matrix or a vector for each expert
 
     of layers with linear attention:
     K key heads * key width    V value heads * value width    n key heads    m value heads    u value width
@@ -154,6 +154,7 @@ def sizes_of(model: ModelConfig, vocab_size: int) -> dict[str, int]:
         "k": model.resolved_query_groups * model.resolved_head_dim,
         "d": model.resolved_head_dim,
         "a": model.num_attention_heads,
+        "g": model.resolved_query_groups,
         "s": model.moe.shared_ffn_hidden_size or 0,
         "K": linear.key_width,
         "V": linear.value_width,

@@ -1,5 +1,6 @@
 """Biases on single projections.  megatron-core has one switch for the biases of all layers."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,3 +68,10 @@ def bias_mlp(mlp: Any, *, has_experts: bool) -> None:
 def submodules_of(spec: Any) -> Any:
     """The parts of a module that core's description names."""
     return spec.submodules if isinstance(spec, ModuleSpec) else spec.keywords["submodules"]  # up to core 0.18
+
+
+def with_submodules(spec: Any, parts: Any) -> Any:
+    """The description of the same module with other parts."""
+    if isinstance(spec, ModuleSpec):
+        return ModuleSpec(spec.module, params=spec.params, submodules=parts)
+    return partial(spec.func, *spec.args, **{**spec.keywords, "submodules": parts})

@@ -52,13 +52,19 @@ class ExpertLayer(MoELayer):
         """[t, 1, h] -> [t, 1, h], and no bias."""
         assert padding_mask is not None and intermediate_tensors is None
         shared = None if self.shared_experts is None else self._compute_shared(hidden_states)
-        weights, chosen = self.router(hidden_states, padding_mask)
-        sent, weights = self.preprocess(hidden_states, weights, chosen)
+        return self._mixed(hidden_states, self.router(hidden_states, padding_mask), shared), None
+
+    def _mixed(self, hidden_states: Tensor, routing: tuple[Tensor, Tensor], shared: Tensor | None) -> Tensor:
+        """The weighted sum of the outputs of chosen experts, plus that of the shared expert if it is given: [t, 1, h].
+
+        routing: what `Router` returns
+        """
+        sent, weights = self.preprocess(hidden_states, *routing)
         tokens, counts, weights = self.token_dispatcher.dispatch_postprocess(*self.dispatch(sent, weights))
         output = self.token_dispatcher.combine_preprocess(self._compute(tokens, counts, weights))
         combined: Tensor = self.postprocess(self.combine(output), shared)
         self._forget_routing()
-        return combined, None
+        return combined
 
     def _forget_routing(self) -> None:
         """Free the weights and choices of tokens, and their order by expert.

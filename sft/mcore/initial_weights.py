@@ -27,8 +27,10 @@ _BLOCK_SIZE = {"cpu": 1 << 22, "cuda": 1 << 17}
 _DRAWN = ("softmax_offset", "router.bias")  # vectors with random values
 _CPU = torch.device("cpu")
 _RESIDUAL = ("linear_proj", "linear_fc2", "self_attention.out_proj")  # matrices that write to the residual stream
-# Linear attention: exp(A_log) is uniform; dt_bias and the gated norm, whose weight is no offset, are 1.
-_DECAY, _DECAY_RANGE, _PLAIN_ONES = ".A_log", (0.01, 16.0), (".dt_bias", ".out_norm.weight")
+# Linear attention: exp(A_log) is uniform; dt_bias and the gated norm, whose weight is no offset, are 1.  So are the
+# scalars of layers and the scales of routers (Gemma 4).
+_DECAY, _DECAY_RANGE = ".A_log", (0.01, 16.0)
+_PLAIN_ONES = (".dt_bias", ".out_norm.weight", ".layer_scalar", ".router.input_scale", ".router.expert_scale")
 _VECTOR = 16  # torch on a CPU draws 16 values at once, so blocks of other sizes would give other values
 
 

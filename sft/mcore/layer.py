@@ -6,7 +6,8 @@ time.  The first half, attention, is computed once; activations/saved_tensors.py
 With experts, backward recomputes only the experts (experts.py).  With train.recompute = full, core recomputes whole
 layers.
 
-A layer also adds what core's layer lacks: norms on the outputs of attention and MLP, and a factor on these outputs.
+A layer also adds what core's layer lacks: norms on the outputs of attention and MLP, a factor on these outputs, and a
+factor on its own output.
 """
 
 from dataclasses import dataclass
@@ -29,9 +30,11 @@ class Layer(TransformerLayer):
 
     residual_multiplier: factor on the outputs of attention and MLP before they are added to the residual stream
     output_norm: class of a norm on each of these outputs; None: no norm
+    has_scalar: the layer multiplies its output by a number of its own, a buffer that comes with the weights (Gemma 4)
     """
 
     save_policy: SavePolicy | None = None
+    layer_scalar: Tensor | None  # [1]
 
     def __init__(
         self,
@@ -41,10 +44,12 @@ class Layer(TransformerLayer):
         tile: int | None = None,
         residual_multiplier: float = 1.0,
         output_norm: type[torch.nn.Module] | None = None,
+        has_scalar: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(config, *args, **kwargs)
         self._recompute, self._tile = recompute, tile
+        self.register_buffer("layer_scalar", torch.ones(1, dtype=config.params_dtype) if has_scalar else None)
         self.post_self_attn_layernorm = self.post_mlp_layernorm = None
         if output_norm is not None:
             sizes = dict(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
@@ -65,7 +70,8 @@ class Layer(TransformerLayer):
         core_forward_mlp = super()._forward_mlp
 
         def second_half(tokens: Tensor) -> Any:
-            return core_forward_mlp(tokens, *args, **kwargs)
+            output = core_forward_mlp(tokens, *args, **kwargs)
+            return output if self.layer_scalar is None else output * self.layer_scalar
 
         # Evaluation also uses tiles, because it has no more memory than training.
         if not self._recompute or not (self.training or self._tile):

@@ -1,18 +1,23 @@
 """The modules of one transformer layer: those of the attention backend, with this trainer's layer, experts and MLP."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer.identity_op import IdentityOp
 
-from sft.config import Config
+from sft.config import Config, ModelConfig
+from sft.config.layer_kinds import of_layer
 from sft.mcore.attention.backend import AttentionBackend
-from sft.mcore.biases import bias_mlp, submodules_of, with_bias
+from sft.mcore.attention.own_heads import with_own_heads
+from sft.mcore.biases import bias_mlp, submodules_of, with_bias, with_submodules
 from sft.mcore.experts import ExpertLayer
 from sft.mcore.gated_activation import GatedActivation
 from sft.mcore.latent_attention.multi_latent_attention import with_latent_attention
 from sft.mcore.layer import Layer
 from sft.mcore.linear_attention import gated_delta_net
+from sft.mcore.normed_experts import NormedExperts, NormedRouter
 from sft.mcore.router import Router
 
 
@@ -26,10 +31,13 @@ def layer_spec(config: Config, backend: AttentionBackend, layer_number: int) -> 
         spec = gated_delta_net.with_linear_attention(spec, model, backend.delta_kernel, recompute=is_selective)
     elif model.latent_attention.is_used:
         spec = with_latent_attention(spec, model)
+    elif model.full_attention.is_used or model.value_norm:
+        spec = with_own_heads(spec, of_layer(model, layer_number))
     spec.module = Layer
     spec.params = {
         "residual_multiplier": model.residual_multiplier,
         "output_norm": None if model.norm_placement == "pre" else backend.final_norm,
+        "has_scalar": model.layer_scalar,
     }
     if model.attention_output_bias:
         attention = spec.submodules.self_attention.submodules
@@ -37,22 +45,28 @@ def layer_spec(config: Config, backend: AttentionBackend, layer_number: int) -> 
     if model.mlp_bias:
         bias_mlp(spec.submodules.mlp, has_experts=has_experts)
     if has_experts:
-        return _with_experts(
-            spec, partial(Router, moe=model.moe), recompute=is_selective, activation=GatedActivation.fields(model)
-        )
+        return _with_experts(spec, model, backend, recompute=is_selective, activation=GatedActivation.fields(model))
     if GatedActivation.fields(model):
         submodules_of(spec.submodules.mlp).activation_func = GatedActivation.spec(model)
     spec.params |= {"recompute": is_selective or train.mlp_tile is not None, "tile": train.mlp_tile}
     return spec
 
 
-def _with_experts(spec: ModuleSpec, router: partial[Router], **of_experts: Any) -> ModuleSpec:
+def _with_experts(spec: ModuleSpec, model: ModelConfig, backend: AttentionBackend, **of_experts: Any) -> ModuleSpec:
     mlp, keys = spec.submodules.mlp, spec.submodules.sharded_state_dict_keys_map
     # Core's local spec would rename the checkpoint key of the norm before an MLP, but not of the norm before experts.
     spec.submodules.sharded_state_dict_keys_map = {k: v for k, v in keys.items() if not k.startswith("pre_mlp")}
-    submodules_of(mlp).router = router
+    submodules_of(mlp).router = partial(NormedRouter if model.moe.own_norms else Router, moe=model.moe)
+    if GatedActivation.fields(model) and model.moe.shared_ffn_hidden_size is not None:
+        shared = submodules_of(mlp).shared_experts
+        parts = replace(submodules_of(shared), activation_func=GatedActivation.spec(model))
+        submodules_of(mlp).shared_experts = with_submodules(shared, parts)
+    layer: type[ExpertLayer] = ExpertLayer
+    if model.moe.own_norms:
+        spec.submodules.pre_mlp_layernorm = IdentityOp
+        layer, of_experts = NormedExperts, of_experts | {"norm": backend.final_norm}
     if isinstance(mlp, ModuleSpec):  # up to core 0.18
-        mlp.module, mlp.params = ExpertLayer, of_experts
+        mlp.module, mlp.params = layer, of_experts
     else:
-        spec.submodules.mlp = partial(ExpertLayer, **mlp.keywords, **of_experts)
+        spec.submodules.mlp = partial(layer, **mlp.keywords, **of_experts)
     return spec

@@ -58,7 +58,7 @@ def transformer_config(
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
         attention_output_gate=model.attention_output_gate,
-        linear_attention_freq=_linear_layers(model),
+        **_kinds_of_layers(model),
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         hidden_dropout=0.0,
@@ -185,11 +185,14 @@ def _norm_fields(model: ModelConfig) -> dict[str, Any]:
     )
 
 
-def _linear_layers(model: ModelConfig) -> list[int] | None:
-    """1 for each layer with linear attention, 0 for others.  Core then gives each layer its own tensors."""
+def _kinds_of_layers(model: ModelConfig) -> dict[str, Any]:
+    """linear_attention_freq: 1 for each layer with linear attention, 0 for others."""
     numbers = range(1, model.num_layers + 1)
     kinds = [int(model.kind_of(number) == "linear attention") for number in numbers]
-    return kinds if model.linear_attention.layers else None
+    return dict(
+        linear_attention_freq=kinds if model.linear_attention.layers else None,
+        hetereogenous_dist_checkpoint=not model.stacks_layers,  # core then gives each layer its own tensors
+    )
 
 
 def _activation_fields(model: ModelConfig) -> dict[str, Any]:

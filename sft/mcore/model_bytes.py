@@ -11,6 +11,7 @@ from sft.parallel.layout import Layout
 
 FP32 = 4
 MLP_NORM = "MLP's normed input"  # with norm_placement = post, the output of the MLP, which the norm saves
+OWN_NORMS = ("other normed inputs", "outputs of MLP and experts")  # the second are inputs of norms
 MLP_OUTPUT = "MLP's output"  # with norm_placement = both, saved by the norm on it
 
 
@@ -42,10 +43,11 @@ def hidden_state(model: ModelConfig, rank: RankShare) -> float:
 
 def norm_scales(model: ModelConfig, rank: RankShare) -> float:
     """Bytes of the fp32 number per row that norm.py and qk_norm.py save, of the norms of attention's input and output
-    and of the norms of queries and keys."""
+    and of the norms of queries, keys and values."""
     heads = (model.num_attention_heads + model.resolved_query_groups) / rank.tp
     rows = 2 if model.qk_norm_across_heads else heads
-    return FP32 * rank.sequence * model.num_layer_norms / 2 + FP32 * model.qk_norm * rows
+    values = model.resolved_query_groups / rank.tp * model.value_norm
+    return FP32 * rank.sequence * model.num_layer_norms / 2 + FP32 * (model.qk_norm * rows + values)
 
 
 def mlp(model: ModelConfig, rank: RankShare) -> dict[str, float]:
@@ -76,6 +78,7 @@ def _experts(model: ModelConfig, rank: RankShare, num_experts: int) -> dict[str,
         "gate and up": 2 * ffn,
         "gated": ffn,
         **_shared_expert(model, rank),
+        **_own_norms(model, rank),
     }
 
 
@@ -88,6 +91,17 @@ def _shared_expert(model: ModelConfig, rank: RankShare) -> dict[str, float]:
     return {"shared gate and up": 2 * ffn, "shared gated": ffn, **(gate if model.moe.shared_gate else {})}
 
 
+def _own_norms(model: ModelConfig, rank: RankShare) -> dict[str, float]:
+    """Bytes of the norms of moe.own_norms: of the router's, and of those on the outputs of shared expert and experts.
+
+    The residual stream, their input, is `MLP's norm input`; the first of three normed ones is MLP_NORM.
+    """
+    if not model.moe.own_norms:
+        return {}
+    hidden = hidden_state(model, rank)
+    return {OWN_NORMS[0]: 2 * hidden, OWN_NORMS[1]: 2 * hidden, "router's norm's scale": FP32 * rank.sequence}
+
+
 def kept_by_selective(model: ModelConfig, *, norm_outputs_are_saved: bool) -> set[str]:
     """Names of the bytes of `mlp` that train.recompute = selective does not recompute.
 
@@ -96,7 +110,8 @@ def kept_by_selective(model: ModelConfig, *, norm_outputs_are_saved: bool) -> se
     if model.moe.num_experts is None:
         return set()
     saves_norm = norm_outputs_are_saved or model.norm_placement == "post"
-    return {"MLP norm's scale", MLP_OUTPUT, "router", "sent to experts"} | ({MLP_NORM} if saves_norm else set())
+    kept = {"MLP norm's scale", MLP_OUTPUT, "router", "sent to experts", OWN_NORMS[1], "router's norm's scale"}
+    return kept | ({MLP_NORM, OWN_NORMS[0]} if saves_norm else set())
 
 
 def widest_gradient(model: ModelConfig, rank: RankShare) -> float:

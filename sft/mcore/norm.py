@@ -44,11 +44,34 @@ class RMSNorm(torch.nn.Module):
         return out
 
 
+class UnscaledNorm(torch.nn.Module):
+    """The same without a weight, over the last axis."""
+
+    save_policy: SavePolicy | None = None
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        out = self._norm(x)
+        if self.save_policy is not None:
+            self.save_policy.mark_recomputable(out, self._norm, x)
+        return out
+
+    def _norm(self, x: Tensor) -> Tensor:
+        if x.is_cuda and hasattr(torch.ops.aten, "_fused_rms_norm"):
+            return torch.nn.functional.rms_norm(x, x.shape[-1:], None, self.eps)
+        out: Tensor = _RMSNorm.apply(x, None, self.eps, 0.0)
+        return out
+
+
 class _RMSNorm(torch.autograd.Function):
     """rms_norm in plain torch with its own backward.  Autograd would save four fp32 copies of the input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
         compute = _compiled_forward if x.is_cuda else _forward
         out, shrink = compute(x, weight, eps, offset)
         ctx.save_for_backward(x, weight, shrink)
@@ -62,22 +85,27 @@ class _RMSNorm(torch.autograd.Function):
         return *compute(grad, x, weight, shrink, ctx.offset), None, None
 
 
-def _forward(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+def _forward(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     """The output, and the factor of each row."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     shrink = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (wide * shrink * _factor(weight, wide.dtype, offset)).to(x.dtype), shrink
 
 
-def _backward(grad: Tensor, x: Tensor, weight: Tensor, shrink: Tensor, offset: float) -> tuple[Tensor, Tensor]:
+def _backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, shrink: Tensor, offset: float
+) -> tuple[Tensor, Tensor | None]:
     grad = grad.to(shrink.dtype)
     normed, scaled = x.to(shrink.dtype) * shrink, grad * _factor(weight, shrink.dtype, offset)
     dx = shrink * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
-    return dx.to(x.dtype), (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+    dweight = None if weight is None else (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+    return dx.to(x.dtype), dweight
 
 
-def _factor(weight: Tensor, dtype: torch.dtype, offset: float) -> Tensor:
-    """weight, or 1 + weight in `dtype`, because bf16 would round the sum."""
+def _factor(weight: Tensor | None, dtype: torch.dtype, offset: float) -> Tensor | float:
+    """weight, or 1 + weight in `dtype`, because bf16 would round the sum; without a weight 1"""
+    if weight is None:
+        return 1.0
     return weight.to(dtype) + offset if offset else weight
 
 

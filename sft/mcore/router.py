@@ -79,8 +79,8 @@ class Router(TopKRouter):
 
         Both are [t, experts].  An expert that a token has not chosen has weight 0.
         """
-        logits: Tensor = _Logits.apply(input.view(-1, input.shape[-1]), self.weight, self.bias)
-        routing = Routing.of(logits, self._moe, self.expert_bias)
+        logits = self._logits(input.view(-1, input.shape[-1]))
+        routing = self._scaled(Routing.of(logits, self._moe, self.expert_bias))
         documents = documents.view(-1)
         real = (documents >= 0)[:, None]
         weights, chosen = routing.weights * real, routing.chosen & real
@@ -96,6 +96,15 @@ class Router(TopKRouter):
             self._add(_TOKENS, real.sum())
             weights = self._balanced(weights, logits, routing, documents)
         return weights, sent
+
+    def _logits(self, tokens: Tensor, weight: Tensor | None = None) -> Tensor:
+        """[t, h] -> [t, experts].  weight: in place of the router's own"""
+        logits: Tensor = _Logits.apply(tokens, self.weight if weight is None else weight, self.bias)
+        return logits
+
+    def _scaled(self, routing: "Routing") -> "Routing":
+        """`NormedRouter` scales the weights of experts."""
+        return routing
 
     def _in_turn(self, num_tokens: int, device: torch.device) -> Tensor:
         """bool [tokens, experts]: the first token chooses the first top_k experts, the second the next top_k, ..."""

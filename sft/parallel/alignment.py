@@ -106,10 +106,12 @@ def _pp_fits(config: Config, pp: int) -> bool:
 
 
 def _heads(model: ModelConfig) -> dict[str, int]:
-    return {
+    heads = {
         "model.num_attention_heads": model.num_attention_heads,
         "model.num_query_groups": model.resolved_query_groups,
     }
+    of_full_layers = model.full_attention.num_query_groups
+    return heads | ({"model.full_attention.num_query_groups": of_full_layers} if of_full_layers else {})
 
 
 def _split_by_tp(model: ModelConfig) -> dict[str, int]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sft.config import Config, ModelConfig
+from sft.config.layer_kinds import SOFTMAX, of_kind
 from sft.parallel.alignment import aligned
 from sft.parallel.fragments import FP32, HeadSizes
 
@@ -46,10 +47,11 @@ class CpBytes:
         is_full = config.train.recompute == "full"
         num_passes = 3 if is_full else 2
         num_linear, num_window = len(model.linear_attention.layers), model.num_window_layers
-        layer_bytes = sent_numbers(model, tp) * (num_passes * width + FP32)
+        of_number = num_passes * width + FP32
+        full, window = (sent_numbers(of_kind(model, kind), tp) * of_number for kind in SOFTMAX)
         return CpBytes(
-            kv_bytes=layer_bytes * (model.num_layers + model.has_mtp - num_linear - num_window) / pp,
-            halo_bytes=layer_bytes * num_window / pp,
+            kv_bytes=full * (model.num_layers + model.has_mtp - num_linear - num_window) / pp,
+            halo_bytes=window * num_window / pp,
             window=model.sliding_window,
             linear=HeadSizes.of(model.linear_attention, tp, width) if num_linear else None,
             num_linear=num_linear / pp,

@@ -126,12 +126,15 @@ def in_stored_names(
     return found
 
 
+_AS_IN_MEMORY = ("gpt_oss", "gemma4_text")  # types of models
+
+
 def stored_gradients(
     model: Any, of: Callable[[torch.Tensor], torch.Tensor | None] = lambda param: param.grad
 ) -> dict[str, torch.Tensor]:
     """The gradients of transformers' model under the names of its files, where each expert has its own matrices.
 
-    Files of gpt-oss hold the tensors of all experts as they are in memory.
+    Files of some families hold the tensors of all experts as they are in memory.
     of: the tensor of a parameter; None: the parameter has none
     """
     found = {}
@@ -139,7 +142,7 @@ def stored_gradients(
         tensor = of(param)
         if tensor is None:
             continue
-        block, _, kind = name.rpartition(".experts.") if model.config.model_type != "gpt_oss" else ("", "", name)
+        block, _, kind = ("", "", name) if model.config.model_type in _AS_IN_MEMORY else name.rpartition(".experts.")
         for number, grad in enumerate(tensor if block else ()):
             parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
             if model.config.model_type == "minimax_m2":

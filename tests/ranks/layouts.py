@@ -54,6 +54,15 @@ GEMMA = [
     "model.attention_softcap=1.5",
     "model.logits_softcap=2.5",
 ]  # Gemma 2 with the positions and norms of Gemma 3
+GEMMA4 = [
+    *WINDOWS,
+    *("model.full_attention={head_dim: 12, num_query_groups: 8, keys_as_values: true}", "model.value_norm=true"),
+    *("model.rope={base: 1e5, window_base: 3000, scaling: proportional, fraction: 0.5}", "model.qkv_bias=false"),
+    *("model.norm_placement=both", "model.activation=geglu", "model.tie_embeddings=true", "model.layer_scalar=true"),
+    *("model.embedding_multiplier=5.656854249492381", "model.round_embedding_multiplier=true"),
+    *("model.attention_multiplier=1", "model.logits_softcap=2.5"),
+]  # without experts
+GEMMA4_EXPERTS = ["model.moe.shared_ffn_hidden_size=16", "model.moe.own_norms=true"]
 LINEAR = [
     *("model.linear_attention.layers=[1, 2, 4]", "model.attention_output_gate=true"),
     *("model.linear_attention.num_key_heads=4", "model.linear_attention.num_value_heads=8"),
@@ -78,6 +87,7 @@ MODELS = {
     "dense": [],
     "experts": [*MOE, *AUX],
     "gemma": GEMMA,
+    "gemma4": [*MOE, *AUX, *GEMMA4, *GEMMA4_EXPERTS],
     "linear": LINEAR,
     "latent": LATENT,
     "gpt_oss": [*MOE, *AUX, *WINDOWS, *GPT_OSS],
@@ -86,7 +96,7 @@ MODELS = {
 }
 SLOW_CP = ["parallel.intra_node_gb_s=1e-6"]  # so that the planner of tiny packs prefers small groups
 SWITCHES = ("sequence_parallel", "distributed_optimizer", "dynamic_cp")  # of `parallel`
-MIXTURES = ("experts", "gpt_oss", "linear_experts", "routers")  # of MODELS
+MIXTURES = ("experts", "gemma4", "gpt_oss", "linear_experts", "routers")  # of MODELS
 ALL_ON = ["parallel.sequence_parallel=true", "parallel.distributed_optimizer=true", "train.recompute=full"]
 # fp32 sums taken in another order: measured 1e-8 (loss) and 4e-8 (norm) over five steps.
 LOSS_TOLERANCE = 1e-6

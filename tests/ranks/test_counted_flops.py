@@ -23,7 +23,7 @@ from sft.mcore.loss import fused
 from tests.builders import answer
 from tests.ranks import scenarios
 from tests.ranks.hf_models import recipe_of
-from tests.ranks.layouts import GEMMA, GPT_OSS, LATENT, LINEAR, MOE, ROUTERS
+from tests.ranks.layouts import GEMMA, GEMMA4, GEMMA4_EXPERTS, GPT_OSS, LATENT, LINEAR, MOE, ROUTERS
 from tests.ranks.pool import RankPool
 from tests.unit.fixtures import hf
 
@@ -92,7 +92,7 @@ def count(overrides: list[str], samples: Sequence[Sample]) -> dict[str, dict[str
         of_model = ModelProducts.of(config.model, trained, config.lora.rank or 0)
         head = head_product(config, layout, of_model, scenarios.VOCAB, labels)
         keys, values = config.model.resolved_head_dim, config.model.value_head_dim
-        attention = sum(flops for _, flops in attention_flops(config.model, LENGTH)) / layout.tp / layout.cp
+        attention = sum(flops for _, _, flops in attention_flops(config.model, LENGTH)) / layout.tp / layout.cp
         predicted = {
             "products": sum(p.flops * p.num_runs for p in layer_products(config, layout, of_model, tokens)),
             "head": head.flops * head.num_runs,
@@ -132,6 +132,8 @@ CASES = {
     "experts, full": [*SHARED, FULL, "model.moe.shared_gate=true"],
     "gpt-oss": [*MOE, *GPT_OSS, *WINDOW],
     "gemma": [*GEMMA, *WINDOW],
+    "gemma 4": [*GEMMA4, *WINDOW],
+    "gemma 4, selective": [*MOE, *GEMMA4, *GEMMA4_EXPERTS, *WINDOW, SELECTIVE],
     "linear": LINEAR_LAYER,
     "linear, selective": [*LINEAR_LAYER, SELECTIVE],
     "latent": LATENT,

@@ -78,6 +78,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo3": dict(family="olmo3", num_hidden_layers=4, layer_types=FOUR_KINDS),
     "gemma2": dict(family="gemma2", tied=True, num_hidden_layers=4),
     "gemma3": dict(family="gemma3_text", tied=True, num_hidden_layers=4, layer_types=FOUR_KINDS),
+    "gemma4": dict(family="gemma4_text", tied=True, num_hidden_layers=4, layer_types=FOUR_KINDS),
+    "gemma4_experts": dict(family="gemma4_text", num_hidden_layers=4, layer_types=FOUR_KINDS, **hf.GEMMA4_MIXTURE),
     "ministral3": dict(family="ministral3"),
     "qwen2_moe": dict(family="qwen2_moe"),
     "qwen2_moe_normalised": dict(family="qwen2_moe", norm_topk_prob=True, tied=True),
@@ -125,6 +127,7 @@ CASES = [
     *[("qwen2_windows", "one"), ("qwen3_windows", "cp"), ("qwen3_moe_windows", "cp_ep"), ("exaone4_windows", "tp_cp")],
     *[("olmo2", "one"), ("olmo2", "tp"), ("olmo3", "cp")],
     *[("gemma2", "one"), ("gemma2", "tp_cp"), ("gemma3", "pp"), ("gemma3", "cp")],
+    *[("gemma4", "one"), ("gemma4_experts", "cp_ep")],
     *[("ministral3", "one"), ("ministral3", "cp")],
     *[("qwen2_moe", "one"), ("qwen2_moe", "tp_ep"), ("qwen2_moe_normalised", "ep")],
     *[("exaone4", "tp"), ("olmoe", "tp_ep"), ("granitemoe", "ep"), ("llama_biased", "tp")],
@@ -174,8 +177,11 @@ MIXED = [
     *[("olmo3", "tp_cp"), ("llama_biased", "tp_whole_cp")],
     *[("gpt_oss", "tp_virtual"), ("gpt_oss", "tp_cp_ep")],
     *[("gemma2", "tp_virtual"), ("gemma2", "cp4"), ("gemma3", "tp_cp"), ("gemma3", "pp_dp")],
+    *[("gemma4", "tp_cp"), ("gemma4", "pp_dp"), ("gemma4_experts", "tp_cp_ep")],
 ]
 GEMMA = [(name, layout) for name in ("gemma2", "gemma3") for layout in ("one", "tp", "tp_tiles", "cp_dp", "tp_dp")]
+GEMMA += [("gemma4", layout) for layout in ("one", "tp", "tp_tiles", "cp_dp", "tp_dp", "cp4", "tp_virtual")]
+GEMMA += [("gemma4_experts", layout) for layout in ("one", "tp_ep", "cp_dp", "tp_dp", "pp_dp", "tp_virtual")]
 GEMMA += [("gemma2", "pp_dp"), ("gemma2", "tp_whole_cp"), ("gemma3", "cp4"), ("gemma3", "tp_virtual")]
 
 

@@ -28,6 +28,8 @@ CASES: list[Any] = [
     ("mistral3", 2, PP),
     ("ministral3", 2, CP),
     ("gemma3", 2, PP),
+    ("gemma4", 2, EP),
+    ("gemma4_unified", 2, CP),
     ("qwen3_5", 2, CP),
     pytest.param("qwen3_5_moe", 2, EP, marks=pytest.mark.grid),
     *(
@@ -45,7 +47,7 @@ def test_every_token_has_the_loss_that_transformers_gives_it(
     ranks: Ranks, tmp_path: Path, name: str, world_size: int, overrides: list[str]
 ) -> None:
     """Straight from the files; packed, and a sample alone."""
-    source = vision.made(tmp_path / "source", name, tied=name in ("mistral3", "gemma3"))
+    source = vision.made(tmp_path / "source", name, tied=name in ("mistral3", "gemma3", "gemma4"))
     corpus = scenarios.SkewedCorpus((200, 37, 64, 5, 90))
     packs: list[list[Sample]] = [[corpus.sample(i) for i in pack] for pack in (*PACKS, (0,))]
     results = ranks(world_size).run(packed_losses, recipe_of(source) + overrides, str(source), packs)

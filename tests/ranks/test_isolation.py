@@ -33,6 +33,7 @@ LAYOUTS = [
     (4, ["parallel.cp=2", "parallel.pp=2", *WINDOWS, "train.recompute=selective"]),
     (4, ["parallel.cp=2", "parallel.tp=2", *GEMMA, "train.recompute=selective"]),
     (4, ["parallel.cp=4", *WINDOWS, *KINDS]),
+    (4, ["parallel.cp=2", "parallel.tp=2", "parallel.sequence_parallel=true", *MODELS["gemma4"], "parallel.ep=2"]),
     (4, ["parallel.cp=4", *LINEAR]),  # documents of 64 and 96 tokens are long
     (4, ["parallel.cp=4", *LINEAR, "run.precision=bf16"]),  # the first is short
     (4, ["parallel.cp=2", "parallel.pp=2", *LINEAR, "train.recompute=selective"]),

@@ -91,6 +91,7 @@ CASES = [
     ("phi3", ["qkv_proj", "down_proj"], 1, [SELECTIVE]),
     ("gpt_oss", ATTENTION, 2, [*SP, SELECTIVE]),  # beside biases, and experts that are frozen
     ("gemma2", "all-linear", 2, [*SP, TILES]),  # between norms, and with a frozen head whose logits are capped
+    ("gemma4_text", "all-linear", 2, [*SP, SELECTIVE]),  # queries and keys without values in every second layer
     # Rows of queries and gates lie head by head in q_proj, and those of in_proj_qkvz key head by key head.
     ("qwen3_5_text", ["in_proj_qkv", "in_proj_a", "q_proj"], 2, [*SP, SELECTIVE]),
     ("qwen3_next", ["in_proj_qkvz", "in_proj_ba", "out_proj"], 2, SP),

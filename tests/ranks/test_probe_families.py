@@ -31,6 +31,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "qwen3": dict(use_sliding_window=True, sliding_window=60, layer_types=LAYERS, num_hidden_layers=4),
     "exaone4": dict(sliding_window=11, layer_types=LAYERS, num_hidden_layers=4),  # full attention without rotation
     "olmo3": dict(num_hidden_layers=4, layer_types=LAYERS),  # windows of 11 with a rotary base of their own
+    "gemma4_text": dict(num_hidden_layers=4, layer_types=LAYERS, **hf.GEMMA4_MIXTURE),
     "gpt_oss": dict(num_hidden_layers=4, layer_types=LAYERS),  # sinks in all layers, windows of 11 in two
 }
 QUICK = (

@@ -43,6 +43,14 @@ LATENT = [
 ]
 
 
+# A layer with a window in front of each layer with other heads, whose keys are also values.
+KINDS = [
+    *("model.sliding_window=16", "model.sliding_window_layers=ODD", "model.value_norm=true", "model.layer_scalar=true"),
+    *("model.full_attention={head_dim: 32, num_query_groups: 1, keys_as_values: true}", "model.qkv_bias=false"),
+    "model.rope.window_base=3e3",
+]
+
+
 def one_document(engine: Any) -> Any:
     corpus = scenarios.SkewedCorpus([TOKENS])
     return scenarios.microbatch_of(engine, [corpus.sample(0)])
@@ -58,7 +66,8 @@ def forward(engine: Any, microbatch: Any) -> torch.Tensor:
 
 def bytes_kept(overrides: Sequence[str], num_layers: int) -> int:
     """After a forward pass, in bytes per token."""
-    overrides = [override.replace("ALL", str([*range(1, num_layers + 1)])) for override in overrides]
+    numbers = range(1, num_layers + 1)
+    overrides = [x.replace("ALL", str([*numbers])).replace("ODD", str([*numbers[::2]])) for x in overrides]
     with scenarios.running([*WIDE, *overrides, f"model.num_layers={num_layers}"]) as engine:
         microbatch = one_document(engine)
         with Alive() as alive:
@@ -118,6 +127,14 @@ def bytes_kept(overrides: Sequence[str], num_layers: int) -> int:
         (
             [*LATENT, "train.recompute=none"],
             260 + 48 + 192 + 160 + 32 + 36 + 44 + 128 + 32 + 128 + 4 + 768 + 384 + 384 + 384,
+        ),
+        # the mean of a layer of the first case with 2 numbers for norms of values, and of one with queries 512, key 64
+        # (and no value), output 512, log-sum-exp 32, fp32 of the norms 4 + (8 + 1 + 1) x 4
+        ([*KINDS, "train.recompute=selective"], (972 + 8 + 128 + 128 + 512 + 64 + 512 + 32 + 4 + 40) // 2),
+        # without recomputation also normed values, 64 and 64, and normed queries and keys, 320 and 576
+        (
+            [*KINDS, "train.recompute=none"],
+            (980 + 1420 + 2 * (256 + 4 + 768 + 384 + 384 + 384) + 64 + 64 + 320 + 576) // 2,
         ),
         # tiles take the MLP's inside away, and its norm's output
         (["train.recompute=none", "train.mlp_tile=64"], 972 + 128 + 320),

@@ -33,6 +33,7 @@ RELEASED = {  # names on the hub, and files of fixtures/released
     "meta-llama/Llama-3.1-8B-Instruct": "llama_3_1_8b",
     "openai/gpt-oss-20b": "gpt_oss_20b",
     "google/gemma-3-27b-it": "gemma_3_27b",
+    "google/gemma-4-26B-A4B-it": "gemma_4_26b_a4b",  # from public descriptions of the release, not its own file
     "Qwen/Qwen3.6-27B": "qwen3_6_27b",
     "zai-org/GLM-4.5-Air": "glm_4_5_air",
     "moonshotai/Moonlight-16B-A3B-Instruct": "moonlight_16b_a3b",

@@ -4,13 +4,16 @@ import importlib.metadata
 import sys
 import types
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from sft.config import Config
 from sft.errors import ConfigError
 from sft.mcore import fp8
+from sft.mcore.attention.flash_kernel import FlashKernel
 from sft.mcore.attention.portable import Portable
 from sft.mcore.attention.selection import choose, slower_than_possible
 from sft.mcore.attention.torch_kernel import TorchKernel
@@ -59,6 +62,9 @@ ONLY_PORTABLE = {
     "model.activation = clamped_swiglu": [
         "model.activation=clamped_swiglu", "model.activation_limit=7", "model.activation_alpha=1.7",
     ],
+    "model.value_norm": ["model.value_norm=true"],
+    "model.layer_scalar": ["model.layer_scalar=true"],
+    "model.rope.scaling = proportional": ["model.rope.scaling=proportional"],
     "model.moe.router_bias": ["model.moe.num_experts=4", "model.moe.top_k=2", "model.moe.router_bias=true"],
 }  # fmt: skip
 
@@ -86,6 +92,25 @@ def test_without_transformer_engine() -> None:
         'Install it with: pip install --no-build-isolation "transformer-engine[pytorch]" (docs/start/install.md).  '
         "attention.backend=portable runs everywhere."
     )
+
+
+WIDE = ["model.sliding_window=64", "model.sliding_window_layers=[1]", "model.full_attention.head_dim=512"]
+WIDE += ["model.rope.window_base=1e4"]
+
+
+def test_heads_that_are_too_wide_for_the_flash_kernel() -> None:
+    """Layers without a window have heads of 512, those with one have heads that the kernel takes."""
+    found = choose(config(*WIDE, "attention.backend=portable"), "cuda")
+    assert isinstance(found, Portable) and not found.has_flash_kernel
+    assert str(found) == (
+        "portable (torch's flash kernel in layers with a window, plain torch in layers without one: it has heads of up "
+        "to 256 in multiples of 8, but heads of this model are 512 wide)"
+    )
+    makers: Any = found._make_kernel
+    lengths = np.array([0, 128], dtype=np.int32)
+    kernels = {window: makers(lengths, 1, 0, torch.device("cpu"), window=window) for window in (None, 64)}
+    assert isinstance(kernels[None], TorchKernel) and isinstance(kernels[64], FlashKernel)
+    assert "plain torch, no flash kernel" in str(choose(config(*WIDE), "cpu"))
 
 
 def test_with_transformer_engine(te: None) -> None:

@@ -35,6 +35,9 @@ LIKE_LLAMA = {
     "logits_scaling": 1.0,
     "moe.shared_ffn_hidden_size": None,
     "moe.shared_gate": False,
+    "moe.own_norms": False,
+    **{"value_norm": False, "layer_scalar": False, "full_attention.keys_as_values": False},
+    **dict.fromkeys(("full_attention.head_dim", "full_attention.num_query_groups")),
     **{"moe.score_function": "softmax", "moe.scaling_factor": 1.0, "moe.num_groups": 1, "moe.top_groups": 1},
     **{"moe.correction_bias": False, "moe.dense_layers": 0},
     "rope.skip_layers": [],
@@ -100,6 +103,7 @@ def test_what_a_silent_config_means_is_what_transformers_takes(tmp_path: Path, f
     silent |= dict(sliding_window=None, layer_types=["full_attention"] * 2) if family == "exaone4" else {}
     silent |= dict(no_rope_layer_interval=2) if family == "smollm3" else {}
     silent |= dict(first_k_dense_replace=1) if family == "deepseek_v3" else {}
+    silent |= dict(hidden_size_per_layer_input=0) if family == "gemma4_text" else {}
     silent |= dict(num_attention_heads=16) if family == "glm4_moe" else {}  # half of a head is an even number
     theirs = hf.config_class(family)(**silent)
     model = architecture({**silent, "model_type": family}, "config.json").model
@@ -108,8 +112,9 @@ def test_what_a_silent_config_means_is_what_transformers_takes(tmp_path: Path, f
         assert {name: getattr(model.latent_attention, name) for name in sizes} == {n: getattr(theirs, n) for n in sizes}
         assert (model.resolved_head_dim, model.value_head_dim) == (theirs.qk_head_dim, theirs.v_head_dim)
     else:
-        assert model.resolved_query_groups == theirs.num_key_value_heads
-        assert model.resolved_head_dim == (getattr(theirs, "head_dim", None) or 64 // silent["num_attention_heads"])
+        first = theirs.per_layer_config[0] if family.startswith("gemma4") else theirs  # a layer with a window
+        assert model.resolved_query_groups == first.num_key_value_heads
+        assert model.resolved_head_dim == (getattr(first, "head_dim", None) or 64 // silent["num_attention_heads"])
     assert model.norm_epsilon == theirs.rms_norm_eps
     assert model.tie_embeddings is theirs.tie_word_embeddings
     if family == "ministral3":
@@ -128,12 +133,13 @@ def test_what_a_silent_config_means_is_what_transformers_takes(tmp_path: Path, f
         assert (model.sliding_window, model.sliding_window_layers) == (theirs.sliding_window, [1])
         assert (model.attention_softcap, model.logits_softcap) == (50.0, 30.0)
         assert theirs.attn_logit_softcapping == 50.0 and theirs.final_logit_softcapping == 30.0
-    elif family in ("olmo3", "gemma3_text"):
+    elif family in ("olmo3", "gemma3_text", "gemma4_text", "gemma4_unified_text"):
         assert {kind: group["rope_theta"] for kind, group in theirs.rope_parameters.items()} == {
             "full_attention": model.rope.base,
             "sliding_attention": model.rope.window_base,
         }
-        assert (model.sliding_window, model.sliding_window_layers) == (theirs.sliding_window, None)  # both layers
+        layers = [1] if family.startswith("gemma4") else None  # both layers, but the last one of Gemma 4 has no window
+        assert (model.sliding_window, model.sliding_window_layers) == (theirs.sliding_window, layers)
     else:
         skipped = [2] if family == "smollm3" else []
         fraction = theirs.rope_parameters.get("partial_rotary_factor", 1.0)

@@ -12,7 +12,11 @@ from tests.unit.fixtures.hf import released
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt_oss_20b", "qwen3_30b_a3b", "gemma_3_27b", "qwen3_6_35b_a3b", "qwen3_6_27b", "dense_layers"]
+    "name",
+    [
+        *("gpt_oss_20b", "qwen3_30b_a3b", "gemma_3_27b", "gemma_4_31b", "gemma_4_26b_a4b"),
+        *("qwen3_6_35b_a3b", "qwen3_6_27b", "dense_layers"),
+    ],
 )
 def test_products_of_released_models(name: str) -> None:
     """dense_layers: as GLM-4.5 and DeepSeek-V3 have."""

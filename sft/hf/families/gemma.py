@@ -19,7 +19,7 @@ _SCALAR, _HIDDEN = "query_pre_attn_scalar", "hidden_size"
 _NORM = "pre_feedforward_layernorm"
 
 
-def _root(key: str, default: float | None, power: float) -> Computed:
+def root(key: str, default: float | None, power: float) -> Computed:
     """The value of `key` to the power of 1/2 or -1/2.  A recipe cannot change it."""
 
     def read(content: Mapping[str, Any]) -> float:
@@ -50,8 +50,8 @@ _GEMMA2 = Family(
     keys={**KEYS, "logits_softcap": "final_logit_softcapping", "attention_softcap": "attn_logit_softcapping"},
     computed={
         **all_but_every(2),
-        "embedding_multiplier": _root(_HIDDEN, None, 0.5),
-        "attention_multiplier": _root(_SCALAR, 256, -0.5),
+        "embedding_multiplier": root(_HIDDEN, None, 0.5),
+        "attention_multiplier": root(_SCALAR, 256, -0.5),
     },
     defaults={
         "vocab_size": 256_000,

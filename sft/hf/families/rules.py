@@ -41,6 +41,18 @@ def attention(model: str = "model", norm: str | None = "input_layernorm") -> tup
     )
 
 
+def shared_projection(model: str = "model") -> Rule:
+    """The rule of a projection to queries and keys, in layers whose keys are also values."""
+    layer = f"{model}.layers.{LAYER}.self_attn"
+    views = (View(f"{layer}.q_proj.weight", "q h"), View(f"{layer}.k_proj.weight", "k h"))
+    return Rule(f"{_OURS}.self_attention.linear_qkv.weight", views, "groups")
+
+
+def layer_scalar(model: str = "model") -> tuple[Rule, ...]:
+    """The number that multiplies the output of a layer."""
+    return (Rule(f"{_OURS}.layer_scalar", (View(f"{model}.layers.{LAYER}.layer_scalar", "1"),), is_buffer=True),)
+
+
 def gated_attention(model: str = "model") -> tuple[Rule, ...]:
     """The rules of `attention` for layers with full attention, whose q_proj has a query and its gate head by head."""
     norm, qkv, output = attention(model)

@@ -25,17 +25,21 @@ def from_a_layer_on(default: int = 28) -> dict[str, Computed]:
     return _computed(has_window, switch=_USES)
 
 
-def all_but_every(interval: int, name: str | None = None, *, default: int = 4096) -> dict[str, Computed]:
+def all_but_every(
+    interval: int, name: str | None = None, *, default: int = 4096, last_is_full: bool = False
+) -> dict[str, Computed]:
     """Windows in all layers, but full attention in layers interval, 2 * interval, ...
 
     name: key of config.json with another interval, if it has one; default: the window, if config.json names none
+    last_is_full: the last layer has full attention, whatever its number
     """
 
     def has_window(content: Mapping[str, Any], layer: int) -> bool:
         count = content.get(name, interval) if name else interval
         if type(count) is not int or count < 1:
             raise ValueError(f"{name} = {count} is not supported without {_TYPES}")
-        return (layer + 1) % count != 0
+        is_last = last_is_full and layer + 1 == content.get("num_hidden_layers")
+        return (layer + 1) % count != 0 and not is_last
 
     return _computed(has_window, default=default)
 

@@ -8,6 +8,7 @@ from sft.config import Config, ModelConfig
 from sft.mcore.model_bytes import FP32, RankShare
 from sft.parallel.layout import Layout
 
+MAX_FLASH_HEAD = 256  # width of the widest heads that torch's flash kernel has
 MAX_HEAD_GROUPS = 4  # with more, kernels and messages become small
 SCORE_TILE = 256 * 512  # scores of a head that torch_kernel.py computes at a time
 
@@ -47,9 +48,10 @@ class AttentionBytes(ABC):
     def saved(self) -> dict[str, float]:
         """Bytes that a layer saves per token for backward, by name."""
         queries, pairs = (self.rank.width * numbers for numbers in (self.queries, self.pairs))
+        projected = pairs * self.model.full_attention.num_kv_projections / 2
         gated = {"gate in fp32, gated output": FP32 * self.queries + queries}
         return {
-            "queries, keys, values": queries + pairs,
+            "queries, keys, values": queries + projected,
             "attention's output": queries * self.num_saved_outputs,
             "log-sum-exp": FP32 * self.model.num_attention_heads / self.rank.tp,
             **(gated if self.model.attention_output_gate else {}),
@@ -58,9 +60,11 @@ class AttentionBytes(ABC):
     @property
     def norm_outputs(self) -> dict[str, float]:
         """Bytes per token of the outputs of norms inside attention, if a layer saves them."""
-        if not self.model.qk_norm:
-            return {}
-        return {"normed queries and keys": self.rank.width * (self.queries + self.pairs / 2)}
+        normed = {
+            "normed queries and keys": (self.queries + self.pairs / 2) * self.model.qk_norm,
+            "normed values": self.pairs / 2 * self.model.value_norm,
+        }
+        return {name: self.rank.width * numbers for name, numbers in normed.items() if numbers}
 
     def local(self, tokens: float) -> float:
         """Bytes of local tokens while backward computes attention for all heads at once: rotated queries and keys, the
@@ -163,7 +167,8 @@ class PortableBytes(AttentionBytes):
 
     @property
     def _has_flash(self) -> bool:
-        return self.model.attention_softcap is None and self.rank.is_fused
+        fits = self.model.attention_softcap is None and self.model.resolved_head_dim <= MAX_FLASH_HEAD
+        return fits and self.rank.is_fused
 
 
 @dataclass(frozen=True, kw_only=True)

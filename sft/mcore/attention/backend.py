@@ -18,6 +18,7 @@ from megatron.core.transformer import ModuleSpec
 from torch import Tensor
 
 from sft.config import Config
+from sft.config.layer_kinds import of_kind
 from sft.mcore.attention import rope
 from sft.mcore.attention.packed_attention import Kernel
 from sft.mcore.attention.rope import RotaryTable, Rotation
@@ -51,8 +52,12 @@ class AttentionBackend(ABC):
     def __init__(self, config: Config, reason: str) -> None:
         self.config, self.reason = config, reason
         self._ropes = {"all": config.model.rope, "windows": config.model.rope.of_windows}
+        self._models = {
+            "all": of_kind(config.model, "full attention"),
+            "windows": of_kind(config.model, "window attention"),
+        }
         self._frequencies = {
-            layers: rope.frequencies(positions, config.model.rotary_dim)
+            layers: rope.frequencies(positions, self._models[layers].rotary_dim)
             for layers, positions in self._ropes.items()
             if positions is not None
         }
@@ -108,7 +113,7 @@ class AttentionBackend(ABC):
         if not self.attention_rotates or positions_config is None:
             return None
         frequencies = self.frequencies(positions.device, layers)
-        whole_heads = rope.rotates_whole_heads(self.config.model)
+        whole_heads = rope.rotates_whole_heads(self._models[layers])
         dtype = params_dtype(self.config)
         return Rotation.of(positions.flatten(), frequencies, dtype, positions_config, whole_heads=whole_heads)
 

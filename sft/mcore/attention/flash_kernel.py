@@ -24,12 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sft.mcore.attention.activation_bytes import MAX_FLASH_HEAD
 from sft.mcore.attention.key_source import AllGatheredKeys, HaloKeys, KeySource, LocalKeys
 from sft.mcore.device import send
 from sft.parallel import context_parallel
 from sft.parallel.halo import Halo
 
-MAX_HEAD_DIM = 256  # limit of the kernel; a head_dim must also be a multiple of 8
 # Options that only some releases of torch have.  num_splits is the number of splits of the keys.  By default the kernel
 # chooses it by the longest sequence of the pack, so the result of a document would depend on other documents.
 _IF_SUPPORTED: dict[str, Any] = {"num_splits": 1}
@@ -163,8 +163,8 @@ def why_not(head_dim: int, dtype: torch.dtype, device_type: str) -> str | None:
         return "it needs CUDA"
     if dtype not in (torch.bfloat16, torch.float16):
         return "it computes in bf16 only"
-    if head_dim > MAX_HEAD_DIM or head_dim % 8:
-        return f"it has heads of up to {MAX_HEAD_DIM} in multiples of 8, but heads of this model are {head_dim} wide"
+    if head_dim > MAX_FLASH_HEAD or head_dim % 8:
+        return f"it has heads of up to {MAX_FLASH_HEAD} in multiples of 8, but heads of this model are {head_dim} wide"
     return _missing()
 
 

@@ -4,7 +4,8 @@ The kernel is torch's own flash kernel (CUDA in bf16) or plain torch (everywhere
 (core does not), and all-gathers keys and values over the context-parallel group (packed_attention.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from sft.config import Config, ModelConfig
+from sft.config.layer_kinds import of_layer
 from sft.mcore.attention import rope
 from sft.mcore.attention.backend import AttentionBackend, PackedDocuments, params_dtype
 from sft.mcore.attention.flash_kernel import FlashKernel
@@ -31,8 +33,18 @@ from sft.parallel.fragments import HeadSizes
 MakeKernel = Callable[..., Kernel]  # cu_seqlens of the whole pack, cp size, cp rank, device; window
 
 
+@dataclass(frozen=True)
+class KernelByWindow:
+    """A `MakeKernel` for layers whose kernels differ.  makers: by sliding window; None: no window"""
+
+    makers: Mapping[int | None, MakeKernel]
+
+    def __call__(self, *args: Any, window: int | None) -> Kernel:
+        return self.makers[window](*args, window=window)
+
+
 class Portable(AttentionBackend):
-    """make_kernel: makes the kernel of a microbatch, `FlashKernel.of` or `TorchKernel.of`
+    """make_kernel: makes the kernel of a microbatch, `FlashKernel.of`, `TorchKernel.of`, or one of them by the window
 
     delta_kernel: of layers with linear attention; None: there are none
     """
@@ -101,7 +113,7 @@ class PortableAttention(torch.nn.Module):
         self.rotates = layer_number not in model.rope.skip_layers
         self.has_own_base = self.window is not None and model.rope.window_base is not None
         is_scaled = self.rotates and not self.has_own_base
-        self.scale = softmax_scale if is_scaled else rope.plain_scale(model)
+        self.scale = softmax_scale if is_scaled else rope.plain_scale(of_layer(model, layer_number))
         self._tp_group = pg_collection.tp
         self.softmax_offset = None  # core's name for the scores of sinks
         if model.attention_sinks:

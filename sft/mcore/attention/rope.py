@@ -20,11 +20,13 @@ from sft.config import ModelConfig, RopeConfig
 def frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:
     """Angle per position of each pair of dimensions: float32 [rotary_dim / 2].
 
-    rotary_dim 4, base 10000, no scaling -> [1, 0.01]
+    rotary_dim 4, base 10000, no scaling -> [1, 0.01]; proportional with fraction 0.5 -> [1, 0]
     """
     exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     plain = 1.0 / rope.base**exponent
-    if rope.scaling == "none":
+    if rope.is_proportional:
+        plain[int(rope.fraction * rotary_dim // 2) :] = 0.0  # an angle of 0 leaves both numbers as they are
+    if rope.scaling in ("none", "proportional"):
         return plain
     if rope.scaling == "linear":
         return plain / rope.factor

@@ -4,12 +4,14 @@ from functools import partial
 
 import torch
 
-from sft.config import Config
+from sft.config import Config, ModelConfig
+from sft.config.layer_kinds import of_kind
+from sft.config.model import LayerKind
 from sft.errors import ConfigError
 from sft.mcore.attention import flash_kernel, transformer_engine
 from sft.mcore.attention.backend import AttentionBackend, params_dtype
 from sft.mcore.attention.flash_kernel import FlashKernel
-from sft.mcore.attention.portable import Portable
+from sft.mcore.attention.portable import KernelByWindow, Portable
 from sft.mcore.attention.torch_kernel import TorchKernel
 from sft.mcore.attention.transformer_engine import TransformerEngine
 from sft.mcore.linear_attention import selection as linear_attention
@@ -57,13 +59,33 @@ def slower_than_possible(config: Config, backend: AttentionBackend, device_type:
 
 def _portable(config: Config, device_type: str, why_not_te: str) -> Portable:
     model = config.model
-    flash_problem = flash_kernel.why_not(model.resolved_head_dim, params_dtype(config), device_type)
-    if model.attention_softcap is not None:
-        flash_problem = "it has no model.attention_softcap"
-    if model.value_head_dim > model.resolved_head_dim:
-        flash_problem = "it has no values that are wider than keys"
     delta_kernel = linear_attention.choose(config, device_type) if model.linear_attention.layers else None
-    if flash_problem:
-        plain = partial(TorchKernel.of, softcap=model.attention_softcap)
-        return Portable(config, f"plain torch, no flash kernel: {flash_problem}{why_not_te}", plain, delta_kernel)
-    return Portable(config, f"torch's flash kernel{why_not_te}", FlashKernel.of, delta_kernel)
+    plain = partial(TorchKernel.of, softcap=model.attention_softcap)
+    why_not = {window: _why_not_flash(config, kind, device_type) for window, kind in _kinds_by_window(model).items()}
+    problems = {problem for problem in why_not.values() if problem}
+    if not problems:
+        return Portable(config, f"torch's flash kernel{why_not_te}", FlashKernel.of, delta_kernel)
+    problem, *others = sorted(problems)
+    assert not others
+    if all(why_not.values()):
+        return Portable(config, f"plain torch, no flash kernel: {problem}{why_not_te}", plain, delta_kernel)
+    makers = {window: plain if why_not[window] else FlashKernel.of for window in why_not}
+    fast, slow = ("with a window", "without one") if why_not[None] else ("without a window", "with one")
+    reason = f"torch's flash kernel in layers {fast}, plain torch in layers {slow}: {problem}{why_not_te}"
+    return Portable(config, reason, KernelByWindow(makers), delta_kernel)
+
+
+def _kinds_by_window(model: ModelConfig) -> dict[int | None, LayerKind]:
+    """The kind of the layers with each window; None: no window."""
+    numbers = range(1, model.num_layers + 1)
+    return {model.window_of(number): model.kind_of(number) for number in numbers}
+
+
+def _why_not_flash(config: Config, kind: LayerKind, device_type: str) -> str | None:
+    """The reason why layers of this kind cannot use the flash kernel; None if they can."""
+    model = of_kind(config.model, kind)
+    if model.attention_softcap is not None:
+        return "it has no model.attention_softcap"
+    if model.value_head_dim > model.resolved_head_dim:
+        return "it has no values that are wider than keys"
+    return flash_kernel.why_not(model.resolved_head_dim, params_dtype(config), device_type)

@@ -1,0 +1,57 @@
+"""Keys of layers with full attention in a model whose layers with a sliding window have other heads (Gemma 4)."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from sft.config.section import Positive, Section, divisors
+
+
+class FullAttentionConfig(Section):
+    head_dim: Positive | None = None
+    """Width of a head in layers without a sliding window; null means model.head_dim, as in all other layers."""
+    num_query_groups: Positive | None = None
+    """Key/value heads in layers without a sliding window; null means model.num_query_groups."""
+    keys_as_values: bool = False
+    """Layers without a sliding window project no values: a value is the value_norm of its key before the key's norm."""
+
+    @property
+    def is_used(self) -> bool:
+        return self != FullAttentionConfig()
+
+    @property
+    def projects_values(self) -> bool:
+        return not self.keys_as_values
+
+    @property
+    def num_kv_projections(self) -> int:
+        """Projections of a token to keys and values."""
+        return 2 if self.projects_values else 1
+
+    def conflicts_with(self, model: Any) -> Iterator[tuple[str, str]]:
+        """model: the ModelConfig that this section belongs to"""
+        if not self.is_used:
+            return
+        first = next(name for name in type(self).model_fields if getattr(self, name) is not None)
+        if model.sliding_window is None or model.num_window_layers in (0, model.num_layers):
+            yield f"full_attention.{first}", "needs layers of both kinds: set sliding_window and sliding_window_layers"
+        for name, is_used in {
+            "latent_attention.kv_lora_rank": model.latent_attention.is_used,
+            "linear_attention.layers": bool(model.linear_attention.layers),
+            "qk_norm_across_heads": model.qk_norm_across_heads,
+            "attention_output_gate": model.attention_output_gate,
+            "has_mtp": model.has_mtp,
+            "moe.dense_layers": bool(model.moe.dense_layers),
+        }.items():
+            if is_used:
+                yield name, "is not supported with full_attention: no released model has both"
+        if self.num_query_groups and model.num_attention_heads % self.num_query_groups:
+            fitting = ", ".join(map(str, divisors(model.num_attention_heads)))
+            yield "full_attention.num_query_groups", f"does not divide {model.num_attention_heads} heads; use {fitting}"
+        if self.head_dim and model.rope.window_base is None:
+            yield "full_attention.head_dim", "needs rope.window_base: layers with a window have positions of their own"
+        if self.head_dim and self.head_dim % 2:
+            yield "full_attention.head_dim", "is odd, but rotary positions need an even width"
+        if self.keys_as_values and not model.value_norm:
+            yield "full_attention.keys_as_values", "needs value_norm = true"
+        if self.keys_as_values and model.qkv_bias:
+            yield "qkv_bias", "is not supported with full_attention.keys_as_values"

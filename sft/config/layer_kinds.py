@@ -1,0 +1,46 @@
+"""The kinds of a model's layers: which heads, window and positions attention has in each.
+
+`of_kind` is the one table of these sizes.  It answers with a model whose layers are all of one kind, so that code about
+one layer reads `head_dim` and `num_query_groups` as it does of any other model.
+"""
+
+from sft.config.full_attention import FullAttentionConfig
+from sft.config.model import LayerKind, ModelConfig
+
+SOFTMAX: tuple[LayerKind, ...] = ("full attention", "window attention")  # kinds whose layers have keys and values
+
+
+def of_kind(model: ModelConfig, kind: LayerKind) -> ModelConfig:
+    """The model whose layers all have the heads, the window and the positions of this kind of layer.
+
+    The model itself, unless `full_attention` makes a difference.
+    """
+    full = model.full_attention
+    if not full.is_used:
+        return model
+    changes: dict[str, object] = {"sliding_window_layers": None}
+    if kind == "window attention":
+        changes |= {"full_attention": FullAttentionConfig(), "rope": model.rope.of_windows or model.rope}
+    else:
+        changes |= {
+            "sliding_window": None,
+            "head_dim": full.head_dim or model.head_dim,
+            "num_query_groups": full.num_query_groups or model.num_query_groups,
+            "full_attention": FullAttentionConfig(keys_as_values=full.keys_as_values),
+            "rope": model.rope.model_copy(update={"window_base": None}),
+        }
+    return model.model_copy(update=changes)
+
+
+def of_layer(model: ModelConfig, layer_number: int) -> ModelConfig:
+    """`of_kind` of a layer, counted from 1."""
+    return of_kind(model, model.kind_of(layer_number))
+
+
+def num_layers_of(model: ModelConfig, kind: LayerKind) -> int:
+    return sum(model.kind_of(number + 1) == kind for number in range(model.num_layers))
+
+
+def attention_widths(model: ModelConfig) -> dict[LayerKind, float]:
+    """The sum of `attention_width` over the layers of each kind with a softmax."""
+    return {kind: num_layers_of(model, kind) * of_kind(model, kind).attention_width for kind in SOFTMAX}

@@ -18,6 +18,7 @@ import numpy as np
 
 from sft.config import Config
 from sft.estimate.parameters import parameters
+from sft.estimate.layer_work import uses_portable
 from sft.parallel.cp_bytes import sent_numbers
 from sft.parallel.fragments import HeadSizes, bytes_over_cp
 from sft.parallel.halo import num_halo_tokens
@@ -60,8 +61,8 @@ def of(config: Config, layout: Layout) -> Iterator[Traffic]:
     tokens = config.data.seq_length / cp * layout.num_microbatches
     layers = model.num_layers / layout.pp
     queries = BF16 * tokens * model.num_attention_heads * model.resolved_head_dim / tp
-    pairs = BF16 * tokens * sent_numbers(model, tp)  # keys and values, or a latent
-    is_portable = model.portable_only is not None
+    pairs = BF16 * tokens * sent_numbers(config)  # keys and values, or a latent
+    is_portable = uses_portable(config)
     heads = 1 if is_portable else layout.cp_a2a or 1
     ring = 1 if is_portable else cp // heads
     if tp > 1:
@@ -150,7 +151,7 @@ def _rows() -> Iterator[str]:
             for traffic in of(config, Layout.resolve(config, gpus)):
                 cells = [
                     name,
-                    "portable" if config.model.portable_only else config.parallel.cp_comm,
+                    "portable" if uses_portable(config) else config.parallel.cp_comm,
                     traffic.group,
                     str(traffic.size),
                     f"{traffic.num_bytes / 1e9:.1f}",

@@ -61,6 +61,29 @@ class Config(Section):
         """data.tokenizer, else model.hf, else byte."""
         return self.data.tokenizer or self.model.hf or "byte"
 
+    @property
+    def auto_is_portable(self) -> str | None:
+        """Why attention.backend = auto is portable, also where Transformer Engine could run; None: no reason."""
+        if self.attention.is_auto and self.model.latent_attention.is_used:
+            return "it saves and sends keys and values of all heads, not latents; attention.backend=te uses it"
+        return None
+
+    @property
+    def _latents_without_kernel(self) -> str | None:
+        latent = self.model.latent_attention
+        if not latent.is_used or latent.has_te_kernel:
+            return None
+        return (
+            "computes latent attention with keys of 192 and values of 128 numbers, or with multiples of 8 of at most "
+            f"128, but this model has {latent.qk_head_dim} and {latent.v_head_dim}; use portable or auto"
+        )
+
+    @property
+    def shares_latents(self) -> bool:
+        """Whether layers with latent attention save latents, send them over cp, and expand them again in backward."""
+        latent, heads = self.model.latent_attention, self.model.num_attention_heads // self.parallel.tp
+        return latent.is_used and self.attention.may_share_latents and latent.sends_latent(heads)
+
     def conflicts(self) -> Iterator[tuple[str, str]]:
         steps, warmup = self.train.num_steps, self.optim.warmup_steps
         best, sets = self.checkpoint.best, self.data.eval_sets
@@ -110,6 +133,10 @@ class Config(Section):
             yield "attention.backend", f"= {self.attention.backend} does not have {special}; use portable or auto"
         elif special and fp8:
             yield "run.fp8", f"needs Transformer Engine, which does not have {special} here; use null"
+        elif not self.attention.may_share_latents and self._latents_without_kernel:
+            yield "attention.backend", f"= {self.attention.backend} {self._latents_without_kernel}"
+        elif fp8 and self.auto_is_portable:
+            yield "run.fp8", "needs Transformer Engine, and with latent attention auto is portable; use backend te"
         yield from self._conflicts_of_lora()
         yield from self._conflicts_of_mtp()
         if fp8 and not self.attention.may_have_fp8:

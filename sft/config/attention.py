@@ -17,13 +17,26 @@ class BackendTraits:
     has_fp8: bool  # the backend supports run.fp8
     reads_cp_comm: bool  # parallel.cp_comm and cp_a2a have an effect
     has_all_layers: bool  # has all kinds of norms and of attention (`ModelConfig.portable_only`)
+    shares_latents: bool  # of latent attention, can save and send latents in place of keys and values
     has_fused_rotary: bool  # rotates queries and keys in a kernel that limits the length of a pack
 
 
 BACKENDS: Mapping[str, BackendTraits] = {
-    "te": BackendTraits(needs_cuda=True, has_fp8=True, reads_cp_comm=True, has_all_layers=False, has_fused_rotary=True),
+    "te": BackendTraits(
+        needs_cuda=True,
+        has_fp8=True,
+        reads_cp_comm=True,
+        has_all_layers=False,
+        shares_latents=False,
+        has_fused_rotary=True,
+    ),
     "portable": BackendTraits(
-        needs_cuda=False, has_fp8=False, reads_cp_comm=False, has_all_layers=True, has_fused_rotary=False
+        needs_cuda=False,
+        has_fp8=False,
+        reads_cp_comm=False,
+        has_all_layers=True,
+        shares_latents=True,
+        has_fused_rotary=False,
     ),
 }
 
@@ -50,6 +63,14 @@ class AttentionConfig(Section):
     @property
     def may_have_all_layers(self) -> bool:
         return any(traits.has_all_layers for traits in self.candidates.values())
+
+    @property
+    def is_auto(self) -> bool:
+        return len(self.candidates) > 1
+
+    @property
+    def may_share_latents(self) -> bool:
+        return any(traits.shares_latents for traits in self.candidates.values())
 
     def may_read_cp_comm(self, device: str) -> bool:
         """Whether an allowed backend reads parallel.cp_comm.  `device` is run.device: "auto", "cuda" or "cpu"."""

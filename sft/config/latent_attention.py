@@ -48,6 +48,15 @@ class LatentAttentionConfig(Section):
         """Numbers of a token's latent and rotary key; 0 without latent attention."""
         return self.kv_lora_rank + self.qk_rope_head_dim if self.kv_lora_rank is not None else 0
 
+    @property
+    def has_te_kernel(self) -> bool:
+        """Whether Transformer Engine trains with keys and values of these widths, on Hopper and on Blackwell.
+
+        By the table of cuDNN's kernels in its source (fused_attn.cpp, release 2.20, cuDNN from 9.11 on).
+        """
+        widths = (self.qk_head_dim, self.v_head_dim)
+        return widths == (192, 128) or (max(widths) <= 128 and not any(width % 8 for width in widths))
+
     def sends_latent(self, num_heads: int) -> bool:
         """Whether layers save the latent and send it over cp, not keys and values of the rank's `num_heads` heads.
 

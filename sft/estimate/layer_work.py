@@ -158,7 +158,8 @@ def _rotated(model: ModelConfig) -> int:
 def uses_portable(config: Config) -> bool:
     """Whether attention runs on the portable backend; auto takes te wherever it can compute the model."""
     is_cpu = config.run.device == "cpu" or config.run.precision == "fp32"
-    return config.attention.backend == "portable" or config.model.portable_only is not None or is_cpu
+    is_portable = config.attention.backend == "portable" or config.auto_is_portable is not None
+    return is_portable or config.model.portable_only is not None or is_cpu
 
 
 def cp_sizes(layout: Layout, tokens: np.ndarray, config: Config) -> list[int]:

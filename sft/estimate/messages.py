@@ -123,7 +123,8 @@ class Messages:
         model, layout = self.config.model, self.layout
         if heads == 1:
             return 0.0
-        numbers = 2 * (model.num_attention_heads + model.resolved_query_groups) * model.resolved_head_dim / layout.tp
+        widths = model.resolved_head_dim + model.value_head_dim
+        numbers = (model.num_attention_heads + model.resolved_query_groups) * widths / layout.tp
         num_bytes = self._tokens * numbers * self._width * (heads - 1) / heads
         full = (model.num_layers - len(model.linear_attention.layers)) / layout.pp
         return full * passes * self._seconds(num_bytes, self._link(heads * layout.tp), 2)

@@ -89,7 +89,7 @@ def _of_weights(
     columns = matrix.rows / (size if matrix.splits == "rows" else 1)
     inner = matrix.columns / (size if matrix.splits == "columns" else 1)
     repeated = _repeated(config, part)
-    if part == EXPANDED and config.model.latent_attention.sends_latent(config.model.num_attention_heads // layout.tp):
+    if part == EXPANDED and config.shares_latents:
         rows, repeated = tokens * layout.cp, repeated + 1.0  # every rank expands the latents of the pack, twice
     passes = {
         "repeated": repeated * (1.0 if keeps_graph else weights.revisited),

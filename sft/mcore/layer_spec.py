@@ -30,7 +30,7 @@ def layer_spec(config: Config, backend: AttentionBackend, layer_number: int) -> 
         assert backend.delta_kernel is not None
         spec = gated_delta_net.with_linear_attention(spec, model, backend.delta_kernel, recompute=is_selective)
     elif model.latent_attention.is_used:
-        spec = with_latent_attention(spec, model)
+        spec = with_latent_attention(spec, model, backend.latent_attention)
     elif model.full_attention.is_used or model.value_norm:
         spec = with_own_heads(spec, of_layer(model, layer_number))
     spec.module = Layer

@@ -169,7 +169,6 @@ def _uneven_widths(config: Config) -> Iterator[str]:
 def _widths(config: Config, tp: int) -> dict[str, int]:
     """Numbers of rows and columns of one rank's parts of the weights in Transformer Engine."""
     model, etp = config.model, config.parallel.etp
-    heads, groups, width = model.num_attention_heads, model.resolved_query_groups, model.resolved_head_dim
     if model.moe.num_experts:
         feed_forward = {"the width of an expert / etp": model.resolved_expert_ffn // etp}
         if model.moe.shared_ffn_hidden_size:
@@ -178,12 +177,27 @@ def _widths(config: Config, tp: int) -> dict[str, int]:
         feed_forward = {}
     if not model.moe.num_experts or model.moe.dense_layers:
         feed_forward["model.ffn_hidden_size / tp"] = model.ffn_hidden_size // tp
-    return {
-        "model.hidden_size": model.hidden_size,
-        "num_attention_heads x head_dim / tp": heads * width // tp,
-        "(num_attention_heads + 2 x num_query_groups) x head_dim / tp": (heads + 2 * groups) * width // tp,
-        **feed_forward,
+    return {"model.hidden_size": model.hidden_size, **_widths_of_attention(model, tp), **feed_forward}
+
+
+def _widths_of_attention(model: ModelConfig, tp: int) -> dict[str, int]:
+    heads, groups, width = model.num_attention_heads, model.resolved_query_groups, model.resolved_head_dim
+    latent = model.latent_attention
+    if not latent.is_used:
+        return {
+            "num_attention_heads x head_dim / tp": heads * width // tp,
+            "(num_attention_heads + 2 x num_query_groups) x head_dim / tp": (heads + 2 * groups) * width // tp,
+        }
+    widths = {  # the projections down are no layers of Transformer Engine
+        "kv_lora_rank": latent.kv_lora_rank,
+        "q_lora_rank": latent.q_lora_rank,
+        "num_attention_heads x (qk_nope_head_dim + qk_rope_head_dim) / tp": heads * width // tp,
+        "num_attention_heads x (qk_nope_head_dim + v_head_dim) / tp": heads
+        * (latent.qk_nope_head_dim + latent.v_head_dim)
+        // tp,
+        "num_attention_heads x v_head_dim / tp": heads * latent.v_head_dim // tp,
     }
+    return {name: number for name, number in widths.items() if number is not None}
 
 
 def _pipeline(config: Config) -> Iterator[str]:

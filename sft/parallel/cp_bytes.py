@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sft.config import Config, ModelConfig
+from sft.config import Config
 from sft.config.layer_kinds import SOFTMAX, of_kind
+from sft.config.model import LayerKind
 from sft.parallel.alignment import aligned
 from sft.parallel.fragments import FP32, HeadSizes
 
@@ -48,7 +49,7 @@ class CpBytes:
         num_passes = 3 if is_full else 2
         num_linear, num_window = len(model.linear_attention.layers), model.num_window_layers
         of_number = num_passes * width + FP32
-        full, window = (sent_numbers(of_kind(model, kind), tp) * of_number for kind in SOFTMAX)
+        full, window = (sent_numbers(config, kind) * of_number for kind in SOFTMAX)
         return CpBytes(
             kv_bytes=full * (model.num_layers + model.has_mtp - num_linear - num_window) / pp,
             halo_bytes=window * num_window / pp,
@@ -99,12 +100,12 @@ def halo_tokens(padded: np.ndarray, window: int, cp_size: int) -> np.ndarray:
     return (np.minimum(before_early, window - 1) + np.minimum(before_late, window - 1)).sum(axis=1)
 
 
-def sent_numbers(model: ModelConfig, tp: int) -> int:
-    """Numbers of a token that a rank sends in a layer with full attention: keys and values, or a latent.
+def sent_numbers(config: Config, kind: LayerKind = SOFTMAX[0]) -> int:
+    """Numbers of a token that a rank sends in a layer of this kind: keys and values, or a latent.
 
     Llama 8B on tp 2: 4 x 2 x 128 -> 1024        DeepSeek-V3 -> 576
     """
-    heads, groups = model.num_attention_heads // tp, model.resolved_query_groups // tp
-    if model.latent_attention.is_used and model.latent_attention.sends_latent(heads):
-        return model.latent_attention.compressed_width
-    return groups * (model.resolved_head_dim + model.value_head_dim)
+    if config.shares_latents:
+        return config.model.latent_attention.compressed_width
+    model = of_kind(config.model, kind)
+    return model.resolved_query_groups // config.parallel.tp * (model.resolved_head_dim + model.value_head_dim)

@@ -53,7 +53,8 @@ def _expert_sizes(config: Config, ranks: int) -> list[int]:
 
 def cp_comms(task: Task, size: Sizes, num_gpus: int) -> Iterator[CpComm]:
     """The ways of cp ranks to exchange keys and values that the layout allows.  The first is p2p."""
-    if not task.config.attention.may_read_cp_comm(task.config.run.device) or task.config.model.portable_only:
+    special = task.config.model.portable_only or task.config.auto_is_portable
+    if special or not task.config.attention.may_read_cp_comm(task.config.run.device):
         yield P2P  # only the portable backend runs the model, and it does not read the key
         return
     for cp_comm in _cp_comms_of(size.cp):

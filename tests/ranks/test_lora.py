@@ -30,6 +30,7 @@ from tests.ranks.peft_models import (
     whole,
 )
 from tests.ranks.pool import RankPool
+from tests.ranks.te_attention import with_plain_attention
 from tests.unit.fixtures import hf
 
 Ranks = Callable[[int], RankPool]
@@ -62,14 +63,21 @@ def gradients(overrides: list[str], folder: str, values: dict[str, torch.Tensor]
         return {"gradients": chunks, "loss": totals.objective / totals.num_tokens, "norm": norm}
 
 
-def check(pool: RankPool, recipe: list[str], source: Path, values: dict[str, torch.Tensor], model: Any) -> None:
+def check(
+    pool: RankPool,
+    recipe: list[str],
+    source: Path,
+    values: dict[str, torch.Tensor],
+    model: Any,
+    run: Callable[..., Any] = etp_on_gloo.run,
+) -> None:
     """Token losses, gradients and their norm are those of the model, which has adapters of these values."""
     packs = samples()
-    losses = pool.run(etp_on_gloo.run, packed_losses, recipe, str(source), values, packs)
+    losses = pool.run(run, packed_losses, recipe, str(source), values, packs)
     check_losses(losses, Reference(str(source), model), packs)
     expected, _ = peft_gradients(model, packs)
     assert all(tensor.norm() > 0 for tensor in expected.values()), "a factor without a gradient shows nothing"
-    results = pool.run(etp_on_gloo.run, gradients, recipe, str(source), values, packs)
+    results = pool.run(run, gradients, recipe, str(source), values, packs)
     check_parameters(whole(results, "gradients"), expected, GRADIENT_TOLERANCE)
     norm = float(torch.stack([tensor.norm() for tensor in expected.values()]).norm())
     assert all(result["norm"] == pytest.approx(norm, rel=GRADIENT_TOLERANCE) for result in results)
@@ -121,6 +129,17 @@ def test_losses_and_gradients_are_those_of_peft(
     source = hf.save(tmp_path / "source", family, **fields)
     model, values = peft_model(source, targets)
     check(ranks(world_size), [*lora_recipe(source, targets), *overrides], source, values, model)
+
+
+@pytest.mark.parametrize("world_size,overrides", [(4, [*CP, *SP]), pytest.param(1, [SELECTIVE], marks=pytest.mark.grid)])
+def test_adapters_of_latents_whose_keys_are_expanded_before_attention(
+    ranks: Ranks, tmp_path: Path, world_size: int, overrides: list[str]
+) -> None:
+    """As with Transformer Engine, which gets keys and values of all heads."""
+    source = hf.save(tmp_path / "source", "deepseek_v3")
+    model, values = peft_model(source, LATENT)
+    recipe = [*lora_recipe(source, LATENT), *overrides]
+    check(ranks(world_size), recipe, source, values, model, with_plain_attention)
 
 
 EXPERTS = ["experts.*", "o_proj"]

@@ -71,12 +71,18 @@ _GEMMA_3 += ["model.head_dim=256", "model.rope.window_base=1e4"]
 _GPT_OSS = _keys(num_layers=12, hidden_size=2880, ffn_hidden_size=4 * 2880, num_attention_heads=64, num_query_groups=8)
 _GPT_OSS += _keys(head_dim=64, qk_norm=False, qkv_bias=True, attention_output_bias=True, mlp_bias=True)
 _GPT_OSS += _keys(attention_sinks=True, activation="clamped_swiglu", activation_limit=7, activation_alpha=1.702)
+# Moonlight without experts, and with a latent of queries and twice as many heads.
+_LATENT = _keys(num_layers=12, hidden_size=2048, ffn_hidden_size=11_264, num_attention_heads=16, qk_norm=False)
+_LATENT += ["model.num_query_groups=null", "model.head_dim=null", "model.latent_attention.kv_lora_rank=512"]
+_LATENT += ["model.rope.interleaved=true"]
 KINDS = {  # of layers, by a word after the @; the models have their own sizes, too
     "windows": _keys(sliding_window=1024),
     "half": _HALF,
     "softcap": _keys(sliding_window=1024, attention_softcap=50),
     "gemma2": [*_GEMMA, *_GEMMA_2, *_keys(sliding_window=4096, sliding_window_layers=[1, 3])],
     "gemma3": [*_GEMMA, *_GEMMA_3, *_keys(sliding_window=1024, sliding_window_layers=[1, 2, 3, 4, 5, 7, 8, 9, 10, 11])],
+    "latent": _LATENT,
+    "latents": [*_LATENT, *_keys(num_attention_heads=32), "model.latent_attention.q_lora_rank=1536"],
     "gpt_oss": [*_GPT_OSS, *_keys(sliding_window=128, sliding_window_layers=[1, 3, 5, 7, 9, 11])],
 }
 

@@ -15,7 +15,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     yarn_get_mscale,
 )
 
-from sft.config import ModelConfig, RopeConfig
+from sft.config import Config, ModelConfig, RopeConfig
 from sft.config.latent_attention import LatentAttentionConfig
 from sft.estimate.products import ModelProducts, layer_products
 from sft.estimate.saved_by_layer import LayerBytes
@@ -43,6 +43,10 @@ MOONLIGHT = dict(num_layers=27, hidden_size=2048, ffn_hidden_size=11264, num_att
 
 def model(sizes: dict[str, Any], **changes: Any) -> ModelConfig:
     return ModelConfig.model_validate({"hidden_size": 8, "ffn_hidden_size": 8, **sizes, **changes})
+
+
+def with_tp(sizes: ModelConfig, tp: int, **sections: Any) -> Config:
+    return layout_config(parallel={"tp": tp}, **sections).model_copy(update={"model": sizes})
 
 
 def test_parameters_and_flops_counted_by_hand() -> None:
@@ -76,8 +80,10 @@ def test_the_planner_knows_the_products(sizes: dict[str, Any]) -> None:
 def test_the_latent_travels_where_it_is_narrower() -> None:
     """Of DeepSeek-V3 and Moonlight it has 576 numbers; of a head, key and value have 320."""
     deepseek, moonlight = model(DEEPSEEK_V3), model(MOONLIGHT)
-    assert [sent_numbers(deepseek, tp) for tp in (1, 8, 64, 128)] == [576, 576, 576, 320]
-    assert [sent_numbers(moonlight, tp) for tp in (1, 8, 16)] == [576, 576, 320]
+    assert [sent_numbers(with_tp(deepseek, tp)) for tp in (1, 8, 64, 128)] == [576, 576, 576, 320]
+    assert [sent_numbers(with_tp(moonlight, tp)) for tp in (1, 8, 16)] == [576, 576, 320]
+    te = {"attention": {"backend": "te"}}  # sends keys and values always: 16 heads of 192 + 128 numbers
+    assert [sent_numbers(with_tp(moonlight, tp, **te)) for tp in (1, 8, 16)] == [5120, 640, 320]
     config = layout_config(parallel={"tp": 2}).model_copy(update={"model": moonlight})
     # bf16 twice forward and in backward, gradients once in fp32
     assert CpBytes.of(config).kv_bytes == 27 * 576 * (2 * 2 + 4)

@@ -8,9 +8,9 @@ on the keys of a recipe, and activation_bytes.py counts the bytes that a backend
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -47,6 +47,7 @@ class AttentionBackend(ABC):
     final_norm: ClassVar[type[torch.nn.Module]]  # after the last layer
     has_te_kernels: ClassVar[bool]  # uses kernels of Transformer Engine; False: norms mark outputs as recomputable
     delta_kernel: DeltaKernel | None = None  # of layers with linear attention
+    latent_attention: Callable[..., Any]  # makes what latent_attention/core_attention.py describes
     attention_rotates: bool  # attention rotates queries and keys in plain torch; False: core does, in a fused kernel
 
     def __init__(self, config: Config, reason: str) -> None:

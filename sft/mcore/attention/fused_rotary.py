@@ -25,6 +25,8 @@ def token_stride(config: Config) -> int:
 
 def why_not(config: Config) -> str | None:
     """The reason why the kernel cannot rotate this recipe's model or its longest packs; None if it can."""
+    if config.model.latent_attention.is_used:
+        return "rotary embedding in plain torch: of a key only the part that all heads share is rotated"
     rope = config.model.rope
     unknown = {
         "skip_layers": bool(rope.skip_layers),

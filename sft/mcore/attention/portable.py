@@ -23,6 +23,7 @@ from sft.mcore.attention import rope
 from sft.mcore.attention.backend import AttentionBackend, PackedDocuments, params_dtype
 from sft.mcore.attention.flash_kernel import FlashKernel
 from sft.mcore.attention.packed_attention import Kernel, packed_attention
+from sft.mcore.latent_attention.core_attention import SharedLatents
 from sft.mcore.linear_attention.delta_rule import Kernel as DeltaKernel
 from sft.mcore.linear_attention.documents import LinearDocuments
 from sft.mcore.norm import RMSNorm
@@ -52,6 +53,7 @@ class Portable(AttentionBackend):
     name = "portable"
     final_norm = RMSNorm
     has_te_kernels = False
+    latent_attention = SharedLatents
     attention_rotates = True
 
     def __init__(

@@ -32,6 +32,7 @@ def choose(config: Config, device_type: str) -> AttentionBackend:
         raise ConfigError(
             f"run.fp8 = {config.run.fp8} needs Transformer Engine: {te_problem}.  run.fp8=null does not need it."
         )
+    te_problem = te_problem or config.auto_is_portable
     if not te_problem and TransformerEngine.name in candidates:
         transformer_engine.check_release(config)
         return TransformerEngine(config)
@@ -42,6 +43,8 @@ def choose(config: Config, device_type: str) -> AttentionBackend:
 def slower_than_possible(config: Config, backend: AttentionBackend, device_type: str) -> str | None:
     """A warning if the GPU has faster attention than `backend`, with the expected cost and what to do; else None."""
     if backend.name != Portable.name or transformer_engine.unfit(config, device_type):
+        return None
+    if config.model.latent_attention.is_used:  # which one to use depends on memory, too (latent-attention.md)
         return None
     if not torch.cuda.is_available() or (capability := torch.cuda.get_device_capability()) < HOPPER:
         return None

@@ -6,10 +6,11 @@ parallelism, as `parallel.cp_comm` selects.
 """
 
 import importlib.metadata
+from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TEDotProductAttention, TENorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.identity_op import IdentityOp
@@ -20,6 +21,7 @@ from sft.errors import ConfigError
 from sft.mcore import fp8
 from sft.mcore.attention import fused_rotary, rope
 from sft.mcore.attention.backend import AttentionBackend, PackedDocuments
+from sft.mcore.latent_attention.core_attention import ExpandedKeys
 
 # First release of Transformer Engine (by its source code) whose cp_comm of this name accepts packed documents.
 _PACKED_SINCE = {"a2a": (2, 10), "all_gather": (2, 18), "a2a+p2p": (2, 19)}
@@ -30,6 +32,7 @@ class TransformerEngine(AttentionBackend):
     name = "te"
     final_norm = TENorm
     has_te_kernels = True
+    latent_attention = partial(ExpandedKeys, attention=TEDotProductAttention)
 
     def __init__(self, config: Config) -> None:
         problem = fused_rotary.why_not(config)
@@ -41,9 +44,12 @@ class TransformerEngine(AttentionBackend):
         spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=self.config.model.qk_norm
         )
+        has_latents = self.config.model.latent_attention.is_used
         if self.config.lora.is_used:
             spec = with_norms_apart(spec)
-        if self.attention_rotates:
+        elif has_latents:  # the norm's output has several readers
+            spec = with_norm_before_attention(spec)
+        if self.attention_rotates and not has_latents:
             attention = spec.submodules.self_attention.submodules
             attention.core_attention = rotating(attention.core_attention, self.config.model)
         return spec
@@ -55,17 +61,21 @@ def with_norms_apart(spec: ModuleSpec) -> ModuleSpec:
     Transformer Engine computes the norm before a projection inside the projection, where no adapter can read its
     output.
     """
-    layer = spec.submodules
-    layer.input_layernorm, layer.self_attention.submodules.linear_qkv = TENorm, TEColumnParallelLinear
-    layer.sharded_state_dict_keys_map = {
-        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-    }
+    layer = with_norm_before_attention(spec).submodules
+    layer.sharded_state_dict_keys_map["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     if layer.pre_mlp_layernorm is IdentityOp:  # with experts, the norm is a module of its own already
         layer.pre_mlp_layernorm = TENorm
         mlp = layer.mlp
         parts = mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]  # up to core 0.18
         parts.linear_fc1 = TEColumnParallelLinear
+    return spec
+
+
+def with_norm_before_attention(spec: ModuleSpec) -> ModuleSpec:
+    """The layer in which only the norm before attention is a module of its own."""
+    layer = spec.submodules
+    layer.input_layernorm, layer.self_attention.submodules.linear_qkv = TENorm, TEColumnParallelLinear
+    layer.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     return spec
 
 
@@ -108,6 +118,8 @@ def unfit(config: Config, device_type: str) -> str | None:
         return "Transformer Engine's attention computes in bf16, but run.precision is fp32"
     if config.model.portable_only:
         return f"only the portable backend has {config.model.portable_only}"
+    if config.model.latent_attention.is_used and torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
+        return "its attention with latents needs a GPU of compute capability 9.0 or higher"
     if config.run.deterministic and torch.cuda.is_available() and (gpu := torch.cuda.get_device_capability())[0] != 9:
         return (
             "run.deterministic is true, and Transformer Engine's attention over packed documents is deterministic only "

@@ -1,9 +1,17 @@
-"""Computes how many bytes a layer with latent attention saves and how many it holds temporarily, without torch."""
+"""Computes how many bytes a layer with latent attention saves and how many it holds temporarily, without torch.
+
+By backend: `portable` saves latents, te the keys and values that it makes of them.
+"""
 
 from dataclasses import dataclass
 
 from sft.config import Config
-from sft.mcore.attention.activation_bytes import AttentionBytes, attention_bytes, num_head_groups
+from sft.mcore.attention.activation_bytes import (
+    AttentionBytes,
+    TransformerEngineBytes,
+    attention_bytes,
+    num_head_groups,
+)
 from sft.mcore.model_bytes import FP32, RankShare
 from sft.parallel.layout import Layout
 
@@ -70,8 +78,51 @@ class LatentBytes(AttentionBytes):
         return self._heads * (self.model.resolved_head_dim + self.model.value_head_dim)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpandedBytes(TransformerEngineBytes):
+    """Bytes of the te backend with latents: keys and values of all heads are saved, as wide as they are."""
+
+    @property
+    def saved(self) -> dict[str, float]:
+        width, latent = self.rank.width, self.model.latent_attention
+        latents = [size for size in (latent.q_lora_rank, latent.kv_lora_rank) if size]
+        return {
+            "queries": width * self.queries,
+            "keys and values": width * self.pairs,
+            "attention's output": width * self._outputs * self.num_saved_outputs,
+            "log-sum-exp": FP32 * self.model.num_attention_heads / self.rank.tp,
+            "latents before their norms": self.rank.sequence * sum(width * size + FP32 for size in latents),
+        }
+
+    @property
+    def norm_outputs(self) -> dict[str, float]:
+        latent = self.model.latent_attention
+        width = (latent.q_lora_rank or 0) + (latent.kv_lora_rank or 0)
+        return {"normed latents": self.rank.width * self.rank.sequence * width}
+
+    @property
+    def pairs(self) -> float:
+        return self.model.num_attention_heads * (self.model.resolved_head_dim + self.model.value_head_dim) / self.rank.tp
+
+    def rotary(self, pack: float) -> float:
+        """Bytes of cosine and sine of the local tokens."""
+        return 2.0 * self.rank.width * (pack / self.cp) * self.model.rotary_dim
+
+    def local(self, tokens: float) -> float:
+        """The gradients of output, queries (also in fp32), keys and values."""
+        width = self.rank.width
+        return tokens * (width * (self._outputs + self.pairs) + (width + FP32) * self.queries)
+
+    @property
+    def _outputs(self) -> float:
+        return self.model.num_attention_heads * self.model.value_head_dim / self.rank.tp
+
+
 def softmax_attention_bytes(config: Config, layout: Layout) -> AttentionBytes:
     """Bytes of layers with a softmax: those of latent attention, or those of the backend that the recipe names."""
     if config.model.latent_attention.is_used:
-        return LatentBytes(model=config.model, rank=RankShare.of(config, layout), cp=layout.cp)
+        model, rank = config.model, RankShare.of(config, layout)
+        if config.attention.may_share_latents:
+            return LatentBytes(model=model, rank=rank, cp=layout.cp)
+        return ExpandedBytes(model=model, rank=rank, cp=layout.cp, cp_comm=config.parallel.cp_comm)
     return attention_bytes(config, layout)

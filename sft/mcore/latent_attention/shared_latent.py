@@ -52,8 +52,8 @@ def latent_attention(query: Tensor, compressed: Tensor, setting: Setting, weight
 
 def keys_and_values(expanded: Tensor, rotary_keys: Tensor, key_width: int) -> tuple[Tensor, Tensor]:
     """expanded [k, heads, d], rotary_keys [k, 1, r] -> keys [k, heads, key_width + r], values [k, heads, rest of d]"""
-    rotary = rotary_keys.expand(-1, expanded.shape[1], -1)
-    return torch.cat((expanded[..., :key_width], rotary), dim=-1), expanded[..., key_width:]
+    plain, values = expanded.split([key_width, expanded.shape[-1] - key_width], dim=-1)
+    return torch.cat((plain, rotary_keys.expand(-1, expanded.shape[1], -1)), dim=-1), values
 
 
 class _LatentAttention(torch.autograd.Function):

@@ -1,0 +1,169 @@
+"""Attention of a layer with latents: where keys and values are made of a latent, and what travels over cp.
+
+    SharedLatents   a kernel of the portable backend gets keys and values of one head group after the other.  A layer
+                    saves, and sends over cp, either the latent or keys and values of the rank's heads, whichever has
+                    fewer numbers (`LatentAttentionConfig.sends_latent`)
+    ExpandedKeys    an attention of core gets keys and values of all heads of the rank, saves them and sends them
+
+`MultiLatentAttention` has one of these objects: that of the attention backend.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+from sft.config import ModelConfig
+from sft.mcore.attention import rope
+from sft.mcore.attention.backend import PackedDocuments
+from sft.mcore.attention.packed_attention import packed_attention
+from sft.mcore.latent_attention.shared_latent import Setting, keys_and_values, latent_attention
+from sft.mcore.lora import Adapted
+
+
+class CoreAttention(Protocol):
+    def __call__(
+        self, query: Tensor, latent: Tensor, rotary_key: Tensor, up_projection: Any, documents: PackedDocuments
+    ) -> Tensor:
+        """query [t, heads, d], rotated -> [t, heads, width of a value] of this rank's heads.
+
+        latent [s, 1, rank], normed, and rotary_key [s, 1, r], not rotated: of t tokens, or under sequence parallelism
+        of this rank's part of them
+        up_projection: makes keys and values of the latent; a column-parallel linear of core, or one with adapters
+        """
+
+
+# config, model, layer_number, cp_comm_type (None: there is no cp), pg_collection
+MakeCoreAttention = Callable[..., CoreAttention]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OverTp:
+    """Gives every tensor-parallel rank the tokens of all; backward sums the gradients of all heads."""
+
+    group: Any
+    sequence_parallel: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[s, 1, d] -> [t, 1, d]"""
+        if self.group.size() == 1:
+            return x
+        over_tp = gather_from_sequence_parallel_region if self.sequence_parallel else copy_to_tensor_model_parallel_region
+        result: Tensor = over_tp(x, group=self.group)
+        return result
+
+
+class SharedLatents:
+    def __init__(
+        self, *, config: TransformerConfig, model: ModelConfig, pg_collection: Any, **unused: Any
+    ) -> None:
+        sizes, tp = model.latent_attention, pg_collection.tp
+        assert sizes.kv_lora_rank is not None
+        self._sizes, self._rank, self._scale = sizes, sizes.kv_lora_rank, rope.softmax_scale(model)
+        self._over_tp = _OverTp(group=tp, sequence_parallel=config.sequence_parallel)
+        num_heads = model.num_attention_heads // tp.size()
+        self._heads, self._sends_latent = slice(0, num_heads), sizes.sends_latent(num_heads)
+
+    def __call__(
+        self, query: Tensor, latent: Tensor, rotary_key: Tensor, up_projection: Any, documents: PackedDocuments
+    ) -> Tensor:
+        assert documents.rotation is not None and documents.cp is not None
+        widths = [self._rank, self._sizes.qk_rope_head_dim]
+        latent, rotary_key = self._over_tp(torch.cat((latent, rotary_key), dim=-1)).split(widths, dim=-1)
+        rotary_key = documents.rotation.apply(rotary_key)
+        attend = self._attend_to_latents if self._sends_latent else self._attend_to_keys
+        return attend(query, latent, rotary_key, up_projection, documents)
+
+    def _attend_to_latents(
+        self, query: Tensor, latent: Tensor, rotary_key: Tensor, up_projection: Any, documents: PackedDocuments
+    ) -> Tensor:
+        assert documents.cp is not None
+        setting = Setting(
+            kernel=documents.kernels[None],
+            scale=self._scale,
+            cp_group=documents.cp.members,
+            expand=lambda latents, heads: self._expand(latents, heads, up_projection),
+            rank=self._rank,
+            key_width=self._sizes.qk_nope_head_dim,
+        )
+        compressed = torch.cat((latent, rotary_key), dim=-1).squeeze(1)
+        return latent_attention(query, compressed, setting, list(up_projection.parameters()))
+
+    def _attend_to_keys(
+        self, query: Tensor, latent: Tensor, rotary_key: Tensor, up_projection: Any, documents: PackedDocuments
+    ) -> Tensor:
+        assert documents.cp is not None
+        expanded = self._expand(latent, self._heads, up_projection)
+        key, value = keys_and_values(expanded, rotary_key, self._sizes.qk_nope_head_dim)
+        return packed_attention(query, key, value, documents.kernels[None], self._scale, documents.cp.members)
+
+    def _expand(self, latents: Tensor, heads: slice, up_projection: Any) -> Tensor:
+        """[k, 1, rank] -> [k, heads, part of a key that is not rotated and value]"""
+        width = self._sizes.qk_nope_head_dim + self._sizes.v_head_dim
+        rows = slice(heads.start * width, heads.stop * width)
+        if isinstance(up_projection, Adapted):
+            expanded = up_projection.output_rows(latents, rows)
+        else:
+            expanded = torch.nn.functional.linear(latents, up_projection.weight[rows])
+        return expanded.squeeze(1).unflatten(-1, (-1, width))
+
+
+class ExpandedKeys(torch.nn.Module):
+    """attention: a class with core's CoreAttention protocol, for keys and values of different widths"""
+
+    def __init__(
+        self,
+        *,
+        attention: Any,
+        config: TransformerConfig,
+        model: ModelConfig,
+        layer_number: int,
+        cp_comm_type: str | None,
+        pg_collection: Any,
+    ) -> None:
+        super().__init__()
+        self._sizes = model.latent_attention
+        self._over_tp = _OverTp(group=pg_collection.tp, sequence_parallel=config.sequence_parallel)
+        self.attention = attention(
+            config=config,
+            layer_number=layer_number,
+            attn_mask_type=AttnMaskType.causal,
+            attention_type="self",
+            softmax_scale=rope.softmax_scale(model),
+            k_channels=self._sizes.qk_head_dim,
+            v_channels=self._sizes.v_head_dim,
+            cp_comm_type=cp_comm_type,
+            pg_collection=pg_collection,
+        )
+
+    def forward(
+        self, query: Tensor, latent: Tensor, rotary_key: Tensor, up_projection: Any, documents: PackedDocuments
+    ) -> Tensor:
+        assert documents.rotation is not None
+        expanded = up_projection(latent)[0]  # of all tokens: a column-parallel linear gathers them itself
+        expanded = expanded.squeeze(1).unflatten(-1, (query.shape[1], -1))
+        rotary_key = documents.rotation.apply(self._over_tp(rotary_key))
+        key, value = keys_and_values(expanded, rotary_key, self._sizes.qk_nope_head_dim)
+        out: Tensor = self.attention(
+            query.contiguous(),
+            key,
+            value.contiguous(),  # a view would keep all that is expanded in memory
+            None,
+            attn_mask_type=AttnMaskType.causal,
+            packed_seq_params=documents,
+        )
+        return out.view(len(query), query.shape[1], self._sizes.v_head_dim)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        """As if this module were the attention, under the key that Megatron-LM gives it."""
+        return self.attention.sharded_state_dict(prefix, sharded_offsets, metadata)

@@ -131,7 +131,9 @@ def test_losses_and_gradients_are_those_of_peft(
     check(ranks(world_size), [*lora_recipe(source, targets), *overrides], source, values, model)
 
 
-@pytest.mark.parametrize("world_size,overrides", [(4, [*CP, *SP]), pytest.param(1, [SELECTIVE], marks=pytest.mark.grid)])
+@pytest.mark.parametrize(
+    "world_size,overrides", [(4, [*CP, *SP]), pytest.param(1, [SELECTIVE], marks=pytest.mark.grid)]
+)
 def test_adapters_of_latents_whose_keys_are_expanded_before_attention(
     ranks: Ranks, tmp_path: Path, world_size: int, overrides: list[str]
 ) -> None:

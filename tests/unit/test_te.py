@@ -11,17 +11,34 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine is not installed", exc_type=ImportError)
+pytest.importorskip(
+    "transformer_engine.pytorch",
+    reason="Transformer Engine is not installed",
+    exc_type=ImportError,
+)
 
 ROOT = Path(__file__).parents[2]
 DENSE = ["model.qk_norm=true", "model.qkv_bias=true"]
 EXPERTS = "lora={rank: 8, targets: [all-linear, experts.*]}"
+LATENT = [
+    "model.qk_norm=false",
+    "model.num_query_groups=null",
+    "model.head_dim=null",
+    "model.qkv_bias=false",
+]
+LATENT += ["model.latent_attention={kv_lora_rank: 32, q_lora_rank: 16, qk_nope_head_dim: 16, qk_rope_head_dim: 8}"]
 MODELS = {
     "dense": DENSE,
     "tied": ["model.tie_embeddings=true"],
     "experts": ["model.qk_norm=true", "model.moe.num_experts=4", "model.moe.top_k=2"],
+    "latent": LATENT,
+    "adapted latent": [*LATENT, "lora.rank=8"],
     "adapted": ["model.qk_norm=true", "lora.rank=8"],  # norms apart from projections
-    "adapted experts": ["model.qk_norm=true", "model.moe={num_experts: 4, top_k: 2}", EXPERTS],
+    "adapted experts": [
+        "model.qk_norm=true",
+        "model.moe={num_experts: 4, top_k: 2}",
+        EXPERTS,
+    ],
 }
 
 # A process of its own: what stands in for CUDA is there for its lifetime.
@@ -64,7 +81,11 @@ def out_of(code: str, *arguments: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PREAMBLE + code, *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "0"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "0",
+        },
         capture_output=True,
         text=True,
         timeout=240,
@@ -107,10 +128,23 @@ print(">", {name for name, parameter in chunk.named_parameters() if parameter.re
 def test_adapters_stand_beside_layers_without_norms() -> None:
     """Experts' beside Transformer Engine's grouped layers, four in one factor."""
     norms, nothing_else = "RMSNorm RMSNorm", "set()"
-    attention = ["AdaptedLinear TEColumnParallelLinear ()", "AdaptedLinear TERowParallelLinear ()"]
-    assert out_of(ADAPTED, *MODELS["adapted"]) == [*attention, *attention, norms, nothing_else]
+    attention = [
+        "AdaptedLinear TEColumnParallelLinear ()",
+        "AdaptedLinear TERowParallelLinear ()",
+    ]
+    assert out_of(ADAPTED, *MODELS["adapted"]) == [
+        *attention,
+        *attention,
+        norms,
+        nothing_else,
+    ]
     experts = [f"AdaptedExperts TE{kind}ParallelGroupedLinear (4,)" for kind in ("Column", "Row")]
-    assert out_of(ADAPTED, *MODELS["adapted experts"]) == [*attention, *experts, norms, nothing_else]
+    assert out_of(ADAPTED, *MODELS["adapted experts"]) == [
+        *attention,
+        *experts,
+        norms,
+        nothing_else,
+    ]
 
 
 ROTARY = """
@@ -123,7 +157,10 @@ for length in ("1048576", "1048608"):
 
 def test_attention_rotates_where_the_fused_kernel_cannot() -> None:
     """From 1,048,576 tokens of 4 x 512 numbers on."""
-    assert out_of(ROTARY) == ["TEDotProductAttention True rope", "RotatingAttention False none"]
+    assert out_of(ROTARY) == [
+        "TEDotProductAttention True rope",
+        "RotatingAttention False none",
+    ]
 
 
 RECIPES = """

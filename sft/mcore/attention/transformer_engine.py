@@ -118,7 +118,11 @@ def unfit(config: Config, device_type: str) -> str | None:
         return "Transformer Engine's attention computes in bf16, but run.precision is fp32"
     if config.model.portable_only:
         return f"only the portable backend has {config.model.portable_only}"
-    if config.model.latent_attention.is_used and torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
+    if (
+        config.model.latent_attention.is_used
+        and torch.cuda.is_available()
+        and torch.cuda.get_device_capability() < (9, 0)
+    ):
         return "its attention with latents needs a GPU of compute capability 9.0 or higher"
     if config.run.deterministic and torch.cuda.is_available() and (gpu := torch.cuda.get_device_capability())[0] != 9:
         return (

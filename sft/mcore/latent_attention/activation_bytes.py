@@ -102,7 +102,9 @@ class ExpandedBytes(TransformerEngineBytes):
 
     @property
     def pairs(self) -> float:
-        return self.model.num_attention_heads * (self.model.resolved_head_dim + self.model.value_head_dim) / self.rank.tp
+        return (
+            self.model.num_attention_heads * (self.model.resolved_head_dim + self.model.value_head_dim) / self.rank.tp
+        )
 
     def rotary(self, pack: float) -> float:
         """Bytes of cosine and sine of the local tokens."""

@@ -56,15 +56,15 @@ class _OverTp:
         """[s, 1, d] -> [t, 1, d]"""
         if self.group.size() == 1:
             return x
-        over_tp = gather_from_sequence_parallel_region if self.sequence_parallel else copy_to_tensor_model_parallel_region
+        over_tp = (
+            gather_from_sequence_parallel_region if self.sequence_parallel else copy_to_tensor_model_parallel_region
+        )
         result: Tensor = over_tp(x, group=self.group)
         return result
 
 
 class SharedLatents:
-    def __init__(
-        self, *, config: TransformerConfig, model: ModelConfig, pg_collection: Any, **unused: Any
-    ) -> None:
+    def __init__(self, *, config: TransformerConfig, model: ModelConfig, pg_collection: Any, **unused: Any) -> None:
         sizes, tp = model.latent_attention, pg_collection.tp
         assert sizes.kv_lora_rank is not None
         self._sizes, self._rank, self._scale = sizes, sizes.kv_lora_rank, rope.softmax_scale(model)

@@ -75,7 +75,8 @@ def _print_rotary(recipe: "Recipe") -> None:
     from sft.mcore.attention.fused_rotary import why_not
 
     config = recipe.config
-    if config.attention.may_fuse_rotary(config.run.device) and (problem := why_not(config)):
+    may_run = config.attention.may_fuse_rotary(config.run.device) and config.auto_is_portable is None
+    if may_run and (problem := why_not(config)):
         print_group("rotary", [f"with te: {problem}"])
 
 

@@ -41,7 +41,7 @@ class CoreAttention(Protocol):
         """
 
 
-# config, model, layer_number, cp_comm_type (None: there is no cp), pg_collection
+# config, model, pg_collection, and what core gives to attention besides: layer_number, and with cp cp_comm_type
 MakeCoreAttention = Callable[..., CoreAttention]
 
 
@@ -126,8 +126,9 @@ class ExpandedKeys(torch.nn.Module):
         config: TransformerConfig,
         model: ModelConfig,
         layer_number: int,
-        cp_comm_type: str | None,
         pg_collection: Any,
+        cp_comm_type: str | None = None,
+        **unused: Any,
     ) -> None:
         super().__init__()
         self._sizes = model.latent_attention

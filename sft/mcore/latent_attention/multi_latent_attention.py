@@ -52,21 +52,22 @@ def with_latent_attention(spec: ModuleSpec, model: ModelConfig, core_attention: 
 
 
 class MultiLatentAttention(MegatronModule):
-    """column_parallel, row_parallel, norm: classes of the modules"""
+    """column_parallel, row_parallel, norm: classes of the modules
+
+    of_layer: what core gives to attention besides, such as the layer's number
+    """
 
     def __init__(
         self,
         config: TransformerConfig,
         *,
         model: ModelConfig,
-        layer_number: int,
         core_attention: MakeCoreAttention,
         column_parallel: Any,
         row_parallel: Any,
         norm: Any,
         pg_collection: Any,
-        cp_comm_type: str | None = None,
-        **unused: Any,
+        **of_layer: Any,
     ) -> None:
         super().__init__(config)
         latent, self._tp = model.latent_attention, pg_collection.tp
@@ -88,13 +89,7 @@ class MultiLatentAttention(MegatronModule):
         self.kv_layernorm = norm(config=config, hidden_size=self._rank, eps=latent.norm_epsilon)
         key_and_value = latent.qk_nope_head_dim + latent.v_head_dim
         self.linear_kv_up_proj = column_parallel(self._rank, heads * key_and_value, **column)
-        self.core_attention = core_attention(
-            config=config,
-            model=model,
-            layer_number=layer_number,
-            cp_comm_type=cp_comm_type,
-            pg_collection=pg_collection,
-        )
+        self.core_attention = core_attention(config=config, model=model, pg_collection=pg_collection, **of_layer)
         self.linear_proj = row_parallel(
             heads * latent.v_head_dim,
             hidden,

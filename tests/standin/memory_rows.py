@@ -43,6 +43,8 @@ ROWS = (
     "0.6b:64k:one:selective@gemma3,cp=2",
     "8b:64k:one:selective@gpt_oss",
     "8b:64k:one:full+tile4k@gpt_oss,cp=2",
+    "1.7b:32k:one:selective@latent",
+    "1.7b:32k:one:full@latents",
 )
 ROWS_TE = (
     "1.7b:64k:one:selective@te",
@@ -54,6 +56,9 @@ ROWS_TE = (
     "1.7b:128k:one:selective@te,cp=4,cp_comm=all_gather",
     "1.7b:128k:one:selective@te,cp=2,cp_comm=a2a",
     "1.7b:128k:one:selective@te,cp=4,cp_comm=a2a+p2p,cp_a2a=2",
+    "1.7b:32k:one:selective+offload@te,latent",
+    "1.7b:32k:one:none@te,latents",
+    "1.7b:64k:one:selective@te,latents,cp=2",
 )
 
 

@@ -35,6 +35,10 @@ GATED = ["model.activation=clamped_swiglu", "model.activation_limit=7", "model.a
 SHARED = ["model.norm_zero_centered=true", "model.logits_softcap=30", "model.rope.fraction=0.5"]
 
 
+LATENT = ["model.qk_norm=false", "model.head_dim=null", "model.num_query_groups=null", "model.rope.interleaved=true"]
+LATENT += ["model.latent_attention={kv_lora_rank: 64, q_lora_rank: 96}"]
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Overrides that name prepared data."""
@@ -89,6 +93,9 @@ RUNS_OF_TE = {
     "te, blockwise": (1, ["parallel.cp=1", "run.fp8=blockwise"]),
     "te, caps, delayed": (2, ["parallel.cp=2", *SHARED, "model.rope.skip_layers=[2]", "run.fp8=delayed"]),
     "te, adapters": (2, [*TP, "lora.rank=8", "train.recompute=full"]),
+    "te, latents": (2, [*TP, *LATENT, "train.recompute=selective", "train.offload_fraction=0.5"]),
+    "te, latents, dynamic cp": (2, [*CP, *LATENT, "parallel.dynamic_cp=true"]),
+    "te, latents, delayed": (2, [*CP, *LATENT, "parallel.cp_comm=a2a", "run.fp8=delayed", "train.recompute=full"]),
     "te, adapters, delayed": (2, ["parallel.cp=2", "run.fp8=delayed", "lora.rank=8", "train.recompute=selective"]),
 }
 

@@ -132,14 +132,19 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def whole_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
     parser = _Parser(prog="sft", description="Supervised fine-tuning on Megatron for long context.")
     parser.add_argument("--version", action=_Version, help="show the versions of sft and of the packages that it uses")
     subcommands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in _COMMANDS:
         command.add(subcommands)
+    return parser
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
     # argparse does not assign settings that follow an option to `overrides`; it returns them in `rest`.
-    arguments, rest = parser.parse_known_args(argv)
+    arguments, rest = whole_parser().parse_known_args(argv)
     if unknown := [word for word in rest if word.startswith("-")]:
         arguments.parser.error(f"unknown option {unknown[0]}{_meant(unknown[0], arguments.parser, argv)}")
     if rest and "overrides" not in arguments:

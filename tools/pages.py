@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tools import (
     api_docs,
+    cli_docs,
     config_docs,
     layer_kinds,
     memory_table,
@@ -52,6 +53,8 @@ PAGES: Mapping[str, Callable[[str], str]] = {
     "reference/config.md": config_docs.page,
     "reference/metrics.md": metrics_docs.page,
     "reference/metrics.schema.json": metrics_docs.schema_text,
+    "reference/cli.md": cli_docs.page,
+    "reference/errors.md": cli_docs.errors_page,
     "concepts/architecture.md": room_diagram.page,
     "reference/recipes.md": recipes_docs.page,
     "concepts/layer-kinds.md": layer_kinds.page,

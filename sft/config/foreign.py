@@ -1,6 +1,7 @@
 """Names of settings in other trainers, for the hint of an error: our name, or why there is no such key.
 
-The other trainers are Megatron-LM, transformers' Trainer, TRL, axolotl, LLaMA-Factory, torchtune, FSDP and DeepSpeed.
+The other trainers are Megatron-LM, Megatron-Bridge, transformers' Trainer, TRL, axolotl, LLaMA-Factory, torchtune, FSDP
+and DeepSpeed.  docs/how-to/move.md has tables for four of them.
 """
 
 _NAMES = {
@@ -14,15 +15,19 @@ _NAMES = {
     "model.rope.base": "rotary_base rope_theta",
     "model.rope.scaling": "rope_scaling rope_type",
     "model.tie_embeddings": "tie_word_embeddings",
-    "data.train": "datasets dataset_name dataset_path data_path data_files train_file train_files train_data",
-    "data.eval": "eval_dataset eval_file eval_files validation_file test_datasets valid_data_path",
+    "data.train": "datasets dataset_name dataset_path data_path data_files train_file train_files train_data"
+    " dataset_root dataset_train_split dataset_text_field dataset_dir mix_strategy interleave_probs",
+    "data.eval": "eval_dataset eval_file eval_files validation_file test_datasets valid_data_path"
+    " dataset_test_split",
     "data.tokenizer": "tokenizer_name tokenizer_path tokenizer_model tokenizer_name_or_path tokenizer_config",
-    "data.seq_length": "max_length max_seq_length max_seq_len sequence_len cutoff_len model_max_length",
-    "data.cache_dir": "dataset_prepared_path data_cache_path",
+    "data.seq_length": "max_length max_seq_length max_seq_len sequence_len cutoff_len model_max_length"
+    " packed_sequence_size",
+    "data.cache_dir": "dataset_prepared_path data_cache_path" " tokenized_path",
     "data.num_workers": "dataset_num_proc preprocessing_num_workers dataset_processes",
-    "data.over_long": "truncation excess_length_strategy overflow_strategy",
+    "data.over_long": "truncation excess_length_strategy overflow_strategy" " truncation_mode",
     "data.pad_to_seq_length": "pad_to_sequence_len pad_to_max_length",
-    "data.supervise": "train_on_inputs assistant_only_loss completion_only_loss train_on_prompt roles_to_train",
+    "data.supervise": "train_on_inputs assistant_only_loss completion_only_loss train_on_prompt roles_to_train"
+    " mask_history",
     "parallel.tp": "tensor_model_parallel_size tensor_parallel_size tensor_parallel_degree tp_size",
     "parallel.cp": "context_model_parallel_size context_parallel_size context_parallel_degree cp_size"
     " sequence_parallel_size sequence_parallel_degree ulysses_sequence_parallel_size",
@@ -32,17 +37,20 @@ _NAMES = {
     "parallel.virtual_stages": "virtual_pipeline_model_parallel_size",
     "parallel.distributed_optimizer": "use_distributed_optimizer",
     "parallel.overlap": "overlap_grad_reduce",
-    "parallel.cp_comm": "cp_comm_type",
+    "parallel.cp_comm": "cp_comm_type" " ring_attn_func heads_k_stride",
     "attention.backend": "attn_implementation flash_attention flash_attn use_flash_attn sdp_attention"
     " attention_backend",
     "train.num_steps": "max_steps train_iters max_train_steps num_train_steps",
     "train.num_epochs": "num_train_epochs max_epochs",
     "train.global_batch_size": "train_batch_size",
     "train.recompute": "gradient_checkpointing activation_checkpointing enable_activation_checkpointing"
-    " recompute_granularity recompute_activations",
-    "train.offload_fraction": "activation_offloading enable_activation_offloading cpu_offload activation_offload",
+    " recompute_granularity recompute_activations"
+    " recompute_modules recompute_method disable_gradient_checkpointing",
+    "train.offload_fraction": "activation_offloading enable_activation_offloading cpu_offload activation_offload"
+    " fine_grained_activation_offloading",
     "train.eval_every": "eval_steps eval_interval evals_per_epoch eval_strategy evaluation_strategy",
-    "loss.impl": "use_liger_kernel liger_fused_linear_cross_entropy cut_cross_entropy cross_entropy_loss_fusion",
+    "loss.impl": "use_liger_kernel liger_fused_linear_cross_entropy cut_cross_entropy cross_entropy_loss_fusion"
+    " enable_liger_kernel chunked_cross_entropy",
     "optim.lr": "learning_rate max_lr peak_lr",
     "optim.min_lr": "cosine_min_lr_ratio lr_min min_learning_rate",
     "optim.schedule": "lr_scheduler lr_scheduler_type lr_decay_style scheduler",
@@ -53,7 +61,7 @@ _NAMES = {
     "optim.epsilon": "adam_eps adam_epsilon",
     "optim.clip_grad": "max_grad_norm gradient_clipping gradient_clip_val grad_clip",
     "optim.offload_fraction": "optimizer_cpu_offload optimizer_offload_fraction offload_optimizer",
-    "lora.rank": "r lora_r lora_rank",
+    "lora.rank": "r lora_r lora_rank" " dim",
     "lora.alpha": "lora_alpha",
     "lora.dropout": "lora_dropout",
     "lora.targets": "target_modules lora_target lora_target_modules lora_target_linear lora_attn_modules"
@@ -65,7 +73,7 @@ _NAMES = {
     "lora.export": "merge_lora",
     "checkpoint.resume": "resume_from_checkpoint resume_from auto_resume_from_checkpoints",
     "checkpoint.save_every": "save_steps save_interval saves_per_epoch save_strategy",
-    "checkpoint.keep_last": "save_total_limit",
+    "checkpoint.keep_last": "save_total_limit" " most_recent_k",
     "checkpoint.keep_best": "load_best_model_at_end metric_for_best_model save_best",
     "checkpoint.async_save": "use_async_save",
     "log.every": "logging_steps log_interval log_every_n_steps",
@@ -77,6 +85,19 @@ _NAMES = {
     "run.fp8": "fp8_format fp8_recipe",
     "run.timeout_s": "distributed_timeout_minutes ddp_timeout",
     "run.exit_after_minutes": "exit_duration_in_mins",
+    "parallel.cp_a2a": "hierarchical_context_parallel_sizes",
+    "loss.reduction": "calculate_per_token_loss",
+    "data.doc_multiple": "pad_seq_to_mult pad_to_multiple_of",
+    "data.shuffle": "shuffle_dataset",
+    "data.chat_template": "template chat_template_path",
+    "data.chat_template_kwargs": "enable_thinking",
+    "model.moe.aux_loss_coef": "moe_aux_loss_coeff moe_aux_loss_coef router_aux_loss_coef",
+    "model.moe.z_loss_coef": "moe_z_loss_coeff",
+    "train.mlp_tile": "tiled_mlp",
+    "train.freeze": "unfrozen_parameters",
+    "checkpoint.export_hf": "also_save_hf_checkpoint export_dir",
+    "log.mlflow": "mlflow_experiment mlflow_experiment_name use_mlflow",
+    "run.deterministic": "full_determinism",
 }
 CALLED_HERE = {name: key for key, names in _NAMES.items() for name in names.split()}
 
@@ -93,7 +114,7 @@ _REASONS = {
     " load_in_8bit quantization quantization_bit quantization_config bnb_4bit_quant_type bnb_4bit_compute_dtype"
     " bnb_4bit_use_double_quant qlora use_qlora use_qalora loftq_config loftq_bits",
     "The only adapters are LoRA's, which add B A to a weight; DoRA and other variants are not supported": "dora"
-    " use_dora lora_bias use_bdlora alora_invocation_tokens kasa_config velora_config arrow_config",
+    " use_dora peft_use_dora lora_bias use_bdlora alora_invocation_tokens kasa_config velora_config arrow_config",
     "A starts random and B at zero; starts that change the base weights are not supported": "init_lora_weights"
     " peft_init_lora_weights pissa pissa_init pissa_iter eva_config corda_config lora_ga_config",
     "fp16 is not supported; run.precision is bf16 or fp32": "fp16 half",
@@ -107,15 +128,39 @@ _REASONS = {
     " data_parallel_degree num_gpus world_size",
     "Optimizer states are sharded by parallel.distributed_optimizer, and weights by parallel.tp, parallel.pp and "
     "parallel.ep; DeepSpeed and FSDP are not used": "deepspeed ds_config zero_stage zero_optimization fsdp fsdp_config"
-    " fsdp2 fsdp_version accelerate data_parallel_shard_degree",
+    " fsdp2 fsdp_version accelerate data_parallel_shard_degree"
+    " dp_shard_size dp_replicate_size",
     "Samples are always packed, and no document of a pack reads another document": "packing sample_packing"
-    " multipack_real_batches eval_sample_packing neat_packing pack packed",
+    " multipack_real_batches eval_sample_packing neat_packing pack packed"
+    " enable_offline_packing packing_strategy padding_free eval_packing",
     "Evaluation needs files of its own: data.eval=FILE": "val_set_size val_size eval_split test_size",
     "Special tokens come from the folder of the tokenizer": "special_tokens added_tokens tokens pad_token",
     "An export is a folder on disk, which `hf upload` uploads": "push_to_hub hub_model_id hub_strategy hub_token",
-    "The optimizer is AdamW, and its keys are those of optim": "optimizer optim_args optimizer_name",
+    "The optimizer is AdamW, and its keys are those of optim": "optimizer optim_args optimizer_name"
+    " optim_target_modules",
     "The code of a model is never downloaded": "trust_remote_code",
     "Training uses supervised tokens only: no rewards and no preferences": "rl dpo grpo reward_model beta_dpo",
+    "Experts always run as grouped GEMMs and all-to-all, with parallel.ep ranks; "
+    "parallel.ep_comm says how": "moe_token_dispatcher_type"
+    " moe_grouped_gemm",
+    "All rows of a file are used; a shorter file, or the weight of a source in data.train, "
+    "takes fewer": "max_train_samples"
+    " max_samples",
+    "Data are tokenised before the run and mapped into memory, so they are not streamed": "streaming dataset_streaming",
+    "Learning rates decay until the last step of the run": "lr_decay_iters lr_decay_steps lr_decay_samples",
+    "Linear, cosine and other shapes are optim.schedule, and all parameters have one rate": "lr_scheduler_kwargs",
+    "Training minimises the cross-entropy of supervised tokens; loss.reduction and "
+    "loss.denominator weigh them": "loss_type"
+    " use_dft_loss",
+    "Embeddings get no noise": "neftune_noise_alpha",
+    "Models are not compiled by torch.compile": "torch_compile torch_compile_backend",
+    "Towers of images are never trained; their tensors are passed through": "freeze_vision_tower"
+    " freeze_multi_modal_projector freeze_language_model",
+    "`sft plot RUN` draws the curves": "plot_loss",
+    "The log goes to metrics.jsonl, TensorBoard, and with log.wandb or log.mlflow to W&B or MLflow": "use_swanlab"
+    " swanlab_project use_comet comet_project use_trackio",
+    "Every run trains with megatron-core": "use_mca use_mcore",
+    "The only stage is supervised fine-tuning": "stage",
 }
 NOT_HERE = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 
@@ -123,14 +168,16 @@ NOT_HERE = {name: reason for reason, names in _REASONS.items() for name in names
 def called_here(name: str) -> str | None:
     """Our key for a setting of another trainer, by the last known part of its dotted name: trainer.bf16 ->
     run.precision"""
-    return next((CALLED_HERE[word] for word in _words(name) if word in CALLED_HERE), None)
+    return CALLED_HERE.get(_known(name) or "")
 
 
 def why_not_here(name: str) -> str | None:
     """The sentence that says why we have no such setting: lora.use_dora -> The only adapters are ..."""
-    return next((f"{NOT_HERE[word]}." for word in _words(name) if word in NOT_HERE), None)
+    reason = NOT_HERE.get(_known(name) or "")
+    return reason and f"{reason}."
 
 
-def _words(name: str) -> list[str]:
-    """trainer.Max-Steps -> max_steps, trainer"""
-    return [part.replace("-", "_").lower() for part in reversed(name.split("."))]
+def _known(name: str) -> str | None:
+    """The last part that a trainer knows: scheduler.lr_decay_iters -> lr_decay_iters; trainer.Max-Steps -> max_steps"""
+    words = [part.replace("-", "_").lower() for part in reversed(name.split("."))]
+    return next((word for word in words if word in CALLED_HERE or word in NOT_HERE), None)

@@ -172,11 +172,20 @@ def unknown(key: str, where: str) -> str:
     other, advice = _elsewhere(key), keys_of(key.rpartition(".")[0])
     if ours := foreign.called_here(other):
         advice = f"It is called {ours} here, which takes {expected(ours)}."
+    elif ours := _of_another_group(other):
+        advice = f"Did you mean {ours}?"
     elif reason := foreign.why_not_here(other):
         advice = reason
     elif near := nearest(key):
         advice = f"Did you mean {near}?"
     return f"unknown key {key if key.isprintable() and key else show(key)} ({where}).  {advice}"
+
+
+def _of_another_group(key: str) -> str | None:
+    """Our key of the same name, if `key` is in a group that only another trainer has: optimizer.lr -> optim.lr"""
+    group, _, name = key.rpartition(".")
+    is_theirs = group and group.partition(".")[0] not in sections()
+    return next((ours for ours in leaves() if is_theirs and not named(ours) and ours.endswith(f".{name}")), None)
 
 
 def _elsewhere(key: str) -> str:

@@ -1,0 +1,131 @@
+"""Makes docs/reference/cli.md and the table of docs/reference/errors.md from the parsers and the classes of the code.
+
+A section of cli.md is one command: its usage, arguments, options, and the exit codes that EXIT_CODES lists.
+"""
+
+import argparse
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+
+from sft import cli, errors
+
+_INTRO = """\
+# The command line
+
+Which commands are there, what do they take, and how do they end? tools/cli_docs.py generates this page from the
+parsers of the commands; run `python -m tools.pages` after a change. `sft COMMAND --help` prints the same.
+
+A setting (`KEY=VALUE`) replaces a key of the recipe and has no dashes: `optim.lr=1e-5`. [config.md](config.md) lists
+the keys. Settings and options may stand in any order after the recipe.
+
+"""
+# What the numbers mean for all commands; EXIT_CODES says which commands have further meanings.
+_ALL = """\
+| exit code | meaning |
+|---|---|
+| 0 | done |
+| 1 | a disk failed while a run wrote, a rank was lost, or the code has a bug: `sft status` says if to start again |
+| 2 | a mistake in recipe, data, checkpoint or arguments: one paragraph says what, where, and what would work |
+| 130 | interrupted by Ctrl-C |
+
+torchrun turns every nonzero exit code into 1. `sft status` reads how the run ended from its folder
+([launch](../how-to/launch.md#how-a-job-ends-and-whether-it-starts-again)).
+
+"""
+EXIT_CODES = {
+    "train": "75 if the run was asked to stop and saved; 128 + N after a second signal N.",
+    "plan": "2 if nothing fits the last number of GPUs.",
+    "status": "0 if the run is done, 75 if it should be started again, 2 if the cause must be found first.",
+    "data plan": "1 if the two plans of `--diff` differ.",
+    "probe leak": "1 if the probe found a fault.",
+    "probe parity": "1 if the probe found a fault.",
+    "probe data": "1 if the probe found a fault.",
+    "compare": "1 if the runs differ.",
+}
+_OVERRIDES = ("recipe", "overrides")  # the introduction describes them
+
+
+def page(before: str) -> str:
+    """The whole page; `before` is not read."""
+    return _INTRO + _ALL + "\n".join(line for name, parser in commands() for line in _section(name, parser))
+
+
+def commands() -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """("train", its parser), ..., ("data prepare", its parser), ...: the commands that do something, in order."""
+    yield from _below(cli.whole_parser(), "")
+
+
+def _below(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not groups:
+        yield name, parser
+    for group in groups:
+        for word, child in group.choices.items():
+            yield from _below(child, f"{name} {word}".strip())
+
+
+def _section(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
+    yield f"## sft {name}\n"
+    yield from _folded(f"{_help(parser, name)[:1].upper()}{_help(parser, name)[1:]}.")
+    usage = re.sub(r"\s+", " ", parser.format_usage().removeprefix("usage: ")).replace("[-h] ", "")
+    yield "\n```text"
+    yield from textwrap.wrap(usage, 110, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    yield "```\n"
+    for action in parser._actions:
+        if action.dest not in ("help", *_OVERRIDES):
+            yield from _folded(f"- {_named(action)}: {_about(action)}")
+    if name in EXIT_CODES:
+        yield from _folded(f"- exit code: {EXIT_CODES[name]}")
+    yield ""
+
+
+def _help(parser: argparse.ArgumentParser, name: str) -> str:
+    """What `sft --help` says of the command."""
+    *above, word = name.split()
+    group = cli.whole_parser()
+    for part in [*above, word]:
+        (choices,) = (action for action in group._actions if isinstance(action, argparse._SubParsersAction))
+        about = next(action.help for action in choices._choices_actions if action.dest == part)
+        group = choices.choices[part]
+    return about or ""
+
+
+def _named(action: argparse.Action) -> str:
+    """`--world-size N`, `SRC`"""
+    metavar = action.metavar if action.metavar is not None else action.dest.upper()
+    words = " ".join(metavar) if isinstance(metavar, tuple) else metavar
+    if action.choices is not None:
+        words = "|".join(map(str, action.choices))
+    takes = action.nargs != 0 and not isinstance(action, argparse.BooleanOptionalAction)
+    names = ", ".join(f"{option} {words}" if takes else option for option in action.option_strings)
+    return f"`{names or words}`"
+
+
+def _about(action: argparse.Action) -> str:
+    about = (action.help or "").replace("%%", "%").replace("%(default)s", str(action.default))
+    return re.sub(r"docs/([\w/-]+\.md)", r"[\1](../\1)", about)
+
+
+def _folded(text: str) -> Iterator[str]:
+    yield from textwrap.wrap(text, 118, subsequent_indent="  " if text.startswith("- ") else "",
+                             break_long_words=False, break_on_hyphens=False)  # fmt: skip
+
+
+def errors_page(before: str) -> str:
+    """errors.md with a new table of the classes."""
+    begin, end = "<!-- classes -->\n", "<!-- end -->"
+    head, mark, rest = before.partition(begin)
+    assert mark and end in rest, "errors.md lacks the marks of its table"
+    return f"{head}{begin}{error_table()}{end}{rest.partition(end)[2]}"
+
+
+def error_table() -> str:
+    rows = ["| class | exit code | meaning |", "|---|---|---|"]
+    for name, kind in vars(errors).items():
+        if inspect.isclass(kind) and issubclass(kind, errors.SftError) and kind is not errors.SftError:
+            code = 1 if issubclass(kind, errors.StorageError) else 2
+            about = " ".join(inspect.cleandoc(kind.__doc__ or "").split()).partition(". ")[0].rstrip(".")
+            rows.append(f"| `{name}` | {code} | {about} |")
+    return "\n".join(rows) + "\n"

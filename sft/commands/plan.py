@@ -45,7 +45,7 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--picture", metavar="FILE", type=Path, help="draw memory and time of the proposals: .png, .svg"
     )
-    about = "measure the constants of predictions on this device, a minute; alone or under torchrun (docs/numbers/estimates.md)"
+    about = "measure the constants of predictions on this device, a minute; alone or under torchrun"
     command.add_argument("--calibrate", action="store_true", help=about)
 
 

@@ -1,4 +1,4 @@
-"""Each message that docs/faq.md quotes is in the code, word for word; `...` stands for what differs from case to case."""
+"""Each message that docs/faq.md quotes is in the code, word for word; `...` stands for what differs."""
 
 import ast
 import re

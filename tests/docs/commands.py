@@ -18,7 +18,7 @@ from tests.docs.blocks import Block
 
 ROOT = Path(__file__).resolve().parents[2]
 FOREIGN = """git cd source export mkdir tar docker apt python3 pip hf vllm enroot apptainer rsync cat pip squeue
-scontrol scancel pytest env ls tail grep""".split()
+scontrol scancel pytest env ls tail grep cp""".split()
 _HERE = re.compile(r"<<'?(\w+)'?\n.*?^\1$", re.MULTILINE | re.DOTALL)
 
 

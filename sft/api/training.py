@@ -10,7 +10,7 @@ from sft.recipe.needs import check_packages, check_paths, download_weights
 from sft.recipe.resolved import Recipe
 from sft.run.outcome import Outcome
 
-_has_joined = False  # whether this process has been a rank of torchrun's
+_joined: set[tuple[str | None, str | None]] = set()  # MASTER_ADDR and MASTER_PORT where this process was a rank
 
 
 def train(recipe: Recipe) -> Outcome:
@@ -29,7 +29,6 @@ def train(recipe: Recipe) -> Outcome:
     (a disk is full or fails; another start may succeed) and TrainingError (too many losses that are not finite).  After
     an error in a program of torchrun, end the program: the other ranks may wait for this one.
     """
-    global _has_joined
     _check_process()
     layout = resolve_layout(recipe, launched_world_size() or 1)
     check_packages(recipe)
@@ -42,7 +41,8 @@ def train(recipe: Recipe) -> Outcome:
 
     from sft.trainer import main
 
-    _has_joined = "RANK" in os.environ
+    if "RANK" in os.environ:
+        _joined.add(_meeting_point())
     return main(recipe, layout, from_user)
 
 
@@ -53,7 +53,7 @@ def _check_process() -> None:
             "sft.train was called in a thread, but a run receives its stop signals in the main thread of a process.  "
             "Call it there, or start `sft train` as a process."
         )
-    if _has_joined:
+    if "RANK" in os.environ and _meeting_point() in _joined:
         raise ConfigError(
             "this process of torchrun has trained before, and its ranks can meet only once.  Start one program with "
             "torchrun for each run; without torchrun, one process may train several recipes."
@@ -64,3 +64,8 @@ def _check_process() -> None:
             "this process has a process group of torch.distributed, but sft.train makes its own.  Call "
             "torch.distributed.destroy_process_group() first, or train in another process."
         )
+
+
+def _meeting_point() -> tuple[str | None, str | None]:
+    """Where the ranks meet.  The store there keeps the addresses of the first run, so a second run needs another."""
+    return os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")

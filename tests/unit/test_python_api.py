@@ -42,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("sft.run.environment.prepare", lambda config, layout: frozenset())
-    monkeypatch.setattr(training, "_has_joined", False)
+    monkeypatch.setattr(training, "_joined", set())
     return tmp_path
 
 
@@ -160,10 +160,13 @@ def test_ranks_of_torchrun_train_once_and_a_process_alone_again_and_again(
     sft.train(sft.load("a.yaml"))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_PORT", "1")
     recipe = sft.load("a.yaml", {"parallel.cp": 2})
     sft.train(recipe)
     assert "has trained before" in refusal(lambda: sft.train(recipe))
-    assert [world_size for _, world_size in trainer] == [1, 1, 2]
+    monkeypatch.setenv("MASTER_PORT", "2")  # other ranks, or another store
+    sft.train(recipe)
+    assert [world_size for _, world_size in trainer] == [1, 1, 2, 2]
 
 
 # export and plan

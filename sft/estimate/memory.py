@@ -126,6 +126,21 @@ def _num_waiting(layout: Layout, stage: int) -> float:
     return min(2 * (pp - stage - 1) + (virtual - 1) * pp + 1, num_microbatches * virtual) / virtual
 
 
+def _num_passes_waiting(layout: Layout, stage: int) -> float:
+    """Forward passes of model chunks whose backward waits.  Each has rotary tables of its own pack."""
+    return layout.virtual_stages * _num_waiting(layout, stage)
+
+
+def _sent(layout: Layout, stage: int, hidden: float) -> float:
+    """Bytes of outputs that were sent to the next stage and wait for their gradient: virtual stages keep them.
+
+    The last stage's last chunk sends nothing.  hidden: bytes of the hidden states of all tokens
+    """
+    if layout.virtual_stages == 1:
+        return 0.0
+    return hidden * (_num_passes_waiting(layout, stage) - (1 if stage == layout.pp - 1 else 0))
+
+
 def _layers(config: Config, layout: Layout, stage: int, layer: float) -> tuple[float, float]:
     """Bytes that all layers of a rank save on the device and in host memory.  layer: bytes per layer and microbatch"""
     num_layers = config.model.num_layers / layout.pp / layout.virtual_stages  # layers of one model chunk
@@ -133,7 +148,7 @@ def _layers(config: Config, layout: Layout, stage: int, layer: float) -> tuple[f
     num_offloaded = model_bytes.num_offloaded_layers(
         config.train.offload_fraction, num_layers, backward_is_next=is_last and layout.virtual_stages == 1
     )
-    one_of_each_chunk = layer * layout.virtual_stages * _num_waiting(layout, stage)
+    one_of_each_chunk = layer * _num_passes_waiting(layout, stage)
     return (
         one_of_each_chunk * model_bytes.num_resident_layers(num_offloaded, num_layers),
         one_of_each_chunk * num_offloaded,
@@ -189,14 +204,15 @@ def _stage(
     block = _mtp_block(config, layout, kinds[0], hidden) if is_last else (0.0, 0.0)
     local, gathered = max((kind.attention(pack, tokens) for kind in kinds), key=sum)
     matrix = model_bytes.widest_gradient(model, rank) if trains_layers(trained) else 0.0
+    tables = (sum if model.full_attention.is_used else max)(kind.backend.rotary(pack) for kind in kinds)
     rows = vocab_rows(vocab_size, layout.tp)
     table = _waiting_table(config, layout, rows, trained) * rank.width
     head = model_bytes.loss_head(config.loss, model, rank, vocab_rows=rows, tokens=tokens)
     return Memory(
         stage=stage,
         **_state(config, layout, vocab_size, stage, rank.width, trained),
-        layers=layers + block[0],
-        ends=(sum if model.full_attention.is_used else max)(kind.backend.rotary(pack) for kind in kinds),
+        layers=layers + block[0] + _sent(layout, stage, hidden),
+        ends=tables * _num_passes_waiting(layout, stage),
         mlp=max(_mlp_backward(config, kind, tokens) for kind in kinds) + 2 * hidden + matrix + table,
         attention=local + 2 * hidden + matrix + table,
         gathered=gathered,

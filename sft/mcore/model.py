@@ -78,6 +78,8 @@ def transformer_config(
         overlap_p2p_comm=layout.virtual_stages > 1,
         batch_p2p_comm=layout.virtual_stages == 1,
         batch_p2p_sync=False,  # a wait of the host after each batch, for a race that torch no longer has
+        # Backward needs no number of a stage's output after it was sent.  Virtual stages send while they compute.
+        deallocate_pipeline_outputs=layout.pp > 1 and layout.virtual_stages == 1,
         sequence_parallel=layout.sequence_parallel,
         cp_comm_type=config.parallel.cp_comm,
         variable_seq_lengths=True,  # packs differ in length: `pipeline.PackCommunicator` gives the shapes

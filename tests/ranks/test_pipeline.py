@@ -78,3 +78,27 @@ def test_shapes_in_order(
 ) -> None:
     found = ranks(world_size).run(received, overrides)
     assert found[: len(expected)] == expected
+
+
+def outputs(overrides: list[str]) -> list[int]:
+    """Tokens in each output of this stage's layers, for which backward waits, after a step of four packs."""
+    made: list[torch.Tensor] = []
+    with scenarios.running(overrides) as engine:
+        for chunk in engine.chunks:
+            chunk.module.decoder.register_forward_hook(lambda module, given, output: made.append(output))
+        engine.train_step(packs(engine))
+        return [output.numel() // 32 for output in made]
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        (PIPELINES[0], [[0, 0, 0, 0], LENGTHS]),  # a single number stays of what was sent
+        (PIPELINES[1], [[32, 64] * 2 + [96, 128] * 2] * 2),  # may still be on its way
+    ],
+)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_stage_frees_what_it_has_sent(
+    ranks: Ranks, overrides: list[str], expected: list[list[int]], recompute: str
+) -> None:
+    assert ranks(2).run(outputs, [*overrides, f"train.recompute={recompute}"]) == expected

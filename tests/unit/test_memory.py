@@ -308,11 +308,14 @@ def test_offloaded_layers_wait_on_the_host(share: float, here: int, away: int) -
 
 
 def test_offloaded_layers_of_a_pipeline() -> None:
-    """8 layers on 2 stages in 2 chunks of 2 each, of which a share of 0.3 is 1; five chunks wait on the first stage."""
+    """8 layers on 2 stages in 2 chunks of 2 each, of which a share of 0.3 is 1; five chunks wait on the first stage.
+
+    Each of the five keeps its output, too.
+    """
     train = {"recompute": "full", "offload_fraction": 0.3, "global_batch_size": 8}
     wanted, layout = of(2, {**TINY, "num_layers": 8}, parallel={"pp": 2, "virtual_stages": 2}, train=train)
     found = memory._stage(wanted, layout, 10, 1024, 0)
-    assert (found.layers, found.host_layers) == (1024 * 8 * 5 * 2, 1024 * 8 * 5 * 1)
+    assert (found.layers, found.host_layers) == (1024 * 8 * 5 * (2 + 1), 1024 * 8 * 5 * 1)
     one_layer = estimate(*of(1, train={**train, "offload_fraction": 1.0}), 10, 1024)
     assert (one_layer.layers, one_layer.host_layers) == (1024 * 8, 0)
 
@@ -392,15 +395,26 @@ def test_ways_of_transformer_engine_over_cp() -> None:
 
 
 @pytest.mark.parametrize(
-    "stage, virtual, packs, at_once",
-    [(0, 1, 8, 4), (3, 1, 8, 1), (0, 1, 2, 2), (0, 2, 8, 5.5), (3, 2, 8, 2.5), (0, 2, 4, 4)],
+    "stage, virtual, packs, passes, hidden",
+    [
+        (0, 1, 8, 4, 4 * 2),
+        (3, 1, 8, 1, 1 * 2),
+        (0, 1, 2, 2, 2 * 2),
+        (0, 2, 8, 11, 11 * (1 + 1)),  # a chunk of one layer keeps what it has sent, too
+        (3, 2, 8, 5, 5 * (1 + 1) - 1),  # the last chunk sends nothing
+        (0, 2, 4, 8, 8 * (1 + 1)),
+    ],
 )
-def test_microbatches_that_wait_in_a_pipeline(stage: int, virtual: int, packs: int, at_once: float) -> None:
+def test_microbatches_that_wait_in_a_pipeline(stage: int, virtual: int, packs: int, passes: int, hidden: int) -> None:
+    """With full recompute, every layer of a microbatch that waits keeps its input: 8 layers on 4 stages.
+
+    Each pass of a chunk has rotary tables, for heads of 2 numbers.
+    """
     parallel = {"pp": 4, "virtual_stages": virtual}
     layers = {**TINY, "num_layers": 8}
     wanted, layout = of(4, layers, parallel=parallel, train={"global_batch_size": packs, "recompute": "full"})
     found = memory._stage(wanted, layout, 10, 1024, stage)
-    assert found.layers == 1024 * 2 * 8 * at_once
+    assert (found.layers, found.ends) == (1024 * 8 * hidden, 1024 * 4 * 2 * passes)
 
 
 def test_with_dynamic_cp_a_pipeline_may_be_full() -> None:

@@ -127,14 +127,17 @@ def _run_command(command: Command, out: Path, output: Path, ends_at: float) -> i
         except subprocess.TimeoutExpired:
             return None
         finally:
-            end_processes(out)
+            end_processes(out, started=process.pid if process.returncode is None else None)
             with suppress(ChildProcessError):  # `wait` would hang for ever if a signal has ended it inside its lock
                 os.waitpid(process.pid, 0)
 
 
-def end_processes(out: Path) -> int:
-    """Ends every process of a step of this folder, also those that left their session; says how many there were."""
-    processes = [process for process in psutil.process_iter() if _is_of(process, out)]
+def end_processes(out: Path, started: int | None = None) -> int:
+    """Ends every process of a step of this folder, also those that left their session; says how many there were.
+
+    started: a process that may be too young to have an environment: Linux closes its files first, and then Popen returns
+    """
+    processes = [process for process in psutil.process_iter() if process.pid == started or _is_of(process, out)]
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             with suppress(psutil.NoSuchProcess):

@@ -77,7 +77,7 @@ demo: $(READY)
 	@echo "  your own chats      launch/local.sh 2 recipes/demo.yaml run.dir=runs/mine data.train=my.jsonl"
 	@echo "  what a recipe does  sft check recipes/demo.yaml --world-size 2"
 
-# Beside make demo, whose three minutes it does not fit into (docs/how-to/eval.md#accuracy-by-distance).
+# What it learns and when: docs/how-to/eval.md#accuracy-by-distance.
 demo-retrieval: $(READY)
 	@echo "== a fresh run: runs/demo-retrieval of an earlier demo is removed"
 	rm -rf runs/demo-retrieval

@@ -8,6 +8,7 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,8 @@ from sft.hf.trained_weights import trained_weights
 from sft.mcore import device as devices
 from sft.mcore import process_groups
 from sft.mcore.engine import Engine, release, weights_changed
+from sft.metrics.accumulator import Accumulator
+from sft.metrics.totals import Totals
 from sft.parallel.layout import Layout
 from tests.allocations import cuda
 from tests.allocations.categories import OTHER, Peak, peak
@@ -80,9 +83,16 @@ def alone(model: ModelConfig, layout: Layout, rank: int) -> Iterator[None]:
     def all_gather_object(objects: list[Any], obj: Any, group: Any = None) -> None:
         objects[:] = [obj] * len(objects)
 
+    own = Accumulator.totals
+
+    def totals(self: Accumulator, *given: Any) -> Totals:
+        """Supervised tokens are those of the last stage, which is not here.  A step without any updates nothing."""
+        return replace(own(self, *given), num_tokens=1)
+
     with (
         mock.patch.multiple(dist, new_group=of_nothing, all_gather_object=all_gather_object),
-        mock.patch.object(process_groups.ProcessGroups, "reports", True),  # of the last stage, which is not here
+        mock.patch.object(process_groups.ProcessGroups, "reports", True),
+        mock.patch.object(Accumulator, "totals", totals),
     ):
         if model.moe.num_experts is None:
             yield

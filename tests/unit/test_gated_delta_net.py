@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from sft.mcore.linear_attention import gated_delta_net
+from sft.mcore.linear_attention import gated_delta_net, gated_norm
 from sft.mcore.linear_attention.gated_norm import _gated, _GatedNorm
 
 EPS = 1e-6
@@ -23,7 +24,9 @@ def inputs(dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.randn(*shape).to(dtype).requires_grad_() for shape in ((5, 3, 10), (5, 3, 10), (10,))]
 
 
-def test_the_gated_norm_and_its_gradients_in_float64() -> None:
+@pytest.mark.parametrize("tokens", [1, 2, 1000], ids="{} tokens a block".format)
+def test_the_gated_norm_and_its_gradients_in_float64(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    monkeypatch.setitem(gated_norm.BLOCK_NUMBERS, "cpu", tokens * 3 * 10)
     x, gate, weight = inputs(torch.float64)
     out, shrink = _GatedNorm.apply(x, gate, weight, EPS)
     expected = reference(x, gate, weight)
@@ -33,6 +36,32 @@ def test_the_gated_norm_and_its_gradients_in_float64() -> None:
     for a, b in zip(own, theirs):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
     assert torch.equal(_gated(x, gate, weight, shrink), out)  # what backward recomputes
+
+
+def test_the_gated_norm_of_no_tokens() -> None:
+    x, gate, weight = (tensor[:0] if tensor.dim() == 3 else tensor for tensor in inputs(torch.float32))
+    out, shrink = _GatedNorm.apply(x, gate, weight, EPS)
+    (dweight,) = torch.autograd.grad(out, weight, torch.zeros_like(out))
+    assert (out.shape, shrink.shape, dweight.tolist()) == ((0, 3, 10), (0, 3, 1), [0.0] * 10)
+
+
+def test_the_gated_norm_has_eight_copies_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 blocks of 8 tokens: the fp32 copies of bf16 tensors are those of a few blocks, not of all tokens."""
+    monkeypatch.setitem(gated_norm.BLOCK_NUMBERS, "cpu", 8 * 4 * 16)
+    x, gate, weight = (torch.randn(*shape).bfloat16().requires_grad_() for shape in ((512, 4, 16), (512, 4, 16), (16,)))
+    largest = [0]
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
+                largest[0] = max(largest[0], out.numel())
+            return out
+
+    with Sizes():
+        out, _ = _GatedNorm.apply(x, gate, weight, EPS)
+        out.backward(torch.ones_like(out))
+    assert largest[0] == max(8 * 4 * 16, 512 * 4)  # a block, or the factor of every head
 
 
 def test_the_gated_norm_rounds_bf16_once() -> None:

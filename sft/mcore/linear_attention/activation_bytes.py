@@ -58,9 +58,13 @@ class LinearAttentionBytes(AttentionBytes):
         return {"gated norm's output": self.rank.width * self._values}
 
     def local(self, tokens: float) -> float:
-        """Gradients of the output, before and after the norm, of q, k and v, and of all projections, and fp32 blocks.
-        Of the two fragments of a document, A, B and states, as made, sent and received."""
-        gradients = 2 * self._values + self._mixed + (self._mixed + self._values)
+        """Gradients while the backward of the gated norm or of the delta rule runs, and fp32 blocks.
+
+        The gated norm has those of its output, its input and the gate.  Then the norm's input and output are free, and
+        the delta rule has those of its output and the gate, and makes those of q, k and v.  Of the two fragments of a
+        document there are A, B and states, as made, sent and received.
+        """
+        gradients = max(3 * self._values, self._values + self._mixed)
         fragments = 0 if self.cp == 1 else 3 * 2 * self.heads.map_bytes
         return tokens * self.rank.width * gradients + BLOCK_BYTES + fragments
 

@@ -1,7 +1,7 @@
 """RMSNorm of each value head, times a gate: weight * normed(x) * silu(gate), with a plain weight, not 1 + weight.
 
-Computed in fp32, or in float64.  Backward needs the inputs and one fp32 number per head; autograd would save six fp32
-copies of the input.
+Computed in fp32, or in float64, on a block of tokens at a time.  Backward needs the inputs and one fp32 number per head;
+autograd would save six fp32 copies of the input.
 """
 
 from typing import Any
@@ -11,6 +11,9 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel
 from torch import Tensor
 
 from sft.mcore.activations.saved_tensors import SavePolicy
+
+# Numbers of a block of tokens, of which backward has eight fp32 copies at one time: 256 MiB on CUDA.
+BLOCK_NUMBERS = {"cpu": 2**20, "cuda": 2**23}
 
 
 class GatedNorm(torch.nn.Module):
@@ -37,7 +40,8 @@ class _GatedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        shrink = torch.rsqrt(_wide(x).pow(2).mean(-1, keepdim=True) + eps)
+        scale = [torch.rsqrt(_wide(x[rows]).pow(2).mean(-1, keepdim=True) + eps) for rows in _blocks(x)]
+        shrink = torch.cat(scale)
         ctx.save_for_backward(x, gate, weight, shrink)
         ctx.mark_non_differentiable(shrink)
         return _gated(x, gate, weight, shrink), shrink
@@ -45,17 +49,28 @@ class _GatedNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, weight, shrink = ctx.saved_tensors
-        normed, wide_gate, grad = _wide(x) * shrink, _wide(gate), _wide(grad)
-        dnormed_weighted = grad * torch.nn.functional.silu(wide_gate)
-        dweight = (dnormed_weighted * normed).flatten(0, -2).sum(0)
-        dgate = torch.ops.aten.silu_backward(grad * normed * _wide(weight), wide_gate)
-        scaled = dnormed_weighted * _wide(weight)
-        dx = shrink * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
-        return dx.to(x.dtype), dgate.to(gate.dtype), dweight.to(weight.dtype), None
+        dx, dgate, dweight = torch.empty_like(x), torch.empty_like(gate), torch.zeros_like(_wide(weight))
+        for rows in _blocks(x):
+            normed, wide_gate, wide_grad = _wide(x[rows]) * shrink[rows], _wide(gate[rows]), _wide(grad[rows])
+            dgate[rows] = torch.ops.aten.silu_backward(wide_grad * normed * _wide(weight), wide_gate)
+            dnormed_weighted = wide_grad * torch.nn.functional.silu(wide_gate)
+            dweight += (dnormed_weighted * normed).flatten(0, -2).sum(0)
+            scaled = dnormed_weighted * _wide(weight)
+            dx[rows] = shrink[rows] * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+        return dx, dgate, dweight.to(weight.dtype), None
 
 
 def _gated(x: Tensor, gate: Tensor, weight: Tensor, shrink: Tensor) -> Tensor:
-    return (_wide(x) * shrink * _wide(weight) * torch.nn.functional.silu(_wide(gate))).to(x.dtype)
+    out = torch.empty_like(x)
+    for rows in _blocks(x):
+        out[rows] = _wide(x[rows]) * shrink[rows] * _wide(weight) * torch.nn.functional.silu(_wide(gate[rows]))
+    return out
+
+
+def _blocks(x: Tensor) -> list[slice]:
+    """Tokens; one empty block if there are none."""
+    size = max(1, BLOCK_NUMBERS[x.device.type] // x[:1].numel()) if len(x) else 1
+    return [slice(start, start + size) for start in range(0, max(1, len(x)), size)]
 
 
 def _wide(x: Tensor) -> Tensor:

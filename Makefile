@@ -24,12 +24,12 @@ READY := $(VENV)/.ready
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo demo-retrieval test test-faults test-mutations test-triton test-slurm test-standin test-gpu gpu-hour test-all test-py312 test-all-versions test-docs lint fmt docs pages clean python
+.PHONY: help venv demo demo-text demo-retrieval test test-faults test-mutations test-triton test-slurm test-standin test-gpu gpu-hour test-all test-py312 test-all-versions test-docs lint fmt docs pages clean python
 
 help:
 	@echo "make venv                create .venv/<python version> with pinned dependencies"
-	@echo "make demo                fine-tune a small model with context parallelism 2 on the CPU"
-	@echo "make demo-retrieval      train a small model to answer from evidence up to 8,192 tokens back"
+	@echo "make demo                train two small models with context parallelism 2 on the CPU: on text, and to find evidence far back"
+	@echo "make demo-text           the first of them; make demo-retrieval: the second"
 	@echo "make test                the CPU test suite; TESTS=tests/unit/test_context_parallel.py and PYTEST_FLAGS=-x narrow it"
 	@echo "make test-faults         runs that are killed, filled up, damaged and hung, and their end against an undisturbed one"
 	@echo "make test-mutations      deliberate faults, one at a time, each of which its tests must notice; MUTATIONS='--only loss' or '--sample 10'"
@@ -62,14 +62,12 @@ $(READY): setup.cfg pyproject.toml constraints.txt launch/install.sh | python
 	PYTHON='$(PYTHON)' launch/install.sh $(INSTALL) --extras dev,plot $(VENV)
 	@touch $@
 
+# Two runs: questions about text, and questions whose evidence lies far back.
 demo: $(READY)
-	@echo "== a fresh run: runs/demo of an earlier demo is removed"
-	rm -rf runs/demo
-	$(BIN)/python -m tools.make_demo_corpus --out runs/demo-data
-	$(BIN)/sft data prepare recipes/demo.yaml
-	$(BIN)/torchrun --standalone --nproc-per-node 2 -m sft train recipes/demo.yaml
-	$(BIN)/sft plot runs/demo
+	@$(MAKE) --no-print-directory demo-text
+	@$(MAKE) --no-print-directory demo-retrieval
 	@echo
+	@echo "Look at runs/demo/plot.png, and at the accuracy by distance in runs/demo-retrieval/plot.png."
 	@echo "Next, with $(BIN) on PATH (it holds sft and torchrun):"
 	@echo "  continue it         torchrun --standalone --nproc-per-node 2 -m sft train recipes/demo.yaml train.num_epochs=3"
 	@echo "  another layout      torchrun --standalone --nproc-per-node 2 -m sft train recipes/demo.yaml run.dir=runs/demo-tp parallel.cp=1 parallel.tp=2"
@@ -77,9 +75,17 @@ demo: $(READY)
 	@echo "  your own chats      launch/local.sh 2 recipes/demo.yaml run.dir=runs/mine data.train=my.jsonl"
 	@echo "  what a recipe does  sft check recipes/demo.yaml --world-size 2"
 
+demo-text: $(READY)
+	@echo "== questions about Python's documentation; runs/demo of an earlier demo is removed"
+	rm -rf runs/demo
+	$(BIN)/python -m tools.make_demo_corpus --out runs/demo-data
+	$(BIN)/sft data prepare recipes/demo.yaml
+	$(BIN)/torchrun --standalone --nproc-per-node 2 -m sft train recipes/demo.yaml
+	$(BIN)/sft plot runs/demo
+
 # What it learns and when: docs/how-to/eval.md#accuracy-by-distance.
 demo-retrieval: $(READY)
-	@echo "== a fresh run: runs/demo-retrieval of an earlier demo is removed"
+	@echo "== answers from evidence up to 8,192 tokens back; runs/demo-retrieval of an earlier demo is removed"
 	rm -rf runs/demo-retrieval
 	$(BIN)/python -m tools.make_retrieval_data --out runs/demo-data
 	$(BIN)/sft data prepare recipes/demo_retrieval.yaml

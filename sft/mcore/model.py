@@ -24,7 +24,7 @@ from torch import Tensor
 from sft.adapters import Trained
 from sft.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from sft.errors import ConfigError
-from sft.mcore import fp8, freeze, lora
+from sft.mcore import fp8, freeze, lora, pipeline
 from sft.mcore.attention import rope
 from sft.mcore.attention.backend import AttentionBackend, params_dtype
 from sft.mcore.device import CPU_TRANSFORMER_FIELDS
@@ -72,17 +72,9 @@ def transformer_config(
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=layout.tp,
         context_parallel_size=layout.cp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.virtual_stages if layout.virtual_stages > 1 else None,
-        # With pp 2 and virtual stages the next stage is also the previous one, so batched exchange is ambiguous.
-        overlap_p2p_comm=layout.virtual_stages > 1,
-        batch_p2p_comm=layout.virtual_stages == 1,
-        batch_p2p_sync=False,  # a wait of the host after each batch, for a race that torch no longer has
-        # Backward needs no number of a stage's output after it was sent.  Virtual stages send while they compute.
-        deallocate_pipeline_outputs=layout.pp > 1 and layout.virtual_stages == 1,
+        **pipeline.transformer_fields(layout),
         sequence_parallel=layout.sequence_parallel,
         cp_comm_type=config.parallel.cp_comm,
-        variable_seq_lengths=True,  # packs differ in length: `pipeline.PackCommunicator` gives the shapes
         **_dispatcher_fields(config.parallel, device_type),
         **_expert_fields(model, layout),
         deterministic_mode=config.run.deterministic,

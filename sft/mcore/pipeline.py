@@ -41,6 +41,22 @@ class PackCommunicator(P2PCommunicator):
         return next(self._from_previous) if recv_prev else nothing, next(self._from_next) if recv_next else nothing
 
 
+def transformer_fields(layout: Layout) -> dict[str, Any]:
+    """The fields of core's TransformerConfig that say how stages exchange hidden states."""
+    has_virtual = layout.virtual_stages > 1
+    return {
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.virtual_stages if has_virtual else None,
+        "variable_seq_lengths": True,  # packs differ in length
+        # With pp 2 and virtual stages the next stage is also the previous one, so batched exchange is ambiguous.
+        "overlap_p2p_comm": has_virtual,
+        "batch_p2p_comm": not has_virtual,
+        "batch_p2p_sync": False,  # a wait of the host after each batch, for a race that torch no longer has
+        # Backward needs no number of a stage's output after it was sent.  Virtual stages send while they compute.
+        "deallocate_pipeline_outputs": layout.pp > 1 and not has_virtual,
+    }
+
+
 def schedule_arguments(
     microbatches: Sequence[Microbatch], layout: Layout, groups: ProcessGroups, core: Any
 ) -> dict[str, Any]:

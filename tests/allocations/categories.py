@@ -43,10 +43,10 @@ def category_of(frames: tuple[Frame, ...]) -> str:
     """The category of a block that a step allocates.
 
     Tensors of layers that exist at the peak, and that the forward pass made, are saved for backward.  What offload
-    fetches from the host is saved, too.
+    fetches from the host is saved, too, and so are hidden states of other pipeline stages: inputs of layers.
     """
     files = {path for path, _ in frames}
-    if _in(files, "activations/offload.py"):
+    if _in(files, "activations/offload.py", "pipeline_parallel/p2p_communication.py"):
         return SAVED
     if not _is_forward(frames):
         return WORKING

@@ -60,7 +60,7 @@ ROWS = (
     "4b:64k:one:none@tp=4,sequence_parallel=true",
     "4b:64k:one:full@tp=2,sequence_parallel=true",
     "4b:64k:one:selective@pp=2",
-    "4b:32k:one:none@pp=4,virtual_stages=3",
+    "1.7b:32k:one:selective@pp=2,virtual_stages=7",
     "1.7b:64k:one:selective@dp=2,plainopt",
     "8b:64k:one:selective@cp=2,tp=2,sequence_parallel=true,dp=2",
     "0.6b:64k:one:none@experts",

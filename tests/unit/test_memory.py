@@ -97,6 +97,11 @@ def test_what_linear_attention_keeps() -> None:
         "gate and up": 768, "gated": 384,
     }  # fmt: skip
     assert LayerBytes.of(delta, "full").total == 128
+    # Mixed channels 192 and values 128, bf16: gradients of norm or delta rule 3 x 128 = 192 + 192; six blocks in fp32.
+    assert delta.local(512) == 512 * 2 * 384 + 6 * 4 * 512 * 192
+    assert delta.local(2**20) == 2**20 * 2 * 384 + 6 * 4 * 2**24
+    cpu = mixed.model_copy(update={"run": mixed.run.model_copy(update={"device": "cpu"})})
+    assert LinearAttentionBytes.of(cpu, layout, 512).local(2**20) == 2**20 * 2 * 384 + 6 * 4 * 2**20
     # Over cp, A and the states before two fragments: 2 x 4 x (16 x 16 + 16 x 32) numbers for 128 tokens.
     over_cp = LinearAttentionBytes.of(mixed, of(4, model={**TINY, **sizes}, parallel={"cp": 4})[1], 512)
     assert over_cp.saved["maps"] == 2 * 4 * (16 * 16 + 16 * 32) * 4 / 128

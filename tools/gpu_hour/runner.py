@@ -135,7 +135,7 @@ def _run_command(command: Command, out: Path, output: Path, ends_at: float) -> i
 def end_processes(out: Path, started: int | None = None) -> int:
     """Ends every process of a step of this folder, also those that left their session; says how many there were.
 
-    started: a process that may be too young to have an environment: Linux closes its files first, and then Popen returns
+    started: a process that may be too young to have an environment: Popen returns when Linux has closed its files
     """
     processes = [process for process in psutil.process_iter() if process.pid == started or _is_of(process, out)]
     for number in (signal.SIGTERM, signal.SIGKILL):

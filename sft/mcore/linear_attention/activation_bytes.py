@@ -9,7 +9,8 @@ from sft.parallel.fragments import HeadSizes
 from sft.parallel.layout import Layout
 
 STATE_INTERVAL = 512  # tokens, for which torch_kernel.py saves one state: schedule.CHUNK * schedule.INTERVAL
-BLOCK_BYTES = 6 * 2**26  # fp32 blocks of short_convolution.py on CUDA; blocks of the delta rule are no larger
+# Of short_convolution.py, which has six blocks of so many fp32 numbers at one time; the delta rule's are no larger.
+BLOCK_NUMBERS = {"cpu": 2**20, "cuda": 2**24}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,14 +18,16 @@ class LinearAttentionBytes(AttentionBytes):
     """Bytes of Gated DeltaNet in plain torch.  `saved` is exact up to the states, which are rounded down to whole
     intervals of each fragment: tests/ranks/test_saved_tensors.py counts these bytes.
 
-    heads   of this rank
-    tokens  of this rank, of one document
+    heads          of this rank
+    tokens         of this rank, of one document
+    block_numbers  of BLOCK_NUMBERS
     """
 
     norm_outputs_are_saved = False
     is_recomputed = True
     heads: HeadSizes
     tokens: float
+    block_numbers: int
 
     @staticmethod
     def of(config: Config, layout: Layout, pack: float) -> "LinearAttentionBytes":
@@ -35,6 +38,7 @@ class LinearAttentionBytes(AttentionBytes):
             cp=layout.cp,
             heads=HeadSizes.of(config.model.linear_attention, layout.tp, rank.width),
             tokens=pack / layout.cp,
+            block_numbers=BLOCK_NUMBERS["cpu" if config.run.device == "cpu" else "cuda"],
         )
 
     @property
@@ -66,7 +70,8 @@ class LinearAttentionBytes(AttentionBytes):
         """
         gradients = max(3 * self._values, self._values + self._mixed)
         fragments = 0 if self.cp == 1 else 3 * 2 * self.heads.map_bytes
-        return tokens * self.rank.width * gradients + BLOCK_BYTES + fragments
+        blocks = 6 * FP32 * min(self.block_numbers, tokens * self._mixed)
+        return tokens * self.rank.width * gradients + blocks + fragments
 
     def rotary(self, pack: float) -> float:
         return 0.0

@@ -1,7 +1,7 @@
 """RMSNorm of each value head, times a gate: weight * normed(x) * silu(gate), with a plain weight, not 1 + weight.
 
-Computed in fp32, or in float64, on a block of tokens at a time.  Backward needs the inputs and one fp32 number per head;
-autograd would save six fp32 copies of the input.
+Computed in fp32, or in float64, on a block of tokens at a time.  Backward needs the inputs and one fp32 number per
+head; autograd would save six fp32 copies of the input.
 """
 
 from typing import Any

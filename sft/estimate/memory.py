@@ -113,22 +113,17 @@ def _copied(config: Config, layout: Layout, vocab_size: int, stage: int, width: 
     return width * _owned(weights, layout) + 4 * fp32_tensors * _owned(own.trained, layout)
 
 
-def _num_waiting(layout: Layout, stage: int) -> float:
-    """Number of microbatches whose saved tensors all layers of a rank hold at the same time.
+def _num_waiting(layout: Layout, stage: int) -> int:
+    """Forward passes of model chunks whose backward waits.  Each has what its layers saved, and its own rotary tables.
 
-    pp 4 -> 4 on the first stage, 1 on the last; with 2 virtual stages 11/2 and 5/2
+    pp 4 -> 4 on the first stage, 1 on the last; with 2 virtual stages 11 and 5
     """
     pp, virtual, num_microbatches = layout.pp, layout.virtual_stages, layout.num_microbatches
     if layout.cp_sizes:  # the plan of a step decides their number, which may be larger
         num_microbatches = max(num_microbatches, 2 * pp)
     if virtual == 1:
         return min(pp - stage, num_microbatches)
-    return min(2 * (pp - stage - 1) + (virtual - 1) * pp + 1, num_microbatches * virtual) / virtual
-
-
-def _num_passes_waiting(layout: Layout, stage: int) -> float:
-    """Forward passes of model chunks whose backward waits.  Each has rotary tables of its own pack."""
-    return layout.virtual_stages * _num_waiting(layout, stage)
+    return min(2 * (pp - stage - 1) + (virtual - 1) * pp + 1, num_microbatches * virtual)
 
 
 def _sent(layout: Layout, stage: int, hidden: float) -> float:
@@ -138,7 +133,7 @@ def _sent(layout: Layout, stage: int, hidden: float) -> float:
     """
     if layout.virtual_stages == 1:
         return 0.0
-    return hidden * (_num_passes_waiting(layout, stage) - (1 if stage == layout.pp - 1 else 0))
+    return hidden * (_num_waiting(layout, stage) - (1 if stage == layout.pp - 1 else 0))
 
 
 def _layers(config: Config, layout: Layout, stage: int, layer: float) -> tuple[float, float]:
@@ -148,10 +143,10 @@ def _layers(config: Config, layout: Layout, stage: int, layer: float) -> tuple[f
     num_offloaded = model_bytes.num_offloaded_layers(
         config.train.offload_fraction, num_layers, backward_is_next=is_last and layout.virtual_stages == 1
     )
-    one_of_each_chunk = layer * _num_passes_waiting(layout, stage)
+    of_passes = layer * _num_waiting(layout, stage)
     return (
-        one_of_each_chunk * model_bytes.num_resident_layers(num_offloaded, num_layers),
-        one_of_each_chunk * num_offloaded,
+        of_passes * model_bytes.num_resident_layers(num_offloaded, num_layers),
+        of_passes * num_offloaded,
     )
 
 
@@ -204,7 +199,7 @@ def _stage(
     block = _mtp_block(config, layout, kinds[0], hidden) if is_last else (0.0, 0.0)
     local, gathered = max((kind.attention(pack, tokens) for kind in kinds), key=sum)
     matrix = model_bytes.widest_gradient(model, rank) if trains_layers(trained) else 0.0
-    tables = (sum if model.full_attention.is_used else max)(kind.backend.rotary(pack) for kind in kinds)
+    rotary = (sum if model.full_attention.is_used else max)(kind.backend.rotary(pack) for kind in kinds)
     rows = vocab_rows(vocab_size, layout.tp)
     table = _waiting_table(config, layout, rows, trained) * rank.width
     head = model_bytes.loss_head(config.loss, model, rank, vocab_rows=rows, tokens=tokens)
@@ -212,7 +207,7 @@ def _stage(
         stage=stage,
         **_state(config, layout, vocab_size, stage, rank.width, trained),
         layers=layers + block[0] + _sent(layout, stage, hidden),
-        ends=tables * _num_passes_waiting(layout, stage),
+        ends=rotary * _num_waiting(layout, stage),
         mlp=max(_mlp_backward(config, kind, tokens) for kind in kinds) + 2 * hidden + matrix + table,
         attention=local + 2 * hidden + matrix + table,
         gathered=gathered,

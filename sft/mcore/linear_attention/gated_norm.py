@@ -11,9 +11,7 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel
 from torch import Tensor
 
 from sft.mcore.activations.saved_tensors import SavePolicy
-
-# Numbers of a block of tokens, of which backward has eight fp32 copies at one time: 256 MiB on CUDA.
-BLOCK_NUMBERS = {"cpu": 2**20, "cuda": 2**23}
+from sft.mcore.linear_attention.activation_bytes import BLOCK_NUMBERS
 
 
 class GatedNorm(torch.nn.Module):
@@ -40,8 +38,7 @@ class _GatedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        scale = [torch.rsqrt(_wide(x[rows]).pow(2).mean(-1, keepdim=True) + eps) for rows in _blocks(x)]
-        shrink = torch.cat(scale)
+        shrink = torch.cat([torch.rsqrt(_wide(x[rows]).pow(2).mean(-1, keepdim=True) + eps) for rows in _blocks(x)])
         ctx.save_for_backward(x, gate, weight, shrink)
         ctx.mark_non_differentiable(shrink)
         return _gated(x, gate, weight, shrink), shrink
@@ -68,8 +65,8 @@ def _gated(x: Tensor, gate: Tensor, weight: Tensor, shrink: Tensor) -> Tensor:
 
 
 def _blocks(x: Tensor) -> list[slice]:
-    """Tokens; one empty block if there are none."""
-    size = max(1, BLOCK_NUMBERS[x.device.type] // x[:1].numel()) if len(x) else 1
+    """Blocks of tokens, of which backward has eight copies at one time; one empty block if there are no tokens."""
+    size = max(1, BLOCK_NUMBERS[x.device.type] // 2 // (x.shape[1] * x.shape[2]))
     return [slice(start, start + size) for start in range(0, max(1, len(x)), size)]
 
 

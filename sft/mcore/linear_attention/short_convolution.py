@@ -16,11 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sft.mcore.device import send
+from sft.mcore.linear_attention.activation_bytes import BLOCK_NUMBERS
 from sft.parallel.taps import Taps
-
-# Numbers of a block of channels, of which a few fp32 copies exist at one time.  On a CPU they fit the cache: 8,192
-# tokens of 2,048 channels took half the time of blocks of 16 times the size.  On CUDA a block is 64 MiB.
-BLOCK_NUMBERS = {"cpu": 2**20, "cuda": 2**24}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
 """One rank of any layout, in one process on the stand-in: groups have all ranks, and collectives do nothing.
 
-Kernels of the stand-in compute nothing either, so messages would change nothing that a rank allocates.  Two answers
-that other ranks or kernels would give are given here: what ranks gather as objects, and how many tokens experts get.
+Kernels of the stand-in compute nothing either, so messages would change nothing that a rank allocates.  Three answers
+that other ranks or kernels would give are given here: what ranks gather as objects, that a step had supervised tokens,
+and how many tokens experts get.
 """
 
 import gc

@@ -1,7 +1,6 @@
 """Counts the parameters of a model and its FLOPs per token.  Arithmetic only."""
 
 import math
-from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -101,16 +100,21 @@ class LayerParameters:
         )
 
 
-_latest: list[tuple[ModelConfig, list[tuple[LayerParameters, int]]]] = []  # of `layers_of`, at most one entry
+_latest: list[tuple[ModelConfig, list[tuple[LayerParameters, list[int]]]]] = []  # of `kinds_of`, at most one entry
 
 
 def layers_of(model: ModelConfig) -> list[tuple[LayerParameters, int]]:
-    """Each kind of layer, and the number of such layers.
+    """Each kind of layer, and how many layers are of this kind."""
+    return [(layer, len(numbers)) for layer, numbers in kinds_of(model)]
+
+
+def kinds_of(model: ModelConfig) -> list[tuple[LayerParameters, list[int]]]:
+    """Each kind of layer, and the numbers of such layers, from 1.
 
     The answer for the latest model is kept, because a planner asks for one model thousands of times.
     """
     if not _latest or _latest[0][0] is not model:
-        _latest[:] = [(model, _layers_of(model))]
+        _latest[:] = [(model, _kinds_of(model))]
     return _latest[0][1]
 
 
@@ -126,11 +130,12 @@ def mtp_layers_of(model: ModelConfig) -> list[tuple[LayerParameters, int]]:
     return [(replace(layer, whole=layer.whole + projection + norms, products=layer.products + projection), 1)]
 
 
-def _layers_of(model: ModelConfig) -> list[tuple[LayerParameters, int]]:
-    numbers = range(1, model.num_layers + 1)
-    kinds = Counter((model.kind_of(number), model.has_experts(number)) for number in numbers)
-    of_kinds = [(of_kind(model, kind), kind, has, number) for (kind, has), number in kinds.items()]
-    return [(LayerParameters.of(m if has else m.without_experts, kind), number) for m, kind, has, number in of_kinds]
+def _kinds_of(model: ModelConfig) -> list[tuple[LayerParameters, list[int]]]:
+    kinds: dict[tuple[LayerKind, bool], list[int]] = {}
+    for number in range(1, model.num_layers + 1):
+        kinds.setdefault((model.kind_of(number), model.has_experts(number)), []).append(number)
+    of_kinds = [(of_kind(model, kind), kind, has, numbers) for (kind, has), numbers in kinds.items()]
+    return [(LayerParameters.of(m if has else m.without_experts, kind), numbers) for m, kind, has, numbers in of_kinds]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,10 +37,11 @@ def of_layer(model: ModelConfig, layer_number: int) -> ModelConfig:
     return of_kind(model, model.kind_of(layer_number))
 
 
-def num_layers_of(model: ModelConfig, kind: LayerKind) -> int:
-    return sum(model.kind_of(number + 1) == kind for number in range(model.num_layers))
+def numbers_of(model: ModelConfig, kind: LayerKind) -> list[int]:
+    """The numbers of the layers of this kind, from 1."""
+    return [number for number in range(1, 1 + model.num_layers) if model.kind_of(number) == kind]
 
 
 def attention_widths(model: ModelConfig) -> dict[LayerKind, float]:
     """The sum of `attention_width` over the layers of each kind with a softmax."""
-    return {kind: num_layers_of(model, kind) * of_kind(model, kind).attention_width for kind in SOFTMAX}
+    return {kind: len(numbers_of(model, kind)) * of_kind(model, kind).attention_width for kind in SOFTMAX}

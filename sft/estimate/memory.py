@@ -1,22 +1,22 @@
 """Estimates the device memory and the host memory of a rank.  Arithmetic only: no torch, no measurement.
 
-    device = weights + gradients + optimizer + layers + ends + the largest of (MLP, attention + gathered, head)
+    device = weights + gradients + optimizer + layers + ends + the largest of the working sets
 
 sft/mcore/model_bytes.py and sft/mcore/attention/activation_bytes.py give the bytes of parts of the model.  This module
-adds up these bytes over a layer, a stage and a run.  `layers` are tensors that layers save for backward.  `MLP` and
-`attention` are recomputed activations and gradients of the layer whose backward is running.  `head` has the hidden
-states around the final norm, too.  `ends` are rotary tables.  Numbers are for CUDA, with fused activations and torch's
-flash kernel; with run.device = cpu, for the plain operations of a CPU.  The estimate leaves out CUDA itself, NCCL
-(communicators.py) and gaps between allocations.
+adds up these bytes over a layer, a stage and a run.  `layers` are tensors that layers save for backward, `ends` rotary
+tables.  A working set is what the loss head, or backward of an MLP or of attention, holds (working_sets.py).  Numbers
+are for CUDA, with fused activations and torch's flash kernel; with run.device = cpu, for the plain operations of a CPU.
+The estimate leaves out CUDA itself, NCCL (communicators.py) and gaps between allocations.
 """
 
 from dataclasses import dataclass
 
-from sft.adapters import EMBEDDING, Trained
+from sft.adapters import Trained
 from sft.config import Config
 from sft.console import size
-from sft.estimate.parameters import Numbers, of_stage, trains_layers, vocab_rows
-from sft.estimate.saved_by_layer import LayerKind, kinds_of
+from sft.estimate.parameters import Numbers, of_stage, vocab_rows
+from sft.estimate.saved_by_layer import kinds_of
+from sft.estimate.working_sets import StageWork, WorkingSet
 from sft.mcore import model_bytes
 from sft.parallel.layout import Layout
 
@@ -31,12 +31,9 @@ class Memory:
     weights: float
     gradients: float
     optimizer: float
-    layers: float  # saved for backward
+    layers: float  # saved for backward, when it begins
     ends: float  # rotary tables
-    mlp: float  # working memory while the backward of a layer computes its MLP
-    attention: float  # working memory while the backward of a layer computes its attention
-    gathered: float  # keys and values of the whole pack with cp; in memory together with `attention`
-    head: float
+    sets: tuple[WorkingSet, ...]  # of which only one exists at a time
     host_layers: float = 0.0
     host_optimizer: float = 0.0
     host_copy: float = 0.0  # of weights and optimizer states, for a save in the background
@@ -48,34 +45,29 @@ class Memory:
 
     @property
     def device(self) -> float:
-        return self.static + self.layers + self.ends + self.working
+        return self.static + self.layers + self.ends + self.peak.net
 
     @property
-    def working(self) -> float:
-        """The largest of three working sets (MLP, attention, loss head), of which only one exists at a time."""
-        return max(self.mlp, self.attention + self.gathered, self.head)
+    def peak(self) -> WorkingSet:
+        """The working set that needs most, with what layers have saved by then."""
+        return max(self.sets, key=lambda working: working.net)
 
     @property
     def host(self) -> float:
         return self.host_layers + self.host_optimizer
 
     def items(self) -> dict[str, float]:
-        """The bytes of `device` by name.  Of the three working sets, the largest is named.
+        """The bytes of `device` by name, at the time of the peak.
 
         {"weights": ..., "gradients": ..., "optimizer": ..., "saved by layers": ..., "rotary": ..., "loss head": ...}
         """
-        working: list[dict[str, float]] = [
-            {"MLP in backward": self.mlp},
-            {"attention in backward": self.attention, "gathered keys and values": self.gathered},
-            {"loss head": self.head},
-        ]
         items = {
             "weights": self.weights,
             "gradients": self.gradients,
             "optimizer": self.optimizer,
-            "saved by layers": self.layers,
+            "saved by layers": self.layers - self.peak.freed,
             "rotary": self.ends,
-            **max(working, key=lambda largest: sum(largest.values())),
+            **self.peak.by_name,
         }
         return {name: value for name, value in items.items() if value}
 
@@ -150,68 +142,32 @@ def _layers(config: Config, layout: Layout, stage: int, layer: float) -> tuple[f
     )
 
 
-def _mlp_backward(config: Config, kind: LayerKind, tokens: float) -> float:
-    """Bytes while backward computes the MLP of a layer: recomputed activations, and the gradient of gate and up.
-
-    A token in experts counts top_k times, and so does the gradient of the experts' output.  If only the experts are
-    recomputed, so do their output and the gradient of their input, which are in memory until their backward ends.
-    train.mlp_tile limits the number of tokens.  With recompute = full, the recomputed attention is also in memory.
-    """
-    mlp = kind.everything.mlp
-    recomputed = sum(value for name, value in mlp.items() if name not in kind.kept.mlp)
-    in_experts = mlp.get("sent to experts", 0.0) * (3 if config.train.recompute == "selective" else 1)
-    inside = recomputed + mlp["gate and up"] + in_experts
-    waits = kind.recomputed_attention if config.train.recompute == "full" else 0.0
-    return inside * min(tokens, config.train.mlp_tile or tokens) + waits * tokens
-
-
-def _waiting_table(config: Config, layout: Layout, rows: float, trained: Trained) -> float:
-    """Numbers in the gradient of tied embeddings that the output makes: autograd adds that of the input, which comes
-    last.  0 if they are not tied, or are on two stages of a pipeline, or are frozen."""
-    is_trained = trained.whole is None or any(weight.key == EMBEDDING for weight in trained.whole)
-    is_one = config.model.tie_embeddings and layout.pp == 1
-    return rows * config.model.hidden_size if is_one and is_trained else 0.0
-
-
-def _mtp_block(config: Config, layout: Layout, kind: LayerKind, hidden: float) -> tuple[float, float]:
-    """Bytes of multi-token prediction on the last stage: what its block saves, and what its loss head adds.
-
-    Saved are a layer, the embedding, the projection's input of twice the width, and the input of the last norm; with
-    train.recompute = full, the layer's input stands for all but the last.  While the second head computes, the first
-    one's gradient waits.  kind: of the layer; hidden: bytes of the hidden states of all tokens
-    """
-    if not config.model.has_mtp:
-        return 0.0, 0.0
-    layer = kind.kept.total * hidden / model_bytes.hidden_state(kind.backend.model, kind.backend.rank)
-    around = 2 * hidden if config.train.recompute == "full" else 4 * hidden
-    waiting = _num_waiting(layout, layout.pp - 1) if layout.virtual_stages == 1 else 1.0
-    return waiting * (layer + around), 2 * hidden
-
-
 def _stage(
     config: Config, layout: Layout, vocab_size: int, pack: int, stage: int, trained: Trained = Trained()
 ) -> Memory:
     model, rank, kinds = config.model, model_bytes.RankShare.of(config, layout), kinds_of(config, layout, pack)
-    tokens, is_last = pack / layout.cp, stage == layout.pp - 1
-    hidden = model_bytes.hidden_state(model, rank) * tokens
-    kept = sum(kind.number * kind.kept.total for kind in kinds) / model.num_layers
-    layers, host_layers = _layers(config, layout, stage, kept * tokens)
-    block = _mtp_block(config, layout, kinds[0], hidden) if is_last else (0.0, 0.0)
-    local, gathered = max((kind.attention(pack, tokens) for kind in kinds), key=sum)
-    matrix = model_bytes.widest_gradient(model, rank) if trains_layers(trained) else 0.0
+    is_last, waiting = stage == layout.pp - 1, _num_waiting(layout, stage)
+    hidden = model_bytes.hidden_state(model, rank) * pack / layout.cp
+    work = StageWork(
+        config=config,
+        layout=layout,
+        chunks=layout.chunks(model.num_layers, stage),
+        kinds=kinds,
+        pack=pack,
+        hidden=hidden,
+        rows=vocab_rows(vocab_size, layout.tp),
+        trained=trained,
+        is_last=is_last,
+    )
+    layers, host_layers = _layers(config, layout, stage, work.saved_by_layer())
+    block = work.saved_by_mtp() * (waiting if layout.virtual_stages == 1 else 1)
     rotary = (sum if model.full_attention.is_used else max)(kind.backend.rotary(pack) for kind in kinds)
-    rows = vocab_rows(vocab_size, layout.tp)
-    table = _waiting_table(config, layout, rows, trained) * rank.width
-    head = model_bytes.loss_head(config.loss, model, rank, vocab_rows=rows, tokens=tokens)
     return Memory(
         stage=stage,
         **_state(config, layout, vocab_size, stage, rank.width, trained),
-        layers=layers + block[0] + _sent(layout, stage, hidden),
-        ends=rotary * _num_waiting(layout, stage),
-        mlp=max(_mlp_backward(config, kind, tokens) for kind in kinds) + 2 * hidden + matrix + table,
-        attention=local + 2 * hidden + matrix + table,
-        gathered=gathered,
-        head=head + 2 * hidden + block[1] if is_last else 0.0,  # hidden states before and after the final norm
+        layers=layers + block + _sent(layout, stage, hidden),
+        ends=rotary * waiting,
+        sets=tuple(work.all()),
         host_layers=host_layers,
         host_copy=_copied(config, layout, vocab_size, stage, rank.width, trained),
     )
@@ -228,7 +184,11 @@ def estimate(
     tokens: length of a pack; None: data.seq_length.
     """
     pack = config.data.seq_length if tokens is None else tokens
-    stages = (_stage(config, layout, vocab_size, pack, stage, trained) for stage in sorted({0, layout.pp - 1}))
+    differ = (
+        config.model.moe.dense_layers or config.model.linear_attention.layers or config.model.full_attention.is_used
+    )
+    numbers = range(layout.pp) if differ else sorted({0, layout.pp - 1})
+    stages = (_stage(config, layout, vocab_size, pack, stage, trained) for stage in numbers)
     return max(stages, key=lambda memory: memory.device)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from sft.adapters import EMBEDDING, HEAD, Trained, Weight
 from sft.config import Config, ModelConfig
-from sft.flops import LayerParameters, layers_of, mtp_layers_of
+from sft.flops import LayerParameters, kinds_of, layers_of, mtp_layers_of
 from sft.parallel.layout import Layout, padded_vocab_size
 
 
@@ -41,20 +41,29 @@ def of_stage(config: Config, layout: Layout, vocab_size: int, stage: int, traine
 
 
 def parameters(model: ModelConfig, layout: Layout, vocab_size: int, stage: int) -> Numbers:
-    """The weights of the model; every stage counts with the same layers of each kind.
+    """The weights of the model on one rank of a stage.
 
     hidden size 4, MLP width 8, 2 heads of width 2, 1 layer, tied embeddings, 128 tokens, one rank -> 512 + 172, 0
     """
-    hidden, layers, first, last = model.hidden_size, layers_of(model), stage == 0, stage == layout.pp - 1
+    hidden, first, last = model.hidden_size, stage == 0, stage == layout.pp - 1
+    layers = _layers_on(model, layout, stage)
     tables = first + (last and not (first and model.tie_embeddings))
     block = mtp_layers_of(model) if last else []
     tables += bool(block) and not first and not model.tie_embeddings  # the last stage has a copy of the embedding
-    dense = _dense(layers, layout) / layout.pp + _dense(block, layout)
-    experts = _experts(layers) / layout.pp + _experts(block)
+    dense = _dense(layers, layout) + _dense(block, layout)
+    experts = _experts(layers) + _experts(block)
     return Numbers(
         dense=dense + tables * vocab_rows(vocab_size, layout.tp) * hidden + hidden * last,
         experts=experts / (layout.ep * layout.etp),
     )
+
+
+def _layers_on(model: ModelConfig, layout: Layout, stage: int) -> list[tuple[LayerParameters, int]]:
+    """Each kind of layer, and how many the stage has."""
+    if layout.pp == 1:
+        return layers_of(model)
+    chunks = layout.chunks(model.num_layers, stage)
+    return [(kind, sum(number in chunk for chunk in chunks for number in numbers)) for kind, numbers in kinds_of(model)]
 
 
 def _dense(layers: list[tuple[LayerParameters, int]], layout: Layout) -> float:
@@ -78,7 +87,7 @@ def trains_layers(trained: Trained) -> bool:
 def _factors(config: Config, layout: Layout, stage: int, trained: Trained) -> Numbers:
     """Numbers in adapters."""
     rank = config.lora.rank or 0
-    own = [weight for weight in trained.adapted if _stage_of(weight.layer, config.model, layout) == stage]
+    own = [weight for weight in trained.adapted if _is_layer_on(weight.layer, config.model, layout, stage)]
     return Numbers(
         dense=sum(weight.num_trained(rank, layout.tp) for weight in own if not weight.num_experts),
         experts=sum(weight.num_trained(rank, layout.etp) for weight in own if weight.num_experts) / layout.ep,
@@ -100,10 +109,11 @@ def _whole(model: ModelConfig, layout: Layout, vocab_size: int, stage: int, trai
 
 def _is_on(weight: Weight, model: ModelConfig, layout: Layout, stage: int) -> bool:
     if weight.layer is not None:
-        return _stage_of(weight.layer, model, layout) == stage
+        return _is_layer_on(weight.layer, model, layout, stage)
     is_first, is_last = stage == 0, stage == layout.pp - 1
     return (is_first or (is_last and model.tie_embeddings)) if weight.key == EMBEDDING else is_last
 
 
-def _stage_of(layer: int, model: ModelConfig, layout: Layout) -> int:
-    return layer * layout.pp // model.num_layers
+def _is_layer_on(layer: int, model: ModelConfig, layout: Layout, stage: int) -> bool:
+    """layer: counted from 0"""
+    return any(layer + 1 in chunk for chunk in layout.chunks(model.num_layers, stage))

@@ -4,12 +4,13 @@ sft/mcore/model_bytes.py and the files activation_bytes.py of attention give the
 chooses those that train.recompute and train.mlp_tile leave; sft/estimate/memory.py sums them over layers.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from sft.config import Config
-from sft.config.layer_kinds import SOFTMAX, num_layers_of, of_kind
+from sft.config.layer_kinds import SOFTMAX, numbers_of, of_kind
 from sft.mcore import model_bytes
-from sft.mcore.attention.activation_bytes import AttentionBytes
+from sft.mcore.attention.activation_bytes import GATED, AttentionBytes
 from sft.mcore.latent_attention.activation_bytes import softmax_attention_bytes
 from sft.mcore.linear_attention.activation_bytes import LinearAttentionBytes
 from sft.parallel.layout import Layout
@@ -39,7 +40,7 @@ class LayerBytes:
             return LayerBytes(attention=attention, mlp={})
         if recompute == "none" or not backend.is_recomputed:
             attention |= backend.saved
-        attention |= {"norms' scales": model_bytes.norm_scales(model, rank), "MLP's norm input": hidden}
+        attention |= {"norms' scales": model_bytes.norm_scales(model, rank), model_bytes.RESIDUAL: hidden}
         if model.norm_placement != "pre":
             attention["attention's projected output"] = hidden  # the input of the norm
         if model.norm_placement != "post" and (recompute == "none" or backend.norm_outputs_are_saved):
@@ -63,47 +64,52 @@ class LayerBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """The layers of one kind: how many the model has, and what each saves with the recipe and with recompute none."""
+    """The layers of one kind: their numbers from 1, and what each saves with the recipe and with recompute none."""
 
     backend: AttentionBytes
-    number: int
+    layers: tuple[int, ...]
     kept: LayerBytes
     everything: LayerBytes
 
     @staticmethod
-    def of(backend: AttentionBytes, number: int, config: Config) -> "LayerKind":
+    def of(backend: AttentionBytes, layers: Iterable[int], config: Config) -> "LayerKind":
         kept, everything = (LayerBytes.of(backend, recompute) for recompute in (config.train.recompute, "none"))
         if config.train.mlp_tile is not None:
             kept = LayerBytes(attention=kept.attention, mlp={})
-        return LayerKind(backend=backend, number=number, kept=kept, everything=everything)
+        return LayerKind(backend=backend, layers=tuple(layers), kept=kept, everything=everything)
+
+    @property
+    def number(self) -> int:
+        return len(self.layers)
+
+    def number_in(self, *layers: range) -> int:
+        return sum(number in some for some in layers for number in self.layers)
 
     @property
     def recomputed_attention(self) -> float:
         """Bytes per token."""
         return sum(value for name, value in self.everything.attention.items() if name not in self.kept.attention)
 
-    def attention(self, pack: float, tokens: float) -> tuple[float, float]:
-        """Working memory of local tokens, and of gathered keys and values.
-
-        Backward of the MLP comes first, and frees what the layer's MLP has saved.
-        """
-        more = self.recomputed_attention - sum(self.kept.mlp.values())
-        return self.backend.local(tokens) + more * tokens, self.backend.gathered(pack)
+    @property
+    def freed_before_attention(self) -> float:
+        """Bytes per token that are free while backward computes attention: of what follows it in the layer."""
+        kept = self.kept.attention
+        return kept.get(model_bytes.RESIDUAL, 0.0) + kept.get(GATED, 0.0) + sum(self.kept.mlp.values())
 
 
 def kinds_of(config: Config, layout: Layout, pack: float) -> list[LayerKind]:
+    """Kinds with layers, in any order."""
     model = config.model
-    num_linear, num_dense = len(model.linear_attention.layers), model.moe.dense_layers
-    num_full = model.num_layers - num_linear - num_dense
+    linear, dense = model.linear_attention.layers, range(1, 1 + model.moe.dense_layers)
     full = softmax_attention_bytes(config, layout)
+    by_backend: list[tuple[AttentionBytes, Iterable[int]]]
     if model.full_attention.is_used:
-        numbers = {kind: num_layers_of(model, kind) for kind in SOFTMAX}
-        return [
-            LayerKind.of(replace(full, model=of_kind(model, kind)), number, config) for kind, number in numbers.items()
-        ]
-    kinds = [LayerKind.of(full, num_full, config)] if num_full else []
-    if num_dense:
-        kinds.append(LayerKind.of(replace(full, model=model.without_experts), num_dense, config))
-    if num_linear:
-        kinds.append(LayerKind.of(LinearAttentionBytes.of(config, layout, pack), num_linear, config))
-    return kinds
+        by_backend = [(replace(full, model=of_kind(model, kind)), numbers_of(model, kind)) for kind in SOFTMAX]
+    else:
+        others = [number for number in range(1, 1 + model.num_layers) if number not in dense and number not in linear]
+        by_backend = [(full, others)] if others else []
+        if dense:
+            by_backend.append((replace(full, model=model.without_experts), dense))
+        if linear:
+            by_backend.append((LinearAttentionBytes.of(config, layout, pack), linear))
+    return [LayerKind.of(backend, layers, config) for backend, layers in by_backend]

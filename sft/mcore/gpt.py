@@ -88,6 +88,7 @@ class HiddenStatesGPT(GPTModel):
         **kwargs: Any,
     ) -> Tensor | Hidden:
         """labels: core passes the argument of `forward` on; here, the tokens that the block reads"""
+        self.decoder.set_input_tensor(None)  # core keeps the tensor that a stage received, and then its gradient
         if self.multi_token is None or labels is None:
             return self._scaled(hidden_states)
         is_joint = self._mtp_mode == "joint"

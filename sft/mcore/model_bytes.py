@@ -10,6 +10,7 @@ from sft.config import Config, LossConfig, ModelConfig
 from sft.parallel.layout import Layout
 
 FP32 = 4
+RESIDUAL = "MLP's norm input"  # the residual stream between the halves of a layer
 MLP_NORM = "MLP's normed input"  # with norm_placement = post, the output of the MLP, which the norm saves
 OWN_NORMS = ("other normed inputs", "outputs of MLP and experts")  # the second are inputs of norms
 MLP_OUTPUT = "MLP's output"  # with norm_placement = both, saved by the norm on it
@@ -21,6 +22,7 @@ class RankShare:
 
     tp: int = 1  # tensor-parallel size of layers
     etp: int = 1  # tensor-parallel size of an expert
+    ep: int = 1  # ranks that share out the experts of a layer
     sequence: float = 1.0  # share of the tokens between layers that the rank holds: 1 / tp with sequence parallelism
     width: int = 2  # bytes of a number
     is_fused: bool = True  # the kernels of a GPU; False: those of a CPU, which save and copy more
@@ -30,6 +32,7 @@ class RankShare:
         return RankShare(
             tp=layout.tp,
             etp=layout.etp,
+            ep=layout.ep,
             sequence=1 / layout.tp if layout.sequence_parallel else 1.0,
             width=2 if config.run.precision == "bf16" else FP32,
             is_fused=config.run.device != "cpu",
@@ -112,6 +115,12 @@ def kept_by_selective(model: ModelConfig, *, norm_outputs_are_saved: bool) -> se
     saves_norm = norm_outputs_are_saved or model.norm_placement == "post"
     kept = {"MLP norm's scale", MLP_OUTPUT, "router", "sent to experts", OWN_NORMS[1], "router's norm's scale"}
     return kept | ({MLP_NORM, OWN_NORMS[0]} if saves_norm else set())
+
+
+def gradients_of_experts(model: ModelConfig, rank: RankShare) -> float:
+    """Bytes of the weight gradients of all experts of a layer on this rank."""
+    numbers = 3 * model.hidden_size * model.resolved_expert_ffn * (model.moe.num_experts or 0)
+    return rank.width * numbers / (rank.ep * rank.etp)
 
 
 def widest_gradient(model: ModelConfig, rank: RankShare) -> float:

@@ -73,6 +73,15 @@ class Layout:
             fp8=config.run.fp8,
         )
 
+    def chunks(self, num_layers: int, stage: int) -> list[range]:
+        """The numbers of the layers, from 1, of each model chunk of a pipeline stage.
+
+        8 layers, 2 stages, 2 virtual stages: of stage 0 [1 to 2, 5 to 6], of stage 1 [3 to 4, 7 to 8]
+        """
+        size = num_layers // (self.pp * self.virtual_stages)
+        firsts = (1 + size * (number * self.pp + stage) for number in range(self.virtual_stages))
+        return [range(first, first + size) for first in firsts]
+
     def equations(self, seq_length: int) -> list[str]:
         """The layout as equations that a user can check.
 

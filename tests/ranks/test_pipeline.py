@@ -102,3 +102,16 @@ def test_a_stage_frees_what_it_has_sent(
     ranks: Ranks, overrides: list[str], expected: list[list[int]], recompute: str
 ) -> None:
     assert ranks(2).run(outputs, [*overrides, f"train.recompute={recompute}"]) == expected
+
+
+def kept_inputs(overrides: list[str]) -> list[bool]:
+    """Whether each model chunk of this rank still has, after a step, the hidden states that it received."""
+    with scenarios.running(overrides) as engine:
+        engine.train_step(packs(engine))
+        return [chunk.module.decoder.input_tensor is not None for chunk in engine.chunks]
+
+
+@pytest.mark.parametrize("overrides", PIPELINES)
+def test_no_chunk_keeps_what_it_has_received(ranks: Ranks, overrides: list[str]) -> None:
+    chunks = 2 if "parallel.virtual_stages=2" in overrides else 1
+    assert ranks(2).run(kept_inputs, overrides) == [[False] * chunks] * 2

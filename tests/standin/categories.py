@@ -36,10 +36,40 @@ _LATENT = [
     *("model.latent_attention.v_head_dim=128", "model.head_dim=null", "model.num_query_groups=null"),
     "model.qk_norm=false",
 ]
+# Six layers of Gemma 4 26B-A4B, the last without a window; of GLM-4.5-Air, the first dense, with few experts.
+_GEMMA_4 = [
+    *(f"model.{key}={value}" for key, value in dict(
+        num_layers=6, hidden_size=2816, ffn_hidden_size=2112, num_attention_heads=16, num_query_groups=8, head_dim=256,
+        norm_placement="both", activation="geglu", value_norm="true", layer_scalar="true", attention_multiplier=1,
+        logits_softcap=30, sliding_window=1024, sliding_window_layers=[1, 2, 3, 4, 5],
+    ).items()),
+    *(f"model.full_attention.{key}" for key in ("head_dim=512", "num_query_groups=2", "keys_as_values=true")),
+    *(f"model.rope.{key}" for key in ("window_base=1e4", "scaling=proportional", "fraction=0.25")),
+]  # fmt: skip
+_GEMMA_4_EXPERTS = [
+    *_GEMMA_4,
+    *(f"model.moe.{key}" for key in ("num_experts=128", "top_k=8", "ffn_hidden_size=704", "own_norms=true")),
+    "model.moe.shared_ffn_hidden_size=2112",
+]
+_GLM = [
+    *(f"model.{key}={value}" for key, value in dict(
+        num_layers=6, hidden_size=4096, ffn_hidden_size=10_944, num_attention_heads=96, num_query_groups=8,
+        head_dim=128, qkv_bias="true", qk_norm="false",
+    ).items()),
+    "model.rope.fraction=0.5",
+    *(f"model.moe.{key}={value}" for key, value in dict(
+        num_experts=16, top_k=4, ffn_hidden_size=1408, dense_layers=1, shared_ffn_hidden_size=1408,
+        score_function="sigmoid", correction_bias="true",
+    ).items()),
+]  # fmt: skip
 MORE_KINDS = {
     "experts": _EXPERTS,
     "linear": _LINEAR,
     "latent": _LATENT,
+    "gemma4": _GEMMA_4,
+    "gemma4_experts": _GEMMA_4_EXPERTS,
+    "glm": _GLM,
+    "glm_mtp": [*_GLM, "train.mtp=joint"],
     "plainopt": ["parallel.distributed_optimizer=false"],
 }
 ROWS = (
@@ -79,6 +109,15 @@ ROWS = (
     "0.6b:64k:one:selective@gemma3,cp=2",
     "0.6b:16k:one:full@gemma2",
     "8b:64k:one:selective@gpt_oss",
+    "1.7b:32k:one:selective@glm",
+    "1.7b:32k:one:selective@glm_mtp",
+    "1.7b:64k:one:full@glm_mtp,cp=2",
+    "1.7b:16k:one:none@glm_mtp,tp=2,sequence_parallel=true",
+    "1.7b:32k:one:selective@glm_mtp,pp=2",
+    "1.7b:32k:one:selective@gemma4",
+    "1.7b:32k:one:selective@gemma4_experts",
+    "1.7b:64k:one:full@gemma4_experts,ep=4,cp=4",
+    "1.7b:16k:one:none@gemma4_experts,ep=2,dp=2",
 )
 
 

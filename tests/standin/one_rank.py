@@ -1,8 +1,8 @@
 """One rank of any layout, in one process on the stand-in: groups have all ranks, and collectives do nothing.
 
-Kernels of the stand-in compute nothing either, so messages would change nothing that a rank allocates.  Three answers
-that other ranks or kernels would give are given here: what ranks gather as objects, that a step had supervised tokens,
-and how many tokens experts get.
+Kernels of the stand-in compute nothing either, so messages would change nothing that a rank allocates.  What other
+ranks or kernels would answer is given here: what ranks gather as objects, that a step had supervised tokens and finite
+numbers, and how many tokens experts get.  A collective in progress keeps its tensors, as with NCCL.
 """
 
 import gc
@@ -24,6 +24,7 @@ from sft.hf.trained_weights import trained_weights
 from sft.mcore import device as devices
 from sft.mcore import process_groups
 from sft.mcore.engine import Engine, release, weights_changed
+from sft.mcore.optimizer import build
 from sft.metrics.accumulator import Accumulator
 from sft.metrics.totals import Totals
 from sft.parallel.layout import Layout
@@ -32,6 +33,7 @@ from tests.allocations.categories import OTHER, Peak, peak
 from tests.allocations.standing import standing_bytes
 from tools.bench.steps.trainer import RandomCorpus
 
+_IN_TRANSFER = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 STEPS = 2  # the first makes the optimizer states; the last is recorded
 
 
@@ -87,19 +89,41 @@ def alone(model: ModelConfig, layout: Layout, rank: int) -> Iterator[None]:
     own = Accumulator.totals
 
     def totals(self: Accumulator, *given: Any) -> Totals:
-        """Supervised tokens are those of the last stage, which is not here.  A step without any updates nothing."""
-        return replace(own(self, *given), num_tokens=1)
+        """Supervised tokens are those of the last stage, which is not here.  A step without any updates nothing, and
+        neither does one whose loss or norm is not finite: both are what memory held before."""
+        return replace(own(self, *given), num_tokens=1, objective=0.0)
 
     with (
         mock.patch.multiple(dist, new_group=of_nothing, all_gather_object=all_gather_object),
+        mock.patch.multiple(dist, **{name: _holding(getattr(dist, name)) for name in _IN_TRANSFER}),
         mock.patch.object(process_groups.ProcessGroups, "reports", True),
         mock.patch.object(Accumulator, "totals", totals),
+        mock.patch.object(build, "_norm", lambda optimizer, device: 1.0),
     ):
         if model.moe.num_experts is None:
             yield
         else:
             with _equal_shares(model.moe.num_experts, model.moe.top_k or 1):
                 yield
+
+
+class _Held:
+    """A collective in progress, which keeps its tensors until it is waited for, as NCCL's do."""
+
+    def __init__(self, work: Any, tensors: tuple[torch.Tensor, ...]) -> None:
+        self._work, self._tensors = work, tensors
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._tensors = ()
+
+
+def _holding(collective: Any) -> Any:
+    def held(*given: Any, **how: Any) -> Any:
+        work = collective(*given, **how)
+        return work and _Held(work, tuple(one for one in given if isinstance(one, torch.Tensor)))
+
+    return held
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import transformers
 
 from sft.config import ModelConfig, RopeConfig
 from sft.config.full_attention import FullAttentionConfig
-from sft.config.layer_kinds import num_layers_of, of_kind, of_layer
+from sft.config.layer_kinds import numbers_of, of_kind, of_layer
 from sft.config.lora import LoraConfig
 from sft.errors import ConfigError
 from sft.flops import active_parameters, num_parameters
@@ -41,7 +41,7 @@ def test_the_31b() -> None:
     assert (model.num_layers, model.hidden_size, model.ffn_hidden_size, model.vocab_size) == (60, 5376, 21504, 262144)
     assert model.full_attention == FullAttentionConfig(head_dim=512, num_query_groups=4, keys_as_values=True)
     assert model.rope == RopeConfig(base=1e6, scaling="proportional", fraction=0.25, window_base=1e4)
-    assert (model.sliding_window, num_layers_of(model, "full attention")) == (1024, 10)
+    assert (model.sliding_window, len(numbers_of(model, "full attention"))) == (1024, 10)
     assert (model.qk_norm, model.value_norm, model.layer_scalar, model.attention_multiplier) == (True, True, True, 1.0)
     assert (model.norm_placement, model.norm_zero_centered, model.activation) == ("both", False, "geglu")
     assert model.logits_softcap == 30.0 and model.tie_embeddings and model.moe.num_experts is None

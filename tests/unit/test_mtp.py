@@ -152,12 +152,27 @@ def test_the_block_is_on_the_last_stage() -> None:
 
 
 def test_memory_of_the_block() -> None:
-    """A layer, four hidden states around it, and those of a second loss head."""
+    """A layer, four hidden states around it, and those of a second loss head.
+
+    Its backward comes first, while the first head's gradient waits; it frees the block for that of the other layers.
+    """
     config, layout = of()
     config = config.model_copy(update={"model": config.model.model_copy(update={"num_layers": 2})})
     block = config.model_copy(update={"model": with_block(config.model)})
     before, after = (estimate(one, layout, 10, 1024, Trained()) for one in (config, block))
     hidden = 2 * 4 * 1024
-    assert after.layers - before.layers == before.layers / 2 + 4 * hidden
-    assert after.head - before.head == 2 * hidden
+    saved = before.layers / 2 + 4 * hidden
+    assert after.layers - before.layers == saved
+    head, *others = before.sets
+    second_head, mlp, attention, *layers = after.sets
+    assert second_head.held - head.held == 2 * hidden
+    assert [mlp.held, attention.held] == [other.held + hidden for other in others]
+    assert [mlp.freed, attention.freed] == [other.freed for other in others]
+    assert [layer.freed for layer in layers] == [other.freed + saved for other in others]
+    full = [
+        one.model_copy(update={"train": one.train.model_copy(update={"recompute": "full"})}) for one in (config, block)
+    ]
+    before, after = (estimate(one, layout, 10, 1024, Trained()) for one in full)
+    assert after.layers - before.layers == before.layers / 2 + 2 * hidden
+    assert after.sets[1].held - before.sets[1].held == 6 * hidden  # five are made again
     assert Layout.resolve(block, 1) == layout

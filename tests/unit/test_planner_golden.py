@@ -41,7 +41,7 @@ Qwen3-30B-A3B 256K on 128 h100: tp 4, cp 8, dp 4, ep 8: 69 GiB, 6 s, 45%
 Qwen3-30B-A3B LoRA 128K on 8 h100: cp 4, dp 2, recompute selective, activations offloaded: 66 GiB, 48 s, 46%
 gpt-oss-20b 128K on 16 h100: tp 4, cp 4, ep 8: 56 GiB, 13 s, 30%
 gemma-3-27b-it 128K on 32 mi300x: tp 4, cp 4, dp 2: 158 GiB, 12 s, 42%
-Qwen3.6-27B 256K on 64 h200: tp 2, cp 8, dp 4, recompute selective: 121 GiB, 15 s, 34%
+Qwen3.6-27B 256K on 64 h200: tp 2, cp 8, dp 4, recompute selective: 117 GiB, 15 s, 34%
 """
 
 

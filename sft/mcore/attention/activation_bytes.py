@@ -10,6 +10,7 @@ from sft.parallel.layout import Layout
 
 MAX_FLASH_HEAD = 256  # width of the widest heads that torch's flash kernel has
 MAX_HEAD_GROUPS = 4  # with more, kernels and messages become small
+GATED = "gate, gated output"
 SCORE_TILE = 256 * 512  # scores of a head that torch_kernel.py computes at a time
 
 
@@ -49,12 +50,14 @@ class AttentionBytes(ABC):
         """Bytes that a layer saves per token for backward, by name."""
         queries, pairs = (self.rank.width * numbers for numbers in (self.queries, self.pairs))
         projected = pairs * self.model.full_attention.num_kv_projections / 2
-        gated = {"gate in fp32, gated output": FP32 * self.queries + queries}
+        gate = (
+            self.rank.width if self.rank.is_fused else FP32
+        ) * self.queries  # a compiled product computes fp32 again
         return {
             "queries, keys, values": queries + projected,
             "attention's output": queries * self.num_saved_outputs,
             "log-sum-exp": FP32 * self.model.num_attention_heads / self.rank.tp,
-            **(gated if self.model.attention_output_gate else {}),
+            **({GATED: gate + queries} if self.model.attention_output_gate else {}),
         }
 
     @property

@@ -45,19 +45,20 @@ class LatentBytes(AttentionBytes):
         return 2.0 * self.rank.width * (pack / self.cp) * self.model.rotary_dim
 
     def local(self, tokens: float) -> float:
-        """The gradients of the output and of queries before and after their rotation.  Of one head group also copies of
-        its queries, output and gradient, as wide as keys, and the gradient of queries in fp32."""
+        """The gradients of the output and of queries.  Of one head group also copies of its queries, output and
+        gradient, as wide as keys, and the gradient of queries in fp32."""
         width = self.rank.width
-        gradients = width * (self._heads * self.model.value_head_dim + 2 * self.queries)
+        gradients = width * (self._heads * self.model.value_head_dim + self.queries)
         return tokens * (gradients + (3 * width + FP32) * self.queries / self._groups)
 
     def gathered(self, pack: float) -> float:
-        """Latents and their gradient, in fp32 by key and by token.  Of one head group keys and values, as expanded and
-        in the kernel's order, and their gradients."""
+        """Latents and their gradient, in fp32 by key and by token.  Of one head group what the latents expand to, and
+        while the kernel runs keys, values and their gradients, all as wide as keys; after it the gradients, and those
+        of what was expanded."""
         num_keys = pack * (1 + 1 / (2 * self.cp) if self.cp > 1 else 1)  # both chunks need a document's early keys
         width, latent = self.rank.width, self.model.latent_attention
         expanded = self._heads * (latent.qk_nope_head_dim + latent.v_head_dim)
-        of_group = width * (2 * expanded + 4 * self.queries) / self._groups
+        of_group = width * max(expanded + 4 * self.queries, 2 * (expanded + self.queries)) / self._groups
         of_latents = (2 * width + FP32) * latent.compressed_width
         return num_keys * (of_group + of_latents) + FP32 * latent.compressed_width * pack * (self.cp > 1)
 

@@ -12,7 +12,7 @@ import torch
 from sft.mcore.activations import offload, saved_tensors
 from tests.ranks import scenarios
 from tests.ranks.alive import Alive
-from tests.ranks.layouts import GEMMA, GRADIENT_TOLERANCE
+from tests.ranks.layouts import GEMMA, GRADIENT_TOLERANCE, MODELS
 from tests.ranks.pool import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -175,6 +175,8 @@ def with_host(overrides: Sequence[str], packs: Sequence[Sequence[int]]) -> dict[
         return scenarios.gradients([*overrides, "train.offload_fraction=1"], packs)
 
 
+ONE_OF_EACH = ["model.sliding_window_layers=[1]"]  # one layer with a window and one without
+DEEPSEEK = [*MODELS["routers"], "model.qk_norm_across_heads=false", "model.rope.fraction=1", *MODELS["latent"]]
 SMALL = ["model.num_layers=2", "train.global_batch_size=2", "model.init_std=0.2"]
 
 
@@ -189,6 +191,9 @@ SMALL = ["model.num_layers=2", "train.global_batch_size=2", "model.init_std=0.2"
         (with_host, ["model.norm_placement=post", "model.qk_norm_across_heads=true"], ["train.recompute=selective"]),
         (with_host, [*GEMMA, "model.sliding_window_layers=[1]"], ["train.recompute=selective"]),
         (with_host, [DELTA.replace("ALL", "[1]"), *MOE], ["train.recompute=selective"]),
+        (with_host, [*MODELS["gemma4"], *ONE_OF_EACH], ["train.recompute=selective"]),
+        (with_host, [*MODELS["gemma4"], *ONE_OF_EACH], ["train.recompute=full"]),
+        (with_host, DEEPSEEK, ["train.recompute=selective"]),
     ],
 )
 def test_gradients_are_the_same_bit_for_bit(ranks: Ranks, way: Any, model: list[str], saving: list[str]) -> None:

@@ -46,7 +46,7 @@ def of_case(number: int) -> dict[str, Any]:
 
 
 def main(words: list[str]) -> int:
-    if os.environ.get("LD_PRELOAD") is None:
+    if os.environ.get("STANDIN_BYTES") is None:
         os.environ.update(build.environment(build.library()))
         os.environ["STANDIN_BYTES"] = str(300 * 10**9)
         os.execv(sys.executable, [sys.executable, "-m", "tests.standin.proposals", *words])

@@ -91,6 +91,22 @@ def test_1024_gpus_take_few_predictions() -> None:
     assert search.num_predictions < MOST_PREDICTIONS
 
 
+@pytest.mark.parametrize(
+    "model, num_gpus",
+    [
+        ("google/gemma-4-26B-A4B-it", 16),
+        ("zai-org/GLM-4.5-Air", 64),
+        ("moonshotai/Moonlight-16B-A3B-Instruct", 16),
+        ("Qwen/Qwen3.6-35B-A3B", 16),
+    ],
+)
+def test_families_with_layers_of_several_kinds_are_planned(model: str, num_gpus: int) -> None:
+    _, task = task_of(model, 131_072, packs=16)
+    search = Search(task, num_gpus)
+    best = search.best(1)[0]
+    assert best.fits and best.num_gpus == num_gpus and best.memory.device > best.memory.static > 0
+
+
 def test_a_host_with_little_memory_forbids_offloading() -> None:
     _, task = task_of(QWEN_8B, 262144, host_gib=0.0)
     proposals = Search(task, 16).best(5)

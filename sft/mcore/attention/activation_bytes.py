@@ -50,9 +50,8 @@ class AttentionBytes(ABC):
         """Bytes that a layer saves per token for backward, by name."""
         queries, pairs = (self.rank.width * numbers for numbers in (self.queries, self.pairs))
         projected = pairs * self.model.full_attention.num_kv_projections / 2
-        gate = (
-            self.rank.width if self.rank.is_fused else FP32
-        ) * self.queries  # a compiled product computes fp32 again
+        # On a GPU the gate's product is compiled, and computes the gate in fp32 again.
+        gate = (self.rank.width if self.rank.is_fused else FP32) * self.queries
         return {
             "queries, keys, values": queries + projected,
             "attention's output": queries * self.num_saved_outputs,

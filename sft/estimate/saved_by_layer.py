@@ -82,8 +82,12 @@ class LayerKind:
     def number(self) -> int:
         return len(self.layers)
 
+    @property
+    def has_experts(self) -> bool:
+        return self.backend.model.moe.num_experts is not None
+
     def number_in(self, *layers: range) -> int:
-        return sum(number in some for some in layers for number in self.layers)
+        return sum(number in chunk for chunk in layers for number in self.layers)
 
     @property
     def recomputed_attention(self) -> float:

@@ -108,8 +108,8 @@ class StageWork:
 
     def _layer(self, kind: LayerKind, freed: float, more: float) -> Iterator[WorkingSet]:
         """freed: by backward of what follows the layer; more: bytes held"""
-        # The gradient of the gated activation takes the place of the activation, if that was saved.
-        gated = kind.kept.mlp.get("gated", 0.0) * self.tokens
+        # The gradient of a dense MLP's gated activation takes the place of the activation, if that was saved.
+        gated = 0.0 if kind.has_experts else kind.kept.mlp.get("gated", 0.0) * self.tokens
         yield WorkingSet({MLP: self._mlp(kind) + gated + more + self._table()}, freed + gated)
         # The gradient of the residual stream; with `full`, also the layer's output that was computed again.
         waits = kind.recomputed_attention * self.tokens + (2 if self._is_full else 1) * self.hidden
@@ -122,26 +122,25 @@ class StageWork:
         """Bytes while backward computes the MLP of a layer: recomputed activations, and gradients.
 
         A token in experts counts top_k times.  With `full`, three tensors as wide as what was sent are in memory when
-        recomputation ends.  An adapter's output has the width of gate and up, and is in memory together with the
-        weight's output and the sum.  train.mlp_tile limits the number of tokens.  With `full`, the recomputed attention
-        is also in memory.
+        recomputation of experts ends, and so is the recomputed attention.  An adapter's output has the width of gate
+        and up, and is in memory together with the weight's output and the sum.  train.mlp_tile limits the number of
+        tokens.
         """
-        if kind.backend.model.moe.num_experts is not None and self.config.train.recompute == "selective":
-            return self._experts(kind) + self.hidden
         mlp, recompute = kind.everything.mlp, self.config.train.recompute
+        if kind.has_experts and recompute != "full":
+            return (self._recomputed_experts(kind) if recompute == "selective" else self._experts(kind)) + self.hidden
         recomputed = sum(value for name, value in mlp.items() if name not in kind.kept.mlp)
         sent, gate_up = mlp.get("sent to experts", 0.0), mlp["gate and up"]
-        inside = recomputed + gate_up + sent
-        if recompute == "full":
-            inside = max(inside, recomputed + 3 * sent)
-        if self._adapts_gate_and_up and recompute != "none":
+        inside = recomputed + max(gate_up + sent, 3 * sent)
+        adapts_gate_and_up = any(weight.module.endswith("linear_fc1") for weight in self.trained.adapted)
+        if adapts_gate_and_up and recompute != "none":
             inside = max(inside, mlp[model_bytes.MLP_NORM] + 3 * gate_up)
         waits = kind.recomputed_attention if self._is_full else 0.0
         of_tile = inside * min(self.tokens, self.config.train.mlp_tile or self.tokens)
         around = (1 if recompute == "none" else 2) * self.hidden  # gradients of the output, and of a recomputed input
         return of_tile + waits * self.tokens + around + self._widest_gradient()
 
-    def _experts(self, kind: LayerKind) -> float:
+    def _recomputed_experts(self, kind: LayerKind) -> float:
         """Bytes while backward computes experts that alone are recomputed.
 
         Their output, its gradient and that of their input are in memory all the time.  When recomputation ends, the
@@ -150,15 +149,24 @@ class StageWork:
         """
         mlp, trained = kind.everything.mlp, self.trained
         sent, gate_up, gated = mlp["sent to experts"], mlp["gate and up"], mlp["gated"]
-        ends = [gate_up + gated + 4 * sent]
-        if self.config.attention.backend == "te" or self.config.model.activation != "swiglu" or trained.adapted:
-            ends.append(2 * gate_up + gated + 3 * sent)
+        end = gate_up + gated + 4 * sent
+        if self._computes_experts_at_once:
+            end = max(end, 2 * gate_up + gated + 3 * sent)
         weights = model_bytes.gradients_of_experts(self.config.model, self._rank) if trains_layers(trained) else 0.0
-        return max(max(ends) * self.tokens, 5 * sent * self.tokens + weights)
+        return max(end * self.tokens, 5 * sent * self.tokens + weights)
+
+    def _experts(self, kind: LayerKind) -> float:
+        """Bytes while backward computes experts without recomputation: at first the gradient of their output, in one
+        piece and by expert; then, with kernels for all experts at once, gradients inside."""
+        mlp = kind.everything.mlp
+        sent, inside = mlp["sent to experts"], mlp["gate and up"] + mlp["gated"]
+        return (max(2 * sent, inside + sent) if self._computes_experts_at_once else 2 * sent) * self.tokens
 
     @property
-    def _adapts_gate_and_up(self) -> bool:
-        return any(weight.module.endswith("linear_fc1") for weight in self.trained.adapted)
+    def _computes_experts_at_once(self) -> bool:
+        """False: one expert after the other."""
+        is_portable = self.config.attention.backend == "portable" and self.config.model.activation == "swiglu"
+        return not is_portable or bool(self.trained.adapted)
 
     @property
     def _rank(self) -> model_bytes.RankShare:

@@ -8,7 +8,7 @@ numbers, and how many tokens experts get.  A collective in progress keeps its te
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -46,6 +46,7 @@ def count(config: Config, layout: Layout, vocab_size: int, *, rank: int, lengths
         found = _count(config, layout, vocab_size, lengths)
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()  # the next row counts its own
+    torch._dynamo.reset()  # a compiled function runs uncompiled in a process that has seen too many widths
     return found
 
 
@@ -100,11 +101,12 @@ def alone(model: ModelConfig, layout: Layout, rank: int) -> Iterator[None]:
         mock.patch.object(Accumulator, "totals", totals),
         mock.patch.object(build, "_norm", lambda optimizer, device: 1.0),
     ):
-        if model.moe.num_experts is None:
-            yield
-        else:
-            with _equal_shares(model.moe.num_experts, model.moe.top_k or 1):
+        try:
+            with _equal_shares(model.moe.num_experts, model.moe.top_k or 1) if model.moe.num_experts else nullcontext():
                 yield
+        finally:
+            if dist.is_initialized():  # a failed row
+                dist.destroy_process_group()
 
 
 class _Held:

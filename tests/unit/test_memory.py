@@ -306,18 +306,20 @@ def test_tokens_in_experts_while_backward_computes_them() -> None:
     full, the norm's output and all 160 of the router are recomputed, and three tensors are as large as what is sent.
     """
     sent, gate_up, gated, norm, router = 16, 16, 8, 8, 4 + 160
-    around = 2 * 8 * 1024 + 2 * 4 * 4 + 2 * 128 * 4  # hidden states, the widest weight, the tied table
-    found = {recompute: taken(model=EXPERTS, train={"recompute": recompute}) for recompute in ("none", "selective")}
-    # The gradient of the gated activation takes the place of what was saved; one hidden state is less.
-    assert most(found["none"], MLP) == 1024 * (gate_up + gated + sent - 8) + around
-    assert found["none"].sets[1].freed == 1024 * gated
-    assert most(found["selective"], MLP) == 1024 * (gate_up + gated + 4 * sent) + 8 * 1024 + 2 * 128 * 4
+    around = 8 * 1024 + 2 * 128 * 4  # hidden states, and the tied table
+    portable: dict[str, Any] = {"model": EXPERTS, "attention": {"backend": "portable"}}  # one expert after the other
+    found = {recompute: taken(**portable, train={"recompute": recompute}) for recompute in ("none", "selective")}
+    # Without recomputation: the gradient of the output, in one piece and by expert.
+    assert most(found["none"], MLP) == 1024 * 2 * sent + around and found["none"].sets[1].freed == 0
+    assert most(found["selective"], MLP) == 1024 * (gate_up + gated + 4 * sent) + around
     one_token = estimate(*of(model=EXPERTS, train={"recompute": "selective"}), 10, 1)
     # All gradients of 8 experts of 3 x 2 x 4 numbers, when backward ends: more than what few tokens leave.
     assert most(one_token, MLP) == 5 * sent + 2 * 8 * 3 * 2 * 4 + 8 + 2 * 128 * 4
-    together = taken(model={**EXPERTS, "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 8}, "activation": "geglu"},
-                     train={"recompute": "selective"})  # fmt: skip
-    assert most(together, MLP) == 1024 * (2 * 64 + 32 + 3 * sent) + 8 * 1024 + 2 * 128 * 4  # 64 of gate and up
+    by_te = taken(model=EXPERTS, attention={"backend": "te"})  # all experts at once
+    assert most(by_te, MLP) == 1024 * (gate_up + gated + sent) + around
+    wide = {**EXPERTS, "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 8}, "activation": "geglu"}
+    together = taken(model=wide, train={"recompute": "selective"})
+    assert most(together, MLP) == 1024 * (2 * 64 + 32 + 3 * sent) + around  # 64 of gate and up
     full = taken(model=EXPERTS, train={"recompute": "full"})
     inside = gate_up + gated + norm + router + sent + 3 * sent
     dense = taken(train={"recompute": "full"})  # the same attention waits; the MLP is 8 wide
@@ -329,8 +331,8 @@ def test_backward_of_a_layer_finds_what_the_layers_after_it_saved_free() -> None
     mixed = {**EXPERTS, "num_layers": 4, "moe": {**EXPERTS["moe"], "dense_layers": 2}}
     saved = [taken(model=model).layers for model in (TINY, EXPERTS)]
     head, mlp, attention, dense_mlp, dense_attention = taken(model=mixed).sets
-    gated = [1024 * 8, 1024 * 16]  # experts: 2 of width 2; dense: 8 wide
-    assert (head.freed, mlp.freed, dense_mlp.freed) == (-1024 * 8, gated[0], gated[1] + 2 * saved[1])
+    gated = 1024 * 16  # of a dense layer, 8 wide
+    assert (head.freed, mlp.freed, dense_mlp.freed) == (-1024 * 8, 0, gated + 2 * saved[1])
     assert dense_attention.freed > 2 * saved[1] > attention.freed
     offloaded = taken(model=mixed, train={"recompute": "full", "offload_fraction": 1.0})
     assert {working.freed for working in offloaded.sets} == {-1024 * 8, 0.0}

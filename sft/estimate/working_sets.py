@@ -148,7 +148,8 @@ class StageWork:
         all weights.  Kernels for all experts at once hold the gradient of gate and up for all of them.
         """
         mlp, trained = kind.everything.mlp, self.trained
-        sent, gate_up, gated = mlp["sent to experts"], mlp["gate and up"], mlp["gated"]
+        sent, gate_up = mlp["sent to experts"], mlp["gate and up"]
+        gated = mlp["gated"] + mlp.get(model_bytes.UNFUSED, 0.0)
         end = gate_up + gated + 4 * sent
         if self._computes_experts_at_once:
             end = max(end, 2 * gate_up + gated + 3 * sent)
@@ -165,8 +166,8 @@ class StageWork:
     @property
     def _computes_experts_at_once(self) -> bool:
         """False: one expert after the other."""
-        is_portable = self.config.attention.backend == "portable" and self.config.model.activation == "swiglu"
-        return not is_portable or bool(self.trained.adapted)
+        is_portable = self.config.attention.backend == "portable" or self.config.run.device == "cpu"
+        return not is_portable or self.config.model.activation != "swiglu" or bool(self.trained.adapted)
 
     @property
     def _rank(self) -> model_bytes.RankShare:

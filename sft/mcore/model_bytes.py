@@ -12,6 +12,7 @@ from sft.parallel.layout import Layout
 FP32 = 4
 RESIDUAL = "MLP's norm input"  # the residual stream between the halves of a layer
 MLP_NORM = "MLP's normed input"  # with norm_placement = post, the output of the MLP, which the norm saves
+UNFUSED = "silu, up and product"  # of experts on a CPU, whose activation and weighting are three operations
 OWN_NORMS = ("other normed inputs", "outputs of MLP and experts")  # the second are inputs of norms
 MLP_OUTPUT = "MLP's output"  # with norm_placement = both, saved by the norm on it
 
@@ -80,6 +81,7 @@ def _experts(model: ModelConfig, rank: RankShare, num_experts: int) -> dict[str,
         "sent to experts": sent * rank.etp,  # each etp rank sees all tokens of its expert, and a part of its width
         "gate and up": 2 * ffn,
         "gated": ffn,
+        **({} if rank.is_fused or model.activation != "swiglu" else {UNFUSED: 3 * ffn}),
         **_shared_expert(model, rank),
         **_own_norms(model, rank),
     }

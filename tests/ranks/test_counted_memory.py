@@ -9,11 +9,9 @@ from tests.ranks import counted_memory
 from tests.ranks.pool import RankPool
 
 QUICK = ("full", "cp")
-# Tensors that the equations leave out on a CPU, with the largest miss of the last count.
+# Tensors that the equations leave out on a CPU.
 KNOWN_MISSES = {
-    "experts": "SwiGLU of experts without a fused kernel saves two products more",
-    "ep": "the same, recomputed",
-    "tp": "8.9% of the working set, 3.4% of the total; not examined",
+    "tp": "core's buffer of gathered hidden states, 1 MiB, is not predicted; the total is within its bar",
 }
 
 

@@ -22,6 +22,7 @@ from tests.standin import build, categories
 
 BYTES = str(300 * 10**9)  # of the device: more than any GPU of the 12 cases has
 
+
 def of_case(number: int) -> dict[str, Any]:
     from sft.planner.search import Search
     from tests.unit.fixtures.tasks import task_of

@@ -315,6 +315,8 @@ def test_tokens_in_experts_while_backward_computes_them() -> None:
     one_token = estimate(*of(model=EXPERTS, train={"recompute": "selective"}), 10, 1)
     # All gradients of 8 experts of 3 x 2 x 4 numbers, when backward ends: more than what few tokens leave.
     assert most(one_token, MLP) == 5 * sent + 2 * 8 * 3 * 2 * 4 + 8 + 2 * 128 * 4
+    on_cpu = taken(model=EXPERTS, run={"device": "cpu"}, train={"recompute": "selective"})  # SwiGLU is not fused
+    assert most(on_cpu, MLP) - most(found["selective"], MLP) == 1024 * 3 * 8
     by_te = taken(model=EXPERTS, attention={"backend": "te"})  # all experts at once
     assert most(by_te, MLP) == 1024 * (gate_up + gated + sent) + around
     wide = {**EXPERTS, "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 8}, "activation": "geglu"}

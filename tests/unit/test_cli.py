@@ -92,9 +92,9 @@ layout  world_size 8 = tp 2 x cp 2 x pp 1 x dp 2
         documents padded to a multiple of 32, packs to a multiple of 32
 model   parameters 115,392 with a vocabulary of 259
 memory  per rank, estimated and not measured: 1.9 MiB, of which
-        weights 129 KiB, gradients 257 KiB, optimizer 193 KiB, saved by layers 908 KiB, rotary 32 KiB, \
-attention in backward 127 KiB, gathered keys and values 288 KiB
-        longest context in 75 GiB (an 80-GB card), by the same estimate: 59,745,600 tokens
+        weights 129 KiB, gradients 257 KiB, optimizer 193 KiB, saved by layers 940 KiB, rotary 32 KiB, \
+loss head 352 KiB
+        longest context in 75 GiB (an 80-GB card), by the same estimate: 62,744,608 tokens
 weights random (seed 1234)
 data    a.jsonl: 300 samples
         19 packs of at most 1,024 tokens, 98.7% full, of which 46.9% is padding inside documents

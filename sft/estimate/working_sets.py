@@ -72,14 +72,15 @@ class StageWork:
         if self.has_mtp:
             # The gradient of the first head waits, and with pp that of a tied table, for that of the block's embedding.
             # With `full`, what comes before the layer is recomputed: two normed inputs, both as one, their product.
-            is_joint = self.config.train.mtp == "joint" and self.layout.pp > 1 and self.config.model.tie_embeddings
-            table = self._rank.width * self.rows * self.config.model.hidden_size if is_joint else 0.0
+            table = self._table() if self.layout.pp == 1 or self.config.train.mtp == "joint" else 0.0
             yield from self._layer(self.kinds[0], 0.0, (6 if self._is_full else 1) * self.hidden + table)
+        # On one stage, autograd adds the table's gradient by the input to that by the output at the end.
+        table = self._table() if self.layout.pp == 1 else 0.0
         last_chunk = self.chunks[-1]
         for kind in self.kinds:
             if kind.number_in(*self.chunks):
                 last = max((number for number in kind.layers if number in last_chunk), default=last_chunk.start - 1)
-                yield from self._layer(kind, block + self._saved_by_layers(range(last + 1, last_chunk.stop)), 0.0)
+                yield from self._layer(kind, block + self._saved_by_layers(range(last + 1, last_chunk.stop)), table)
 
     def saved_by_mtp(self) -> float:
         """Bytes that the block for multi-token prediction saves for a pack; 0 without one on this stage.
@@ -110,10 +111,10 @@ class StageWork:
         """freed: by backward of what follows the layer; more: bytes held"""
         # The gradient of a dense MLP's gated activation takes the place of the activation, if that was saved.
         gated = 0.0 if kind.has_experts else kind.kept.mlp.get("gated", 0.0) * self.tokens
-        yield WorkingSet({MLP: self._mlp(kind) + gated + more + self._table()}, freed + gated)
+        yield WorkingSet({MLP: self._mlp(kind) + gated + more}, freed + gated)
         # The gradient of the residual stream; with `full`, also the layer's output that was computed again.
         waits = kind.recomputed_attention * self.tokens + (2 if self._is_full else 1) * self.hidden
-        local = kind.backend.local(self.tokens) + waits + self._widest_gradient() + more + self._table()
+        local = kind.backend.local(self.tokens) + waits + self._widest_gradient() + more
         gathered = kind.backend.gathered(self.pack)
         held = {ATTENTION: local, GATHERED: gathered} if gathered else {ATTENTION: local}
         yield WorkingSet(held, freed + kind.freed_before_attention * self.tokens)
@@ -177,12 +178,10 @@ class StageWork:
         return model_bytes.widest_gradient(self.config.model, self._rank) if trains_layers(self.trained) else 0.0
 
     def _table(self) -> float:
-        """Bytes of the gradient of tied embeddings that the output makes: autograd adds that of the input, which comes
-        last.  0 if they are not tied, or are on two stages of a pipeline, or are frozen."""
+        """Bytes of the gradient of tied embeddings that the output makes; 0 if they are not tied, or are frozen."""
         model, trained = self.config.model, self.trained
         is_trained = trained.whole is None or any(weight.key == EMBEDDING for weight in trained.whole)
-        is_one = model.tie_embeddings and self.layout.pp == 1
-        return self._rank.width * self.rows * model.hidden_size if is_one and is_trained else 0.0
+        return self._rank.width * self.rows * model.hidden_size if model.tie_embeddings and is_trained else 0.0
 
     def _head(self) -> float:
         """The loss head, with the hidden states after the final norm.  While the second head of multi-token prediction

@@ -11,7 +11,7 @@ from sft.adapters import Trained
 from sft.config import ModelConfig
 from sft.data.packing.pack import Collator, make_pack
 from sft.errors import CheckpointError, ConfigError
-from sft.estimate import layer_kinds
+from sft.estimate import layer_kinds, memory
 from sft.estimate.memory import estimate
 from sft.estimate.parameters import parameters
 from sft.flops import AttentionCost, TrainFlops, num_parameters
@@ -176,3 +176,18 @@ def test_memory_of_the_block() -> None:
     assert after.layers - before.layers == before.layers / 2 + 2 * hidden
     assert after.sets[1].held - before.sets[1].held == 6 * hidden  # five are made again
     assert Layout.resolve(block, 1) == layout
+
+
+def test_memory_of_a_tied_table_on_two_stages() -> None:
+    """Its gradient, 128 x 4 numbers in bf16, waits for that of the block's embedding, if the block trains it."""
+    config, layout = of(2, {**TINY, "num_layers": 2}, parallel={"pp": 2}, train={"global_batch_size": 2})
+    model = with_block(config.model)
+    ways = ("detached", "joint")
+    trains = (config.train.model_copy(update={"mtp": way}) for way in ways)
+    stages = (
+        memory._stage(config.model_copy(update={"model": model, "train": train}), layout, 10, 1024, 1)
+        for train in trains
+    )
+    detached, joint = (found.sets for found in stages)
+    waits = [after.held - before.held for before, after in zip(detached, joint)]
+    assert waits == [0, 1024, 1024, 0, 0]  # the loss head, the block's two sets, and the layer's

@@ -88,10 +88,21 @@ class DataConfig(Section):
     """Jinja file that replaces the tokenizer's own chat template."""
     chat_template_kwargs: dict[Variable, bool | int | float | str] = {}
     """Additional variables for the chat template: true, false, numbers or texts, such as {enable_thinking: false}."""
+    date: Annotated[str, StringConstraints(pattern=r"^\d{4}-\d{2}-\d{2}$")] = "2026-01-01"
+    """Date that a chat template gets if it asks for today's: the same tokens on every day.  Year-month-day."""
     on_omitted: Literal["report", "error"] = "report"
     """If the chat template leaves out a text of a chat: count and list the text, or stop with an error."""
     supervise: Literal["assistant", "last", "all"] = "assistant"
     """Supervised tokens: all assistant turns, the last assistant turn, or every token.  See docs/concepts/masks.md."""
+    supervise_inserted: bool = True
+    """Also supervise text that the template itself puts into an assistant's turn after the prompt, which the model must
+    write: an empty <think></think>, harmony's <|channel|>final<|message|>.  false: the masks of sft 0.1."""
+    final_end: Annotated[str, StringConstraints(min_length=1)] | Literal["auto"] | None = "auto"
+    """Token that is appended after the last answer if the template writes none (GLM).  auto: the token that
+    generation_config.json and the template's own turns have in common; null: none."""
+    assistant_control_tokens: list[Annotated[str, StringConstraints(min_length=1)]] = []
+    """Control tokens that the text of an assistant may contain, beside those that the template writes inside its turns:
+    ["[THINK]", "[/THINK]"].  Elsewhere and from others, such text stays text."""
     seq_length: Positive
     """Capacity of a pack in tokens, before context parallelism; also the maximum length of a sample."""
     doc_multiple: Positive = 32

@@ -1,25 +1,26 @@
-"""Writes the text of a chat by its chat template, and learns the template's delimiters around an assistant's turn.
+"""A chat template with its variables, and the renderings that it makes of chats.
 
-Refuses a template that leaves out the assistant's text.  Refuses a template that ends a turn without a control token,
-because a model could not learn to stop.  `render.py` prepares messages for a template, `turns.py` finds the assistant's
-turns, and `sandbox.py` limits time and text.
+Decides which variables a template gets, and which of the templates of a tokenizer writes a chat.  Does not decide what
+is supervised: `rendering.py` traces the inputs, `sandbox.py` the template, and `turns.py` reads the result.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import Template, meta
 
 from sft.data.chat.messages import Message, Tools
+from sft.data.chat.rendering import Inputs, Rendering, inputs
 from sft.data.chat.sandbox import Sandbox, TooMuch
-from sft.data.chat.template_pattern import TemplatePattern
+from sft.data.chat.trace import CONSTANT, Text, concatenated
 from sft.errors import DataError
 
-# Variables that every template gets.  Others come from special tokens and data.chat_template_kwargs.
+# Variables that every template gets.  Others come from special tokens, data.chat_template_kwargs and rows.
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
+DATE = "2026-01-01"  # the default of data.date
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -30,12 +31,22 @@ class Refused(DataError):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template with the names of the tokenizer's special tokens."""
+    """The template of a tokenizer, with the names of its special tokens.
+
+    with_tools  the template of a chat with tools, if it is another one
+    """
 
     source: str
     name: str  # name in messages to users: `of org/model`, `chat.jinja`
     special_tokens: dict[str, Any]
     switches: dict[str, Any] = field(default_factory=dict)  # data.chat_template_kwargs
+    with_tools: str | None = None
+    date: str = DATE
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The template, and the one for chats with tools if it is another one."""
+        return (self.source,) if self.with_tools is None else (self.source, self.with_tools)
 
     @cached_property  # cached, because every chat reads it
     def has_markers(self) -> bool:
@@ -44,45 +55,64 @@ class ChatTemplate:
 
     @property
     def code(self) -> str:
-        """The source without comments."""
-        return _COMMENT.sub("", self.source)
+        """The sources without comments."""
+        return _COMMENT.sub("", "\n".join(self.sources))
+
+    @property
+    def asks_for_date(self) -> bool:
+        """Whether the text depends on data.date."""
+        return "strftime_now" in self.code
 
     @cached_property
     def variables(self) -> frozenset[str]:
         """Names that the template reads and does not define itself: messages, tools, enable_thinking, ..."""
-        sandbox = self._compiled[0]
-        sandbox.begin()
-        return frozenset(meta.find_undeclared_variables(sandbox.parse(self.source))) - sandbox.globals.keys()
+        names: set[str] = set()
+        for sandbox, _ in self._compiled:
+            for source in self.sources:
+                names |= meta.find_undeclared_variables(sandbox.parse(source)) - sandbox.globals.keys()
+        return frozenset(names)
 
     @property
     def free_switches(self) -> list[str]:
         """The names in `variables` that have no value."""
         return sorted(self.variables - {*GIVEN, *self.special_tokens, *self.switches})
 
-    @cached_property
-    def pattern(self) -> TemplatePattern:
-        """The text that this template writes between the texts of messages, learnt from its renderings."""
-        return TemplatePattern()
-
     def render(
-        self, messages: list[Message], tools: Tools, *, prompt: bool = False, switches: dict[str, Any] | None = None
-    ) -> str:
-        """The chat as the template writes it.  `prompt` adds the header that asks for the next answer; `switches` are
-        additional variables.
+        self,
+        messages: Sequence[Message],
+        tools: Tools = None,
+        *,
+        prompt: bool = False,
+        documents: list[dict[str, Any]] | None = None,
+        variables: dict[str, Any] | None = None,
+    ) -> Rendering:
+        """The chat as the template writes it.  `prompt` adds the header that asks for the next answer; `variables` are
+        those of the row, which replace those of the recipe.
 
-        Messages are as `render.prepared` returns them.  Raises Refused, and DataError beyond the sandbox's limits.
+        Raises Refused, and DataError beyond the sandbox's limits.
         """
-        variables = {**self.special_tokens, **self.switches, **(switches or {})}
+        return self.rendered(inputs(messages, tools, documents, variables or {}), prompt=prompt)
+
+    def rendered(self, given: Inputs, *, prompt: bool = False) -> Rendering:
+        """`render` for inputs that have sources already."""
+        sandbox, template = self._compiled[-1 if given.tools else 0]
+        of_run = {
+            name: Text.of(value, CONSTANT) if isinstance(value, str) else value
+            for name, value in {**self.special_tokens, **self.switches}.items()
+        }
         try:
-            sandbox, template = self._compiled
-            sandbox.begin()
-            chunks = []
-            for chunk in template.generate(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **variables
-            ):
-                chunks.append(chunk)
-                sandbox.position += len(chunk)
-            return "".join(chunks)
+            sandbox.begin(given.containers, {id(message): i for i, message in enumerate(given.messages)})
+            context = template.new_context(
+                {
+                    "messages": given.messages,
+                    "tools": given.tools,
+                    "documents": given.documents,
+                    "add_generation_prompt": prompt,
+                    **of_run,
+                    **given.variables,
+                }
+            )
+            return Rendering(concatenated(template.root_render_func(context)))
         except TooMuch as error:
             raise DataError(f"chat template {self.name} {error}; a chat template does not need this.") from error
         except Exception as error:  # the template is the user's code and may raise anything
@@ -91,95 +121,21 @@ class ChatTemplate:
                 f"chat template {self.name} refused the chat: {reason[0] if reason else type(error).__name__}"
             ) from error
 
-    def marked(self, messages: list[Message], tools: Tools) -> tuple[str, list[tuple[int, int]]]:
-        """The chat as text, and the characters inside each {% generation %} block.
-
-        transformers also makes a token mask from such spans.  That mask supervises the rest of the sequence when a
-        span ends at token 0 (transformers#47325), so we map characters to tokens ourselves.
-        """
-        text = self.render(messages, tools)
-        marks = self._compiled[0].marks
-        if any(not text.startswith(inside, start) for start, inside in marks):
-            raise DataError(
-                f"chat template {self.name} has {{% generation %}} inside a macro or a {{% set %}} block, where the "
-                "position of its text is unknown.  Put the block where the template writes the turn."
-            )
-        return text, [(start, start + len(inside)) for start, inside in marks]
-
     @cached_property
-    def _compiled(self) -> tuple[Sandbox, Template]:
-        sandbox = Sandbox()
-        return sandbox, sandbox.bounded(self.source)
+    def _compiled(self) -> list[tuple[Sandbox, Template]]:
+        compiled = []
+        for source in self.sources:
+            sandbox = Sandbox(self.date)
+            try:
+                compiled.append((sandbox, sandbox.compiled(source)))
+            except TooMuch as error:
+                raise DataError(f"chat template {self.name} {error}; a chat template does not need this.") from error
+            except Exception as error:
+                reason = str(error).strip().splitlines()
+                raise Refused(f"chat template {self.name} cannot be read: {reason[0] if reason else error}") from error
+        return compiled
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A process that receives the template compiles it again and learns its pattern again.
-        return ChatTemplate, (self.source, self.name, self.special_tokens, self.switches)
-
-
-class TurnDelimiters(NamedTuple):
-    """The text that a template writes around an assistant's turn, learned from small chats.
-
-    lead  the text between header and content in a chat's last turn: "" or " " or "<think>\\n\\n</think>\\n\\n"
-    """
-
-    ends: tuple[str, ...]  # tokens that end a turn, the usual one first: <|eot_id|>, <|eom_id|>
-    header: str  # the text that asks for an answer: <|im_start|>assistant\n
-    lead: str
-
-    def end_at(self, text: str, start: int) -> str | None:
-        """The token that begins at character `start` and ends a turn; None if there is none."""
-        return next((end for end in self.ends if text.startswith(end, start)), None)
-
-    def first_end(self, text: str, start: int) -> tuple[int, int] | None:
-        """Start and end, in characters, of the first token from `start` on that ends a turn."""
-        spans = [(at, at + len(end)) for end in self.ends if (at := text.find(end, start)) >= 0]
-        return min(spans, default=None)
-
-
-_USER, _ANSWER = {"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}
-_CALL = {"name": "FUNCTION", "arguments": {"x": 1}}
-_CALLS = [{"id": "abcdefghi", "type": "function", "function": _CALL}]
-_CALLING = {"role": "assistant", "content": "", "tool_calls": _CALLS}
-_SCHEMA = {"name": "FUNCTION", "description": "", "parameters": {"type": "object", "properties": {}}}
-_TOOL = {"type": "function", "function": _SCHEMA}
-
-
-def _end_after_call(template: ChatTemplate, end: str, special: Iterable[str]) -> list[str]:
-    """The token that ends a turn with a tool call; [] if it equals `end`, or if the template has no tools."""
-    try:
-        calling = template.render([_USER, _CALLING], [_TOOL]).rstrip()
-        own = [token for token in special if calling.endswith(token)]
-        is_other = own and end not in calling[calling.rindex(str(_CALL["name"])) :]
-    except (Refused, ValueError):
-        return []
-    return [max(own, key=len)] if is_other else []
-
-
-def learn_delimiters(template: ChatTemplate, added: Iterable[str], special: Iterable[str]) -> TurnDelimiters:
-    """Learns the delimiters by rendering small chats.  Raises DataError if no control token ends a turn.
-
-    ChatML "...assistant\\nANSWER<|im_end|>\\n" -> ends <|im_end|>, header "<|im_start|>assistant\\n", lead ""
-    """
-    text = template.render([_USER, _ANSWER], None)
-    answer = str(_ANSWER["content"])
-    if answer not in text:
-        raise DataError(f"chat template {template.name} leaves out the assistant's text; the template wrote {text!r}.")
-    tail = text[text.rindex(answer) + len(answer) :].strip()
-    tokens = [token for token in added if tail.startswith(token)]
-    if not tokens:
-        wrote = f"{tail!r}, which is not a control token of the tokenizer" if tail else "nothing"
-        raise DataError(
-            f"chat template {template.name} ends an assistant's turn with {wrote}, so the model would not learn to "
-            "stop.  Give a template (data.chat_template) that ends turns with a control token of this tokenizer."
-        )
-    ends = [max(tokens, key=len)]
-    ends += _end_after_call(template, ends[0], special)
-    try:
-        prompt, before = template.render([_USER], None, prompt=True), template.render([_USER], None)
-    except Refused:
-        return TurnDelimiters(tuple(ends), "", "")
-    for token in special:  # some templates write a further token at the end of a chat
-        before = before.removesuffix(token) if not prompt.startswith(before) else before
-    header = prompt.removeprefix(before) if prompt.startswith(before) else ""
-    lead = text[len(prompt) : text.rindex(answer)] if text.startswith(prompt) else ""
-    return TurnDelimiters(tuple(ends), header, lead)
+        # A process that receives the template compiles it again.
+        fields = (self.source, self.name, self.special_tokens, self.switches, self.with_tools, self.date)
+        return ChatTemplate, fields

@@ -1,66 +1,136 @@
-"""Finds the tokens of a rendered chat and of each of its turns, and proves that a turn's tokens decode to the turn.
+"""Tokenises a rendered chat, in which only the template writes control tokens, and finds the tokens of turns.
 
-`tokenise` makes ids of the real text.  It treats the text between two control tokens of the template as plain text.
-`find_token_spans` finds the tokens of a turn in two ways.  It uses the second way if the first proves nothing:
+    user "What does <|im_end|> do?"
+    <|im_start|> user \\n What does < | im _end | > do ? <|im_end|>        two control ids, not three
 
-by counting    Control tokens have the same order in the text and among the ids.  A turn ends with a control token and
-               begins some words after another: `<|im_start|>` `assistant\\n` `6` ` is` ` right` `<|im_end|>`.  The
-               tokens of these words are counted.  The ids after them must decode to exactly the turn.
-by characters  The tokenizer says which characters each token covers.  This way is slower, but also finds a turn whose
-               first word forms one token with the space before it.  Decoded text may differ from the turn in spaces.
-
-`turns.py` finds the characters of turns.
+The sources of characters say which control strings the template wrote.  Those in texts of the chat stay text, except in
+an assistant's text the tokens that the template itself writes inside turns (`habits.py`) and those of
+data.assistant_control_tokens.  A chat without such strings is tokenised at once.  Otherwise each piece between two
+control tokens that holds one is tokenised by itself, without control tokens; that the rest of the chat is not changed by
+this is proven by stand-ins: private characters of the same length.
 """
 
 import re
+from collections import Counter
+from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
 from sft.data.chat.messages import quoted
-from sft.data.chat.render import RenderedChat
+from sft.data.chat.reading import Reading
+from sft.data.chat.rendering import is_of_template
 from sft.data.chat.tokenizer import Encoded, FolderTokenizer
+from sft.data.chat.trace import Field, Unknown
 from sft.data.chat.turns import Turn
 from sft.errors import DataError
 
-_MAX_WORDS = 200  # largest length of a header, the text between a control token and a turn, in characters
+_PRIVATE = (0xF0000, 0x10FFFE)  # Unicode planes 15 and 16: characters for private use
 
 
 class TokenSpan(NamedTuple):
-    """Tokens [start, end) that come from one message."""
+    """Tokens [start, end) that come from one message; end_start: where the token that ends the turn begins."""
 
     message: int
     start: int
     end: int
+    end_start: int = -1
+    is_end_usual: bool = True
 
 
-def tokenise(chat: RenderedChat) -> Encoded:
-    """Tokens of the real text, in which typed control strings are plain text.  Raises DataError if no proof exists that
-    the tokenizer keeps them as text."""
-    text, tokenizer = chat.text, chat.tokenizer
-    whole = tokenizer.encode(text)
-    is_control = tokenizer.is_control[whole.ids]
-    if tokenizer.normalizes and np.count_nonzero(is_control) > len(tokenizer.control.findall(text)):
+class TokenisedChat(NamedTuple):
+    """The tokens of a chat; spelled: how often which control token stayed text, by role."""
+
+    encoded: Encoded
+    spelled: Counter[tuple[str, str]]
+
+
+def tokenise(reading: Reading, tokenizer: FolderTokenizer) -> TokenisedChat:
+    """The tokens of a rendering.  Raises DataError if no proof exists that a text stays text."""
+    typed, spelled = _typed(reading, tokenizer)
+    if not typed:
+        whole = tokenizer.encode(reading.text)
+        _check_normalised(reading.text, whole, tokenizer)
+        return TokenisedChat(whole, spelled)
+    masked, stand_ins = _masked(reading.text, typed)
+    whole = tokenizer.encode(masked)
+    _check_normalised(masked, whole, tokenizer)
+    return TokenisedChat(_without_typed(reading.text, masked, stand_ins, whole, tokenizer), spelled)
+
+
+def _typed(reading: Reading, tokenizer: FolderTokenizer) -> tuple[list[tuple[int, int]], Counter[tuple[str, str]]]:
+    """The control strings of a rendering that must stay text, and their number by token and role."""
+    typed, spelled = [], Counter[tuple[str, str]]()
+    text, allowed = reading.text, tokenizer.habits.inside | tokenizer.assistant_control
+    if not any(head in text for head in tokenizer.control_heads):
+        return typed, spelled
+    for match in tokenizer.control.finditer(text):
+        sources = [run.source for run in reading.between(match.start(), match.end())]
+        if all(map(is_of_template, sources)):
+            continue
+        unknown = next((source for source in sources if isinstance(source, Unknown)), None)
+        if unknown is not None:
+            raise DataError(
+                f"chat template {tokenizer.template.name} writes the control token {match.group()}, and "
+                f"{unknown.operation} hides whether a message contains this text.  Give a template without it "
+                "(data.chat_template)."
+            )
+        fields = [source for source in sources if isinstance(source, Field)]
+        role = fields[0].role
+        if match.group() in allowed and all(f.role == "assistant" for f in fields) and len(fields) == len(sources):
+            continue
+        spelled[match.group(), role] += 1
+        typed.append(match.span())
+    return typed, spelled
+
+
+def _masked(text: str, typed: list[tuple[int, int]]) -> tuple[str, str]:
+    """The text with a private character, repeated, in place of each typed control string; and these characters."""
+    tokens = sorted({text[start:end] for start, end in typed})
+    free = list(islice((c for c in map(chr, range(*_PRIVATE)) if c not in text), len(tokens)))
+    if len(free) < len(tokens):
+        raise DataError(
+            "the chat contains private-use characters of Unicode's planes 15 and 16.  Remove these characters."
+        )
+    stand_in = dict(zip(tokens, free, strict=True))
+    parts, at = [], 0
+    for start, end in typed:
+        parts += [text[at:start], stand_in[text[start:end]] * (end - start)]
+        at = end
+    return "".join([*parts, text[at:]]), "".join(free)
+
+
+def _check_normalised(text: str, whole: Encoded, tokenizer: FolderTokenizer) -> None:
+    if not tokenizer.normalizes:
+        return
+    if np.count_nonzero(tokenizer.is_control[whole.ids]) > len(tokenizer.control.findall(text)):
         raise DataError(
             f"the tokenizer of {tokenizer.name} turns ordinary characters of the chat into a control token.  Remove "
             "or change these characters."
         )
-    if not chat.stand_ins:
-        return whole
-    is_control &= [bool(tokenizer.control.match(text[a:b].strip())) for a, b in zip(whole.starts, whole.ends)]
+
+
+def _without_typed(
+    text: str, masked: str, stand_ins: str, whole: Encoded, tokenizer: FolderTokenizer
+) -> Encoded:
+    """The tokens of `text`; `whole` are those of `masked`, whose pieces without stand-ins are right."""
+    is_control = tokenizer.is_control[whole.ids]
+    is_control &= [bool(tokenizer.control.match(masked[a:b].strip())) for a, b in zip(whole.starts, whole.ends)]
     edges = [-1, *np.flatnonzero(is_control).tolist(), len(whole.ids)]
-    stand_in = re.compile("[" + "".join(chat.stand_ins) + "]")
+    stand_in = re.compile(f"[{stand_ins}]")
     ids, offsets = [], []
     for before, after in zip(edges[:-1], edges[1:], strict=True):
         first = int(whole.ends[before]) if before >= 0 else 0
         last = int(whole.starts[after]) if after < len(whole.ids) else len(text)
         part = slice(before + 1, after)
         control = slice(after, after + 1)
-        if stand_in.search(text, first, last):
-            plain = tokenizer.encode_as_text(chat.real_text[first:last], text[first:last], whole.ids[part])
+        if stand_in.search(masked, first, last):
+            plain = tokenizer.encode_as_text(text[first:last], masked[first:last], whole.ids[part])
             if plain is None:
+                token = tokenizer.control.search(text, first, last)
                 raise DataError(
-                    f"the chat contains the text {next(iter(chat.stand_ins.values()))}, and the tokenizer of "
+                    f"the chat contains the text {token.group() if token else ''}, and the tokenizer of "
                     f"{tokenizer.name} may not keep it as plain text.  Remove or change this text."
                 )
             ids.append(plain.ids)
@@ -73,66 +143,28 @@ def tokenise(chat: RenderedChat) -> Encoded:
     return Encoded(np.concatenate(ids), lambda: np.concatenate(offsets).reshape(-1))
 
 
-def find_token_spans(turns: list[Turn], chat: RenderedChat, encoded: Encoded) -> list[TokenSpan]:
-    """The tokens of each turn of an encoded chat.  Raises DataError if the tokens do not decode to the turn."""
-    if not turns:
-        return []
-    ids, text, tokenizer = encoded.ids, chat.text, chat.tokenizer
-    controls = np.flatnonzero(tokenizer.is_control[ids])
-    ends = tokenizer.delimiters.ends
-    positions = {end: controls[ids[controls] == tokenizer.ids[end]] for end in ends}
-    counts, counted_to = dict.fromkeys(ends, 0), 0  # occurrences of each end token in the text so far
+def find_token_spans(
+    turns: Sequence[Turn], text: str, encoded: Encoded, tokenizer: FolderTokenizer, *, inserted: bool
+) -> list[TokenSpan]:
+    """The tokens of each turn, with the template's own text at its start or without it.
+
+    Raises DataError if a token covers more than the turn, or if the tokens do not decode to the turn.
+    """
     spans = []
     for turn in turns:
-        wanted = chat.real_text[turn.start : turn.end]
-        end = max((end for end in ends if wanted.endswith(end)), key=len)
-        for token in counts:
-            counts[token] += text.count(token, counted_to, turn.end - len(end))
-        counted_to = turn.end - len(end)
-        span = None
-        if counts[end] < len(positions[end]):
-            last = int(positions[end][counts[end]])
-            span = _by_counting(turn, wanted, chat, ids, controls, last)
-        if span is None:
-            span = _by_characters(turn, wanted, encoded, tokenizer)
-        spans.append(TokenSpan(turn.message, *span))
-    return spans
-
-
-def _by_counting(
-    turn: Turn, wanted: str, chat: RenderedChat, ids: np.ndarray, controls: np.ndarray, last: int
-) -> tuple[int, int] | None:
-    """The tokens of the turn that ends with token ids[last], if they decode to `wanted`."""
-    tokenizer, text = chat.tokenizer, chat.text
-    previous = int(np.searchsorted(controls, last)) - 1
-    # Most turns have only one control token, their end.  Turns with a tool call may contain others.
-    for inside in (0, None):
-        if inside is None:
-            previous -= len(tokenizer.control.findall(text, turn.start, turn.end)) - 1
-        if previous < 0:
-            return None
-        opening = int(controls[previous])
-        name = tokenizer.control_names[int(ids[opening])]
-        words = text[text.rfind(name, 0, turn.start) + len(name) : turn.start]
-        if len(words) > _MAX_WORDS:
+        start = turn.start if inserted else turn.inserted
+        if start == turn.end:
             continue
-        expected = tokenizer.count(words)
-        # A space at the end of the words may become a separate token when other text follows.
-        for count in (expected, expected + 1, expected - 1):
-            if tokenizer.decode(ids[opening + 1 + count : last + 1]) == wanted:
-                tokenizer.counts[words] = count
-                return opening + 1 + count, last + 1
-    return None
-
-
-def _by_characters(turn: Turn, wanted: str, encoded: Encoded, tokenizer: FolderTokenizer) -> tuple[int, int]:
-    first, end = encoded.token_span(turn.start, turn.end)
-    # A control token may cover the spaces after it, including spaces at the start of the turn (Phi-3).
-    first += bool(tokenizer.is_control[encoded.ids[first]] and encoded.starts[first] < turn.start)
-    decoded = tokenizer.decode(encoded.ids[first:end]).strip()
-    if decoded != wanted.strip() and decoded != tokenizer.normalize(wanted).strip():
-        raise DataError(
-            f"the tokenizer of {tokenizer.name} turns an assistant turn into other text: {quoted(wanted)} became "
-            f"{quoted(decoded)}.  The tokenizer cannot represent this turn, or merges it with the text around it."
-        )
-    return first, end
+        wanted = text[start : turn.end]
+        first, end = encoded.token_span(start, turn.end)
+        # A control token may cover the spaces after it, including spaces at the start of the turn (Phi-3).
+        first += bool(tokenizer.is_control[encoded.ids[first]] and encoded.starts[first] < start)
+        decoded = tokenizer.decode(encoded.ids[first:end])
+        if decoded != wanted and decoded.strip() not in (wanted.strip(), tokenizer.normalize(wanted).strip()):
+            raise DataError(
+                f"the tokenizer of {tokenizer.name} turns an assistant turn into other text: {quoted(wanted)} became "
+                f"{quoted(decoded)}.  The tokenizer cannot represent this turn, or merges it with the text around it."
+            )
+        end_start = encoded.token_span(turn.text_end, turn.end)[0] if turn.text_end < turn.end else end
+        spans.append(TokenSpan(turn.message, first, end, end_start, turn.is_end_usual))
+    return spans

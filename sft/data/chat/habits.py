@@ -1,0 +1,284 @@
+"""What a template does around an assistant's turns, learnt from its renderings of small chats.
+
+    ChatML    ends <|im_end|>; header <|im_start|>assistant\\n
+    harmony   ends <|return|>, <|end|>, <|call|>; the usual end of a last answer is <|return|>, after a call <|call|>
+    GLM       ends <|user|>, <|observation|>: tokens that hand a turn over; nothing follows a last answer
+
+Decides which tokens end a turn, which of them is right in last place, which control tokens an assistant's text may
+contain, and in which form the template takes tool calls.  It renders every small chat once; a chat that the template
+refuses teaches nothing.  `turns.py` applies what is learnt here to real chats.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sft.data.chat.messages import Message
+from sft.data.chat.reading import Reading
+from sft.data.chat.template import ChatTemplate, Refused
+from sft.data.chat.trace import Field
+from sft.errors import DataError
+
+_SYSTEM: Message = {"role": "system", "content": "INSTRUCTION"}
+_USER: Message = {"role": "user", "content": "QUESTION"}
+_ANSWER: Message = {"role": "assistant", "content": "ANSWER"}
+_THINKING: Message = {**_ANSWER, "reasoning_content": "REASON", "thinking": "REASON"}
+_TAGGED: Message = {"role": "assistant", "content": "<think>\nREASON\n</think>\n\nANSWER"}
+_ARGUMENTS = {"NAME": "VALUE"}
+_RESULT: Message = {"role": "tool", "name": "FUNCTION", "content": "RESULT", "tool_call_id": "abcdefghi"}
+_PARTS = [{"type": "thinking", "thinking": "REASON"}, {"type": "text", "text": "ANSWER"}]
+_SCHEMA = {"type": "object", "properties": {"NAME": {"type": "string", "description": "NAME"}}, "required": ["NAME"]}
+_TOOLS = [{"type": "function", "function": {"name": "FUNCTION", "description": "TOOL", "parameters": _SCHEMA}}]
+_FORMS: tuple[dict[str, Any], ...] = ({}, {"content": None}, {"content": ""})
+
+
+def _call(arguments: Any, **rest: Any) -> Message:
+    function = {"name": "FUNCTION", "arguments": arguments}
+    return {"role": "assistant", **rest, "tool_calls": [{"id": "abcdefghi", "type": "function", "function": function}]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habits:
+    """What is known of a template.
+
+    ends         tokens that end a turn or hand it over
+    last_ends    {whether the turn has calls: the token that ends it in last place, None if the template writes none}
+    handed       tokens that start or end a message
+    inside       control tokens that the template writes inside assistant turns, and that neither start nor end messages
+    following    {whether the turn has calls: the token that hands it over to the next message}
+    header       the text with which the template asks for an answer
+    lead         the text that the template inserts before a last answer
+    calls_as_text  whether the template takes arguments of calls as JSON texts, not as objects
+    empty_content  what it takes as content of a message with calls only: {} for none, {"content": None}, ...
+    takes_parts  whether it takes thinking as a part of the content
+    """
+
+    control: re.Pattern[str]
+    ends: tuple[str, ...] = ()
+    last_ends: Mapping[bool, str | None] = field(default_factory=lambda: {False: None, True: None})
+    handed: frozenset[str] = frozenset()
+    inside: frozenset[str] = frozenset()
+    following: Mapping[bool, str | None] = field(default_factory=lambda: {False: None, True: None})
+    header: str = ""
+    lead: str = ""
+    calls_as_text: bool = False
+    empty_content: Mapping[str, Any] = field(default_factory=dict)
+    takes_parts: bool = False
+
+    def first_end(self, text: str) -> tuple[int, int] | None:
+        """Start and end of the first token in a text that ends a turn."""
+        spans = [(at, at + len(end)) for end in self.ends if (at := text.find(end)) >= 0]
+        return min(spans, key=lambda span: (span[0], -span[1]), default=None)
+
+    def hands_over(self, message: Message) -> str | None:
+        """The token that ends the message in last place, if this token begins a message of another role."""
+        end = self.last_ends[bool(message.get("tool_calls"))]
+        return end if end in self.handed else None
+
+
+def learn(template: ChatTemplate, control: re.Pattern[str], known_ends: Sequence[str], special: Sequence[str]) -> Habits:
+    """What a template does.
+
+    control     matches control tokens
+    known_ends  tokens that end turns according to the model's files
+    """
+    return _Learner(template, control, tuple(known_ends), frozenset(special)).habits()
+
+
+class _Learner:
+    """Renders small chats, and compares them."""
+
+    def __init__(
+        self, template: ChatTemplate, control: re.Pattern[str], known_ends: tuple[str, ...], special: frozenset[str]
+    ) -> None:
+        self.template, self.control, self.known_ends, self.special = template, control, known_ends, special
+        self.opening: list[Message] = []  # what the template wants before the first question
+        self.tools: list[dict[str, Any]] | None = None
+
+    def habits(self) -> Habits:
+        answer = self._answer()
+        as_text, empty, calling = self._calling()
+        last_answer = None if answer is None else self._first(self._tail(answer, 1))
+        history = self._read([_USER, _ANSWER, _USER])
+        handed_answer = None if history is None else self._first(self._tail(history, 1))
+        known = tuple(dict.fromkeys(end for end in (last_answer, handed_answer, *self.known_ends) if end))
+        last_call = None if calling is None else self._end_of_call(self._tail(calling, 1), known)
+        asked = self._read([_USER, calling_message(as_text, empty), _RESULT], tools=_TOOLS) if calling else None
+        handed_call = None
+        if asked is not None and last_call is None:
+            handed_call = self._first_of(self._tail(asked, 1), known) or self._handed(asked)
+        ends = tuple(dict.fromkeys(end for end in (*known, last_call, handed_call) if end))
+        handed, inside = self._tokens(ends, as_text, empty, calling is not None)
+        return Habits(
+            control=self.control,
+            ends=ends,
+            last_ends={False: last_answer, True: last_call},
+            handed=handed,
+            inside=inside,
+            following={False: handed_answer, True: handed_call},
+            header=self._header(),
+            lead="" if answer is None else self._lead(answer),
+            calls_as_text=as_text,
+            empty_content=empty,
+            takes_parts=self._takes_parts(),
+        )
+
+    def _read(
+        self, messages: list[Message], *, tools: list[dict[str, Any]] | None = None, prompt: bool = False
+    ) -> Reading | None:
+        """A rendering; None if the template refuses the chat."""
+        chat = [*self.opening, *messages]
+        try:
+            return Reading(self.template.render(chat, tools or self.tools, prompt=prompt))
+        except Refused:
+            return None
+
+    def _answer(self) -> Reading | None:
+        """The rendering of a question and an answer, with a system message or tools if the template wants them."""
+        for opening, tools in (([], None), ([_SYSTEM], None), ([], _TOOLS), ([_SYSTEM], _TOOLS)):
+            self.opening, self.tools = opening, tools
+            if (reading := self._read([_USER, _ANSWER])) is not None:
+                return reading
+        self.opening, self.tools = [], None
+        return None
+
+    def _calling(self) -> tuple[bool, Mapping[str, Any], Reading | None]:
+        """In which form the template takes calls: arguments as text or as an object, and which empty content."""
+        found: list[tuple[bool, Mapping[str, Any], Reading]] = []
+        for as_text in (False, True):
+            for empty in _FORMS:
+                reading = self._read([_USER, calling_message(as_text, empty)], tools=_TOOLS)
+                after = "" if reading is None else reading.text[reading.text.rfind("QUESTION") :]
+                if reading is not None and "VALUE" in after and "None" not in after:
+                    if "\\\"" not in after:  # the text would be quoted twice
+                        return as_text, empty, reading
+                    found.append((as_text, empty, reading))
+        return found[0] if found else (False, {}, None)
+
+    def _tail(self, reading: Reading, message: int) -> str:
+        """The text after the last own text of a message, up to the next text of the chat."""
+        last = reading.last_own(len(self.opening) + message)
+        if last is None:
+            return ""
+        following = reading.after(last)
+        return reading.text[last.end : following.start if following else len(reading.text)]
+
+    def _first(self, tail: str) -> str | None:
+        """The first control token of a text, a special one if there is one."""
+        tokens = self.control.findall(tail)
+        return next((token for token in tokens if token in self.special), tokens[0] if tokens else None)
+
+    def _first_of(self, tail: str, tokens: Sequence[str]) -> str | None:
+        return next((token for token in self.control.findall(tail) if token in tokens), None)
+
+    def _end_of_call(self, tail: str, known: tuple[str, ...]) -> str | None:
+        """The end of a turn with a call in last place: a known end, or the last special token."""
+        special = [token for token in self.control.findall(tail) if token in self.special]
+        return self._first_of(tail, known) or (special[-1] if special else None)
+
+    def _handed(self, asked: Reading) -> str | None:
+        """The token that hands a call over to its result, where nothing ends the call: the first special one."""
+        return next((token for token in self.control.findall(self._tail(asked, 1)) if token in self.special), None)
+
+    def _header(self) -> str:
+        with_prompt, without = self._read([_USER], prompt=True), self._read([_USER])
+        if with_prompt is None or without is None:
+            return ""
+        return with_prompt.after_all[_common(with_prompt.after_all, without.after_all) :]
+
+    def _lead(self, answer: Reading) -> str:
+        prompt = self._read([_USER], prompt=True)
+        own = answer.own.get(len(self.opening) + 1)
+        if prompt is None or not own:
+            return ""
+        run = answer.marks[own[0]]
+        before = answer.before(run)
+        between = answer.text[before.end if before else 0 : run.start]
+        return between[_common(between, prompt.after_all) :]
+
+    def _takes_parts(self) -> bool:
+        reading = self._read([_USER, {"role": "assistant", "content": _PARTS}])
+        return reading is not None and "REASON" in reading.text and "ANSWER" in reading.text and "{" not in reading.text
+
+    def _tokens(
+        self, ends: tuple[str, ...], as_text: bool, empty: Mapping[str, Any], has_calls: bool
+    ) -> tuple[frozenset[str], frozenset[str]]:
+        """Tokens that start or end messages, and those that the template writes only inside assistant turns."""
+        edges, inside = set(ends), set()
+        call = calling_message(as_text, empty)
+        chats = [
+            ([_USER, _ANSWER, _USER, _ANSWER], None),
+            ([_SYSTEM, _USER, _ANSWER], None),
+            ([_USER, _THINKING], None),
+            ([_USER, _TAGGED], None),
+            ([_USER, {"role": "assistant", "content": _PARTS}], None),
+        ]
+        if has_calls:
+            chats += [([_USER, call], _TOOLS), ([_USER, call, _RESULT, _ANSWER], _TOOLS)]
+        for messages, tools in chats:
+            reading = self._read(messages, tools=tools)
+            if reading is None:
+                continue
+            spans = list(self._spans(reading, ends))
+            at = next((run.start for run in reading.marks if isinstance(run.source, Field) and run.source.role == "user"), 0)
+            for match in self.control.finditer(reading.text):
+                if not reading.is_constant(match.start(), match.end()):
+                    continue
+                if any(start <= match.start() and match.end() <= end for start, end in spans):
+                    inside.add(match.group())
+                elif tools is None or match.start() >= at:
+                    edges.add(match.group())
+        return frozenset(edges), frozenset(inside - edges)
+
+    def _spans(self, reading: Reading, ends: tuple[str, ...]) -> Iterator[tuple[int, int]]:
+        """Characters of assistant turns: from the header's end to the token that ends the turn."""
+        header = self._header_of_turn
+        for positions in reading.own.values():
+            first, last = reading.marks[positions[0]], reading.marks[positions[-1]]
+            before = reading.before(first)
+            begin = before.end if before else 0
+            between = reading.text[begin : first.start]
+            at = begin + _common(between, header)
+            following = reading.after(last)
+            stop = following.start if following else len(reading.text)
+            found = [reading.text.find(end, last.end, stop) for end in ends]
+            yield at, min((position for position in found if position >= 0), default=last.end)
+
+    @property
+    def _header_of_turn(self) -> str:
+        prompt = self._read([_USER], prompt=True)
+        return "" if prompt is None else prompt.after_all
+
+
+def calling_message(as_text: bool, empty: Mapping[str, Any]) -> Message:
+    """A message with one call."""
+    return _call(json.dumps(_ARGUMENTS) if as_text else _ARGUMENTS, **empty)
+
+
+def _common(left: str, right: str) -> int:
+    """Length of the longest common start."""
+    count = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def final_end(habits: Habits, calls: bool, wanted: str | None, generation_ends: Sequence[str]) -> str | None:
+    """The token to append after a last turn that the template does not end; None if none is known or wanted."""
+    if wanted != "auto":
+        return wanted
+    following = habits.following[calls] or habits.following[False]
+    return following if following in generation_ends else None
+
+
+def check_has_end(habits: Habits, name: str) -> None:
+    """Raises DataError if no token ends a turn."""
+    if not habits.ends:
+        raise DataError(
+            f"chat template {name} ends an assistant's turn with no control token of the tokenizer, so the model would "
+            "not learn to stop.  Give a template (data.chat_template) that ends turns with a control token."
+        )

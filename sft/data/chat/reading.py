@@ -1,0 +1,150 @@
+"""Indexes the runs of a rendering, so that what belongs to a message is found in one pass.
+
+Decides which texts of a message are its author's own, and which belong to a header.  `turns.py` finds turns with it,
+`habits.py` learns from it, and `tokens.py` asks it whether a control token is the template's.
+"""
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+from sft.data.chat.rendering import Rendering, Run, is_of_template
+from sft.data.chat.trace import Field, Source, Unknown
+
+# Keys of an assistant's message whose texts the assistant did not write: the header's, and results of Gemma's calls.
+_HEADER = frozenset({"role", "name"})
+_TAGS = re.compile(r"</?think>")
+_OF_OTHERS = frozenset({"tool_responses", "tool_call_id"})
+
+
+class Reading:
+    """A rendering with indexes.
+
+    marks    the runs that come from the chat or are unknown, in the order of the text, without headers
+    own      for each message of an assistant, the positions in `marks` of its own texts
+    unknown  the runs without a source that are more than spaces
+    """
+
+    def __init__(self, rendering: Rendering, fields: Sequence[Field] = ()) -> None:
+        self.text, self.runs, self.fields = rendering.text, rendering.runs, fields
+        self.marks: list[Run] = []
+        self.own: dict[int, list[int]] = {}
+        for run in self.runs:
+            source = run.source
+            if isinstance(source, Field):
+                if source.message is not None and source.path[0] in _HEADER:
+                    continue
+                if is_own(run):
+                    assert source.message is not None
+                    self.own.setdefault(source.message, []).append(len(self.marks))
+            elif not isinstance(source, Unknown) or not self.text[run.start : run.end].strip():
+                continue
+            self.marks.append(run)
+        self.unknown = [run for run in self.marks if isinstance(run.source, Unknown)]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [run.start for run in self.runs]
+
+    @cached_property
+    def _mark_starts(self) -> list[int]:
+        return [run.start for run in self.marks]
+
+    def between(self, start: int, end: int) -> Iterator[Run]:
+        """The runs that hold text[start:end]."""
+        if start < end:
+            yield from self.runs[bisect_right(self._starts, start) - 1 : bisect_left(self._starts, end)]
+
+    def is_constant(self, start: int, end: int) -> bool:
+        """Whether the template alone wrote text[start:end]."""
+        return all(is_of_template(run.source) for run in self.between(start, end))
+
+    def before(self, run: Run) -> Run | None:
+        """The mark before a mark."""
+        position = bisect_left(self._mark_starts, run.start)
+        return self.marks[position - 1] if position else None
+
+    def source_before(self, run: Run) -> Source | None:
+        """Its source."""
+        before = self.before(run)
+        return None if before is None else before.source
+
+    def after(self, run: Run) -> Run | None:
+        """The mark after a mark."""
+        position = bisect_right(self._mark_starts, run.start)
+        return self.marks[position] if position < len(self.marks) else None
+
+    def message_before(self, run: Run, default: int) -> int:
+        """The message of the text before a mark."""
+        source = self.source_before(run)
+        return source.message if isinstance(source, Field) and source.message is not None else default
+
+    def last_own(self, message: int) -> Run | None:
+        """The last own text of a message."""
+        positions = self.own.get(message)
+        return self.marks[positions[-1]] if positions else None
+
+    @property
+    def after_all(self) -> str:
+        """The text after the last text of the chat."""
+        return self.text[self.marks[-1].end :] if self.marks else self.text
+
+    @cached_property
+    def unwritten(self) -> list[Field]:
+        """The fields of which the template leaves out letters or digits; spaces do not count.
+
+        Parts of a text that a template writes as tags of its own, <think> and </think>, do not count either.
+        """
+        written: dict[Field, list[tuple[int, int]]] = {}
+        containers: set[tuple[int | None, str, tuple[str | int, ...]]] = set()
+        for run in self.runs:
+            source = run.source
+            if isinstance(source, Field):
+                if source.is_container:
+                    containers.add((source.message, source.role, source.path))
+                else:
+                    written.setdefault(source, []).append((run.first, run.last))
+        return [
+            field
+            for field in self.fields
+            if not _is_written(field, written.get(field, []))
+            and not any((field.message, field.role, field.path[:n]) in containers for n in range(len(field.path)))
+        ]
+
+
+def _is_written(field: Field, spans: list[tuple[int, int]]) -> bool:
+    if not spans:
+        return not field.text.strip()
+    if len(spans) == 1:
+        start, end = spans[0]
+        rest = field.text[:start] + field.text[end:]
+    else:
+        rest, at = "", 0
+        for start, end in sorted(spans):
+            rest += field.text[at:start]
+            at = max(at, end)
+        rest += field.text[at:]
+    if not rest.strip():
+        return True
+    return not _TAGS.sub("", rest).strip()
+
+
+def is_own(run: Run) -> bool:
+    """Whether a run is text that an assistant wrote, where the template writes the assistant's message."""
+    source = run.source
+    return (
+        isinstance(source, Field)
+        and source.role == "assistant"
+        and source.path[0] not in _HEADER | _OF_OTHERS
+        and run.writer in (source.message, None)
+    )
+
+
+def tail(reading: Reading, message: int) -> Sequence[Run]:
+    """The runs after the last own text of a message, up to the next text of the chat."""
+    last = reading.last_own(message)
+    if last is None:
+        return ()
+    following = reading.after(last)
+    return list(reading.between(last.end, following.start if following else len(reading.text)))

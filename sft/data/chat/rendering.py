@@ -1,0 +1,132 @@
+"""Renders a chat with a chat template, and says for each character of the text where it comes from.
+
+Decides what a template gets: the messages as transformers passes them, with a source for each text, number, key, object
+and list (`trace.py`).  `template.py` decides the variables, `turns.py` reads the sources.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from sft.data.chat.messages import THINKING, Message, Tools
+from sft.data.chat.trace import CONSTANT, Constant, Field, Float, Int, Source, Text
+
+TOOLS, DOCUMENTS, VARIABLES = "tools", "documents", "variables"  # roles of fields that belong to no message
+
+
+class Inputs(NamedTuple):
+    """What a template gets, with sources."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    documents: list[dict[str, Any]] | None
+    variables: dict[str, Any]
+    containers: dict[int, Field]  # the source of each object and list, by its id
+    fields: tuple[Field, ...]  # all texts and numbers
+
+
+class Run(NamedTuple):
+    """Consecutive characters text[start:end] of a rendering, of one source and writer.
+
+    first, last  the field's characters that are written here
+    """
+
+    start: int
+    end: int
+    source: Source
+    writer: int | None
+    first: int
+    last: int
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether these are the field's own characters, not escaped."""
+        return self.last - self.first == self.end - self.start
+
+
+class Rendering:
+    """The text of a chat, and its characters' sources in `runs`, in order."""
+
+    def __init__(self, text: Text) -> None:
+        self.text = str.__str__(text)[:]
+        self._pieces = text.pieces
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        runs, at = [], 0
+        for source, start, stop, length, writer in self._pieces:
+            runs.append(Run(at, at + length, source, writer, start, stop))
+            at += length
+        return runs
+
+
+def is_of_template(source: Source) -> bool:
+    """Whether the template is the source: a constant, or the name of a role, which is one of four words."""
+    return isinstance(source, Constant) or (isinstance(source, Field) and source.path == ("role",))
+
+
+def inputs(
+    messages: Sequence[Message], tools: Tools, documents: list[dict[str, Any]] | None, variables: dict[str, Any]
+) -> Inputs:
+    """The inputs of a template.  `variables` are those of the row."""
+    containers: dict[int, Field] = {}
+    fields: list[Field] = []
+    trace = _Tracer(containers, fields)
+    traced = [trace.message(index, message) for index, message in enumerate(messages)]
+    return Inputs(
+        traced,
+        None if tools is None else trace.value(tools, None, (), TOOLS),
+        None if documents is None else trace.value(documents, None, (), DOCUMENTS),
+        {name: trace.value(value, None, (name,), VARIABLES) for name, value in variables.items()},
+        containers,
+        tuple(fields),
+    )
+
+
+class _Tracer:
+    """Copies values with sources, and with JSON's types only, because a template could call methods of others."""
+
+    def __init__(self, containers: dict[int, Field], fields: list[Field]) -> None:
+        self.containers, self.fields = containers, fields
+
+    def message(self, index: int, message: Message) -> dict[str, Any]:
+        """A message, with reasoning under all keys that templates read, as transformers passes it.
+
+        {"thinking": "so"}  ->  {"thinking": "so", "reasoning_content": "so"}
+        """
+        role = message["role"]
+        thinking = next((message[key] for key in THINKING if message.get(key) is not None), None)
+        if thinking is not None:
+            message = {"thinking": thinking, **message, "reasoning_content": thinking}
+        return {key: self.value(value, index, (key,), role) for key, value in message.items()}
+
+    def value(self, value: Any, message: int | None, path: tuple[str | int, ...], role: str) -> Any:
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, str):
+            field = self._field(message, path, role, value)
+            return Text.of(str.__str__(value), field)
+        if isinstance(value, int | float):
+            field = self._field(message, path, role, str(value))
+            return Int.of(value, field) if isinstance(value, int) else Float.of(value, field)
+        copy: Any
+        if isinstance(value, dict):
+            copy = {
+                self._key(key, message, path, role): self.value(item, message, (*path, key), role)
+                for key, item in value.items()
+            }
+        elif isinstance(value, list | tuple):
+            copy = [self.value(item, message, (*path, index), role) for index, item in enumerate(value)]
+        else:
+            return Text.of(f"<{type(value).__name__}>", CONSTANT)
+        self.containers[id(copy)] = Field(message, path, role, is_container=True)
+        return copy
+
+    def _key(self, key: Any, message: int | None, path: tuple[str | int, ...], role: str) -> Any:
+        return Text.of(key, self._field(message, (*path, f"{key}="), role, key)) if isinstance(key, str) else key
+
+    def _field(self, message: int | None, path: tuple[str | int, ...], role: str, text: str) -> Field:
+        field = Field(message, path, role, text)
+        self.fields.append(field)
+        return field
+

@@ -1,0 +1,308 @@
+"""Text that knows where each of its characters comes from: a field of a chat, a constant of the template, or unknown.
+
+Decides how sources travel through operations on text.  `Text` is a str, so a template treats it as one.  Operations
+that are defined here keep sources.  Every other operation (and all of C's) returns a plain str or a Text without
+sources, which counts as unknown.  So an operation that is forgotten here can refuse a chat, but never falsify a mask.
+
+    Text("Hi", field) + Text("<|im_end|>", CONSTANT)      2 characters of the field, 10 of the template
+    Text("a b", field).split()                            two texts, from characters 0 and 2 of the field
+    Text("Hi", field).zfill(5)                            a str: unknown
+
+`sandbox.py` makes templates compute with such texts.  `turns.py` and `omitted.py` read the sources of a rendering.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self, SupportsIndex, Union
+
+_FORMAT = re.compile(r"%(?:%|s|d)")
+_BRACES = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*|\d*)\}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Field:
+    """A value of a chat: `messages[message]`, then `path`; for tools, documents and variables, message is None.
+
+    Field(1, ("tool_calls", 0, "function", "name"), "assistant", "rain")
+    """
+
+    message: int | None
+    path: tuple[str | int, ...]
+    role: str  # of the message; tools, documents or variables
+    text: str = ""  # the value, if it is a text or a number
+    is_container: bool = False  # an object or a list
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Constant:
+    """The template, the names of the tokenizer's tokens, and the recipe."""
+
+    is_marked: bool = False  # inside {% generation %}
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """An operation that does not keep sources."""
+
+    operation: str = "an operation"
+
+
+Source = Union[Field, Constant, Unknown]
+CONSTANT, MARKED, UNKNOWN = Constant(), Constant(is_marked=True), Unknown()
+
+
+class Piece(NamedTuple):
+    """Consecutive characters of one source.
+
+    A field's characters start to stop became `length` characters: the same characters if length = stop - start,
+    otherwise escaped ones.
+    """
+
+    source: Source
+    start: int
+    stop: int
+    length: int
+    writer: int | None = None  # the message that the template was writing; None before the text is written
+
+
+Pieces = tuple[Piece, ...]
+
+
+class Text(str):
+    """A str with the sources of its characters.  Without `pieces`, its source is unknown."""
+
+    __slots__ = ("pieces",)
+    pieces: Pieces
+
+    def __new__(cls, value: object = "", pieces: Pieces | None = None) -> Self:
+        self = str.__new__(cls, value)
+        self.pieces = whole(UNKNOWN, len(self)) if pieces is None else pieces
+        return self
+
+    @classmethod
+    def of(cls, value: str, source: Source) -> Self:
+        """All of `value` from one source."""
+        return cls(value, whole(source, len(value)))
+
+    def _sub(self, start: int, stop: int) -> "Text":
+        return Text(str.__getitem__(self, slice(start, stop)), cut(self.pieces, start, stop))
+
+    def _same_length(self, value: str) -> str:
+        return Text(value, self.pieces) if len(value) == len(self) else value
+
+    def __str__(self) -> str:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (str.__str__(self),)
+
+    def __add__(self, other: str) -> "Text":
+        return concatenated((self, other)) if isinstance(other, str) else NotImplemented
+
+    def __radd__(self, other: str) -> "Text":
+        return concatenated((other, self)) if isinstance(other, str) else NotImplemented
+
+    def __mul__(self, times: SupportsIndex) -> "Text":
+        value = str.__mul__(self, times)
+        return Text(value, self.pieces * times.__index__())
+
+    __rmul__ = __mul__
+
+    def __mod__(self, values: Any) -> str:
+        """Sources of `%s`, `%d` and `%%`; every other format is unknown."""
+        plain = str.__mod__(self, values)
+        if not isinstance(values, tuple):
+            values = (values,)
+        return self._filled(_FORMAT, plain, lambda match, number: None if match[0] == "%%" else values[number])
+
+    def filled(self, args: Sequence[Any], kwargs: dict[str, Any], plain: str) -> str:
+        """The result of `format`, which is `plain`, with sources for `{}`, `{0}` and `{name}`."""
+
+        def value(match: "re.Match[str]", number: int) -> Any:
+            name = match[1]
+            if name is None:
+                return None
+            return kwargs[name] if name in kwargs else args[int(name) if name else number]
+
+        try:
+            return self._filled(_BRACES, plain, value)
+        except (IndexError, ValueError, KeyError):
+            return plain
+
+    def _filled(self, pattern: "re.Pattern[str]", plain: str, value_of: Any) -> str:
+        parts: list[str] = []
+        at = number = 0
+        for match in pattern.finditer(self):
+            parts.append(self._sub(at, match.start()))
+            value = value_of(match, number)
+            if value is None:  # %% or {{
+                parts.append(self._sub(match.start(), match.start() + 1))
+            else:
+                number += 1
+                parts.append(value if isinstance(value, str) else str(value))
+            at = match.end()
+        result = concatenated([*parts, self._sub(at, len(self))])
+        return result if str.__eq__(result, plain) else plain
+
+    def __getitem__(self, key: Any) -> str:
+        value = str.__getitem__(self, key)
+        if not isinstance(key, slice):
+            at = key.__index__() % len(self)
+            return Text(value, cut(self.pieces, at, at + 1))
+        start, stop, step = key.indices(len(self))
+        return Text(value, cut(self.pieces, start, max(start, stop))) if step == 1 else value
+
+    def __iter__(self) -> Iterator[str]:
+        return (self._sub(at, at + 1) for at in range(len(self)))
+
+    def strip(self, chars: str | None = None) -> "Text":
+        return self.lstrip(chars).rstrip(chars)
+
+    def lstrip(self, chars: str | None = None) -> "Text":
+        length = len(str.lstrip(self, chars))
+        return self if length == len(self) else self._sub(len(self) - length, len(self))
+
+    def rstrip(self, chars: str | None = None) -> "Text":
+        length = len(str.rstrip(self, chars))
+        return self if length == len(self) else self._sub(0, length)
+
+    def removeprefix(self, prefix: str) -> "Text":
+        return self._sub(len(prefix), len(self)) if self.startswith(prefix) else self
+
+    def removesuffix(self, suffix: str) -> "Text":
+        return self._sub(0, len(self) - len(suffix)) if suffix and self.endswith(suffix) else self
+
+    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:  # type: ignore[override]
+        return self._placed(str.split(self, sep, maxsplit), sep)
+
+    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:  # type: ignore[override]
+        return self._placed(str.rsplit(self, sep, maxsplit), sep)
+
+    def splitlines(self, keepends: bool = False) -> list[str]:  # type: ignore[override]
+        lines, at = [], 0
+        for line, kept in zip(str.splitlines(self), str.splitlines(self, True), strict=True):
+            lines.append(self._sub(at, at + len(kept if keepends else line)))
+            at += len(kept)
+        return list(lines)
+
+    def partition(self, sep: str) -> tuple[str, str, str]:  # type: ignore[override]
+        head, middle, _ = str.partition(self, sep)
+        end = len(head) + len(middle)
+        return self._sub(0, len(head)), self._sub(len(head), end), self._sub(end, len(self))
+
+    def rpartition(self, sep: str) -> tuple[str, str, str]:  # type: ignore[override]
+        head, middle, _ = str.rpartition(self, sep)
+        end = len(head) + len(middle)
+        return self._sub(0, len(head)), self._sub(len(head), end), self._sub(end, len(self))
+
+    def _placed(self, parts: list[str], sep: str | None) -> list[str]:
+        """The parts of a split with their sources.  Parts follow each other, with `sep` or spaces between them."""
+        placed: list[str] = []
+        at = 0
+        for part in parts:
+            if sep is None:
+                at = str.find(self, part, at)
+            placed.append(self._sub(at, at + len(part)))
+            at += len(part) + len(sep or "")
+        return placed
+
+    def replace(self, old: str, new: str, count: SupportsIndex = -1) -> str:  # type: ignore[override]
+        if not old:
+            return str.replace(self, old, new, count)
+        if old not in self:
+            return self
+        limit = count.__index__()
+        parts = self._placed(str.split(self, old, limit), old)
+        return joined(new, parts)
+
+    def join(self, parts: Iterable[str]) -> str:  # type: ignore[override]
+        return joined(self, parts)
+
+    def lower(self) -> str:
+        return self._same_length(str.lower(self))
+
+    def upper(self) -> str:
+        return self._same_length(str.upper(self))
+
+    def capitalize(self) -> str:
+        return self._same_length(str.capitalize(self))
+
+    def title(self) -> str:
+        return self._same_length(str.title(self))
+
+
+class Int(int):
+    """A whole number with its source.  Results of arithmetic are plain numbers."""
+
+    field: Field | Constant
+
+    @classmethod
+    def of(cls, value: int, field: Field | Constant) -> Self:
+        self = cls(value)
+        self.field = field
+        return self
+
+
+class Float(float):
+    """A number of a chat.  Results of arithmetic are plain numbers."""
+
+    field: Field
+
+    @classmethod
+    def of(cls, value: float, field: Field) -> Self:
+        self = cls(value)
+        self.field = field
+        return self
+
+
+def whole(source: Source, length: int) -> Pieces:
+    """A text of one source."""
+    return (Piece(source, 0, length, length),) if length else ()
+
+
+def pieces_of(text: str) -> Pieces:
+    """The sources of a text; a plain str is unknown."""
+    return text.pieces if type(text) is Text else whole(UNKNOWN, len(text))
+
+
+def cut(pieces: Pieces, start: int, stop: int) -> Pieces:
+    """The sources of text[start:stop]."""
+    if len(pieces) == 1:
+        return (_part(pieces[0], start, stop),) if start < stop else ()
+    result, at = [], 0
+    for piece in pieces:
+        end = at + piece.length
+        if end > start and at < stop:
+            inside = at >= start and end <= stop
+            result.append(piece if inside else _part(piece, max(start - at, 0), min(stop, end) - at))
+        at = end
+        if at >= stop:
+            break
+    return tuple(result)
+
+
+def _part(piece: Piece, start: int, stop: int) -> Piece:
+    source, first, last, length, writer = piece
+    if last - first != length:  # escaped: each of its characters may come from any of the field's
+        return Piece(source, first, last, stop - start, writer)
+    return Piece(source, first + start, first + stop, stop - start, writer)
+
+
+def concatenated(parts: Iterable[str]) -> Text:
+    """Texts one after the other."""
+    parts = list(parts)
+    pieces: list[Piece] = []
+    for part in parts:
+        pieces += part.pieces if type(part) is Text else whole(UNKNOWN, len(part))
+    return Text("".join(parts), tuple(pieces))
+
+
+def joined(separator: str, parts: Iterable[str]) -> Text:
+    """The parts with `separator` between them."""
+    result: list[str] = []
+    for part in parts:
+        if result:
+            result.append(separator)
+        result.append(part)
+    return concatenated(result)

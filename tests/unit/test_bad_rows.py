@@ -113,6 +113,27 @@ def test_accepted_on_purpose(tmp_path: Path) -> None:
     assert [corpus.name(i) for i in range(3)] == [f"{path}:1", f"{path}:3", f"{path}:6"]
 
 
+RENAME = "  If the file is one JSON list of rows, give it a name that ends with .json instead of .jsonl."
+JOIN = "  If an object fills several lines, write it in one line, or put all objects into a list in a .json file."
+NO_NAME = "not JSON: Expecting property name enclosed in double quotes at column 2 of 1 characters."
+PRETTY = json.dumps(ROW, indent=1).encode()
+HINTS = [
+    ("a.jsonl", b"[" + GOOD + b"]\n", f"a.jsonl:1: a row must be an object; got a list.{RENAME}"),
+    ("a.jsonl", b"[\n" + GOOD + b"]", f"a.jsonl:1: not JSON: Expecting value at column 2 of 1 characters.{RENAME}"),
+    ("pretty.json", PRETTY, f"pretty.json:1: {NO_NAME}{JOIN}"),
+    ("pretty.jsonl", PRETTY, f"pretty.jsonl:1: {NO_NAME}{JOIN}"),
+    ("a.jsonl", b'{"messages": []', "a.jsonl:1: not JSON: Expecting ',' delimiter at column 16 of 15 characters."),
+    ("a.json", b"[[]]", "a.json row 1: a row must be an object; got an empty list."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content", "complaint"), HINTS, ids=range(len(HINTS)))
+def test_json_of_another_kind_is_recognised(tmp_path: Path, name: str, content: bytes, complaint: str) -> None:
+    with pytest.raises(DataError) as error:
+        corpus_of(str(save(tmp_path / name, content)))
+    assert str(error.value) == f"{tmp_path}/{complaint}"
+
+
 ANY_BYTES = st.one_of(
     st.binary(max_size=200),
     st.lists(
@@ -145,12 +166,14 @@ def test_no_bytes_raise_anything_but_data_errors(tmp_path: Path, name: str, cont
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5)
-    | st.sampled_from(["user", "assistant", "tool", "text", "function", "a", '{"a": 1}', "[]", "gpt", "function_call"]),
+    | st.sampled_from(["user", "assistant", "tool", "text", "thinking"])
+    | st.sampled_from(["function", "a", '{"a": 1}', "[]", "gpt", "function_call"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
         st.sampled_from(
             "role content messages tool_calls tools function name arguments id tool_call_id weight train from value "
             "type text prompt completion instruction output input history system tokens input_ids labels loss_mask "
-            "conversations reasoning thinking function_call".split()
+            "conversations reasoning thinking function_call chat_template_kwargs documents functions reasoning_details "
+            "system_prompt label mask images attention_mask position_ids cu_seqlens loss_scale".split()
         ),
         inner,
         max_size=5,

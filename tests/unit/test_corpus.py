@@ -11,7 +11,7 @@ import pytest
 from sft.data.cache.corpus import Corpus
 from sft.data.cache.encoder import EncodedRows, to_palette
 from sft.data.cache.folders import store_folder
-from sft.data.cache.row_report import LINE, Reject, RowReport, count_rows
+from sft.data.cache.row_report import LINE, Reject, RowCounts, RowReport, count_rows
 from sft.data.cache.store import Store, open_store, publish, write_store
 from sft.data.chat.tokenizer import load_tokenizer
 from sft.errors import DataError
@@ -268,7 +268,7 @@ def test_the_ledger_of_a_table() -> None:
         Reject(6, "no messages."),
         Reject(7, 'message 11 has role "bot \\"x\\""; expected one of system, user.'),
     ]
-    ledger = count_rows(lines, rejects)
+    ledger = count_rows(lines, RowCounts(rejects=rejects))
     assert (ledger.rows, ledger.rows_whole, ledger.rows_cut, ledger.rows_windowed) == (7, 1, 1, 1)
     assert (ledger.rows_dropped, ledger.rows_skipped, ledger.samples, ledger.samples_windowed) == (1, 3, 4, 2)
     assert ledger.supervised_kept == 17

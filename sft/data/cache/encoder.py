@@ -1,10 +1,12 @@
 """Converts rows to arrays of tokens and weights, in one process.
 
-Decides whether an unusable row ends the preparation with an error that names the row, or is left out and listed.
+Decides whether an unusable row ends the preparation with an error that names the row, or is left out and listed.  A
+chat whose label says that its answer is a bad one is dropped in any case.
 `truncation.py` handles samples that are too long, `workers.py` assigns rows to processes, and `read/rows.py` reads
 files.  Every tokenising process imports this module, so it does not import torch.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -15,9 +17,10 @@ from sft.data.cache.omissions import RowOmission, row_omissions
 from sft.data.cache.row_report import LINE, Reject
 from sft.data.cache.truncation import NOTHING, excerpts
 from sft.data.chat.encode_chat import Encoding, encode_row
-from sft.data.chat.formats import Chat, read_row
+from sft.data.chat.formats import Chat, UnwantedRow, read_row, unused_keys
+from sft.data.chat.messages import as_unicode, shortened
 from sft.data.chat.tokenizer import ChatTokenizer
-from sft.data.read.rows import DataFile, Row, row_name
+from sft.data.read.rows import DataFile, Row, hint, row_name
 from sft.data.read.strict_json import parse
 from sft.errors import DataError
 
@@ -34,6 +37,8 @@ class EncodedRows(NamedTuple):
     rejects: tuple[Reject, ...]
     omitted: tuple[RowOmission, ...] = ()  # texts that the chat template left out, by row, role and kind
     num_chats: int = 0  # usable rows with messages
+    unused: tuple[tuple[str, int], ...] = ()  # names of keys that usable rows have and nothing reads; number of rows
+    unwanted: tuple[int, ...] = ()  # numbers of rows that are dropped by their label
 
 
 def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer: ChatTokenizer) -> EncodedRows:
@@ -44,18 +49,24 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
     rejects = []
     omitted: list[RowOmission] = []
     explained: set[tuple[str, str]] = set()
+    unused: Counter[str] = Counter()
+    unwanted = []
     num_chats = 0
     for number, content in rows:
         try:
             value = parse(content)
             row = read_row(value)
             encoded = encode_row(row, tokenizer, data.supervise)
-        except DataError as error:
-            if data.on_bad_row == "error":
-                raise DataError(f"{row_name(file, number)}: {error}") from error
-            reason = str(error).encode("utf-8", "backslashreplace").decode()  # errors may quote half a surrogate pair
-            rejects.append(Reject(number, reason))
+        except UnwantedRow:
+            unwanted.append(number)
             continue
+        except DataError as error:
+            reason = f"{error}{hint(file, content)}"
+            if data.on_bad_row == "error":
+                raise DataError(f"{row_name(file, number)}: {reason}") from error
+            rejects.append(Reject(number, as_unicode(reason)))  # errors may quote half a surrogate pair
+            continue
+        unused.update(as_unicode(shortened(key)) for key in unused_keys(value))
         num_chats += isinstance(row, Chat)
         if encoded.rendered is not None:
             omitted += row_omissions(number, encoded.rendered, explained)
@@ -71,7 +82,11 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
     except DataError as error:
         raise DataError(f"{file}: {error}") from error
     table = np.array(lines, dtype=LINE)
-    return EncodedRows(np.concatenate(tokens), mask, palette, table, tuple(rejects), tuple(omitted), num_chats)
+    return EncodedRows(
+        *(np.concatenate(tokens), mask, palette, table, tuple(rejects), tuple(omitted), num_chats),
+        unused=tuple(unused.items()),
+        unwanted=tuple(unwanted),
+    )
 
 
 def _fit(number: int, row: Encoding, data: DataConfig) -> Iterator[tuple[tuple[int, ...], np.ndarray, np.ndarray]]:

@@ -30,7 +30,7 @@ from sft.errors import DataError
 # The text is a digest of the source files of older releases, so stores of these releases are still used.
 ENCODING = "80c6f0ae371b9ea2e6b764ed63c48a518a45bb1e4b356c0b1744fd584af7737d"
 # Version of the code that decides which rows are unusable.  Stores that skipped no row do not depend on it.
-REFUSALS = "1: texts, and messages as an object of lists, are used"
+REFUSALS = "2: repeated ids of calls, thinking parts and reasoning_details are used; images, masks of parts are refused"
 _SETTINGS = ("seq_length", "doc_multiple", "over_long", "on_bad_row", "supervise")
 Stamp = tuple[tuple[int, int], ...]
 

@@ -7,12 +7,13 @@ dropped or skipped.
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from sft.data.cache.omissions import FileOmission
+from sft.data.cache.unused_keys import KeyCounter, describe_unused
 from sft.data.chat.messages import shortened
 
 # One line per sample, in order, and one line with 0 tokens, window 0 of 0, for each row without a sample.
@@ -40,19 +41,33 @@ class Reject(NamedTuple):
     reason: str
 
 
+@dataclass(kw_only=True)
+class RowCounts:
+    """What a file's table of samples does not show of its rows.  Lists are in the order of the file."""
+
+    rejects: list[Reject] = field(default_factory=list)
+    omitted: tuple[FileOmission, ...] = ()
+    chats: int = 0
+    unused: KeyCounter = field(default_factory=KeyCounter)
+    unwanted: list[int] = field(default_factory=list)  # rows that are dropped by their label
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowReport:
     """The counts of the rows of one file.
 
-    rows = rows_whole + rows_cut + rows_windowed + rows_dropped + rows_skipped
-    tokens of all rows but the skipped = tokens_kept - tokens_repeated + tokens_cut + tokens_dropped
-    supervised labels of them          = supervised_kept + supervised_cut + supervised_dropped
+    rows = rows_whole + rows_cut + rows_windowed + rows_dropped + rows_skipped + rows_unwanted
+    tokens of the rows neither skipped nor unwanted = tokens_kept - tokens_repeated + tokens_cut + tokens_dropped
+    supervised labels of them                       = supervised_kept + supervised_cut + supervised_dropped
 
     cut       by over_long = cut_turns
     windowed  made into several samples by over_long = windows.  Windows repeat tokens as context.  Tokens that no
               window contains count as cut.
     dropped   too long, without a sample.  skipped: unusable, left out by on_bad_row = skip
-    chats     rows that are chats and were not skipped.  omitted: texts of these chats that the template left out
+    unwanted  chats whose label says that the answer is a bad one
+    chats     rows that are chats and were used.  omitted: texts of these chats that the template left out
+    unused    keys of used rows that nothing reads, most frequent first, with numbers of rows; unused_others: the sum of
+              these numbers for further keys
     Lists name at most the first 100 rows.
     """
 
@@ -79,6 +94,10 @@ class RowReport:
     reasons: tuple[tuple[str, int], ...]  # reasons of skipped rows, most frequent first, without numbers and texts
     chats: int = 0
     omitted: tuple[FileOmission, ...] = ()
+    rows_unwanted: int = 0
+    unwanted: tuple[int, ...] = ()
+    unused: tuple[tuple[str, int], ...] = ()
+    unused_others: int = 0
 
     def __str__(self) -> str:
         share = 100 * self.supervised_kept / max(1, self.tokens_kept)
@@ -103,6 +122,10 @@ class RowReport:
         if self.rows_skipped:
             reasons = "; ".join(f"{count:,} x {reason}" for reason, count in self.reasons[:3])
             text += f"; skipped {self.rows_skipped:,} bad rows: {_rows(self.skipped, self.rows_skipped)} ({reasons})"
+        if self.rows_unwanted:
+            text += f"; dropped {self.rows_unwanted:,} rows by label: {_rows(self.unwanted, self.rows_unwanted)}"
+        if self.unused:
+            text += f"; {describe_unused(self.unused, self.unused_others)}"
         for omission in self.omitted:
             where = _rows(omission.rows, omission.chats)
             text += (
@@ -113,16 +136,14 @@ class RowReport:
     @classmethod
     def of_json(cls, counts: dict[str, Any]) -> "RowReport":
         """The report whose `dataclasses.asdict` went through JSON as `counts`.  Raises TypeError for other fields."""
-        reasons = tuple((reason, count) for reason, count in counts["reasons"])
+        pairs = {name: tuple((text, count) for text, count in counts[name]) for name in ("reasons", "unused")}
         listed = {name: tuple(value) for name, value in counts.items() if isinstance(value, list)}
         omitted = tuple(FileOmission(**{**fields, "rows": tuple(fields["rows"])}) for fields in counts["omitted"])
-        return cls(**{**counts, **listed, "reasons": reasons, "omitted": omitted})
+        return cls(**{**counts, **listed, **pairs, "omitted": omitted})
 
 
-def count_rows(
-    lines: np.ndarray, rejects: Sequence[Reject] = (), omitted: tuple[FileOmission, ...] = (), chats: int = 0
-) -> RowReport:
-    """The report of a table.
+def count_rows(lines: np.ndarray, counts: RowCounts | None = None) -> RowReport:
+    """The report of a table, and of the rows that it does not hold.
 
         row  window  tokens  supervised  new  full_tokens  full_supervised
           1  1 of 1      10           4   10           10                4     whole
@@ -133,6 +154,8 @@ def count_rows(
 
     A row counts as cut if it has one window, which lacks a part of the prompt.
     """
+    counts = counts or RowCounts()
+    rejects, unwanted = counts.rejects, counts.unwanted
     first = lines["window"] <= 1
     dropped = lines["windows"] == 0
     windowed = lines["windows"] > 1
@@ -141,7 +164,7 @@ def count_rows(
     tokens, supervised, new = (int(lines[name].sum()) for name in ("tokens", "supervised", "new"))
     reasons = Counter(_kind(reject.reason) for reject in rejects)
     return RowReport(
-        rows=int(first.sum()) + len(rejects),
+        rows=int(first.sum()) + len(rejects) + len(unwanted),
         rows_whole=int((first & ~dropped & ~windowed & ~cut).sum()),
         rows_cut=int(cut.sum()),
         rows_windowed=int((windowed & first).sum()),
@@ -162,8 +185,12 @@ def count_rows(
         dropped=_listed(lines["row"][dropped]),
         skipped=tuple(reject.row for reject in rejects[:_ROWS_LISTED]),
         reasons=tuple(sorted(reasons.most_common(_REASONS_LISTED), key=lambda item: (-item[1], item[0]))),
-        chats=chats,
-        omitted=omitted,
+        chats=counts.chats,
+        omitted=counts.omitted,
+        rows_unwanted=len(unwanted),
+        unwanted=tuple(unwanted[:_ROWS_LISTED]),
+        unused=counts.unused.listed,
+        unused_others=counts.unused.others,
     )
 
 

@@ -26,8 +26,8 @@ import numpy as np
 
 from sft.atomic_files import flush
 from sft.data.cache.encoder import EncodedRows
-from sft.data.cache.omissions import FileOmission, add_up
-from sft.data.cache.row_report import LINE, Reject, RowReport, count_rows
+from sft.data.cache.omissions import add_up
+from sft.data.cache.row_report import LINE, RowCounts, RowReport, count_rows
 
 _ARRAYS: dict[str, np.dtype[Any]] = {"tokens": np.dtype(np.int32), "mask": np.dtype(np.uint8), "rows": LINE}
 _REJECTS, _OMITTED = "rejects.jsonl", "omitted.jsonl"
@@ -80,12 +80,12 @@ def write_store(temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray) -
     memory, whatever the size of the file.
     """
     temp.mkdir(parents=True)
-    rejects, omitted, num_chats = _write_parts(temp, parts, weights)
-    if rejects:
-        lines = [json.dumps(reject._asdict(), ensure_ascii=False) + "\n" for reject in rejects]
+    counts = _write_parts(temp, parts, weights)
+    if counts.rejects:
+        lines = [json.dumps(reject._asdict(), ensure_ascii=False) + "\n" for reject in counts.rejects]
         (temp / _REJECTS).write_text("".join(lines), encoding="utf-8")
     content = {
-        "rows": asdict(count_rows(_map(temp / "rows.npy"), rejects, omitted, num_chats)),
+        "rows": asdict(count_rows(_map(temp / "rows.npy"), counts)),
         "weights": weights.tolist(),
         "files": _describe(temp),
     }
@@ -95,13 +95,9 @@ def write_store(temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray) -
         flush(path)  # otherwise, a power failure could leave a renamed store without its bytes
 
 
-def _write_parts(
-    temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray
-) -> tuple[list[Reject], tuple[FileOmission, ...], int]:
-    """Writes the arrays and the list of omitted texts.  Returns rejects, omissions and the number of chats."""
-    rejects: list[Reject] = []
-    totals: tuple[FileOmission, ...] = ()
-    num_chats = 0
+def _write_parts(temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray) -> RowCounts:
+    """Writes the arrays and the list of omitted texts.  Returns what the table of rows does not hold."""
+    counts = RowCounts()
     sizes = dict.fromkeys(_ARRAYS, 0)
     with ExitStack() as stack:
         files = {name: stack.enter_context((temp / f"{name}.npy").open("wb")) for name in _ARRAYS}
@@ -113,15 +109,17 @@ def _write_parts(
             for name, array in (("tokens", part.tokens), ("mask", mask), ("rows", part.lines)):
                 files[name].write(array.astype(_ARRAYS[name], copy=False).tobytes())
                 sizes[name] += len(array)
-            rejects += part.rejects
-            num_chats += part.num_chats
-            totals = add_up([*totals, *(omission.of_file() for omission in part.omitted)])
+            counts.rejects += part.rejects
+            counts.chats += part.num_chats
+            counts.unused.add(part.unused)
+            counts.unwanted += part.unwanted
+            counts.omitted = add_up([*counts.omitted, *(omission.of_file() for omission in part.omitted)])
             listed.writelines(omission.as_line() for omission in part.omitted)
         for name, file in files.items():
             _write_header(file, _ARRAYS[name], sizes[name])
-    if not totals:
+    if not counts.omitted:
         (temp / _OMITTED).unlink()
-    return rejects, totals, num_chats
+    return counts
 
 
 def publish(temp: Path, folder: Path) -> None:

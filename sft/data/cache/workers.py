@@ -124,12 +124,14 @@ def read_part(path: Path) -> EncodedRows | None:
         return None
     stream = io.BytesIO(payload)
     tokens, mask, weights, lines = (np.load(stream) for _ in range(4))
-    rejects, omitted, num_chats = json.loads(stream.read())
+    rejects, omitted, num_chats, unused, unwanted = json.loads(stream.read())
     return EncodedRows(
         *(tokens, mask, weights, lines),
         tuple(Reject(*reject) for reject in rejects),
         tuple(RowOmission(*fields) for fields in omitted),
         num_chats,
+        tuple((name, count) for name, count in unused),
+        tuple(unwanted),
     )
 
 
@@ -138,7 +140,8 @@ def _write_part(path: Path, encoded: EncodedRows) -> None:
     stream = io.BytesIO()
     for array in (encoded.tokens, encoded.mask, encoded.weights, encoded.lines):
         np.save(stream, array)
-    stream.write(json.dumps([encoded.rejects, encoded.omitted, encoded.num_chats]).encode())
+    lists = [encoded.rejects, encoded.omitted, encoded.num_chats, encoded.unused, encoded.unwanted]
+    stream.write(json.dumps(lists).encode())
     payload = stream.getbuffer()
     temp = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}")
     for attempt in range(_ATTEMPTS):

@@ -21,7 +21,7 @@ import numpy as np
 
 from sft.data.chat.encode_text import encode_text
 from sft.data.chat.formats import Chat, Text, Tokenized
-from sft.data.chat.messages import THINKING
+from sft.data.chat.messages import THINKING, with_arguments, with_reasoning_keys
 from sft.data.chat.render import RenderedChat, render_chat
 from sft.data.chat.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer
 from sft.data.chat.tokens import TokenSpan, find_token_spans, tokenise
@@ -118,7 +118,7 @@ def _encode_bytes(chat: Chat) -> tuple[np.ndarray, list[TokenSpan]]:
 
     if chat.tools:
         block("system", "# Tools\n" + "\n".join(json.dumps(tool, ensure_ascii=False) for tool in chat.tools))
-    for i, message in enumerate(chat.messages):
+    for i, message in enumerate(with_arguments(with_reasoning_keys(chat.messages), as_text=False)):
         calls = [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls") or []]
         thinking = next((f"<think>\n{message[key]}\n</think>" for key in THINKING if message.get(key)), "")
         body = [thinking, message.get("content") or "", *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]

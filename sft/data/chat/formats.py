@@ -1,49 +1,60 @@
 """Reads a row of a data file, in any of the accepted formats, as a checked chat, as plain text or as tokens.
 
-Decides which formats are accepted, and refuses invalid rows and rows that fit two formats.  `messages.py` checks
-messages.  Errors raised here name the message; the caller adds file and line.  This module does not know tokenizers or
-templates (`encode_chat.py` does).
+Decides which formats are accepted, refuses invalid rows and rows that fit two formats, and knows which keys of a row
+nothing uses.  `checked_messages.py` checks messages, `chat_keys.py` the keys beside them.  Errors raised here name the
+message; the caller adds file and line.  This module does not know tokenizers or templates (`encode_chat.py` does).
 
-A key with the value null counts as absent, because many writers fill missing keys with null.  Unknown keys of a row
-are ignored.
+A key with the value null counts as absent, because many writers fill missing keys with null.
 """
 
 from collections.abc import Callable
 from functools import partial
-from math import isfinite
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from sft.data.chat.messages import (
-    CheckedMessage,
-    Message,
-    Tools,
-    check_calls,
-    read_json,
-    read_messages,
-    read_weight,
-    shortened,
-    type_name,
+from sft.data.chat.chat_keys import (
+    CHAT_KEYS,
+    LABELS,
+    Row,
+    check_mask,
+    check_media,
+    check_values,
+    is_unwanted,
+    read_documents,
+    read_system,
+    read_variables,
+    take_tools,
+    with_loss_mask,
 )
+from sft.data.chat.checked_messages import MEDIA, CheckedMessage, check_calls, read_messages
+from sft.data.chat.document_keys import DOCUMENT_KEYS, check_documents
+from sft.data.chat.messages import Message, Tools, read_weight, shortened, type_name
 from sft.errors import DataError
 
 _LARGEST_ID = 2**31 - 1
 _MASKS = ("loss_mask", "assistant_masks")
-_TEXT = "text"
+_TEXT = ("text",)
 _UNSUPERVISED = -100  # label of unsupervised tokens, by the convention of PyTorch
 
 
 class Chat(NamedTuple):
     """A chat that has been checked.
 
-    weights  the weight of each message's supervised tokens, 0 for an unsupervised message; None: 1 for all messages.
-             `data.supervise` decides which roles can be supervised.
+    weights    the weight of each message's supervised tokens, 0 for an unsupervised message; None: 1 for all messages.
+               `data.supervise` decides which roles can be supervised.
+    variables  further variables for the chat template, before those of data.chat_template_kwargs
+    documents  documents for the chat template
+
+    Arguments of tool calls are as in the row (`messages.with_arguments`).  The content of an answer with thinking parts
+    is a list of {"type": "thinking", "thinking": text} and {"type": "text", "text": text}; other contents are strings.
     """
 
     messages: list[Message]
     tools: Tools
     weights: tuple[float, ...] | None = None
+    variables: dict[str, Any] = {}
+    documents: list[dict[str, Any]] | None = None
 
 
 class Text(NamedTuple):
@@ -59,7 +70,8 @@ class Tokenized(NamedTuple):
     weights: np.ndarray
 
 
-Row = dict[str, Any]
+class UnwantedRow(DataError):
+    """The row is a chat whose label says that its answer is a bad one.  Such a row is dropped, not refused."""
 
 
 def read_row(row: object) -> Chat | Text | Tokenized:
@@ -71,31 +83,59 @@ def read_row(row: object) -> Chat | Text | Tokenized:
     -> Chat([{"role": "user", "content": "Six?"}, {"role": "assistant", "content": "6"}], None, (0.0, 1.0))
 
     Raises DataError: `message 3 has role "assitant"; expected one of system, user, assistant, tool.`
+    Raises UnwantedRow for a chat with `label: false`.
     """
     if not isinstance(row, dict):
         raise DataError(f"a row must be an object; got {type_name(row)}.")
-    present = {key: value for key, value in row.items() if value is not None}
-    fitting = [keys for keys in _SHAPES if all(key in present for key in keys)]
-    if not fitting and _TEXT in present:
-        return _read_text(present)
+    present = _present(row)
+    shape = _shape_of(row, present)
+    if shape in _CHATS and is_unwanted(present):
+        raise UnwantedRow("the row has label: false, so its answer is not trained.")
+    check_media(present)
+    return _SHAPES[shape](present)
+
+
+def unused_keys(row: Row) -> list[str]:
+    """The keys of a usable row that nothing reads, in the order of the row.
+
+    {"text": "a", "id": 7, "url": null}  ->  ["id"]
+    """
+    present = _present(row)
+    shape = _shape_of(row, present)
+    used = {*shape, *MEDIA, *_FURTHER_KEYS.get(shape, ())}
+    if shape in _CHATS:
+        used |= {*CHAT_KEYS, *(key for key in LABELS if isinstance(present.get(key), bool))}
+    return [key for key in present if key not in used]
+
+
+def _present(row: Row) -> Row:
+    return {key: value for key, value in row.items() if value is not None}
+
+
+def _shape_of(row: Row, present: Row) -> tuple[str, ...]:
+    """The keys that decide how a row is read.  `present` is the row without nulls."""
+    fitting = [keys for keys in _SHAPES if keys != _TEXT and all(key in present for key in keys)]
+    if not fitting and _TEXT[0] in present:
+        return _TEXT
     if not fitting:
         keys = ", ".join(f"{key}" if key in present else f"{key} (null)" for key in row) or "none"
         raise DataError(f"unknown format: a row must have {_KNOWN}.  This row has the keys {shortened(keys, 200)}.")
     if len(fitting) > 1:
         names = " as well as ".join(" and ".join(keys) for keys in fitting)
         raise DataError(f"the row has {names}, but a row must have one format.  Keep one of them.")
-    return _SHAPES[fitting[0]](present)
+    return fitting[0]
 
 
 # Chats
 
 
 def _read_messages(row: Row, key: str) -> Chat:
-    return _chat(row, read_messages(row[key], key))
+    return _chat(row, with_loss_mask(row, read_messages(row[key], key)))
 
 
 def _read_completion(row: Row) -> Chat:
     """Reads a prompt and its completion.  Only the completion is supervised, unless a prompt message has a weight."""
+    _refuse_loss_mask(row)
     turns = []
     for key, role, weight in (("prompt", "user", 0.0), ("completion", "assistant", 1.0)):
         value = row[key]
@@ -108,6 +148,7 @@ def _read_completion(row: Row) -> Chat:
 
 def _read_instruction(row: Row) -> Chat:
     """Reads a row in Alpaca's format.  Answers in the history are also supervised, as in LLaMA-Factory."""
+    _refuse_loss_mask(row)
     asked = [_string(row["instruction"], "instruction"), _string(row.get("input", ""), "input")]
     turns = []
     history = row.get("history", [])
@@ -133,64 +174,48 @@ def _string(value: object, where: str) -> str:
     return value
 
 
+def _refuse_loss_mask(row: Row) -> None:
+    if "loss_mask" in row:
+        raise DataError(
+            "the row has loss_mask, which belongs to a row with messages, conversations, tokens or input_ids.  Write "
+            "the row with messages, or remove loss_mask."
+        )
+
+
 def _chat(row: Row, turns: list[CheckedMessage], system_weight: float | None = None) -> Chat:
-    system = _string(row.get("system", ""), "system")
+    check_mask(row)
+    tools, turns = take_tools(row, turns)
+    system = read_system(row)
     if system and turns[0].message != {"role": "system", "content": system}:
         if any(turn.message["role"] == "system" for turn in turns):
             raise DataError("the row has a system text and also a system message.  Keep one of them.")
         turns = [CheckedMessage({"role": "system", "content": system}, system_weight, "system"), *turns]
     check_calls(turns)
-    tools = _tools(row)
+    variables, documents = read_variables(row), read_documents(row)
     for turn in turns:
-        _check_values(turn.message, turn.where)
-    _check_values(tools, "tools")
+        check_values(turn.message, turn.where)
+    for name, value in (("tools", tools), ("chat_template_kwargs", variables), ("documents", documents)):
+        check_values(value, name)
+    return Chat([turn.message for turn in turns], tools, _weights(turns), variables, documents)
+
+
+def _weights(turns: list[CheckedMessage]) -> tuple[float, ...] | None:
+    """The weights of the messages; None if no message has a weight.  Raises DataError if nothing is supervised."""
     written = [turn.weight for turn in turns if turn.message["role"] == "assistant"]
     if not written:
         raise DataError("no assistant turn, so no token is supervised.")
     if all(weight == 0 for weight in written) and not any(turn.weight for turn in turns):
         raise DataError("every assistant turn has weight 0, so no token is supervised.")
-    plain = all(turn.weight is None for turn in turns)
-    weights = None if plain else tuple(1.0 if turn.weight is None else turn.weight for turn in turns)
-    return Chat([turn.message for turn in turns], tools, weights)
-
-
-def _check_values(value: object, where: str) -> None:
-    """Raises DataError for values that JSON lacks.  A table may hold times and NaN; templates differ in their texts."""
-    if isinstance(value, dict):
-        for item in value.values():
-            _check_values(item, where)
-    elif isinstance(value, list):
-        for item in value:
-            _check_values(item, where)
-    elif value is not None and not (isinstance(value, str | int) or (isinstance(value, float) and isfinite(value))):
-        type_ = "NaN or infinity" if isinstance(value, float) else f"a {type(value).__name__}"
-        raise DataError(f"{where} holds {type_}, which JSON does not have.  Store the column as text.")
-
-
-def _tools(row: Row) -> Tools:
-    tools = row.get("tools")
-    if isinstance(tools, str):
-        tools = read_json(tools, "tools") if tools.strip() else None
-    if tools is None:
+    if all(turn.weight is None for turn in turns):
         return None
-    if not isinstance(tools, list):
-        raise DataError(f"tools must be a list of objects; got {type_name(tools)}.")
-    named = [(f"tool {number}", tool) for number, tool in enumerate(tools, start=1)]
-    tools = [read_json(tool, name) if isinstance(tool, str) else tool for name, tool in named]
-    for number, tool in enumerate(tools, start=1):
-        if not isinstance(tool, dict):
-            raise DataError(f"tools must be a list of objects; tool {number} is {type_name(tool)}.")
-        schema = tool.get("function", tool)
-        if not isinstance(schema, dict) or not isinstance(schema.get("name"), str) or not schema["name"]:
-            raise DataError(f"tool {number} has no name.")
-    return tools or None
+    return tuple(1.0 if turn.weight is None else turn.weight for turn in turns)
 
 
 # Texts
 
 
 def _read_text(row: Row) -> Text:
-    text = _string(row[_TEXT], _TEXT)
+    text = _string(row["text"], "text")
     if not text:
         raise DataError("text is empty.")
     return Text(text)
@@ -215,6 +240,7 @@ def _read_tokens(row: Row, key: str) -> Tokenized:
     weights = _from_labels(row, key, tokens) if masks == ["labels"] else _from_mask(row, masks[0])
     if len(weights) != len(tokens):
         raise DataError(f"{key} has {len(tokens):,} numbers, but {masks[0]} has {len(weights):,}.")
+    check_documents(row, key, len(tokens))
     if not any(weights[1:]):
         raise DataError(f"{masks[0]} supervises no token after the first token, so the row has no loss.")
     return Tokenized(np.array(tokens, dtype=np.int32), np.array(weights, dtype=np.float32))
@@ -247,12 +273,20 @@ def _numbers(row: Row, key: str, types: tuple[type, ...], expected: str) -> list
     return values
 
 
-_SHAPES: dict[tuple[str, ...], Callable[[Row], Chat | Tokenized]] = {
+_SHAPES: dict[tuple[str, ...], Callable[[Row], Chat | Text | Tokenized]] = {
     ("messages",): partial(_read_messages, key="messages"),
     ("conversations",): partial(_read_messages, key="conversations"),
     ("prompt", "completion"): _read_completion,
     ("instruction", "output"): _read_instruction,
     ("tokens",): partial(_read_tokens, key="tokens"),
     ("input_ids",): partial(_read_tokens, key="input_ids"),
+    _TEXT: _read_text,
 }
-_KNOWN = ", or ".join([*(" and ".join(keys) for keys in _SHAPES), _TEXT])
+_KNOWN = ", or ".join(" and ".join(keys) for keys in _SHAPES)
+_CHATS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
+# Keys that are read beside those of the format.  Chats also have CHAT_KEYS.
+_FURTHER_KEYS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("instruction", "output"): ("input", "history"),
+    ("tokens",): (*_MASKS, "labels", *DOCUMENT_KEYS),
+    ("input_ids",): (*_MASKS, "labels", *DOCUMENT_KEYS),
+}

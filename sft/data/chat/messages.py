@@ -1,14 +1,13 @@
-"""Checks the messages of a chat one by one, and converts all notations to one form.
+"""What every module knows of a message: its roles and keys, its tool calls, its texts, and how errors quote it.
 
-Decides which roles, contents, tool calls and weights of messages are valid, in OpenAI's notation (role, content) and in
-ShareGPT's (from, value).  Other keys are passed to the chat template unchanged.  Errors name the message.
-`formats.py` reads the other keys of a row.
+Decides which tool calls are valid, and which weights.  The arguments of a call stay as the row has them, text or
+object, because templates differ in the form that they need (`with_arguments`).  `checked_messages.py` checks messages.
 """
 
 import json
 import re
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from datetime import date, time, timedelta
+from typing import Any
 
 from sft.data.read.strict_json import parse_json
 from sft.errors import DataError
@@ -21,77 +20,115 @@ THINKING = ("reasoning_content", "thinking", "reasoning")  # keys of a message; 
 THOUGHT = re.compile(r"(\s*(?:<think>)?\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)
 ROLES = ("system", "user", "assistant", "tool")
 
-_ALIASES = {"developer": "system"} | {role: role for role in ROLES}
-_SENDERS = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bard": "assistant",
-    "bing": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "function_call": "assistant",
-}
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-# These switches must be true or false, because a number under the key `loss` may be a measured loss.
-_SWITCHES = ("train", "training", "loss")
 _SMALLEST_WEIGHT, _LARGEST_WEIGHT = 1e-6, 1e6  # products do not overflow or underflow in float32
 
 
-class CheckedMessage(NamedTuple):
-    """A message that has been checked."""
-
-    message: Message
-    weight: float | None  # None if the message has no weight
-    where: str  # name of the message in errors
+# Tool calls
 
 
-def read_messages(messages: object, name: str) -> list[CheckedMessage]:
-    """Checked messages of a list, or of a list's JSON text.  Raises DataError.
+def read_calls(calls: object, role: str, where: str) -> list[dict[str, Any]]:
+    """The calls of a message in OpenAI's form, from a list or its JSON text.  Raises DataError."""
+    if isinstance(calls, str):
+        calls = read_json(calls, f"{where}: tool_calls")
+    if calls is None or calls == []:
+        return []
+    if role != "assistant":
+        raise DataError(f"{where} ({role}) has tool_calls; only an assistant message may have tool_calls.")
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise DataError(f"{where} has tool_calls, but their value is not a list of objects.")
+    return [_read_call(call, where) for call in calls]
 
-    [{"from": "human", "value": "Six?"}]  ->  [CheckedMessage({"role": "user", "content": "Six?"}, None, "message 1")]
+
+def _read_call(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """A call in OpenAI's form, with the arguments of the row.
+
+    {"name": "f", "arguments": '{"x": 1}'}  ->  {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     """
-    if isinstance(messages, str):
-        messages = read_json(messages, name)
-    if isinstance(messages, dict):
-        messages = _from_lists(messages)
-    if not isinstance(messages, list) or not messages:
-        raise DataError(f"{name} must be a list of at least one message; got {type_name(messages)}.")
-    prefix = f"{name} " if name in ("prompt", "completion") else ""
-    return [_read_message(message, f"{prefix}message {number}") for number, message in enumerate(messages, start=1)]
+    call = {key: value for key, value in raw.items() if value is not None}
+    if "function" not in call:
+        inner = {key: call.pop(key) for key in ("name", "arguments") if key in call}
+        call = {"type": "function", **call, "function": inner}
+    function = call["function"]
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise DataError(f"{where} has a tool call without the name of a function.")
+    if "parameters" in {**function, **call}:
+        raise DataError(f"{where} has a tool call with the key parameters; the key must be arguments.")
+    if not isinstance(call.get("id", ""), str):
+        raise DataError(f"{where} has a tool call with id {type_name(call['id'])}; an id must be a string.")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
+        read_json(arguments, f"{where}: arguments of {shortened(function['name'])}")
+    elif not isinstance(arguments, dict | str | None):
+        raise DataError(f"{where} has a tool call with {type_name(arguments)} as arguments; expected an object.")
+    return call
 
 
-def _from_lists(lists: dict[str, Any]) -> object:
-    """The messages of an object of lists, as older versions of `datasets` store a list of objects.
+def with_arguments(messages: list[Message], as_text: bool) -> list[Message]:
+    """The messages with all arguments of calls as objects, or all as JSON texts.  A text that is no object stays.
 
-    {"role": ["user", "assistant"], "content": ["a", "b"]}  ->  two messages; any other object stays as it is
+        row                 as_text=False       as_text=True
+        {"x": "é"}          {"x": "é"}          '{"x": "é"}'
+        '{"x": 1}'          {"x": 1}            '{"x": 1}'
+        "print(1)"          "print(1)"          "print(1)"
+        "", null, missing   {}                  "{}"
+
+    Messages without calls are not copied.
     """
-    if not lists or not all(isinstance(column, list) for column in lists.values()):
-        return lists
-    if len({len(column) for column in lists.values()}) > 1:
-        return lists
-    return [dict(zip(lists, values)) for values in zip(*lists.values())]
+    return [
+        (
+            {**message, "tool_calls": [_with_arguments(call, as_text) for call in message["tool_calls"]]}
+            if message.get("tool_calls")
+            else message
+        )
+        for message in messages
+    ]
 
 
-def check_calls(turns: Sequence[CheckedMessage]) -> None:
-    """Raises DataError if two tool calls share an id, or if a result names a call that no earlier message makes."""
-    made: set[str] = set()
-    for message, _, where in turns:
-        for call in message.get("tool_calls", []):
-            if "id" in call:
-                if call["id"] in made:
-                    raise DataError(f"{where} has a second tool call with id {shortened(to_json(call['id']))}.")
-                made.add(call["id"])
-        answered = message.get("tool_call_id")
-        if answered is not None and (not isinstance(answered, str) or answered not in made):
-            raise DataError(
-                f"{where} answers tool call {shortened(to_json(answered))}, but no earlier message has this call."
-            )
+def _with_arguments(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
+    if "function" in call:
+        return {**call, "function": _with_arguments(call["function"], as_text)}
+    arguments = call.get("arguments")
+    if arguments is None or arguments == "":
+        arguments = {}
+    if isinstance(arguments, str) and not as_text and arguments.lstrip().startswith("{"):
+        arguments = read_json(arguments, "arguments")
+    elif isinstance(arguments, dict) and as_text:
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "arguments": arguments}
+
+
+# Texts
+
+
+def text_of(message: Message) -> str:
+    """The text of a message's content, without thinking.  No content: "" """
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def with_reasoning_keys(messages: list[Message]) -> list[Message]:
+    """The messages with the thinking parts of their contents under the key reasoning_content.
+
+    {"content": [{"type": "thinking", "thinking": "sum"}, {"type": "text", "text": "4"}]}
+    -> {"content": "4", "reasoning_content": "sum"}
+
+    Messages without thinking parts are not copied.
+    """
+    return [
+        (
+            {**message, "content": text_of(message), "reasoning_content": _thinking_of(message["content"])}
+            if isinstance(message.get("content"), list)
+            else message
+        )
+        for message in messages
+    ]
+
+
+def _thinking_of(parts: list[dict[str, Any]]) -> str:
+    return "".join(part.get("thinking", "") for part in parts)
+
+
+# Values, and how errors quote them
 
 
 def read_weight(value: Any, name: str) -> float:
@@ -124,6 +161,8 @@ def type_name(value: Any) -> str:
         return "a list" if value else "an empty list"
     if isinstance(value, dict):
         return "an object"
+    if isinstance(value, date | time | timedelta):
+        return f"the time {value}"
     return "a string" if isinstance(value, str) else shortened(to_json(value))
 
 
@@ -137,127 +176,6 @@ def quoted(text: str, limit: int = 80) -> str:
     return to_json(shortened(text, limit))
 
 
-def _read_message(raw: object, where: str) -> CheckedMessage:
-    if not isinstance(raw, dict):
-        raise DataError(f"{where} must be an object with role and content; got {type_name(raw)}.")
-    message = {key: value for key, value in raw.items() if value is not None}
-    weight = _take_weight(message, where)
-    if "from" in message and "role" not in message:
-        message = _from_sharegpt(message, where)
-    role = message.get("role")
-    if not isinstance(role, str) or role not in _ALIASES:
-        got = f"role {shortened(to_json(role))}" if "role" in message else "no role"
-        raise DataError(f"{where} has {got}; expected one of {', '.join(ROLES)}.")
-    message["role"] = role = _ALIASES[role]
-    calls = _read_calls(message.pop("tool_calls", None), role, where)
-    content = _read_content(message, role, bool(calls), where)
-    if content is not None:
-        message["content"] = content
-    if calls:
-        message["tool_calls"] = calls
-    if role == "assistant" and not (content or "").strip() and not calls:
-        raise DataError(f"{where} (assistant) is empty: the model would learn to end a turn without any text.")
-    _check_rest(message, role, where)
-    return CheckedMessage(message, weight, where)
-
-
-def _take_weight(message: Message, where: str) -> float | None:
-    """Removes the weight from a message, because a template has no use for it, and returns it."""
-    weights = {name: message.pop(name) for name in ("weight", *_SWITCHES) if name in message}
-    if len(weights) > 1:
-        raise DataError(f"{where} has {' and '.join(weights)}, which have the same meaning.  Keep one of them.")
-    for name, value in weights.items():
-        if name in _SWITCHES and not isinstance(value, bool):
-            raise DataError(f"{where} has {name} {type_name(value)}; expected true or false (weight takes a number).")
-        return read_weight(value, f"the weight of {where}")
-    return None
-
-
-def _from_sharegpt(message: Message, where: str) -> Message:
-    sender, value = message["from"], message.get("value")
-    if not isinstance(sender, str) or sender not in _SENDERS:
-        raise DataError(f"{where} is from {shortened(to_json(sender))}; expected one of {', '.join(_SENDERS)}.")
-    if not isinstance(value, str):
-        raise DataError(f"{where} (from {sender}) must have a string as value; got {type_name(value)}.")
-    rest = {key: item for key, item in message.items() if key not in ("from", "value")}
-    key = "tool_calls" if sender == "function_call" else "content"
-    if key in rest:
-        raise DataError(f"{where} has a value and {key}, which have the same meaning.  Keep one of them.")
-    if sender != "function_call":
-        return {**rest, "role": _SENDERS[sender], "content": value}
-    calls = read_json(value, f"{where} (from function_call)")
-    return {**rest, "role": "assistant", "tool_calls": calls if isinstance(calls, list) else [calls]}
-
-
-def _read_content(message: Message, role: str, calls: bool, where: str) -> str | None:
-    content = message.get("content")
-    if isinstance(content, list):
-        return "".join(_text_part(part, role, where) for part in content)
-    if not isinstance(content, str) and not (content is None and calls):
-        raise DataError(f"{where} ({role}) must have a string as content; got {type_name(content)}.")
-    return content
-
-
-def _text_part(part: object, role: str, where: str) -> str:
-    if not isinstance(part, dict):
-        raise DataError(
-            f"{where} ({role}) must have a string, or parts of type text, as content; got {type_name(part)}."
-        )
-    if part.get("type") != "text":
-        raise DataError(
-            f"{where} ({role}) has a part of type {shortened(to_json(part.get('type')))}; only parts of type text are "
-            "supported."
-        )
-    if not isinstance(part.get("text"), str):
-        raise DataError(f"{where} ({role}) has a part of type text without the key text.")
-    return str(part["text"])
-
-
-def _read_calls(calls: object, role: str, where: str) -> list[dict[str, Any]]:
-    if isinstance(calls, str):
-        calls = read_json(calls, f"{where}: tool_calls")
-    if calls is None or calls == []:
-        return []
-    if role != "assistant":
-        raise DataError(f"{where} ({role}) has tool_calls; only an assistant message may have tool_calls.")
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise DataError(f"{where} has tool_calls, but their value is not a list of objects.")
-    return [_read_call(call, where) for call in calls]
-
-
-def _read_call(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """A call in OpenAI's form, with an object as arguments: templates would quote a string twice (transformers#45419).
-
-    {"name": "f", "arguments": '{"x": 1}'}  ->  {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    """
-    call = {key: value for key, value in raw.items() if value is not None}
-    if "function" not in call:
-        inner = {key: call.pop(key) for key in ("name", "arguments") if key in call}
-        call = {"type": "function", **call, "function": inner}
-    function = call["function"]
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise DataError(f"{where} has a tool call without the name of a function.")
-    if "parameters" in {**function, **call}:
-        raise DataError(f"{where} has a tool call with the key parameters; the key must be arguments.")
-    if not isinstance(call.get("id", ""), str):
-        raise DataError(f"{where} has a tool call with id {type_name(call['id'])}; an id must be a string.")
-    arguments = function.get("arguments")
-    if arguments is None or arguments == "":
-        arguments = {}
-    elif isinstance(arguments, str) and arguments.lstrip().startswith("{"):
-        arguments = read_json(arguments, f"{where}: arguments of {shortened(function['name'])}")
-    elif not isinstance(arguments, (dict, str)):
-        raise DataError(f"{where} has a tool call with {type_name(arguments)} as arguments; expected an object.")
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _check_rest(message: Message, role: str, where: str) -> None:
-    if "function_call" in message:
-        raise DataError(f"{where} has function_call, an older form of tool_calls.  Use tool_calls.")
-    thoughts = {name: message[name] for name in _REASONING if name in message}
-    for name, thought in thoughts.items():
-        if role != "assistant" or not isinstance(thought, str):
-            got = f"of the {role}" if role != "assistant" else type_name(thought)
-            raise DataError(f"{where} has {name}, which is {got}; expected a string in an assistant message.")
-    if len(set(thoughts.values())) > 1:
-        raise DataError(f"{where} has {' and '.join(thoughts)}, whose values differ.  Keep one of them.")
+def as_unicode(text: str) -> str:
+    """The text with half surrogate pairs as escapes, which UTF-8 can hold."""
+    return text.encode("utf-8", "backslashreplace").decode()

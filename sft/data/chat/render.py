@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from sft.data.chat.formats import Chat
-from sft.data.chat.messages import THINKING, Message, Tools
+from sft.data.chat.messages import THINKING, Message, Tools, with_arguments, with_reasoning_keys
 from sft.data.chat.tokenizer import FolderTokenizer
 from sft.errors import DataError
 
@@ -67,7 +67,7 @@ def prepared(messages: list[Message]) -> list[Message]:
     {"thinking": "so"}                     -> {"thinking": "so", "reasoning_content": "so"}
     """
     result = []
-    for message in messages:
+    for message in with_arguments(with_reasoning_keys(messages), as_text=False):
         present = {
             key: value if type(value) is str else _plain(value) for key, value in message.items() if value is not None
         }

@@ -14,6 +14,7 @@ import numpy as np
 
 from sft.data.cache.corpus import Corpus, file_names
 from sft.data.cache.omissions import FileOmission, add_up
+from sft.data.cache.unused_keys import KeyCounter
 from sft.data.read.rows import DataFile
 from sft.parallel.alignment import aligned
 
@@ -21,6 +22,7 @@ from sft.parallel.alignment import aligned
 _ADDED = (
     *("rows", "samples", "tokens_repeated", "rows_cut", "rows_windowed", "samples_windowed", "tokens_cut"),
     *("supervised_cut", "rows_dropped", "tokens_dropped", "supervised_dropped", "rows_skipped", "chats"),
+    "rows_unwanted",
 )
 
 
@@ -96,6 +98,9 @@ class Counts:
     histogram: tuple[Bucket, ...]
     chats: int  # rows that are chats
     omitted: tuple[FileOmission, ...]  # texts that the chat template leaves out; several files: without row numbers
+    rows_unwanted: int  # rows that are dropped by their label
+    unused: tuple[tuple[str, int], ...]  # keys that nothing reads, and numbers of rows; the most frequent is first
+    unused_others: int  # the sum of these numbers for further keys
 
 
 def of_files(data: DataSet) -> list[Counts]:
@@ -127,8 +132,10 @@ def counts_of(
     supervised = sum(report.supervised_kept for report in reports)
     omitted = [omission for report in reports for omission in report.omitted]
     reasons: Counter[str] = Counter()
+    unused = KeyCounter()
     for report in reports:
         reasons.update(dict(report.reasons))
+        unused.add(report.unused)
     return Counts(
         name=name,
         path=path,
@@ -145,6 +152,8 @@ def counts_of(
         reasons=tuple(sorted(reasons.items(), key=lambda item: (-item[1], item[0]))),
         histogram=histogram(full),
         omitted=reports[0].omitted if len(reports) == 1 else add_up(omitted, rows_listed=0),
+        unused=unused.listed,
+        unused_others=unused.others + sum(report.unused_others for report in reports),
         **{field: sum(getattr(report, field) for report in reports) for field in _ADDED},
     )
 

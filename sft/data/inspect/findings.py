@@ -133,6 +133,7 @@ def of_rows(data: DataSet, config: DataConfig) -> list[Finding]:
     """Findings about rows that were skipped, and rows whose padded length exceeds seq_length."""
     reports = [data.corpus.row_reports[path] for path in data.paths]
     num_rows, num_skipped = sum(report.rows for report in reports), sum(report.rows_skipped for report in reports)
+    num_used = num_rows - num_skipped - sum(report.rows_unwanted for report in reports)
     num_long = 0
     skipped: list[str] = []
     long: list[str] = []
@@ -143,7 +144,7 @@ def of_rows(data: DataSet, config: DataConfig) -> list[Finding]:
         long += [row_name(path, int(number)) for number in numbers[:NUM_EXAMPLES]]
     return [
         finding("unusable", num_skipped, num_rows, skipped),
-        finding("too_long", num_long, num_rows - num_skipped, long),
+        finding("too_long", num_long, num_used, long),
     ]
 
 

@@ -9,6 +9,7 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from sft.data.cache.unused_keys import describe_unused
 from sft.data.inspect.counts import Counts
 from sft.data.inspect.findings import Finding
 from sft.data.inspect.preview import Piece, Preview
@@ -147,11 +148,14 @@ def _files(survey: Survey) -> Iterator[str]:
     yield from _table([header, *body], left=2)
     losses = [line for counts in survey.files for line in _losses(counts)]
     yield from losses or (["nothing is cut, dropped or skipped"] if survey.refused is None else [])
+    for counts in survey.files:
+        if counts.unused:
+            yield f"{_file(counts)}: {visible(describe_unused(counts.unused, counts.unused_others))}"
 
 
 def _losses(counts: Counts) -> Iterator[str]:
     """Lines about rows of a file that data.over_long or data.on_bad_row changes or drops."""
-    name = counts.name if counts.part == "train" else f"{counts.name} ({counts.part})"
+    name = _file(counts)
     if counts.rows_windowed:
         made = f"{counts.samples_windowed:,} windows of {_rows(counts.rows_windowed)}"
         share = percent(counts.tokens_repeated, counts.tokens)
@@ -170,8 +174,14 @@ def _losses(counts: Counts) -> Iterator[str]:
         reasons = "; ".join(f"{count:,} x {visible(reason)}" for reason, count in counts.reasons[:_REASONS])
         more = "; ..." if len(counts.reasons) > _REASONS else ""
         yield f"{name}: data.on_bad_row skips {_rows(counts.rows_skipped)}: {reasons}{more}"
+    if counts.rows_unwanted:
+        yield f"{name}: label false drops {_rows(counts.rows_unwanted)}"
     for omitted in counts.omitted:
         yield f"{name}: the chat template leaves out {omitted.describe(counts.chats)}; {visible(omitted.why)}"
+
+
+def _file(counts: Counts) -> str:
+    return counts.name if counts.part == "train" else f"{counts.name} ({counts.part})"
 
 
 def _rows(count: int) -> str:

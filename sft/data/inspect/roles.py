@@ -15,7 +15,7 @@ from typing import NamedTuple
 from sft.console import Console
 from sft.data.chat.encode_chat import Supervise, weights_of_turns
 from sft.data.chat.formats import Chat, Text, Tokenized, read_row
-from sft.data.chat.messages import ROLES, Message, to_json
+from sft.data.chat.messages import ROLES, Message, text_of, to_json, with_arguments
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer
 from sft.data.inspect.counts import DataSet
 from sft.data.inspect.findings import NUM_EXAMPLES, Finding, finding
@@ -145,5 +145,6 @@ def _rows(data: DataSet, console: Console) -> Iterator[tuple[DataFile, int, Chat
 
 
 def _text(message: Message) -> str:
+    [message] = with_arguments([message], as_text=False)
     calls = [to_json(call) for call in message.get("tool_calls") or []]
-    return "\n".join([message.get("content") or "", *calls]) if calls else message.get("content") or ""
+    return "\n".join([text_of(message), *calls]) if calls else text_of(message)

@@ -119,6 +119,19 @@ def row_name(path: DataFile, number: int) -> str:
     return f"{path}:{number}" if is_lines else f"{path} row {number}"
 
 
+def hint(path: DataFile, content: Content) -> str:
+    """A sentence for the error of a row, if the file seems to be JSON of another kind than its lines are read as."""
+    if isinstance(path, LoadedDataset) or kind_of(path) not in ("jsonl", "json") or not isinstance(content, bytes):
+        return ""
+    if content.startswith(b"[") and kind_of(path) == "jsonl":
+        return "  If the file is one JSON list of rows, give it a name that ends with .json instead of .jsonl."
+    if content == b"{":
+        return (
+            "  If an object fills several lines, write it in one line, or put all objects into a list in a .json file."
+        )
+    return ""
+
+
 def index_rows(path: DataFile) -> RowIndex:
     """The index of a file, made in one pass over its bytes, or over the headers of a table.  Raises DataError."""
     if isinstance(path, LoadedDataset):

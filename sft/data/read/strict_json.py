@@ -8,6 +8,7 @@ knows neither files nor row numbers.
 import json
 import math
 import re
+from collections import Counter
 from typing import Any, NamedTuple
 
 from sft.errors import DataError
@@ -65,8 +66,8 @@ def _decode(content: bytes) -> str:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise DataError(f"key {next(name for name in names if names.count(name) > 1)!r} appears twice in one object.")
+        counts = Counter(name for name, _ in pairs)
+        raise DataError(f"key {next(name for name in counts if counts[name] > 1)!r} appears twice in one object.")
     return value
 
 

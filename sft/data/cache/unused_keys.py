@@ -1,0 +1,52 @@
+"""Adds up which keys of rows nothing reads, in memory that does not grow with the file.
+
+Decides how many names are counted and listed.  `chat/formats.py` decides which keys are read.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from sft.data.chat.messages import to_json
+
+NAMES_LISTED = 100
+_NAMES_COUNTED = 10_000  # a file whose keys are data, such as {"user 17": ...}, has as many names as rows
+
+
+class KeyCounter:
+    """Counts rows by the name of a key.  The first 10,000 names of a file are counted, in the order of the file, so the
+    counts do not depend on how the rows were distributed among processes; other names are counted together."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._others = 0
+
+    def add(self, counts: Iterable[tuple[str, int]]) -> None:
+        """Adds the counts of the next rows of the file."""
+        for name, count in counts:
+            if name in self._counts or len(self._counts) < _NAMES_COUNTED:
+                self._counts[name] += count
+            else:
+                self._others += count
+
+    @property
+    def listed(self) -> tuple[tuple[str, int], ...]:
+        """The 100 most frequent names with their numbers of rows; equally frequent names by alphabet."""
+        return tuple(sorted(self._counts.items(), key=lambda item: (-item[1], item[0]))[:NAMES_LISTED])
+
+    @property
+    def others(self) -> int:
+        """The sum of the numbers of rows of all names that are not listed."""
+        return self._others + self._counts.total() - sum(count for _, count in self.listed)
+
+
+def describe_unused(listed: Sequence[tuple[str, int]], others: int) -> str:
+    """keys not used: id (500 rows), source (1 row), and other keys 7 times
+
+    Names that are not printable are quoted, with escapes.
+    """
+    names = [f"{name if name.isprintable() else to_json(name)} ({_rows(count)})" for name, count in listed]
+    return f"keys not used: {', '.join([*names, *([f'and other keys {others:,} times'] if others else [])])}"
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} {'row' if count == 1 else 'rows'}"

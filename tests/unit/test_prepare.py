@@ -305,10 +305,13 @@ def test_bad_rows_are_skipped_and_listed(tmp_path: Path) -> None:
     ledger = corpus.row_reports[Path(path)]
     assert (ledger.rows, ledger.samples, ledger.rows_skipped, ledger.skipped) == (40, 37, 3, (19, 20, 27))
     not_json = "not JSON: Expecting property name enclosed in double quotes at column"
-    assert ledger.reasons == ((NO_ANSWER, 2), (f"{not_json} N of N characters.", 1))
+    assert ledger.reasons == ((NO_ANSWER, 2), (f"{not_json} N of N characters.  If an o...", 1))
+    several_lines = (
+        "  If an object fills several lines, write it in one line, or put all objects into a list in a .json file."
+    )
     [listed] = (tmp_path / "cache").glob("*/rejects.jsonl")
     assert [json.loads(line) for line in listed.read_text().splitlines()] == [
-        {"row": 19, "reason": f"{not_json} 2 of 1 characters."},
+        {"row": 19, "reason": f"{not_json} 2 of 1 characters.{several_lines}"},
         {"row": 20, "reason": NO_ANSWER},
         {"row": 27, "reason": NO_ANSWER},
     ]
@@ -350,7 +353,7 @@ def test_sft_data_prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     capsys.readouterr()
     assert main(["data", "prepare", path, *settings, "--sweep"]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert len([line for line in out if "removed c/" in line]) == 4 and out[-1].endswith("c: 4.1 KiB freed")
+    assert len([line for line in out if "removed c/" in line]) == 4 and out[-1].endswith("c: 4.3 KiB freed")
     data = config(train=["a.jsonl"])
     assert sorted(folder.name for folder in (tmp_path / "c").iterdir()) == sorted(
         ["mine", *(store_folder(Path("c"), Path(f), data, load_tokenizer(data)).name for f in ("a.jsonl", "b.jsonl"))]

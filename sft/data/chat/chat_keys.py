@@ -52,10 +52,10 @@ def read_system(row: Row) -> str:
     for key, text in texts.items():
         if not isinstance(text, str):
             raise DataError(f"{key} must be a string; got {type_name(text)}.")
-    given = [text for text in texts.values() if text]
-    if len(given) > 1:
+    written = [text for text in texts.values() if text]
+    if len(written) > 1:
         raise DataError("the row has system and system_prompt, which have the same meaning.  Keep one of them.")
-    return given[0] if given else ""
+    return written[0] if written else ""
 
 
 def read_variables(row: Row) -> dict[str, Any]:
@@ -100,10 +100,10 @@ def take_tools(row: Row, turns: list[CheckedMessage]) -> tuple[Tools, list[Check
         elif not is_empty(message.get("tools")):
             raise DataError(f"{where} ({message['role']}) has tools; only the row or a system message may have tools.")
         rest.append(turn._replace(message=message))
-    given = {name: tools for name, tools in sources.items() if tools}
-    if len(given) > 1:
-        raise DataError(f"the row has {' and '.join(given)}, which have the same meaning.  Keep one of them.")
-    return next(iter(given.values()), None), rest
+    sources = {name: tools for name, tools in sources.items() if tools}
+    if len(sources) > 1:
+        raise DataError(f"the row has {' and '.join(sources)}, which have the same meaning.  Keep one of them.")
+    return next(iter(sources.values()), None), rest
 
 
 def with_loss_mask(row: Row, turns: list[CheckedMessage]) -> list[CheckedMessage]:

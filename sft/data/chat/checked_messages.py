@@ -93,8 +93,8 @@ def check_calls(turns: Sequence[CheckedMessage]) -> None:
     for message, _, where in turns:
         ids = [call["id"] for call in message.get("tool_calls", []) if call.get("id")]
         if len(set(ids)) < len(ids):
-            twice = next(id_ for i, id_ in enumerate(ids) if id_ in ids[:i])
-            raise DataError(f"{where} has a second tool call with id {shortened(to_json(twice))}.")
+            repeated = next(id_ for i, id_ in enumerate(ids) if id_ in ids[:i])
+            raise DataError(f"{where} has a second tool call with id {shortened(to_json(repeated))}.")
         made.update(ids)
         answered = message.get("tool_call_id")
         if answered not in (None, "") and (not isinstance(answered, str) or answered not in made):

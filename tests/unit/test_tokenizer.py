@@ -112,9 +112,7 @@ def test_digest_follows_tokenizer_and_template(folder: Path, tmp_path: Path) -> 
         (copy / name).write_bytes(b"{}")
     assert digest() == original
     (copy / "config.json").write_text('{"model_type": "qwen2", "num_hidden_layers": 2}')
-    as_qwen2 = digest()  # transformers chooses another class, which normalises texts
-    (copy / "config.json").write_text('{"model_type": "qwen2", "num_hidden_layers": 4, "transformers_version": "5.0"}')
-    assert digest() == as_qwen2 != original
+    assert digest() == original  # transformers would choose another class, which normalises texts
     (copy / "config.json").unlink()
     file.write_text(template("chatml"))
     assert digest(chat_template=str(file)) == original
@@ -135,7 +133,7 @@ def test_folders_that_are_no_tokenizer(folder: Path, tmp_path: Path) -> None:
     for settings, complaint in (
         ({"tokenizer": "org/model"}, "folder org/model does not exist.  data.tokenizer is byte"),
         ({"tokenizer": str(other)}, r"has no tokenizer \(it holds config.json\).  data.tokenizer is byte"),
-        ({"tokenizer": str(damaged)}, "is not a usable tokenizer folder"),
+        ({"tokenizer": str(damaged)}, r"tokenizer.json of \S+ is not a usable tokenizer: EOF"),
         ({"tokenizer": str(folder), "chat_template": "nowhere.jinja"}, "nowhere.jinja cannot be read: .*No such file"),
         ({"chat_template": "chat.jinja"}, "chat.jinja has no effect with data.tokenizer = byte"),
     ):

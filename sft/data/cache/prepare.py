@@ -27,6 +27,7 @@ from sft.data.cache.loaded_datasets import open_inputs
 from sft.data.cache.omissions import refusal
 from sft.data.cache.row_report import Reject
 from sft.data.cache.store import Store, open_store, publish, put_aside, write_store
+from sft.data.cache.tokenizer_notes import say_notes
 from sft.data.cache.workers import FileJob, PartResult, make_part, make_parts, part_path, part_ranges, read_part
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.read.rows import DataFile, index_rows, row_name
@@ -87,8 +88,9 @@ def num_processes(data: DataConfig) -> int:
 def prepare_recipe(
     config: Config, tokenizer: ChatTokenizer, console: Console, *, verify: bool = False
 ) -> dict[str, Corpus]:
-    """The corpora of a recipe: `train`, then every held-out set by its name."""
+    """The corpora of a recipe: `train`, then every held-out set by its name.  Says notes about the tokenizer."""
     train = prepare_train(config, tokenizer, console, verify=verify)
+    say_notes(tokenizer, train.files, console)
     return {"train": train, **prepare_held_out(config, tokenizer, console, verify=verify)}
 
 

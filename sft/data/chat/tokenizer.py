@@ -21,11 +21,11 @@ import numpy as np
 
 from sft.config import DataConfig
 from sft.data.chat.template import ChatTemplate, TurnDelimiters, learn_delimiters
+from sft.data.chat.tokenizer_files import TokenizerFiles, encode, read_tokenizer, template_for
 from sft.errors import DataError
 
 BYTE_CONTROL = {"<|im_start|>": 256, "<|im_end|>": 257, "<|pad|>": 258}
 _BYTE_DIGEST = hashlib.sha256(b"sft byte tokenizer 1").hexdigest()
-_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _Ids = tuple[int, ...]
 
 
@@ -87,7 +87,7 @@ class FolderTokenizer:
     control: re.Pattern[str]  # matches control tokens: special tokens, and tokens that end a turn
     control_names: dict[int, str]  # control tokens by their ids
     control_heads: tuple[str, ...]  # the first two characters of control tokens, for a faster search
-    hf: Any
+    files: TokenizerFiles
 
     @property
     def template(self) -> ChatTemplate:
@@ -114,8 +114,8 @@ class FolderTokenizer:
         """A digest of everything that decides which tokens a row gets: the tokenizer as it was loaded, its special
         tokens and the chat template.  Files that do not change these, such as config.json, do not change the digest."""
         facts = {
-            "backend": self.hf.backend_tokenizer.to_str(),
-            "special": {name: str(token) for name, token in self.hf.special_tokens_map.items()},
+            "backend": self.files.backend.to_str(),
+            "special": self.files.special_tokens,
             "text": [self.around_text, self.eos_id],
             "template": self.chat_template and [self.chat_template.source, self.chat_template.switches],
         }
@@ -138,16 +138,14 @@ class FolderTokenizer:
 
     def encode(self, text: str, *, as_text: bool = False) -> Encoded:
         """Ids of `text`, without added special tokens or truncation.  `as_text` splits <|im_end|> into "<", "|", ..."""
-        backend = self.hf.backend_tokenizer
+        backend = self.files.backend
 
         def offsets() -> np.ndarray:
-            backend.encode_special_tokens = as_text
-            spans = backend.encode(text, add_special_tokens=False).offsets
+            spans = encode(backend, text, as_text=as_text, offsets=True).offsets
             return np.fromiter(chain.from_iterable(spans), dtype=np.int32, count=2 * len(spans))
 
-        backend.encode_special_tokens = as_text
         # Encoding without offsets gives the same ids and takes a fifth less time.
-        return Encoded(np.array(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32), offsets)
+        return Encoded(np.array(encode(backend, text, as_text=as_text).ids, np.int32), offsets)
 
     def encode_as_text(self, text: str, masked: str, ids: np.ndarray) -> Encoded | None:
         """Tokens of a piece of a chat in which control strings are plain text; None if no proof of that exists.
@@ -174,16 +172,16 @@ class FolderTokenizer:
     @cached_property
     def normalizes(self) -> bool:
         """Whether the tokenizer changes text before it tokenises it."""
-        return self.hf.backend_tokenizer.normalizer is not None
+        return self.files.backend.normalizer is not None
 
     def normalize(self, text: str) -> str:
         """`text` after the tokenizer's own normaliser (for instance, Qwen's composes accents)."""
-        normalizer = self.hf.backend_tokenizer.normalizer
+        normalizer = self.files.backend.normalizer
         return text if normalizer is None else str(normalizer.normalize_str(text))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of `ids`, control tokens included, spaces untouched."""
-        return str(self.hf.backend_tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False))
+        return str(self.files.backend.decode(np.asarray(ids).tolist(), skip_special_tokens=False))
 
 
 ChatTokenizer = ByteTokenizer | FolderTokenizer
@@ -219,69 +217,35 @@ def load_tokenizer(data: DataConfig, name: str | None = None, folder: Path | Non
 
 
 def _load_folder(name: str, folder: Path, template_file: str | None, switches: dict[str, Any]) -> FolderTokenizer:
-    hf = _read_folder(name, folder)
-    template = _choose_template(hf, name, template_file, switches)
-    backend = hf.backend_tokenizer
-    # A length limit saved in the folder would cut texts.
-    backend.no_truncation()
-    backend.no_padding()
-    around_text = _around_text(backend)
-    # The template alone places the control tokens of a chat.  A post-processor would also remove spaces from the
-    # character spans of tokens (ByteLevel's trim_offsets).
-    backend.post_processor = None
-    vocabulary = hf.get_vocab()
-    special = {str(token): i for i, token in hf.added_tokens_decoder.items() if token.special}
-    delimiters = None if template is None else learn_delimiters(template, hf.get_added_vocab(), special)
+    files = read_tokenizer(name, folder)
+    template = _choose_template(files, name, template_file, switches)
+    backend = files.backend
+    vocabulary, special = backend.get_vocab(), files.special_ids
+    delimiters = None if template is None else learn_delimiters(template, files.added_ids, special)
     names = {**special, **{end: vocabulary[end] for end in (delimiters.ends if delimiters else ())}}
     # Longer names come first: if one name begins with another, the longer one must match.
     control = sorted(names, key=len, reverse=True)
-    pad = hf.pad_token_id if hf.pad_token_id is not None else hf.eos_token_id
+    pad = files.pad_id if files.pad_id is not None else files.eos_id
     return FolderTokenizer(
         name=name,
         vocab_size=max(vocabulary.values()) + 1,  # len() is too small if some ids are unused
         pad_id=0 if pad is None else int(pad),
-        eos_id=hf.eos_token_id,
-        around_text=around_text,
+        eos_id=files.eos_id,
+        around_text=files.around_text,
         chat_template=template,
         turn_delimiters=delimiters,
         control_names={i: token for token, i in names.items()},
         control_heads=tuple(sorted({token[:2] for token in control})),
         control=re.compile("|".join(re.escape(token) for token in control) or "(?!)"),  # (?!) never matches
-        hf=hf,
+        files=files,
     )
 
 
-def _read_folder(name: str, folder: Path) -> Any:
-    expected = "data.tokenizer is byte (built in, no file), a folder with tokenizer.json, or a model on the hub"
-    if not folder.is_dir():
-        raise DataError(f"tokenizer folder {name} does not exist.  {expected}.")
-    names = sorted(path.name for path in folder.iterdir())
-    held = ", ".join(names[:6]) or "nothing"
-    if not any(file in names for file in _VOCABULARIES):  # transformers might make an empty tokenizer of config.json
-        raise DataError(f"{name} has no tokenizer (it holds {held}).  {expected}.")
-    from transformers import AutoTokenizer
-
-    try:
-        hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # tokenizer classes of transformers may raise any error
-        reason = str(error).strip().splitlines()
-        raise DataError(
-            f"{name} is not a usable tokenizer folder (it holds {held}): "
-            f"{reason[0].strip() if reason else type(error).__name__}  {expected}."
-        ) from error
-    if not hf.is_fast:
-        raise DataError(
-            f"the tokenizer of {name} has no character offsets, so the supervised tokens cannot be verified.  Save "
-            "the tokenizer in the fast format (tokenizer.json)."
-        )
-    return hf
-
-
-def _choose_template(hf: Any, name: str, template_file: str | None, switches: dict[str, Any]) -> ChatTemplate | None:
+def _choose_template(
+    files: TokenizerFiles, name: str, template_file: str | None, switches: dict[str, Any]
+) -> ChatTemplate | None:
     """The template of the file or of the tokenizer; None if there is none, which suffices for texts and tokens."""
-    source, template_name = hf.chat_template, f"of {name}"
-    if isinstance(source, dict):
-        source = source.get("default")
+    source, template_name = template_for(files, has_tools=False), f"of {name}"
     if template_file is not None:
         try:
             source, template_name = Path(template_file).read_text(encoding="utf-8"), template_file
@@ -294,17 +258,9 @@ def _choose_template(hf: Any, name: str, template_file: str | None, switches: di
                 "template.  Give one with data.chat_template, or remove data.chat_template_kwargs."
             )
         return None
-    template = ChatTemplate(source, template_name, dict(hf.special_tokens_map), switches)
+    template = ChatTemplate(source, template_name, dict(files.special_tokens), switches)
     _check_switches(template)
     return template
-
-
-def _around_text(backend: Any) -> tuple[_Ids, _Ids]:
-    """What the post-processor puts before and after a text.  Llama 3: ((128000,), ())"""
-    encoding = backend.encode("a", add_special_tokens=True)
-    mask = encoding.special_tokens_mask  # 1 1 0 1: two tokens before the text, one after it
-    first, last = mask.index(0), len(mask) - mask[::-1].index(0)
-    return tuple(encoding.ids[:first]), tuple(encoding.ids[last:])
 
 
 def _check_switches(template: ChatTemplate) -> None:

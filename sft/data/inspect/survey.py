@@ -19,6 +19,7 @@ from sft.config import DataConfig, Input
 from sft.console import Console
 from sft.data.cache.corpus import Corpus
 from sft.data.cache.prepare import prepare
+from sft.data.cache.tokenizer_notes import say_notes
 from sft.data.chat.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer
 from sft.data.inspect import findings
 from sft.data.inspect.counts import Counts, DataSet, Retention, counts_of, of_files, of_sources, retention
@@ -82,6 +83,7 @@ def take_survey(
         for part, files in {"train": data.train_files, **data.eval_sets}.items()
     ]
     train, *held_out = [data_set for data_set, _ in prepared]
+    say_notes(tokenizer, train.paths, console)
     facts = tokenizer_facts(tokenizer)
     ends = [*facts.end_of_turn_ids, *([] if facts.eos_id is None else [facts.eos_id])]  # eos ends a plain text
     scanned, *scans = [scan(data_set.corpus, ends, console) for data_set, _ in prepared]
@@ -158,7 +160,7 @@ def tokenizer_facts(tokenizer: ChatTokenizer) -> TokenizerFacts:
     if isinstance(tokenizer, ByteTokenizer):
         ends, masks = (BYTE_CONTROL[tokenizer.end_of_turn],), "built in"
     else:
-        eos, eos_id = tokenizer.hf.eos_token, tokenizer.eos_id
+        eos, eos_id = tokenizer.files.special_tokens.get("eos_token"), tokenizer.eos_id
         if tokenizer.chat_template is not None:
             ends = tuple(tokenizer.ids[end] for end in tokenizer.delimiters.ends)
             masks = "generation markers" if tokenizer.template.has_markers else "differences"

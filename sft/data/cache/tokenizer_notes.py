@@ -1,0 +1,61 @@
+"""Says once in a preparation what a user should know about the tokenizer: its files, and what transformers makes of it.
+
+Decides which texts of the data are compared: those of the first 100 rows of the first file, whatever their format.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from sft.console import Console
+from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer
+from sft.data.read.rows import DataFile, read_rows
+from sft.data.read.strict_json import parse
+from sft.errors import DataError
+
+NUM_ROWS = 100
+_CHARACTERS = 2000  # of each row
+
+
+def say_notes(tokenizer: ChatTokenizer, files: Sequence[DataFile], console: Console) -> None:
+    """Prints a line for each note.  Prints nothing for the byte tokenizer, and for most folders."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return
+    from sft.data.chat.tokenizer_comparison import compare_with_transformers, losses
+
+    name, own = tokenizer.name, tokenizer.files
+    compared = compare_with_transformers(name, own.folder, own, first_texts(files[0]))
+    for note in (*own.notes, compared, losses(name, own)):
+        if note is not None:
+            console.say(f"tokenizer: {note}")
+
+
+def first_texts(file: DataFile) -> list[str]:
+    """The texts within each of the first 100 rows, as one text a row.  Rows that cannot be read are left out.
+
+    {"messages": [{"role": "user", "content": "Hi"}]}  ->  "user\\nHi"
+    """
+    texts = []
+    try:
+        for _, content in islice(read_rows(file), NUM_ROWS):
+            try:
+                text = "\n".join(_strings(parse(content)))[:_CHARACTERS]
+            except DataError:  # the preparation reports the row
+                continue
+            if text:
+                texts.append(text)
+    except (DataError, OSError):
+        pass
+    return list(dict.fromkeys(texts))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All texts within a value, without keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _strings(part)
+    elif isinstance(value, list) and not (value and isinstance(value[0], int)):  # a list of token ids may be long
+        for part in value:
+            yield from _strings(part)

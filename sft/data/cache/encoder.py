@@ -56,7 +56,7 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
         try:
             value = parse(content)
             row = read_row(value)
-            encoded = encode_row(row, tokenizer, data.supervise)
+            encoded = encode_row(row, tokenizer, data)
         except UnwantedRow:
             unwanted.append(number)
             continue

@@ -15,7 +15,7 @@ text that the template left out.
 """
 
 import json
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from sft.data.chat.messages import THINKING, with_arguments, with_reasoning_keys
 from sft.data.chat.render import RenderedChat, render_chat
 from sft.data.chat.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer
 from sft.data.chat.tokens import TokenSpan, find_token_spans, tokenise
-from sft.data.chat.turns import find_turns
+from sft.data.chat.turns import Turn, find_turns
 from sft.errors import DataError
 
 Supervise = Literal["assistant", "last", "all"]
@@ -35,21 +35,32 @@ class Encoding(NamedTuple):
     """A row as tokens int32 [n], their weights float32 [n], and the rendered chat (None without a template).
 
     num_before  of a plain text: the number of tokens that the tokenizer puts before it; None for other rows
+    spelled     control tokens that stayed text, and the roles of the texts
     """
 
     tokens: np.ndarray
     weights: np.ndarray
     rendered: RenderedChat | None
     num_before: int | None = None
+    spelled: tuple[tuple[str, str], ...] = ()
 
 
-def encode_row(row: Chat | Text | Tokenized, tokenizer: ChatTokenizer, supervise: Supervise) -> Encoding:
+class Masking(Protocol):
+    """The keys of `data` that decide which tokens of a chat are supervised."""
+
+    @property
+    def supervise(self) -> Supervise: ...
+    @property
+    def supervise_inserted(self) -> bool: ...
+
+
+def encode_row(row: Chat | Text | Tokenized, tokenizer: ChatTokenizer, data: Masking) -> Encoding:
     """Tokens and weights of a row of any length.  Raises DataError.
 
     token ids 3 259, a tokenizer with 259 ids  ->  token 2 is 259, but the tokenizer has the ids 0 to 258.
     """
     if isinstance(row, Chat):
-        return encode_chat(row, tokenizer, supervise)
+        return encode_chat(row, tokenizer, data)
     if isinstance(row, Text):
         tokens, weights, num_before = encode_text(row, tokenizer)
         return Encoding(tokens, weights, None, num_before)
@@ -63,33 +74,72 @@ def encode_row(row: Chat | Text | Tokenized, tokenizer: ChatTokenizer, supervise
     return Encoding(row.tokens, row.weights, None)
 
 
-def encode_chat(chat: Chat, tokenizer: ChatTokenizer, supervise: Supervise = "assistant") -> Encoding:
-    """Tokens and weights of a chat.  Raises DataError if a mask cannot be proven, or if no token is supervised.
+def encode_chat(chat: Chat, tokenizer: ChatTokenizer, data: Masking) -> Encoding:
+    """Tokens and weights of a chat.  Raises DataError if a turn cannot be located, or if no token is supervised.
 
     user "a", assistant "b", byte tokenizer:
     <|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\nb<|im_end|>\\n      1: b <|im_end|>      0: all others
     """
-    by_message = weights_of_turns(chat, supervise)
-    rendered = None  # stays None for the byte tokenizer, whose own template leaves nothing out
+    by_message = weights_of_turns(chat, data.supervise)
+    rendered, spelled = None, ()  # the byte tokenizer's own template leaves nothing out
     if isinstance(tokenizer, ByteTokenizer):
         ids, spans = _encode_bytes(chat)
     else:
         rendered = render_chat(chat, tokenizer)
-        encoded = tokenise(rendered)
-        # If a turn has the same weight as the tokens around the turn, its position needs no proof.
-        unlike = [i for i, weight in by_message.items() if weight != (supervise == "all")]
-        ids, spans = encoded.ids, find_token_spans(find_turns(rendered, unlike), rendered, encoded)
-    weights = np.full(len(ids), float(supervise == "all"), dtype=np.float32)
+        tokenised = tokenise(rendered.reading, tokenizer)
+        ids, spelled = tokenised.encoded.ids, tuple(tokenised.spelled)
+        # If a turn has the same weight as the tokens around the turn, its position does not matter.
+        unlike = [i for i, weight in by_message.items() if weight != (data.supervise == "all")]
+        last = len(chat.messages) - 1
+        if data.supervise == "all" and chat.messages[last]["role"] == "assistant" and tokenizer.appends_end:
+            unlike = sorted({*unlike, last})
+        turns = _turns(rendered, unlike)
+        inserted = data.supervise_inserted
+        spans = find_token_spans(turns, rendered.reading.text, tokenised.encoded, tokenizer, inserted=inserted)
+        ids, spans = _with_final_end(ids, spans, rendered, turns)
+    weights = np.full(len(ids), float(data.supervise == "all"), dtype=np.float32)
     for span in spans:
         if span.message in by_message:
             weights[span.start : span.end] = by_message[span.message]
+            if not span.is_end_usual and data.supervise != "all":
+                weights[span.end_start : span.end] = 0
     weights[:1] = 0  # no token precedes and predicts the first token
     if not weights.any():
         raise DataError(
-            f"every token has weight 0 with data.supervise = {supervise}, so the chat has no loss.  Give an assistant "
-            "message a weight above 0, or remove the chat."
+            f"every token has weight 0 with data.supervise = {data.supervise}, so the chat has no loss.  Give an "
+            "assistant message a weight above 0, or remove the chat."
         )
-    return Encoding(ids, weights, rendered)
+    return Encoding(ids, weights, rendered, spelled=spelled)
+
+
+def _turns(rendered: RenderedChat, wanted: list[int]) -> list[Turn]:
+    tokenizer = rendered.tokenizer
+    messages, name = rendered.chat.messages, tokenizer.template.name
+    return find_turns(rendered.reading, messages, wanted, tokenizer.habits, rendered.prompt_after, name)
+
+
+def _with_final_end(
+    ids: np.ndarray, spans: list[TokenSpan], rendered: RenderedChat, turns: list[Turn]
+) -> tuple[np.ndarray, list[TokenSpan]]:
+    """Appends data.final_end if the template writes no end after the last turn of the chat."""
+    last = turns[-1] if turns else None
+    tokenizer = rendered.tokenizer
+    if last is None or last.text_end < last.end or last.end < len(rendered.reading.text):
+        return ids, spans
+    end = tokenizer.final_end_of(calls=bool(rendered.chat.messages[last.message].get("tool_calls")))
+    if end is None:
+        if tokenizer.final_end is None:
+            return ids, spans
+        ends = ", ".join(tokenizer.habits.ends) or "none"
+        raise DataError(
+            f"chat template {tokenizer.template.name} writes no token after the last answer, so the model would not "
+            "learn to stop, and generation_config.json names no token with which its turns end.  Set data.final_end "
+            f"to a control token, or to null for none.  Tokens that end turns of this template: {ends}."
+        )
+    ids = np.append(ids, np.int32(tokenizer.files.added_ids[end]))
+    span = next(span for span in reversed(spans) if span.message == last.message)
+    whole = span._replace(end=len(ids), end_start=len(ids) - 1, is_end_usual=True)
+    return ids, [whole if other is span else other for other in spans]
 
 
 def weights_of_turns(chat: Chat, supervise: Supervise) -> dict[int, float]:

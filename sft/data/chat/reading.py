@@ -91,10 +91,10 @@ class Reading:
         return self.text[self.marks[-1].end :] if self.marks else self.text
 
     @cached_property
-    def unwritten(self) -> list[Field]:
-        """The fields of which the template leaves out letters or digits; spaces do not count.
+    def unwritten(self) -> list[tuple[Field, list[tuple[int, int]]]]:
+        """The fields of which the template leaves out letters or digits, and these characters.
 
-        Parts of a text that a template writes as tags of its own, <think> and </think>, do not count either.
+        Spaces do not count, nor tags that templates write themselves: <think> and </think>.
         """
         written: dict[Field, list[tuple[int, int]]] = {}
         containers: set[tuple[int | None, str, tuple[str | int, ...]]] = set()
@@ -105,29 +105,27 @@ class Reading:
                     containers.add((source.message, source.role, source.path))
                 else:
                     written.setdefault(source, []).append((run.first, run.last))
-        return [
-            field
-            for field in self.fields
-            if not _is_written(field, written.get(field, []))
-            and not any((field.message, field.role, field.path[:n]) in containers for n in range(len(field.path)))
-        ]
+        hidden = "\0".join(self.text[run.start : run.end] for run in self.unknown)
+        missing = []
+        for field in self.fields:
+            gaps = _gaps(field.text, written.get(field, ()))
+            if not gaps or (hidden and field.text.strip() in hidden):
+                continue
+            if not any((field.message, field.role, field.path[:n]) in containers for n in range(len(field.path))):
+                missing.append((field, gaps))
+        return missing
 
 
-def _is_written(field: Field, spans: list[tuple[int, int]]) -> bool:
-    if not spans:
-        return not field.text.strip()
-    if len(spans) == 1:
-        start, end = spans[0]
-        rest = field.text[:start] + field.text[end:]
-    else:
-        rest, at = "", 0
-        for start, end in sorted(spans):
-            rest += field.text[at:start]
-            at = max(at, end)
-        rest += field.text[at:]
-    if not rest.strip():
-        return True
-    return not _TAGS.sub("", rest).strip()
+def _gaps(text: str, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The parts of a text outside of `spans` that hold letters or digits beside tags."""
+    if len(spans) == 1 and spans[0] == (0, len(text)):
+        return []
+    gaps, at = [], 0
+    for start, end in [*sorted(spans), (len(text), len(text))]:
+        if start > at and _TAGS.sub("", text[at:start]).strip():
+            gaps.append((at, start))
+        at = max(at, end)
+    return gaps
 
 
 def is_own(run: Run) -> bool:

@@ -1,7 +1,7 @@
 """Loads the tokenizer and the chat template of a run.
 
 Decides the files of both, the padding id, the true number of ids, the tokens around a plain text, and the digest that
-is part of cache keys.  `template.py` renders chats, and `turns.py` finds the assistant's turns.
+is part of cache keys.  `template.py` renders chats, and `habits.py` learns what a template does.
 
 There are two kinds: the built-in byte tokenizer, which needs no file, and any Hugging Face tokenizer folder.  No code
 of a folder runs.  A sandbox with a budget renders the folder's template (`sandbox.py`).
@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from sft.config import DataConfig
-from sft.data.chat.template import ChatTemplate, TurnDelimiters, learn_delimiters
+from sft.data.chat.habits import Habits, final_end, learn
+from sft.data.chat.template import ChatTemplate
 from sft.data.chat.tokenizer_files import TokenizerFiles, encode, read_tokenizer, template_for
 from sft.errors import DataError
 
@@ -75,101 +77,146 @@ class Encoded:
 
 @dataclass(frozen=True, kw_only=True)
 class FolderTokenizer:
-    """A Hugging Face tokenizer folder, with or without a chat template."""
+    """A Hugging Face tokenizer folder, with or without a chat template.
+
+    assistant_control  further control tokens that the text of an assistant may contain
+    final_end          token after a last answer that the template does not end; "auto": the template's own hand-over
+    """
 
     name: str
-    vocab_size: int
-    pad_id: int
-    eos_id: int | None
-    around_text: tuple[_Ids, _Ids]  # special tokens that the tokenizer puts before (BOS) and after a text
-    chat_template: ChatTemplate | None
-    turn_delimiters: TurnDelimiters | None
-    control: re.Pattern[str]  # matches control tokens: special tokens, and tokens that end a turn
-    control_names: dict[int, str]  # control tokens by their ids
-    control_heads: tuple[str, ...]  # the first two characters of control tokens, for a faster search
     files: TokenizerFiles
+    chat_template: ChatTemplate | None
+    assistant_control: frozenset[str] = frozenset()
+    final_end: str | None = "auto"
 
     @property
     def template(self) -> ChatTemplate:
         """The chat template.  Raises DataError if there is none, because only chats need one."""
         if self.chat_template is None:
-            raise self._has_no_template()
+            raise DataError(
+                f"the tokenizer of {self.name} has no chat template, so messages cannot be written as text.  Give one "
+                "with data.chat_template: a Jinja file, such as chat_template.jinja of a chat model."
+            )
         return self.chat_template
 
-    @property
-    def delimiters(self) -> TurnDelimiters:
-        """The delimiters of an assistant's turn.  Raises DataError if there is no chat template."""
-        if self.turn_delimiters is None:
-            raise self._has_no_template()
-        return self.turn_delimiters
+    @cached_property
+    def habits(self) -> Habits:
+        """What the template does around an assistant's turns.  Raises DataError if there is no chat template."""
+        ends = [*self.files.generation_ends, *([self.control_names[self.eos_id]] if self.eos_id in self.control_names else [])]
+        return learn(self.template, self.control, ends, tuple(self.files.special_ids))
 
-    def _has_no_template(self) -> DataError:
-        return DataError(
-            f"the tokenizer of {self.name} has no chat template, so messages cannot be written as text.  Give one with "
-            "data.chat_template: a Jinja file, such as chat_template.jinja of a chat model."
-        )
+    @property
+    def end_of_turn(self) -> str | None:
+        """The token that ends an assistant's turn.  A turn with a tool call may end with another token."""
+        habits = self.habits
+        return habits.last_ends[False] or self.final_end_of(calls=False)
+
+    @property
+    def appends_end(self) -> bool:
+        """Whether the template writes no token after some last answers, so that data.final_end is appended."""
+        return self.final_end is not None and None in self.habits.last_ends.values()
+
+    def final_end_of(self, *, calls: bool) -> str | None:
+        """The token to append after a last turn that the template does not end."""
+        return final_end(self.habits, calls, self.final_end, self.files.generation_ends)
+
+    @cached_property
+    def prompts(self) -> dict[tuple[Any, ...], str | None]:
+        """What `render.py` remembers of prompts."""
+        return {}
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id; the number of tokens is too small if some ids are unused."""
+        return max(self.files.backend.get_vocab().values()) + 1
+
+    @property
+    def pad_id(self) -> int:
+        pad = self.files.pad_id if self.files.pad_id is not None else self.eos_id
+        return 0 if pad is None else pad
+
+    @property
+    def eos_id(self) -> int | None:
+        return self.files.eos_id
+
+    @property
+    def around_text(self) -> tuple[_Ids, _Ids]:
+        """Special tokens that the tokenizer puts before (BOS) and after a text."""
+        return self.files.around_text
 
     @cached_property
     def digest(self) -> str:
         """A digest of everything that decides which tokens a row gets: the tokenizer as it was loaded, its special
         tokens and the chat template.  Files that do not change these, such as config.json, do not change the digest."""
+        template, further = self.chat_template, {}
+        if template is not None:
+            further = {
+                "with_tools": template.with_tools,
+                "date": template.date if template.asks_for_date else None,
+                "final_end": None if self.final_end == "auto" else [self.final_end],
+                "assistant_control": sorted(self.assistant_control) or None,
+                "generation_ends": list(self.files.generation_ends) or None,
+            }
         facts = {
             "backend": self.files.backend.to_str(),
             "special": self.files.special_tokens,
             "text": [self.around_text, self.eos_id],
-            "template": self.chat_template and [self.chat_template.source, self.chat_template.switches],
+            "template": template and [template.source, template.switches],
+            **{name: value for name, value in further.items() if value is not None},
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
-    @property
-    def end_of_turn(self) -> str:
-        """The token that ends an assistant's turn.  A turn with a tool call may end with another token."""
-        return self.delimiters.ends[0]
-
     @cached_property
     def ids(self) -> dict[str, int]:
-        """Id of each control token."""
-        return {name: i for i, name in self.control_names.items()}
+        """Id of each control token: the special tokens, and all added tokens that the template writes."""
+        added = self.files.added_ids
+        code = self.chat_template.code if self.chat_template else ""
+        return {token: i for token, i in added.items() if token in self.files.special_ids or token in code}
+
+    @cached_property
+    def control_names(self) -> dict[int, str]:
+        """Control tokens by their ids."""
+        return {i: token for token, i in self.ids.items()}
+
+    @cached_property
+    def control(self) -> re.Pattern[str]:
+        """Matches control tokens.  If one name begins with another, the longer one matches."""
+        names = sorted(self.ids, key=len, reverse=True)
+        return re.compile("|".join(re.escape(token) for token in names) or "(?!)")  # (?!) never matches
+
+    @cached_property
+    def control_heads(self) -> tuple[str, ...]:
+        """The first two characters of control tokens, for a faster search."""
+        return tuple(sorted({token[:2] for token in self.ids}))
 
     @cached_property
     def is_control(self) -> np.ndarray:
         """bool [vocab_size]: whether an id is a control token."""
         return np.isin(np.arange(self.vocab_size), list(self.control_names))
 
-    def encode(self, text: str, *, as_text: bool = False) -> Encoded:
-        """Ids of `text`, without added special tokens or truncation.  `as_text` splits <|im_end|> into "<", "|", ..."""
-        backend = self.files.backend
-
-        def offsets() -> np.ndarray:
-            spans = encode(backend, text, as_text=as_text, offsets=True).offsets
-            return np.fromiter(chain.from_iterable(spans), dtype=np.int32, count=2 * len(spans))
-
-        # Encoding without offsets gives the same ids and takes a fifth less time.
-        return Encoded(np.array(encode(backend, text, as_text=as_text).ids, np.int32), offsets)
+    def encode(self, text: str) -> Encoded:
+        """Ids of `text`, without added special tokens or truncation."""
+        return _encoded(self.files.backend, text)
 
     def encode_as_text(self, text: str, masked: str, ids: np.ndarray) -> Encoded | None:
         """Tokens of a piece of a chat in which control strings are plain text; None if no proof of that exists.
 
         masked, ids  the piece with stand-ins for the control strings, and its ids within the whole chat
         """
-        plain = self.encode(text, as_text=True)
+        plain = _encoded(self._without_control, text)
         # The piece by itself must have the same ids as within the chat, keep its text, and make no control token.
-        alone = np.array_equal(self.encode(masked, as_text=True).ids, ids)
+        alone = np.array_equal(_encoded(self._without_control, masked).ids, ids)
         lossless = self.decode(plain.ids).strip() in (text.strip(), self.normalize(text).strip())
         return plain if alone and lossless and not self.is_control[plain.ids].any() else None
 
-    def count(self, text: str) -> int:
-        """Number of tokens of a short text that occurs often."""
-        if text not in self.counts:
-            self.counts[text] = len(self.encode(text).ids)
-        return self.counts[text]
-
     @cached_property
-    def counts(self) -> dict[str, int]:
-        """The results of `count`, by text; a proven count replaces them."""
-        return {}
+    def _without_control(self) -> Tokenizer:
+        """The tokenizer without its control tokens."""
+        state = json.loads(self.files.backend.to_str())
+        state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in self.ids]
+        return Tokenizer.from_str(json.dumps(state))
 
-    @cached_property
+    @property
     def normalizes(self) -> bool:
         """Whether the tokenizer changes text before it tokenises it."""
         return self.files.backend.normalizer is not None
@@ -182,6 +229,15 @@ class FolderTokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of `ids`, control tokens included, spaces untouched."""
         return str(self.files.backend.decode(np.asarray(ids).tolist(), skip_special_tokens=False))
+
+
+def _encoded(backend: Tokenizer, text: str) -> Encoded:
+    def offsets() -> np.ndarray:
+        spans = encode(backend, text, offsets=True).offsets
+        return np.fromiter(chain.from_iterable(spans), dtype=np.int32, count=2 * len(spans))
+
+    # Encoding without offsets gives the same ids and takes a fifth less time.
+    return Encoded(np.array(encode(backend, text).ids, np.int32), offsets)
 
 
 ChatTokenizer = ByteTokenizer | FolderTokenizer
@@ -213,44 +269,40 @@ def load_tokenizer(data: DataConfig, name: str | None = None, folder: Path | Non
                 "name a tokenizer folder."
             )
         return ByteTokenizer()
-    return _load_folder(name, folder or Path(name), data.chat_template, data.chat_template_kwargs)
+    return _load_folder(name, folder or Path(name), data)
 
 
-def _load_folder(name: str, folder: Path, template_file: str | None, switches: dict[str, Any]) -> FolderTokenizer:
+def _load_folder(name: str, folder: Path, data: DataConfig) -> FolderTokenizer:
     files = read_tokenizer(name, folder)
-    template = _choose_template(files, name, template_file, switches)
-    backend = files.backend
-    vocabulary, special = backend.get_vocab(), files.special_ids
-    delimiters = None if template is None else learn_delimiters(template, files.added_ids, special)
-    names = {**special, **{end: vocabulary[end] for end in (delimiters.ends if delimiters else ())}}
-    # Longer names come first: if one name begins with another, the longer one must match.
-    control = sorted(names, key=len, reverse=True)
-    pad = files.pad_id if files.pad_id is not None else files.eos_id
-    return FolderTokenizer(
+    tokenizer = FolderTokenizer(
         name=name,
-        vocab_size=max(vocabulary.values()) + 1,  # len() is too small if some ids are unused
-        pad_id=0 if pad is None else int(pad),
-        eos_id=files.eos_id,
-        around_text=files.around_text,
-        chat_template=template,
-        turn_delimiters=delimiters,
-        control_names={i: token for token, i in names.items()},
-        control_heads=tuple(sorted({token[:2] for token in control})),
-        control=re.compile("|".join(re.escape(token) for token in control) or "(?!)"),  # (?!) never matches
         files=files,
+        chat_template=_choose_template(files, name, data),
+        assistant_control=frozenset(data.assistant_control_tokens),
+        final_end=data.final_end,
     )
+    named = [*data.assistant_control_tokens, *([data.final_end] if data.final_end not in ("auto", None) else [])]
+    if unknown := [token for token in named if token not in files.added_ids]:
+        key = "assistant_control_tokens" if unknown[0] in data.assistant_control_tokens else "final_end"
+        raise DataError(
+            f"data.{key} names {unknown[0]}, which is no control token of the tokenizer of {name}.  Its control "
+            f"tokens: {', '.join(list(files.added_ids)[:20]) or 'none'}."
+        )
+    return tokenizer
 
 
-def _choose_template(
-    files: TokenizerFiles, name: str, template_file: str | None, switches: dict[str, Any]
-) -> ChatTemplate | None:
+def _choose_template(files: TokenizerFiles, name: str, data: DataConfig) -> ChatTemplate | None:
     """The template of the file or of the tokenizer; None if there is none, which suffices for texts and tokens."""
+    switches, template_file = data.chat_template_kwargs, data.chat_template
     source, template_name = template_for(files, has_tools=False), f"of {name}"
+    with_tools = template_for(files, has_tools=True)
     if template_file is not None:
         try:
             source, template_name = Path(template_file).read_text(encoding="utf-8"), template_file
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"chat template data.chat_template = {template_file} cannot be read: {error}.") from error
+        with_tools = source
+    source = source or with_tools
     if not source:
         if switches:
             raise DataError(
@@ -258,7 +310,8 @@ def _choose_template(
                 "template.  Give one with data.chat_template, or remove data.chat_template_kwargs."
             )
         return None
-    template = ChatTemplate(source, template_name, dict(files.special_tokens), switches)
+    other = None if with_tools == source else with_tools
+    template = ChatTemplate(source, template_name, dict(files.special_tokens), switches, other, data.date)
     _check_switches(template)
     return template
 

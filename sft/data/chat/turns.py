@@ -44,7 +44,8 @@ class Turn(NamedTuple):
     is_end_usual: bool = True
 
 
-Prompt = Callable[[int], str | None]  # number of messages -> the text after the last text of a prompt for the next
+# number of messages, text after the last of their texts -> the same text in a prompt for the next message
+Prompt = Callable[[int, str], str | None]
 
 
 def find_turns(
@@ -124,7 +125,7 @@ class _Finder:
         if isinstance(reading.source_before(run), Unknown):
             self._refuse_unknown(index, before)
         asked = index if first else reading.message_before(run, default=index - 1) + 1
-        shown = self.prompt_after(asked) if asked else None
+        shown = self.prompt_after(asked, between) if asked else None
         if shown is not None and (shown or not between):
             common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(between, shown)))
         elif shown == "":
@@ -219,7 +220,7 @@ class _Finder:
             for run in unknown:
                 if run.writer == index:
                     self._refuse_unknown(index, run)
-            missing = next((field for field in self.reading.unwritten if field.message == index), None)
+            missing = next((field for field, _ in self.reading.unwritten if field.message == index), None)
             if missing is not None:
                 raise self.error(
                     index,

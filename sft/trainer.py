@@ -24,6 +24,7 @@ from sft.hf.base_digest import base_digest
 from sft.hf.convert.exports import Exports
 from sft.hf.initial import load_initial
 from sft.hf.initial_adapters import check_new_run, load_new_adapters
+from sft.hf.served import served_of
 from sft.hf.tokenizer import tokenizer_of
 from sft.hf.trained_weights import trained_weights
 from sft.mcore import device, process_groups
@@ -95,7 +96,9 @@ class Trainer:
         self.console, self.lifecycle, self.profiler = console, lifecycle, profiler
         self.folder = Path(self.config.run.dir)
         checkpoints, config = self.folder / "checkpoints", self.config
-        self.data = DataPipeline(config, tokenizer_of(config), recipe.arguments, layout, groups, console)
+        tokenizer = tokenizer_of(config)
+        self.served = served_of(config, tokenizer)
+        self.data = DataPipeline(config, tokenizer, recipe.arguments, layout, groups, console)
         self.num_steps = self.data.num_steps
         length = RunLength(num_steps=self.num_steps, num_packs=self.data.num_packs, longest=self.data.longest)
         for warning in check_run(recipe, length):
@@ -142,7 +145,8 @@ class Trainer:
         state = resume.restore(self.engine, self.saver, self.config, self.conditions, self.console, initial)
         self.lifecycle.restored(state.step, self.num_steps)
         self._best_step = state.best_step
-        prepare = partial(run_folder.prepare, self.folder, self.config.model, self.config.checkpoint, self.console)
+        model, checkpoint = self.config.model, self.config.checkpoint
+        prepare = partial(run_folder.prepare, self.folder, model, checkpoint, self.console, self.served)
         broadcast_from_rank0(partial(prepare, is_new=state.step == 0), self.groups.control)
         is_last = state.step == self.num_steps
         broadcast_from_rank0(partial(self.exports.resumed, state, is_last=is_last), self.groups.control)
@@ -238,7 +242,7 @@ class Trainer:
     def _after_publishing(self, step: int, save_s: float) -> None:
         """Called on rank 0 when a checkpoint is published, possibly by the thread that saves."""
         self.lifecycle.report_published(step, save_s)
-        run_folder.check(self.folder, self.console)
+        run_folder.check(self.folder, self.console, self.served)
         self.exports.published(step, is_best=step == self._best_step, is_last=step == self.num_steps)
 
     def _end(self, state: TrainState, stop: str | None) -> str | None:

@@ -11,6 +11,7 @@ from sft.errors import ConfigError
 
 if TYPE_CHECKING:
     from sft.adapters import Trained
+    from sft.data.chat.tokenizer import ChatTokenizer
     from sft.estimate.gpus import Gpu
     from sft.estimate.lengths import Lengths
     from sft.parallel.layout import Layout
@@ -108,6 +109,7 @@ def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
     _print_time(recipe, layout, tokenizer.vocab_size, Lengths.of_corpus(corpus.lengths), gpu)
     for name, held_out in corpora.items():
         print_group(name, held_out.summary().splitlines())
+    _print_serving(recipe, tokenizer)
     _print_warnings(recipe, num_steps=num_steps, num_packs=len(plan), longest=int(corpus.lengths.max()))
 
 
@@ -188,6 +190,25 @@ def _print_weights(recipe: "Recipe", tokenizer_size: int) -> None:
 
         trained = trained_weights(recipe.config, vocab_rows(recipe.config.model, tokenizer_size))
         print_group("adapters", initial_adapters.describe(recipe.config, trained))
+
+
+def _print_serving(recipe: "Recipe", tokenizer: "ChatTokenizer") -> None:
+    """Print the flags with which a server prompts adapters as they are trained; a whole model needs none."""
+    config = recipe.config
+    if not config.lora.is_used or config.lora.export != "adapter" or config.model.hf is None:
+        return
+    from sft.hf import serving
+    from sft.hf.served import served_of
+    from sft.hf.served_files import record_of
+
+    if (served := served_of(config, tokenizer)) is not None:
+        record = record_of(served)
+        lines = [
+            f"adapters in the folder ADAPTER: {' '.join(serving.flags(record, config.model.hf, config.lora.rank or 0))}"
+        ]
+        if record.end_ids:
+            lines.append(f"without --generation-config, each request needs {serving.stop_ids(record)}")
+        print_group("serving", lines)
 
 
 def _print_time(

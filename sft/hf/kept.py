@@ -1,10 +1,12 @@
 """The folder `hf/` of a run, or of an imported checkpoint: what an export needs in addition to the trained weights.
 
     run.dir/hf/
-        config.json, generation_config.json, tokenizer, chat template     copies of the files of the model
+        config.json, generation_config.json     of the model; the latter with the end tokens of the run
+        tokenizer, chat template                those of the run (`served_files.py`), or copies of the model's
         passed_through.safetensors      tensors that are not trained, unchanged; several files if larger than 5 GB
         source.json                     the name of the model; types and shapes of the tensors that an export must have;
-                                        size and SHA-256 of each other file and of each tensor that is not trained
+                                        size and SHA-256 of each other file and of each tensor that is not trained;
+                                        which switches, date and end tokens the tokenizer and its templates hold
 
 A run writes the folder before its first step, because the cache of the hub may be emptied while the run trains.
 """
@@ -27,9 +29,11 @@ from sft.checkpoint.manifest import Manifest, Verify
 from sft.console import size
 from sft.errors import CheckpointError
 from sft.file_digest import Entry, entry_of
+from sft.hf import served_files
 from sft.hf.convert.atomic_folder import copy_companions, new_folder
 from sft.hf.hub import CONFIG
 from sft.hf.safetensors_writer import SHARD_BYTES, TYPES, bytes_of, write_tensors
+from sft.hf.served import Record, Served, read_record
 from sft.hf.source import Expected, Source, open_source
 
 SOURCE, STEM = "source.json", "passed_through"
@@ -47,6 +51,7 @@ class Kept:
     tensors  of an export, by name; None if the weights did not come from a Hugging Face model
     digests  SHA-256 of each tensor that is passed through
     has_mtp  whether the block for multi-token prediction is trained
+    served   what tokenizer and template hold; None: they are copies of the model's
     """
 
     folder: Path
@@ -57,6 +62,7 @@ class Kept:
     tensors: dict[str, Expected] | None
     digests: dict[str, str]
     has_mtp: bool = False
+    served: Record | None = None
 
     def damage(self, verify: Verify) -> list[str]:
         """One line for each file that is missing or differs."""
@@ -90,6 +96,7 @@ def read(folder: Path) -> Kept | None:
             tensors=None if tensors is None else {name: _expected(values) for name, values in tensors.items()},
             digests=dict(content["digests"]),
             has_mtp=bool(content.get("has_mtp", False)),
+            served=read_record(content.get("served")),
         )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}).") from error
@@ -99,9 +106,10 @@ def _expected(values: dict[str, Any]) -> Expected:
     return Expected(**{**values, "shape": tuple(values["shape"])})
 
 
-def keep(source: Source, target: Path) -> None:
+def keep(source: Source, target: Path, served: Served | None = None) -> None:
     """Write the folder `target` for a run that starts from the weights of `source`.
 
+    served: what takes the place of the tokenizer and the template of `source`
     Raises CheckpointError if the disk has no room, or if the source cannot be read.
     """
     planned = {name: on_meta(source.manifest[name], name) for name in source.names("passed through")}
@@ -111,20 +119,26 @@ def keep(source: Source, target: Path) -> None:
             tensors = not_trained(source)
             _, digests = write_tensors(folder, planned, tensors, SHARD_BYTES, stem=STEM, digested=planned)
         _copy_small_files(source.folder, folder)
-        has_mtp = source.architecture.model.has_mtp
         _write(
-            folder, name=source.name, origin=source.folder, tensors=source.manifest, digests=digests, has_mtp=has_mtp
+            folder,
+            name=source.name,
+            origin=source.folder,
+            tensors=source.manifest,
+            digests=digests,
+            has_mtp=source.architecture.model.has_mtp,
+            served=served_files.write(folder, served),
         )
 
 
-def keep_files(folder: Path, name: str, target: Path) -> None:
+def keep_files(folder: Path, name: str, target: Path, served: Served | None = None) -> None:
     """Write the folder `target` for a run whose weights do not come from the Hugging Face folder `folder`."""
     with new_folder(target, 0) as temporary:
         _copy_small_files(folder, temporary)
-        _write(temporary, name=name, origin=folder, tensors=None, digests={})
+        record = served_files.write(temporary, served)
+        _write(temporary, name=name, origin=folder, tensors=None, digests={}, served=record)
 
 
-def copy(kept: Kept, target: Path) -> None:
+def copy(kept: Kept, target: Path, served: Served | None = None) -> None:
     """Copy the folder of another run or of an imported checkpoint.  Raises CheckpointError if it is damaged."""
     with new_folder(target, sum(entry.num_bytes for entry in kept.files.values())) as folder:
         for name, entry in kept.files.items():
@@ -140,28 +154,39 @@ def copy(kept: Kept, target: Path) -> None:
             digests=kept.digests,
             commit=kept.commit,
             has_mtp=kept.has_mtp,
+            served=served_files.write(folder, served),
         )
 
 
-def restore(kept: Kept) -> None:
-    """Replace the damaged folder by a new copy of its origin.
+def restore(kept: Kept, served: Served | None = None) -> None:
+    """Replace the damaged folder by a new copy of its origin, with tokenizer and template of the run.
 
     Raises CheckpointError, ConfigError or OSError if the origin is missing or has changed.
     """
+    served = None if kept.served is None else served
     remade = kept.folder.with_name(f"{kept.folder.name}.tmp-{secrets.token_hex(4)}")
     try:
         if (other := read(kept.origin)) is not None:
-            copy(other, remade)
+            copy(other, remade, served)
         elif kept.tensors is None:
-            keep_files(kept.origin, kept.name, remade)
+            keep_files(kept.origin, kept.name, remade, served)
         else:
-            keep(open_source(kept.origin, kept.name, compare=False, has_mtp=kept.has_mtp), remade)
+            keep(open_source(kept.origin, kept.name, compare=False, has_mtp=kept.has_mtp), remade, served)
         new = read(remade)
         if new is None or (new.files, new.tensors) != (kept.files, kept.tensors):
             raise CheckpointError(f"{kept.origin} has changed since the run began.")
         replace(remade, kept.folder)
     finally:
         shutil.rmtree(remade, ignore_errors=True)
+
+
+def serve(kept: Kept, served: Served) -> None:
+    """Put tokenizer and template of the run into a folder that an earlier version wrote without them."""
+    remade = kept.folder.with_name(f"{kept.folder.name}.tmp-{secrets.token_hex(4)}")
+    copy(kept, remade, served)
+    content = json.loads((remade / SOURCE).read_text(encoding="utf-8")) | {"origin": str(kept.origin)}
+    (remade / SOURCE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    replace(remade, kept.folder)
 
 
 def replace(new: Path, folder: Path) -> None:
@@ -218,6 +243,7 @@ def _write(
     digests: Mapping[str, str],
     commit: str | None = None,
     has_mtp: bool = False,
+    served: Record | None = None,
 ) -> None:
     """Write source.json, which lists all files that the folder has."""
     origin = origin.absolute()
@@ -233,6 +259,7 @@ def _write(
         "tensors": None if tensors is None else {key: asdict(tensor) for key, tensor in tensors.items()},
         "digests": dict(digests),
         **({"has_mtp": True} if has_mtp else {}),
+        **({"served": asdict(served)} if served else {}),
     }
     (folder / SOURCE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

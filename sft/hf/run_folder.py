@@ -14,20 +14,31 @@ from sft.errors import CheckpointError, ConfigError
 from sft.hf import kept
 from sft.hf.hub import CONFIG, IMPORTED, local_folder
 from sft.hf.kept import Kept
+from sft.hf.served import Served
 from sft.hf.source import open_source
 
 _NOT_PATHS = ("auto", "must", "never", RANDOM)  # values of checkpoint.resume and model.init_from
 
 
-def prepare(run: Path, model: ModelConfig, checkpoint: CheckpointConfig, console: Console, *, is_new: bool) -> None:
+def prepare(
+    run: Path,
+    model: ModelConfig,
+    checkpoint: CheckpointConfig,
+    console: Console,
+    served: Served | None = None,
+    *,
+    is_new: bool,
+) -> None:
     """Write the folder `hf/` of a new run, or check that of a resumed run.
 
+    served: tokenizer and template of the run; None: those of the model
     Raises ConfigError if the run exports its checkpoints, but is of no Hugging Face model.  Raises CheckpointError if
     the folder cannot be written.
     """
     folder = run / IMPORTED
     if folder.is_dir() and not is_new:
-        check(run, console, verify="full")
+        check(run, console, served, verify="full")
+        _complete(folder, served, console)
         return
     for leftover in run.glob(f"{IMPORTED}.tmp-*"):
         kept.remove(leftover)
@@ -35,9 +46,9 @@ def prepare(run: Path, model: ModelConfig, checkpoint: CheckpointConfig, console
         kept.remove(folder)
     sources = [Path(path) for path in (checkpoint.resume, model.init_from) if path not in (None, *_NOT_PATHS)]
     if (other := _kept_beside(sources)) is not None:
-        kept.copy(other, folder)
+        kept.copy(other, folder, served)
     elif model.hf is not None:
-        _keep_model(model.hf, folder, has_weights=model.init_from != RANDOM, has_mtp=model.has_mtp)
+        _keep_model(model.hf, folder, served, has_weights=model.init_from != RANDOM, has_mtp=model.has_mtp)
     elif checkpoint.export_hf != "none":
         raise ConfigError(
             f"checkpoint.export_hf = {checkpoint.export_hf}, but the run is of no Hugging Face model: set model.hf, or "
@@ -49,7 +60,19 @@ def prepare(run: Path, model: ModelConfig, checkpoint: CheckpointConfig, console
         console.say(kept.describe(written))
 
 
-def check(run: Path, console: Console, *, verify: Verify = "size") -> None:
+def _complete(folder: Path, served: Served | None, console: Console) -> None:
+    """Add tokenizer and template of the run to a folder of an earlier version, which has those of the model."""
+    files = kept.read(folder)
+    if files is None or files.served is not None or served is None or files.damage("size"):
+        return
+    try:
+        kept.serve(files, served)
+        console.say(f"{folder} now has the tokenizer, the chat template and the end tokens of this run, for exports")
+    except (CheckpointError, OSError) as error:
+        console.say(f"WARNING: {error}  An export has the chat template and the tokenizer of {files.name}.")
+
+
+def check(run: Path, console: Console, served: Served | None = None, *, verify: Verify = "size") -> None:
     """Look for damage, and repair it if possible.  Prints a warning if it is not; never raises."""
     folder = run / IMPORTED
     problems: list[str] = []
@@ -61,7 +84,7 @@ def check(run: Path, console: Console, *, verify: Verify = "size") -> None:
             return
         problems = kept_files.damage(verify)
         if problems:
-            kept.restore(kept_files)
+            kept.restore(kept_files, served)
             console.say(f"WARNING: {'; '.join(problems)}.  {folder} was copied anew from {kept_files.origin}.")
     except (CheckpointError, ConfigError, OSError) as error:
         console.say(
@@ -83,12 +106,12 @@ def _kept_beside(paths: list[Path]) -> Kept | None:
     return None
 
 
-def _keep_model(name: str, target: Path, *, has_weights: bool, has_mtp: bool) -> None:
+def _keep_model(name: str, target: Path, served: Served | None, *, has_weights: bool, has_mtp: bool) -> None:
     """Write `target` from the model that the recipe names.  has_weights: whether the run starts from its weights"""
     folder = local_folder(name)
     if (other := kept.read(folder)) is not None:
-        kept.copy(other, target)
+        kept.copy(other, target, served)
     elif has_weights and any(folder.glob("*.safetensors")):
-        kept.keep(open_source(folder, name, compare=False, has_mtp=has_mtp), target)
+        kept.keep(open_source(folder, name, compare=False, has_mtp=has_mtp), target, served)
     elif (folder / CONFIG).is_file():
-        kept.keep_files(folder, name, target)
+        kept.keep_files(folder, name, target, served)

@@ -6,7 +6,7 @@
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +20,7 @@ COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "spiece.model",
     "tekken.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -72,10 +73,10 @@ def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
         raise
 
 
-def copy_companions(source: Path, target: Path) -> list[str]:
-    """Copy the files of `COMPANIONS` that `source` contains.  Returns their names."""
+def copy_companions(source: Path, target: Path, patterns: Iterable[str] = COMPANIONS) -> list[str]:
+    """Copy the files of `patterns` that `source` contains.  Returns their names."""
     copied = []
-    for pattern in COMPANIONS:
+    for pattern in patterns:
         for path in sorted(source.glob(pattern)):
             if path.is_file():  # true for links, too: the hub's cache stores downloads as links
                 name = path.relative_to(source)

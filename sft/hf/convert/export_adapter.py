@@ -1,4 +1,4 @@
-"""Writes the adapters of a Megatron checkpoint as a PEFT folder, which PEFT and inference servers load."""
+"""Writes the adapters of a Megatron checkpoint as a PEFT folder, with the tokenizer and the template of the run."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -12,8 +12,9 @@ from sft.console import Console, size
 from sft.errors import CheckpointError
 from sft.file_digest import Entry
 from sft.hf.architecture import Architecture, architecture, read
+from sft.hf.convert.atomic_folder import copy_companions
 from sft.hf.convert.model_card import write_model_card
-from sft.hf.convert.original import find_original
+from sft.hf.convert.original import describe_tokenizer, find_original
 from sft.hf.convert.stored_adapters import A, B, StoredAdapters
 from sft.hf.convert.torch_dist import TorchDistReader
 from sft.hf.hub import CONFIG
@@ -66,6 +67,7 @@ def export_adapter(
     others = {module_of(name, has_vision=has_vision) for name in original.tensors or {}} - modules.keys()
 
     def write_others(folder: Path, entries: dict[str, Entry]) -> None:
+        copy_companions(original.tokenizer, folder)
         write_model_card(folder, path, common, original)
         finish(folder, entries)
 
@@ -82,6 +84,7 @@ def export_adapter(
             advance=progress.advance,
         )
     console.say(f"exported {len(modules):,} adapters of {path} to {target} ({size(num_bytes)})")
+    console.say(describe_tokenizer(original, recipe))
 
 
 def _saved(base: Architecture, reader: TorchDistReader, *, has_vision: bool) -> dict[str, str]:

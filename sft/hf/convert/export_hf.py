@@ -23,7 +23,7 @@ from sft.checkpoint.manifest import Entry, Manifest, Verify
 from sft.config import ModelConfig
 from sft.console import Console, size
 from sft.errors import CheckpointError
-from sft.hf import kept, merged_adapters
+from sft.hf import kept, merged_adapters, served_files
 from sft.hf.architecture import Architecture, architecture, nested, read, write_back
 from sft.hf.convert.atomic_folder import copy_companions, new_folder, refuse_existing
 from sft.hf.convert.export_adapter import export_adapter
@@ -31,7 +31,7 @@ from sft.hf.convert.exports import CHECKPOINT_DIGEST
 from sft.hf.convert.merged_weights import open_merged
 from sft.hf.convert.model_card import write_model_card
 from sft.hf.convert.model_tensors import check_stored, model_tensors
-from sft.hf.convert.original import Original, find_original
+from sft.hf.convert.original import Original, describe_tokenizer, find_original
 from sft.hf.convert.proof import check_export
 from sft.hf.convert.torch_dist import TorchDistReader
 from sft.hf.convert.trained_tensors import TrainedTensor, prefetched, put_together
@@ -124,6 +124,8 @@ def _write_model(
         dtype=_main_dtype(planned[name] for name in tensors),
         seq_length=seq_length,
     )
+    if original.served is not None:
+        config = served_files.with_ends(config, original.served.end_ids)
     num_bytes = sum(tensor.nbytes for tensor in planned.values())
     with new_folder(target, num_bytes) as temporary:
         with console.track(f"exporting {path}", num_bytes, "bytes") as progress:
@@ -140,7 +142,7 @@ def _write_model(
         unchanged = merging.digests if merging else {}
         digests |= {name: digest for name, (kind, digest) in unchanged.items() if kind == planned[name].dtype}
         check_export(temporary, expected, {**digests, **original.digests}, f"the export of {path}")
-        copied = _write_others(temporary, original.folder, original_content, config)
+        copied = _write_others(temporary, original, original_content, config)
         if merging:
             merged_adapters.write(temporary, merging.holds)
         write_model_card(temporary, path, common, original)
@@ -153,6 +155,8 @@ def _write_model(
         f"  config.json   {original.folder / CONFIG}, {f'changed: {changed}' if changed else 'unchanged'}\n"
         f"  copied        {', '.join(copied) or 'nothing: the folder has no tokenizer'}"
     )
+    if recipe:
+        console.say(describe_tokenizer(original, recipe))
 
 
 def _expected(
@@ -216,13 +220,13 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     return sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
 
 
-def _write_others(folder: Path, original: Path, content: dict[str, Any], config: dict[str, Any]) -> list[str]:
+def _write_others(folder: Path, original: Original, content: dict[str, Any], config: dict[str, Any]) -> list[str]:
     """Write config.json and copy tokenizer files.  Returns the names of the copied files."""
     if config == content:
-        shutil.copyfile(original / CONFIG, folder / CONFIG)
+        shutil.copyfile(original.folder / CONFIG, folder / CONFIG)
     else:
         (folder / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return copy_companions(original, folder)
+    return copy_companions(original.tokenizer, folder)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Writes README.md of an export: the original model, the step, the losses of the log, and the recipe."""
+"""Writes README.md of an export: the original model, the step, how to serve it, losses of the log, and the recipe."""
 
 import json
 import re
@@ -8,8 +8,10 @@ from typing import Any
 
 from sft.config import yaml
 from sft.config.keys import in_schema, leaves
-from sft.hf import merged_adapters
+from sft.hf import merged_adapters, serving
 from sft.hf.convert.original import Original
+from sft.hf.hub import CONFIG
+from sft.hf.served import Record
 
 NAME = "README.md"
 _ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
@@ -33,10 +35,33 @@ def write_model_card(folder: Path, checkpoint: Path, common: Mapping[str, Any], 
         lines += [f"These weights hold the LoRA adapters of {sources}; do not add them again.", ""]
     if state.get("num_tokens"):
         lines += [f"Fine-tuned on {state['num_tokens']:,} supervised tokens in {step:,} steps.", ""]
+    if original.served is not None:
+        rank = None if (folder / CONFIG).exists() else recipe.get("lora.rank")
+        lines += _serving(original.served, name, rank)
     lines += _losses(checkpoint.parent.parent / "metrics.jsonl", step)
     if recipe:
-        lines += ["## Recipe", "", "Keys that differ from their defaults:", "", "```yaml", *_recipe(recipe), "```", ""]
+        lines += [
+            "## Recipe",
+            "",
+            "Keys that differ from their defaults:",
+            "",
+            "```yaml",
+            *_recipe(recipe, original.served),
+            "```",
+            "",
+        ]
     (folder / NAME).write_text("\n".join(lines), encoding="utf-8")
+
+
+def _serving(record: Record, base: str, rank: int | None) -> list[str]:
+    """Template, defaults and ends.  rank: of adapters that are alone in the folder"""
+    lines = ["## Serving", "", *(f"- {sentence}" for sentence in serving.details(record)), ""]
+    if rank is not None:
+        command = " \\\n    ".join(serving.flags(record, base, rank))
+        lines += ["With vLLM, where ADAPTER is this folder:", "", "```bash", command, "```", ""]
+        if record.end_ids:
+            lines += [f"Without `--generation-config`, give each request `{serving.stop_ids(record)}`.", ""]
+    return lines
 
 
 def _losses(log: Path, step: int) -> list[str]:
@@ -62,9 +87,11 @@ def _number(value: object) -> str:
     return f"{value:.4f}" if isinstance(value, float) else ""
 
 
-def _recipe(recipe: Mapping[str, Any]) -> list[str]:
+def _recipe(recipe: Mapping[str, Any], served: Record | None) -> list[str]:
     """The keys that differ from their defaults.  config.json has the sizes of the model."""
     schema = leaves()
+    if file := recipe.get("data.chat_template"):  # not a path of the machine that trained
+        recipe = {**recipe, "data.chat_template": served.templates[0] if served else Path(file).name}
     return [
         f"{key}: {yaml.write(value)}"
         for key, value in recipe.items()

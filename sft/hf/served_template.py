@@ -1,0 +1,176 @@
+"""Makes of a trained chat template one that a server renders to the same text without our settings.
+
+    {% generation %} marks          become comments, because servers do not know the tag
+    strftime_now("%d %b %Y")        becomes the date of data.date
+    data.chat_template_kwargs       become defaults: {%- if think is not defined %}{%- set think = false %}{%- endif %}
+
+Each change is kept only if a set of chats, with and without tools and reasoning, is rendered to the same text as in
+training.  A change that fails is left out and reported; a request must then give the switch.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from jinja2 import nodes
+
+from sft.data.chat.messages import Message, Tools
+from sft.data.chat.render import prepared
+from sft.data.chat.template import ChatTemplate
+from sft.errors import DataError
+
+_CLOCK = "strftime_now"
+# Comments and raw blocks first, because tags inside them are text.
+_TAG = re.compile(
+    r"\{#.*?#\}|\{%[-+]?\s*raw\s*[-+]?%\}.*?\{%[-+]?\s*endraw\s*[-+]?%\}"
+    r"|\{%(?P<left>[-+]?)\s*(?P<name>(?:end)?generation)\s*(?P<right>[-+]?)%\}",
+    re.DOTALL,
+)
+_USER, _ANSWER = {"role": "user", "content": "Is it raining?"}, {"role": "assistant", "content": "No, it is dry."}
+_SYSTEM, _THOUGHT = {"role": "system", "content": "Be brief."}, {**_ANSWER, "reasoning_content": "I look outside."}
+_FUNCTION = {"name": "rain", "description": "Tells whether it rains."}
+_SCHEMA = {"type": "object", "properties": {"day": {"type": "string"}}, "required": ["day"]}
+_TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {**_FUNCTION, "parameters": _SCHEMA}}]
+_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "rain", "arguments": {"day": "Monday"}}}
+_CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_RESULT = {"role": "tool", "name": "rain", "tool_call_id": "abcdefghi", "content": "dry"}
+_CHATS: list[tuple[list[Message], Tools]] = [
+    ([_USER], None),
+    ([_USER, _ANSWER], None),
+    ([_SYSTEM, _USER, _ANSWER, _USER, _ANSWER], None),
+    ([_USER, _THOUGHT, _USER, _THOUGHT], None),
+    ([_SYSTEM, _USER], _TOOLS),
+    ([_USER, _CALLING, _RESULT], _TOOLS),
+    ([_SYSTEM, _USER, {**_CALLING, "reasoning_content": "I ask."}, _RESULT, _ANSWER, _USER, _THOUGHT], _TOOLS),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForServers:
+    """A template for servers.
+
+    requests: the switches that it reads and that are no defaults in it
+    has_date, asks_for_today: whether it holds the date, or asks the server for today's
+    """
+
+    source: str
+    requests: tuple[str, ...]
+    has_date: bool
+    asks_for_today: bool
+    has_marks: bool
+
+
+def for_servers(
+    source: str, special_tokens: Mapping[str, Any], switches: Mapping[str, Any], date: str | None
+) -> ForServers:
+    """The template `source` for servers.  special_tokens: what it gets from the tokenizer"""
+    trained = ChatTemplate(source, "trained", dict(special_tokens))
+    clock = {} if date is None else {_CLOCK: lambda format: moment(date).strftime(format)}
+    read = {name: value for name, value in switches.items() if name in trained.variables}
+    asks = _asks_for_date(source)
+    wanted, given, result = list(_renderings(trained, {**clock, **read})), {**clock, **read}, source
+
+    def keeps(candidate: str, without: str | None = None) -> bool:
+        """Take the candidate if it renders the chats as in training, without the variable that it has a default of."""
+        nonlocal result
+        others = {name: value for name, value in given.items() if name != without}
+        template = ChatTemplate(candidate, "exported", dict(special_tokens))
+        if candidate == result or list(_renderings(template, others)) != wanted:
+            return False
+        given.pop(without or "", None)
+        result = candidate
+        return True
+
+    had_marks = _without_marks(source, "{{#{left} {name} {right}#}}") != source
+    has_marks = had_marks and not any(keeps(candidate) for candidate in _unmarked(source))
+    has_date = asks and date is not None and (line := _clock_line(source, date)) != "" and keeps(line + result, _CLOCK)
+    requests = [name for name, value in read.items() if not keeps(default_line(name, value) + result, name)]
+    return ForServers(
+        source=result,
+        requests=tuple(requests),
+        has_date=has_date,
+        asks_for_today=asks and not has_date,
+        has_marks=has_marks,
+    )
+
+
+def moment(date: str) -> datetime:
+    """Midnight of the date, as a template sees it."""
+    return datetime.strptime(date, "%Y-%m-%d")
+
+
+def default_line(name: str, value: bool | int | float | str) -> str:
+    """Jinja that gives the variable a value if the request gives none.
+
+    The line ends with a newline, which trim_blocks removes, so that blanks and newlines that follow mean the same as
+    at the start of the file.
+    """
+    return f"{{%- if {name} is not defined %}}{{%- set {name} = {literal(value)} %}}{{%- endif %}}\n"
+
+
+def literal(value: bool | int | float | str) -> str:
+    """The value in Jinja's notation.  Jinja reads the escapes of a text as Python does, but no pairs of surrogates."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "1e999 - 1e999" if math.isnan(value) else "1e999" if value > 0 else "-1e999"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _renderings(template: ChatTemplate, variables: dict[str, Any]) -> Iterator[str | None]:
+    """The chats as the template writes them; None for a chat that it refuses."""
+    for messages, tools in _CHATS:
+        for prompt in (False, True):
+            try:
+                yield template.render(prepared(messages), tools, prompt=prompt, switches=variables)
+            except DataError:
+                yield None
+
+
+def _unmarked(source: str) -> Iterator[str]:
+    """The template without marks.  A comment does the same to blanks, and `with` to the scope of variables, too."""
+    scoped = any(block.find(nodes.Assign) for block in _tree(source).find_all(nodes.CallBlock))
+    if not scoped:
+        yield _without_marks(source, "{{#{left} {name} {right}#}}")
+    yield _without_marks(source, "{{%{left} {scope} {right}%}}")
+
+
+def _without_marks(source: str, form: str) -> str:
+    def other(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name is None:
+            return match[0]
+        scope = "with" if name == "generation" else "endwith"
+        return form.format(left=match["left"], right=match["right"], name=name, scope=scope)
+
+    return _TAG.sub(other, source)
+
+
+def _clock_line(source: str, date: str) -> str:
+    """A macro in place of the server's clock; "" if a format is computed, so that it cannot be listed."""
+    formats: list[str] = []
+    for call in _tree(source).find_all(nodes.Call):
+        if isinstance(call.node, nodes.Name) and call.node.name == _CLOCK:
+            if len(call.args) != 1 or not isinstance(call.args[0], nodes.Const) or call.kwargs:
+                return ""
+            formats.append(str(call.args[0].value))
+    pairs = ", ".join(f"{literal(text)}: {literal(moment(date).strftime(text))}" for text in dict.fromkeys(formats))
+    return f"{{%- macro {_CLOCK}(format) %}}{{{{- {{{pairs}}}[format] }}}}{{%- endmacro %}}\n" if formats else ""
+
+
+def _asks_for_date(source: str) -> bool:
+    """Whether the template calls the server's clock, and no macro of its own of the same name."""
+    tree = _tree(source)
+    return any(name.name == _CLOCK for name in tree.find_all(nodes.Name)) and not any(
+        macro.name == _CLOCK for macro in tree.find_all(nodes.Macro)
+    )
+
+
+def _tree(source: str) -> nodes.Template:
+    """The template as transformers parses it."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    tree: nodes.Template = _compile_jinja_template("").environment.parse(source)
+    return tree

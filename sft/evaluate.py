@@ -25,7 +25,7 @@ from sft.hf.hub import CONFIG, is_hub_name
 from sft.hf.initial_adapters import as_in_folder
 from sft.hf.peft.config import CONFIG as ADAPTER_CONFIG
 from sft.hf.run_weights import load_for_reading
-from sft.hf.tokenizer import tokenizer_of
+from sft.hf.tokenizer import same_ids, tokenizer_of
 from sft.hf.trained_weights import trained_weights
 from sft.mcore import device, process_groups
 from sft.mcore.checkpoint_io import safe_reader
@@ -182,7 +182,7 @@ def _check_tokenizer(config: Config, name: str, tokenizer: ChatTokenizer, whose:
     except DataError as error:
         console.say(f"the tokenizer of the weights was not compared with that of the recipe: {error}")
         return
-    if other.digest != tokenizer.digest:
+    if not same_ids(other, tokenizer):
         raise ConfigError(
             f"{whose} the tokenizer {name}, and the recipe uses {config.tokenizer}, which makes other tokens of the "
             f"same text.  Score these weights with data.tokenizer={name}."

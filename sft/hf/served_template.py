@@ -32,7 +32,7 @@ _TAG = re.compile(
 )
 _USER, _ANSWER = {"role": "user", "content": "Is it raining?"}, {"role": "assistant", "content": "No, it is dry."}
 _SYSTEM, _THOUGHT = {"role": "system", "content": "Be brief."}, {**_ANSWER, "reasoning_content": "I look outside."}
-_FUNCTION = {"name": "rain", "description": "Tells whether it rains."}
+_FUNCTION = {"name": "rain", "description": "Says whether it rains."}
 _SCHEMA = {"type": "object", "properties": {"day": {"type": "string"}}, "required": ["day"]}
 _TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {**_FUNCTION, "parameters": _SCHEMA}}]
 _CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "rain", "arguments": {"day": "Monday"}}}
@@ -72,16 +72,16 @@ def for_servers(
     clock = {} if date is None else {_CLOCK: lambda format: moment(date).strftime(format)}
     read = {name: value for name, value in switches.items() if name in trained.variables}
     asks = _asks_for_date(source)
-    wanted, given, result = list(_renderings(trained, {**clock, **read})), {**clock, **read}, source
+    wanted, variables, result = list(_renderings(trained, {**clock, **read})), {**clock, **read}, source
 
     def keeps(candidate: str, without: str | None = None) -> bool:
         """Take the candidate if it renders the chats as in training, without the variable that it has a default of."""
         nonlocal result
-        others = {name: value for name, value in given.items() if name != without}
+        others = {name: value for name, value in variables.items() if name != without}
         template = ChatTemplate(candidate, "exported", dict(special_tokens))
         if candidate == result or list(_renderings(template, others)) != wanted:
             return False
-        given.pop(without or "", None)
+        variables.pop(without or "", None)
         result = candidate
         return True
 

@@ -1,7 +1,10 @@
 """The tokenizer of a recipe: that of data.tokenizer, or the one that belongs to model.hf."""
 
+import json
+from typing import Any
+
 from sft.config import Config
-from sft.data.chat.tokenizer import ChatTokenizer, load_tokenizer
+from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer, FolderTokenizer, load_tokenizer
 from sft.errors import DataError
 from sft.hf.hub import local_folder
 
@@ -15,3 +18,20 @@ def tokenizer_of(config: Config) -> ChatTokenizer:
         if config.data.tokenizer is None and name != "byte":
             raise DataError(f"data.tokenizer = null means the tokenizer of model.hf = {name}: {error}") from None
         raise
+
+
+def same_ids(a: ChatTokenizer, b: ChatTokenizer) -> bool:
+    """Whether both make the same tokens of a text.
+
+    Chat template and end tokens may differ, as they do between a model and the export of a run (`served_files.py`).
+    """
+    if isinstance(a, ByteTokenizer) or isinstance(b, ByteTokenizer):
+        return a.digest == b.digest
+    return a.digest == b.digest or _of_text(a) == _of_text(b)
+
+
+def _of_text(tokenizer: FolderTokenizer) -> dict[str, Any]:
+    """What decides the ids of a text; that an added token is special does not."""
+    content = json.loads(tokenizer.hf.backend_tokenizer.to_str())
+    added = [{key: value for key, value in token.items() if key != "special"} for token in content["added_tokens"]]
+    return {**{part: content[part] for part in ("model", "normalizer", "pre_tokenizer")}, "added_tokens": added}

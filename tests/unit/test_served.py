@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from sft.commands import check
 from sft.config import CheckpointConfig, ModelConfig
 from sft.console import QUIET, Console
 from sft.data.chat.encode_chat import encode_row
@@ -20,6 +21,7 @@ from sft.hf import kept, run_folder, serving
 from sft.hf.convert.export_hf import export_hf
 from sft.hf.convert.import_hf import import_hf
 from sft.hf.served import Served, served_of
+from sft.hf.tokenizer import same_ids
 from tests.unit.fixtures import folder as folders
 from tests.unit.fixtures import hf
 from tests.unit.fixtures.adapters import trained
@@ -34,7 +36,7 @@ OTHER = CHATML.replace("im_start", "start_header_id").replace("im_end", "eot_id"
 MARKED = CHATML.replace(
     "%}{{-",
     "%}{%- if m.role == 'assistant' %}{{- '<|im_start|>assistant\\n' }}"
-    "{%- generation %}{{- m.content }}{{- '<|im_end|>' }}{%- endgeneration %}{{- '\\n' }}{%- continue %}{%- endif %}{{-",
+    "{%- generation %}{{- m.content + '<|im_end|>' }}{%- endgeneration %}{{- '\\n' }}{%- continue %}{%- endif %}{{-",
     1,
 )
 SWITCHED = "{{- '[deep]' if think is defined and think else '[brief]' if think is defined else '[unset]' }}" + CHATML
@@ -148,6 +150,7 @@ def test_a_base_model_without_a_template(export: Export) -> None:
     assert export.json("tokenizer_config.json")["eos_token"] == "<|im_end|>", "its own never ends a turn"
     im_end, own = (export.tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>"))
     assert (im_end, own) == (2, 0)
+    assert same_ids(load_tokenizer(folders.config(tokenizer=str(export.out))), export.trained_with), "for sft eval"
     for name in ("generation_config.json", "config.json"):
         assert export.json(name)["eos_token_id"] == [2, 0], "the template never writes <|endoftext|>"
     card = (export.out / "README.md").read_text()
@@ -194,6 +197,7 @@ def test_another_tokenizer(export: Export) -> None:
     folder = export.base.with_name("tokenizer")
     assert (export.out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     assert (export.base / "tokenizer.json").read_bytes() != (folder / "tokenizer.json").read_bytes()
+    assert not same_ids(load_tokenizer(folders.config(tokenizer=str(export.base))), export.trained_with)
     assert export.tokenizer.get_added_vocab() == export.trained_with.hf.get_added_vocab()
 
 
@@ -319,6 +323,22 @@ def test_adapters_have_the_template_and_the_flags(tmp_path: Path) -> None:
     )
     assert '`"stop_token_ids": [2, 0]`' in card
     assert "data.chat_template: chat_template.jinja" in card and "/home/me" not in card
+
+
+def test_check_prints_the_flags_for_adapters(export: Export, capsys: pytest.CaptureFixture[str]) -> None:
+    export.base_model(CHATML)
+    data = folders.config(tokenizer=str(export.base))
+    model, lora = SimpleNamespace(hf=str(export.base)), SimpleNamespace(is_used=True, export="adapter", rank=8)
+    config = SimpleNamespace(data=data, tokenizer=str(export.base), model=model, lora=lora)
+    recipe: Any = SimpleNamespace(config=config)
+    check._print_serving(recipe, load_tokenizer(data))
+    printed = " ".join(capsys.readouterr().out.split())
+    flags = "--enable-lora --lora-modules NAME=ADAPTER --chat-template ADAPTER/chat_template.jinja"
+    assert f"ADAPTER: vllm serve {export.base} {flags} --generation-config ADAPTER" in printed
+    assert 'each request needs "stop_token_ids": [2, 0]' in printed
+    lora.export = "merged"
+    check._print_serving(recipe, load_tokenizer(data))
+    assert not capsys.readouterr().out, "a whole model needs no flags"
 
 
 def test_flags_of_other_adapters(export: Export) -> None:

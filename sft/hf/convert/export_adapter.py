@@ -44,8 +44,7 @@ def export_adapter(
     """
     original = find_original(path, recipe, like)
     base_model = architecture(read(original.folder), str(original.folder / CONFIG))
-    family = base_model.family
-    has_vision = family.text_config != "none"
+    has_vision = base_model.family.text_config != "none"
     reader = TorchDistReader(path)
     adapters = StoredAdapters(reader)
     if adapters.dtype is None:
@@ -83,8 +82,8 @@ def export_adapter(
             finish=write_others,
             advance=progress.advance,
         )
-    console.say(f"exported {len(modules):,} adapters of {path} to {target} ({size(num_bytes)})")
-    console.say(describe_tokenizer(original, recipe))
+    exported = f"exported {len(modules):,} adapters of {path} to {target} ({size(num_bytes)})"
+    console.say(f"{exported}\n{describe_tokenizer(original, recipe)}")
 
 
 def _saved(base: Architecture, reader: TorchDistReader, *, has_vision: bool) -> dict[str, str]:

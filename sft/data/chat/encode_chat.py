@@ -114,8 +114,8 @@ def encode_chat(chat: Chat, tokenizer: ChatTokenizer, data: Masking) -> Encoding
 
 def _turns(rendered: RenderedChat, wanted: list[int]) -> list[Turn]:
     tokenizer = rendered.tokenizer
-    messages, name = rendered.chat.messages, tokenizer.template.name
-    return find_turns(rendered.reading, messages, wanted, tokenizer.habits, rendered.prompt_after, name)
+    messages, template = rendered.chat.messages, tokenizer.template
+    return find_turns(rendered.reading, messages, wanted, tokenizer.habits, rendered.prompt_after, template)
 
 
 def _with_final_end(

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from sft.data.chat.messages import Message
 from sft.data.chat.reading import Reading
@@ -45,6 +45,7 @@ class Habits:
 
     ends         tokens that end a turn or hand it over
     last_ends    {whether the turn has calls: the token that ends it in last place, None if the template writes none}
+    starts       tokens that start a message
     handed       tokens that start or end a message
     inside       control tokens that the template writes inside assistant turns, and that neither start nor end messages
     following    {whether the turn has calls: the token that hands it over to the next message}
@@ -58,6 +59,7 @@ class Habits:
     control: re.Pattern[str]
     ends: tuple[str, ...] = ()
     last_ends: Mapping[bool, str | None] = field(default_factory=lambda: {False: None, True: None})
+    starts: frozenset[str] = frozenset()
     handed: frozenset[str] = frozenset()
     inside: frozenset[str] = frozenset()
     following: Mapping[bool, str | None] = field(default_factory=lambda: {False: None, True: None})
@@ -78,22 +80,32 @@ class Habits:
         return end if end in self.handed else None
 
 
-def learn(template: ChatTemplate, control: re.Pattern[str], known_ends: Sequence[str], special: Sequence[str]) -> Habits:
-    """What a template does.
+class Vocabulary(NamedTuple):
+    """What a tokenizer's files say of its control tokens.
 
-    control     matches control tokens
-    known_ends  tokens that end turns according to the model's files
+    control          matches control tokens
+    added, special   all added tokens, and those that are special
+    generation_ends  tokens at which generation ends; eos: the end of a text
     """
-    return _Learner(template, control, tuple(known_ends), frozenset(special)).habits()
+
+    control: re.Pattern[str]
+    added: frozenset[str]
+    special: frozenset[str]
+    generation_ends: tuple[str, ...] = ()
+    eos: str | None = None
+
+
+def learn(template: ChatTemplate, vocabulary: Vocabulary) -> Habits:
+    """What a template does with the control tokens of a tokenizer."""
+    return _Learner(template, vocabulary).habits()
 
 
 class _Learner:
     """Renders small chats, and compares them."""
 
-    def __init__(
-        self, template: ChatTemplate, control: re.Pattern[str], known_ends: tuple[str, ...], special: frozenset[str]
-    ) -> None:
-        self.template, self.control, self.known_ends, self.special = template, control, known_ends, special
+    def __init__(self, template: ChatTemplate, vocabulary: Vocabulary) -> None:
+        self.template = template
+        self.control, self.added, self.special, self.generation_ends, self.eos = vocabulary
         self.opening: list[Message] = []  # what the template wants before the first question
         self.tools: list[dict[str, Any]] | None = None
 
@@ -103,7 +115,8 @@ class _Learner:
         last_answer = None if answer is None else self._first(self._tail(answer, 1))
         history = self._read([_USER, _ANSWER, _USER])
         handed_answer = None if history is None else self._first(self._tail(history, 1))
-        known = tuple(dict.fromkeys(end for end in (last_answer, handed_answer, *self.known_ends) if end))
+        ends_of_files = (*self.generation_ends, self.eos)
+        known = tuple(dict.fromkeys(end for end in (last_answer, handed_answer, *ends_of_files) if end))
         last_call = None if calling is None else self._end_of_call(self._tail(calling, 1), known)
         asked = self._read([_USER, calling_message(as_text, empty), _RESULT], tools=_TOOLS) if calling else None
         handed_call = None
@@ -115,6 +128,7 @@ class _Learner:
             control=self.control,
             ends=ends,
             last_ends={False: last_answer, True: last_call},
+            starts=self._starts(ends),
             handed=handed,
             inside=inside,
             following={False: handed_answer, True: handed_call},
@@ -166,8 +180,10 @@ class _Learner:
         return reading.text[last.end : following.start if following else len(reading.text)]
 
     def _first(self, tail: str) -> str | None:
-        """The first control token of a text, a special one if there is one."""
+        """The control token of a text that ends generation, or else the first one, a special one if there is one."""
         tokens = self.control.findall(tail)
+        if end := self._first_of(tail, self.generation_ends):
+            return end
         return next((token for token in tokens if token in self.special), tokens[0] if tokens else None)
 
     def _first_of(self, tail: str, tokens: Sequence[str]) -> str | None:
@@ -222,18 +238,36 @@ class _Learner:
             if reading is None:
                 continue
             spans = list(self._spans(reading, ends))
-            at = next((run.start for run in reading.marks if isinstance(run.source, Field) and run.source.role == "user"), 0)
-            for match in self.control.finditer(reading.text):
+            users = (run.start for run in reading.marks if isinstance(run.source, Field) and run.source.role == "user")
+            at = next(users, 0)  # instructions before it may mention any token
+            headers: set[int] = set()
+            for match in self.control.finditer(reading.text, at):
                 if not reading.is_constant(match.start(), match.end()):
                     continue
-                if any(start <= match.start() and match.end() <= end for start, end in spans):
+                header = next((begin for begin, start, _ in spans if begin <= match.start() < start), None)
+                if any(start <= match.start() and match.end() <= end for _, start, end in spans):
                     inside.add(match.group())
-                elif tools is None or match.start() >= at:
-                    edges.add(match.group())
-        return frozenset(edges), frozenset(inside - edges)
+                elif header is None or header not in headers or match.group() in self.special:
+                    edges.add(match.group())  # a prompt may end with <think>, which starts no message
+                if header is not None:
+                    headers.add(header)
+        # Thinking models have <think> in contents, whether their template writes it or not.
+        ordinary = {token for token in self.added if token not in self.special}
+        return frozenset(edges), frozenset((inside | ordinary) - edges)
 
-    def _spans(self, reading: Reading, ends: tuple[str, ...]) -> Iterator[tuple[int, int]]:
-        """Characters of assistant turns: from the header's end to the token that ends the turn."""
+    def _starts(self, ends: tuple[str, ...]) -> frozenset[str]:
+        """The first control tokens after the ends of messages, in chats without calls."""
+        starts = set()
+        for chat in ([_USER, _ANSWER, _USER, _ANSWER], [_SYSTEM, _USER, _ANSWER]):
+            reading = self._read(chat)
+            for mark, following in zip(reading.marks, reading.marks[1:], strict=False) if reading else ():
+                tokens = self.control.findall(reading.text[mark.end : following.start]) if reading else []
+                last = max((i for i, token in enumerate(tokens) if token in ends), default=len(tokens))
+                starts |= {*tokens[last + 1 : last + 2]}
+        return frozenset(starts)
+
+    def _spans(self, reading: Reading, ends: tuple[str, ...]) -> Iterator[tuple[int, int, int]]:
+        """Of each assistant turn, where its header begins and ends, and where the token that ends it begins."""
         header = self._header_of_turn
         for positions in reading.own.values():
             first, last = reading.marks[positions[0]], reading.marks[positions[-1]]
@@ -244,7 +278,7 @@ class _Learner:
             following = reading.after(last)
             stop = following.start if following else len(reading.text)
             found = [reading.text.find(end, last.end, stop) for end in ends]
-            yield at, min((position for position in found if position >= 0), default=last.end)
+            yield begin, at, min((position for position in found if position >= 0), default=last.end)
 
     @property
     def _header_of_turn(self) -> str:

@@ -139,10 +139,13 @@ def is_own(run: Run) -> bool:
     )
 
 
-def tail(reading: Reading, message: int) -> Sequence[Run]:
-    """The runs after the last own text of a message, up to the next text of the chat."""
-    last = reading.last_own(message)
-    if last is None:
-        return ()
-    following = reading.after(last)
-    return list(reading.between(last.end, following.start if following else len(reading.text)))
+
+def is_text(field: Field, message: int) -> bool:
+    """Whether a field is text of message `message` that the model should see: not an id, a type or the name of a key,
+    but names of arguments."""
+    path = field.path
+    if field.message != message or path[0] in _HEADER | _OF_OTHERS:
+        return False
+    if path[0] == "tool_calls":
+        return path[-1] == "name" or "arguments" in path
+    return path[-1] != "type" and not str(path[-1]).endswith("=")

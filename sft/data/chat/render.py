@@ -26,19 +26,19 @@ class RenderedChat(NamedTuple):
     reading: Reading
     tokenizer: FolderTokenizer
 
-    def prompt_after(self, num_messages: int, between: str) -> str | None:
+    def prompt_after(self, num_messages: int, start: int, end: int) -> str | None:
         """The text after the last text of the chat's first messages when the template asks for an answer; None if the
         template refuses to.
 
-        between  what the template wrote there in this chat.  A remembered text that differs from it is made again.
+        start, end  what the template wrote there in this chat.  A remembered text that differs from it is made again.
         """
         last = self.chat.messages[num_messages - 1]
         given, known = self.given, self.tokenizer.prompts
         state = (last["role"], bool(last.get("tool_calls")), given.tools is None, repr((given.documents, given.variables)))
         shown = known.get(state)
-        if shown is not None and between.startswith(shown):
+        if shown is not None and self.reading.text.startswith(shown, start):
             return shown
-        here = (*state, between)
+        here = (*state, self.reading.text[start:end])
         if here in known:
             return known[here]
         try:

@@ -280,6 +280,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         value = left + right
         if isinstance(value, str):
             self.tick(len(value))
+            return value if type(value) is Text else self._safe_sum(left, right, value)
         elif isinstance(value, list | tuple):
             self.check(_extent(value, self.max_characters))
         elif isinstance(left, Int) and isinstance(right, Int) and left.field is right.field is CONSTANT:
@@ -287,6 +288,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     # Sources
+
+    def _safe_sum(self, left: Any, right: Any, value: str) -> str:
+        """A sum with text marked safe, which escapes the other part."""
+        if not isinstance(value, Markup):
+            return value
+        parts = [self.text_of(part) for part in (left, right)]
+        text = concatenated(parts)
+        return _Safe(value, text.pieces if str.__eq__(text, value) else None)
 
     def text_of(self, value: Any) -> Text:
         """The text of a value, as str() makes it."""

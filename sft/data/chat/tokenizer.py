@@ -21,7 +21,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from sft.config import DataConfig
-from sft.data.chat.habits import Habits, final_end, learn
+from sft.data.chat.habits import Habits, Vocabulary, final_end, learn
 from sft.data.chat.template import ChatTemplate
 from sft.data.chat.tokenizer_files import TokenizerFiles, encode, read_tokenizer, template_for
 from sft.errors import DataError
@@ -102,8 +102,9 @@ class FolderTokenizer:
     @cached_property
     def habits(self) -> Habits:
         """What the template does around an assistant's turns.  Raises DataError if there is no chat template."""
-        ends = [*self.files.generation_ends, *([self.control_names[self.eos_id]] if self.eos_id in self.control_names else [])]
-        return learn(self.template, self.control, ends, tuple(self.files.special_ids))
+        added, special = frozenset(self.files.added_ids), frozenset(self.files.special_ids)
+        eos = self.control_names.get(-1 if self.eos_id is None else self.eos_id)
+        return learn(self.template, Vocabulary(self.control, added, special, self.files.generation_ends, eos))
 
     @property
     def end_of_turn(self) -> str | None:

@@ -98,7 +98,8 @@ class Text(str):
         return str, (str.__str__(self),)
 
     def __add__(self, other: str) -> "Text":
-        return concatenated((self, other)) if isinstance(other, str) else NotImplemented
+        is_plain = isinstance(other, str) and not hasattr(other, "__html__")  # safe text escapes what is added to it
+        return concatenated((self, other)) if is_plain else NotImplemented
 
     def __radd__(self, other: str) -> "Text":
         return concatenated((other, self)) if isinstance(other, str) else NotImplemented

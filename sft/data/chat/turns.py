@@ -22,8 +22,9 @@ from typing import NamedTuple
 
 from sft.data.chat.habits import Habits
 from sft.data.chat.messages import THINKING, Message, quoted
-from sft.data.chat.reading import Reading
-from sft.data.chat.rendering import Run, is_of_template
+from sft.data.chat.reading import Reading, is_text
+from sft.data.chat.rendering import Run
+from sft.data.chat.template import ChatTemplate
 from sft.data.chat.trace import MARKED, Field, Unknown
 from sft.errors import DataError
 
@@ -44,18 +45,15 @@ class Turn(NamedTuple):
     is_end_usual: bool = True
 
 
-# number of messages, text after the last of their texts -> the same text in a prompt for the next message
-Prompt = Callable[[int, str], str | None]
+# number of messages, start and end of the text after them -> the text after them in a prompt for the next message
+Prompt = Callable[[int, int, int], str | None]
 
 
 def find_turns(
-    reading: Reading, messages: list[Message], wanted: list[int], habits: Habits, prompt_after: Prompt, name: str
+    reading: Reading, messages: list[Message], wanted: list[int], habits: Habits, prompt_after: Prompt, template: ChatTemplate
 ) -> list[Turn]:
-    """The turns of the messages `wanted`, in the order of the text.  Raises DataError if one cannot be located.
-
-    name  of the template in messages
-    """
-    finder = _Finder(reading, messages, habits, prompt_after, name)
+    """The turns of the messages `wanted`, in the order of the text.  Raises DataError if one cannot be located."""
+    finder = _Finder(reading, messages, habits, prompt_after, template)
     turns = sorted((turn for i in wanted for turn in finder.turns_of(i)), key=lambda turn: turn.start)
     for turn, following in zip(turns, turns[1:], strict=False):
         if following.start < turn.end:
@@ -69,13 +67,13 @@ class _Finder:
     """The turns of one rendering."""
 
     def __init__(
-        self, reading: Reading, messages: list[Message], habits: Habits, prompt_after: Prompt, name: str
+        self, reading: Reading, messages: list[Message], habits: Habits, prompt_after: Prompt, template: ChatTemplate
     ) -> None:
         self.reading, self.messages, self.habits = reading, messages, habits
-        self.prompt_after, self.name = prompt_after, name
+        self.prompt_after, self.template = prompt_after, template
 
     def turns_of(self, index: int) -> list[Turn]:
-        groups = self._groups(index)
+        groups = self._without_repetitions(self._groups(index))
         if not groups:
             raise self.error(
                 index,
@@ -116,6 +114,15 @@ class _Finder:
             previous = position
         return groups
 
+    def _without_repetitions(self, groups: list[list[Run]]) -> list[list[Run]]:
+        """The groups that write anything that no earlier group wrote (the name of a function in its result is not)."""
+        kept: list[list[Run]] = []
+        for group in groups:
+            earlier = [run for other in kept for run in other]
+            if not all(_is_in(run, earlier) for run in group):
+                kept.append(group)
+        return kept
+
     def _start(self, index: int, run: Run, *, first: bool) -> tuple[int, int]:
         """Where a turn starts whose first own text is `run`, and where the template's own text at its start ends."""
         reading = self.reading
@@ -125,15 +132,33 @@ class _Finder:
         if isinstance(reading.source_before(run), Unknown):
             self._refuse_unknown(index, before)
         asked = index if first else reading.message_before(run, default=index - 1) + 1
-        shown = self.prompt_after(asked, between) if asked else None
+        shown = self.prompt_after(asked, begin, run.start) if asked else None
         if shown is not None and (shown or not between):
-            common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(between, shown)))
+            here = reading.text[begin : begin + len(shown)]  # the answer may begin with text that the prompt shows
+            common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(here, shown)))
+            if common < min(len(between), len(shown)):  # no token is shared in part: <think> and <tool_call>
+                common = max(self._token_before(between, common), self._after_end_of(shown, between))
         elif shown == "":
             common = 0
         else:
             common = self._after_header(index, between)
+        end_before = self.habits.first_end(between)
+        if end_before is not None and common < end_before[1]:  # the prompt shows no header after this message
+            common = self._after_header(index, between)
         start = begin + common
         return start, self._inserted(index, run, start)
+
+    def _token_before(self, text: str, at: int) -> int:
+        """The last position up to `at` after a control token or a line."""
+        ends = (match.end() for match in self.habits.control.finditer(text) if match.end() <= at)
+        return max(text.rfind("\n", 0, at) + 1, *ends, 0)
+
+    def _after_end_of(self, shown: str, between: str) -> int:
+        """The position after the last control tokens of a prompt, which shows instructions before them (Command R+)."""
+        last = [match.start() for match in self.habits.control.finditer(shown)][-2:]
+        if not last or not (end := shown[last[0] :]).strip() or end not in between:
+            return 0
+        return between.rindex(end) + len(end)
 
     def _after_header(self, index: int, between: str) -> int:
         """Where the text starts after a header, if the template refuses to ask for this turn."""
@@ -167,7 +192,8 @@ class _Finder:
 
     def _opens_thinking(self, index: int, run: Run) -> bool:
         content = str(self.messages[index].get("content") or "")
-        return "</think>" in content and run.first < content.index("</think>")
+        closed = content.find("</think>")
+        return 0 <= run.first < closed and not content.startswith("<think>", run.first)
 
     def _end(self, index: int, run: Run, is_last: bool) -> tuple[int, int]:
         """Where the end token of a turn begins and ends, whose last own text is `run`."""
@@ -178,13 +204,14 @@ class _Finder:
         found = self.habits.first_end(tail)
         if found is not None:
             begin, end = run.end + found[0], run.end + found[1]
-            if all(is_of_template(part.source) for part in reading.between(begin, end)):
+            started = any(match[0] in self.habits.starts for match in self.habits.control.finditer(tail, 0, found[0]))
+            if not started and reading.is_constant(begin, end):
                 return begin, end
-        if following is None:
+        if following is None and not any(token in self.habits.starts for token in self.habits.control.findall(tail)):
             return len(reading.text), len(reading.text)  # `encode_chat` appends data.final_end
-        if isinstance(following.source, Unknown) and following.writer in (index, None):
+        if following is not None and isinstance(following.source, Unknown) and following.writer in (index, None):
             self._refuse_unknown(index, following)
-        goes_on = isinstance(following.source, Field) and following.source.role == "assistant"
+        goes_on = following is not None and isinstance(following.source, Field) and following.source.role == "assistant"
         if goes_on and not self.habits.control.search(tail):
             return run.end, run.end  # the next answer continues the turn (Gemma 4)
         raise self.error(
@@ -206,9 +233,7 @@ class _Finder:
         runs = [self.reading.marks[position] for position in self.reading.own[index]]
         inside = [run for run in runs if any(start <= run.start and run.end <= end for start, end in spans)]
         for run in runs:
-            if run not in inside and not any(
-                other.source is run.source and other.first <= run.first and run.last <= other.last for other in inside
-            ):
+            if run not in inside and not _is_in(run, inside):
                 raise self.error(index, "a part of its text lies outside of its turn", run.start)
 
     def check_unknown(self, wanted: list[int]) -> None:
@@ -220,7 +245,7 @@ class _Finder:
             for run in unknown:
                 if run.writer == index:
                     self._refuse_unknown(index, run)
-            missing = next((field for field, _ in self.reading.unwritten if field.message == index), None)
+            missing = next((field for field, _ in self.reading.unwritten if is_text(field, index) and self._is_read(field)), None)
             if missing is not None:
                 raise self.error(
                     index,
@@ -228,6 +253,11 @@ class _Finder:
                     "where other text comes from",
                     unknown[0].start,
                 )
+
+    def _is_read(self, field: Field) -> bool:
+        """Whether the template reads the key of a field at all."""
+        names = THINKING if field.path[0] in THINKING else (str(field.path[0]),)
+        return any(name in self.template.code for name in names)
 
     def _refuse_unknown(self, index: int, run: Run | None) -> None:
         assert run is not None and isinstance(run.source, Unknown)
@@ -238,7 +268,13 @@ class _Finder:
         wrote = "" if at is None else f"  The template writes {quoted(text[max(0, at - 40) : at + 80], 120)}."
         content = quoted(str(self.messages[index].get("content") or ""))
         return DataError(
-            f"chat template {self.name}: the assistant's turn of message {index + 1} cannot be located: {why}.{wrote}  "
+            f"chat template {self.template.name}: the assistant's turn of message {index + 1} cannot be located: {why}.{wrote}  "
             f"The content is {content}.  Give a template that writes each turn as one text (data.chat_template)."
         )
 
+
+def _is_in(run: Run, others: list[Run]) -> bool:
+    """Whether another run holds the same characters of the same field."""
+    return any(
+        other.source is run.source and other.first <= run.first and run.last <= other.last for other in others
+    )

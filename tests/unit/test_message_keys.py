@@ -260,10 +260,10 @@ def test_dates_as_contents_are_explained() -> None:
 
 
 def test_a_key_given_twice_is_found_in_linear_time() -> None:
-    """A search that is quadratic in the number of keys takes minutes for these."""
-    pairs = [f'"{i}": 0' for i in range(100_000)]
+    """A search that is quadratic in the number of keys takes 20 s for these."""
+    pairs = [f'"{i}": 0' for i in range(30_000)]
     started = time.process_time()
-    with pytest.raises(DataError, match="key '99999' appears twice in one object."):
-        parse_json("{" + ", ".join([*pairs, '"99999": 1']) + "}")
-    assert time.process_time() - started < 5
+    with pytest.raises(DataError, match="key '29999' appears twice in one object."):
+        parse_json("{" + ", ".join([*pairs, '"29999": 1']) + "}")
+    assert time.process_time() - started < 2
     assert parse_json("{" + ", ".join(pairs) + "}") == json.loads("{" + ", ".join(pairs) + "}")

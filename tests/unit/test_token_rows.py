@@ -62,7 +62,8 @@ ONE_DOCUMENT = {
 @pytest.mark.parametrize("name", ONE_DOCUMENT)
 def test_keys_of_one_document(name: str) -> None:
     row = {"tokens": [5, 6, 7], "loss_mask": [0, 1, 1]}
-    assert read_row({**row, name: ONE_DOCUMENT[name]}).tokens.tolist() == [5, 6, 7]  # type: ignore[union-attr]
+    read = read_row({**row, name: ONE_DOCUMENT[name]})
+    assert isinstance(read, Tokenized) and read.tokens.tolist() == [5, 6, 7]
 
 
 DOCUMENTS = "Other values mean several documents, which would see each other.  Give each document a row of its own."

@@ -46,7 +46,7 @@ def test_the_report_names_keys_and_unwanted_rows(tmp_path: Path) -> None:
 
 def test_skipped_rows_do_not_count(tmp_path: Path) -> None:
     bad = {"messages": ROW["messages"][:1], "id": 7, "other": 1}
-    path = write(tmp_path / "a.jsonl", *ROWS, *[ROW] * 8, bad)
+    path = write(tmp_path / "a.jsonl", bad, *ROWS, *[ROW] * 8)
     report = corpus_of(path, on_bad_row="skip").row_reports[Path(path)]
     assert report.rows_skipped == 1 and report.unused == (("id", 4), ("source", 2), ("documents", 1))
 
@@ -113,7 +113,9 @@ def test_inspect_and_prepare_tell_them(
     assert main(["data", "prepare", "r.yaml", *sets]) == 0
     assert TOLD in capsys.readouterr().out
     assert main(["data", "inspect", "r.yaml", *sets, "--json"]) == 0
-    counts = json.loads(capsys.readouterr().out)["total"]
+    survey = json.loads(capsys.readouterr().out)
+    assert [found["total"] for found in survey["findings"] if found["what"] == "too_long"] == [4]
+    counts = survey["total"]
     assert counts["unused"] == [["id", 4], ["source", 2], ["documents", 1]]
     assert (counts["rows_unwanted"], counts["unused_others"], counts["rows"]) == (2, 0, 6)
     assert main(["data", "inspect", "r.yaml", *sets]) == 0

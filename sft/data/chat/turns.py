@@ -16,6 +16,7 @@ have several spans if texts of others lie in it (Gemma 4 writes results of calls
 the tokens that end turns; `tokens.py` finds the tokens of the spans.
 """
 
+import re
 from collections.abc import Callable
 from itertools import takewhile
 from typing import NamedTuple
@@ -27,6 +28,9 @@ from sft.data.chat.rendering import Run
 from sft.data.chat.template import ChatTemplate
 from sft.data.chat.trace import MARKED, Field, Unknown
 from sft.errors import DataError
+
+
+_TAGS = re.compile(r"<think>")
 
 
 class Turn(NamedTuple):
@@ -136,8 +140,10 @@ class _Finder:
         if shown is not None and (shown or not between):
             here = reading.text[begin : begin + len(shown)]  # the answer may begin with text that the prompt shows
             common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(here, shown)))
-            if common < min(len(between), len(shown)):  # no token is shared in part: <think> and <tool_call>
-                common = max(self._token_before(between, common), self._after_end_of(shown, between))
+            if common < len(shown):  # no token is shared in part: <think> and <tool_call>
+                is_shared = common >= len(between)
+                common = len(between) if is_shared else self._token_before(between, common)
+                common = max(common, self._after_end_of(shown, between))
         elif shown == "":
             common = 0
         else:
@@ -228,13 +234,18 @@ class _Finder:
                 raise self.error(index, "text of another message lies in it", run.start)
 
     def _check_complete(self, index: int, turns: list[Turn]) -> None:
-        """Raises DataError if own text outside of the turns is not inside them, too."""
+        """Raises DataError if own text outside of the turns is not inside them, too, nor in the prompt before a turn."""
         spans = [(turn.start, turn.end) for turn in turns]
         runs = [self.reading.marks[position] for position in self.reading.own[index]]
-        inside = [run for run in runs if any(start <= run.start and run.end <= end for start, end in spans)]
+        inside = [run for run in runs if any(start < run.end <= end for start, end in spans)]
         for run in runs:
-            if run not in inside and not _is_in(run, inside):
+            is_shown = any(start >= run.end and self._is_header(run.start, start) for start, _ in spans)
+            if run not in inside and not is_shown and not _is_in(run, inside):
                 raise self.error(index, "a part of its text lies outside of its turn", run.start)
+
+    def _is_header(self, start: int, end: int) -> bool:
+        """Whether own text before a turn is only the start of thinking that the prompt shows."""
+        return not _TAGS.sub("", self.reading.text[start:end]).strip()
 
     def check_unknown(self, wanted: list[int]) -> None:
         """Raises DataError if text without a source could be text of a supervised message that was left out."""

@@ -83,6 +83,7 @@ def _print_rotary(recipe: "Recipe") -> None:
 
 def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
     from sft.data.cache.prepare import prepare_recipe
+    from sft.data.cache.vocabulary import check_ids
     from sft.data.inspect import cp_forecast
     from sft.data.inspect.forecast import length_lines, loader_of
     from sft.estimate.lengths import Lengths
@@ -93,6 +94,8 @@ def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
     _print_model(recipe, layout, tokenizer.vocab_size, gpu)
     _print_weights(recipe, tokenizer.vocab_size)
     corpora = prepare_recipe(recipe.config, tokenizer, progress())
+    for prepared in corpora.values():
+        check_ids(recipe.config, prepared, tokenizer)
     corpus = corpora.pop("train")
     loader = loader_of(recipe.config, layout, corpus)
     num_steps = train.num_steps or loader.plans.total_steps(train.num_epochs or 1)
@@ -130,7 +133,7 @@ def _print_model(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None,
     from sft.estimate.memory import describe
     from sft.flops import describe_parameters, num_parameters
     from sft.hf.trained_weights import trained_weights
-    from sft.parallel.layout import vocab_rows
+    from sft.parallel.layout import surplus_note, vocab_rows
 
     model = recipe.config.model
     if model.vocab_size is None and tokenizer_size is None:
@@ -141,6 +144,8 @@ def _print_model(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None,
     rows = vocab_rows(model, tokenizer_size or 0)
     trained = trained_weights(recipe.config, rows)
     lines = [f"parameters {describe_parameters(model, rows)} with a vocabulary of {rows:,}"]
+    if (note := surplus_note(model, tokenizer_size or 0)) is not None:
+        lines.append(note)
     if (kinds := layer_kinds.describe(model)) is not None:
         lines.append(kinds)
     if trained.whole is not None:

@@ -11,13 +11,14 @@ from sft.batch import Microbatch
 from sft.config import Config, Input
 from sft.console import Console
 from sft.data.cache.corpus import Corpus, find_prepared, map_prepared
+from sft.data.cache.vocabulary import check_ids
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.loader import Loader, make_loader
 from sft.data.packing.cp_grid import Grid
 from sft.data.packing.plan_files import follows_from
 from sft.errors import DataError
 from sft.parallel.collectives import all_gather_objects, all_reduce_max, broadcast_from_rank0
-from sft.parallel.layout import Layout, vocab_rows
+from sft.parallel.layout import Layout, surplus_note, vocab_rows
 from sft.parallel.position import Position
 
 
@@ -66,6 +67,8 @@ class HeldOutData:
         self._config, self._layout, self._position, self._console = config, layout, position, console
         self._command = f"sft data prepare {arguments}"
         self.vocab_size = vocab_rows(config.model, tokenizer.vocab_size)
+        if (note := surplus_note(config.model, tokenizer.vocab_size)) is not None:
+            console.say(note)
         self._held_out = {name: self._prepared(files, tokenizer) for name, files in config.data.eval_sets.items()}
         self.held_out = {
             name: self._loader(corpus, tokenizer, is_held_out=True) for name, corpus in self._held_out.items()
@@ -78,6 +81,8 @@ class HeldOutData:
             lambda: find_prepared(inputs, data, tokenizer, cache_dir, command=self._command), self._position.control
         )
         corpus = map_prepared(prepared, data, names, command=self._command)
+        if tokenizer.vocab_size > self.vocab_size:
+            broadcast_from_rank0(lambda: check_ids(self._config, corpus, tokenizer), self._position.control)
         self._console.say(corpus.summary())
         return corpus
 
@@ -86,7 +91,8 @@ class HeldOutData:
             self._config,
             self._layout,
             corpus,
-            pad_id=tokenizer.pad_id,
+            # Padding tokens count nowhere, but need a row of the embedding.
+            pad_id=tokenizer.pad_id if tokenizer.pad_id < self.vocab_size else 0,
             dp_rank=self._position.dp_rank,
             cp_rank=self._position.cp_rank,
             is_held_out=is_held_out,

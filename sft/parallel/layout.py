@@ -129,14 +129,21 @@ class Layout:
 def vocab_rows(model: ModelConfig, tokenizer_size: int) -> int:
     """Rows of the embedding without padding: `model.vocab_size`, or the number of the tokenizer's tokens.
 
-    Raises ConfigError if `model.vocab_size` is smaller than the number of the tokenizer's tokens.
+    A tokenizer may have more tokens than there are rows; what counts is which of them the data have.
     """
-    if model.vocab_size is not None and model.vocab_size < tokenizer_size:
-        raise ConfigError(
-            f"model.vocab_size = {model.vocab_size} is smaller than the tokenizer's {tokenizer_size} tokens.  "
-            f"Use the model's own tokenizer (data.tokenizer), or set model.vocab_size to at least {tokenizer_size}."
-        )
     return model.vocab_size or tokenizer_size
+
+
+def surplus_note(model: ModelConfig, tokenizer_size: int) -> str | None:
+    """A note if the tokenizer has ids for which the embedding has no row; else None."""
+    rows = vocab_rows(model, tokenizer_size)
+    if rows >= tokenizer_size:
+        return None
+    ids = f"id {rows:,} has" if tokenizer_size == rows + 1 else f"ids {rows:,} to {tokenizer_size - 1:,} have"
+    return (
+        f"the tokenizer has {tokenizer_size:,} ids, and the embedding {rows:,} rows (model.vocab_size): {ids} no row, "
+        "and data with them are refused"
+    )
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:

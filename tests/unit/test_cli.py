@@ -253,11 +253,6 @@ MISTAKES = {
         "  2 of 2: data.tokenizer = t (command line: data.tokenizer=t) does not exist in FOLDER; give "
         "data.tokenizer=PATH.\n",
     ),
-    "small vocabulary": (
-        ["check", "a.yaml", "model.vocab_size=100"],
-        "ConfigError: model.vocab_size = 100 is smaller than the tokenizer's 259 tokens.  Use the model's own "
-        "tokenizer (data.tokenizer), or set model.vocab_size to at least 259.\n",
-    ),
     "unknown key to explain": (
         ["check", "a.yaml", "--explain", "optim.learning_rate"],
         "ConfigError: unknown key optim.learning_rate (command line: --explain optim.learning_rate).  "

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sft.config import Config
 from sft.errors import ConfigError
 from sft.parallel.alignment import smallest_world
-from sft.parallel.layout import Layout, vocab_rows
+from sft.parallel.layout import Layout, surplus_note, vocab_rows
 from tests.builders import layout_config
 
 
@@ -248,8 +248,13 @@ def test_vocabulary() -> None:
     model = layout_config(model={"vocab_size": 300}).model
     assert vocab_rows(layout_config().model, 259) == 259
     assert vocab_rows(model, 259) == 300
-    with pytest.raises(ConfigError, match="model.vocab_size = 300 is smaller than the tokenizer's 301 tokens."):
-        vocab_rows(model, 301)
+    assert vocab_rows(model, 301) == 300  # which ids the data have decides (test_vocabulary.py)
+    assert surplus_note(model, 300) is None
+    assert surplus_note(model, 301) == (
+        "the tokenizer has 301 ids, and the embedding 300 rows (model.vocab_size): id 300 has no row, and data with "
+        "them are refused"
+    )
+    assert "ids 300 to 301 have no row" in str(surplus_note(model, 302))
 
 
 # As Qwen3-8B: 32 query heads in 8 groups of 128

@@ -22,6 +22,8 @@ from sft.data.read.named_dataset import LoadedDataset
 from sft.data.read.rows import DataFile, row_name
 from sft.errors import DataError
 
+_TOKENS_AT_ONCE = 1 << 24
+
 
 class Corpus:
     """Samples of one or more files or datasets, memory-mapped, in the order of the files and their rows.
@@ -68,6 +70,22 @@ class Corpus:
         line = self._stores[file].rows[self._lines[file][index]]
         name = row_name(self.files[file], int(line["row"]))
         return name if line["windows"] == 1 else f"{name} window {line['window']} of {line['windows']}"
+
+    def first_beyond(self, num_ids: int) -> tuple[int, int] | None:
+        """The first sample with a token of id `num_ids` or above, and the token's position; None if there is none.
+
+        Reads tokens only of stores that have such an id, or were made before the largest id was recorded.
+        """
+        for file, store in enumerate(self._stores):
+            if store.largest_id is not None and store.largest_id < num_ids:
+                continue
+            for begin in range(0, len(store.tokens), _TOKENS_AT_ONCE):
+                beyond = np.flatnonzero(store.tokens[begin : begin + _TOKENS_AT_ONCE] >= num_ids)
+                if len(beyond):
+                    position = begin + int(beyond[0])
+                    index = int(np.searchsorted(self._starts[file], position, side="right")) - 1
+                    return int(self._first_ids[file]) + index, position - int(self._starts[file][index])
+        return None
 
     @property
     def tables(self) -> list[np.ndarray]:

@@ -5,8 +5,8 @@
     rows.npy       LINE [lines]    one line per sample, and one per row that was dropped (`row_report.LINE`)
     rejects.jsonl  rows that were skipped: {"row": 1841, "reason": "..."}; missing if no row was skipped
     omitted.jsonl  texts that the chat template left out, by row, role and kind (`omissions.py`); missing if none
-    ledger.json    the row report, the weights that mask.npy indexes, sizes and digests of the other files, and a
-                   digest of itself; written last
+    ledger.json    the row report, the weights that mask.npy indexes, the largest id, sizes and digests of the other
+                   files, and a digest of itself; written last
 
 The content of a store does not depend on the file's name, on the machine, on the time, or on the number of processes.
 A store is never out of date: its name is a hash of everything that it depends on (`folders.py`).
@@ -44,6 +44,7 @@ class Store:
     weights: np.ndarray  # float32 [at most 256]: token i weighs weights[mask[i]]
     row_report: RowReport
     digest: str  # depends on all tokens, weights and lines
+    largest_id: int | None = None  # of the tokens, -1 without a token; None: the store was made before it was recorded
 
 
 def open_store(folder: Path, *, verify: bool = False) -> Store | None:
@@ -67,6 +68,7 @@ def open_store(folder: Path, *, verify: bool = False) -> Store | None:
             **arrays,
             weights=np.array(content["weights"], dtype=np.float32),
             row_report=RowReport.of_json(content["rows"]),
+            largest_id=content.get("largest_id"),
             digest=_json_digest([content["weights"], [content["files"][f"{name}.npy"]["digest"] for name in _ARRAYS]]),
         )
     except (OSError, ValueError, EOFError, KeyError, TypeError, AttributeError):
@@ -87,6 +89,7 @@ def write_store(temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray) -
     content = {
         "rows": asdict(count_rows(_map(temp / "rows.npy"), counts)),
         "weights": weights.tolist(),
+        "largest_id": int(_map(temp / "tokens.npy").max(initial=-1)),
         "files": _describe(temp),
     }
     text = json.dumps({**content, "digest": _json_digest(content)}, indent=2, ensure_ascii=False)

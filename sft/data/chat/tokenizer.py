@@ -59,11 +59,11 @@ class Encoded:
 
     @cached_property
     def starts(self) -> np.ndarray:
-        return self._offsets[::2]
+        return np.ascontiguousarray(self._offsets[::2])  # searchsorted would copy a strided array at each call
 
     @cached_property
     def ends(self) -> np.ndarray:
-        return self._offsets[1::2]
+        return np.ascontiguousarray(self._offsets[1::2])
 
     def token_span(self, start: int, end: int) -> tuple[int, int]:
         """Start and end of the tokens over text[start:end].  The first of these tokens ends after `start`."""
@@ -233,12 +233,13 @@ class FolderTokenizer:
 
 
 def _encoded(backend: Tokenizer, text: str) -> Encoded:
+    encoding = encode(backend, text, offsets=True)
+
     def offsets() -> np.ndarray:
-        spans = encode(backend, text, offsets=True).offsets
+        spans = encoding.offsets
         return np.fromiter(chain.from_iterable(spans), dtype=np.int32, count=2 * len(spans))
 
-    # Encoding without offsets gives the same ids and takes a fifth less time.
-    return Encoded(np.array(encode(backend, text).ids, np.int32), offsets)
+    return Encoded(np.array(encoding.ids, np.int32), offsets)
 
 
 ChatTokenizer = ByteTokenizer | FolderTokenizer

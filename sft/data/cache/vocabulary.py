@@ -1,0 +1,30 @@
+"""Refuses data with a token for which the model's embedding has no row.
+
+A tokenizer may have more ids than the embedding has rows (Gemma 3 1B: 262,145 and 262,144), as long as no row of the
+data has one of them.  The largest id of each store is known, so the check reads tokens only to name the row.
+"""
+
+from sft.config import Config
+from sft.data.cache.corpus import Corpus
+from sft.data.chat.tokenizer import ChatTokenizer
+from sft.errors import DataError
+from sft.parallel.layout import vocab_rows
+
+
+def check_ids(config: Config, corpus: Corpus, tokenizer: ChatTokenizer) -> None:
+    """Raises DataError with the first token of `corpus` for which the embedding has no row."""
+    rows = vocab_rows(config.model, tokenizer.vocab_size)
+    if tokenizer.vocab_size <= rows or (found := corpus.first_beyond(rows)) is None:
+        return
+    sample_id, position = found
+    token = int(corpus.sample(sample_id).tokens[position])
+    if config.model.hf is None:
+        remedy = f"Set model.vocab_size to at least {tokenizer.vocab_size}"
+    else:
+        remedy = "Remove from the row what gives this token"
+        if config.data.tokenizer is not None:
+            remedy += ", or use the model's own tokenizer (data.tokenizer=null)"
+    raise DataError(
+        f"{corpus.name(sample_id)}: token {position + 1:,} is {tokenizer.decode([token])} (id {token:,}), but the "
+        f"embedding has only {rows:,} rows (model.vocab_size).  {remedy}."
+    )

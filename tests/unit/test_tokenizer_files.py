@@ -176,7 +176,10 @@ def test_config_json_does_not_replace_the_tokenizer(change: Change) -> None:
     files = read_tokenizer("it", folder)
     assert encode(files.backend, "hello a b").ids == [3, 2, 1]
     note = compare_with_transformers("it", folder, files, ["hello a"])
-    assert note is not None and "it" in note and "transformers" in note
+    assert note is not None and '1 of 1 texts of the data get other tokens, such as "hello a": [3, 2] by' in note
+    assert "unk_token" not in note  # that of the class is another, but the template does not name it
+    lost = losses("it", files)
+    assert lost is not None and 'get the unknown token <unk>, such as "Ω"' in lost
 
 
 def test_a_normaliser_of_a_class_is_counted(change: Change) -> None:
@@ -190,6 +193,13 @@ def test_a_normaliser_of_a_class_is_counted(change: Change) -> None:
     )
     assert "of 500 probe texts get other tokens, such as " in note
     assert '1 of 2 texts of the data get other tokens, such as "e\u0301": [' in note
+
+
+def test_a_special_token_that_a_class_adds_is_said(change: Change) -> None:
+    """Gemma's class names <bos>, which the template writes."""
+    folder = change({"tokenizer_class": "GemmaTokenizer"})
+    note = compare_with_transformers("it", folder, read_tokenizer("it", folder))
+    assert note is not None and "bos_token is not set, and <bos> by transformers" in note
 
 
 def test_a_folder_that_transformers_cannot_load(change: Change) -> None:

@@ -43,7 +43,7 @@ def compare_with_transformers(
             f"transformers cannot load the tokenizer of {name} ({reason(error)}); sft reads tokenizer.json alone.  "
             "A server that uses transformers cannot load it either."
         )
-    parts = [*_differences(files, other, more_texts), *_variables(files.special_tokens, special)]
+    parts = [*_differences(files, other, more_texts), *_variables(files, special)]
     if around != files.around_text:
         parts.append(f"the ids around a text are {files.around_text}, and {around} by transformers")
     if not parts:
@@ -58,7 +58,7 @@ def compare_with_transformers(
 
 def losses(name: str, files: TokenizerFiles) -> str | None:
     """A note if the vocabulary has no tokens for letters of the 500 texts, which rows would lose; else None."""
-    unknown = files.special_tokens.get("unk_token")
+    unknown = getattr(files.backend.model, "unk_token", None) or files.special_tokens.get("unk_token")
     by_loss: dict[str, list[str]] = {}
     for text in probe_texts(list(files.added_ids)):
         if (loss := _loss(files, text, unknown)) is not None:
@@ -101,10 +101,11 @@ def _differences(files: TokenizerFiles, other: Any, more_texts: Sequence[str]) -
             )
 
 
-def _variables(ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[str]:
-    """Special tokens that a template gets under other names or with other values."""
+def _variables(files: TokenizerFiles, theirs: dict[str, Any]) -> Iterator[str]:
+    """Special tokens that differ, if they matter: EOS ends a text, and a template may write any that it names."""
+    ours, templates = files.special_tokens, "".join(files.templates.values())
     unlike = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
-    for key in unlike:
+    for key in (key for key in unlike if key == "eos_token" or key in templates):
         yield f"{key} is {ours.get(key) or 'not set'}, and {theirs.get(key) or 'not set'} by transformers"
 
 

@@ -14,7 +14,10 @@ If the supervised tokens cannot be proven, an error is raised.  Errors name the 
 text that the template left out.
 """
 
+import gc
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -80,6 +83,23 @@ def encode_chat(chat: Chat, tokenizer: ChatTokenizer, data: Masking) -> Encoding
     user "a", assistant "b", byte tokenizer:
     <|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\nb<|im_end|>\\n      1: b <|im_end|>      0: all others
     """
+    with _without_gc():
+        return _encode_chat(chat, tokenizer, data)
+
+
+@contextmanager
+def _without_gc() -> Iterator[None]:
+    """Without Python's search for cycles: a long chat makes a million small objects and no cycle."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _encode_chat(chat: Chat, tokenizer: ChatTokenizer, data: Masking) -> Encoding:
     by_message = weights_of_turns(chat, data.supervise)
     rendered, spelled = None, ()  # the byte tokenizer's own template leaves nothing out
     if isinstance(tokenizer, ByteTokenizer):

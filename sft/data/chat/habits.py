@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sft.data.chat.messages import Message
-from sft.data.chat.reading import Reading
+from sft.data.chat.reading import Reading, common_length
 from sft.data.chat.template import ChatTemplate, Refused
 from sft.data.chat.trace import Field
 from sft.errors import DataError
@@ -202,7 +202,7 @@ class _Learner:
         with_prompt, without = self._read([_USER], prompt=True), self._read([_USER])
         if with_prompt is None or without is None:
             return ""
-        return with_prompt.after_all[_common(with_prompt.after_all, without.after_all) :]
+        return with_prompt.after_all[common_length(with_prompt.after_all, without.after_all) :]
 
     def _lead(self, answer: Reading) -> str:
         prompt = self._read([_USER], prompt=True)
@@ -212,7 +212,7 @@ class _Learner:
         run = answer.marks[own[0]]
         before = answer.before(run)
         between = answer.text[before.end if before else 0 : run.start]
-        return between[_common(between, prompt.after_all) :]
+        return between[common_length(between, prompt.after_all) :]
 
     def _takes_parts(self) -> bool:
         reading = self._read([_USER, {"role": "assistant", "content": _PARTS}])
@@ -274,7 +274,7 @@ class _Learner:
             before = reading.before(first)
             begin = before.end if before else 0
             between = reading.text[begin : first.start]
-            at = begin + _common(between, header)
+            at = begin + common_length(between, header)
             following = reading.after(last)
             stop = following.start if following else len(reading.text)
             found = [reading.text.find(end, last.end, stop) for end in ends]
@@ -289,16 +289,6 @@ class _Learner:
 def calling_message(as_text: bool, empty: Mapping[str, Any]) -> Message:
     """A message with one call."""
     return _call(json.dumps(_ARGUMENTS) if as_text else _ARGUMENTS, **empty)
-
-
-def _common(left: str, right: str) -> int:
-    """Length of the longest common start."""
-    count = 0
-    for a, b in zip(left, right, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
 
 
 def final_end(habits: Habits, calls: bool, wanted: str | None, generation_ends: Sequence[str]) -> str | None:

@@ -149,3 +149,10 @@ def is_text(field: Field, message: int) -> bool:
     if path[0] == "tool_calls":
         return path[-1] == "name" or "arguments" in path
     return path[-1] != "type" and not str(path[-1]).endswith("=")
+
+
+def common_length(left: str, right: str) -> int:
+    """Length of the longest common start of two texts."""
+    if left.startswith(right):
+        return len(right)
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))

@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable
 from datetime import datetime
 from functools import wraps
-from types import MappingProxyType
+from types import BuiltinMethodType, MappingProxyType, MethodType
 from typing import Any
 
 from jinja2 import Template, nodes
@@ -407,8 +407,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """obj.attribute as in Jinja, but without the AttributeError that Jinja raises and catches for keys."""
-        if type(obj) is dict and attribute in obj and attribute not in _OF_DICTS:
-            return obj[attribute]
+        if type(obj) is dict and attribute not in _OF_DICTS:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         value = super().getattr(obj, attribute)
         return Int.of(value, CONSTANT) if isinstance(obj, LoopContext) and type(value) is int else value
 
@@ -423,8 +423,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """Jinja's safe `format`, with sources if the format is simple."""
-        wrapped = super().wrap_str_format(value)
-        subject = getattr(value, "__self__", None)
+        if not isinstance(value, MethodType | BuiltinMethodType):
+            return None
+        wrapped, subject = super().wrap_str_format(value), value.__self__
         if wrapped is None:
             return None
         plain_format, text = wrapped, subject if isinstance(subject, Text) else Text(str(subject))

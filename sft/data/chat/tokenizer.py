@@ -65,10 +65,11 @@ class Encoded:
     def ends(self) -> np.ndarray:
         return np.ascontiguousarray(self._offsets[1::2])
 
-    def token_span(self, start: int, end: int) -> tuple[int, int]:
-        """Start and end of the tokens over text[start:end].  The first of these tokens ends after `start`."""
-        first = int(np.searchsorted(self.ends, start, side="right"))
-        return first, max(first, int(np.searchsorted(self.starts, end, side="left")))
+    def token_spans(self, starts: Sequence[int], ends: Sequence[int]) -> tuple[list[int], list[int]]:
+        """First tokens and ends of the tokens over each text[start:end].  A first token ends after its `start`."""
+        firsts = np.searchsorted(self.ends, starts, side="right")
+        stops = np.maximum(firsts, np.searchsorted(self.starts, ends, side="left"))
+        return firsts.tolist(), stops.tolist()
 
     @cached_property
     def _offsets(self) -> np.ndarray:

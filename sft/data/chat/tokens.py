@@ -150,13 +150,13 @@ def find_token_spans(
 
     Raises DataError if a token covers more than the turn, or if the tokens do not decode to the turn.
     """
+    turns = [turn for turn in turns if (turn.start if inserted else turn.inserted) < turn.end]
+    starts = [turn.start if inserted else turn.inserted for turn in turns]
+    firsts, stops = encoded.token_spans(starts, [turn.end for turn in turns])
+    end_starts, _ = encoded.token_spans([turn.text_end for turn in turns], [turn.end for turn in turns])
     spans = []
-    for turn in turns:
-        start = turn.start if inserted else turn.inserted
-        if start == turn.end:
-            continue
+    for turn, start, first, end, end_start in zip(turns, starts, firsts, stops, end_starts, strict=True):
         wanted = text[start : turn.end]
-        first, end = encoded.token_span(start, turn.end)
         # A control token may cover the spaces after it, including spaces at the start of the turn (Phi-3).
         first += bool(tokenizer.is_control[encoded.ids[first]] and encoded.starts[first] < start)
         decoded = tokenizer.decode(encoded.ids[first:end])
@@ -165,6 +165,5 @@ def find_token_spans(
                 f"the tokenizer of {tokenizer.name} turns an assistant turn into other text: {quoted(wanted)} became "
                 f"{quoted(decoded)}.  The tokenizer cannot represent this turn, or merges it with the text around it."
             )
-        end_start = encoded.token_span(turn.text_end, turn.end)[0] if turn.text_end < turn.end else end
-        spans.append(TokenSpan(turn.message, first, end, end_start, turn.is_end_usual))
+        spans.append(TokenSpan(turn.message, first, end, end_start if turn.text_end < turn.end else end, turn.is_end_usual))
     return spans

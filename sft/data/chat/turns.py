@@ -18,12 +18,11 @@ the tokens that end turns; `tokens.py` finds the tokens of the spans.
 
 import re
 from collections.abc import Callable
-from itertools import takewhile
 from typing import NamedTuple
 
 from sft.data.chat.habits import Habits
 from sft.data.chat.messages import THINKING, Message, quoted
-from sft.data.chat.reading import Reading, is_text
+from sft.data.chat.reading import Reading, common_length, is_text
 from sft.data.chat.rendering import Run
 from sft.data.chat.template import ChatTemplate
 from sft.data.chat.trace import MARKED, Field, Unknown
@@ -138,8 +137,7 @@ class _Finder:
         asked = index if first else reading.message_before(run, default=index - 1) + 1
         shown = self.prompt_after(asked, begin, run.start) if asked else None
         if shown is not None and (shown or not between):
-            here = reading.text[begin : begin + len(shown)]  # the answer may begin with text that the prompt shows
-            common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(here, shown)))
+            common = common_length(reading.text[begin : begin + len(shown)], shown)  # may reach into the answer
             if common < len(shown):  # no token is shared in part: <think> and <tool_call>
                 is_shared = common >= len(between)
                 common = len(between) if is_shared else self._token_before(between, common)

@@ -20,8 +20,8 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from sft.data.chat.encode_chat import Chat, encode_chat
-from sft.data.chat.messages import Message
 from sft.data.chat.tokenizer import ByteTokenizer
+from sft.data.rows.messages import Message
 
 HELD_OUT = 0.1  # share of modules, topics and samples
 LONG_SHARE = 0.06  # share of samples

@@ -84,8 +84,8 @@ def served_of(config: Config, tokenizer: ChatTokenizer) -> Served | None:
     own = _own_templates(tokenizer)
     template = tokenizer.chat_template
     templates = {} if template is None else own if config.data.chat_template is None else {DEFAULT: template.source}
-    turn_ends = tokenizer.turn_delimiters.ends if tokenizer.turn_delimiters else ()
-    eos = tokenizer.hf.eos_token
+    turn_ends = tokenizer.habits.stops if template else ()
+    eos = tokenizer.files.special_tokens.get("eos_token")
     ends = tuple(turn_ends)
     if eos is not None and eos not in ends and not _writes_eos(templates, eos):
         ends += (eos,)  # ends plain texts
@@ -98,7 +98,7 @@ def served_of(config: Config, tokenizer: ChatTokenizer) -> Served | None:
         switches=config.data.chat_template_kwargs,
         date=config.data.date,
         ends=ends,
-        end_ids=tuple(tokenizer.hf.convert_tokens_to_ids(end) for end in ends),
+        end_ids=tuple(tokenizer.files.added_ids[end] for end in ends if end in tokenizer.files.added_ids),
         eos_token=turn_ends[0] if replaces_eos else None,
         is_other=config.tokenizer != config.model.hf,
     )
@@ -106,10 +106,7 @@ def served_of(config: Config, tokenizer: ChatTokenizer) -> Served | None:
 
 def _own_templates(tokenizer: FolderTokenizer) -> dict[str, str]:
     """The templates of the tokenizer's folder, as AutoTokenizer reads them."""
-    source = tokenizer.hf.chat_template
-    if not source:
-        return {}
-    return dict(source) if isinstance(source, dict) else {DEFAULT: source}
+    return dict(tokenizer.files.templates)
 
 
 def _writes_eos(templates: Mapping[str, str], eos: str | None) -> bool:

@@ -18,9 +18,8 @@ from typing import Any
 
 from jinja2 import nodes
 
-from sft.data.chat.messages import Message, Tools
-from sft.data.chat.render import prepared
 from sft.data.chat.template import ChatTemplate
+from sft.data.rows.messages import Message, Tools
 from sft.errors import DataError
 
 _CLOCK = "strftime_now"
@@ -124,7 +123,7 @@ def _renderings(template: ChatTemplate, variables: dict[str, Any]) -> Iterator[s
     for messages, tools in _CHATS:
         for prompt in (False, True):
             try:
-                yield template.render(prepared(messages), tools, prompt=prompt, switches=variables)
+                yield template.render(messages, tools, prompt=prompt, variables=variables).text
             except DataError:
                 yield None
 

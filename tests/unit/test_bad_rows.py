@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from sft.data.chat.formats import read_row
 from sft.data.read import json_rows
 from sft.data.read.rows import index_rows, read_rows
 from sft.data.read.strict_json import Unreadable, parse
+from sft.data.rows.formats import read_row
 from sft.errors import DataError
 from tests.unit.corpora import ROW, corpus_of, save
 

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from sft.data.chat.encode_chat import encode_chat
-from sft.data.chat.formats import Chat
 from sft.data.chat.tokenizer import ByteTokenizer, FolderTokenizer
+from sft.data.rows.formats import Chat
 from sft.errors import DataError
 from tests.unit.fixtures.chats import (
     CALLING_TWICE,

@@ -11,8 +11,8 @@ import pytest
 from sft.data.cache.folders import store_folder
 from sft.data.chat.encode_chat import encode_row
 from sft.data.chat.encode_text import encode_text
-from sft.data.chat.formats import Chat, Text, Tokenized, read_row
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer, load_tokenizer
+from sft.data.rows.formats import Chat, Text, Tokenized, read_row
 from sft.errors import DataError
 from tests.unit.corpora import ROW, corpus_of, write
 from tests.unit.fixtures.folder import SPECIAL, config, make_folder

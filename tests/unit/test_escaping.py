@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from sft.data.chat.encode_chat import encode_chat
-from sft.data.chat.formats import Chat
 from sft.data.chat.render import free_characters, render_chat, restored
 from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
 from sft.data.chat.turns import MANY_TURNS
+from sft.data.rows.formats import Chat
 from sft.errors import DataError
 from tests.unit.fixtures.chats import TALK, assistant, call, chat_of, proofs, runs, tool, user
 from tests.unit.fixtures.folder import config, load_folder, load_letters, make_folder, template

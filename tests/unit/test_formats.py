@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sft.data.chat.formats import Chat, read_row
+from sft.data.rows.formats import Chat, read_row
 from sft.errors import DataError
 
 Message = dict[str, Any]

@@ -290,7 +290,7 @@ def test_other_answers_are_new_ones() -> None:
 
 def test_tokenizer_of_a_folder(folder: Path) -> None:
     plain = tokenizer_facts(load_folder(folder / "plain", template("chatml")))
-    assert (plain.end_of_turn, plain.eos, plain.masks) == ("<|im_end|>", "<|endoftext|>", "differences")
+    assert (plain.end_of_turn, plain.eos, plain.masks) == ("<|im_end|>", "<|endoftext|>", "sources of characters")
     assert plain.eos_id == plain.pad_id != plain.end_of_turn_id
     text = printed(survey(over_long="drop", tokenizer=str(folder / "plain")))
     assert f"but the tokenizer's eos is <|endoftext|> (id {plain.eos_id}): when generating, stop at both" in text

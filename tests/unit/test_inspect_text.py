@@ -9,10 +9,10 @@ import pytest
 
 from sft.cli import main
 from sft.data.chat.encode_chat import encode_chat
-from sft.data.chat.formats import Chat
 from sft.data.chat.tokenizer import ByteTokenizer
 from sft.data.inspect.preview import Preview, preview
 from sft.data.inspect.report import percent, preview_lines, visible
+from sft.data.rows.formats import Chat
 from tests.builders import sample
 from tests.unit.surveys import chat, lay_out, printed, survey
 

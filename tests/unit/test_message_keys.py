@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from sft.data.chat.encode_chat import encode_chat
-from sft.data.chat.formats import Chat, read_row
-from sft.data.chat.messages import text_of, with_arguments, with_reasoning_keys
 from sft.data.chat.tokenizer import ByteTokenizer
 from sft.data.read.strict_json import parse_json
+from sft.data.rows.formats import Chat, read_row
+from sft.data.rows.messages import text_of, with_arguments, with_reasoning_keys
 from sft.errors import DataError
 
 Message = dict[str, Any]

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from sft.data.chat import omitted as module
 from sft.data.chat.encode_chat import encode_chat
-from sft.data.chat.formats import Chat
 from sft.data.chat.omitted import Marked, find_omitted, why_omitted
 from sft.data.chat.render import prepared, render_chat
 from sft.data.chat.template_pattern import ChatText, TemplatePattern
 from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
+from sft.data.rows.formats import Chat
 from sft.errors import DataError
 from tests.unit.fixtures.chats import CALLING, SYSTEM, TALK, THINKING, TOOLS, Messages, assistant, tool, user
 from tests.unit.fixtures.folder import config, make_folder, template

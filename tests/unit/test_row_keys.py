@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sft.data.chat.formats import Chat, UnwantedRow, read_row, unused_keys
+from sft.data.rows.formats import Chat, UnwantedRow, read_row, unused_keys
 from sft.errors import DataError
 
 USER, ANSWER = {"role": "user", "content": "Six?"}, {"role": "assistant", "content": "6"}

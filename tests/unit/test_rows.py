@@ -15,11 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sft.data.chat.formats import read_row
 from sft.data.read import json_rows
 from sft.data.read.json_rows import read_blocks
 from sft.data.read.rows import check_file, index_rows, read_rows, row_name
 from sft.data.read.strict_json import parse
+from sft.data.rows.formats import read_row
 from sft.errors import DataError
 from tests.unit.corpora import corpus_of, save
 

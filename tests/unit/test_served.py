@@ -15,8 +15,8 @@ from sft.commands import check
 from sft.config import CheckpointConfig, ModelConfig
 from sft.console import QUIET, Console
 from sft.data.chat.encode_chat import encode_row
-from sft.data.chat.formats import Chat
 from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
+from sft.data.rows.formats import Chat
 from sft.hf import kept, run_folder, serving
 from sft.hf.convert.export_hf import export_hf
 from sft.hf.convert.import_hf import import_hf

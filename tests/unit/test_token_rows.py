@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from sft.data.chat.encode_chat import encode_row
-from sft.data.chat.formats import Tokenized, read_row
 from sft.data.chat.tokenizer import ByteTokenizer
+from sft.data.rows.formats import Tokenized, read_row
 from sft.errors import DataError
 from tests.unit.corpora import corpus_of, write
 

@@ -13,11 +13,11 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from sft.console import Console
 from sft.data.cache.tokenizer_notes import first_texts, say_notes
-from sft.data.chat import mistral_regex
-from sft.data.chat.probe_texts import probe_texts
 from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
-from sft.data.chat.tokenizer_comparison import compare_with_transformers, losses
-from sft.data.chat.tokenizer_files import encode, read_tokenizer, template_for
+from sft.data.tokenizer import mistral_regex
+from sft.data.tokenizer.comparison import compare_with_transformers, losses
+from sft.data.tokenizer.files import encode, read_tokenizer, template_for
+from sft.data.tokenizer.probe_texts import probe_texts
 from sft.errors import DataError
 from tests.unit.fixtures.folder import config, make_folder, template
 
@@ -414,8 +414,8 @@ def test_a_package_that_is_missing(
 ) -> None:
     (tmp_path / "tokenizer.model").write_bytes(content)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    monkeypatch.setattr("sft.data.chat.tokenizer_conversion.find_spec", lambda name: None)
-    monkeypatch.setattr("sft.data.chat.tokenizer_conversion.load", _fail)
+    monkeypatch.setattr("sft.data.tokenizer.conversion.find_spec", lambda name: None)
+    monkeypatch.setattr("sft.data.tokenizer.conversion.load", _fail)
     with pytest.raises(DataError) as refusal:
         read_tokenizer("it", tmp_path)
     assert str(refusal.value) == (

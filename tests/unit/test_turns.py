@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from sft.data.chat.formats import Chat
 from sft.data.chat.tokenizer import FolderTokenizer
 from sft.data.chat.turns import MANY_TURNS
+from sft.data.rows.formats import Chat
 from sft.errors import DataError
 from tests.unit.fixtures.chats import (
     ASSISTANT_FIRST,

@@ -63,9 +63,9 @@ def measure_folder(folder: Path, options: argparse.Namespace) -> Iterator[Row]:
 
     from sft.config import DataConfig
     from sft.data.chat.encode_chat import encode_chat
-    from sft.data.chat.formats import Chat
     from sft.data.chat.omitted import find_omitted
     from sft.data.chat.tokenizer import load_tokenizer
+    from sft.data.rows.formats import Chat
 
     datasets.disable_caching()
     datasets.disable_progress_bars()
@@ -78,7 +78,7 @@ def measure_folder(folder: Path, options: argparse.Namespace) -> Iterator[Row]:
     def ours() -> list[int]:
         lengths = []
         for chat in chats:
-            tokens, _, rendered, _ = encode_chat(Chat(chat, None), tokenizer)
+            tokens, _, rendered, *_ = encode_chat(Chat(chat, None), tokenizer)
             assert rendered is not None
             find_omitted(rendered)
             lengths.append(len(tokens))

@@ -17,11 +17,11 @@ from sft.data.cache.omissions import RowOmission, row_omissions
 from sft.data.cache.row_report import LINE, Reject
 from sft.data.cache.truncation import NOTHING, excerpts
 from sft.data.chat.encode_chat import Encoding, encode_row
-from sft.data.chat.formats import Chat, UnwantedRow, read_row, unused_keys
-from sft.data.chat.messages import as_unicode, shortened
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.read.rows import DataFile, Row, hint, row_name
 from sft.data.read.strict_json import parse
+from sft.data.rows.formats import Chat, UnwantedRow, read_row, unused_keys
+from sft.data.rows.messages import as_unicode, shortened
 from sft.errors import DataError
 
 MAX_WEIGHTS = 256  # distinct weights that one byte per token can index; the first weight is 0

@@ -14,7 +14,7 @@ import numpy as np
 
 from sft.data.cache.omissions import FileOmission
 from sft.data.cache.unused_keys import KeyCounter, describe_unused
-from sft.data.chat.messages import shortened
+from sft.data.rows.messages import shortened
 
 # One line per sample, in order, and one line with 0 tokens, window 0 of 0, for each row without a sample.
 LINE = np.dtype(

@@ -21,7 +21,7 @@ def say_notes(tokenizer: ChatTokenizer, files: Sequence[DataFile], console: Cons
     """Prints a line for each note.  Prints nothing for the byte tokenizer, and for most folders."""
     if isinstance(tokenizer, ByteTokenizer):
         return
-    from sft.data.chat.tokenizer_comparison import compare_with_transformers, losses
+    from sft.data.tokenizer.comparison import compare_with_transformers, losses
 
     name, own = tokenizer.name, tokenizer.files
     compared = compare_with_transformers(name, own.folder, own, first_texts(files[0]))

@@ -1,12 +1,12 @@
 """Adds up which keys of rows nothing reads, in memory that does not grow with the file.
 
-Decides how many names are counted and listed.  `chat/formats.py` decides which keys are read.
+Decides how many names are counted and listed.  `rows/formats.py` decides which keys are read.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from sft.data.chat.messages import to_json
+from sft.data.rows.messages import to_json
 
 NAMES_LISTED = 100
 _NAMES_COUNTED = 10_000  # a file whose keys are data, such as {"user 17": ...}, has as many names as rows

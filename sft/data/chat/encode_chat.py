@@ -23,12 +23,12 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from sft.data.chat.encode_text import encode_text
-from sft.data.chat.formats import Chat, Text, Tokenized
-from sft.data.chat.messages import THINKING, with_arguments, with_reasoning_keys
 from sft.data.chat.render import RenderedChat, render_chat
 from sft.data.chat.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer
 from sft.data.chat.tokens import TokenSpan, find_token_spans, tokenise
 from sft.data.chat.turns import Turn, find_turns
+from sft.data.rows.formats import Chat, Text, Tokenized
+from sft.data.rows.messages import THINKING, with_arguments, with_reasoning_keys
 from sft.errors import DataError
 
 Supervise = Literal["assistant", "last", "all"]
@@ -53,8 +53,19 @@ class Masking(Protocol):
 
     @property
     def supervise(self) -> Supervise: ...
+
     @property
     def supervise_inserted(self) -> bool: ...
+
+
+class Mask(NamedTuple):
+    """The same keys, with their defaults."""
+
+    supervise: Supervise = "assistant"
+    supervise_inserted: bool = True
+
+
+DEFAULT = Mask()
 
 
 def encode_row(row: Chat | Text | Tokenized, tokenizer: ChatTokenizer, data: Masking) -> Encoding:
@@ -77,7 +88,7 @@ def encode_row(row: Chat | Text | Tokenized, tokenizer: ChatTokenizer, data: Mas
     return Encoding(row.tokens, row.weights, None)
 
 
-def encode_chat(chat: Chat, tokenizer: ChatTokenizer, data: Masking) -> Encoding:
+def encode_chat(chat: Chat, tokenizer: ChatTokenizer, data: Masking = DEFAULT) -> Encoding:
     """Tokens and weights of a chat.  Raises DataError if a turn cannot be located, or if no token is supervised.
 
     user "a", assistant "b", byte tokenizer:
@@ -101,7 +112,8 @@ def _without_gc() -> Iterator[None]:
 
 def _encode_chat(chat: Chat, tokenizer: ChatTokenizer, data: Masking) -> Encoding:
     by_message = weights_of_turns(chat, data.supervise)
-    rendered, spelled = None, ()  # the byte tokenizer's own template leaves nothing out
+    spelled: tuple[tuple[str, str], ...] = ()
+    rendered = None  # the byte tokenizer's own template leaves nothing out
     if isinstance(tokenizer, ByteTokenizer):
         ids, spans = _encode_bytes(chat)
     else:

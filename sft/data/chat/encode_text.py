@@ -11,8 +11,8 @@ document, once: it is added unless the text already ends with it.  `data.supervi
 
 import numpy as np
 
-from sft.data.chat.formats import Text
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer
+from sft.data.rows.formats import Text
 from sft.errors import DataError
 
 

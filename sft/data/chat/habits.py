@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from sft.data.chat.messages import Message
 from sft.data.chat.reading import Reading, common_length
 from sft.data.chat.template import ChatTemplate, Refused
 from sft.data.chat.trace import Field
+from sft.data.rows.messages import Message
 from sft.errors import DataError
 
 _SYSTEM: Message = {"role": "system", "content": "INSTRUCTION"}
@@ -45,6 +45,7 @@ class Habits:
 
     ends         tokens that end a turn or hand it over
     last_ends    {whether the turn has calls: the token that ends it in last place, None if the template writes none}
+    stops        those of the ends after which the template never continues the same message
     starts       tokens that start a message
     handed       tokens that start or end a message
     inside       control tokens that the template writes inside assistant turns, and that neither start nor end messages
@@ -59,6 +60,7 @@ class Habits:
     control: re.Pattern[str]
     ends: tuple[str, ...] = ()
     last_ends: Mapping[bool, str | None] = field(default_factory=lambda: {False: None, True: None})
+    stops: tuple[str, ...] = ()
     starts: frozenset[str] = frozenset()
     handed: frozenset[str] = frozenset()
     inside: frozenset[str] = frozenset()
@@ -123,14 +125,17 @@ class _Learner:
         if asked is not None and last_call is None:
             handed_call = self._first_of(self._tail(asked, 1), known) or self._handed(asked)
         ends = tuple(dict.fromkeys(end for end in (*known, last_call, handed_call) if end))
-        handed, inside = self._tokens(ends, as_text, empty, calling is not None)
+        edges, written = self._tokens(ends, as_text, empty, calling is not None)
+        # Thinking models have <think> in contents, whether their template writes it or not.
+        ordinary = self.added - self.special
         return Habits(
             control=self.control,
             ends=ends,
             last_ends={False: last_answer, True: last_call},
             starts=self._starts(ends),
-            handed=handed,
-            inside=inside,
+            stops=tuple(end for end in ends if end not in written),
+            handed=edges,
+            inside=(written | ordinary) - edges,
             following={False: handed_answer, True: handed_call},
             header=self._header(),
             lead="" if answer is None else self._lead(answer),
@@ -166,7 +171,7 @@ class _Learner:
                 reading = self._read([_USER, calling_message(as_text, empty)], tools=_TOOLS)
                 after = "" if reading is None else reading.text[reading.text.rfind("QUESTION") :]
                 if reading is not None and "VALUE" in after and "None" not in after:
-                    if "\\\"" not in after:  # the text would be quoted twice
+                    if '\\"' not in after:  # the text would be quoted twice
                         return as_text, empty, reading
                     found.append((as_text, empty, reading))
         return found[0] if found else (False, {}, None)
@@ -221,10 +226,10 @@ class _Learner:
     def _tokens(
         self, ends: tuple[str, ...], as_text: bool, empty: Mapping[str, Any], has_calls: bool
     ) -> tuple[frozenset[str], frozenset[str]]:
-        """Tokens that start or end messages, and those that the template writes only inside assistant turns."""
+        """Tokens that start or end messages, and those that the template writes inside assistant turns."""
         edges, inside = set(ends), set()
         call = calling_message(as_text, empty)
-        chats = [
+        chats: list[tuple[list[Message], list[dict[str, Any]] | None]] = [
             ([_USER, _ANSWER, _USER, _ANSWER], None),
             ([_SYSTEM, _USER, _ANSWER], None),
             ([_USER, _THINKING], None),
@@ -251,9 +256,7 @@ class _Learner:
                     edges.add(match.group())  # a prompt may end with <think>, which starts no message
                 if header is not None:
                     headers.add(header)
-        # Thinking models have <think> in contents, whether their template writes it or not.
-        ordinary = {token for token in self.added if token not in self.special}
-        return frozenset(edges), frozenset((inside | ordinary) - edges)
+        return frozenset(edges), frozenset(inside)
 
     def _starts(self, ends: tuple[str, ...]) -> frozenset[str]:
         """The first control tokens after the ends of messages, in chats without calls."""

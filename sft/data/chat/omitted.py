@@ -13,18 +13,20 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from sft.data.chat.messages import THINKING
 from sft.data.chat.reading import Reading
 from sft.data.chat.render import RenderedChat
 from sft.data.chat.rendering import DOCUMENTS, TOOLS, VARIABLES
 from sft.data.chat.template import Refused
 from sft.data.chat.trace import Field
+from sft.data.rows.messages import THINKING
 from sft.errors import DataError
 
 _KEYS = {"reasoning": THINKING, "tool call": ("tool_calls",), "tool schema": ("tools",), "document": ("documents",)}
 # Thinking at the start of a content, in four parts: opening tag, thinking, closing tag, answer.  Without an opening
 # tag, a line must end after the closing one: "Write </think> at its end." is an answer.
-_THOUGHT = re.compile(r"(\s*<think>\s*)(.*?)(\s*</think>\s*)(.*)|(\s*)(.*?)(\s*</think>[^\S\n]*(?:\n\s*|\Z))(.*)", re.DOTALL)
+_THOUGHT = re.compile(
+    r"(\s*<think>\s*)(.*?)(\s*</think>\s*)(.*)|(\s*)(.*?)(\s*</think>[^\S\n]*(?:\n\s*|\Z))(.*)", re.DOTALL
+)
 
 
 class OmittedText(NamedTuple):

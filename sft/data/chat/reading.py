@@ -139,7 +139,6 @@ def is_own(run: Run) -> bool:
     )
 
 
-
 def is_text(field: Field, message: int) -> bool:
     """Whether a field is text of message `message` that the model should see: not an id, a type or the name of a key,
     but names of arguments."""

@@ -7,13 +7,13 @@ them: the role of the last message, whether it has calls, tools, documents and v
 
 from typing import NamedTuple
 
-from sft.data.chat.formats import Chat
 from sft.data.chat.habits import Habits
-from sft.data.chat.messages import Message, with_arguments, with_reasoning_keys
 from sft.data.chat.reading import Reading
 from sft.data.chat.rendering import Inputs, inputs
 from sft.data.chat.template import Refused
 from sft.data.chat.tokenizer import FolderTokenizer
+from sft.data.rows.formats import Chat
+from sft.data.rows.messages import Message, with_arguments, with_reasoning_keys
 
 _MOST_PROMPTS = 1_000  # of one template; further ones are rendered each time
 
@@ -34,7 +34,12 @@ class RenderedChat(NamedTuple):
         """
         last = self.chat.messages[num_messages - 1]
         given, known = self.given, self.tokenizer.prompts
-        state = (last["role"], bool(last.get("tool_calls")), given.tools is None, repr((given.documents, given.variables)))
+        state = (
+            last["role"],
+            bool(last.get("tool_calls")),
+            given.tools is None,
+            repr((given.documents, given.variables)),
+        )
         shown = known.get(state)
         if shown is not None and self.reading.text.startswith(shown, start):
             return shown
@@ -42,7 +47,9 @@ class RenderedChat(NamedTuple):
         if here in known:
             return known[here]
         try:
-            prompt = self.tokenizer.template.rendered(given._replace(messages=given.messages[:num_messages]), prompt=True)
+            prompt = self.tokenizer.template.rendered(
+                given._replace(messages=given.messages[:num_messages]), prompt=True
+            )
             shown = Reading(prompt).after_all
         except Refused:
             shown = None

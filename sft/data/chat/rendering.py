@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from sft.data.chat.messages import THINKING, Message, Tools
 from sft.data.chat.trace import CONSTANT, Constant, Field, Float, Int, Source, Text
+from sft.data.rows.messages import THINKING, Message, Tools
 
 TOOLS, DOCUMENTS, VARIABLES = "tools", "documents", "variables"  # roles of fields that belong to no message
 
@@ -129,4 +129,3 @@ class _Tracer:
         field = Field(message, path, role, text)
         self.fields.append(field)
         return field
-

@@ -115,7 +115,7 @@ class _Compiler(CodeGenerator):
             self.write(", ")
         self.write("))")
 
-    def visit_Add(self, node: nodes.Add, frame: Frame) -> None:
+    def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:
         self._call("environment.add", (node.left, node.right), frame)
 
     def visit_Operand(self, node: nodes.Operand, frame: Frame) -> None:
@@ -172,7 +172,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset(["*", "**", "%"])
     code_generator_class = _Compiler
-    concat = staticmethod(concatenated)  # type: ignore[assignment]  # for macros, and for set and call blocks
+    concat = staticmethod(concatenated)  # for macros, and for set and call blocks
 
     def __init__(self, date: str) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], optimized=False)
@@ -198,7 +198,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 loop.test = nodes.And(nodes.EnvironmentAttribute("tick()"), loop.test, lineno=loop.lineno)
             if isinstance(loop.target, nodes.Name):
                 start = nodes.ExprStmt(nodes.Name(loop.target.name, "load", lineno=loop.lineno), lineno=loop.lineno)
-                start.begins_loop = True
+                start.begins_loop = True  # type: ignore[attr-defined]
             else:
                 start = nodes.ExprStmt(nodes.Tuple([], "load"), lineno=loop.lineno)
             loop.body.insert(0, start)
@@ -254,7 +254,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
             source, start, stop, length, before = pieces[0]
             if before is not None or (writer is None and not marked):
                 return text
-            return Text(text, (Piece(MARKED if marked and source is CONSTANT else source, start, stop, length, writer),))
+            return Text(
+                text, (Piece(MARKED if marked and source is CONSTANT else source, start, stop, length, writer),)
+            )
         return Text(text, tuple(piece if piece.writer is not None else self._owned(piece) for piece in pieces))
 
     def _owned(self, piece: Piece) -> Piece:
@@ -366,9 +368,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
             width = " " * indent if isinstance(indent, int) else indent
             inner = "" if indent is None else "\n" + width * (depth + 1)
             outer = "" if indent is None else "\n" + width * depth
-            brackets, items = ("{}", value.items()) if isinstance(value, dict) else ("[]", ((None, v) for v in value))
+            brackets, items = (
+                ("{}", [*value.items()]) if isinstance(value, dict) else ("[]", [(None, v) for v in value])
+            )
             if options["sort_keys"] and isinstance(value, dict):
-                items = sorted(items)
+                items.sort()
             parts.append(Text.of(brackets[0], of_template))
             for number, (key, item) in enumerate(items):
                 parts.append(Text.of((pair if number else "") + inner, of_template))
@@ -435,8 +439,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self._check_format(text, (*args, *kwargs.values()))
             plain = str.__str__(plain_format(*args, **kwargs))
             if value.__name__ == "format_map":
-                args, kwargs = (), args[0]
-            filled = text.filled([self.text_of(a) for a in args], {k: self.text_of(v) for k, v in kwargs.items()}, plain)
+                args, kwargs = (), dict(*args)
+            filled = text.filled(
+                [self.text_of(a) for a in args], {k: self.text_of(v) for k, v in kwargs.items()}, plain
+            )
             return filled if isinstance(filled, Text) else Text.of(plain, Unknown("format"))
 
         return formatted
@@ -455,7 +461,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif operator == "*":
             for sequence, times in ((left, right), (right, left)):
                 if isinstance(sequence, str | bytes | bytearray | list | tuple) and isinstance(times, int):
-                    self.check((len(sequence) if isinstance(sequence, str) else _extent(sequence, self.max_characters)) * times)
+                    self.check(
+                        (len(sequence) if isinstance(sequence, str) else _extent(sequence, self.max_characters)) * times
+                    )
         return self._sourced(super().call_binop(context, operator, left, right), f"the operator {operator}")
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -553,7 +561,7 @@ class _Safe(Markup):
     pieces: tuple[Piece, ...]
 
     def __new__(cls, value: object = "", pieces: tuple[Piece, ...] | None = None) -> "_Safe":
-        self = super().__new__(cls, value)  # type: ignore[arg-type]
+        self = super().__new__(cls, value)
         self.pieces = whole(Unknown("an operation on text marked safe"), len(self)) if pieces is None else pieces
         return self
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from jinja2 import Template, meta
 
-from sft.data.chat.messages import Message, Tools
 from sft.data.chat.rendering import Inputs, Rendering, inputs
 from sft.data.chat.sandbox import Sandbox, TooMuch
 from sft.data.chat.trace import CONSTANT, Text, concatenated
+from sft.data.rows.messages import Message, Tools
 from sft.errors import DataError
 
 # Variables that every template gets.  Others come from special tokens, data.chat_template_kwargs and rows.

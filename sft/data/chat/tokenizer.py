@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from sft.config import DataConfig
 from sft.data.chat.habits import Habits, Vocabulary, final_end, learn
 from sft.data.chat.template import ChatTemplate
-from sft.data.chat.tokenizer_files import TokenizerFiles, encode, read_tokenizer, template_for
+from sft.data.tokenizer.files import TokenizerFiles, encode, read_tokenizer, template_for
 from sft.errors import DataError
 
 BYTE_CONTROL = {"<|im_start|>": 256, "<|im_end|>": 257, "<|pad|>": 258}

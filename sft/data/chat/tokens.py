@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sft.data.chat.messages import quoted
 from sft.data.chat.reading import Reading
 from sft.data.chat.rendering import is_of_template
 from sft.data.chat.tokenizer import Encoded, FolderTokenizer
 from sft.data.chat.trace import Field, Unknown
 from sft.data.chat.turns import Turn
+from sft.data.rows.messages import quoted
 from sft.errors import DataError
 
 _PRIVATE = (0xF0000, 0x10FFFE)  # Unicode planes 15 and 16: characters for private use
@@ -61,7 +61,8 @@ def tokenise(reading: Reading, tokenizer: FolderTokenizer) -> TokenisedChat:
 
 def _typed(reading: Reading, tokenizer: FolderTokenizer) -> tuple[list[tuple[int, int]], Counter[tuple[str, str]]]:
     """The control strings of a rendering that must stay text, and their number by token and role."""
-    typed, spelled = [], Counter[tuple[str, str]]()
+    typed: list[tuple[int, int]] = []
+    spelled = Counter[tuple[str, str]]()
     text, allowed = reading.text, tokenizer.habits.inside | tokenizer.assistant_control
     if not any(head in text for head in tokenizer.control_heads):
         return typed, spelled
@@ -111,9 +112,7 @@ def _check_normalised(text: str, whole: Encoded, tokenizer: FolderTokenizer) -> 
         )
 
 
-def _without_typed(
-    text: str, masked: str, stand_ins: str, whole: Encoded, tokenizer: FolderTokenizer
-) -> Encoded:
+def _without_typed(text: str, masked: str, stand_ins: str, whole: Encoded, tokenizer: FolderTokenizer) -> Encoded:
     """The tokens of `text`; `whole` are those of `masked`, whose pieces without stand-ins are right."""
     is_control = tokenizer.is_control[whole.ids]
     is_control &= [bool(tokenizer.control.match(masked[a:b].strip())) for a, b in zip(whole.starts, whole.ends)]
@@ -165,5 +164,7 @@ def find_token_spans(
                 f"the tokenizer of {tokenizer.name} turns an assistant turn into other text: {quoted(wanted)} became "
                 f"{quoted(decoded)}.  The tokenizer cannot represent this turn, or merges it with the text around it."
             )
-        spans.append(TokenSpan(turn.message, first, end, end_start if turn.text_end < turn.end else end, turn.is_end_usual))
+        spans.append(
+            TokenSpan(turn.message, first, end, end_start if turn.text_end < turn.end else end, turn.is_end_usual)
+        )
     return spans

@@ -174,25 +174,25 @@ class Text(str):
     def removesuffix(self, suffix: str) -> "Text":
         return self._sub(0, len(self) - len(suffix)) if suffix and self.endswith(suffix) else self
 
-    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:  # type: ignore[override]
+    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
         return self._placed(str.split(self, sep, maxsplit), sep)
 
-    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:  # type: ignore[override]
+    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
         return self._placed(str.rsplit(self, sep, maxsplit), sep)
 
-    def splitlines(self, keepends: bool = False) -> list[str]:  # type: ignore[override]
+    def splitlines(self, keepends: bool = False) -> list[str]:
         lines, at = [], 0
         for line, kept in zip(str.splitlines(self), str.splitlines(self, True), strict=True):
             lines.append(self._sub(at, at + len(kept if keepends else line)))
             at += len(kept)
         return list(lines)
 
-    def partition(self, sep: str) -> tuple[str, str, str]:  # type: ignore[override]
+    def partition(self, sep: str) -> tuple[str, str, str]:
         head, middle, _ = str.partition(self, sep)
         end = len(head) + len(middle)
         return self._sub(0, len(head)), self._sub(len(head), end), self._sub(end, len(self))
 
-    def rpartition(self, sep: str) -> tuple[str, str, str]:  # type: ignore[override]
+    def rpartition(self, sep: str) -> tuple[str, str, str]:
         head, middle, _ = str.rpartition(self, sep)
         end = len(head) + len(middle)
         return self._sub(0, len(head)), self._sub(len(head), end), self._sub(end, len(self))
@@ -208,7 +208,7 @@ class Text(str):
             at += len(part) + len(sep or "")
         return placed
 
-    def replace(self, old: str, new: str, count: SupportsIndex = -1) -> str:  # type: ignore[override]
+    def replace(self, old: str, new: str, count: SupportsIndex = -1) -> str:
         if not old:
             return str.replace(self, old, new, count)
         if old not in self:
@@ -217,7 +217,7 @@ class Text(str):
         parts = self._placed(str.split(self, old, limit), old)
         return joined(new, parts)
 
-    def join(self, parts: Iterable[str]) -> str:  # type: ignore[override]
+    def join(self, parts: Iterable[str]) -> str:
         return joined(self, parts)
 
     def lower(self) -> str:

@@ -21,13 +21,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from sft.data.chat.habits import Habits
-from sft.data.chat.messages import THINKING, Message, quoted
 from sft.data.chat.reading import Reading, common_length, is_text
 from sft.data.chat.rendering import Run
 from sft.data.chat.template import ChatTemplate
 from sft.data.chat.trace import MARKED, Field, Unknown
+from sft.data.rows.messages import THINKING, Message, quoted
 from sft.errors import DataError
-
 
 _TAGS = re.compile(r"<think>")
 
@@ -53,7 +52,12 @@ Prompt = Callable[[int, int, int], str | None]
 
 
 def find_turns(
-    reading: Reading, messages: list[Message], wanted: list[int], habits: Habits, prompt_after: Prompt, template: ChatTemplate
+    reading: Reading,
+    messages: list[Message],
+    wanted: list[int],
+    habits: Habits,
+    prompt_after: Prompt,
+    template: ChatTemplate,
 ) -> list[Turn]:
     """The turns of the messages `wanted`, in the order of the text.  Raises DataError if one cannot be located."""
     finder = _Finder(reading, messages, habits, prompt_after, template)
@@ -254,7 +258,9 @@ class _Finder:
             for run in unknown:
                 if run.writer == index:
                     self._refuse_unknown(index, run)
-            missing = next((field for field, _ in self.reading.unwritten if is_text(field, index) and self._is_read(field)), None)
+            missing = next(
+                (field for field, _ in self.reading.unwritten if is_text(field, index) and self._is_read(field)), None
+            )
             if missing is not None:
                 raise self.error(
                     index,
@@ -284,6 +290,4 @@ class _Finder:
 
 def _is_in(run: Run, others: list[Run]) -> bool:
     """Whether another run holds the same characters of the same field."""
-    return any(
-        other.source is run.source and other.first <= run.first and run.last <= other.last for other in others
-    )
+    return any(other.source is run.source and other.first <= run.first and run.last <= other.last for other in others)

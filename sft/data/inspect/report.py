@@ -25,8 +25,7 @@ _SIGNS = {"\n": "⏎\n", "\t": "⇥", "\r": "\\x0d"}
 # How the tokenizer determines which tokens are supervised.
 _MASKS = {
     "built in": "written by the built-in ChatML template, which marks the assistant's text",
-    "generation markers": "proven by the template's {% generation %} blocks",
-    "differences": "proven chat by chat, by text prefixes or by blanking a turn (no {% generation %} blocks)",
+    "sources of characters": "known for each character: each comes from a message or from the template",
     "no template": "not made from chats, because the tokenizer has no chat template",
 }
 

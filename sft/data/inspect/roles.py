@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from sft.console import Console
 from sft.data.chat.encode_chat import Supervise, weights_of_turns
-from sft.data.chat.formats import Chat, Text, Tokenized, read_row
-from sft.data.chat.messages import ROLES, Message, text_of, to_json, with_arguments
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer
 from sft.data.inspect.counts import DataSet
 from sft.data.inspect.findings import NUM_EXAMPLES, Finding, finding
 from sft.data.read.rows import DataFile, read_rows, row_name
 from sft.data.read.strict_json import parse
+from sft.data.rows.formats import Chat, Text, Tokenized, read_row
+from sft.data.rows.messages import ROLES, Message, text_of, to_json, with_arguments
 
 _TOKENISED_ROWS = 2000
 _TOKENISED_AT_LEAST = 100  # messages of each role, so rare roles have an estimate too

@@ -44,7 +44,7 @@ class TokenizerFacts:
     eos: str | None  # null for the byte tokenizer, which has no EOS token
     eos_id: int | None
     pad_id: int
-    masks: str  # `built in`, `generation markers`, `differences`, or `no template`
+    masks: str  # `built in`, `sources of characters`, or `no template`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +162,8 @@ def tokenizer_facts(tokenizer: ChatTokenizer) -> TokenizerFacts:
     else:
         eos, eos_id = tokenizer.files.special_tokens.get("eos_token"), tokenizer.eos_id
         if tokenizer.chat_template is not None:
-            ends = tuple(tokenizer.ids[end] for end in tokenizer.delimiters.ends)
-            masks = "generation markers" if tokenizer.template.has_markers else "differences"
+            ends = tuple(tokenizer.ids[end] for end in tokenizer.habits.ends)
+            masks = "sources of characters"
     return TokenizerFacts(
         name=tokenizer.name,
         vocab_size=tokenizer.vocab_size,

@@ -2,7 +2,7 @@
 
 Decides which kinds of file are read.  A faulty row never hides the rows around it: read_rows yields rows unparsed, and
 `strict_json.parse` raises the error of a row.  `json_rows.py` streams JSON and `tables.py` streams tables, in memory
-that does not grow with the file.  `chat/formats.py` interprets the content of a row.
+that does not grow with the file.  `rows/formats.py` interprets the content of a row.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Reads the files of a tokenizer folder: the tokenizer, its special tokens, its chat templates, and ends of generation.
 
 tokenizer.json decides how text becomes tokens.  Transformers may choose a class by config.json that replaces parts of
-the tokenizer by its own; `tokenizer_comparison.py` finds out whether the results differ.  Only a folder without
+the tokenizer by its own; `comparison.py` finds out whether the results differ.  Only a folder without
 tokenizer.json is read by transformers.  tokenizer_config.json and its kin add names of special tokens, and tokens that
 tokenizer.json lacks, by the rules of transformers 5.  No code of a folder runs.
 
@@ -16,8 +16,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from sft.data.chat import mistral_regex
-from sft.data.chat.special_tokens import read_json, read_special_tokens, refusing
+from sft.data.tokenizer import mistral_regex
+from sft.data.tokenizer.special_tokens import read_json, read_special_tokens, refusing
 from sft.errors import DataError
 
 Ids = tuple[int, ...]
@@ -94,7 +94,7 @@ def read_tokenizer(name: str, folder: Path) -> TokenizerFiles:
     if FILE in names:
         files = _of_file(name, folder)
     else:
-        from sft.data.chat.tokenizer_conversion import convert
+        from sft.data.tokenizer.conversion import convert
 
         files = convert(name, folder, held)
     largest = max(files.backend.get_vocab().values(), default=-1)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import date, time, timedelta
 from typing import Any, NamedTuple
 
-from sft.data.chat.messages import (
+from sft.data.rows.messages import (
     ROLES,
     Message,
     read_calls,

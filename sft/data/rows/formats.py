@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sft.data.chat.chat_keys import (
+from sft.data.rows.chat_keys import (
     CHAT_KEYS,
     LABELS,
     Row,
@@ -27,9 +27,9 @@ from sft.data.chat.chat_keys import (
     take_tools,
     with_loss_mask,
 )
-from sft.data.chat.checked_messages import MEDIA, CheckedMessage, check_calls, read_messages
-from sft.data.chat.document_keys import DOCUMENT_KEYS, check_documents
-from sft.data.chat.messages import Message, Tools, read_weight, shortened, type_name
+from sft.data.rows.checked_messages import MEDIA, CheckedMessage, check_calls, read_messages
+from sft.data.rows.document_keys import DOCUMENT_KEYS, check_documents
+from sft.data.rows.messages import Message, Tools, read_weight, shortened, type_name
 from sft.errors import DataError
 
 _LARGEST_ID = 2**31 - 1

@@ -8,8 +8,8 @@ import re
 from math import isfinite
 from typing import Any
 
-from sft.data.chat.checked_messages import MEDIA, CheckedMessage, is_empty
-from sft.data.chat.messages import Tools, read_json, read_weight, shortened, to_json, type_name
+from sft.data.rows.checked_messages import MEDIA, CheckedMessage, is_empty
+from sft.data.rows.messages import Tools, read_json, read_weight, shortened, to_json, type_name
 from sft.errors import DataError
 
 Row = dict[str, Any]

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sft.data.chat.special_tokens import read_json, reason
-from sft.data.chat.tokenizer_files import EXPECTED, TokenizerFiles, complete
+from sft.data.tokenizer.files import EXPECTED, TokenizerFiles, complete
+from sft.data.tokenizer.special_tokens import read_json, reason
 from sft.errors import DataError
 
 

@@ -7,7 +7,7 @@ refused, because they would change what the model sees.
 from collections.abc import Callable
 from typing import Any
 
-from sft.data.chat.messages import shortened, type_name
+from sft.data.rows.messages import shortened, type_name
 from sft.errors import DataError
 
 _PADDING = (

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 from unicodedata import is_normalized
 
-from sft.data.chat.messages import quoted
-from sft.data.chat.probe_texts import NUM_TEXTS, probe_texts
-from sft.data.chat.special_tokens import reason
-from sft.data.chat.tokenizer_conversion import load
-from sft.data.chat.tokenizer_files import TokenizerFiles, around_text, encode, plain
+from sft.data.rows.messages import quoted
+from sft.data.tokenizer.conversion import load
+from sft.data.tokenizer.files import TokenizerFiles, around_text, encode, plain
+from sft.data.tokenizer.probe_texts import NUM_TEXTS, probe_texts
+from sft.data.tokenizer.special_tokens import reason
 from sft.errors import DataError
 
 _CHARACTERS = 2000  # compared of each text

@@ -165,16 +165,16 @@ class _Learner:
 
     def _calling(self) -> tuple[bool, Mapping[str, Any], Reading | None]:
         """In which form the template takes calls: arguments as text or as an object, and which empty content."""
-        found: list[tuple[bool, Mapping[str, Any], Reading]] = []
+        written: list[tuple[bool, Mapping[str, Any], Reading]] = []  # with arguments quoted twice, or without arguments
         for as_text in (False, True):
             for empty in _FORMS:
                 reading = self._read([_USER, calling_message(as_text, empty)], tools=_TOOLS)
                 after = "" if reading is None else reading.text[reading.text.rfind("QUESTION") :]
-                if reading is not None and "VALUE" in after and "None" not in after:
-                    if '\\"' not in after:  # the text would be quoted twice
+                if reading is not None and "FUNCTION" in after and "None" not in after:
+                    if "VALUE" in after and "\\\"" not in after:
                         return as_text, empty, reading
-                    found.append((as_text, empty, reading))
-        return found[0] if found else (False, {}, None)
+                    written.append((as_text, empty, reading))
+        return max(written, key=lambda form: "VALUE" in form[2].text, default=(False, {}, None))
 
     def _tail(self, reading: Reading, message: int) -> str:
         """The text after the last own text of a message, up to the next text of the chat."""

@@ -29,6 +29,7 @@ from sft.data.rows.messages import THINKING, Message, quoted
 from sft.errors import DataError
 
 _TAGS = re.compile(r"<think>")
+_PART = re.compile(r"[<|｜\w]*\Z")  # the beginning of a word or of a token
 
 
 class Turn(NamedTuple):
@@ -140,43 +141,40 @@ class _Finder:
             self._refuse_unknown(index, before)
         asked = index if first else reading.message_before(run, default=index - 1) + 1
         shown = self.prompt_after(asked, begin, run.start) if asked else None
-        if shown is not None and (shown or not between):
-            common = common_length(reading.text[begin : begin + len(shown)], shown)  # may reach into the answer
-            if common < len(shown):  # no token is shared in part: <think> and <tool_call>
-                is_shared = common >= len(between)
-                common = len(between) if is_shared else self._token_before(between, common)
-                common = max(common, self._after_end_of(shown, between))
-        elif shown == "":
-            common = 0
-        else:
-            common = self._after_header(index, between)
+        common = 0 if shown is None else common_length(reading.text[begin : begin + len(shown)], shown)
+        if shown is None or common < len(shown):
+            is_shared = shown is not None and common >= len(between)
+            common = len(between) if is_shared else self._whole_tokens(between, common)
+            common = max(
+                common, self._after_header(between, self.habits.header), self._after_header_end(between, shown)
+            )
         end_before = self.habits.first_end(between)
-        if end_before is not None and common < end_before[1]:  # the prompt shows no header after this message
-            common = self._after_header(index, between)
+        if common < (end_before[1] if end_before else int(shown is None and bool(between.strip()))):
+            # Neither this prompt nor the usual header: the turn begins after the last token that starts messages.
+            common = max((match.end() for match in self.habits.control.finditer(between)), default=0)
         start = begin + common
         return start, self._inserted(index, run, start)
 
-    def _token_before(self, text: str, at: int) -> int:
-        """The last position up to `at` after a control token or a line."""
-        ends = (match.end() for match in self.habits.control.finditer(text) if match.end() <= at)
-        return max(text.rfind("\n", 0, at) + 1, *ends, 0)
+    def _whole_tokens(self, text: str, at: int) -> int:
+        """The last position up to `at` that splits no token: prompts with <think> share `<t` with `<tool_call>`."""
+        at -= len(_PART.search(text[:at]).group())  # type: ignore[union-attr]  # matches the empty string, too
+        return next((m.start() for m in self.habits.control.finditer(text) if m.start() < at < m.end()), at)
 
-    def _after_end_of(self, shown: str, between: str) -> int:
-        """The position after the last control tokens of a prompt, which shows instructions before them (Command R+)."""
-        last = [match.start() for match in self.habits.control.finditer(shown)][-2:]
-        if not last or not (end := shown[last[0] :]).strip() or end not in between:
-            return 0
-        return between.rindex(end) + len(end)
-
-    def _after_header(self, index: int, between: str) -> int:
-        """Where the text starts after a header, if the template refuses to ask for this turn."""
-        header = self.habits.header
-        for length in range(len(header), 0, -1):
-            at = between.rfind(header[:length])
-            if at >= 0 and (length == len(header) or self.habits.control.search(header[:length])):
+    def _after_header(self, between: str, header: str) -> int:
+        """The position after the header that asks for an answer, or after as many of its lines and tokens as are there;
+        0 without any control token or line of it."""
+        ends = {len(header), *(at for match in self.habits.control.finditer(header) for at in match.span())}
+        ends |= {at + 1 for at, letter in enumerate(header) if letter == "\n"}
+        for length in sorted(ends - {0}, reverse=True):
+            if header[:length].strip() and (at := between.rfind(header[:length])) >= 0:
                 return at + length
-        last = max((match.end() for match in self.habits.control.finditer(between)), default=0)
-        return last
+        return 0
+
+    def _after_header_end(self, between: str, shown: str | None) -> int:
+        """The position after the last two control tokens of a prompt, which may show instructions before them."""
+        last = [match.start() for match in self.habits.control.finditer(shown or "")][-2:]
+        end = (shown or "")[last[0] :] if last else ""
+        return between.rindex(end) + len(end) if end.strip() and end in between else 0
 
     def _inserted(self, index: int, run: Run, start: int) -> int:
         """The end of the template's own text from `start` on that no text of the row asked for.

@@ -19,6 +19,8 @@ _PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
 _DISTRIBUTIONS = {"sft": "sft-megatron", **{name: name for name in _PACKAGES}}
 _FREEZE = "train.freeze"
 _START_ONLY = ("model.hf", "model.init_from", "model.init_std", "lora.init_from")
+# What runs did before a key existed, where that is not the key's default.
+_BEFORE = {"data.supervise_inserted": False}
 _NOT_COMPUTED = ("lora.lr_ratio", "lora.export")  # of the group lora, and not of what the model computes
 
 
@@ -96,6 +98,11 @@ def changes(before: Mapping[str, Any], now: Conditions, allowed: Sequence[str]) 
     """
     refused = dict(_differences(before["plan"], now.plan))
     recipe = dict(_differences(_with_defaults(before["recipe"], now.recipe), now.recipe))
+    if "data" in refused and (old := [key for key in _BEFORE if key in recipe and key not in before["recipe"]]):
+        value = str(_BEFORE[old[0]]).lower()
+        refused[
+            "data"
+        ] += f" (the run began before {old[0]} existed: {old[0]} = {value} gives the same tokens and masks)"
     refused |= model_changes(before, now.recipe)
     refused |= {_FREEZE: recipe[_FREEZE]} if _FREEZE in recipe else {}
     known = {*before["plan"], *now.plan, *filter(_describes_model, [*before["recipe"], *now.recipe])}
@@ -131,7 +138,7 @@ def _with_defaults(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
     """`before` with current names of keys.  A key that is newer than the checkpoint gets its default."""
     schema = leaves()
     before = {RENAMED.get(key, key): value for key, value in before.items()}
-    newer = {key: schema[key].default for key in now if key not in before and key in schema}
+    newer = {key: _BEFORE.get(key, schema[key].default) for key in now if key not in before and key in schema}
     return {**newer, **before}
 
 

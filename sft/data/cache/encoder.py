@@ -39,6 +39,7 @@ class EncodedRows(NamedTuple):
     num_chats: int = 0  # usable rows with messages
     unused: tuple[tuple[str, int], ...] = ()  # names of keys that usable rows have and nothing reads; number of rows
     unwanted: tuple[int, ...] = ()  # numbers of rows that are dropped by their label
+    spelled: tuple[tuple[str, int], ...] = ()  # control tokens that stayed text, and numbers of rows
 
 
 def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer: ChatTokenizer) -> EncodedRows:
@@ -50,6 +51,7 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
     omitted: list[RowOmission] = []
     explained: set[tuple[str, str]] = set()
     unused: Counter[str] = Counter()
+    spelled: Counter[str] = Counter()
     unwanted = []
     num_chats = 0
     for number, content in rows:
@@ -68,6 +70,7 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
             continue
         unused.update(as_unicode(shortened(key)) for key in unused_keys(value))
         num_chats += isinstance(row, Chat)
+        spelled.update(as_unicode(f"{token} in {role} texts") for token, role in encoded.spelled)
         if encoded.rendered is not None:
             omitted += row_omissions(number, encoded.rendered, explained)
         try:
@@ -85,6 +88,7 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
     return EncodedRows(
         *(np.concatenate(tokens), mask, palette, table, tuple(rejects), tuple(omitted), num_chats),
         unused=tuple(unused.items()),
+        spelled=tuple(spelled.items()),
         unwanted=tuple(unwanted),
     )
 

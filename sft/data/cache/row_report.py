@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sft.data.cache.omissions import FileOmission
-from sft.data.cache.unused_keys import KeyCounter, describe_unused
+from sft.data.cache.unused_keys import KeyCounter, describe_spelled, describe_unused
 from sft.data.rows.messages import shortened
 
 # One line per sample, in order, and one line with 0 tokens, window 0 of 0, for each row without a sample.
@@ -50,6 +50,7 @@ class RowCounts:
     chats: int = 0
     unused: KeyCounter = field(default_factory=KeyCounter)
     unwanted: list[int] = field(default_factory=list)  # rows that are dropped by their label
+    spelled: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,7 @@ class RowReport:
     chats     rows that are chats and were used.  omitted: texts of these chats that the template left out
     unused    keys of used rows that nothing reads, most frequent first, with numbers of rows; unused_others: the sum of
               these numbers for further keys
+    spelled   control tokens that stayed text in chats, with the role of the text and numbers of rows
     Lists name at most the first 100 rows.
     """
 
@@ -98,6 +100,7 @@ class RowReport:
     unwanted: tuple[int, ...] = ()
     unused: tuple[tuple[str, int], ...] = ()
     unused_others: int = 0
+    spelled: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
         share = 100 * self.supervised_kept / max(1, self.tokens_kept)
@@ -126,6 +129,8 @@ class RowReport:
             text += f"; dropped {self.rows_unwanted:,} rows by label: {_rows(self.unwanted, self.rows_unwanted)}"
         if self.unused:
             text += f"; {describe_unused(self.unused, self.unused_others)}"
+        if self.spelled:
+            text += f"; {describe_spelled(self.spelled)}"
         for omission in self.omitted:
             where = _rows(omission.rows, omission.chats)
             text += (
@@ -136,7 +141,9 @@ class RowReport:
     @classmethod
     def of_json(cls, counts: dict[str, Any]) -> "RowReport":
         """The report whose `dataclasses.asdict` went through JSON as `counts`.  Raises TypeError for other fields."""
-        pairs = {name: tuple((text, count) for text, count in counts[name]) for name in ("reasons", "unused")}
+        pairs = {
+            name: tuple((text, count) for text, count in counts[name]) for name in ("reasons", "unused", "spelled")
+        }
         listed = {name: tuple(value) for name, value in counts.items() if isinstance(value, list)}
         omitted = tuple(FileOmission(**{**fields, "rows": tuple(fields["rows"])}) for fields in counts["omitted"])
         return cls(**{**counts, **listed, **pairs, "omitted": omitted})
@@ -191,6 +198,7 @@ def count_rows(lines: np.ndarray, counts: RowCounts | None = None) -> RowReport:
         unwanted=tuple(unwanted[:_ROWS_LISTED]),
         unused=counts.unused.listed,
         unused_others=counts.unused.others,
+        spelled=tuple(sorted(counts.spelled.items(), key=lambda item: (-item[1], item[0]))),
     )
 
 

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from sft.console import Console
-from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer
+from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer, FolderTokenizer
 from sft.data.read.rows import DataFile, read_rows
 from sft.data.read.strict_json import parse
 from sft.errors import DataError
@@ -25,9 +25,22 @@ def say_notes(tokenizer: ChatTokenizer, files: Sequence[DataFile], console: Cons
 
     name, own = tokenizer.name, tokenizer.files
     compared = compare_with_transformers(name, own.folder, own, first_texts(files[0]))
-    for note in (*own.notes, compared, losses(name, own)):
-        if note is not None:
+    for note in (*own.notes, compared, losses(name, own), _appended(tokenizer)):
+        if note:
             console.say(f"tokenizer: {note}")
+
+
+def _appended(tokenizer: FolderTokenizer) -> str | None:
+    if tokenizer.chat_template is None or not tokenizer.appends_end:
+        return None
+    ends = {calls: tokenizer.final_end_of(calls=calls) for calls in (False, True)}
+    ends = {calls: end for calls, end in ends.items() if end and not tokenizer.habits.last_ends[calls]}
+    after = {False: "an answer", True: "a call"}
+    where = " and ".join(f"{end} after {after[calls]}" for calls, end in ends.items())
+    return where and (
+        f"chat template {tokenizer.template.name} writes no token after the last turn of a chat, so data.final_end = "
+        f"{tokenizer.final_end} appends {where}."
+    )
 
 
 def first_texts(file: DataFile) -> list[str]:

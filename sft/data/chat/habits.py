@@ -171,7 +171,7 @@ class _Learner:
                 reading = self._read([_USER, calling_message(as_text, empty)], tools=_TOOLS)
                 after = "" if reading is None else reading.text[reading.text.rfind("QUESTION") :]
                 if reading is not None and "FUNCTION" in after and "None" not in after:
-                    if "VALUE" in after and "\\\"" not in after:
+                    if "VALUE" in after and '\\"' not in after:
                         return as_text, empty, reading
                     written.append((as_text, empty, reading))
         return max(written, key=lambda form: "VALUE" in form[2].text, default=(False, {}, None))

@@ -101,6 +101,7 @@ class Counts:
     rows_unwanted: int  # rows that are dropped by their label
     unused: tuple[tuple[str, int], ...]  # keys that nothing reads, and numbers of rows; the most frequent is first
     unused_others: int  # the sum of these numbers for further keys
+    spelled: tuple[tuple[str, int], ...]  # control tokens that stayed text, and numbers of rows
 
 
 def of_files(data: DataSet) -> list[Counts]:
@@ -133,9 +134,11 @@ def counts_of(
     omitted = [omission for report in reports for omission in report.omitted]
     reasons: Counter[str] = Counter()
     unused = KeyCounter()
+    spelled: Counter[str] = Counter()
     for report in reports:
         reasons.update(dict(report.reasons))
         unused.add(report.unused)
+        spelled.update(dict(report.spelled))
     return Counts(
         name=name,
         path=path,
@@ -153,6 +156,7 @@ def counts_of(
         histogram=histogram(full),
         omitted=reports[0].omitted if len(reports) == 1 else add_up(omitted, rows_listed=0),
         unused=unused.listed,
+        spelled=tuple(sorted(spelled.items(), key=lambda item: (-item[1], item[0]))),
         unused_others=unused.others + sum(report.unused_others for report in reports),
         **{field: sum(getattr(report, field) for report in reports) for field in _ADDED},
     )

@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from sft.data.cache.unused_keys import describe_unused
+from sft.data.cache.unused_keys import describe_spelled, describe_unused
 from sft.data.inspect.counts import Counts
 from sft.data.inspect.findings import Finding
 from sft.data.inspect.preview import Piece, Preview
@@ -150,6 +150,8 @@ def _files(survey: Survey) -> Iterator[str]:
     for counts in survey.files:
         if counts.unused:
             yield f"{_file(counts)}: {visible(describe_unused(counts.unused, counts.unused_others))}"
+        if counts.spelled:
+            yield f"{_file(counts)}: {visible(describe_spelled(counts.spelled))}"
 
 
 def _losses(counts: Counts) -> Iterator[str]:

@@ -6,7 +6,7 @@ Decides which texts of a message are its author's own, and which belong to a hea
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 from sft.data.chat.rendering import Rendering, Run, is_of_template
@@ -51,14 +51,13 @@ class Reading:
     def _mark_starts(self) -> list[int]:
         return [run.start for run in self.marks]
 
-    def between(self, start: int, end: int) -> Iterator[Run]:
+    def over(self, start: int, end: int) -> list[Run]:
         """The runs that hold text[start:end]."""
-        if start < end:
-            yield from self.runs[bisect_right(self._starts, start) - 1 : bisect_left(self._starts, end)]
+        return self.runs[bisect_right(self._starts, start) - 1 : bisect_left(self._starts, end)] if start < end else []
 
     def is_constant(self, start: int, end: int) -> bool:
         """Whether the template alone wrote text[start:end]."""
-        return all(is_of_template(run.source) for run in self.between(start, end))
+        return all(is_of_template(run.source) for run in self.over(start, end))
 
     def before(self, run: Run) -> Run | None:
         """The mark before a mark."""

@@ -25,6 +25,7 @@ class RenderedChat(NamedTuple):
     given: Inputs
     reading: Reading
     tokenizer: FolderTokenizer
+    switches: str  # what else the template gets, as a text
 
     def prompt_after(self, num_messages: int, start: int, end: int) -> str | None:
         """The text after the last text of the chat's first messages when the template asks for an answer; None if the
@@ -38,7 +39,7 @@ class RenderedChat(NamedTuple):
             last["role"],
             bool(last.get("tool_calls")),
             given.tools is None,
-            repr((given.documents, given.variables)),
+            self.switches,
         )
         shown = known.get(state)
         if shown is not None and self.reading.text.startswith(shown, start):
@@ -63,7 +64,8 @@ def render_chat(chat: Chat, tokenizer: FolderTokenizer) -> RenderedChat:
     """Renders a chat.  Raises DataError if the template refuses it."""
     chat = chat._replace(messages=prepared(chat.messages, tokenizer.habits))
     given = inputs(chat.messages, chat.tools, chat.documents, chat.variables)
-    return RenderedChat(chat, given, Reading(tokenizer.template.rendered(given), given.fields), tokenizer)
+    switches = repr((given.documents, given.variables)) if given.documents or given.variables else ""
+    return RenderedChat(chat, given, Reading(tokenizer.template.rendered(given), given.fields), tokenizer, switches)
 
 
 def prepared(messages: list[Message], habits: Habits) -> list[Message]:

@@ -4,11 +4,10 @@ Decides what a template gets: the messages as transformers passes them, with a s
 and list (`trace.py`).  `template.py` decides the variables, `turns.py` reads the sources.
 """
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from sft.data.chat.trace import CONSTANT, Constant, Field, Float, Int, Source, Text
+from sft.data.chat.trace import CONSTANT, Constant, Field, Float, Int, Source, Text, pieces_of
 from sft.data.rows.messages import THINKING, Message, Tools
 
 TOOLS, DOCUMENTS, VARIABLES = "tools", "documents", "variables"  # roles of fields that belong to no message
@@ -44,20 +43,24 @@ class Run(NamedTuple):
         return self.last - self.first == self.end - self.start
 
 
-class Rendering:
-    """The text of a chat, and its characters' sources in `runs`, in order."""
+class Rendering(NamedTuple):
+    """The text of a chat, and its characters' sources, in order."""
 
-    def __init__(self, text: Text) -> None:
-        self.text = str.__str__(text)[:]
-        self._pieces = text.pieces
+    text: str
+    runs: list[Run]
 
-    @cached_property
-    def runs(self) -> list[Run]:
-        runs, at = [], 0
-        for source, start, stop, length, writer in self._pieces:
-            runs.append(Run(at, at + length, source, writer, start, stop))
+
+def collected(chunks: Iterable[str], writer: Callable[[], int | None]) -> Rendering:
+    """The rendering of which a template writes the chunks.  writer() is the message that it is writing just now."""
+    parts, runs, at = [], [], 0
+    for chunk in chunks:
+        parts.append(chunk)
+        now = writer()
+        for source, first, last, length, before in pieces_of(chunk):
+            of_message = now if before is None else before
+            runs.append(tuple.__new__(Run, (at, at + length, source, of_message, first, last)))
             at += length
-        return runs
+    return Rendering("".join(parts), runs)
 
 
 def is_of_template(source: Source) -> bool:

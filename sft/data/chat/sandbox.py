@@ -19,7 +19,7 @@ limits has none; `limits.py` is the backstop.
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import wraps
 from types import BuiltinMethodType, MappingProxyType, MethodType
@@ -47,7 +47,7 @@ from sft.data.chat.trace import (
     Unknown,
     concatenated,
     joined,
-    pieces_of,
+    sourced,
     whole,
 )
 from sft.errors import DataError
@@ -172,7 +172,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset(["*", "**", "%"])
     code_generator_class = _Compiler
-    concat = staticmethod(concatenated)  # for macros, and for set and call blocks
 
     def __init__(self, date: str) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], optimized=False)
@@ -180,12 +179,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.constants: list[Text | Int] = []
         self.max_steps, self.max_characters, self.max_made = MAX_STEPS, MAX_CHARACTERS, MAX_MADE
         self._safe: dict[tuple[type, str], bool] = {}
+        self.concat = self.collect  # type: ignore[method-assign]
         self._add_names()
         self.begin({}, {})
 
     def begin(self, containers: dict[int, Field], messages: dict[int, int]) -> None:
         """Starts a rendering.  `messages` holds the index of each message by its id."""
-        self.steps = self.made = self.marked = 0
+        self.steps = self.made = 0
         self.message: int | None = None
         self.containers, self.messages = containers, messages
 
@@ -238,35 +238,33 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.message = index
 
     def write(self, value: Any) -> Text:
-        """The text that the template writes for a value, and for which message."""
+        """The text that the template writes for a value."""
         text = value if type(value) is Text else self.text_of(value)
         self.tick(len(text))
-        return self._written(text)
+        return text
 
     def write_escaped(self, eval_context: Any, value: Any) -> str:
         """`write` where the template may have switched escaping on, whose results have no sources."""
         return str(Markup.escape(value)) if eval_context.autoescape else self.write(value)
 
-    def _written(self, text: Text) -> Text:
-        writer, marked = self.message, self.marked > 0
-        pieces = text.pieces
-        if len(pieces) == 1:  # most texts
-            source, start, stop, length, before = pieces[0]
-            if before is not None or (writer is None and not marked):
-                return text
-            return Text(
-                text, (Piece(MARKED if marked and source is CONSTANT else source, start, stop, length, writer),)
-            )
-        return Text(text, tuple(piece if piece.writer is not None else self._owned(piece) for piece in pieces))
+    def collect(self, parts: Iterable[str]) -> Text:
+        """What a macro, a set block or a call block collected, written for the message of now."""
+        return self._written(concatenated(parts))
 
-    def _owned(self, piece: Piece) -> Piece:
-        source = MARKED if self.marked and piece.source is CONSTANT else piece.source
-        return piece._replace(source=source, writer=self.message)
+    def _written(self, text: Text) -> Text:
+        """A text whose new pieces, at its end, are written for the message of now."""
+        pieces, writer = text.pieces, self.message
+        first = len(pieces)
+        while first and pieces[first - 1].writer is None:
+            first -= 1
+        if writer is None or first == len(pieces):
+            return text
+        return sourced(text, (*pieces[:first], *(piece._replace(writer=writer) for piece in pieces[first:])))
 
     def named(self, value: Any) -> Any:
         """A value that gets a name."""
         if type(value) is Text:
-            return self._written(value) if self.message is not None else value
+            return self._written(value)
         if isinstance(value, list | tuple | dict | Namespace):
             self.check(_extent(value, self.max_characters))
         return value
@@ -280,10 +278,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def add(self, left: Any, right: Any) -> Any:
         """The operator +."""
         value = left + right
+        if type(value) is Text:
+            self.tick(len(value))
+            return value
         if isinstance(value, str):
             self.tick(len(value))
-            return value if type(value) is Text else self._safe_sum(left, right, value)
-        elif isinstance(value, list | tuple):
+            return self._safe_sum(left, right, value)
+        if isinstance(value, list | tuple):
             self.check(_extent(value, self.max_characters))
         elif isinstance(left, Int) and isinstance(right, Int) and left.field is right.field is CONSTANT:
             return Int.of(value, CONSTANT)  # a template that counts
@@ -413,8 +414,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """obj.attribute as in Jinja, but without the AttributeError that Jinja raises and catches for keys."""
         if type(obj) is dict and attribute not in _OF_DICTS:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        value = super().getattr(obj, attribute)
-        return Int.of(value, CONSTANT) if isinstance(obj, LoopContext) and type(value) is int else value
+        if isinstance(obj, LoopContext | Namespace) and self._safe.get((type(obj), attribute)):
+            value = getattr(obj, attribute)
+            return Int.of(value, CONSTANT) if type(value) is int and isinstance(obj, LoopContext) else value
+        return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Jinja's result, cached because it is slow; it depends only on the type of `obj` and on `attr`.  Attributes
@@ -577,12 +580,11 @@ class _Generation(Extension):
         return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
 
     def mark(self, caller: Callable[[], str]) -> str:
-        sandbox: Any = self.environment
-        sandbox.marked += 1
-        try:
-            return caller()
-        finally:
-            sandbox.marked -= 1
+        text = caller()
+        if type(text) is not Text:
+            return text
+        marked = (p._replace(source=MARKED) if p.source is CONSTANT else p for p in text.pieces)
+        return sourced(text, tuple(marked))
 
 
 def _escaped(text: Text, plain: str) -> Text:

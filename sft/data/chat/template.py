@@ -12,9 +12,9 @@ from typing import Any
 
 from jinja2 import Template, meta
 
-from sft.data.chat.rendering import Inputs, Rendering, inputs
+from sft.data.chat.rendering import Inputs, Rendering, collected, inputs
 from sft.data.chat.sandbox import Sandbox, TooMuch
-from sft.data.chat.trace import CONSTANT, Text, concatenated
+from sft.data.chat.trace import CONSTANT, Text
 from sft.data.rows.messages import Message, Tools
 from sft.errors import DataError
 
@@ -96,10 +96,6 @@ class ChatTemplate:
     def rendered(self, given: Inputs, *, prompt: bool = False) -> Rendering:
         """`render` for inputs that have sources already."""
         sandbox, template = self._compiled[-1 if given.tools else 0]
-        of_run = {
-            name: Text.of(value, CONSTANT) if isinstance(value, str) else value
-            for name, value in {**self.special_tokens, **self.switches}.items()
-        }
         try:
             sandbox.begin(given.containers, {id(message): i for i, message in enumerate(given.messages)})
             context = template.new_context(
@@ -108,11 +104,11 @@ class ChatTemplate:
                     "tools": given.tools,
                     "documents": given.documents,
                     "add_generation_prompt": prompt,
-                    **of_run,
+                    **self._of_run,
                     **given.variables,
                 }
             )
-            return Rendering(concatenated(template.root_render_func(context)))
+            return collected(template.root_render_func(context), lambda: sandbox.message)
         except TooMuch as error:
             raise DataError(f"chat template {self.name} {error}; a chat template does not need this.") from error
         except Exception as error:  # the template is the user's code and may raise anything
@@ -120,6 +116,12 @@ class ChatTemplate:
             raise Refused(
                 f"chat template {self.name} refused the chat: {reason[0] if reason else type(error).__name__}"
             ) from error
+
+    @cached_property
+    def _of_run(self) -> dict[str, Any]:
+        """The variables of the run, which count as the template's own."""
+        variables = {**self.special_tokens, **self.switches}
+        return {name: Text.of(v, CONSTANT) if isinstance(v, str) else v for name, v in variables.items()}
 
     @cached_property
     def _compiled(self) -> list[tuple[Sandbox, Template]]:

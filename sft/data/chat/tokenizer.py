@@ -10,10 +10,9 @@ of a folder runs.  A sandbox with a budget renders the folder's template (`sandb
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,8 @@ from tokenizers import Tokenizer
 from sft.config import DataConfig
 from sft.data.chat.habits import Habits, Vocabulary, final_end, learn
 from sft.data.chat.template import ChatTemplate
-from sft.data.tokenizer.files import TokenizerFiles, encode, read_tokenizer, template_for
+from sft.data.tokenizer.encoded import Encoded, Encoder
+from sft.data.tokenizer.files import TokenizerFiles, read_tokenizer, template_for
 from sft.errors import DataError
 
 BYTE_CONTROL = {"<|im_start|>": 256, "<|im_end|>": 257, "<|pad|>": 258}
@@ -48,32 +48,6 @@ class ByteTokenizer:
         """Text of `ids`, control ids by their names; broken UTF-8 becomes U+FFFD."""
         control = {i: name.encode() for name, i in BYTE_CONTROL.items()}
         return b"".join(control.get(int(i)) or bytes([int(i)]) for i in ids).decode("utf-8", errors="replace")
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Tokens of a text.  Token k covers the characters text[starts[k]:ends[k]]."""
-
-    ids: np.ndarray  # int32 [n]
-    offsets: Callable[[], np.ndarray]  # int32 [2n]: start, end, start, end, ...; slow, called only if needed
-
-    @cached_property
-    def starts(self) -> np.ndarray:
-        return np.ascontiguousarray(self._offsets[::2])  # searchsorted would copy a strided array at each call
-
-    @cached_property
-    def ends(self) -> np.ndarray:
-        return np.ascontiguousarray(self._offsets[1::2])
-
-    def token_spans(self, starts: Sequence[int], ends: Sequence[int]) -> tuple[list[int], list[int]]:
-        """First tokens and ends of the tokens over each text[start:end].  A first token ends after its `start`."""
-        firsts = np.searchsorted(self.ends, starts, side="right")
-        stops = np.maximum(firsts, np.searchsorted(self.starts, ends, side="left"))
-        return firsts.tolist(), stops.tolist()
-
-    @cached_property
-    def _offsets(self) -> np.ndarray:
-        return self.offsets()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,25 +172,29 @@ class FolderTokenizer:
 
     def encode(self, text: str) -> Encoded:
         """Ids of `text`, without added special tokens or truncation."""
-        return _encoded(self.files.backend, text)
+        return self._encoder(text)
+
+    @cached_property
+    def _encoder(self) -> Encoder:
+        return Encoder(self.files.backend)
 
     def encode_as_text(self, text: str, masked: str, ids: np.ndarray) -> Encoded | None:
         """Tokens of a piece of a chat in which control strings are plain text; None if no proof of that exists.
 
         masked, ids  the piece with stand-ins for the control strings, and its ids within the whole chat
         """
-        plain = _encoded(self._without_control, text)
+        plain = self._without_control(text)
         # The piece by itself must have the same ids as within the chat, keep its text, and make no control token.
-        alone = np.array_equal(_encoded(self._without_control, masked).ids, ids)
+        alone = np.array_equal(self._without_control(masked).ids, ids)
         lossless = self.decode(plain.ids).strip() in (text.strip(), self.normalize(text).strip())
         return plain if alone and lossless and not self.is_control[plain.ids].any() else None
 
     @cached_property
-    def _without_control(self) -> Tokenizer:
+    def _without_control(self) -> Encoder:
         """The tokenizer without its control tokens."""
         state = json.loads(self.files.backend.to_str())
         state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in self.ids]
-        return Tokenizer.from_str(json.dumps(state))
+        return Encoder(Tokenizer.from_str(json.dumps(state)))
 
     @property
     def normalizes(self) -> bool:
@@ -231,16 +209,6 @@ class FolderTokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of `ids`, control tokens included, spaces untouched."""
         return str(self.files.backend.decode(np.asarray(ids).tolist(), skip_special_tokens=False))
-
-
-def _encoded(backend: Tokenizer, text: str) -> Encoded:
-    encoding = encode(backend, text, offsets=True)
-
-    def offsets() -> np.ndarray:
-        spans = encoding.offsets
-        return np.fromiter(chain.from_iterable(spans), dtype=np.int32, count=2 * len(spans))
-
-    return Encoded(np.array(encoding.ids, np.int32), offsets)
 
 
 ChatTokenizer = ByteTokenizer | FolderTokenizer

@@ -6,8 +6,8 @@
 The sources of characters say which control strings the template wrote.  Those in texts of the chat stay text, except in
 an assistant's text the tokens that the template itself writes inside turns (`habits.py`) and those of
 data.assistant_control_tokens.  A chat without such strings is tokenised at once.  Otherwise each piece between two
-control tokens that holds one is tokenised by itself, without control tokens; that the rest of the chat is not changed by
-this is proven by stand-ins: private characters of the same length.
+control tokens that holds one is tokenised by itself, without control tokens.  Stand-ins, private characters of the same
+length, prove that this does not change the rest of the chat.
 """
 
 import re
@@ -20,10 +20,11 @@ import numpy as np
 
 from sft.data.chat.reading import Reading
 from sft.data.chat.rendering import is_of_template
-from sft.data.chat.tokenizer import Encoded, FolderTokenizer
-from sft.data.chat.trace import Field, Unknown
+from sft.data.chat.tokenizer import FolderTokenizer
+from sft.data.chat.trace import CONSTANT, Field, Unknown
 from sft.data.chat.turns import Turn
 from sft.data.rows.messages import quoted
+from sft.data.tokenizer.encoded import Encoded
 from sft.errors import DataError
 
 _PRIVATE = (0xF0000, 0x10FFFE)  # Unicode planes 15 and 16: characters for private use
@@ -67,7 +68,10 @@ def _typed(reading: Reading, tokenizer: FolderTokenizer) -> tuple[list[tuple[int
     if not any(head in text for head in tokenizer.control_heads):
         return typed, spelled
     for match in tokenizer.control.finditer(text):
-        sources = [run.source for run in reading.between(match.start(), match.end())]
+        runs = reading.over(*match.span())
+        if len(runs) == 1 and runs[0].source is CONSTANT:  # most tokens
+            continue
+        sources = [run.source for run in runs]
         if all(map(is_of_template, sources)):
             continue
         unknown = next((source for source in sources if isinstance(source, Unknown)), None)
@@ -139,7 +143,8 @@ def _without_typed(text: str, masked: str, stand_ins: str, whole: Encoded, token
             offsets.append(np.stack([whole.starts[part], whole.ends[part]], axis=1))
         ids.append(whole.ids[control])
         offsets.append(np.stack([whole.starts[control], whole.ends[control]], axis=1))
-    return Encoded(np.concatenate(ids), lambda: np.concatenate(offsets).reshape(-1))
+    starts, ends = np.concatenate(offsets).T
+    return Encoded(np.concatenate(ids), lambda: (np.ascontiguousarray(starts), np.ascontiguousarray(ends)))
 
 
 def find_token_spans(
@@ -151,10 +156,11 @@ def find_token_spans(
     """
     turns = [turn for turn in turns if (turn.start if inserted else turn.inserted) < turn.end]
     starts = [turn.start if inserted else turn.inserted for turn in turns]
-    firsts, stops = encoded.token_spans(starts, [turn.end for turn in turns])
-    end_starts, _ = encoded.token_spans([turn.text_end for turn in turns], [turn.end for turn in turns])
+    ends = [turn.end for turn in turns]
+    firsts, stops = encoded.token_spans([*starts, *(turn.text_end for turn in turns)], [*ends, *ends])
     spans = []
-    for turn, start, first, end, end_start in zip(turns, starts, firsts, stops, end_starts, strict=True):
+    for number, (turn, start) in enumerate(zip(turns, starts, strict=True)):
+        first, end, end_start = firsts[number], stops[number], firsts[number + len(turns)]
         wanted = text[start : turn.end]
         # A control token may cover the spaces after it, including spaces at the start of the turn (Phi-3).
         first += bool(tokenizer.is_control[encoded.ids[first]] and encoded.starts[first] < start)

@@ -184,7 +184,7 @@ class _Finder:
         lead = self.reading.text[start : run.start]
         if not lead.strip():
             return start
-        marked = next((mark.start for mark in self.reading.between(start, run.start) if mark.source is MARKED), None)
+        marked = next((mark.start for mark in self.reading.over(start, run.start) if mark.source is MARKED), None)
         if marked is not None:
             return max(start, marked)
         assert isinstance(run.source, Field)
@@ -227,14 +227,14 @@ class _Finder:
         )
 
     def _check_inside(self, index: int, start: int, end: int) -> None:
-        for run in self.reading.between(start, end):
+        for run in self.reading.over(start, end):
             if isinstance(run.source, Unknown):
                 self._refuse_unknown(index, run)
             if isinstance(run.source, Field) and run.source.message != index and run.source.path != ("role",):
                 raise self.error(index, "text of another message lies in it", run.start)
 
     def _check_complete(self, index: int, turns: list[Turn]) -> None:
-        """Raises DataError if own text outside of the turns is not inside them, too, nor in the prompt before a turn."""
+        """Raises DataError if own text outside of the turns is neither inside them, too, nor in a prompt."""
         spans = [(turn.start, turn.end) for turn in turns]
         runs = [self.reading.marks[position] for position in self.reading.own[index]]
         inside = [run for run in runs if any(start < run.end <= end for start, end in spans)]
@@ -260,12 +260,12 @@ class _Finder:
                 (field for field, _ in self.reading.unwritten if is_text(field, index) and self._is_read(field)), None
             )
             if missing is not None:
-                raise self.error(
-                    index,
-                    f"its text {quoted(missing.text)} is not found, and {unknown[0].source.operation} hides "  # type: ignore[union-attr]
-                    "where other text comes from",
-                    unknown[0].start,
+                source = unknown[0].source
+                assert isinstance(source, Unknown)
+                why = (
+                    f"its text {quoted(missing.text)} is not found, and {source.operation} hides where text comes from"
                 )
+                raise self.error(index, why, unknown[0].start)
 
     def _is_read(self, field: Field) -> bool:
         """Whether the template reads the key of a field at all."""
@@ -281,8 +281,8 @@ class _Finder:
         wrote = "" if at is None else f"  The template writes {quoted(text[max(0, at - 40) : at + 80], 120)}."
         content = quoted(str(self.messages[index].get("content") or ""))
         return DataError(
-            f"chat template {self.template.name}: the assistant's turn of message {index + 1} cannot be located: {why}.{wrote}  "
-            f"The content is {content}.  Give a template that writes each turn as one text (data.chat_template)."
+            f"chat template {self.template.name}: the assistant's turn of message {index + 1} cannot be located: "
+            f"{why}.{wrote}  The content is {content}.  Give a template that writes each turn as one text (data.chat_template)."
         )
 
 

@@ -97,8 +97,8 @@ class Trainer:
         self.folder = Path(self.config.run.dir)
         checkpoints, config = self.folder / "checkpoints", self.config
         tokenizer = tokenizer_of(config)
-        self.served = served_of(config, tokenizer)
         self.data = DataPipeline(config, tokenizer, recipe.arguments, layout, groups, console)
+        self.served = served_of(config, tokenizer, self.data.row_variables)
         self.num_steps = self.data.num_steps
         length = RunLength(num_steps=self.num_steps, num_packs=self.data.num_packs, longest=self.data.longest)
         for warning in check_run(recipe, length):

@@ -104,6 +104,7 @@ class DataPipeline(HeldOutData):
 
     plan         everything that determines the order of the data
     row_reports  numbers of rows and samples: {train or name of a held-out set: row report}
+    row_variables  names of variables that training rows give to the chat template
     num_steps    number of steps of the whole run
     num_packs    number of packs of the first epoch
     longest      tokens of the longest sample
@@ -125,6 +126,8 @@ class DataPipeline(HeldOutData):
         self.plan: dict[str, Any] = follows_from(config, self._corpus)
         corpora = {"train": self._corpus, **self._held_out}
         self.row_reports = {name: corpus.report() for name, corpus in corpora.items()}
+        reports = self._corpus.row_reports.values()
+        self.row_variables = sorted({name for report in reports for name in report.variables})
         self._epoch: int | None = None  # the latest epoch whose packing was reported
         self.num_packs, self.longest = len(self.train.plans.plan(0)), int(self._corpus.lengths.max())
         self.num_steps = config.train.num_steps or self.train.plans.total_steps(config.train.num_epochs or 1)

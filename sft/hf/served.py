@@ -4,7 +4,7 @@
 `served_files.py` writes the files, and `serving.py` words it for users.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def read_record(values: dict[str, Any] | None) -> Record | None:
     return Record(**fields)
 
 
-def served_of(config: Config, tokenizer: ChatTokenizer) -> Served | None:
+def served_of(config: Config, tokenizer: ChatTokenizer, row_switches: Sequence[str] = ()) -> Served | None:
     """What a server needs of this run; None for the byte tokenizer, which has no files."""
     if isinstance(tokenizer, ByteTokenizer):
         return None
@@ -100,6 +100,7 @@ def served_of(config: Config, tokenizer: ChatTokenizer) -> Served | None:
         ends=ends,
         end_ids=tuple(tokenizer.files.added_ids[end] for end in ends if end in tokenizer.files.added_ids),
         eos_token=turn_ends[0] if replaces_eos else None,
+        row_switches=tuple(row_switches),
         is_other=config.tokenizer != config.model.hf,
     )
 

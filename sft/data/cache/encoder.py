@@ -40,6 +40,7 @@ class EncodedRows(NamedTuple):
     unused: tuple[tuple[str, int], ...] = ()  # names of keys that usable rows have and nothing reads; number of rows
     unwanted: tuple[int, ...] = ()  # numbers of rows that are dropped by their label
     spelled: tuple[tuple[str, int], ...] = ()  # control tokens that stayed text, and numbers of rows
+    variables: tuple[str, ...] = ()  # names of variables that rows give to the chat template
 
 
 def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer: ChatTokenizer) -> EncodedRows:
@@ -52,6 +53,7 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
     explained: set[tuple[str, str]] = set()
     unused: Counter[str] = Counter()
     spelled: Counter[str] = Counter()
+    variables: set[str] = set()
     unwanted = []
     num_chats = 0
     for number, content in rows:
@@ -70,6 +72,7 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
             continue
         unused.update(as_unicode(shortened(key)) for key in unused_keys(value))
         num_chats += isinstance(row, Chat)
+        variables |= row.variables.keys() if isinstance(row, Chat) else set()
         spelled.update(as_unicode(f"{token} in {role} texts") for token, role in encoded.spelled)
         if encoded.rendered is not None:
             omitted += row_omissions(number, encoded.rendered, explained)
@@ -89,6 +92,7 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
         *(np.concatenate(tokens), mask, palette, table, tuple(rejects), tuple(omitted), num_chats),
         unused=tuple(unused.items()),
         spelled=tuple(spelled.items()),
+        variables=tuple(sorted(variables)),
         unwanted=tuple(unwanted),
     )
 

@@ -51,6 +51,7 @@ class RowCounts:
     unused: KeyCounter = field(default_factory=KeyCounter)
     unwanted: list[int] = field(default_factory=list)  # rows that are dropped by their label
     spelled: Counter[str] = field(default_factory=Counter)
+    variables: set[str] = field(default_factory=set)  # of rows, for the chat template
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,7 @@ class RowReport:
     unused    keys of used rows that nothing reads, most frequent first, with numbers of rows; unused_others: the sum of
               these numbers for further keys
     spelled   control tokens that stayed text in chats, with the role of the text and numbers of rows
+    variables names of variables that rows give to the chat template
     Lists name at most the first 100 rows.
     """
 
@@ -101,6 +103,7 @@ class RowReport:
     unused: tuple[tuple[str, int], ...] = ()
     unused_others: int = 0
     spelled: tuple[tuple[str, int], ...] = ()
+    variables: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         share = 100 * self.supervised_kept / max(1, self.tokens_kept)
@@ -198,6 +201,7 @@ def count_rows(lines: np.ndarray, counts: RowCounts | None = None) -> RowReport:
         unwanted=tuple(unwanted[:_ROWS_LISTED]),
         unused=counts.unused.listed,
         unused_others=counts.unused.others,
+        variables=tuple(sorted(counts.variables)),
         spelled=tuple(sorted(counts.spelled.items(), key=lambda item: (-item[1], item[0]))),
     )
 

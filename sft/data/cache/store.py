@@ -117,6 +117,7 @@ def _write_parts(temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray) 
             counts.unused.add(part.unused)
             counts.unwanted += part.unwanted
             counts.spelled.update(dict(part.spelled))
+            counts.variables.update(part.variables)
             counts.omitted = add_up([*counts.omitted, *(omission.of_file() for omission in part.omitted)])
             listed.writelines(omission.as_line() for omission in part.omitted)
         for name, file in files.items():

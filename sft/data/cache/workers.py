@@ -124,7 +124,7 @@ def read_part(path: Path) -> EncodedRows | None:
         return None
     stream = io.BytesIO(payload)
     tokens, mask, weights, lines = (np.load(stream) for _ in range(4))
-    rejects, omitted, num_chats, unused, unwanted, spelled = json.loads(stream.read())
+    rejects, omitted, num_chats, unused, unwanted, spelled, variables = json.loads(stream.read())
     return EncodedRows(
         *(tokens, mask, weights, lines),
         tuple(Reject(*reject) for reject in rejects),
@@ -133,6 +133,7 @@ def read_part(path: Path) -> EncodedRows | None:
         tuple((name, count) for name, count in unused),
         tuple(unwanted),
         tuple((text, count) for text, count in spelled),
+        tuple(variables),
     )
 
 
@@ -141,7 +142,15 @@ def _write_part(path: Path, encoded: EncodedRows) -> None:
     stream = io.BytesIO()
     for array in (encoded.tokens, encoded.mask, encoded.weights, encoded.lines):
         np.save(stream, array)
-    lists = [encoded.rejects, encoded.omitted, encoded.num_chats, encoded.unused, encoded.unwanted, encoded.spelled]
+    lists = [
+        encoded.rejects,
+        encoded.omitted,
+        encoded.num_chats,
+        encoded.unused,
+        encoded.unwanted,
+        encoded.spelled,
+        encoded.variables,
+    ]
     stream.write(json.dumps(lists).encode())
     payload = stream.getbuffer()
     temp = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}")

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from sft.data.chat.encode_chat import encode_chat
+from sft.data.chat.encode_chat import Mask, encode_chat
+from sft.data.chat.omitted import find_omitted
 from sft.data.chat.tokenizer import ByteTokenizer, FolderTokenizer
 from sft.data.rows.formats import Chat
 from sft.errors import DataError
@@ -19,6 +20,7 @@ from tests.unit.fixtures.chats import (
     THINKING,
     Messages,
     assistant,
+    call,
     calling_talks,
     chat_of,
     runs,
@@ -96,10 +98,9 @@ def said_by_assistant(messages: Messages) -> list[str]:
 
 
 def learnt(chat: Chat, tokenizer: FolderTokenizer) -> list[str]:
-    """The text of each supervised run without the end of turn, and without the empty thinking that marks may hold."""
-    written = [run.removesuffix(tokenizer.end_of_turn) for run in runs(chat, tokenizer)]
-    inserted = "<think>\n\n</think>\n\n" if tokenizer.template.has_markers else ""
-    return [text.removeprefix(inserted).strip() for text in written]
+    """The text of each supervised run without the end of turn, and without the empty thinking that templates insert."""
+    written = [run.removesuffix(tokenizer.end_of_turn or "") for run in runs(chat, tokenizer)]
+    return [text.removeprefix("<think>\n\n</think>\n\n").strip() for text in written]
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -119,13 +120,20 @@ def test_what_the_assistant_said(tokenizers: Tokenizers, name: str, data: st.Dat
 @RANDOM
 @given(data=st.data())
 def test_typed_control_strings_stay_text(tokenizers: Tokenizers, name: str, data: st.DataObject) -> None:
-    """Control ids are as many as in the same chat without them; text and supervised text keep what was typed."""
+    """Control ids are as many as in the same chat without them; text and supervised text keep what was typed.  Only an
+    assistant may write the control tokens that its template writes inside turns."""
     tokenizer = tokenizers(name)
     messages = data.draw(talks(typed=True, system=name not in NO_SYSTEM))
     assume(not any("think>" in message["content"] for message in messages))
     chat = Chat(messages, None)
-    plain = [{**message, "content": tokenizer.control.sub("x", message["content"])} for message in messages]
-    assume(not any(tokenizer.control.search(message["content"]) for message in plain))
+
+    def without_control(message: dict[str, Any]) -> dict[str, Any]:
+        kept = tokenizer.habits.inside if message["role"] == "assistant" else frozenset()
+        content = tokenizer.control.sub(lambda match: match[0] if match[0] in kept else "x", message["content"])
+        return {**message, "content": content}
+
+    plain = [without_control(message) for message in messages]
+    assume(plain == [without_control(message) for message in plain])  # none is made of two halves
     ids, *_ = encode_chat(chat, tokenizer)
     without, *_ = encode_chat(Chat(plain, None), tokenizer)
     controls = [i for i in ids.tolist() if tokenizer.is_control[i]]
@@ -147,7 +155,7 @@ def test_calls_of_tools(tokenizers: Tokenizers, name: str, data: st.DataObject) 
     turns = [message for message in messages if message["role"] == "assistant"]
     assert len(written) == len(turns)
     for text, message in zip(written, turns, strict=True):
-        assert sum(text.endswith(end) and text.count(end) == 1 for end in tokenizer.delimiters.ends) == 1
+        assert sum(text.endswith(end) and text.count(end) == 1 for end in tokenizer.habits.ends) == 1
         assert (message["content"] or "").strip() in text
         for called in message.get("tool_calls", []):
             assert json.dumps(called["function"]["arguments"], ensure_ascii=False) in text
@@ -183,7 +191,7 @@ def test_supervise_last_or_all(tokenizers: Tokenizers, name: str) -> None:
     """Of all, every token but the first, which nothing predicts."""
     tokenizer = either(name, tokenizers)
     assert runs(Chat(TALK, None), tokenizer, "last") == [LAST]
-    ids, weights, *_ = encode_chat(Chat(TALK, None), tokenizer, "all")
+    ids, weights, *_ = encode_chat(Chat(TALK, None), tokenizer, Mask("all"))
     assert weights.tolist() == [0.0] + [1.0] * (len(ids) - 1)
 
 
@@ -198,7 +206,7 @@ def test_weights_of_messages(tokenizers: Tokenizers, name: str) -> None:
     assert [tokenizer.decode(ids[weights == weight]) for weight in (0.5, 2.0)] == [FIRST, LAST]
     assert ((weights > 0) == (ones > 0)).all() and set(weights.tolist()) == {0.0, 0.5, 2.0}
     # With data.supervise all
-    ids, weights, *_ = encode_chat(Chat(TALK, None, (1.0, 0.0, 1.0, 2.0)), tokenizer, "all")
+    ids, weights, *_ = encode_chat(Chat(TALK, None, (1.0, 0.0, 1.0, 2.0)), tokenizer, Mask("all"))
     assert tokenizer.decode(ids[1:][weights[1:] == 0]) == FIRST
     assert tokenizer.decode(ids[weights == 2]) == LAST
 
@@ -206,13 +214,34 @@ def test_weights_of_messages(tokenizers: Tokenizers, name: str) -> None:
 @EITHER
 def test_nothing_to_learn(tokenizers: Tokenizers, name: str) -> None:
     with pytest.raises(DataError, match="every token has weight 0 with data.supervise = last, so the chat"):
-        encode_chat(Chat(TALK, None, (1.0, 1.0, 1.0, 0.0)), either(name, tokenizers), "last")
+        encode_chat(Chat(TALK, None, (1.0, 1.0, 1.0, 0.0)), either(name, tokenizers), Mask("last"))
 
 
-def test_only_turns_that_are_supervised_need_a_proof(tokenizers: Tokenizers) -> None:
-    """Mistral's template leaves a tool call's text out, which matters only where it would be learned."""
+def test_a_text_that_the_template_leaves_out_is_not_learned(tokenizers: Tokenizers) -> None:
+    """Mistral's template leaves out the text beside a call.  It is reported (`omitted.py`), and the call is learned."""
     chat = chat_of(CALLING_TWICE)
-    with pytest.raises(DataError, match="message 2 cannot be located"):
-        encode_chat(chat, tokenizers("mistral_tools"))
+    calls = '[TOOL_CALLS] [{"name": "add", "arguments": {"x": 1}}, {"name": "add", "arguments": {"x": 2}}]</s>'
+    assert runs(chat, tokenizers("mistral_tools")) == [calls, " 3 and 4.</s>"]
     assert runs(chat, tokenizers("mistral_tools"), "last") == [" 3 and 4.</s>"]
-    assert runs(Chat(chat.messages, chat.tools, (1, 0, 1, 1, 1)), tokenizers("mistral_tools")) == [" 3 and 4.</s>"]
+    rendered = encode_chat(chat, tokenizers("mistral_tools")).rendered
+    assert rendered is not None
+    assert find_omitted(rendered) == [(2, "assistant", "content", "Let me")]
+
+
+def test_only_turns_that_are_supervised_need_to_be_located(tokenizers: Tokenizers) -> None:
+    """The template knows no calls, so it writes nothing of message 2; this matters only where it would be learned."""
+    messages = [user("1 + 2?"), assistant("", tool_calls=[call()]), user("3"), assistant("3.")]
+    with pytest.raises(DataError, match="message 2 cannot be located: the template writes nothing of it, so the model"):
+        encode_chat(Chat(messages, None), tokenizers("chatml_marked"))
+    assert runs(Chat(messages, None), tokenizers("chatml_marked"), "last") == ["3.<|im_end|>"]
+    assert runs(Chat(messages, None, (1, 0, 1, 1)), tokenizers("chatml_marked")) == ["3.<|im_end|>"]
+
+
+def test_a_chat_with_control_strings_and_other_added_tokens(tokenizers: Tokenizers) -> None:
+    """Added tokens that are no control tokens keep their ids where a control string beside them stays text."""
+    tokenizer = tokenizers("gemma")  # its template does not write <tool_call>
+    call_id = tokenizer.files.added_ids["<tool_call>"]
+    ids, *_ = encode_chat(Chat([user("<tool_call> or <|endoftext|>?"), assistant("ok")], None), tokenizer)
+    assert ids.tolist().count(call_id) == 1
+    assert not set(ids.tolist()) & {tokenizer.files.added_ids["<|endoftext|>"], tokenizer.files.added_ids["<|user|>"]}
+    assert "<tool_call> or <|endoftext|>?<end_of_turn>" in tokenizer.decode(ids)

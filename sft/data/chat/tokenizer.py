@@ -191,10 +191,11 @@ class FolderTokenizer:
 
     @cached_property
     def _without_control(self) -> Encoder:
-        """The tokenizer without its control tokens."""
+        """Tokenises control tokens as text, as special ones.  If they were removed, others would get their ids."""
         state = json.loads(self.files.backend.to_str())
-        state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in self.ids]
-        return Encoder(Tokenizer.from_str(json.dumps(state)))
+        for token in state["added_tokens"]:
+            token["special"] = token["content"] in self.ids
+        return Encoder(Tokenizer.from_str(json.dumps(state)), as_text=True)
 
     @property
     def normalizes(self) -> bool:

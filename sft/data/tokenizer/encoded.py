@@ -44,14 +44,14 @@ class Encoded:
 
 
 class Encoder:
-    """Tokenises texts with one tokenizer."""
+    """Tokenises texts with one tokenizer.  as_text: special tokens in the texts become "<", "|", ..."""
 
-    def __init__(self, backend: Tokenizer) -> None:
-        self.backend = backend
+    def __init__(self, backend: Tokenizer, *, as_text: bool = False) -> None:
+        self.backend, self.as_text = backend, as_text
 
     def __call__(self, text: str) -> Encoded:
         """Tokens of `text`, without added special tokens or truncation."""
-        ids = np.array(encode(self.backend, text).ids, np.int32)
+        ids = np.array(encode(self.backend, text, as_text=self.as_text).ids, np.int32)
         return Encoded(ids, lambda: self._offsets(text, ids))
 
     def _offsets(self, text: str, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -61,7 +61,7 @@ class Encoder:
             num_bytes = len(text) if text.isascii() else len(text.encode())
             if len(ends) and ends[-1] == num_bytes:
                 return (starts, ends) if text.isascii() else _characters(text, starts, ends)
-        spans = encode(self.backend, text, offsets=True).offsets
+        spans = encode(self.backend, text, as_text=self.as_text, offsets=True).offsets
         flat = np.fromiter(chain.from_iterable(spans), dtype=np.int32, count=2 * len(spans))
         return np.ascontiguousarray(flat[::2]), np.ascontiguousarray(flat[1::2])
 

@@ -84,9 +84,9 @@ def served_of(config: Config, tokenizer: ChatTokenizer, row_switches: Sequence[s
     own = _own_templates(tokenizer)
     template = tokenizer.chat_template
     templates = {} if template is None else own if config.data.chat_template is None else {DEFAULT: template.source}
-    turn_ends = tokenizer.habits.stops if template else ()
+    ends = tokenizer.habits.stops if template else ()
+    turn_ends = [end for end in ends if end in tokenizer.habits.last_ends.values()]
     eos = tokenizer.files.special_tokens.get("eos_token")
-    ends = tuple(turn_ends)
     if eos is not None and eos not in ends and not _writes_eos(templates, eos):
         ends += (eos,)  # ends plain texts
     replaces_eos = bool(turn_ends) and eos not in turn_ends and not _writes_eos(templates, eos)

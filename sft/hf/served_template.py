@@ -18,11 +18,12 @@ from typing import Any
 
 from jinja2 import nodes
 
-from sft.data.chat.template import ChatTemplate
+from sft.data.chat.template import DATE, ChatTemplate
 from sft.data.rows.messages import Message, Tools
 from sft.errors import DataError
 
 _CLOCK = "strftime_now"
+_ANOTHER_DAY = "1987-11-28"  # differs from days of trainings in year, month, day and day of the week
 # Comments and raw blocks first, because tags inside them are text.
 _TAG = re.compile(
     r"\{#.*?#\}|\{%[-+]?\s*raw\s*[-+]?%\}.*?\{%[-+]?\s*endraw\s*[-+]?%\}"
@@ -67,17 +68,17 @@ def for_servers(
     source: str, special_tokens: Mapping[str, Any], switches: Mapping[str, Any], date: str | None
 ) -> ForServers:
     """The template `source` for servers.  special_tokens: what it gets from the tokenizer"""
-    trained = ChatTemplate(source, "trained", dict(special_tokens))
-    clock = {} if date is None else {_CLOCK: lambda format: moment(date).strftime(format)}
+    trained = ChatTemplate(source, "trained", dict(special_tokens), date=date or DATE)
     read = {name: value for name, value in switches.items() if name in trained.variables}
     asks = _asks_for_date(source)
-    wanted, variables, result = list(_renderings(trained, {**clock, **read})), {**clock, **read}, source
+    wanted, variables, result = list(_renderings(trained, read)), {**read, _CLOCK: trained.date}, source
 
     def keeps(candidate: str, without: str | None = None) -> bool:
         """Take the candidate if it renders the chats as in training, without the variable that it has a default of."""
         nonlocal result
         others = {name: value for name, value in variables.items() if name != without}
-        template = ChatTemplate(candidate, "exported", dict(special_tokens))
+        clock = others.pop(_CLOCK, _ANOTHER_DAY)
+        template = ChatTemplate(candidate, "exported", dict(special_tokens), date=clock)
         if candidate == result or list(_renderings(template, others)) != wanted:
             return False
         variables.pop(without or "", None)

@@ -295,7 +295,7 @@ def test_tokenizer_of_a_folder(folder: Path) -> None:
     text = printed(survey(over_long="drop", tokenizer=str(folder / "plain")))
     assert f"but the tokenizer's eos is <|endoftext|> (id {plain.eos_id}): when generating, stop at both" in text
     assert f"padding is id {plain.pad_id}, the same as eos; padding is not supervised" in text
-    assert "proven chat by chat, by text prefixes or by blanking a turn" in text
+    assert "masks are known for each character: each comes from a message or from the template" in text
     assert "roles: tokens of message texts, estimated" in text and "~" in text
 
 

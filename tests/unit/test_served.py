@@ -14,7 +14,7 @@ import torch
 from sft.commands import check
 from sft.config import CheckpointConfig, ModelConfig
 from sft.console import QUIET, Console
-from sft.data.chat.encode_chat import encode_row
+from sft.data.chat.encode_chat import Mask, encode_row
 from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
 from sft.data.rows.formats import Chat
 from sft.hf import kept, run_folder, serving
@@ -108,7 +108,7 @@ class Export:
         """The whole chats, and their prompts, have the ids of training; a prompt ends where supervision begins."""
         exported = self.tokenizer
         for messages in CHATS:
-            encoding = encode_row(Chat(messages, None, None), self.trained_with, "last")
+            encoding = encode_row(Chat(messages, None, None), self.trained_with, Mask("last"))
             ids = exported.apply_chat_template(messages, return_dict=False, **variables)
             assert ids == encoding.tokens.tolist()
             prompt = exported.apply_chat_template(
@@ -198,7 +198,7 @@ def test_another_tokenizer(export: Export) -> None:
     assert (export.out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     assert (export.base / "tokenizer.json").read_bytes() != (folder / "tokenizer.json").read_bytes()
     assert not same_ids(load_tokenizer(folders.config(tokenizer=str(export.base))), export.trained_with)
-    assert export.tokenizer.get_added_vocab() == export.trained_with.hf.get_added_vocab()
+    assert export.tokenizer.get_added_vocab() == export.trained_with.files.added_ids
 
 
 def test_marks_do_not_go_out(export: Export) -> None:

@@ -206,7 +206,7 @@ def _templates(name: str, folder: Path, settings: dict[str, Any], notes: list[st
     """The templates by name.  Jinja files replace all templates of tokenizer_config.json, as in transformers."""
     paths = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
-        paths["default"] = folder / "chat_template.jinja"
+        paths = {"default": folder / "chat_template.jinja", **paths}
     with refusing(lambda why: f"a chat template of {name} cannot be read: {why}."):
         templates = {key: path.read_text(encoding="utf-8") for key, path in paths.items()}
     found: Any = templates or settings.get("chat_template")

@@ -14,9 +14,9 @@ from sft.parallel.layout import vocab_rows
 def check_ids(config: Config, corpus: Corpus, tokenizer: ChatTokenizer) -> None:
     """Raises DataError with the first token of `corpus` for which the embedding has no row."""
     rows = vocab_rows(config.model, tokenizer.vocab_size)
-    if tokenizer.vocab_size <= rows or (found := corpus.first_beyond(rows)) is None:
+    if tokenizer.vocab_size <= rows or (first := corpus.first_beyond(rows)) is None:
         return
-    sample_id, position = found
+    sample_id, position = first
     token = int(corpus.sample(sample_id).tokens[position])
     if config.model.hf is None:
         remedy = f"Set model.vocab_size to at least {tokenizer.vocab_size}"

@@ -24,11 +24,12 @@ import numpy as np
 
 from sft.data.chat.encode_text import encode_text
 from sft.data.chat.render import RenderedChat, render_chat
-from sft.data.chat.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer
+from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer
 from sft.data.chat.tokens import TokenSpan, find_token_spans, tokenise
 from sft.data.chat.turns import Turn, find_turns
 from sft.data.rows.formats import Chat, Text, Tokenized
 from sft.data.rows.messages import THINKING, with_arguments, with_reasoning_keys
+from sft.data.tokenizer.byte_tokenizer import BYTE_CONTROL
 from sft.errors import DataError
 
 Supervise = Literal["assistant", "last", "all"]

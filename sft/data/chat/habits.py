@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sft.data.chat.reading import Reading, common_length
+from sft.data.chat.sources import Field
 from sft.data.chat.template import ChatTemplate, Refused
-from sft.data.chat.trace import Field
 from sft.data.rows.messages import Message
 from sft.errors import DataError
 
@@ -123,7 +123,7 @@ class _Learner:
         asked = self._read([_USER, calling_message(as_text, empty), _RESULT], tools=_TOOLS) if calling else None
         handed_call = None
         if asked is not None and last_call is None:
-            handed_call = self._first_of(self._tail(asked, 1), known) or self._handed(asked)
+            handed_call = first_of(self.control, self._tail(asked, 1), known) or self._handed(asked)
         ends = tuple(dict.fromkeys(end for end in (*known, last_call, handed_call) if end))
         edges, written = self._tokens(ends, as_text, empty, calling is not None)
         # Thinking models have <think> in contents, whether their template writes it or not.
@@ -187,17 +187,14 @@ class _Learner:
     def _first(self, tail: str) -> str | None:
         """The control token of a text that ends generation, or else the first one, a special one if there is one."""
         tokens = self.control.findall(tail)
-        if end := self._first_of(tail, self.generation_ends):
+        if end := first_of(self.control, tail, self.generation_ends):
             return end
         return next((token for token in tokens if token in self.special), tokens[0] if tokens else None)
-
-    def _first_of(self, tail: str, tokens: Sequence[str]) -> str | None:
-        return next((token for token in self.control.findall(tail) if token in tokens), None)
 
     def _end_of_call(self, tail: str, known: tuple[str, ...]) -> str | None:
         """The end of a turn with a call in last place: a known end, or the last special token."""
         special = [token for token in self.control.findall(tail) if token in self.special]
-        return self._first_of(tail, known) or (special[-1] if special else None)
+        return first_of(self.control, tail, known) or (special[-1] if special else None)
 
     def _handed(self, asked: Reading) -> str | None:
         """The token that hands a call over to its result, where nothing ends the call: the first special one."""
@@ -280,13 +277,18 @@ class _Learner:
             at = begin + common_length(between, header)
             following = reading.after(last)
             stop = following.start if following else len(reading.text)
-            found = [reading.text.find(end, last.end, stop) for end in ends]
-            yield begin, at, min((position for position in found if position >= 0), default=last.end)
+            positions_of_ends = [reading.text.find(end, last.end, stop) for end in ends]
+            yield begin, at, min((position for position in positions_of_ends if position >= 0), default=last.end)
 
     @property
     def _header_of_turn(self) -> str:
         prompt = self._read([_USER], prompt=True)
         return "" if prompt is None else prompt.after_all
+
+
+def first_of(control: re.Pattern[str], text: str, tokens: Sequence[str]) -> str | None:
+    """The first of some control tokens in a text."""
+    return next((token for token in control.findall(text) if token in tokens), None)
 
 
 def calling_message(as_text: bool, empty: Mapping[str, Any]) -> Message:

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from sft.data.chat.reading import Reading
 from sft.data.chat.render import RenderedChat
 from sft.data.chat.rendering import DOCUMENTS, TOOLS, VARIABLES
+from sft.data.chat.sources import Field
 from sft.data.chat.template import Refused
-from sft.data.chat.trace import Field
 from sft.data.rows.messages import THINKING
 from sft.errors import DataError
 
@@ -105,14 +105,14 @@ def _omitted_with(
     variables: dict[str, Any] | None = None,
 ) -> list[OmittedText] | None:
     """The texts left out of the first messages, or with further variables; None if the template refuses these."""
-    given = chat.given._replace(
-        messages=chat.given.messages[:num_messages], variables={**chat.given.variables, **(variables or {})}
+    inputs = chat.inputs._replace(
+        messages=chat.inputs.messages[:num_messages], variables={**chat.inputs.variables, **(variables or {})}
     )
     try:
-        rendering = chat.tokenizer.template.rendered(given, prompt=prompt)
+        rendering = chat.tokenizer.template.rendered(inputs, prompt=prompt)
     except (Refused, DataError):
         return None
-    fields = [f for f in given.fields if f.message is None or f.message < len(given.messages)]
+    fields = [f for f in inputs.fields if f.message is None or f.message < len(inputs.messages)]
     return _omitted(chat, Reading(rendering, fields))
 
 
@@ -140,7 +140,7 @@ def _named(
             number = int(path[0]) + 1
             yield number, role, "document" if role == DOCUMENTS else "tool schema", field.text
     elif path[0] in THINKING:
-        others = [f for f in chat.given.fields if f.message == field.message and f.path[0] in THINKING]
+        others = [f for f in chat.inputs.fields if f.message == field.message and f.path[0] in THINKING]
         if all(other in missing for other in others):
             yield field.message + 1, role, "reasoning", field.text
     elif path[0] == "tool_calls":

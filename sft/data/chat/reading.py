@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from sft.data.chat.rendering import Rendering, Run, is_of_template
-from sft.data.chat.trace import Field, Source, Unknown
+from sft.data.chat.sources import Field, Source, Unknown
 
 # Keys of an assistant's message whose texts the assistant did not write: the header's, and results of Gemma's calls.
 _HEADER = frozenset({"role", "name"})

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from sft.data.chat.habits import Habits
 from sft.data.chat.reading import Reading
-from sft.data.chat.rendering import Inputs, inputs
+from sft.data.chat.rendering import Inputs, trace_inputs
 from sft.data.chat.template import Refused
 from sft.data.chat.tokenizer import FolderTokenizer
 from sft.data.rows.formats import Chat
@@ -22,7 +22,7 @@ class RenderedChat(NamedTuple):
     """A chat as its template wrote it.  `chat` holds the messages that the template got."""
 
     chat: Chat
-    given: Inputs
+    inputs: Inputs
     reading: Reading
     tokenizer: FolderTokenizer
     switches: str  # what else the template gets, as a text
@@ -34,38 +34,38 @@ class RenderedChat(NamedTuple):
         start, end  what the template wrote there in this chat.  A remembered text that differs from it is made again.
         """
         last = self.chat.messages[num_messages - 1]
-        given, known = self.given, self.tokenizer.prompts
+        inputs, known = self.inputs, self.tokenizer.prompts
         state = (
             last["role"],
             bool(last.get("tool_calls")),
-            given.tools is None,
+            inputs.tools is None,
             self.switches,
         )
         shown = known.get(state)
         if shown is not None and self.reading.text.startswith(shown, start):
             return shown
-        here = (*state, self.reading.text[start:end])
-        if here in known:
-            return known[here]
+        key = (*state, self.reading.text[start:end])
+        if key in known:
+            return known[key]
         try:
             prompt = self.tokenizer.template.rendered(
-                given._replace(messages=given.messages[:num_messages]), prompt=True
+                inputs._replace(messages=inputs.messages[:num_messages]), prompt=True
             )
             shown = Reading(prompt).after_all
         except Refused:
             shown = None
         if len(known) < _MOST_PROMPTS:
             known.setdefault(state, shown)
-            known[here] = shown
+            known[key] = shown
         return shown
 
 
 def render_chat(chat: Chat, tokenizer: FolderTokenizer) -> RenderedChat:
     """Renders a chat.  Raises DataError if the template refuses it."""
     chat = chat._replace(messages=prepared(chat.messages, tokenizer.habits))
-    given = inputs(chat.messages, chat.tools, chat.documents, chat.variables)
-    switches = repr((given.documents, given.variables)) if given.documents or given.variables else ""
-    return RenderedChat(chat, given, Reading(tokenizer.template.rendered(given), given.fields), tokenizer, switches)
+    inputs = trace_inputs(chat.messages, chat.tools, chat.documents, chat.variables)
+    switches = repr((inputs.documents, inputs.variables)) if inputs.documents or inputs.variables else ""
+    return RenderedChat(chat, inputs, Reading(tokenizer.template.rendered(inputs), inputs.fields), tokenizer, switches)
 
 
 def prepared(messages: list[Message], habits: Habits) -> list[Message]:

@@ -7,7 +7,8 @@ and list (`trace.py`).  `template.py` decides the variables, `turns.py` reads th
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from sft.data.chat.trace import CONSTANT, Constant, Field, Float, Int, Source, Text, pieces_of
+from sft.data.chat.sources import CONSTANT, Constant, Field, Source
+from sft.data.chat.trace import Float, Int, Text, pieces_of
 from sft.data.rows.messages import THINKING, Message, Tools
 
 TOOLS, DOCUMENTS, VARIABLES = "tools", "documents", "variables"  # roles of fields that belong to no message
@@ -68,7 +69,7 @@ def is_of_template(source: Source) -> bool:
     return isinstance(source, Constant) or (isinstance(source, Field) and source.path == ("role",))
 
 
-def inputs(
+def trace_inputs(
     messages: Sequence[Message], tools: Tools, documents: list[dict[str, Any]] | None, variables: dict[str, Any]
 ) -> Inputs:
     """The inputs of a template.  `variables` are those of the row."""

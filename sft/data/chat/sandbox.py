@@ -35,21 +35,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from markupsafe import Markup
 
-from sft.data.chat.trace import (
-    CONSTANT,
-    MARKED,
-    UNKNOWN,
-    Field,
-    Float,
-    Int,
-    Piece,
-    Text,
-    Unknown,
-    concatenated,
-    joined,
-    sourced,
-    whole,
-)
+from sft.data.chat.sources import CONSTANT, MARKED, UNKNOWN, Field, Piece, Unknown
+from sft.data.chat.trace import Float, Int, Text, concatenated, joined, sourced, whole
 from sft.errors import DataError
 
 MAX_STEPS = 10_000_000  # a chat of 1,500 messages takes some 100,000

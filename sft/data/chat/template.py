@@ -12,9 +12,10 @@ from typing import Any
 
 from jinja2 import Template, meta
 
-from sft.data.chat.rendering import Inputs, Rendering, collected, inputs
+from sft.data.chat.rendering import Inputs, Rendering, collected, trace_inputs
 from sft.data.chat.sandbox import Sandbox, TooMuch
-from sft.data.chat.trace import CONSTANT, Text
+from sft.data.chat.sources import CONSTANT
+from sft.data.chat.trace import Text
 from sft.data.rows.messages import Message, Tools
 from sft.errors import DataError
 
@@ -91,21 +92,21 @@ class ChatTemplate:
 
         Raises Refused, and DataError beyond the sandbox's limits.
         """
-        return self.rendered(inputs(messages, tools, documents, variables or {}), prompt=prompt)
+        return self.rendered(trace_inputs(messages, tools, documents, variables or {}), prompt=prompt)
 
-    def rendered(self, given: Inputs, *, prompt: bool = False) -> Rendering:
+    def rendered(self, inputs: Inputs, *, prompt: bool = False) -> Rendering:
         """`render` for inputs that have sources already."""
-        sandbox, template = self._compiled[-1 if given.tools else 0]
+        sandbox, template = self._compiled[-1 if inputs.tools else 0]
         try:
-            sandbox.begin(given.containers, {id(message): i for i, message in enumerate(given.messages)})
+            sandbox.begin(inputs.containers, {id(message): i for i, message in enumerate(inputs.messages)})
             context = template.new_context(
                 {
-                    "messages": given.messages,
-                    "tools": given.tools,
-                    "documents": given.documents,
+                    "messages": inputs.messages,
+                    "tools": inputs.tools,
+                    "documents": inputs.documents,
                     "add_generation_prompt": prompt,
                     **self._of_run,
-                    **given.variables,
+                    **inputs.variables,
                 }
             )
             return collected(template.root_render_func(context), lambda: sandbox.message)

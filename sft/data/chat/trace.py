@@ -13,64 +13,16 @@ sources, which counts as unknown.  So an operation that is forgotten here can re
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, SupportsIndex, Union
+from typing import Any, Self, SupportsIndex
+
+from sft.data.chat.sources import UNKNOWN, Constant, Field, Piece, Pieces, Source
 
 _FORMAT = re.compile(r"%(?:%|s|d)")
 _BRACES = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*|\d*)\}")
 
 
-@dataclass(slots=True, eq=False)  # frozen ones take twice as long to make
-class Field:
-    """A value of a chat: `messages[message]`, then `path`; for tools, documents and variables, message is None.
-
-    Field(1, ("tool_calls", 0, "function", "name"), "assistant", "rain")
-    """
-
-    message: int | None
-    path: tuple[str | int, ...]
-    role: str  # of the message; tools, documents or variables
-    text: str = ""  # the value, if it is a text or a number
-    is_container: bool = False  # an object or a list
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Constant:
-    """The template, the names of the tokenizer's tokens, and the recipe."""
-
-    is_marked: bool = False  # inside {% generation %}
-
-
-@dataclass(frozen=True, slots=True)
-class Unknown:
-    """An operation that does not keep sources."""
-
-    operation: str = "an operation"
-
-
-Source = Union[Field, Constant, Unknown]
-CONSTANT, MARKED, UNKNOWN = Constant(), Constant(is_marked=True), Unknown()
-
-
-class Piece(NamedTuple):
-    """Consecutive characters of one source.
-
-    A field's characters start to stop became `length` characters: the same characters if length = stop - start,
-    otherwise escaped ones.
-    """
-
-    source: Source
-    start: int
-    stop: int
-    length: int
-    writer: int | None = None  # the message that the template was writing; None before the text is written
-
-
-Pieces = tuple[Piece, ...]
-
-
-class Text(str):
-    """A str with the sources of its characters.  Without `pieces`, its source is unknown."""
+class _Sourced(str):
+    """A str with the sources of its characters."""
 
     __slots__ = ("pieces",)
     pieces: Pieces
@@ -87,17 +39,91 @@ class Text(str):
         self.pieces = whole(source, len(value))
         return self
 
+    def __str__(self) -> str:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (str.__str__(self),)
+
     def _sub(self, start: int, stop: int) -> "Text":
         return sourced(str.__getitem__(self, slice(start, stop)), cut(self.pieces, start, stop))
 
     def _same_length(self, value: str) -> str:
         return Text(value, self.pieces) if len(value) == len(self) else value
 
-    def __str__(self) -> str:
-        return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return str, (str.__str__(self),)
+class _Cut(_Sourced):
+    """Operations that give parts of a text."""
+
+    __slots__ = ()
+
+    def __getitem__(self, key: Any) -> str:
+        value = str.__getitem__(self, key)
+        if not isinstance(key, slice):
+            at = key.__index__() % len(self)
+            return Text(value, cut(self.pieces, at, at + 1))
+        start, stop, step = key.indices(len(self))
+        return Text(value, cut(self.pieces, start, max(start, stop))) if step == 1 else value
+
+    def __iter__(self) -> Iterator[str]:
+        return (self._sub(at, at + 1) for at in range(len(self)))
+
+    def strip(self, chars: str | None = None) -> str:
+        return self.lstrip(chars).rstrip(chars)
+
+    def lstrip(self, chars: str | None = None) -> str:
+        length = len(str.lstrip(self, chars))
+        return self if length == len(self) else self._sub(len(self) - length, len(self))
+
+    def rstrip(self, chars: str | None = None) -> str:
+        length = len(str.rstrip(self, chars))
+        return self if length == len(self) else self._sub(0, length)
+
+    def removeprefix(self, prefix: str) -> str:
+        return self._sub(len(prefix), len(self)) if self.startswith(prefix) else self
+
+    def removesuffix(self, suffix: str) -> str:
+        return self._sub(0, len(self) - len(suffix)) if suffix and self.endswith(suffix) else self
+
+    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        return self._placed(str.split(self, sep, maxsplit), sep)
+
+    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        return self._placed(str.rsplit(self, sep, maxsplit), sep)
+
+    def splitlines(self, keepends: bool = False) -> list[str]:
+        lines, at = [], 0
+        for line, kept in zip(str.splitlines(self), str.splitlines(self, True), strict=True):
+            lines.append(self._sub(at, at + len(kept if keepends else line)))
+            at += len(kept)
+        return list(lines)
+
+    def partition(self, sep: str) -> tuple[str, str, str]:
+        head, middle, _ = str.partition(self, sep)
+        end = len(head) + len(middle)
+        return self._sub(0, len(head)), self._sub(len(head), end), self._sub(end, len(self))
+
+    def rpartition(self, sep: str) -> tuple[str, str, str]:
+        head, middle, _ = str.rpartition(self, sep)
+        end = len(head) + len(middle)
+        return self._sub(0, len(head)), self._sub(len(head), end), self._sub(end, len(self))
+
+    def _placed(self, parts: list[str], sep: str | None) -> list[str]:
+        """The parts of a split with their sources.  Parts follow each other, with `sep` or spaces between them."""
+        placed: list[str] = []
+        at = 0
+        for part in parts:
+            if sep is None:
+                at = str.find(self, part, at)
+            placed.append(self._sub(at, at + len(part)))
+            at += len(part) + len(sep or "")
+        return placed
+
+
+class Text(_Cut):
+    """A str with the sources of its characters.  Without `pieces`, its source is unknown."""
+
+    __slots__ = ()
 
     def __add__(self, other: str) -> "Text":
         if type(other) is Text:
@@ -149,68 +175,6 @@ class Text(str):
             at = match.end()
         result = concatenated([*parts, self._sub(at, len(self))])
         return result if str.__eq__(result, plain) else plain
-
-    def __getitem__(self, key: Any) -> str:
-        value = str.__getitem__(self, key)
-        if not isinstance(key, slice):
-            at = key.__index__() % len(self)
-            return Text(value, cut(self.pieces, at, at + 1))
-        start, stop, step = key.indices(len(self))
-        return Text(value, cut(self.pieces, start, max(start, stop))) if step == 1 else value
-
-    def __iter__(self) -> Iterator[str]:
-        return (self._sub(at, at + 1) for at in range(len(self)))
-
-    def strip(self, chars: str | None = None) -> "Text":
-        return self.lstrip(chars).rstrip(chars)
-
-    def lstrip(self, chars: str | None = None) -> "Text":
-        length = len(str.lstrip(self, chars))
-        return self if length == len(self) else self._sub(len(self) - length, len(self))
-
-    def rstrip(self, chars: str | None = None) -> "Text":
-        length = len(str.rstrip(self, chars))
-        return self if length == len(self) else self._sub(0, length)
-
-    def removeprefix(self, prefix: str) -> "Text":
-        return self._sub(len(prefix), len(self)) if self.startswith(prefix) else self
-
-    def removesuffix(self, suffix: str) -> "Text":
-        return self._sub(0, len(self) - len(suffix)) if suffix and self.endswith(suffix) else self
-
-    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
-        return self._placed(str.split(self, sep, maxsplit), sep)
-
-    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
-        return self._placed(str.rsplit(self, sep, maxsplit), sep)
-
-    def splitlines(self, keepends: bool = False) -> list[str]:
-        lines, at = [], 0
-        for line, kept in zip(str.splitlines(self), str.splitlines(self, True), strict=True):
-            lines.append(self._sub(at, at + len(kept if keepends else line)))
-            at += len(kept)
-        return list(lines)
-
-    def partition(self, sep: str) -> tuple[str, str, str]:
-        head, middle, _ = str.partition(self, sep)
-        end = len(head) + len(middle)
-        return self._sub(0, len(head)), self._sub(len(head), end), self._sub(end, len(self))
-
-    def rpartition(self, sep: str) -> tuple[str, str, str]:
-        head, middle, _ = str.rpartition(self, sep)
-        end = len(head) + len(middle)
-        return self._sub(0, len(head)), self._sub(len(head), end), self._sub(end, len(self))
-
-    def _placed(self, parts: list[str], sep: str | None) -> list[str]:
-        """The parts of a split with their sources.  Parts follow each other, with `sep` or spaces between them."""
-        placed: list[str] = []
-        at = 0
-        for part in parts:
-            if sep is None:
-                at = str.find(self, part, at)
-            placed.append(self._sub(at, at + len(part)))
-            at += len(part) + len(sep or "")
-        return placed
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1) -> str:
         if not old:

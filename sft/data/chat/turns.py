@@ -8,7 +8,7 @@ A turn is what the model writes when it is asked for a message:
     text    the message's own texts, and all that the template writes between them
     end     the token that ends the turn or hands it over: <|im_end|>, <|return|>, <|call|>, <|user|>
 
-`<|im_start|>user\\nHi<|im_end|>\\n` `<|im_start|>assistant\\n` `<think>\\n\\n</think>\\n\\n` `Hello` `<|im_end|>` `\\n`
+<|im_start|>user\\nHi<|im_end|>\\n <|im_start|>assistant\\n <think>\\n\\n</think>\\n\\n Hello <|im_end|> \\n
                                    the header that is shown  the template writes it    the turn's text, and its end
 
 Raises an error if text of another message, or text without a source, could be taken for the assistant's.  A message can
@@ -17,19 +17,18 @@ the tokens that end turns; `tokens.py` finds the tokens of the spans.
 """
 
 import re
-from collections.abc import Callable
 from typing import NamedTuple
 
 from sft.data.chat.habits import Habits
-from sft.data.chat.reading import Reading, common_length, is_text
+from sft.data.chat.headers import Prompt, Start, start_of
+from sft.data.chat.reading import Reading, is_text
 from sft.data.chat.rendering import Run
+from sft.data.chat.sources import Field, Unknown
 from sft.data.chat.template import ChatTemplate
-from sft.data.chat.trace import MARKED, Field, Unknown
 from sft.data.rows.messages import THINKING, Message, quoted
 from sft.errors import DataError
 
 _TAGS = re.compile(r"<think>")
-_PART = re.compile(r"[<|｜\w]*\Z")  # the beginning of a word or of a token
 
 
 class Turn(NamedTuple):
@@ -46,10 +45,6 @@ class Turn(NamedTuple):
     text_end: int
     end: int
     is_end_usual: bool = True
-
-
-# number of messages, start and end of the text after them -> the text after them in a prompt for the next message
-Prompt = Callable[[int, int, int], str | None]
 
 
 def find_turns(
@@ -131,75 +126,12 @@ class _Finder:
                 kept.append(group)
         return kept
 
-    def _start(self, index: int, run: Run, *, first: bool) -> tuple[int, int]:
-        """Where a turn starts whose first own text is `run`, and where the template's own text at its start ends."""
-        reading = self.reading
-        before = reading.before(run)
-        begin = before.end if before else 0
-        between = reading.text[begin : run.start]
-        if isinstance(reading.source_before(run), Unknown):
-            self._refuse_unknown(index, before)
-        asked = index if first else reading.message_before(run, default=index - 1) + 1
-        shown = self.prompt_after(asked, begin, run.start) if asked else None
-        common = 0 if shown is None else common_length(reading.text[begin : begin + len(shown)], shown)
-        if shown is None or common < len(shown):
-            is_shared = shown is not None and common >= len(between)
-            common = len(between) if is_shared else self._whole_tokens(between, common)
-            common = max(
-                common, self._after_header(between, self.habits.header), self._after_header_end(between, shown)
-            )
-        end_before = self.habits.first_end(between)
-        if common < (end_before[1] if end_before else int(shown is None and bool(between.strip()))):
-            # Neither this prompt nor the usual header: the turn begins after the last token that starts messages.
-            common = max((match.end() for match in self.habits.control.finditer(between)), default=0)
-        start = begin + common
-        return start, self._inserted(index, run, start)
-
-    def _whole_tokens(self, text: str, at: int) -> int:
-        """The last position up to `at` that splits no token: prompts with <think> share `<t` with `<tool_call>`."""
-        at -= len(_PART.search(text[:at]).group())  # type: ignore[union-attr]  # matches the empty string, too
-        return next((m.start() for m in self.habits.control.finditer(text) if m.start() < at < m.end()), at)
-
-    def _after_header(self, between: str, header: str) -> int:
-        """The position after the header that asks for an answer, or after as many of its lines and tokens as are there;
-        0 without any control token or line of it."""
-        ends = {len(header), *(at for match in self.habits.control.finditer(header) for at in match.span())}
-        ends |= {at + 1 for at, letter in enumerate(header) if letter == "\n"}
-        for length in sorted(ends - {0}, reverse=True):
-            if header[:length].strip() and (at := between.rfind(header[:length])) >= 0:
-                return at + length
-        return 0
-
-    def _after_header_end(self, between: str, shown: str | None) -> int:
-        """The position after the last two control tokens of a prompt, which may show instructions before them."""
-        last = [match.start() for match in self.habits.control.finditer(shown or "")][-2:]
-        end = (shown or "")[last[0] :] if last else ""
-        return between.rindex(end) + len(end) if end.strip() and end in between else 0
-
-    def _inserted(self, index: int, run: Run, start: int) -> int:
-        """The end of the template's own text from `start` on that no text of the row asked for.
-
-        `<think>` before thinking, and `<tool_call>` before a call, belong to the text of the row.
-        """
-        lead = self.reading.text[start : run.start]
-        if not lead.strip():
-            return start
-        marked = next((mark.start for mark in self.reading.over(start, run.start) if mark.source is MARKED), None)
-        if marked is not None:
-            return max(start, marked)
-        assert isinstance(run.source, Field)
-        path = run.source.path
-        is_thinking = path[0] in THINKING or (path[0] == "content" and self._opens_thinking(index, run))
-        if is_thinking:
-            return start
-        if self.habits.lead.strip() and lead.startswith(self.habits.lead):
-            return start + len(self.habits.lead)
-        return start if path[0] == "tool_calls" else run.start
-
-    def _opens_thinking(self, index: int, run: Run) -> bool:
-        content = str(self.messages[index].get("content") or "")
-        closed = content.find("</think>")
-        return 0 <= run.first < closed and not content.startswith("<think>", run.first)
+    def _start(self, index: int, run: Run, *, first: bool) -> Start:
+        """Where a turn starts whose first own text is `run`."""
+        if isinstance(self.reading.source_before(run), Unknown):
+            self._refuse_unknown(index, self.reading.before(run))
+        asked = index if first else self.reading.message_before(run, default=index - 1) + 1
+        return start_of(self.reading, run, self.messages[index], asked, self.habits, self.prompt_after)
 
     def _end(self, index: int, run: Run, is_last: bool) -> tuple[int, int]:
         """Where the end token of a turn begins and ends, whose last own text is `run`."""
@@ -207,10 +139,12 @@ class _Finder:
         following = reading.after(run)
         stop = following.start if following else len(reading.text)
         tail = reading.text[run.end : stop]
-        found = self.habits.first_end(tail)
-        if found is not None:
-            begin, end = run.end + found[0], run.end + found[1]
-            started = any(match[0] in self.habits.starts for match in self.habits.control.finditer(tail, 0, found[0]))
+        end_token = self.habits.first_end(tail)
+        if end_token is not None:
+            begin, end = run.end + end_token[0], run.end + end_token[1]
+            started = any(
+                match[0] in self.habits.starts for match in self.habits.control.finditer(tail, 0, end_token[0])
+            )
             if not started and reading.is_constant(begin, end):
                 return begin, end
         if following is None and not any(token in self.habits.starts for token in self.habits.control.findall(tail)):
@@ -262,9 +196,7 @@ class _Finder:
             if missing is not None:
                 source = unknown[0].source
                 assert isinstance(source, Unknown)
-                why = (
-                    f"its text {quoted(missing.text)} is not found, and {source.operation} hides where text comes from"
-                )
+                why = f"its text {quoted(missing.text)} is not found, and {source.operation} hides text"
                 raise self.error(index, why, unknown[0].start)
 
     def _is_read(self, field: Field) -> bool:
@@ -282,7 +214,8 @@ class _Finder:
         content = quoted(str(self.messages[index].get("content") or ""))
         return DataError(
             f"chat template {self.template.name}: the assistant's turn of message {index + 1} cannot be located: "
-            f"{why}.{wrote}  The content is {content}.  Give a template that writes each turn as one text (data.chat_template)."
+            f"{why}.{wrote}  The content is {content}.  Give a template that writes each turn as one text "
+            "(data.chat_template)."
         )
 
 

@@ -20,12 +20,13 @@ from sft.console import Console
 from sft.data.cache.corpus import Corpus
 from sft.data.cache.prepare import prepare
 from sft.data.cache.tokenizer_notes import say_notes
-from sft.data.chat.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer
+from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer
 from sft.data.inspect import findings
 from sft.data.inspect.counts import Counts, DataSet, Retention, counts_of, of_files, of_sources, retention
 from sft.data.inspect.findings import Finding, Scan, scan
 from sft.data.inspect.preview import Preview, preview
 from sft.data.inspect.roles import Role, count_messages
+from sft.data.tokenizer.byte_tokenizer import BYTE_CONTROL
 from sft.errors import DataError
 
 SCHEMA = 1

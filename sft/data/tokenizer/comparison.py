@@ -94,19 +94,19 @@ def _differences(files: TokenizerFiles, other: Any, more_texts: Sequence[str]) -
         pairs = [(text, _ids(files.backend, text), _ids(other, text)) for text in (t[:_CHARACTERS] for t in texts)]
         unlike = [pair for pair in pairs if pair[1] != pair[2]]
         if unlike:
-            text, ours, theirs = min(unlike, key=lambda pair: len(pair[0]))
+            text, ours, their_ids = min(unlike, key=lambda pair: len(pair[0]))
             yield (
                 f"{len(unlike)} of {len(texts)} {kind} get other tokens, such as {quoted(text)}: {_shown(ours)} by "
-                f"tokenizer.json, {_shown(theirs)} by transformers"
+                f"tokenizer.json, {_shown(their_ids)} by transformers"
             )
 
 
-def _variables(files: TokenizerFiles, theirs: dict[str, Any]) -> Iterator[str]:
+def _variables(files: TokenizerFiles, their_ids: dict[str, Any]) -> Iterator[str]:
     """Special tokens that differ, if they matter: EOS ends a text, and a template may write any that it names."""
     ours, templates = files.special_tokens, "".join(files.templates.values())
-    unlike = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
+    unlike = [key for key in {**ours, **their_ids} if ours.get(key) != their_ids.get(key)]
     for key in (key for key in unlike if key == "eos_token" or key in templates):
-        yield f"{key} is {ours.get(key) or 'not set'}, and {theirs.get(key) or 'not set'} by transformers"
+        yield f"{key} is {ours.get(key) or 'not set'}, and {their_ids.get(key) or 'not set'} by transformers"
 
 
 def _ids(backend: Any, text: str) -> list[int] | str:

@@ -99,10 +99,10 @@ def read_tokenizer(name: str, folder: Path) -> TokenizerFiles:
         files = convert(name, folder, held)
     largest = max(files.backend.get_vocab().values(), default=-1)
     if not 0 <= largest <= _LARGEST_ID:
-        what = (
+        fault = (
             "has no token" if largest < 0 else f"has the id {largest:,}, and ids of at most {_LARGEST_ID:,} can be used"
         )
-        raise DataError(f"the tokenizer of {name} {what}.  {EXPECTED}.")
+        raise DataError(f"the tokenizer of {name} {fault}.  {EXPECTED}.")
     return files
 
 
@@ -209,16 +209,16 @@ def _templates(name: str, folder: Path, settings: dict[str, Any], notes: list[st
         paths = {"default": folder / "chat_template.jinja", **paths}
     with refusing(lambda why: f"a chat template of {name} cannot be read: {why}."):
         templates = {key: path.read_text(encoding="utf-8") for key, path in paths.items()}
-    found: Any = templates or settings.get("chat_template")
-    if not found and (found := read_json(name, folder, "chat_template.json").get("chat_template")):
+    chosen: Any = templates or settings.get("chat_template")
+    if not chosen and (chosen := read_json(name, folder, "chat_template.json").get("chat_template")):
         notes.append(f"the chat template of {name} is that of chat_template.json, the only one in the folder.")
-    if isinstance(found, list):
-        found = {entry["name"]: entry["template"] for entry in found if isinstance(entry, dict) and len(entry) >= 2}
-    if isinstance(found, str):
-        found = {"default": found}
-    if found and not (isinstance(found, dict) and all(isinstance(text, str) for text in found.values())):
+    if isinstance(chosen, list):
+        chosen = {entry["name"]: entry["template"] for entry in chosen if isinstance(entry, dict) and len(entry) >= 2}
+    if isinstance(chosen, str):
+        chosen = {"default": chosen}
+    if chosen and not (isinstance(chosen, dict) and all(isinstance(text, str) for text in chosen.values())):
         raise DataError(f"chat_template in tokenizer_config.json of {name} is neither a text nor texts with names.")
-    return found or {}
+    return chosen or {}
 
 
 def _generation_ends(name: str, folder: Path, backend: Tokenizer, notes: list[str]) -> tuple[str, ...]:

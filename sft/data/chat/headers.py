@@ -1,0 +1,99 @@
+"""Finds where a turn begins: after the header that inference shows.
+
+Decides which of the template's text before a turn belongs to the header.  Compares it with the text that the template
+writes at this place in a prompt, and, where that differs, with the header of small chats (`habits.py`).
+
+    the chat    ...<|im_end|>\\n<|im_start|>assistant\\n4<|im_end|>
+    the prompt  ...<|im_end|>\\n<|im_start|>assistant\\n<think>\\n            the turn begins before the 4
+"""
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from sft.data.chat.habits import Habits
+from sft.data.chat.reading import Reading, common_length
+from sft.data.chat.rendering import Run
+from sft.data.chat.sources import MARKED, Field
+from sft.data.rows.messages import THINKING, Message
+
+# number of messages, start and end of the text after them -> the text after them in a prompt for the next message
+Prompt = Callable[[int, int, int], str | None]
+_PART = re.compile(r"[<|｜\w]*\Z")  # the beginning of a word or of a token
+
+
+class Start(NamedTuple):
+    """Where a turn begins, and where the template's own text at its start ends."""
+
+    at: int
+    inserted: int
+
+
+def start_of(reading: Reading, run: Run, message: Message, asked: int, habits: Habits, prompt_after: Prompt) -> Start:
+    """The start of the turn whose first own text is `run`.  asked: the number of messages before it."""
+    before = reading.before(run)
+    begin = before.end if before else 0
+    between = reading.text[begin : run.start]
+    shown = prompt_after(asked, begin, run.start) if asked else None
+    common = 0 if shown is None else common_length(reading.text[begin : begin + len(shown)], shown)
+    if shown is None or common < len(shown):
+        is_shared = shown is not None and common >= len(between)
+        common = len(between) if is_shared else _whole_tokens(between, common, habits)
+        common = max(common, _after_header(between, habits), _after_header_end(between, shown or "", habits))
+    end_before = habits.first_end(between)
+    if common < (end_before[1] if end_before else int(shown is None and bool(between.strip()))):
+        # Neither this prompt nor the usual header: the turn begins after the last token that starts messages.
+        common = max((match.end() for match in habits.control.finditer(between)), default=0)
+    start = begin + common
+    return Start(start, _inserted(reading, run, message, start, habits))
+
+
+def _whole_tokens(text: str, at: int, habits: Habits) -> int:
+    """The last position up to `at` that splits no token: prompts with <think> share `<t` with `<tool_call>`."""
+    at -= len(_PART.search(text[:at]).group())  # type: ignore[union-attr]  # matches the empty string, too
+    return next((m.start() for m in habits.control.finditer(text) if m.start() < at < m.end()), at)
+
+
+def _after_header(between: str, habits: Habits) -> int:
+    """The position after the header that asks for an answer, or after as many of its lines and tokens as are there; 0
+    without any of them."""
+    header = habits.header
+    ends = {len(header), *(at for match in habits.control.finditer(header) for at in match.span())}
+    ends |= {at + 1 for at, letter in enumerate(header) if letter == "\n"}
+    for length in sorted(ends - {0}, reverse=True):
+        if header[:length].strip() and (at := between.rfind(header[:length])) >= 0:
+            return at + length
+    return 0
+
+
+def _after_header_end(between: str, shown: str, habits: Habits) -> int:
+    """The position after the last two control tokens of a prompt, which may show instructions before them."""
+    last = [match.start() for match in habits.control.finditer(shown)][-2:]
+    end = shown[last[0] :] if last else ""
+    return between.rindex(end) + len(end) if end.strip() and end in between else 0
+
+
+def _inserted(reading: Reading, run: Run, message: Message, start: int, habits: Habits) -> int:
+    """The end of the template's own text from `start` on that no text of the row asked for.
+
+    `<think>` before thinking, and `<tool_call>` before a call, belong to the text of the row.
+    """
+    lead = reading.text[start : run.start]
+    if not lead.strip():
+        return start
+    marked = next((mark.start for mark in reading.over(start, run.start) if mark.source is MARKED), None)
+    if marked is not None:
+        return max(start, marked)
+    assert isinstance(run.source, Field)
+    key = run.source.path[0]
+    if key in THINKING or (key == "content" and _opens_thinking(message, run)):
+        return start
+    if habits.lead.strip() and lead.startswith(habits.lead):
+        return start + len(habits.lead)
+    return start if key == "tool_calls" else run.start
+
+
+def _opens_thinking(message: Message, run: Run) -> bool:
+    """Whether a content begins with thinking whose opening tag the template writes itself."""
+    content = str(message.get("content") or "")
+    return 0 <= run.first < content.find("</think>") and not content.startswith("<think>", run.first)

@@ -9,7 +9,7 @@ import pytest
 
 from sft.data.chat.tokenizer import FolderTokenizer
 from tests.unit.fixtures import hf
-from tests.unit.fixtures.folder import load_folder, template
+from tests.unit.fixtures.folder import ENDS_OF_TEMPLATE, OF_TEMPLATE, load_folder, template
 from tests.unit.fixtures.hf import Make
 
 
@@ -20,7 +20,8 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Fold
 
     def get(name: str) -> FolderTokenizer:
         if name not in made:
-            made[name] = load_folder(tmp_path_factory.mktemp(name), template(name))
+            more, ends = OF_TEMPLATE.get(name, ()), ENDS_OF_TEMPLATE.get(name, ())
+            made[name] = load_folder(tmp_path_factory.mktemp(name), template(name), more, ends)
         return made[name]
 
     return get

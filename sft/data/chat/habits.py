@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from sft.data.chat.reading import Reading, common_length
+from sft.data.chat.reading import Reading, after_header_end, common_length, is_in
 from sft.data.chat.sources import Field
 from sft.data.chat.template import ChatTemplate, Refused
 from sft.data.rows.messages import Message
@@ -237,9 +237,9 @@ class _Learner:
             chats += [([_USER, call], _TOOLS), ([_USER, call, _RESULT, _ANSWER], _TOOLS)]
         for messages, tools in chats:
             reading = self._read(messages, tools=tools)
-            if reading is None:
-                continue
-            spans = list(self._spans(reading, ends))
+            if reading is None or len(reading.own) < sum(message["role"] == "assistant" for message in messages):
+                continue  # nothing is known of a turn that the template leaves out
+            spans = list(self._spans(reading, messages, tools, ends))
             users = (run.start for run in reading.marks if isinstance(run.source, Field) and run.source.role == "user")
             at = next(users, 0)  # instructions before it may mention any token
             headers: set[int] = set()
@@ -266,24 +266,25 @@ class _Learner:
                 starts |= {*tokens[last + 1 : last + 2]}
         return frozenset(starts)
 
-    def _spans(self, reading: Reading, ends: tuple[str, ...]) -> Iterator[tuple[int, int, int]]:
+    def _spans(
+        self, reading: Reading, messages: list[Message], tools: list[dict[str, Any]] | None, ends: tuple[str, ...]
+    ) -> Iterator[tuple[int, int, int]]:
         """Of each assistant turn, where its header begins and ends, and where the token that ends it begins."""
-        header = self._header_of_turn
-        for positions in reading.own.values():
-            first, last = reading.marks[positions[0]], reading.marks[positions[-1]]
-            before = reading.before(first)
+        for index, positions in reading.own.items():
+            runs = [reading.marks[position] for position in positions]
+            last = runs[0]
+            for number, run in enumerate(runs):  # a name of a function may be repeated in its result
+                last = last if run.first < run.last and is_in(run, runs[:number]) else run
+            before = reading.before(runs[0])
             begin = before.end if before else 0
-            between = reading.text[begin : first.start]
-            at = begin + common_length(between, header)
+            between = reading.text[begin : runs[0].start]
+            prompt = self._read(messages[: index - len(self.opening)], tools=tools, prompt=True)
+            shown = "" if prompt is None else prompt.after_all
+            at = begin + max(common_length(between, shown), after_header_end(between, shown, self.control))
             following = reading.after(last)
             stop = following.start if following else len(reading.text)
-            positions_of_ends = [reading.text.find(end, last.end, stop) for end in ends]
-            yield begin, at, min((position for position in positions_of_ends if position >= 0), default=last.end)
-
-    @property
-    def _header_of_turn(self) -> str:
-        prompt = self._read([_USER], prompt=True)
-        return "" if prompt is None else prompt.after_all
+            reached = [position for end in ends if (position := reading.text.find(end, last.end, stop)) >= 0]
+            yield begin, at, min(reached, default=last.end if following else stop)
 
 
 def first_of(control: re.Pattern[str], text: str, tokens: Sequence[str]) -> str | None:

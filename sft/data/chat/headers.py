@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from sft.data.chat.habits import Habits
-from sft.data.chat.reading import Reading, common_length
+from sft.data.chat.reading import Reading, after_header_end, common_length
 from sft.data.chat.rendering import Run
 from sft.data.chat.sources import MARKED, Field
 from sft.data.rows.messages import THINKING, Message
@@ -39,13 +39,15 @@ def start_of(reading: Reading, run: Run, message: Message, asked: int, habits: H
     if shown is None or common < len(shown):
         is_shared = shown is not None and common >= len(between)
         common = len(between) if is_shared else _whole_tokens(between, common, habits)
-        common = max(common, _after_header(between, habits), _after_header_end(between, shown or "", habits))
+        common = max(
+            common, _after_header(between, habits), after_header_end(between, shown or habits.header, habits.control)
+        )
     end_before = habits.first_end(between)
     if common < (end_before[1] if end_before else int(shown is None and bool(between.strip()))):
         # Neither this prompt nor the usual header: the turn begins after the last token that starts messages.
         common = max((match.end() for match in habits.control.finditer(between)), default=0)
     start = begin + common
-    return Start(start, _inserted(reading, run, message, start, habits))
+    return Start(start, _inserted(reading, run, message, start, asked, habits))
 
 
 def _whole_tokens(text: str, at: int, habits: Habits) -> int:
@@ -66,21 +68,14 @@ def _after_header(between: str, habits: Habits) -> int:
     return 0
 
 
-def _after_header_end(between: str, shown: str, habits: Habits) -> int:
-    """The position after the last two control tokens of a prompt, which may show instructions before them."""
-    last = [match.start() for match in habits.control.finditer(shown)][-2:]
-    end = shown[last[0] :] if last else ""
-    return between.rindex(end) + len(end) if end.strip() and end in between else 0
-
-
-def _inserted(reading: Reading, run: Run, message: Message, start: int, habits: Habits) -> int:
+def _inserted(reading: Reading, run: Run, message: Message, start: int, asked: int, habits: Habits) -> int:
     """The end of the template's own text from `start` on that no text of the row asked for.
 
     `<think>` before thinking, and `<tool_call>` before a call, belong to the text of the row.
     """
     lead = reading.text[start : run.start]
     if not lead.strip():
-        return start
+        return start if asked else run.start  # no prompt shows that spaces before a first answer are the model's
     marked = next((mark.start for mark in reading.over(start, run.start) if mark.source is MARKED), None)
     if marked is not None:
         return max(start, marked)
@@ -90,7 +85,7 @@ def _inserted(reading: Reading, run: Run, message: Message, start: int, habits: 
         return start
     if habits.lead.strip() and lead.startswith(habits.lead):
         return start + len(habits.lead)
-    return start if key == "tool_calls" else run.start
+    return start if message.get("tool_calls") else run.start
 
 
 def _opens_thinking(message: Message, run: Run) -> bool:

@@ -154,3 +154,15 @@ def common_length(left: str, right: str) -> int:
     if left.startswith(right):
         return len(right)
     return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+
+
+def is_in(run: Run, others: Sequence[Run]) -> bool:
+    """Whether another run holds the same characters of the same field."""
+    return any(other.source is run.source and other.first <= run.first and run.last <= other.last for other in others)
+
+
+def after_header_end(between: str, shown: str, control: re.Pattern[str]) -> int:
+    """The position after the last two control tokens of a prompt, which may show instructions before them."""
+    last = [match.start() for match in control.finditer(shown)][-2:]
+    end = shown[last[0] :] if last else ""
+    return between.rindex(end) + len(end) if end.strip() and end in between else 0

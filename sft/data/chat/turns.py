@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from sft.data.chat.habits import Habits
 from sft.data.chat.headers import Prompt, Start, start_of
-from sft.data.chat.reading import Reading, is_text
+from sft.data.chat.reading import Reading, is_in, is_text
 from sft.data.chat.rendering import Run
 from sft.data.chat.sources import Field, Unknown
 from sft.data.chat.template import ChatTemplate
@@ -91,7 +91,7 @@ class _Finder:
             start, inserted = self._start(index, group[0], first=number == 0)
             text_end, end = self._end(index, group[-1], is_last)
             self._check_inside(index, start, text_end)
-            usual = self.habits.last_ends[bool(self.messages[index].get("tool_calls"))]
+            usual = self.habits.last_ends[any(_is_of_call(run) for run in group)]
             is_usual = not is_last or usual is None or self.reading.text[text_end:end] in ("", usual)
             turns.append(Turn(index, start, inserted, text_end, end, is_usual or end == len(self.reading.text)))
         self._check_complete(index, turns)
@@ -122,7 +122,7 @@ class _Finder:
         kept: list[list[Run]] = []
         for group in groups:
             earlier = [run for other in kept for run in other]
-            if not all(_is_in(run, earlier) for run in group):
+            if not all(is_in(run, earlier) for run in group):
                 kept.append(group)
         return kept
 
@@ -174,7 +174,7 @@ class _Finder:
         inside = [run for run in runs if any(start < run.end <= end for start, end in spans)]
         for run in runs:
             is_shown = any(start >= run.end and self._is_header(run.start, start) for start, _ in spans)
-            if run not in inside and not is_shown and not _is_in(run, inside):
+            if run not in inside and not is_shown and not is_in(run, inside):
                 raise self.error(index, "a part of its text lies outside of its turn", run.start)
 
     def _is_header(self, start: int, end: int) -> bool:
@@ -219,6 +219,5 @@ class _Finder:
         )
 
 
-def _is_in(run: Run, others: list[Run]) -> bool:
-    """Whether another run holds the same characters of the same field."""
-    return any(other.source is run.source and other.first <= run.first and run.last <= other.last for other in others)
+def _is_of_call(run: Run) -> bool:
+    return isinstance(run.source, Field) and run.source.path[0] == "tool_calls"

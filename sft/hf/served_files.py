@@ -10,6 +10,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
+from sft.data.tokenizer.comparison import compare_with_transformers
+from sft.data.tokenizer.files import read_tokenizer
+from sft.data.tokenizer.mistral_regex import is_of_a_converter, mend
 from sft.errors import CheckpointError, DataError
 from sft.hf.convert.atomic_folder import COMPANIONS, copy_companions
 from sft.hf.served import DEFAULT, Record, Served
@@ -32,6 +37,7 @@ def write(folder: Path, served: Served | None) -> Record | None:
         return None
     _remove(folder, _OF_TOKENIZER)
     copy_companions(served.tokenizer_folder, folder, _OF_TOKENIZER)
+    _mend(served.tokenizer_folder, folder)
     made = _made(served)
     texts = {name: template.source for name, template in made.items()}
     if texts != served.own_templates:
@@ -42,6 +48,23 @@ def write(folder: Path, served: Served | None) -> Record | None:
     if served.end_ids:
         _write_generation(folder / GENERATION, served.end_ids)
     return _record(served, made)
+
+
+def check_tokenizer(folder: Path, name: str) -> None:
+    """Raises CheckpointError if transformers reads the tokenizer of an export otherwise than the run did."""
+    if not (folder / "tokenizer.json").is_file():
+        return
+    difference = compare_with_transformers(name, folder, read_tokenizer(name, folder))
+    if difference is not None:
+        raise CheckpointError(f"{name} is not exported: {difference}")
+
+
+def _mend(source: Path, folder: Path) -> None:
+    """Writes the regex with which the run tokenised, if the file of a Mistral model has the known wrong one."""
+    if is_of_a_converter(source) and (folder / "tokenizer.json").is_file():
+        backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        if mend(str(source), source, backend) is not None:
+            backend.save(str(folder / "tokenizer.json"))
 
 
 def record_of(served: Served) -> Record:

@@ -32,7 +32,7 @@ RIGHT = (
 
 def mend(name: str, folder: Path, backend: Tokenizer) -> str | None:
     """Gives `backend` the right regex, if the folder has the known wrong one.  Returns a note, or None."""
-    if backend.get_vocab_size() <= _SMALLEST or not _is_of_a_converter(folder) or not _has_wrong_regex(backend):
+    if backend.get_vocab_size() <= _SMALLEST or not is_of_a_converter(folder) or not _has_wrong_regex(backend):
         return None
     backend.pre_tokenizer[0] = pre_tokenizers.Split(Regex(RIGHT), behavior="isolated")
     return (
@@ -42,7 +42,7 @@ def mend(name: str, folder: Path, backend: Tokenizer) -> str | None:
     )
 
 
-def _is_of_a_converter(folder: Path) -> bool:
+def is_of_a_converter(folder: Path) -> bool:
     """Whether config.json names a family of Mistral, and a release of transformers below 5 or none."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -27,11 +27,10 @@ from sft.errors import DataError
 
 # Version of the code that makes samples of rows.  A change that gives any row other tokens or weights must change this
 # text; older stores are then no longer used.  `tests/unit/test_encoding_version.py` fails if the text was not changed.
-# The text is a digest of the source files of older releases, so stores of these releases are still used.
-ENCODING = "80c6f0ae371b9ea2e6b764ed63c48a518a45bb1e4b356c0b1744fd584af7737d"
+ENCODING = "2: the sources of characters decide masks, and text that a template inserts is supervised"
 # Version of the code that decides which rows are unusable.  Stores that skipped no row do not depend on it.
 REFUSALS = "2: repeated ids of calls, thinking parts and reasoning_details are used; images, masks of parts are refused"
-_SETTINGS = ("seq_length", "doc_multiple", "over_long", "on_bad_row", "supervise")
+_SETTINGS = ("seq_length", "doc_multiple", "over_long", "on_bad_row", "supervise", "supervise_inserted")
 Stamp = tuple[tuple[int, int], ...]
 
 _OURS = re.compile(r"[0-9a-f]{32}(\.work)?")

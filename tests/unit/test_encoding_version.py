@@ -46,17 +46,17 @@ DIGESTS: dict[str, str] = {
     "harmony": "d3c640280448e552",
 }
 # Digests of the release that knew no data.supervise_inserted, and numbers of rows that are compared with no older ones:
-# the release refused calls that a template writes without the content beside them, and a chat with the system message
-# in the last question (Mistral) lost the space at the start of its first answer.
+# the release refused calls that a template writes without the content beside them, and where the system message or the
+# tools stand in the last question (Mistral), it did not supervise the space at the start of earlier answers.
 WITHOUT_INSERTED = {
     "byte": "eda3a9f0e1ad6efb",
     "chatml": "2f3586f34bbb0491",
     "qwen3": "8763edd2a27e4ce3",
     "llama31": "56e6d3367a390b6e",
-    "mistral_tools": "296aacf6e2bbfdfc",
+    "mistral_tools": "b7175a614001e2c8",
     "deepseek_r1": "0e34172871301e66",
 }
-NOT_COMPARED = {"mistral_tools": ({2, 13, 14, 15, 16}, {2}), "deepseek_r1": ({14, 15}, {2})}
+NOT_COMPARED = {"mistral_tools": ({2, 13, 14, 15, 16}, {2, 3}), "deepseek_r1": ({14, 15}, {2})}
 
 TYPED = [user("What does <|im_end|> do, or <|eot_id|>?"), assistant("<|im_end|> ends a turn. </s>")]
 WEIGHTED = [{**user("a"), "weight": 1}, assistant("b", weight=0.5), user("c"), assistant("d", train=False)]

@@ -173,6 +173,20 @@ def test_a_key_newer_than_the_checkpoint_had_its_default() -> None:
     assert changes(BEFORE, unset, []) == Changes(reported=[], refused={})
 
 
+def test_a_run_older_than_supervise_inserted_did_not_supervise_it() -> None:
+    """Its masks come again with false; with the default, the refusal of other data says so."""
+    keys = {"data.supervise_inserted": False}
+    assert changes(BEFORE, conditions(recipe={**RECIPE, **keys}), ()) == Changes(reported=[], refused={})
+    now = conditions(plan={**PLAN, "data": "77aa"}, recipe={**RECIPE, "data.supervise_inserted": True})
+    assert changes(BEFORE, now, ()) == Changes(
+        reported=["data.supervise_inserted was False, is True"],
+        refused={
+            "data": "was 9f2c, is 77aa (the run began before data.supervise_inserted existed: data.supervise_inserted "
+            "= false gives the same tokens and masks)"
+        },
+    )
+
+
 def test_the_version_of_sft_is_that_of_our_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     """The distribution sft of the package index belongs to another project, and may be installed as well."""
     setup = ConfigParser()

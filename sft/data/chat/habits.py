@@ -119,7 +119,7 @@ class _Learner:
         handed_answer = None if history is None else self._first(self._tail(history, 1))
         ends_of_files = (*self.generation_ends, self.eos)
         known = tuple(dict.fromkeys(end for end in (last_answer, handed_answer, *ends_of_files) if end))
-        last_call = None if calling is None else self._end_of_call(self._tail(calling, 1), known)
+        last_call = last_answer if calling is None else self._end_of_call(self._tail(calling, 1), known)
         asked = self._read([_USER, calling_message(as_text, empty), _RESULT], tools=_TOOLS) if calling else None
         handed_call = None
         if asked is not None and last_call is None:

@@ -1,64 +1,43 @@
-"""Control strings that somebody typed."""
+"""Control strings that somebody typed stay text, and an assistant may write those of its own turns."""
 
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sft.data.chat.encode_chat import encode_chat
-from sft.data.chat.render import free_characters, render_chat, restored
 from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
-from sft.data.chat.turns import MANY_TURNS
 from sft.data.rows.formats import Chat
 from sft.errors import DataError
-from tests.unit.fixtures.chats import TALK, assistant, call, chat_of, proofs, runs, tool, user
-from tests.unit.fixtures.folder import config, load_folder, load_letters, make_folder, template
+from tests.unit.fixtures.chats import TALK, Messages, assistant, call, chat_of, runs, tool, user
+from tests.unit.fixtures.folder import OF_TEMPLATE, config, load_folder, load_letters, make_folder, template
 
 Tokenizers = Callable[[str], FolderTokenizer]
-A, B = "\U000f0000", "\U000f0001"
 PRIVATE = (0xF0000, 0xF0100)  # 256 of them stand for all 131,068
 ALL_PRIVATE = "".join(map(chr, range(*PRIVATE)))
 
 
-def test_stand_ins_have_the_length_of_what_they_stand_for(tokenizers: Tokenizers) -> None:
-    typed = render_chat(Chat([user("a<|im_end|></s>b<|im_end|>")], [{"</s>": 1}]), tokenizers("chatml"))
-    assert typed.messages == [user("a" + B * 10 + A * 4 + "b" + B * 10)]
-    assert typed.tools == [{A * 4: 1}]
-    assert typed.stand_ins == {A: "</s>", B: "<|im_end|>"}
-    assert restored(typed.messages[0]["content"], typed.stand_ins) == "a<|im_end|></s>b<|im_end|>"
-
-
-def test_free_characters(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert free_characters("a" + A, 2) == [B, "\U000f0002"]
-    monkeypatch.setattr("sft.data.chat.render._PRIVATE", PRIVATE)
-    with pytest.raises(DataError, match="contains private-use characters"):
-        free_characters(ALL_PRIVATE, 1)
-
-
-@pytest.mark.parametrize("turns", [1, MANY_TURNS + 1])
-def test_a_chat_of_all_private_characters_is_refused_only_where_a_proof_needs_one(
-    tokenizers: Tokenizers, monkeypatch: pytest.MonkeyPatch, turns: int
-) -> None:
-    monkeypatch.setattr("sft.data.chat.render._PRIVATE", PRIVATE)
-    chat = chat_of([user(ALL_PRIVATE), assistant("a")] + [user("b"), assistant("c")] * (turns - 1))
-    assert proofs(chat, tokenizers("chatml")) == ["prefix"] * turns
-    with pytest.raises(DataError, match="contains private-use characters"):
-        proofs(chat, tokenizers("deepseek_r1"))
+def controls(messages: Messages, tokenizer: FolderTokenizer) -> list[str]:
+    """The control tokens of a chat, in order."""
+    ids, *_ = encode_chat(chat_of(messages), tokenizer)
+    return [tokenizer.decode([i]) for i in ids if tokenizer.is_control[i]]
 
 
 def test_what_the_tokens_are(tokenizers: Tokenizers) -> None:
     tokenizer = tokenizers("chatml")
     typed = [user("x <|im_end|>\n<|im_start|>system"), assistant("<|im_end|>!")]
     ids, weights, *_ = encode_chat(Chat(typed, None), tokenizer)
-    controls = [tokenizer.decode([i]) for i in ids if tokenizer.is_control[i]]
-    assert controls == ["<|im_start|>", "<|im_end|>", "<|im_start|>", "<|im_end|>"]
-    assert tokenizer.decode(ids) == (
+    assert controls(typed, tokenizer) == ["<|im_start|>", "<|im_end|>", "<|im_start|>", "<|im_end|>"]
+    words = [tokenizer.decode([i]) for i in ids]
+    assert words[:22] == [
+        *("<|im_start|>", "user", "\n", "x", " ", "<", "|", "i", "m", "_", "e", "n", "d", "|", ">"),
+        *("\n", "<", "|", "i", "m", "_", "s"),
+    ]
+    assert "".join(words) == (
         "<|im_start|>user\nx <|im_end|>\n<|im_start|>system<|im_end|>\n<|im_start|>assistant\n<|im_end|>!<|im_end|>\n"
     )
-    # The second user word is what the tokenizer makes of the same text without control tokens.
-    text = tokenizer.encode("user\nx <|im_end|>\n<|im_start|>system", as_text=True).ids
-    assert ids[1 : 1 + len(text)].tolist() == text.tolist()
     assert tokenizer.decode(ids[weights > 0]) == "<|im_end|>!<|im_end|>"
 
 
@@ -68,20 +47,142 @@ def test_in_calls_and_results(tokenizers: Tokenizers) -> None:
         '<tool_call>\n{"name": "add", "arguments": {"x": "<|im_end|>"}}\n</tool_call><|im_end|>',
         "ok<|im_end|>",
     ]
+    assert controls(messages, tokenizers("qwen25")).count("<|im_end|>") == 5
+    assert "</s>" not in controls(messages, tokenizers("qwen25"))
+
+
+def test_in_schemas_of_tools(tokenizers: Tokenizers) -> None:
+    tokenizer = tokenizers("chatml")
+    ids, *_ = encode_chat(Chat([user("a"), assistant("b")], [{"name": "<|im_end|>"}]), tokenizer)
+    assert [tokenizer.decode([i]) for i in ids if tokenizer.is_control[i]] == ["<|im_start|>", "<|im_end|>"] * 3
 
 
 @pytest.mark.parametrize(
-    "jinja",
+    ("jinja", "expected"),
     [
-        "{% for m in messages %}{{ m.content }}{{ '!' if '<|im_end|>' in m.content }}<|im_end|>{% endfor %}",
-        "{% for m in messages %}{{ m.content[:9] }}<|im_end|>{% endfor %}",
-        "{% for m in messages %}{{ m.content | upper if m.role == 'user' else m.content }}<|im_end|>{% endfor %}",
+        ("{{ m.content }}{{ '!' if '<|im_end|>' in m.content }}", "x <|im_end|>!"),
+        ("{{ m.content[:9] }}", "x <|im_en"),
+        ("{{ m.content | upper }}", "X <|IM_END|>"),
     ],
 )
-def test_a_template_that_looks_into_contents_is_refused(tmp_path: Path, jinja: str) -> None:
-    tokenizer = load_folder(tmp_path, jinja)
-    with pytest.raises(DataError, match=r"contains the text <\|im_end\|>, a control token .* as plain text"):
+def test_a_template_may_look_into_contents(tmp_path: Path, jinja: str, expected: str) -> None:
+    tokenizer = load_folder(tmp_path, "{% for m in messages %}" + jinja + "<|im_end|>{% endfor %}")
+    messages = [user("x <|im_end|>"), assistant("fine")]
+    assert controls(messages, tokenizer) == ["<|im_end|>", "<|im_end|>"]
+    assert tokenizer.decode(encode_chat(Chat(messages, None), tokenizer).tokens).startswith(f"{expected}<|im_end|>")
+
+
+def test_a_control_token_of_unknown_source_is_refused(tmp_path: Path) -> None:
+    """A filter without sources writes what a user typed."""
+    tokenizer = load_folder(tmp_path, "{% for m in messages %}{{ m.content | center(20) }}<|im_end|>{% endfor %}")
+    wanted = r"writes the control token <\|im_end\|>, and the filter center hides whether a message contains this text"
+    with pytest.raises(DataError, match=wanted):
         encode_chat(Chat([user("x <|im_end|>"), assistant("fine")], None), tokenizer)
+
+
+def test_roles_that_are_no_special_tokens_stay_text(tmp_path: Path) -> None:
+    """DeepSeek's <｜User｜> and <｜Assistant｜> are added tokens that are not special, and the template writes them."""
+    make_folder(tmp_path, template("deepseek_v3"))
+    saved = json.loads((tmp_path / "tokenizer.json").read_text())
+    for token in saved["added_tokens"]:
+        token["special"] = token["special"] and token["content"] not in ("<｜User｜>", "<｜Assistant｜>")
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    tokenizer = load_tokenizer(config(tokenizer=str(tmp_path)))
+    assert isinstance(tokenizer, FolderTokenizer)
+    typed = [user("What does <｜Assistant｜> mean?"), assistant("It is <｜Assistant｜>.")]
+    assert controls(typed, tokenizer) == [
+        *("<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
+    ]
+    assert runs(Chat(typed, None), tokenizer) == ["It is <｜Assistant｜>.<｜end▁of▁sentence｜>"]
+
+
+INSIDE = pytest.mark.parametrize(
+    ("name", "typed", "expected"),
+    [
+        ("qwen3", "It is <think>.", ["<think>"]),  # the template writes it, so it is a control token
+        ("qwen25", "<tool_call>x</tool_call>", ["<tool_call>", "</tool_call>"]),
+        ("llama31", "<|python_tag|>f()", ["<|python_tag|>"]),
+        ("ministral", "[THINK]sum[/THINK]4", ["[THINK]", "[/THINK]"]),
+        ("gemma4", "<|tool_call>x<tool_call|>", ["<|tool_call>", "<tool_call|>"]),
+        ("glm4_moe", "<tool_call>x</tool_call>", ["<tool_call>", "</tool_call>"]),
+    ],
+)
+
+
+def further(role: str, content: str, tokenizer: FolderTokenizer) -> list[str]:
+    """The control tokens that a chat has more if this role says `content` instead of a letter."""
+    chat = [user("a"), assistant("a")]
+    known = controls(chat, tokenizer)
+    found = controls(
+        [{**message, "content": content} if message["role"] == role else message for message in chat], tokenizer
+    )
+    for token in known:
+        found.remove(token)
+    return found
+
+
+@INSIDE
+def test_an_assistant_may_write_what_the_template_writes_inside_its_turns(
+    tokenizers: Tokenizers, name: str, typed: str, expected: list[str]
+) -> None:
+    assert further("assistant", typed, tokenizers(name)) == expected
+    assert further("user", typed, tokenizers(name)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "typed"),
+    [
+        ("llama31", "<|eom_id|><|eot_id|><|start_header_id|>"),
+        ("gemma4", "<|tool_response><turn|><|turn><tool_response|>"),
+        ("harmony", "<|end|><|call|><|start|><|channel|><|message|>"),
+        ("glm4_moe", "<|user|><|observation|><|assistant|>"),
+        ("mistral_tools", "[/TOOL_RESULTS][INST]</s>"),
+        ("qwen25", "<|im_end|><|im_start|><|endoftext|>"),
+    ],
+)
+def test_nobody_may_write_what_starts_or_ends_a_message(tokenizers: Tokenizers, name: str, typed: str) -> None:
+    assert further("assistant", typed, tokenizers(name)) == further("user", typed, tokenizers(name)) == []
+
+
+def test_added_tokens_of_which_a_template_knows_nothing_are_no_control_tokens(tokenizers: Tokenizers) -> None:
+    """Thinking models write <think>, whether their template does or not."""
+    tokenizer = tokenizers("gemma")
+    think = tokenizer.files.added_ids["<think>"]
+    for messages in ([user("<think>"), assistant("a")], [user("a"), assistant("<think>")]):
+        assert encode_chat(Chat(messages, None), tokenizer).tokens.tolist().count(think) == 1
+
+
+def test_further_tokens_of_assistants_are_named_in_the_recipe(tmp_path: Path) -> None:
+    """Ministral with a template that knows no thinking."""
+    messages = [user("[THINK]2 + 2?"), assistant("[THINK]sum[/THINK]4")]
+    more: dict[str, Any] = {"more": OF_TEMPLATE["ministral"]}
+    without = load_folder(tmp_path / "a", template("mistral"), **more)
+    assert controls(messages, without) == ["<s>", "[INST]", "[/INST]", "</s>"]
+    spelled = encode_chat(Chat(messages, None), without).spelled
+    assert sorted(spelled) == [("[/THINK]", "assistant"), ("[THINK]", "assistant"), ("[THINK]", "user")]
+    named = load_folder(tmp_path / "b", template("mistral"), **more, assistant_control_tokens=["[THINK]", "[/THINK]"])
+    assert controls(messages, named) == ["<s>", "[INST]", "[/INST]", "[THINK]", "[/THINK]", "</s>"]
+    assert runs(Chat(messages, None), named) == [" [THINK]sum[/THINK]4</s>"]
+    assert encode_chat(Chat(messages, None), named).spelled == (("[THINK]", "user"),)
+    with pytest.raises(DataError, match="data.assistant_control_tokens names .NOPE., which is no control token"):
+        load_folder(tmp_path / "c", template("mistral"), assistant_control_tokens=["[NOPE]"])
+
+
+def test_tokens_that_stay_text_are_told_with_the_role(tokenizers: Tokenizers) -> None:
+    messages = [user("<|im_end|> </s> <|im_end|>"), assistant("<|im_end|>")]
+    spelled = encode_chat(Chat(messages, None), tokenizers("chatml")).spelled
+    assert sorted(spelled) == [("</s>", "user"), ("<|im_end|>", "assistant"), ("<|im_end|>", "user")]
+
+
+def test_a_chat_of_all_private_characters_is_refused_only_if_one_must_stand_in(
+    tokenizers: Tokenizers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sft.data.chat.tokens._PRIVATE", PRIVATE)
+    tokenizer = tokenizers("chatml")
+    assert runs(chat_of([user(ALL_PRIVATE), assistant("a")]), tokenizer) == ["a<|im_end|>"]
+    assert runs(chat_of([user(ALL_PRIVATE[1:] + "<|im_end|>"), assistant("a")]), tokenizer) == ["a<|im_end|>"]
+    with pytest.raises(DataError, match="contains private-use characters"):
+        runs(chat_of([user(ALL_PRIVATE + "<|im_end|>"), assistant("a")]), tokenizer)
 
 
 def test_a_tokenizer_that_joins_pieces_is_refused(tmp_path: Path) -> None:
@@ -113,8 +214,8 @@ def test_characters_that_become_a_control_token(tmp_path: Path) -> None:
 
 
 def test_an_end_of_turn_that_the_tokenizer_calls_ordinary(tmp_path: Path) -> None:
-    """It cannot be kept as text, since the tokenizer finds it everywhere."""
+    """The template writes it, so it is a control token."""
     tokenizer = load_folder(tmp_path, "{% for m in messages %}{{ m.content }}</tool_call>{% endfor %}")
-    assert runs(Chat([user("x"), assistant("fine")], None), tokenizer) == ["fine</tool_call>"]
-    with pytest.raises(DataError, match="contains the text </tool_call>, and the tokenizer .* may not keep it"):
-        encode_chat(Chat([user("</tool_call>"), assistant("fine")], None), tokenizer)
+    messages = [user("</tool_call>"), assistant("fine")]
+    assert runs(Chat(messages, None), tokenizer) == ["fine</tool_call>"]
+    assert controls(messages, tokenizer) == ["</tool_call>", "</tool_call>"]

@@ -3,15 +3,18 @@
 import json
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from sft.data.chat.template import TurnDelimiters
+from sft.data.chat.encode_chat import encode_chat, encode_row
 from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
+from sft.data.rows.formats import Chat, Text, Tokenized
 from sft.errors import DataError
-from tests.unit.fixtures.folder import SPECIAL, config, load_folder, make_folder, template
+from tests.unit.fixtures.chats import assistant, user
+from tests.unit.fixtures.folder import ORDINARY, SPECIAL, config, load_folder, make_folder, template
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +37,17 @@ def test_folder(folder: Path) -> None:
     assert tokenizer.end_of_turn == "<|im_end|>"
     assert tokenizer.pad_id == SPECIAL.index("<|endoftext|>") == 0
     assert not tokenizer.template.has_markers
-    assert tokenizer.delimiters == TurnDelimiters(ends=("<|im_end|>",), header="<|im_start|>assistant\n", lead="")
+    habits = tokenizer.habits
+    assert (habits.ends, habits.header, habits.lead) == (("<|im_end|>", "<|endoftext|>"), "<|im_start|>assistant\n", "")
     encoded = tokenizer.encode("<|im_start|>x \n y")
     assert encoded.ids[0] == 1
     # Each character belongs to exactly one token: the saved post-processor would drop the spaces.
     assert encoded.starts.tolist() == [0, *encoded.ends[:-1].tolist()]
     assert encoded.ends[-1] == 17
-    assert encoded.token_span(0, 13) == (0, 2)
-    as_text = tokenizer.encode("<|im_end|>", as_text=True)
-    assert len(as_text.ids) > 1 and not tokenizer.is_control[as_text.ids].any()
+    assert encoded.token_spans([0], [13]) == ([0], [2])
+    stand_ins = "\U000f0000" * 10
+    as_text = tokenizer.encode_as_text("<|im_end|>", stand_ins, tokenizer.encode(stand_ins).ids)
+    assert as_text is not None and len(as_text.ids) > 1 and not tokenizer.is_control[as_text.ids].any()
     assert as_text.ends[-1] == 10 and tokenizer.decode(as_text.ids) == "<|im_end|>"
     # The saved length limit of 16 tokens does not cut.
     assert tokenizer.encode("<|im_end|>" * 100).ids.tolist() == [2] * 100
@@ -55,25 +60,126 @@ def test_without_a_padding_token_the_end_of_sequence_pads(folder: Path, tmp_path
     assert load_tokenizer(config(tokenizer=str(other))).pad_id == SPECIAL.index("<|im_end|>") == 2
 
 
+ASSISTANT = "<|im_start|>assistant\n"
+CALLS = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
+
+
 @pytest.mark.parametrize(
-    ("name", "ends", "header", "lead"),
+    ("name", "last_ends", "stops", "inside", "header", "lead"),
     [
-        ("llama31", ("<|eot_id|>", "<|eom_id|>"), "<|start_header_id|>assistant<|end_header_id|>\n\n", ""),
-        ("mistral_tools", ("</s>",), "", " "),
-        ("phi3", ("<|end|>",), "<|assistant|>\n", ""),  # its <|endoftext|> ends the chat, not the turn
-        ("qwen3", ("<|im_end|>",), "<|im_start|>assistant\n", "<think>\n\n</think>\n\n"),
-        ("deepseek_r1", ("<｜end▁of▁sentence｜>",), "<｜Assistant｜><think>\n", ""),
+        ("chatml", ("<|im_end|>", "<|im_end|>"), ("<|im_end|>", "<|endoftext|>"), (), ASSISTANT, ""),
+        ("qwen3", ("<|im_end|>", "<|im_end|>"), ("<|im_end|>", "<|endoftext|>"), (), ASSISTANT, "<think>\n\n</think>\n\n"),
+        (
+            "llama31",
+            ("<|eot_id|>", "<|eom_id|>"),
+            ("<|eot_id|>", "<|endoftext|>", "<|eom_id|>"),
+            ("<|python_tag|>",),
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+            "",
+        ),
+        ("mistral_tools", ("</s>", "</s>"), ("</s>", "<|endoftext|>"), ("[TOOL_CALLS]",), "", " "),
+        ("phi3", ("<|end|>", None), ("<|end|>", "<|endoftext|>"), (), "<|assistant|>\n", ""),
+        ("deepseek_r1", ("<｜end▁of▁sentence｜>", None), ("<｜end▁of▁sentence｜>", "<|endoftext|>"), (), "<｜Assistant｜><think>\n", ""),
+        ("deepseek_v3_text", ("<｜end▁of▁sentence｜>",) * 2, ("<｜end▁of▁sentence｜>", "<|endoftext|>"), CALLS, "<｜Assistant｜>", ""),
+        # <|end|> ends an answer in the history, and thinking, after which the message goes on.
+        (
+            "harmony",
+            ("<|return|>", "<|call|>"),
+            ("<|return|>", "<|call|>", "<|endoftext|>"),
+            (),
+            "<|start|>assistant",
+            "<|channel|>final<|message|>",
+        ),
+        # Nothing ends the last turn.
+        ("glm4_moe", (None, None), ("<|user|>", "<|endoftext|>", "<|observation|>"), (), "<|assistant|>", "\n<think></think>\n"),
+        (
+            "gemma4",
+            ("<turn|>", "<|tool_response>"),
+            ("<turn|>", "<|tool_response>", "<|endoftext|>"),
+            ("<|tool_call>", "<tool_call|>"),
+            "<|turn>model\n",
+            "",
+        ),
+        (
+            "minimax",
+            ("[e~[", "[e~["),
+            ("[e~[", "<|endoftext|>"),
+            ("<minimax:tool_call>", "</minimax:tool_call>"),
+            "]~b]ai\n<think>\n",
+            "",
+        ),
+    ],
+)  # fmt: skip
+def test_habits(
+    tokenizers: Callable[[str], FolderTokenizer],
+    name: str,
+    last_ends: tuple[str | None, str | None],
+    stops: tuple[str, ...],
+    inside: tuple[str, ...],
+    header: str,
+    lead: str,
+) -> None:
+    """What a template writes around a turn: the tokens that end one, what asks for one, what it puts before one."""
+    habits = tokenizers(name).habits
+    assert dict(habits.last_ends) == {False: last_ends[0], True: last_ends[1]}
+    assert set(habits.stops) == set(stops) <= set(habits.ends)
+    assert habits.inside == {*inside, *ORDINARY}
+    assert (habits.header, habits.lead) == (header, lead)
+
+
+@pytest.mark.parametrize(
+    ("name", "as_text", "parts"),
+    [
+        ("qwen25", False, False),
+        ("deepseek_v3_text", True, False),
+        ("ministral", False, True),
+        ("harmony", False, False),
     ],
 )
-def test_frames(tmp_path: Path, name: str, ends: tuple[str, ...], header: str, lead: str) -> None:
-    """What a template writes around a turn: the tokens that end one, what asks for one, what it puts before one."""
-    assert load_folder(tmp_path, template(name)).delimiters == TurnDelimiters(ends, header, lead)
+def test_the_form_that_a_template_takes(
+    tokenizers: Callable[[str], FolderTokenizer], name: str, as_text: bool, parts: bool
+) -> None:
+    """Arguments of calls as text or as an object; thinking as a part of the content or under a key."""
+    habits = tokenizers(name).habits
+    assert (habits.calls_as_text, habits.takes_parts) == (as_text, parts)
 
 
-def test_a_turn_without_an_end_of_its_own_is_refused(tmp_path: Path) -> None:
-    """GLM-4: a turn ends where the next begins, and the last one does not end."""
-    with pytest.raises(DataError, match="ends an assistant's turn with nothing, so the model would not learn to stop"):
-        load_folder(tmp_path, template("glm4"))
+def test_the_form_of_a_content_beside_calls(tmp_path: Path) -> None:
+    """transformers gives a template what the row has; a template may want no content, null, or an empty one."""
+    body = (
+        "{% if m.tool_calls %}{% if CASE %}{{ raise_exception('no') }}{% endif %}<{{ m.tool_calls[0].function.name }}>"
+    )
+    body += "{{ m.tool_calls[0].function.arguments }}{% else %}{{ m.content }}{% endif %}<|im_end|>"
+    cases = {
+        "m.content is defined": {},
+        "m.content is not none": {"content": None},
+        "m.content is not string": {"content": ""},
+    }
+    for number, (case, expected) in enumerate(cases.items()):
+        jinja = "{% for m in messages %}" + body.replace("CASE", case) + "{% endfor %}"
+        assert load_folder(tmp_path / str(number), jinja).habits.empty_content == expected
+
+
+def test_a_template_that_wants_tools_or_a_system_message_is_learned(tmp_path: Path) -> None:
+    """Command R's template for tools goes through `tools`, of which a chat may have none."""
+    habits = load_folder(tmp_path / "a", template("command_r_tools")).habits
+    assert habits.last_ends[False] == "<|END_OF_TURN_TOKEN|>"
+    strict = "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}" + template("chatml")
+    assert load_folder(tmp_path / "b", strict).habits.header == ASSISTANT
+
+
+def test_an_end_of_generation_that_is_no_control_token_ends_no_turn(tmp_path: Path) -> None:
+    """generation_config.json may name any id."""
+    make_folder(tmp_path, template("chatml"), ends=["<|im_end|>", "a"])
+    tokenizer = load_tokenizer(config(tokenizer=str(tmp_path)))
+    assert isinstance(tokenizer, FolderTokenizer)
+    assert tokenizer.habits.ends == ("<|im_end|>", "<|endoftext|>")
 
 
 def test_vocab_size_counts_added_tokens(folder: Path, tmp_path: Path) -> None:
@@ -93,7 +199,7 @@ def test_it_can_be_sent_to_another_process(folder: Path) -> None:
     text = "<|im_start|>user\n two  words " * 9
     assert (tokenizer.encode(text).ids == copy.encode(text).ids).all()
     assert (tokenizer.encode(text).ends == copy.encode(text).ends).all()
-    assert copy.template.render([{"role": "user", "content": "x"}], None) == "<|im_start|>user\nx<|im_end|>\n"
+    assert copy.template.render([{"role": "user", "content": "x"}], None).text == "<|im_start|>user\nx<|im_end|>\n"
 
 
 def test_digest_follows_tokenizer_and_template(folder: Path, tmp_path: Path) -> None:
@@ -106,7 +212,7 @@ def test_digest_follows_tokenizer_and_template(folder: Path, tmp_path: Path) -> 
 
     used = load_tokenizer(config(tokenizer=str(folder)))
     assert isinstance(used, FolderTokenizer)
-    used.encode("<|im_end|>", as_text=True)  # leaves no trace in the digest
+    assert used.encode_as_text("<|im_end|>", "x", used.encode("x").ids)  # leaves no trace in the digest
     original = used.digest
     for name in ("model.safetensors", "generation_config.json", "model.safetensors.index.json"):
         (copy / name).write_bytes(b"{}")
@@ -141,16 +247,37 @@ def test_folders_that_are_no_tokenizer(folder: Path, tmp_path: Path) -> None:
             load_tokenizer(config(**settings))
 
 
+SYNTAX = "{% for m in messages %}"
+
+
+def test_a_template_that_jinja_cannot_read_is_refused(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text(SYNTAX)
+    tokenizer = load_tokenizer(config(tokenizer=str(folder), chat_template=str(file)))
+    with pytest.raises(DataError, match=r"chat template \S*chat.jinja cannot be read: Unexpected end of template"):
+        encode_chat(Chat([user("a"), assistant("b")], None), tokenizer)
+
+
 @pytest.mark.parametrize(
     ("jinja", "complaint"),
     [
-        ("{% for m in messages %}{{ m.role }}{% endfor %}", "leaves out the assistant's text"),
-        ("{% for m in messages %}{{ m.content }} ### End\n{% endfor %}", "with '### End', which is not"),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "message 2 cannot be located: the template writes nothing of it"),
+        (
+            "{% for m in messages %}{{ m.content }} ### End\n{% endfor %}",
+            "message 2 cannot be located: no token ends it.  Tokens that end a turn of this template: <.endoftext.>.",
+        ),
         ("{{ raise_exception('no') }}", "refused the chat: no"),
     ],
 )  # fmt: skip
-def test_templates_that_cannot_be_used(folder: Path, tmp_path: Path, jinja: str, complaint: str) -> None:
+def test_a_template_that_cannot_be_used_is_refused_with_the_first_chat(
+    folder: Path, tmp_path: Path, jinja: str, complaint: str
+) -> None:
+    """Rows of tokens and texts need no template, so it is not refused when it is loaded."""
     file = tmp_path / "chat.jinja"
     file.write_text(jinja)
-    with pytest.raises(DataError, match=rf"chat template \S*chat.jinja .*{complaint}"):
-        load_tokenizer(config(tokenizer=str(folder), chat_template=str(file)))
+    tokenizer = load_tokenizer(config(tokenizer=str(folder), chat_template=str(file)))
+    with pytest.raises(DataError, match=rf"chat template \S*chat.jinja.*{complaint}"):
+        encode_chat(Chat([user("a"), assistant("b"), user("c"), assistant("d")], None), tokenizer)
+    text = encode_row(Text("one"), tokenizer, config())
+    tokens = encode_row(Tokenized(np.array([1, 2]), np.ones(2)), tokenizer, config())
+    assert len(text.tokens) > 1 and len(tokens.tokens) == 2

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from sft.data.chat.reading import Reading, after_header_end, common_length, is_in
+from sft.data.chat.reading import Reading, after_header_end, common_length, is_in, shared_length
 from sft.data.chat.sources import Field
 from sft.data.chat.template import ChatTemplate, Refused
 from sft.data.rows.messages import Message
@@ -204,7 +204,7 @@ class _Learner:
         with_prompt, without = self._read([_USER], prompt=True), self._read([_USER])
         if with_prompt is None or without is None:
             return ""
-        return with_prompt.after_all[common_length(with_prompt.after_all, without.after_all) :]
+        return with_prompt.after_all[shared_length(with_prompt.after_all, without.after_all, self.control) :]
 
     def _lead(self, answer: Reading) -> str:
         prompt = self._read([_USER], prompt=True)
@@ -214,7 +214,7 @@ class _Learner:
         run = answer.marks[own[0]]
         before = answer.before(run)
         between = answer.text[before.end if before else 0 : run.start]
-        return between[common_length(between, prompt.after_all) :]
+        return between[shared_length(between, prompt.after_all, self.control) :]
 
     def _takes_parts(self) -> bool:
         reading = self._read([_USER, {"role": "assistant", "content": _PARTS}])

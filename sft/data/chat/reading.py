@@ -156,6 +156,12 @@ def common_length(left: str, right: str) -> int:
     return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
+def shared_length(left: str, right: str, control: re.Pattern[str]) -> int:
+    """The same, without a part of a control token."""
+    at = common_length(left, right)
+    return next((match.start() for match in control.finditer(left) if match.start() < at < match.end()), at)
+
+
 def is_in(run: Run, others: Sequence[Run]) -> bool:
     """Whether another run holds the same characters of the same field."""
     return any(other.source is run.source and other.first <= run.first and run.last <= other.last for other in others)

@@ -50,7 +50,8 @@ class FolderTokenizer(TextTokenizer):
         """What the template does around an assistant's turns.  Raises DataError if there is no chat template."""
         added, special = frozenset(self.files.added_ids), frozenset(self.files.special_ids)
         eos = self.control_names.get(-1 if self.eos_id is None else self.eos_id)
-        return learn(self.template, Vocabulary(self.control, added, special, self.files.generation_ends, eos))
+        ends = tuple(end for end in self.files.generation_ends if end in self.ids)
+        return learn(self.template, Vocabulary(self.control, added, special, ends, eos))
 
     @property
     def end_of_turn(self) -> str | None:

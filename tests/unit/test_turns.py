@@ -1,12 +1,13 @@
-"""The ladder: which proof proves which turn of which template, and what is refused because none does."""
+"""Where an assistant's turns begin and end, in templates of every shape."""
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from sft.data.chat.encode_chat import Mask, encode_chat
 from sft.data.chat.tokenizer import FolderTokenizer
-from sft.data.chat.turns import MANY_TURNS
 from sft.data.rows.formats import Chat
 from sft.errors import DataError
 from tests.unit.fixtures.chats import (
@@ -18,64 +19,29 @@ from tests.unit.fixtures.chats import (
     THINKING,
     THINKING_CALLING,
     THINKING_INSIDE,
+    TOOLS,
     Messages,
     assistant,
+    call,
     chat_of,
-    proofs,
     runs,
+    tool,
     user,
 )
 from tests.unit.fixtures.folder import load_folder, template
 
 Tokenizers = Callable[[str], FolderTokenizer]
-MANY = [m for i in range(MANY_TURNS + 1) for m in (user(f"q{i}"), assistant(f"a{i}"))]
-
-CHATS: dict[str, Messages] = {
-    "talk": TALK,
-    "many": MANY,
-    "first": ASSISTANT_FIRST,
-    "thinking": THINKING,
-    "inside": THINKING_INSIDE,
-    "calling": CALLING,
-    "twice": CALLING_TWICE,
-    "again": CALLING_AGAIN,
-    "both": THINKING_CALLING,
-}
-# A letter for each assistant turn: Marks, Prefix, Blank; - where the chat is refused: by the template, which does not
-# know tools or wants roles to alternate, or by us, since it is not proven.
-RUNGS = """
-                 talk  many  first  thinking  inside  calling  twice  again  both
-chatml           PP    BBBB  BP     PP        PP      PP       PP     PPPP   PP
-chatml_marked    MM    MMMM  MM     MM        MM      -        -      -      -
-llama31          PP    BBBB  BP     PP        PP      PP       -      PPPP   PP
-llama31_marked   MM    MMMM  MM     MM        MM      MM       -      MMMM   MM
-mistral          PP    BBBB  BP     PP        PP      -        -      -      -
-mistral_tools    PP    BBBB  BP     PP        PP      PP       -      -      -
-gemma            PP    BBBB  -      PP        PP      -        -      -      -
-deepseek_v3      PP    BBBB  BP     PP        PP      PP       PP     PPPP   PP
-deepseek_r1      BB    BBBB  BB     BB        BB      -        -      -      -
-qwen25           PP    BBBB  BP     PP        PP      PP       PP     PPPP   PP
-qwen3            BB    BBBB  BB     BP        BP      BB       BB     BPBB   PP
-qwen3_marked     MM    MMMM  MM     MM        MM      MM       MM     MMMM   MM
-phi3             PP    BBBB  BP     PP        PP      -        -      -      -
-cohere           PP    BBBB  BP     PP        PP      -        -      -      -
-plain_header     PP    BBBB  BP     PP        PP      -        -      -      -
-"""
-_HEADER, *_LINES = [line.split() for line in RUNGS.strip().splitlines()]
-TABLE = [(line[0], kind, proof) for line in _LINES for kind, proof in zip(_HEADER, line[1:], strict=True)]
-
-
-@pytest.mark.parametrize(("name", "kind", "expected"), TABLE)
-def test_rungs(tokenizers: Tokenizers, name: str, kind: str, expected: str) -> None:
-    try:
-        proof = "".join(proof[0].upper() for proof in proofs(chat_of(CHATS[kind]), tokenizers(name)))
-    except DataError:
-        proof = "-"
-    assert proof == expected
-
-
 ADD = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
 DEEP = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"x": 1}\n```<｜tool▁call▁end｜>'
+DEEP_CALL = f"<｜tool▁calls▁begin｜>{DEEP}<｜tool▁calls▁end｜><｜end▁of▁sentence｜>"
+FINAL = "<|channel|>final<|message|>"
+TO_ADD = " to=functions.add<|channel|>commentary json<|message|>"
+GLM_CALL = "\n<tool_call>add\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
+MINIMAX_CALL = (
+    '<minimax:tool_call>\n<invoke name="add">\n<parameter name="x">1</parameter>\n</invoke>\n</minimax:tool_call>'
+)
+ACTION = 'Action: ```json\n[\n    {\n        "tool_name": "add",\n        "parameters": {\n            "x": 1\n        }\n    }\n]```'
+SUM = [user("2 + 2?"), assistant([{"type": "thinking", "thinking": "sum"}, {"type": "text", "text": "4"}])]
 
 
 @pytest.mark.parametrize(
@@ -84,41 +50,163 @@ DEEP = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"x":
         ("llama31", CALLING, ['<|python_tag|>{"name": "add", "parameters": {"x": 1}}<|eom_id|>', "3.<|eot_id|>"]),
         ("mistral_tools", CALLING, ['[TOOL_CALLS] [{"name": "add", "arguments": {"x": 1}}]</s>', " 3.</s>"]),
         ("qwen25", CALLING_TWICE, [f"Let me\n{ADD}\n{ADD.replace('1', '2')}<|im_end|>", "3 and 4.<|im_end|>"]),
-        ("deepseek_v3", CALLING[:2], [f"<｜tool▁calls▁begin｜>{DEEP}<｜tool▁calls▁end｜><｜end▁of▁sentence｜>"]),
+        ("deepseek_v3", CALLING, [DEEP_CALL, "3.<｜end▁of▁sentence｜>"]),
         # Thinking is left out of the first turn by the template, and learned where it is written.
         ("qwen3", THINKING, ["Hello.<|im_end|>", "<think>\nsix\ntimes seven\n</think>\n\n42<|im_end|>"]),
         ("qwen3", THINKING_INSIDE, ["Hello.<|im_end|>", "<think>\nsix\n</think>\n\n42<|im_end|>"]),
-        # The empty thinking that the template inserts is nobody's, unless marks say that it is the assistant's.
-        ("qwen3", TALK[2:], ["42\n\nWhat is the question?<|im_end|>"]),
-        ("qwen3_marked", TALK[2:], ["<think>\n\n</think>\n\n42\n\nWhat is the question?<|im_end|>"]),
         ("qwen3", THINKING_CALLING[:2], [f"<think>\nadd\n</think>\n\nLet me\n{ADD}<|im_end|>"]),
+        # The empty thinking that the template inserts is what the model must write after the prompt.
+        ("qwen3", TALK[2:], ["<think>\n\n</think>\n\n42\n\nWhat is the question?<|im_end|>"]),
+        ("qwen3_marked", TALK[2:], ["<think>\n\n</think>\n\n42\n\nWhat is the question?<|im_end|>"]),
+        # The prompt opens thinking that the rendered turn does not have.
         ("deepseek_r1", THINKING_INSIDE, ["\n\nHello.<｜end▁of▁sentence｜>", "\n\n42<｜end▁of▁sentence｜>"]),
         ("phi3", TALK, ["I am fine.\n<|end|>", "42\n\nWhat is the question?<|end|>"]),  # its header swallows the space
+        # An end in the history that is not the last one's has weight 0; thinking and answer are two messages.
+        ("harmony", TALK, [f"{FINAL} I am fine.\n", f"{FINAL}42\n\nWhat is the question?<|return|>"]),
+        (
+            "harmony",
+            THINKING,
+            [f"{FINAL}Hello.", f"<|channel|>analysis<|message|>six\ntimes seven<|end|><|start|>assistant{FINAL}42<|return|>"],
+        ),
+        (
+            "harmony",
+            CALLING_AGAIN,
+            [f'{TO_ADD}{{"x": 1}}<|call|>', f"{FINAL}3.", f'{TO_ADD}{{"x": 5}}<|call|>', f"{FINAL}6.<|return|>"],
+        ),
+        # A turn is ended by the token with which the next message begins; <|assistant|> swallows the newline after it.
+        (
+            "glm4_moe",
+            TALK,
+            ["<think></think>\n I am fine.\n<|user|>", "<think></think>\n42\n\nWhat is the question?<|user|>"],
+        ),
+        ("glm4_moe", CALLING, [f"<think></think>{GLM_CALL}<|observation|>", "<think></think>\n3.<|user|>"]),
+        ("glm4_moe", CALLING[:2], [f"<think></think>{GLM_CALL}<|observation|>"]),
+        (
+            "glm4_moe",
+            THINKING_CALLING,
+            [f"<think>add</think>\nLet me{GLM_CALL}<|observation|>", "<think>so</think>\n3.<|user|>"],
+        ),
+        # Results stand before the content beside their call: two spans of one message.
+        (
+            "gemma4",
+            [user("1 + 2?"), assistant("I did.", tool_calls=[call()]), tool("3"), assistant("3.")],
+            ["<|tool_call>call:add{x:1}<tool_call|><|tool_response>", "I did.<turn|>", "3.<turn|>"],
+        ),
+        ("gemma4", CALLING, ["<|tool_call>call:add{x:1}<tool_call|><|tool_response>", "3.<turn|>"]),
+        ("gemma4", CALLING[:2], ["<|tool_call>call:add{x:1}<tool_call|><|tool_response>"]),
+        ("deepseek_v3_text", CALLING, [DEEP_CALL, "3.<｜end▁of▁sentence｜>"]),
+        ("ministral", SUM, ["[THINK]sum[/THINK]4</s>"]),
+        ("ministral", CALLING, ['[TOOL_CALLS]add[ARGS]{"x": 1}</s>', "3.</s>"]),
+        ("minimax", THINKING, ["Hello.[e~[", "six\ntimes seven\n</think>\n\n42[e~["]),
+        ("minimax", THINKING_CALLING, [f"add\n</think>\n\nLet me\n{MINIMAX_CALL}[e~[", "so\n</think>\n\n3.[e~["]),
+        ("minimax", CALLING_TWICE[:1] + CALLING_TWICE[-1:], ["3 and 4.[e~["]),
+        ("command_r_tools", CALLING, [f"{ACTION}<|END_OF_TURN_TOKEN|>", "3.<|END_OF_TURN_TOKEN|>"]),
+        # No prompt asks for a first answer: it begins after the header of other answers.
+        ("command_r_tools", ASSISTANT_FIRST, ["Hi<|END_OF_TURN_TOKEN|>", "Bye<|END_OF_TURN_TOKEN|>"]),
+        ("mistral", ASSISTANT_FIRST, [" Hi</s>", " Bye</s>"]),
+        ("llama31", ASSISTANT_FIRST, ["Hi<|eot_id|>", "Bye<|eot_id|>"]),
+    ],
+)  # fmt: skip
+def test_what_is_supervised(tokenizers: Tokenizers, name: str, messages: Messages, expected: list[str]) -> None:
+    assert runs(chat_of(messages, TOOLS if name == "command_r_tools" else None), tokenizers(name)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "expected"),
+    [
+        ("qwen3", TALK[2:], ["42\n\nWhat is the question?<|im_end|>"]),
+        ("qwen3", THINKING[2:], ["<think>\nsix\ntimes seven\n</think>\n\n42<|im_end|>"]),  # the row has the thinking
+        ("qwen3", THINKING_INSIDE[2:], ["<think>\nsix\n</think>\n\n42<|im_end|>"]),
+        ("qwen3_marked", TALK[2:], ["<think>\n\n</think>\n\n42\n\nWhat is the question?<|im_end|>"]),  # marked
+        ("harmony", TALK[2:], ["42\n\nWhat is the question?<|return|>"]),
+        ("harmony", CALLING, [f'{TO_ADD}{{"x": 1}}<|call|>', "3.<|return|>"]),
+        ("glm4_moe", TALK, [" I am fine.\n<|user|>", "42\n\nWhat is the question?<|user|>"]),
+        ("llama31", THINKING_CALLING[:2], ['<|python_tag|>Let me{"name": "add", "parameters": {"x": 1}}<|eom_id|>']),
+        ("ministral", SUM, ["[THINK]sum[/THINK]4</s>"]),
+        ("mistral", ASSISTANT_FIRST, ["Hi</s>", " Bye</s>"]),
     ],
 )
-def test_what_is_supervised(tokenizers: Tokenizers, name: str, messages: Messages, expected: list[str]) -> None:
-    assert runs(chat_of(messages), tokenizers(name)) == expected
+def test_without_the_text_that_a_template_inserts(
+    tokenizers: Tokenizers, name: str, messages: Messages, expected: list[str]
+) -> None:
+    assert runs(chat_of(messages), tokenizers(name), inserted=False) == expected
 
 
-def test_an_unproven_turn_shows_both_renderings(tmp_path: Path) -> None:
-    """The answer is written backwards: no text of the template is the content."""
-    jinja = (
-        "{% for m in messages %}<|im_start|>{{ m.content | reverse if m.role == 'assistant' and m.content != 'ANSWER' "
-        "else m.content }}<|im_end|>{% endfor %}"
-    )
+IN_A_ROW = [user("Hi"), assistant("One."), assistant("Two."), user("And?"), assistant("Three.")]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("chatml", ["One.<|im_end|>", "Two.<|im_end|>", "Three.<|im_end|>"]),
+        ("mistral", [" One.</s> Two.</s>", " Three.</s>"]),
+        ("harmony", [f"{FINAL}One.", f"{FINAL}Two.", f"{FINAL}Three.<|return|>"]),
+        ("gemma4", ["One.<turn|>", "Two.<turn|>", "Three.<turn|>"]),
+    ],
+)
+def test_two_answers_in_a_row(tokenizers: Tokenizers, name: str, expected: list[str]) -> None:
+    assert runs(chat_of(IN_A_ROW), tokenizers(name)) == expected
+
+
+def test_an_answer_that_nothing_ends_before_another_one_is_refused(tokenizers: Tokenizers) -> None:
+    """GLM: <|assistant|> ends no turn, since the model must not write it."""
     with pytest.raises(DataError) as error:
-        runs(Chat([user("Hi"), assistant("Hello")], None), load_folder(tmp_path, jinja))
-    assert str(error.value) == (
-        f"chat template of {tmp_path}: the assistant's text of message 2 cannot be located.  "
-        'The template writes "<|im_start|>Hi<|im_end|><|im_start|>olleH<|im_end|>".  '
-        "If ... replaces the assistant's text, the template writes "
-        '"<|im_start|>Hi<|im_end|><|im_start|>...<|im_end|>".  '
-        'The content is "Hello" and a turn ends with <|im_end|>.  '
-        "Give a template (data.chat_template) with {% generation %} around the content and the end of turn."
+        runs(chat_of(IN_A_ROW), tokenizers("glm4_moe"))
+    assert str(error.value).endswith(
+        "glm4_moe0: the assistant's turn of message 2 cannot be located: no token ends it.  Tokens that end a turn of "
+        'this template: <|user|>, <|endoftext|>, <|observation|>.  The template writes "r|>\\nHi<|assistant|>\\n'
+        '<think></think>\\nOne.<|assistant|>\\n<think></think>\\nTwo.<|user|>\\nAnd?<|assistant|>\\n<think>...".  '
+        'The content is "One.".  Give a template that writes each turn as one text (data.chat_template).'
     )
+    assert runs(chat_of(IN_A_ROW), tokenizers("glm4_moe"), "last") == ["<think></think>\nThree.<|user|>"]
 
 
-CONTENT = "{{ m.content }}"
+# --- the end of the last turn ---
+
+GLM = [user("a"), assistant("b")]
+
+
+@pytest.mark.parametrize(
+    ("final_end", "ends", "expected"),
+    [
+        ("auto", ["<|endoftext|>", "<|user|>"], ["<think></think>\nb<|user|>"]),
+        ("<|endoftext|>", [], ["<think></think>\nb<|endoftext|>"]),
+        ("<|endoftext|>", ["<|user|>"], ["<think></think>\nb<|endoftext|>"]),
+        (None, ["<|user|>"], ["<think></think>\nb"]),
+    ],
+)
+def test_the_token_after_a_last_answer(
+    tmp_path: Path, final_end: str | None, ends: list[str], expected: list[str]
+) -> None:
+    tokenizer = load_folder(tmp_path, template("glm4_moe"), ends=ends, final_end=final_end)
+    assert runs(Chat(GLM, None), tokenizer) == expected
+    ids, weights, *_ = encode_chat(Chat(GLM, None), tokenizer, Mask("all"))
+    assert tokenizer.decode(ids).endswith(expected[0].removeprefix("<think></think>")), "with data.supervise = all, too"
+    assert weights[-1] == 1
+    asked = [*GLM, user("c")]
+    assert tokenizer.decode(encode_chat(Chat(asked, None), tokenizer).tokens).endswith("<|user|>\nc"), "no answer ends"
+
+
+def test_a_token_that_nobody_names_is_not_appended(tmp_path: Path) -> None:
+    tokenizer = load_folder(tmp_path, template("glm4_moe"), ends=["<|endoftext|>"])
+    with pytest.raises(DataError) as error:
+        runs(Chat(GLM, None), tokenizer)
+    assert str(error.value) == (
+        f"chat template of {tmp_path} writes no token after the last answer, so the model would not learn to stop, and "
+        "generation_config.json names no token with which its turns end.  Set data.final_end to a control token, or to "
+        "null for none.  Tokens that end turns of this template: <|user|>, <|endoftext|>, <|observation|>."
+    )
+    with pytest.raises(DataError, match="data.final_end names <.nope.>, which is no control token of the tokenizer of"):
+        load_folder(tmp_path, template("glm4_moe"), final_end="<|nope|>")
+
+
+def test_a_template_that_ends_its_last_turn_appends_nothing(tmp_path: Path) -> None:
+    tokenizer = load_folder(tmp_path, template("chatml"), ends=["<|endoftext|>"], final_end="<|endoftext|>")
+    assert runs(Chat(GLM, None), tokenizer) == ["b<|im_end|>"]
+
+
+# --- templates that were made for tests ---
+
 TURN = "<|im_start|>{{ m.content }}<|im_end|>"
 PLAIN = "{% for m in messages %}" + TURN + "{% endfor %}"
 LAST = "{{ 'x' if loop.last else 'y' }}"  # in every message: no prompt is how the whole chat begins
@@ -126,126 +214,161 @@ HEADER = "<|im_start|>{{ m.role }}\n"
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
-def test_a_prompt_of_the_same_length_is_not_a_prefix(tmp_path: Path) -> None:
-    jinja = "{% for m in messages %}" + LAST + HEADER + "{{ m.content }}<|im_end|>{% endfor %}" + ASK
-    tokenizer = load_folder(tmp_path, jinja)
-    assert proofs(Chat(TALK, None), tokenizer) == ["blank", "blank"]
-    assert runs(Chat(TALK, None), tokenizer)[1] == "42\n\nWhat is the question?<|im_end|>"
-
-
-def test_thinking_between_two_insertions(tmp_path: Path) -> None:
-    """The blanked turn has an empty thinking where this one has its own, so both are replaced; <think> is learned."""
-    turn = "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{{ m.content }}"
-    written = "{% if m.role == 'user' %}{{ m.content }}{% else %}" + turn + "{% endif %}<|im_end|>"
-    tokenizer = load_folder(tmp_path, "{% for m in messages %}" + LAST + HEADER + written + "{% endfor %}" + ASK)
-    assert proofs(Chat(THINKING, None), tokenizer) == ["blank", "blank"]
-    assert runs(Chat(THINKING, None), tokenizer) == [
-        "<think>\nhm\n</think>\n\nHello.<|im_end|>",
-        "<think>\nsix\ntimes seven\n</think>\n\n42<|im_end|>",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("jinja", "complaint"),
-    [
-        # What follows the prompt is as long as the content, and is not the content.
-        (
-            "{% for m in messages %}" + HEADER + "{{ m.content | replace('42', '24') }}<|im_end|>{% endfor %}" + ASK,
-            "message 4 cannot be located",
-        ),
-        # Only the chat ends, not its turns.
-        ("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}<|im_end|>", "message 2 cannot be located"),
-        # Later text depends on what the assistant said.
-        (PLAIN + "{{ messages[1].content | length }}", "message 2 cannot be located"),
-        # The assistant is quoted.
-        (PLAIN + "{{ messages[1].content }}", "ends an assistant's turn with nothing"),
-        # The last turn comes first.
-        (PLAIN.replace("messages", "messages[::-1]"), "writes it before an earlier"),
-    ],
-)
-def test_templates_that_cannot_be_proven(tmp_path: Path, jinja: str, complaint: str) -> None:
-    with pytest.raises(DataError, match=complaint):
-        runs(Chat(TALK, None), load_folder(tmp_path, jinja))
+def for_messages(asked: str, answered: str) -> str:
+    body = "{% if m.role == 'user' %}" + asked + "{% else %}" + answered + "{% endif %}"
+    return "{% for m in messages %}" + body + "{% endfor %}"
 
 
 def block(text: str) -> str:
     return "{% generation %}" + text + "{% endgeneration %}"
 
 
-def by_role(asked: str, answered: str) -> str:
-    body = "{% if m.role == 'user' %}" + asked + "{% else %}" + answered + "{% endif %}"
-    return "{% for m in messages %}" + body + "{% endfor %}"
+FINE, QUESTION = " I am fine.\n<|im_end|>", "42\n\nWhat is the question?<|im_end|>"
+THOUGHTS = ["<think>\nhm\n</think>\n\nHello.<|im_end|>", "<think>\nsix\ntimes seven\n</think>\n\n42<|im_end|>"]
+THINK = "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{{ m.content }}"
+
+
+@pytest.mark.parametrize(
+    ("jinja", "messages", "expected"),
+    [
+        # Text before the last message differs between the chat and its prompt.
+        ("{% for m in messages %}" + LAST + HEADER + "{{ m.content }}<|im_end|>{% endfor %}" + ASK, TALK, [FINE, QUESTION]),
+        (
+            for_messages(LAST + HEADER + "{{ m.content }}<|im_end|>", LAST + HEADER + THINK + "<|im_end|>") + ASK,
+            THINKING,
+            THOUGHTS,
+        ),
+        # The template changes the answer.
+        (
+            "{% for m in messages %}" + HEADER + "{{ m.content | replace('42', '24') }}<|im_end|>{% endfor %}" + ASK,
+            TALK,
+            [FINE, QUESTION.replace("42", "24")],
+        ),
+        # Only the chat ends, not its turns: <|im_start|> hands the first one over.
+        ("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}<|im_end|>", TALK[2:], [f"<|im_start|>{QUESTION}"]),
+        # Without a header of a prompt, the model writes all of the message.
+        (PLAIN, TALK, [f"<|im_start|>{FINE}", f"<|im_start|>{QUESTION}"]),
+        # Later text depends on what the assistant said.
+        (PLAIN + "{{ messages[1].content | length }}", TALK[:2], [f"<|im_start|>{FINE}"]),
+        # Marks do not change a mask, wherever they stand.
+        (block(PLAIN), TALK, [f"<|im_start|>{FINE}", f"<|im_start|>{QUESTION}"]),
+        (for_messages(HEADER + "{{ m.content }}<|im_end|>", HEADER + block("{{ m.content }}<|im_end|>")) + ASK, TALK, [FINE, QUESTION]),
+        (for_messages(HEADER + block("{{ m.content }}") + "<|im_end|>", HEADER + "{{ m.content }}<|im_end|>") + ASK, TALK, [FINE, QUESTION]),
+        # Thinking before the block, and more words behind the end of the turn.
+        (
+            for_messages(
+                HEADER + "{{ m.content }}<|im_end|>",
+                HEADER + "<think>\n{{ m.reasoning_content }}\n</think>\n\n" + block("{{ m.content }}<|im_end|> and more"),
+            )
+            + ASK,
+            THINKING,
+            THOUGHTS,
+        ),
+        # transformers#47325: a block that ends at token 0.  Nothing predicts token 0, so it has weight 0.
+        (
+            for_messages("{{ m.content }}<|im_end|>", block("{{ m.content }}") + "<|im_end|>"),
+            [assistant("a"), user("Hello there"), assistant("b")],
+            ["<|im_end|>", "b<|im_end|>"],
+        ),
+        # Texts that are written by macros, set blocks and joins keep their sources.
+        (
+            "{% macro turn(m) %}{% set text %}{{ [m.content, ''] | join('') }}{% endset %}" + HEADER + "{{ text }}<|im_end|>"
+            "{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}" + ASK,
+            TALK,
+            [FINE, QUESTION],
+        ),
+    ],
+)  # fmt: skip
+def test_templates_of_other_shapes(tmp_path: Path, jinja: str, messages: Messages, expected: list[str]) -> None:
+    assert runs(Chat(messages, None), load_folder(tmp_path, jinja)) == expected
+
+
+CENTER = "the filter center hides where text comes from"
 
 
 @pytest.mark.parametrize(
     ("jinja", "complaint"),
     [
-        # One block around everything: it would supervise the user.
-        (block(PLAIN), "marks 1 generation blocks for 2 assistant turns"),
-        # The header is in the block: it would be supervised.
-        (by_role(CONTENT, block(TURN)), "The template marks as the assistant's \"<|im_start|> I am fine"),
-        # The plain words of a header are.
+        # The assistant's text, text of a user before it, and text after it.
+        (for_messages(TURN, "<|im_start|>{{ m.content | center(50) }}<|im_end|>"), CENTER),
+        (for_messages("<|im_start|>{{ m.content | center(50) }}<|im_end|>", TURN), CENTER),
+        (for_messages(TURN, "<|im_start|>{{ m.content }}{{ 'x' | center(3) }}<|im_end|>"), CENTER),
+        (for_messages(TURN, "<|im_start|>{{ m.content | reverse }}<|im_end|>"), "the filter reverse hides where text"),
+        (for_messages(TURN, "<|im_start|>{{ m.content.zfill(50) }}<|im_end|>"), "zfill hides where text comes from"),
+        # A part of the answer is not found, and could be anywhere.
         (
-            by_role(CONTENT, block("assistant\n{{ m.content }}<|im_end|>"))
-            + "{% if add_generation_prompt %}assistant\n{% endif %}",
-            "The template marks as the assistant's \"assistant\\n I am fine",
+            for_messages(TURN, "<|im_start|>{{ m.content[:3] }}<|im_end|>") + "{{ messages[1].content[3:] | center(50) }}",
+            "the filter center hides where",
         ),
-        # Blocks around the wrong turns.
+        # Somebody else's text stands in the turn.
         (
-            by_role("<|im_start|>" + block(CONTENT) + "<|im_end|>", TURN),
-            'The template marks as the assistant\'s "Hello there".  The content is " I am fine',
+            for_messages(TURN, "<|im_start|>{{ m.content[:2] }}{{ messages[0].content }}{{ m.content[2:] }}<|im_end|>"),
+            "no token ends it",
         ),
-        # No end of turn after the block: text follows instead.
         (
-            by_role(TURN, "<|im_start|>" + block(CONTENT) + "{{ '' if loop.last else '...' }}<|im_end|>"),
-            "and a turn ends with <|im_end|>",
+            for_messages(TURN, "<|im_start|>{{ m.content[:2] }}<|im_end|>{{ messages[0].content }}{{ m.content[2:] }}<|im_end|>")
+            .replace("{% for", "{% set m = messages[1] %}{% for"),
+            None,
         ),
+        # The assistant is quoted outside of its turn, by text that no loop over messages writes.
+        ("{{ messages[1].content[3:] }}<|im_end|>{{ messages[0].content }}<|im_end|>{{ messages[1].content[:3] }}<|im_end|>",
+         "its text is written in several places, outside a loop over messages"),
+        # Nothing of the assistant is written.
+        (for_messages(TURN, "<|im_start|>answer<|im_end|>"), "the template writes nothing of it, so the model would learn to"),
     ],
-)
-def test_wrong_markers_are_refused(tmp_path: Path, jinja: str, complaint: str) -> None:
+)  # fmt: skip
+def test_chats_that_are_refused(tmp_path: Path, jinja: str, complaint: str | None) -> None:
+    tokenizer = load_folder(tmp_path, jinja)
+    if complaint is None:
+        return
     with pytest.raises(DataError) as error:
-        runs(Chat(TALK, None), load_folder(tmp_path, jinja))
+        runs(Chat(TALK[:2], None), tokenizer)
+    assert f"chat template of {tmp_path}: the assistant's turn of message 2 cannot be located: " in str(error.value)
     assert complaint in str(error.value)
 
 
+def test_unknown_text_that_can_be_nobodys_is_no_reason_to_refuse_a_chat(tmp_path: Path) -> None:
+    jinja = "{{ 'x' | center(3) }}" + for_messages(
+        HEADER + "{{ m.content }}<|im_end|>", HEADER + "{{ m.content }}<|im_end|>"
+    )
+    assert runs(Chat(TALK, None), load_folder(tmp_path, jinja + ASK)) == [FINE, QUESTION]
+
+
 SEARCH = {"type": "function", "function": {"name": "search", "arguments": {"q": "x"}}}
-NAMED = [user("q"), {**assistant("I will search for it."), "tool_calls": [SEARCH]}, user("r"), assistant("ok")]
+NAMED = [user("q"), assistant("I will search for it.", tool_calls=[SEARCH]), user("r"), assistant("ok")]
 
 
-@pytest.mark.parametrize("name", ["gemma", "phi3", "mistral", "chatml_marked"])
-def test_a_call_that_is_left_out_is_missed_though_the_content_names_it(tokenizers: Tokenizers, name: str) -> None:
-    with pytest.raises(DataError, match="message 2"):
-        runs(chat_of(NAMED), tokenizers(name))
-    assert runs(chat_of(NAMED), tokenizers(name), "last")[-1].startswith("ok" if name != "mistral" else " ok")
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("gemma", ["I will search for it.<end_of_turn>", "ok<end_of_turn>"]),
+        ("phi3", ["I will search for it.<|end|>", "ok<|end|>"]),
+        ("chatml_marked", ["I will search for it.<|im_end|>", "ok<|im_end|>"]),
+    ],
+)
+def test_a_call_that_is_left_out_is_reported_though_the_content_names_it(
+    tokenizers: Tokenizers, name: str, expected: list[str]
+) -> None:
+    from sft.data.chat.omitted import find_omitted
+
+    encoding = encode_chat(chat_of(NAMED), tokenizers(name))
+    assert encoding.rendered is not None
+    assert (2, "assistant", "tool call") in {text[:3] for text in find_omitted(encoding.rendered)}
+    assert runs(chat_of(NAMED), tokenizers(name)) == expected
 
 
-OUTSIDE = """{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}
-{%- if m.reasoning_content %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{% endif %}
-{%- generation %}{{ m.content + '<|im_end|>' }}TAIL{% endgeneration %}{{ '\n' }}
-{%- else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+def test_prompts_are_rendered_once_for_each_state(tokenizers: Tokenizers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 turns need the prompts after a question, and after results of calls."""
+    tokenizer = tokenizers("qwen3")
+    asked: list[int] = []
+    rendered = type(tokenizer.template).rendered
 
+    def counted(self: Any, given: Any, *, prompt: bool = False) -> Any:
+        asked.append(prompt)
+        return rendered(self, given, prompt=prompt)
 
-def test_what_stands_around_a_mark(tmp_path: Path) -> None:
-    """Thinking before the block, or more words behind the end of turn, would not be learnt."""
-    thought = {**assistant("42"), "reasoning_content": "six seven"}
-    tokenizer = load_folder(tmp_path / "a", OUTSIDE.replace("TAIL", ""))
-    assert runs(Chat([user("q"), assistant("42")], None), tokenizer) == ["42<|im_end|>"]
-    with pytest.raises(DataError, match="message 2 cannot be located"):
-        runs(Chat([user("q"), thought], None), tokenizer)
-    tokenizer = load_folder(tmp_path / "b", OUTSIDE.replace("TAIL", "{{ ' and more' if m.content == '42' }}"))
-    with pytest.raises(DataError, match="message 2 cannot be located"):
-        runs(Chat([user("q"), assistant("42")], None), tokenizer)
-
-
-def test_marks_in_a_comment_are_none(tmp_path: Path) -> None:
-    tokenizer = load_folder(tmp_path, "{# no {% generation %} here #}" + template("chatml"))
-    assert runs(Chat([user("q"), assistant("a")], None), tokenizer) == ["a<|im_end|>"]
-
-
-def test_a_block_that_ends_at_token_0(tmp_path: Path) -> None:
-    """transformers#47325: its own mask then covers the rest of the chat, the user's words too."""
-    jinja = by_role(CONTENT + "<|im_end|>", block(CONTENT) + "<|im_end|>")
-    messages = [assistant("a"), user("Hello there"), assistant("b")]
-    # Nothing stands before token 0 to predict it from, so it weighs nothing.
-    assert runs(Chat(messages, None), load_folder(tmp_path, jinja)) == ["<|im_end|>", "b<|im_end|>"]
+    monkeypatch.setattr(type(tokenizer.template), "rendered", counted)
+    tokenizer.prompts.clear()
+    messages = [message for i in range(50) for message in (user(f"q{i}"), assistant(f"a{i}"))] + CALLING
+    assert len(runs(chat_of(messages), tokenizer)) == 52
+    assert asked.count(False) == 1 and asked.count(True) == 2

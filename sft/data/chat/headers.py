@@ -80,8 +80,8 @@ def _inserted(reading: Reading, run: Run, message: Message, start: int, asked: i
     if marked is not None:
         return max(start, marked)
     assert isinstance(run.source, Field)
-    key = run.source.path[0]
-    if key in THINKING or (key == "content" and _opens_thinking(message, run)):
+    key, part = run.source.path[0], run.source.path[-1]
+    if key in THINKING or part == "thinking" or (key == "content" and _opens_thinking(message, run)):
         return start
     if habits.lead.strip() and lead.startswith(habits.lead):
         return start + len(habits.lead)

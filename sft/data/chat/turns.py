@@ -78,6 +78,9 @@ class _Finder:
     def turns_of(self, index: int) -> list[Turn]:
         groups = self._without_repetitions(self._groups(index))
         if not groups:
+            for run in self.reading.unknown:
+                if run.writer in (index, None):
+                    self._refuse_unknown(index, run)
             raise self.error(
                 index,
                 "the template writes nothing of it, so the model would learn to end a turn without any text",

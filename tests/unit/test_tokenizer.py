@@ -74,7 +74,14 @@ CALLS = (
     ("name", "last_ends", "stops", "inside", "header", "lead"),
     [
         ("chatml", ("<|im_end|>", "<|im_end|>"), ("<|im_end|>", "<|endoftext|>"), (), ASSISTANT, ""),
-        ("qwen3", ("<|im_end|>", "<|im_end|>"), ("<|im_end|>", "<|endoftext|>"), (), ASSISTANT, "<think>\n\n</think>\n\n"),
+        (
+            "qwen3",
+            ("<|im_end|>", "<|im_end|>"),
+            ("<|im_end|>", "<|endoftext|>"),
+            (),
+            ASSISTANT,
+            "<think>\n\n</think>\n\n",
+        ),
         (
             "llama31",
             ("<|eot_id|>", "<|eom_id|>"),
@@ -85,8 +92,22 @@ CALLS = (
         ),
         ("mistral_tools", ("</s>", "</s>"), ("</s>", "<|endoftext|>"), ("[TOOL_CALLS]",), "", " "),
         ("phi3", ("<|end|>", None), ("<|end|>", "<|endoftext|>"), (), "<|assistant|>\n", ""),
-        ("deepseek_r1", ("<｜end▁of▁sentence｜>", None), ("<｜end▁of▁sentence｜>", "<|endoftext|>"), (), "<｜Assistant｜><think>\n", ""),
-        ("deepseek_v3_text", ("<｜end▁of▁sentence｜>",) * 2, ("<｜end▁of▁sentence｜>", "<|endoftext|>"), CALLS, "<｜Assistant｜>", ""),
+        (
+            "deepseek_r1",
+            ("<｜end▁of▁sentence｜>", None),
+            ("<｜end▁of▁sentence｜>", "<|endoftext|>"),
+            (),
+            "<｜Assistant｜><think>\n",
+            "",
+        ),
+        (
+            "deepseek_v3_text",
+            ("<｜end▁of▁sentence｜>",) * 2,
+            ("<｜end▁of▁sentence｜>", "<|endoftext|>"),
+            CALLS,
+            "<｜Assistant｜>",
+            "",
+        ),
         # <|end|> ends an answer in the history, and thinking, after which the message goes on.
         (
             "harmony",
@@ -97,7 +118,14 @@ CALLS = (
             "<|channel|>final<|message|>",
         ),
         # Nothing ends the last turn.
-        ("glm4_moe", (None, None), ("<|user|>", "<|endoftext|>", "<|observation|>"), (), "<|assistant|>", "\n<think></think>\n"),
+        (
+            "glm4_moe",
+            (None, None),
+            ("<|user|>", "<|endoftext|>", "<|observation|>"),
+            (),
+            "<|assistant|>",
+            "\n<think></think>\n",
+        ),
         (
             "gemma4",
             ("<turn|>", "<|tool_response>"),
@@ -115,7 +143,7 @@ CALLS = (
             "",
         ),
     ],
-)  # fmt: skip
+)
 def test_habits(
     tokenizers: Callable[[str], FolderTokenizer],
     name: str,
@@ -261,14 +289,17 @@ def test_a_template_that_jinja_cannot_read_is_refused(folder: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("jinja", "complaint"),
     [
-        ("{% for m in messages %}{{ m.role }}{% endfor %}", "message 2 cannot be located: the template writes nothing of it"),
+        (
+            "{% for m in messages %}{{ m.role }}{% endfor %}",
+            "message 2 cannot be located: the template writes nothing of it",
+        ),
         (
             "{% for m in messages %}{{ m.content }} ### End\n{% endfor %}",
             "message 2 cannot be located: no token ends it.  Tokens that end a turn of this template: <.endoftext.>.",
         ),
         ("{{ raise_exception('no') }}", "refused the chat: no"),
     ],
-)  # fmt: skip
+)
 def test_a_template_that_cannot_be_used_is_refused_with_the_first_chat(
     folder: Path, tmp_path: Path, jinja: str, complaint: str
 ) -> None:

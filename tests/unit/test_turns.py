@@ -40,7 +40,9 @@ GLM_CALL = "\n<tool_call>add\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</
 MINIMAX_CALL = (
     '<minimax:tool_call>\n<invoke name="add">\n<parameter name="x">1</parameter>\n</invoke>\n</minimax:tool_call>'
 )
-ACTION = 'Action: ```json\n[\n    {\n        "tool_name": "add",\n        "parameters": {\n            "x": 1\n        }\n    }\n]```'
+INDENTED = '{\n        "tool_name": "add",\n        "parameters": {\n            "x": 1\n        }\n    }'
+ACTION = f"Action: ```json\n[\n    {INDENTED}\n]```"
+ANALYSIS = "<|channel|>analysis<|message|>"
 SUM = [user("2 + 2?"), assistant([{"type": "thinking", "thinking": "sum"}, {"type": "text", "text": "4"}])]
 
 
@@ -66,7 +68,7 @@ SUM = [user("2 + 2?"), assistant([{"type": "thinking", "thinking": "sum"}, {"typ
         (
             "harmony",
             THINKING,
-            [f"{FINAL}Hello.", f"<|channel|>analysis<|message|>six\ntimes seven<|end|><|start|>assistant{FINAL}42<|return|>"],
+            [f"{FINAL}Hello.", f"{ANALYSIS}six\ntimes seven<|end|><|start|>assistant{FINAL}42<|return|>"],
         ),
         (
             "harmony",
@@ -106,7 +108,7 @@ SUM = [user("2 + 2?"), assistant([{"type": "thinking", "thinking": "sum"}, {"typ
         ("mistral", ASSISTANT_FIRST, [" Hi</s>", " Bye</s>"]),
         ("llama31", ASSISTANT_FIRST, ["Hi<|eot_id|>", "Bye<|eot_id|>"]),
     ],
-)  # fmt: skip
+)
 def test_what_is_supervised(tokenizers: Tokenizers, name: str, messages: Messages, expected: list[str]) -> None:
     assert runs(chat_of(messages, TOOLS if name == "command_r_tools" else None), tokenizers(name)) == expected
 
@@ -155,7 +157,8 @@ def test_an_answer_that_nothing_ends_before_another_one_is_refused(tokenizers: T
     assert str(error.value).endswith(
         "glm4_moe0: the assistant's turn of message 2 cannot be located: no token ends it.  Tokens that end a turn of "
         'this template: <|user|>, <|endoftext|>, <|observation|>.  The template writes "r|>\\nHi<|assistant|>\\n'
-        '<think></think>\\nOne.<|assistant|>\\n<think></think>\\nTwo.<|user|>\\nAnd?<|assistant|>\\n<think>...".  '
+        "<think></think>\\nOne.<|assistant|>\\n<think></think>\\nTwo.<|user|>\\nAnd?<|assistant|>\\n"
+        '<think></think>\\nThr".  '
         'The content is "One.".  Give a template that writes each turn as one text (data.chat_template).'
     )
     assert runs(chat_of(IN_A_ROW), tokenizers("glm4_moe"), "last") == ["<think></think>\nThree.<|user|>"]
@@ -184,7 +187,7 @@ def test_the_token_after_a_last_answer(
     assert tokenizer.decode(ids).endswith(expected[0].removeprefix("<think></think>")), "with data.supervise = all, too"
     assert weights[-1] == 1
     asked = [*GLM, user("c")]
-    assert tokenizer.decode(encode_chat(Chat(asked, None), tokenizer).tokens).endswith("<|user|>\nc"), "no answer ends"
+    assert tokenizer.decode(encode_chat(Chat(asked, None), tokenizer).tokens).endswith("<|user|>c"), "no answer ends"
 
 
 def test_a_token_that_nobody_names_is_not_appended(tmp_path: Path) -> None:
@@ -211,6 +214,7 @@ TURN = "<|im_start|>{{ m.content }}<|im_end|>"
 PLAIN = "{% for m in messages %}" + TURN + "{% endfor %}"
 LAST = "{{ 'x' if loop.last else 'y' }}"  # in every message: no prompt is how the whole chat begins
 HEADER = "<|im_start|>{{ m.role }}\n"
+MESSAGE = HEADER + "{{ m.content }}<|im_end|>"
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
@@ -232,9 +236,13 @@ THINK = "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{{ m.content }}"
     ("jinja", "messages", "expected"),
     [
         # Text before the last message differs between the chat and its prompt.
-        ("{% for m in messages %}" + LAST + HEADER + "{{ m.content }}<|im_end|>{% endfor %}" + ASK, TALK, [FINE, QUESTION]),
         (
-            for_messages(LAST + HEADER + "{{ m.content }}<|im_end|>", LAST + HEADER + THINK + "<|im_end|>") + ASK,
+            "{% for m in messages %}" + LAST + HEADER + "{{ m.content }}<|im_end|>{% endfor %}" + ASK,
+            TALK,
+            [FINE, QUESTION],
+        ),
+        (
+            for_messages(LAST + MESSAGE, LAST + HEADER + THINK + "<|im_end|>") + ASK,
             THINKING,
             THOUGHTS,
         ),
@@ -245,20 +253,22 @@ THINK = "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{{ m.content }}"
             [FINE, QUESTION.replace("42", "24")],
         ),
         # Only the chat ends, not its turns: <|im_start|> hands the first one over.
-        ("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}<|im_end|>", TALK[2:], [f"<|im_start|>{QUESTION}"]),
+        ("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}<|im_end|>", TALK[2:], [QUESTION]),
         # Without a header of a prompt, the model writes all of the message.
         (PLAIN, TALK, [f"<|im_start|>{FINE}", f"<|im_start|>{QUESTION}"]),
         # Later text depends on what the assistant said.
-        (PLAIN + "{{ messages[1].content | length }}", TALK[:2], [f"<|im_start|>{FINE}"]),
+        (PLAIN + "{{ messages[1].content | length }}", TALK[:2], [FINE]),
         # Marks do not change a mask, wherever they stand.
         (block(PLAIN), TALK, [f"<|im_start|>{FINE}", f"<|im_start|>{QUESTION}"]),
-        (for_messages(HEADER + "{{ m.content }}<|im_end|>", HEADER + block("{{ m.content }}<|im_end|>")) + ASK, TALK, [FINE, QUESTION]),
-        (for_messages(HEADER + block("{{ m.content }}") + "<|im_end|>", HEADER + "{{ m.content }}<|im_end|>") + ASK, TALK, [FINE, QUESTION]),
+        (for_messages(MESSAGE, HEADER + block("{{ m.content }}<|im_end|>")) + ASK, TALK, [FINE, QUESTION]),
+        (for_messages(HEADER + block("{{ m.content }}") + "<|im_end|>", MESSAGE) + ASK, TALK, [FINE, QUESTION]),
         # Thinking before the block, and more words behind the end of the turn.
         (
             for_messages(
-                HEADER + "{{ m.content }}<|im_end|>",
-                HEADER + "<think>\n{{ m.reasoning_content }}\n</think>\n\n" + block("{{ m.content }}<|im_end|> and more"),
+                MESSAGE,
+                HEADER
+                + "<think>\n{{ m.reasoning_content }}\n</think>\n\n"
+                + block("{{ m.content }}<|im_end|> and more"),
             )
             + ASK,
             THINKING,
@@ -272,13 +282,15 @@ THINK = "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{{ m.content }}"
         ),
         # Texts that are written by macros, set blocks and joins keep their sources.
         (
-            "{% macro turn(m) %}{% set text %}{{ [m.content, ''] | join('') }}{% endset %}" + HEADER + "{{ text }}<|im_end|>"
-            "{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}" + ASK,
+            "{% macro turn(m) %}{% set text %}{{ [m.content, ''] | join('') }}{% endset %}"
+            + HEADER
+            + "{{ text }}<|im_end|>{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}"
+            + ASK,
             TALK,
             [FINE, QUESTION],
         ),
     ],
-)  # fmt: skip
+)
 def test_templates_of_other_shapes(tmp_path: Path, jinja: str, messages: Messages, expected: list[str]) -> None:
     assert runs(Chat(messages, None), load_folder(tmp_path, jinja)) == expected
 
@@ -297,30 +309,26 @@ CENTER = "the filter center hides where text comes from"
         (for_messages(TURN, "<|im_start|>{{ m.content.zfill(50) }}<|im_end|>"), "zfill hides where text comes from"),
         # A part of the answer is not found, and could be anywhere.
         (
-            for_messages(TURN, "<|im_start|>{{ m.content[:3] }}<|im_end|>") + "{{ messages[1].content[3:] | center(50) }}",
-            "the filter center hides where",
+            for_messages(TURN, "<|im_start|>{{ m.content[:3] }}<|im_end|>")
+            + "{{ messages[1].content[3:] | center(50) }}",
+            'its text " I am fine.\\n" is not found, and the filter center hides text',
         ),
         # Somebody else's text stands in the turn.
         (
             for_messages(TURN, "<|im_start|>{{ m.content[:2] }}{{ messages[0].content }}{{ m.content[2:] }}<|im_end|>"),
             "no token ends it",
         ),
-        (
-            for_messages(TURN, "<|im_start|>{{ m.content[:2] }}<|im_end|>{{ messages[0].content }}{{ m.content[2:] }}<|im_end|>")
-            .replace("{% for", "{% set m = messages[1] %}{% for"),
-            None,
-        ),
         # The assistant is quoted outside of its turn, by text that no loop over messages writes.
-        ("{{ messages[1].content[3:] }}<|im_end|>{{ messages[0].content }}<|im_end|>{{ messages[1].content[:3] }}<|im_end|>",
-         "its text is written in several places, outside a loop over messages"),
+        (
+            "{{ messages[1].content[3:] }}<|im_end|>{{ messages[0].content }}<|im_end|>{{ messages[1].content[:3] }}<|im_end|>",
+            "its text is written in several places, outside a loop over messages",
+        ),
         # Nothing of the assistant is written.
-        (for_messages(TURN, "<|im_start|>answer<|im_end|>"), "the template writes nothing of it, so the model would learn to"),
+        (for_messages(TURN, "<|im_start|>answer<|im_end|>"), "the template writes nothing of it, so the model"),
     ],
-)  # fmt: skip
-def test_chats_that_are_refused(tmp_path: Path, jinja: str, complaint: str | None) -> None:
+)
+def test_chats_that_are_refused(tmp_path: Path, jinja: str, complaint: str) -> None:
     tokenizer = load_folder(tmp_path, jinja)
-    if complaint is None:
-        return
     with pytest.raises(DataError) as error:
         runs(Chat(TALK[:2], None), tokenizer)
     assert f"chat template of {tmp_path}: the assistant's turn of message 2 cannot be located: " in str(error.value)
@@ -328,9 +336,7 @@ def test_chats_that_are_refused(tmp_path: Path, jinja: str, complaint: str | Non
 
 
 def test_unknown_text_that_can_be_nobodys_is_no_reason_to_refuse_a_chat(tmp_path: Path) -> None:
-    jinja = "{{ 'x' | center(3) }}" + for_messages(
-        HEADER + "{{ m.content }}<|im_end|>", HEADER + "{{ m.content }}<|im_end|>"
-    )
+    jinja = "{{ 'x' | center(3) }}" + for_messages(MESSAGE, MESSAGE)
     assert runs(Chat(TALK, None), load_folder(tmp_path, jinja + ASK)) == [FINE, QUESTION]
 
 
@@ -357,6 +363,18 @@ def test_a_call_that_is_left_out_is_reported_though_the_content_names_it(
     assert runs(chat_of(NAMED), tokenizers(name)) == expected
 
 
+def test_a_mask_does_not_depend_on_other_chats(tmp_path: Path) -> None:
+    """A word in the system message decides whether the prompt closes thinking.  Processes tokenise rows in any order."""
+    jinja = (
+        "{% set empty = '<think>\n\n</think>\n\n' if '/no_think' in messages[0].content else '' %}"
+        + for_messages(MESSAGE, "{{ '<|im_start|>assistant\n' + empty + m.content }}<|im_end|>")
+        + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' + empty }}{% endif %}"
+    )
+    tokenizer = load_folder(tmp_path, jinja)
+    for question in ("a", "/no_think", "a"):
+        assert runs(Chat([user(question), assistant("b")], None), tokenizer) == ["b<|im_end|>"]
+
+
 def test_prompts_are_rendered_once_for_each_state(tokenizers: Tokenizers, monkeypatch: pytest.MonkeyPatch) -> None:
     """100 turns need the prompts after a question, and after results of calls."""
     tokenizer = tokenizers("qwen3")
@@ -368,7 +386,6 @@ def test_prompts_are_rendered_once_for_each_state(tokenizers: Tokenizers, monkey
         return rendered(self, given, prompt=prompt)
 
     monkeypatch.setattr(type(tokenizer.template), "rendered", counted)
-    tokenizer.prompts.clear()
     messages = [message for i in range(50) for message in (user(f"q{i}"), assistant(f"a{i}"))] + CALLING
     assert len(runs(chat_of(messages), tokenizer)) == 52
     assert asked.count(False) == 1 and asked.count(True) == 2

@@ -74,11 +74,6 @@ class Reading:
         position = bisect_right(self._mark_starts, run.start)
         return self.marks[position] if position < len(self.marks) else None
 
-    def message_before(self, run: Run, default: int) -> int:
-        """The message of the text before a mark."""
-        source = self.source_before(run)
-        return source.message if isinstance(source, Field) and source.message is not None else default
-
     def last_own(self, message: int) -> Run | None:
         """The last own text of a message."""
         positions = self.own.get(message)

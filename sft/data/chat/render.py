@@ -1,11 +1,11 @@
 """Gives a chat to the tokenizer's template in the form that the template takes, and renders it once.
 
 Decides the form of arguments, of thinking and of empty contents, by what small chats showed (`habits.py`): never by
-trying again after an error.  The prompts that show where inference begins are rendered once for each state that changes
-them: the role of the last message, whether it has calls, tools, documents and variables.
+trying again after an error.  The prompts that show where inference begins are rendered once in a chat for each state
+that changes them: the role of the last message, and whether it has calls.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sft.data.chat.habits import Habits
 from sft.data.chat.reading import Reading
@@ -15,17 +15,16 @@ from sft.data.chat.tokenizer import FolderTokenizer
 from sft.data.rows.formats import Chat
 from sft.data.rows.messages import Message, with_arguments, with_reasoning_keys
 
-_MOST_PROMPTS = 1_000  # of one template; further ones are rendered each time
-
 
 class RenderedChat(NamedTuple):
-    """A chat as its template wrote it.  `chat` holds the messages that the template got."""
+    """A chat as its template wrote it.  `chat` holds the messages that the template got; `prompts` remembers those that
+    were rendered of this chat, so that no mask depends on other chats."""
 
     chat: Chat
     inputs: Inputs
     reading: Reading
     tokenizer: FolderTokenizer
-    switches: str  # what else the template gets, as a text
+    prompts: dict[tuple[Any, ...], str | None]
 
     def prompt_after(self, num_messages: int, start: int, end: int) -> str | None:
         """The text after the last text of the chat's first messages when the template asks for an answer; None if the
@@ -33,14 +32,8 @@ class RenderedChat(NamedTuple):
 
         start, end  what the template wrote there in this chat.  A remembered text that differs from it is made again.
         """
-        last = self.chat.messages[num_messages - 1]
-        inputs, known = self.inputs, self.tokenizer.prompts
-        state = (
-            last["role"],
-            bool(last.get("tool_calls")),
-            inputs.tools is None,
-            self.switches,
-        )
+        last, known = self.chat.messages[num_messages - 1], self.prompts
+        state = (last["role"], bool(last.get("tool_calls")))
         shown = known.get(state)
         if shown is not None and self.reading.text.startswith(shown, start):
             return shown
@@ -49,14 +42,13 @@ class RenderedChat(NamedTuple):
             return known[key]
         try:
             prompt = self.tokenizer.template.rendered(
-                inputs._replace(messages=inputs.messages[:num_messages]), prompt=True
+                self.inputs._replace(messages=self.inputs.messages[:num_messages]), prompt=True
             )
             shown = Reading(prompt).after_all
         except Refused:
             shown = None
-        if len(known) < _MOST_PROMPTS:
-            known.setdefault(state, shown)
-            known[key] = shown
+        known.setdefault(state, shown)
+        known[key] = shown
         return shown
 
 
@@ -64,8 +56,7 @@ def render_chat(chat: Chat, tokenizer: FolderTokenizer) -> RenderedChat:
     """Renders a chat.  Raises DataError if the template refuses it."""
     chat = chat._replace(messages=prepared(chat.messages, tokenizer.habits))
     inputs = trace_inputs(chat.messages, chat.tools, chat.documents, chat.variables)
-    switches = repr((inputs.documents, inputs.variables)) if inputs.documents or inputs.variables else ""
-    return RenderedChat(chat, inputs, Reading(tokenizer.template.rendered(inputs), inputs.fields), tokenizer, switches)
+    return RenderedChat(chat, inputs, Reading(tokenizer.template.rendered(inputs), inputs.fields), tokenizer, {})
 
 
 def prepared(messages: list[Message], habits: Habits) -> list[Message]:

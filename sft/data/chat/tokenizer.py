@@ -12,7 +12,6 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from sft.config import DataConfig
 from sft.data.chat.habits import Habits, Vocabulary, final_end, learn
@@ -67,11 +66,6 @@ class FolderTokenizer(TextTokenizer):
     def final_end_of(self, *, calls: bool) -> str | None:
         """The token to append after a last turn that the template does not end."""
         return final_end(self.habits, calls, self.final_end, self.files.generation_ends)
-
-    @cached_property
-    def prompts(self) -> dict[tuple[Any, ...], str | None]:
-        """What `render.py` remembers of prompts."""
-        return {}
 
     @cached_property
     def digest(self) -> str:

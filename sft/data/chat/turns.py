@@ -133,7 +133,7 @@ class _Finder:
         """Where a turn starts whose first own text is `run`."""
         if isinstance(self.reading.source_before(run), Unknown):
             self._refuse_unknown(index, self.reading.before(run))
-        asked = index if first else self.reading.message_before(run, default=index - 1) + 1
+        asked = index if first else 0  # a prompt after texts of others would show the rest of this message
         return start_of(self.reading, run, self.messages[index], asked, self.habits, self.prompt_after)
 
     def _end(self, index: int, run: Run, is_last: bool) -> tuple[int, int]:

@@ -13,13 +13,13 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
-from sft.data.chat.reading import Reading, after_header_end, common_length, is_in, shared_length
+from sft.data.chat.reading import Reading, after_header, after_header_end, is_in, shared_length
 from sft.data.chat.sources import Field
 from sft.data.chat.template import ChatTemplate, Refused
 from sft.data.rows.messages import Message
-from sft.errors import DataError
 
 _SYSTEM: Message = {"role": "system", "content": "INSTRUCTION"}
 _USER: Message = {"role": "user", "content": "QUESTION"}
@@ -137,7 +137,7 @@ class _Learner:
             handed=edges,
             inside=(written | ordinary) - edges,
             following={False: handed_answer, True: handed_call},
-            header=self._header(),
+            header=self._header,
             lead="" if answer is None else self._lead(answer),
             calls_as_text=as_text,
             empty_content=empty,
@@ -200,6 +200,7 @@ class _Learner:
         """The token that hands a call over to its result, where nothing ends the call: the first special one."""
         return next((token for token in self.control.findall(self._tail(asked, 1)) if token in self.special), None)
 
+    @cached_property
     def _header(self) -> str:
         with_prompt, without = self._read([_USER], prompt=True), self._read([_USER])
         if with_prompt is None or without is None:
@@ -214,7 +215,15 @@ class _Learner:
         run = answer.marks[own[0]]
         before = answer.before(run)
         between = answer.text[before.end if before else 0 : run.start]
-        return between[shared_length(between, prompt.after_all, self.control) :]
+        return between[self._header_length(between, prompt.after_all) :]
+
+    def _header_length(self, between: str, shown: str) -> int:
+        """How much of the text before an answer is the header that a prompt shows, or else the usual header."""
+        shared = shared_length(between, shown, self.control)
+        if shared == len(shown):
+            return shared
+        usual = after_header(between, len(between), self._header, self.control)
+        return max(shared, usual, after_header_end(between, shown, self.control))
 
     def _takes_parts(self) -> bool:
         reading = self._read([_USER, {"role": "assistant", "content": _PARTS}])
@@ -280,7 +289,7 @@ class _Learner:
             between = reading.text[begin : runs[0].start]
             prompt = self._read(messages[: index - len(self.opening)], tools=tools, prompt=True)
             shown = "" if prompt is None else prompt.after_all
-            at = begin + max(common_length(between, shown), after_header_end(between, shown, self.control))
+            at = begin + self._header_length(between, shown)
             following = reading.after(last)
             stop = following.start if following else len(reading.text)
             reached = [position for end in ends if (position := reading.text.find(end, last.end, stop)) >= 0]
@@ -303,12 +312,3 @@ def final_end(habits: Habits, calls: bool, wanted: str | None, generation_ends: 
         return wanted
     following = habits.following[calls] or habits.following[False]
     return following if following in generation_ends else None
-
-
-def check_has_end(habits: Habits, name: str) -> None:
-    """Raises DataError if no token ends a turn."""
-    if not habits.ends:
-        raise DataError(
-            f"chat template {name} ends an assistant's turn with no control token of the tokenizer, so the model would "
-            "not learn to stop.  Give a template (data.chat_template) that ends turns with a control token."
-        )

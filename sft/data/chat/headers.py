@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from sft.data.chat.habits import Habits
-from sft.data.chat.reading import Reading, after_header_end, common_length
+from sft.data.chat.reading import Reading, after_header, after_header_end, common_length
 from sft.data.chat.rendering import Run
 from sft.data.chat.sources import MARKED, Field
 from sft.data.rows.messages import THINKING, Message
@@ -31,7 +31,7 @@ class Start(NamedTuple):
 
 def start_of(reading: Reading, run: Run, message: Message, asked: int, habits: Habits, prompt_after: Prompt) -> Start:
     """The start of the turn whose first own text is `run`.  asked: the number of messages before it."""
-    before = reading.before(run)
+    before, control = reading.before(run), habits.control
     begin = before.end if before else 0
     between = reading.text[begin : run.start]
     shown = prompt_after(asked, begin, run.start) if asked else None
@@ -39,13 +39,12 @@ def start_of(reading: Reading, run: Run, message: Message, asked: int, habits: H
     if shown is None or common < len(shown):
         is_shared = shown is not None and common >= len(between)
         common = len(between) if is_shared else _whole_tokens(between, common, habits)
-        common = max(
-            common, _after_header(between, habits), after_header_end(between, shown or habits.header, habits.control)
-        )
+        usual = after_header(reading.text[begin : run.start + len(habits.header)], len(between), habits.header, control)
+        common = max(common, usual, after_header_end(between, shown or habits.header, control))
     end_before = habits.first_end(between)
     if common < (end_before[1] if end_before else int(shown is None and bool(between.strip()))):
         # Neither this prompt nor the usual header: the turn begins after the last token that starts messages.
-        common = max((match.end() for match in habits.control.finditer(between)), default=0)
+        common = max((match.end() for match in control.finditer(between)), default=0)
     start = begin + common
     return Start(start, _inserted(reading, run, message, start, asked, habits))
 
@@ -56,18 +55,6 @@ def _whole_tokens(text: str, at: int, habits: Habits) -> int:
     return next((m.start() for m in habits.control.finditer(text) if m.start() < at < m.end()), at)
 
 
-def _after_header(between: str, habits: Habits) -> int:
-    """The position after the header that asks for an answer, or after as many of its lines and tokens as are there; 0
-    without any of them."""
-    header = habits.header
-    ends = {len(header), *(at for match in habits.control.finditer(header) for at in match.span())}
-    ends |= {at + 1 for at, letter in enumerate(header) if letter == "\n"}
-    for length in sorted(ends - {0}, reverse=True):
-        if header[:length].strip() and (at := between.rfind(header[:length])) >= 0:
-            return at + length
-    return 0
-
-
 def _inserted(reading: Reading, run: Run, message: Message, start: int, asked: int, habits: Habits) -> int:
     """The end of the template's own text from `start` on that no text of the row asked for.
 
@@ -75,7 +62,8 @@ def _inserted(reading: Reading, run: Run, message: Message, start: int, asked: i
     """
     lead = reading.text[start : run.start]
     if not lead.strip():
-        return start if asked else run.start  # no prompt shows that spaces before a first answer are the model's
+        # No prompt shows that spaces before a first answer are the model's.
+        return start if asked else max(start, run.start)
     marked = next((mark.start for mark in reading.over(start, run.start) if mark.source is MARKED), None)
     if marked is not None:
         return max(start, marked)

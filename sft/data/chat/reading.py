@@ -167,3 +167,19 @@ def after_header_end(between: str, shown: str, control: re.Pattern[str]) -> int:
     last = [match.start() for match in control.finditer(shown)][-2:]
     end = shown[last[0] :] if last else ""
     return between.rindex(end) + len(end) if end.strip() and end in between else 0
+
+
+def after_header(text: str, length: int, header: str, control: re.Pattern[str]) -> int:
+    """The position after the header that asks for an answer, or after as many of its lines and tokens as are there; 0
+    without any of them.
+
+    length  the header begins in text[:length], and only a whole one goes on behind it (a content begins with <think>)
+    """
+    if header.strip() and (at := text.rfind(header, 0, length + len(header) - 1)) >= 0:
+        return at + len(header)
+    ends = {at for match in control.finditer(header) for at in match.span()}
+    ends |= {at + 1 for at, letter in enumerate(header) if letter == "\n"}
+    for end in sorted(ends - {0, len(header)}, reverse=True):
+        if header[:end].strip() and (at := text.rfind(header[:end], 0, length)) >= 0:
+            return at + end
+    return 0

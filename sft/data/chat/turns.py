@@ -97,7 +97,7 @@ class _Finder:
             usual = self.habits.last_ends[any(_is_of_call(run) for run in group)]
             is_usual = not is_last or usual is None or self.reading.text[text_end:end] in ("", usual)
             turns.append(Turn(index, start, inserted, text_end, end, is_usual or end == len(self.reading.text)))
-        self._check_complete(index, turns)
+        self._check_complete(index, turns, [group[0].start for group in groups])
         return turns
 
     def _groups(self, index: int) -> list[list[Run]]:
@@ -157,11 +157,18 @@ class _Finder:
         goes_on = following is not None and isinstance(following.source, Field) and following.source.role == "assistant"
         if goes_on and not self.habits.control.search(tail):
             return run.end, run.end  # the next answer continues the turn (Gemma 4)
+        if following is not None and self.habits.last_ends[_is_of_call(run)] is None and self._begins(tail):
+            return run.end, run.end  # another answer follows, at whose header no generation stops (GLM)
         raise self.error(
             index,
             f"no token ends it.  Tokens that end a turn of this template: {', '.join(self.habits.ends) or 'none'}",
             run.end,
         )
+
+    def _begins(self, text: str) -> bool:
+        """Whether a text is the template's, and begins with a token that starts messages."""
+        first = self.habits.control.match(text.lstrip())
+        return first is not None and first.group() in self.habits.handed
 
     def _check_inside(self, index: int, start: int, end: int) -> None:
         for run in self.reading.over(start, end):
@@ -170,19 +177,22 @@ class _Finder:
             if isinstance(run.source, Field) and run.source.message != index and run.source.path != ("role",):
                 raise self.error(index, "text of another message lies in it", run.start)
 
-    def _check_complete(self, index: int, turns: list[Turn]) -> None:
-        """Raises DataError if own text outside of the turns is neither inside them, too, nor in a prompt."""
-        spans = [(turn.start, turn.end) for turn in turns]
+    def _check_complete(self, index: int, turns: list[Turn], begins: list[int]) -> None:
+        """Raises DataError if own text outside of the turns is neither inside them, too, nor in a prompt.
+
+        begins  where the first own text of each turn begins; <think> of it may be in the prompt
+        """
         runs = [self.reading.marks[position] for position in self.reading.own[index]]
-        inside = [run for run in runs if any(start < run.end <= end for start, end in spans)]
+        inside = [run for run in runs if any(turn.start < run.end <= turn.end for turn in turns)]
+        shown = [
+            (begin, turn.start)
+            for begin, turn in zip(begins, turns, strict=True)
+            if not _TAGS.sub("", self.reading.text[begin : turn.start]).strip()
+        ]
         for run in runs:
-            is_shown = any(start >= run.end and self._is_header(run.start, start) for start, _ in spans)
+            is_shown = any(begin <= run.start and run.end <= end for begin, end in shown)
             if run not in inside and not is_shown and not is_in(run, inside):
                 raise self.error(index, "a part of its text lies outside of its turn", run.start)
-
-    def _is_header(self, start: int, end: int) -> bool:
-        """Whether own text before a turn is only the start of thinking that the prompt shows."""
-        return not _TAGS.sub("", self.reading.text[start:end]).strip()
 
     def check_unknown(self, wanted: list[int]) -> None:
         """Raises DataError if text without a source could be text of a supervised message that was left out."""

@@ -1,0 +1,48 @@
+"""Random chat templates and chats, with text and mask from Python alone: `case(seed)`.
+
+Decides what a rendering must be, without Jinja: every piece of a template has two forms, Jinja text and a Python
+function of the same text, and the mask follows from the layout of a turn:
+
+    header (0)  reasoning, content, calls (1)  end token (1)  newline (0)
+
+A turn begins after the longest common start of its text and the header that asks for an answer, so what the prompt
+already shows (<think>) has 0.
+"""
+
+from random import Random
+from typing import NamedTuple
+
+from tests.unit.fixtures.model_folder import Tokens
+from tests.unit.random_templates.chats import make_chat
+from tests.unit.random_templates.expressions import Message
+from tests.unit.random_templates.whole import Draw
+
+
+class Case(NamedTuple):
+    """A template, a chat, and what they must give.
+
+    labels    0, 1 or EITHER for each character of `text`, with data.supervise = assistant
+    tokens    the tokens that the tokenizer must have
+    appended  whether the template writes no end after the last answer, so that one token may be appended
+    """
+
+    template: str
+    messages: list[Message]
+    tools: list[dict] | None
+    text: str
+    labels: list[int]
+    tokens: Tokens
+    appended: bool
+
+
+def case(seed: int) -> Case:
+    """The case of a seed: always the same."""
+    rng = Random(seed)
+    draw = Draw(rng)
+    draw.compose()
+    draw.draw_tools()
+    template = draw.template()
+    messages, tools = make_chat(rng, draw)
+    text, labels = draw.render(messages, tools)
+    appended = draw.end_style == "none" and messages[-1]["role"] == "assistant"
+    return Case(template, messages, tools, text, labels, draw.tokens(), appended)

@@ -301,6 +301,13 @@ def first_of(control: re.Pattern[str], text: str, tokens: Sequence[str]) -> str 
     return next((token for token in control.findall(text) if token in tokens), None)
 
 
+def small_chat(role: str, habits: Habits, *, has_tools: bool) -> tuple[list[Message], list[dict[str, Any]] | None]:
+    """A small chat whose last message has this role, and its tools."""
+    call = calling_message(habits.calls_as_text, habits.empty_content)
+    before = {"assistant": [_USER, _ANSWER], "tool": [_USER, call, _RESULT], "system": [_SYSTEM]}
+    return before.get(role, [_USER]), _TOOLS if has_tools else None
+
+
 def calling_message(as_text: bool, empty: Mapping[str, Any]) -> Message:
     """A message with one call."""
     return _call(json.dumps(_ARGUMENTS) if as_text else _ARGUMENTS, **empty)

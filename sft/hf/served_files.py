@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from sft.data.limited import call
 from sft.data.tokenizer.comparison import compare_with_transformers
 from sft.data.tokenizer.files import read_tokenizer
 from sft.data.tokenizer.mistral_regex import is_of_a_converter, mend
@@ -74,7 +75,9 @@ def record_of(served: Served) -> Record:
 
 def _made(served: Served) -> dict[str, ForServers]:
     return {
-        name: for_servers(source, served.special_tokens, served.switches, served.date)
+        name: call(
+            f"chat template {name}", for_servers, source, dict(served.special_tokens), served.switches, served.date
+        )
         for name, source in served.templates.items()
     }
 

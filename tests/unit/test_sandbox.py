@@ -1,26 +1,37 @@
-"""Templates that want out, never end or write without measure."""
+"""Templates that want out, never end or write without measure, and are ended by counts.  What only the limits of the
+process end is in test_limited.py."""
 
-import time
+from pathlib import Path
 
 import pytest
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from sft.data.chat.render import prepared
-from sft.data.chat.template import ChatTemplate, Refused
+from sft.data.chat import limits
+from sft.data.chat.sandbox import Sandbox
+from sft.data.chat.template import DATE, MAX_SOURCE, ChatTemplate, Refused
+from sft.data.chat.tokenizer import load_tokenizer
 from sft.errors import DataError
+from tests.unit.fixtures.folder import config, make_folder
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 LOOP = "{% for i in range(100000) %}"
-SECONDS, CHARACTERS = 0.3, 1_000_000
+STEPS, CHARACTERS, MADE = 100_000, 1_000_000, 5_000_000
 
 
 @pytest.fixture(autouse=True)
-def small_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sft.data.chat.sandbox.MAX_SECONDS", SECONDS)
-    monkeypatch.setattr("sft.data.chat.sandbox.MAX_CHARACTERS", CHARACTERS)
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_STEPS", STEPS)
+    monkeypatch.setattr(limits, "MAX_CHARACTERS", CHARACTERS)
+    monkeypatch.setattr(limits, "MAX_MADE", MADE)
 
 
 def render(source: str) -> str:
-    return ChatTemplate(source, "chat.jinja", {"bos_token": "<s>"}).render(prepared(CHAT), None)
+    return ChatTemplate(source, "chat.jinja", {"bos_token": "<s>"}).render(CHAT).text
+
+
+def doubled(times: int, step: str) -> str:
+    """`step` with X and Y for the name of a value and the name of the one before it, again and again."""
+    return "".join(step.replace("X", f"x{i + 1}").replace("Y", f"x{i}") for i in range(times))
 
 
 @pytest.mark.parametrize(
@@ -30,9 +41,10 @@ def render(source: str) -> str:
         "{{ messages.append({}) }}",
         "{{ self.__init__.__globals__ }}",
         "{% include '/etc/passwd' %}",
-        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
         "{{ lipsum(n=1000) }}",
         "{% for i in range(10**9) %}{% endfor %}",
+        "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+        "{% block a %}{{ self.b() }}{% endblock %}{% block b %}{{ self.a() }}{% endblock %}",
     ],
 )
 def test_no_way_out(source: str) -> None:
@@ -40,6 +52,43 @@ def test_no_way_out(source: str) -> None:
     with pytest.raises(Refused, match=r"chat template chat\.jinja refused the chat: "):
         render(source)
     assert render("{{ '{0.__class__}'.format(messages) }}{{ raise_exception.__globals__ }}") == ""
+    assert render("{% set ns = namespace() %}{% set ns.__class__ = 1 %}{{ ns.y }}") == "", "no more than a key"
+
+
+@pytest.mark.parametrize("value", ["messages[0].content", "'x'", "('x' | safe)", "loop.index", "('x' ~ 1)", "n", "f"])
+@pytest.mark.parametrize("name", ["pieces", "field", "of", "filled", "_sub", "_filled"])
+def test_names_of_ours_are_hidden(value: str, name: str) -> None:
+    """From every way to name an attribute."""
+    ways = (
+        f"{{{{ {value}.{name} }}}}",
+        f"{{{{ {value}['{name}'] }}}}",
+        f"{{{{ {value} | attr('{name}') }}}}",
+        f"{{{{ [{value}] | map(attribute='{name}') | join }}}}",
+        f"{{{{ '{{0.{name}}}'.format({value}) }}}}",
+    )
+    for way in ways:
+        source = f"{{% for i in [1] %}}{way}{{% endfor %}}"
+        template = ChatTemplate(source, "chat.jinja", {"n": 1, "f": 1.5})
+        assert template.render([{"role": "user", "content": "Hi"}], variables={"n": 1, "f": 1.5}).text == ""
+
+
+@pytest.mark.parametrize(
+    "name", ["sft_step", "tick", "step", "write", "named", "enter", "guarded", "text_of", "of_loop"]
+)
+def test_what_counts_has_no_name(name: str) -> None:
+    for source in (f"{{{{ 1 | {name} }}}}", f"{{{{ [1] | map('{name}') | list }}}}", f"{{{{ (-10**15) is {name} }}}}"):
+        with pytest.raises(Refused):
+            render(source)
+    for owner in ("", "self.", "environment.", "context.", "strftime_now.", "range.", "namespace()."):
+        with pytest.raises(Refused):
+            render(f"{{{{ {owner}{name}(-10**15) }}}}")
+    assert render("{{ environment }}{{ context }}{{ strftime_now.__self__ }}{{ resolve }}{{ undefined }}") == ""
+
+
+def test_names_are_those_of_transformers() -> None:
+    theirs, ours = _compile_jinja_template("").environment, Sandbox(DATE)
+    assert theirs.globals.keys() - {"lipsum"} == ours.globals.keys()
+    assert theirs.filters.keys() == ours.filters.keys() and theirs.tests.keys() == ours.tests.keys()
 
 
 @pytest.mark.parametrize(
@@ -47,37 +96,65 @@ def test_no_way_out(source: str) -> None:
     [
         LOOP * 2 + "{% endfor %}" * 2,  # writes nothing, so nothing is ever handed out
         LOOP + "{% for m in messages if range(100000) | sum %}{% endfor %}{% endfor %}",
-        "{% set a = range(100000) | list %}{% for i in a %}{% for j in a %}{% endfor %}{% endfor %}",
+        "{% set a = range(60000) | list %}{% for i in a %}{% for j in a %}{% endfor %}{% endfor %}",
         LOOP + "{% set x = range(100000) | list %}{% endfor %}",
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(100) }}",
+        "{% macro f() %}{{ caller() }}{{ caller() }}{% endmacro %}" + "{% call f() %}" * 18 + "{% endcall %}" * 18,
+        LOOP + "{% for x in range(100000) | map('string') | map('upper') %}{% endfor %}{% endfor %}",
+        LOOP + "{% set x = range(100000) | select | list %}{% endfor %}",
+        LOOP + "{% set x = range(100000) | groupby('real') %}{% endfor %}",
+        LOOP + "{% set x = range(100000) | sort %}{% endfor %}",
+        LOOP + "{% set x = {}.fromkeys(range(100000)) %}{% endfor %}",
+        "{{ [] | slice(120000) | list | length }}",
+        "{% for c in 'x' * 1000000 %}{{ loop.length }}{% endfor %}",
+        "{{ ('x' * 1000000) | list | length }}",
+        "{{ ('x' * 1000000) | min }}",
+        "{{ ('x ' * 500000).split() | length }}",
+        "{{ ('xy' * 500000).split('y') | length }}",
+        "{{ (messages[0].content * 500000) | length }}",  # each of the texts has a source of its own
     ],
 )  # fmt: skip
 def test_endless(source: str) -> None:
-    with pytest.raises(DataError, match=r"chat template chat\.jinja takes longer than 0\.3 s"):
+    with pytest.raises(DataError, match=r"chat template chat\.jinja takes more than 100,000 steps; "):
         render(source)
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        LOOP + "{{ messages[0].content * 1000 }}{% endfor %}",
-        "{% set x %}" + LOOP + "x" * 100 + "{% endfor %}{% endset %}",
         "{{ 'x' * 10**9 }}",
         "{{ ([0] * 10**9) | length }}",
         "{% set ns = namespace(x='xy') %}" + LOOP + "{% set ns.x = ns.x + ns.x %}{% endfor %}",
         "{% set ns = namespace(x='xy') %}" + LOOP + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
         "{% macro f(x) %}{{ f(x + x) }}{% endmacro %}{{ f('xy') }}",
-        "{{ 'x'.center(10**9) }}",
-        "{{ '\t'.expandtabs(10**9) }}",
         "{{ ('x' * 10000).replace('x', 'y' * 10000) }}",
+        "{{ ('x' * 10000).replace('', 'y' * 1000) }}",
         "{{ ('x' * 10000).join(['a'] * 10000) }}",
-        "{{ 'x\ny' | indent(10**9) }}",
+        "{{ range(1000) | join(d='x' * 999999) }}",
         "{{ '%(a)s%(a)s' | format(a='x' * 900000) }}",
         "{% set ns = namespace(x=['xy']) %}" + LOOP + "{% set ns.x = [ns.x[0] ~ ns.x[0]] %}{% endfor %}",
         "{% set ns = namespace(x=[1]) %}" + LOOP + "{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
+        "{% set ns = namespace() %}{% set ns.x = [ns, ns] %}{{ ns.x }}",
         "{% macro f(x) %}{{ f(x=x + x) }}{% endmacro %}{{ f(x='xy') }}",
         "{% set t = '{0:99999}' * 1000 %}{{ t.format(1) }}",
         "{% set t = '%99999d' * 1000 %}{{ t | format(*range(1000)) }}",
+        "{% set x0 = 'xx' %}" + doubled(40, "{% set X = Y ~ Y %}"),
+        "{% macro f(x0='xx'" + doubled(40, ", X=Y ~ Y") + ") %}{{ x40 }}{% endmacro %}{{ f() }}",
+        "{% for x0 in ['x' * 1000] %}" + doubled(18, "{% for X in [Y ~ Y] %}") + "{% endfor %}" * 19,
+        "{% set x0 = 'xx' %}{% autoescape true %}" + doubled(40, "{% set X = Y ~ Y %}") + "{% endautoescape %}",
+        "{{ ([[[[['a'] * 100] * 100] * 100] * 100] * 100) | string }}",
+        "{{ 'a'.encode() * 3000000000 }}",
+        "{{ (('a' * 100000).encode() * 100000) | length }}",
+        "{% set ns = namespace(b='a'.encode()) %}" + LOOP + "{% set ns.b = ns.b + ns.b %}{% endfor %}",
+        "{{ ('x' * 10000).translate({120: 'y' * 10000}) }}",
+        "{{ ('a\n' * 1000) | indent('x' * 10000) }}",
+        "{{ ('a ' * 10000) | wordwrap(1, wrapstring='x' * 1000) }}",
+        "{{ ('http://a ' * 1000) | urlize(rel='x' * 10000) }}",
+        "{{ ([[1] * 1000] * 10000) | sum(start=[]) }}",
+        "{{ ('x' * 10000) | truncate(100, end='y' * 999999) }}",
+        "{{ {'a': '<' * 900000} | xmlattr }}",
+        "{{ '\t'.expandtabs(999999) }}{{ '\t\t'.expandtabs(999999) }}",
+        "{% for x0 in [[1]] %}" + doubled(18, "{% for X in [[Y, Y]] %}") + "{{ x18 | pprint }}" + "{% endfor %}" * 19,
     ],
 )  # fmt: skip
 def test_too_much_text(source: str) -> None:
@@ -86,12 +163,44 @@ def test_too_much_text(source: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "source",
+    [
+        LOOP + "{{ 'Hi' * 1000 }}{% endfor %}",
+        "{% set x %}" + LOOP + "x" * 1000 + "{% endfor %}{% endset %}",
+        LOOP + "{% set x = ('x' * 1000)[1:] %}{% endfor %}",
+        LOOP + "{% set x = ('x' * 1000) | upper %}{% endfor %}",
+        LOOP + "{% set x = ('x' * 1000).title() %}{% endfor %}",
+        "{% autoescape true %}" + LOOP + "{{ 'x' * 1000 }}{% endfor %}{% endautoescape %}",
+    ],
+)
+def test_too_much_text_in_all(source: str) -> None:
+    with pytest.raises(DataError, match=r"chat template chat\.jinja writes more than 5,000,000 characters"):
+        render(source)
+
+
+@pytest.mark.parametrize(
     ("source", "complaint"),
     [
         ("{{ '%999999999d' % 1 }}", "formats text to a width"),
+        ("{{ '%0999999999d' % 1 }}", "formats text to a width"),
+        ("{{ '%*d' % (10**9, 1) }}", "formats text to a width"),
         ("{{ '{:>{}}'.format(1, 999999999) }}", "formats text to a width"),
+        ("{{ strftime_now('%999999d') }}", "formats text to a width"),
         ("{{ 9 ** 99999999 }}", "computes a number of too many digits"),
-        ("{{ messages | tojson(indent=10**9) }}", "indents JSON by more than 100 columns"),
+        ("{{ ('f' * 100000) | int(0, 16) }}", "computes a number of too many digits"),
+        ("{{ messages | tojson(indent=10**9) }}", "gives tojson a number or text above 100"),
+        ("{{ messages | tojson(indent='x' * 1000) }}", "gives tojson a number or text above 100"),
+        ("{{ messages | tojson(separators=('x' * 1000, 'y')) }}", "gives tojson a number or text above 100"),
+        ("{{ 1 | round(1000000000, 'ceil') }}", "gives round a number or text above 1,000"),
+        ("{{ [] | slice(10**12) | list }}", "gives slice a number or text above 1,000,000"),
+        ("{{ [1] | batch(10**9, 0) | list }}", "gives batch a number or text above 1,000,000"),
+        ("{{ 1 | center(3000000000) }}", "gives center a number or text above 1,000,000"),
+        ("{{ 'x'.center(10**9) }}", "gives center a number or text above 1,000,000"),
+        ("{{ '1'.zfill(10**10) }}", "gives zfill a number or text above 1,000,000"),
+        ("{{ '1'.ljust(10**10) }}", "gives ljust a number or text above 1,000,000"),
+        ("{{ '\t'.expandtabs(10**9) }}", "gives expandtabs a number or text above 1,000,000"),
+        ("{{ 'x\ny' | indent(10**9) }}", "gives indent a number or text above 1,000,000"),
+        ("{% set x = 1 %}{{ x.to_bytes(10**10, 'big') }}", "gives to_bytes a number or text above 1,000,000"),
     ],
 )
 def test_too_wide(source: str, complaint: str) -> None:
@@ -99,10 +208,48 @@ def test_too_wide(source: str, complaint: str) -> None:
         render(source)
 
 
-def test_a_budget_is_for_one_rendering() -> None:
+def test_a_source_that_is_too_long(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"chat template chat\.jinja has 5,000,000 characters; one of at most 1,000,000"
+    ):
+        render("x" * 5_000_000)
+    folder, file = make_folder(tmp_path / "model", None), tmp_path / "t.jinja"
+    file.write_text("x" * MAX_SOURCE + "y")
+    with pytest.raises(DataError, match=r"t\.jinja has 1,000,001 characters"):
+        load_tokenizer(config(tokenizer=str(folder), chat_template=str(file)))
+
+
+@pytest.mark.parametrize("source", ["{#" * 400_000, "{% raw %}" * 100_000, "{{ " + "(" * 400_000, "{% if 1 %}" * 9_000])
+def test_sources_that_are_hard_to_read(source: str) -> None:
+    template = ChatTemplate(source, "chat.jinja", {})
+    assert not template.has_markers
+    with pytest.raises(Refused, match=r"chat template chat\.jinja cannot be read: "):
+        template.render(CHAT)
+
+
+def test_a_reason_has_a_length() -> None:
+    with pytest.raises(Refused) as error:
+        render("{{ raise_exception('x' * 900000) }}")
+    assert len(str(error.value)) < 1_000
+
+
+def test_limits_are_for_one_rendering() -> None:
     """And may be used up."""
     template = ChatTemplate("{{ 'x' * 1000000 }}", "chat.jinja", {})
-    assert [len(template.render([], None)) for _ in range(3)] == [CHARACTERS] * 3
+    assert [len(template.render([]).text) for _ in range(3)] == [CHARACTERS] * 3
+
+
+def test_memory_that_runs_out_is_no_refusal() -> None:
+    """It depends on the machine, so it must not skip a row."""
+    template = ChatTemplate("{{ x }}", "chat.jinja", {})
+    sandbox, _ = template._compiled[0]
+
+    def none_left(characters: int = 0) -> bool:
+        raise MemoryError
+
+    sandbox.tick = none_left  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        template.render([])
 
 
 def test_what_templates_do() -> None:
@@ -112,31 +259,17 @@ def test_what_templates_do() -> None:
         {%- if m.role is string and m['role'] == 'user' and not m.none -%}{{ bos_token ~ ns.n ~ m.content | trim }}
         {%- else -%}{{ '%s|%s' % (m.role, m.content.split('l')[-1]) + ' ' * 2 }}{%- continue -%}{%- endif -%}
     {%- endfor -%}{{ {'é': messages[0]} | tojson }}{{ ', '.join(['a', 'b']) }}
-    {{- messages | map(attribute='role') | join }}"""
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    expected = '<s>1Hiassistant|o  {"é": {"role": "user", "content": "Hi"}}a, buserassistant'
-    assert render(source) == expected
+    {{- messages | map(attribute='role') | join }}{{ messages[1:][0].content[-2:][::-1] }}
+    {{- '=' * 3 ~ messages | length }}
+    {%- for m in messages[::-1] if m.content[:1] == 'H' recursive %}{{ loop.index ~ '/' ~ loop.length }}{% endfor %}"""
+    expected = '<s>1Hiassistant|o  {"é": {"role": "user", "content": "Hi"}}a, buserassistantol===21/22/2'
     assert _compile_jinja_template(source).render(messages=CHAT, bos_token="<s>") == expected
+    assert render(source) == expected
 
 
-def test_marks_inside_a_variable_are_refused() -> None:
-    """They stand where the block is written."""
-    plain = "{{ bos_token }}{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}"
-    template = ChatTemplate(plain, "chat.jinja", {"bos_token": "<s>"})
-    assert template.marked(CHAT, None) == ("<s>Hi;Hello;", [(3, 5), (6, 11)])
-    inside = "a{% set x %}b{% generation %}c{% endgeneration %}{% endset %}{{ x }}"
-    with pytest.raises(
-        DataError, match="inside a macro or a {% set %} block, where the position of its text is " "unknown"
-    ):
-        ChatTemplate(inside, "chat.jinja", {}).marked(CHAT, None)
-
-
-def test_messages_as_transformers_hands_them_over() -> None:
-    call = {"function": {"name": "f", "arguments": {"x": None}}}
-    assert prepared([{"role": "assistant", "content": None, "thinking": "so", "tool_calls": [call]}]) == [
-        {"role": "assistant", "thinking": "so", "reasoning_content": "so", "tool_calls": [call]}
-    ]
-    assert prepared([{"role": "user", "content": "x", "when": time.gmtime}]) == [
-        {"role": "user", "content": "x", "when": "<builtin_function_or_method>"}
-    ]
+def test_text_marked_safe() -> None:
+    """As in transformers, it escapes what is added to it; `autoescape` does so everywhere."""
+    source = (
+        "{{ ('<' | safe) ~ '<' ~ ('<' | safe + '<') }}{% autoescape true %}{{ '<' }}{{ '<' ~ 1 }}{% endautoescape %}"
+    )
+    assert render(source) == _compile_jinja_template(source).render()

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sft.config import DataConfig
+from sft.data import limited
 from sft.data.cache.omissions import RowOmission, row_omissions
 from sft.data.cache.row_report import LINE, Reject
 from sft.data.cache.truncation import NOTHING, excerpts
@@ -56,7 +57,7 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
     variables: set[str] = set()
     unwanted = []
     num_chats = 0
-    for number, content in rows:
+    for number, content in limited.rows(rows):
         try:
             value = parse(content)
             row = read_row(value)

@@ -28,7 +28,7 @@ from sft.data.cache.omissions import refusal
 from sft.data.cache.row_report import Reject
 from sft.data.cache.store import Store, open_store, publish, put_aside, write_store
 from sft.data.cache.tokenizer_notes import say_notes
-from sft.data.cache.workers import FileJob, PartResult, make_part, make_parts, part_path, part_ranges, read_part
+from sft.data.cache.workers import FileJob, PartResult, make_parts, part_path, part_ranges, read_part
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.read.rows import DataFile, index_rows, row_name
 from sft.errors import DataError
@@ -229,8 +229,9 @@ def _assemble(job: FileJob, results: Sequence[PartResult]) -> Store:
         if store is not None:
             shutil.rmtree(job.folder, ignore_errors=True)
             return store
-        for number in range(len(job.ranges)):
-            make_part(job, number)
+        with closing(make_parts([job], 1)) as made:
+            for _ in made:
+                pass
     raise DataError(
         f"{job.folder} was removed {_ATTEMPTS} times while its parts were merged.  Find the process that clears "
         "data.cache_dir."

@@ -4,19 +4,16 @@ Parts are cut by rows and bytes, whatever the number of processes.  A part is us
 first bad row in file order ends the work.  Each process reads rows from the file; it receives only the number of a part
 and returns a few counts.  `prepare.py` concatenates parts.
 
-Processes are spawned, not forked, because a process started by torchrun may hold threads and CUDA contexts.
+With a tokenizer from a folder, only processes with limits make parts (`limited.py`): its files are the work of others.
 """
 
 import hashlib
 import io
 import json
-import multiprocessing
 import os
-import threading
 import uuid
 from collections.abc import Generator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -24,12 +21,13 @@ from typing import NamedTuple
 import numpy as np
 
 from sft.config import DataConfig
+from sft.data import limited
 from sft.data.cache.encoder import EncodedRows, encode_rows
 from sft.data.cache.folders import Stamp, check_unchanged, work_folder
 from sft.data.cache.omissions import RowOmission
 from sft.data.cache.row_report import Reject
-from sft.data.chat.tokenizer import ChatTokenizer
-from sft.data.read.rows import DataFile, RowIndex, read_rows
+from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer, template_name
+from sft.data.read.rows import DataFile, RowIndex, read_rows, row_name
 from sft.errors import DataError
 
 # With small parts, a killed preparation loses only seconds of work, and all processes end at about the same time.  A
@@ -171,45 +169,48 @@ def _write_part(path: Path, encoded: EncodedRows) -> None:
 
 
 def make_parts(jobs: Sequence[FileJob], num_workers: int) -> Generator[tuple[FileJob, PartResult], None, None]:
-    """Makes all parts of all files, in order, in at most `num_workers` processes.  With one process or one part, the
-    calling process does the work."""
+    """Makes all parts of all files, in order, in at most `num_workers` processes.
+
+    The calling process does the work of one process only with the byte tokenizer.  Raises DataError if a process
+    reaches a limit or is killed: no row is left out for this reason.
+    """
     parts = [(i, number) for i, job in enumerate(jobs) for number in range(len(job.ranges))]
     num_workers = min(num_workers, len(parts))
-    if num_workers <= 1:
+    if num_workers <= 1 and all(isinstance(job.tokenizer, ByteTokenizer) for job in jobs):
         for i, number in parts:
             yield jobs[i], make_part(jobs[i], number)
         return
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start_worker, initargs=(list(jobs),))
     try:
-        futures = [pool.submit(_make_in_worker, i, number) for i, number in parts]
-        for (i, _), future in zip(parts, futures, strict=True):
-            yield jobs[i], future.result()
-    except BrokenProcessPool as error:
-        raise DataError(
-            "a tokenising process was killed, probably because memory ran out.  Finished parts are kept.  Use fewer "
-            f"processes than data.num_workers = {num_workers}."
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
+        with closing(limited.run(_make_in_child, parts, num_workers, (_keep_jobs, list(jobs)))) as results:
+            for (i, _), result in zip(parts, results, strict=True):
+                yield jobs[i], result
+    except limited.LimitReached as reached:
+        i, number = parts[reached.task]
+        raise DataError(_beyond(jobs[i], number, reached.why, num_workers)) from reached
 
 
-# Set once in each tokenising process, because sending the tokenizer with every part would take longer than the work.
+def _beyond(job: FileJob, number: int, why: str, num_workers: int) -> str:
+    first, stop = job.ranges[number]
+    numbers = job.index.numbers if job.index.numbers is not None else np.arange(1, job.index.num_rows + 1)
+    rows = f"{row_name(job.file, int(numbers[first]))} to {row_name(job.file, int(numbers[stop - 1]))}"
+    advice = f"  Use fewer processes than data.num_workers = {num_workers}." if num_workers > 1 else ""
+    if isinstance(job.tokenizer, ByteTokenizer) or job.tokenizer.chat_template is None:
+        template, further = "", ""
+    else:
+        template, further = f" with chat template {template_name(job.tokenizer)}", f"  {limited.ADVICE}"
+    return (
+        f"the process that tokenised the rows from {rows}{template} {why}.  Finished parts are kept, and no row was "
+        f"left out.{advice}{further}"
+    )
+
+
+# Set once in each child, because sending the tokenizer with every part would take longer than the work.
 _jobs: list[FileJob] = []
 
 
-def _start_worker(jobs: list[FileJob]) -> None:
+def _keep_jobs(jobs: list[FileJob]) -> None:
     _jobs[:] = jobs
-    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
-    """Ends this process with its parent.  Without a parent, it would wait for its next part forever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _make_in_worker(job_index: int, number: int) -> PartResult:
+def _make_in_child(job_index: int, number: int) -> PartResult:
     return make_part(_jobs[job_index], number)

@@ -1,32 +1,27 @@
 """Jinja as transformers runs it for chat templates, computing with texts that keep their sources, within limits.
 
-Decides which source the result of each operation of a template has, and how many steps and characters a template may
-use.  `Sandbox` is transformers' environment: the same sandbox (no access to Python internals, no changes of the input,
-ranges of at most 100,000), filters, functions and options.  Its compiler, `_Compiler`, writes calls of the methods here
-into the Python code that Jinja makes of a template.  They are no names of the template, so no template can call them.
+Decides which source the result of each operation of a template has.  What a template may do is counted where it does it
+(`limits.py`).  `Sandbox` is transformers' environment: the same sandbox (no access to Python internals, no changes of
+the input, ranges of at most 100,000), filters, functions and options.  Its compiler (`compiler.py`) writes calls of the
+methods here into the Python code that Jinja makes of a template.  They are no names of the template, so no template can
+call them.
 
     sources     Constants of the template, also inside expressions, get the source CONSTANT.  What a macro, a set block
                 or a call block collects keeps its sources, and so do `~`, tojson, join, safe and format.  The result of
                 any other filter or function without sources is Unknown, with the name of the operation.
     the writer  A loop over messages says which message is being written.
-    steps       Each turn of a loop, each test of a loop, each call and each filter is a step.
-    characters  Each text is counted where an operation makes it.  Results of * and %, and of methods and filters that
-                lengthen text (join, center, indent, ...), are checked before they are made.
-
-The limits are counts, so they are the same on every machine.  What one built-in operation does with data within the
-limits has none; `limits.py` is the backstop.
 """
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from functools import wraps
-from types import BuiltinMethodType, MappingProxyType, MethodType
+from types import BuiltinMethodType, MethodType
 from typing import Any
 
 from jinja2 import Template, nodes
-from jinja2.compiler import CodeGenerator, Frame
+from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
@@ -35,136 +30,32 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from markupsafe import Markup
 
+from sft.data.chat.compiler import Compiler
+from sft.data.chat.limits import Counts
 from sft.data.chat.sources import CONSTANT, MARKED, UNKNOWN, Field, Piece, Unknown
 from sft.data.chat.trace import Float, Int, Text, concatenated, joined, sourced, whole
-from sft.errors import DataError
 
-MAX_STEPS = 10_000_000  # a chat of 1,500 messages takes some 100,000
-MAX_CHARACTERS = 100_000_000  # of one text: about 25 million tokens; longer than any sample, and fits into memory
-MAX_MADE = 2_000_000_000  # of all texts that one rendering makes
-_MAX_BITS = 100_000  # largest size of an integer
-_MAX_NUMBER = 1_000_000  # largest number for methods and filters that lengthen text
-_ITEM = 8  # an item of a list or mapping counts as this many characters
 _OF_DICTS = frozenset(dir(dict))
-_OWN = frozenset(dir(Text)) | {"field"}  # attributes of our texts and numbers that Python's do not have
-_PYTHONS = MappingProxyType({Text: frozenset(dir(str)), Int: frozenset(dir(int)), Float: frozenset(dir(float))})
-# Methods of text and filters whose result can be much longer than their arguments.
-_LONGER = {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "wordwrap", "replace", "join", "format"}
-_NUMERIC = _LONGER | {"round", "slice", "batch", "tojson", "truncate", "encode", "filesizeformat"}
-# Filters that look at the items of a list, but not into them.
-_SHALLOW = frozenset(
-    "length count list first last map select reject selectattr rejectattr items dictsort batch slice reverse default d "
-    "sort unique min max sum groupby attr random".split()
-)
-_WIDE = re.compile(r"\d{6}|\*|\{[^{}]*\{")  # a width of six digits, or a width from an argument
+_OWN = frozenset(("pieces", "field", "of", "filled"))  # attributes of our texts and numbers alone
 _NAMES = "Sunday Monday Tuesday Wednesday Thursday Friday Saturday".split()
 _MONTHS = "January February March April May June July August September October November December".split()
 
 
-class TooMuch(DataError):
-    """The template would take too many steps or write too much."""
-
-
-class _Compiler(CodeGenerator):
-    """Jinja's compiler; constants become texts with a source, and what is written or named passes through Sandbox."""
-
-    environment: "Sandbox"
-
-    def _constant(self, value: str | int) -> str:
-        return f"environment.constants[{self.environment.constant(value)}]"
-
-    def visit_Const(self, node: nodes.Const, frame: Frame) -> None:
-        if isinstance(node.value, str | int) and not isinstance(node.value, bool):
-            self.write(self._constant(node.value))
-        else:
-            super().visit_Const(node, frame)
-
-    def visit_TemplateData(self, node: nodes.TemplateData, frame: Frame) -> None:
-        self.write(self._constant(node.data))
-
-    def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
-        raise nodes.Impossible()  # nothing is computed at compile time, where no limit holds
-
-    def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
-        escaping = frame.eval_ctx.volatile or frame.eval_ctx.autoescape
-        self.write("environment.write_escaped(context.eval_ctx, " if escaping else "environment.write(")
-
-    def _output_child_post(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
-        self.write(")")
-
-    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        if frame.eval_ctx.volatile or frame.eval_ctx.autoescape:
-            super().visit_Concat(node, frame)
-            return
-        self.write("environment.concatenate((")
-        for part in node.nodes:
-            self.visit(part, frame)
-            self.write(", ")
-        self.write("))")
-
-    def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:
-        self._call("environment.add", (node.left, node.right), frame)
-
-    def visit_Operand(self, node: nodes.Operand, frame: Frame) -> None:
-        if isinstance(node.expr, nodes.Const):  # what is only compared needs no source
-            self.write(f" {_OPERATORS[node.op]} {node.expr.value!r}")
-        else:
-            super().visit_Operand(node, frame)
-
-    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
-        if isinstance(node.arg, nodes.Const):
-            self.write("environment.getitem(")
-            self.visit(node.node, frame)
-            self.write(f", {node.arg.value!r})")
-        else:
-            super().visit_Getitem(node, frame)
-
-    def visit_MarkSafe(self, node: nodes.MarkSafe, frame: Frame) -> None:
-        """Jinja's parser never makes this node; `Sandbox.compiled` puts it around values that get a name."""
-        self._call("environment.named", (node.expr,), frame)
-
-    def visit_ExprStmt(self, node: nodes.ExprStmt, frame: Frame) -> None:
-        if isinstance(node.node, nodes.Tuple) and not node.node.items:  # `Sandbox.compiled` puts it into macros
-            self.writeline("environment.tick()")
-        elif isinstance(node.node, nodes.Name) and getattr(node, "begins_loop", False):
-            self.newline(node)
-            self._call("environment.enter", (node.node,), frame)
-        else:
-            super().visit_ExprStmt(node, frame)
-
-    def visit_For(self, node: nodes.For, frame: Frame) -> None:
-        outer = self.temporary_identifier()
-        self.writeline(f"{outer} = environment.message")
-        super().visit_For(node, frame)
-        self.writeline(f"environment.message = {outer}")
-
-    def _call(self, function: str, arguments: tuple[nodes.Expr, ...], frame: Frame) -> None:
-        self.write(f"{function}(")
-        for argument in arguments:
-            self.visit(argument, frame)
-            self.write(", ")
-        self.write(")")
-
-
-_OPERATORS = {"eq": "==", "ne": "!=", "gt": ">", "gteq": ">=", "lt": "<", "lteq": "<=", "in": "in", "notin": "not in"}
-
-
-class Sandbox(ImmutableSandboxedEnvironment):
+class Sandbox(Counts, ImmutableSandboxedEnvironment):
     """transformers' environment for chat templates.  `begin` resets the counts for a rendering.
 
     message     the index of the message that the template is writing; None outside of loops over messages
     containers  the source of each object and list of the chat, by its id
-    date        what strftime_now tells the template
+    date        the day that strftime_now gives the template
     """
 
     intercepted_binops = frozenset(["*", "**", "%"])
-    code_generator_class = _Compiler
+    code_generator_class = Compiler
 
     def __init__(self, date: str) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], optimized=False)
         self.date = datetime.fromisoformat(date)
         self.constants: list[Text | Int] = []
-        self.max_steps, self.max_characters, self.max_made = MAX_STEPS, MAX_CHARACTERS, MAX_MADE
         self._safe: dict[tuple[type, str], bool] = {}
         self.concat = self.collect  # type: ignore[method-assign]
         self._add_names()
@@ -180,7 +71,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """`source` compiled with counts and sources."""
         self.begin({}, {})
         tree = self.parse(source)
-        for loop in tree.find_all(nodes.For):
+        for loop in list(tree.find_all(nodes.For)):
+            loop.iter = nodes.MarkSafeIfAutoescape(loop.iter, lineno=loop.lineno)
             if loop.test is not None:
                 loop.test = nodes.And(nodes.EnvironmentAttribute("tick()"), loop.test, lineno=loop.lineno)
             if isinstance(loop.target, nodes.Name):
@@ -202,21 +94,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     # What compiled templates call
 
-    def tick(self, characters: int = 0) -> bool:
-        """Counts a step that makes a text of this many characters."""
-        self.steps += 1
-        self.made += characters
-        if self.steps > self.max_steps:
-            raise TooMuch(f"takes more than {self.max_steps:,} steps")
-        if characters > self.max_characters or self.made > self.max_made:
-            raise TooMuch(f"writes more than {min(self.max_characters, self.made):,} characters")
-        return True
-
-    def check(self, characters: int) -> None:
-        """Refuses a text of this many characters before it is made."""
-        if characters > self.max_characters:
-            raise TooMuch(f"writes more than {self.max_characters:,} characters")
-
     def enter(self, item: Any) -> None:
         """Begins a turn of a loop.  If `item` is a message, the template now writes this message."""
         self.tick()
@@ -232,7 +109,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def write_escaped(self, eval_context: Any, value: Any) -> str:
         """`write` where the template may have switched escaping on, whose results have no sources."""
-        return str(Markup.escape(value)) if eval_context.autoescape else self.write(value)
+        if not eval_context.autoescape:
+            return self.write(value)
+        text = Markup.escape(value if isinstance(value, str) else self.text_of(value))
+        self.tick(len(text))
+        return str(text)
 
     def collect(self, parts: Iterable[str]) -> Text:
         """What a macro, a set block or a call block collected, written for the message of now."""
@@ -253,12 +134,26 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if type(value) is Text:
             return self._written(value)
         if isinstance(value, list | tuple | dict | Namespace):
-            self.check(_extent(value, self.max_characters))
+            self.check_value(value)
         return value
+
+    def sliced(self, value: Any, part: slice) -> Any:
+        """value[start:stop:step]."""
+        result = value[part]
+        self.of_result(result)
+        return result
 
     def concatenate(self, parts: tuple[Any, ...]) -> Text:
         """The operator ~."""
         text = concatenated([part if type(part) is Text else self.text_of(part) for part in parts])
+        self.tick(len(text))
+        return text
+
+    def concatenate_escaped(self, eval_context: Any, parts: tuple[Any, ...]) -> str:
+        """The operator ~ where the template may have switched escaping on."""
+        if not eval_context.autoescape:
+            return self.concatenate(parts)
+        text = Markup("").join([part if isinstance(part, str) else self.text_of(part) for part in parts])
         self.tick(len(text))
         return text
 
@@ -272,9 +167,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.tick(len(value))
             return self._safe_sum(left, right, value)
         if isinstance(value, list | tuple):
-            self.check(_extent(value, self.max_characters))
+            self.check_value(value)
         elif isinstance(left, Int) and isinstance(right, Int) and left.field is right.field is CONSTANT:
             return Int.of(value, CONSTANT)  # a template that counts
+        self.of_result(value)
         return value
 
     # Sources
@@ -299,18 +195,19 @@ class Sandbox(ImmutableSandboxedEnvironment):
             return Text.of(str(value), value.field)
         if value is None or isinstance(value, bool):  # one of three words
             return Text.of(str(value), CONSTANT)
-        self.check(_extent(value, self.max_characters))
+        self.check_value(value)
         text = str(value)
         source = self.containers.get(id(value)) or Unknown(f"the text of {_kind(value)}")
         return Text.of(str.__str__(text), source)
 
     def _sourced(self, value: Any, operation: str) -> Any:
         """The result of a filter or function; one without sources gets the name of the operation."""
-        if type(value) is str or (isinstance(value, str) and not isinstance(value, Text | _Safe)):
-            if type(value) is str:
-                self.tick(len(value))
-                return Text.of(value, Unknown(operation))
-        return value
+        if type(value) is Text:
+            return value
+        if isinstance(value, Iterator):
+            return self.counted(value)
+        self.of_result(value)
+        return Text.of(value, Unknown(operation)) if type(value) is str else value
 
     def tojson(
         self,
@@ -321,7 +218,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         sort_keys: bool = False,
     ) -> str:
         """transformers' filter: JSON, in which the text of a value of the chat has the value's source."""
-        self.check(_extent(value, self.max_characters))
+        self.check_value(value)
         options: dict[str, Any] = {"ensure_ascii": ensure_ascii, "separators": separators, "sort_keys": sort_keys}
         plain = json.dumps(value, indent=indent, **options)
         source = self._source_of(value)
@@ -411,7 +308,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         that our texts and numbers have beside those of Python are hidden."""
         key = type(obj), attr
         if key not in self._safe:
-            hidden = attr in _OWN and attr not in _PYTHONS.get(type(obj), _OWN)
+            hidden = attr in _OWN and isinstance(obj, str | int | float)
             self._safe[key] = not hidden and super().is_safe_attribute(obj, attr, value)
         return self._safe[key]
 
@@ -426,7 +323,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
         @wraps(plain_format)
         def formatted(*args: Any, **kwargs: Any) -> str:
-            self._check_format(text, (*args, *kwargs.values()))
+            self.of_format(text, (*args, *kwargs.values()))
             plain = str.__str__(plain_format(*args, **kwargs))
             if value.__name__ == "format_map":
                 args, kwargs = (), dict(*args)
@@ -439,34 +336,28 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Checks the operators whose result can be much larger than their operands."""
+        self.of_operator(operator, left, right)
         if operator == "%" and isinstance(left, str):
             values = right if isinstance(right, tuple) else (right,)
-            self._check_format(left, values)
             right = tuple(self.text_of(v) if isinstance(v, int) and not isinstance(v, bool) else v for v in values)
             right = values if any("%" in left and c in left for c in ("%d", "%i", "%f", "%g", "%x")) else right
-        elif isinstance(left, int) and isinstance(right, int):
-            size = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
-            if size > _MAX_BITS:
-                raise TooMuch("computes a number of too many digits")
-        elif operator == "*":
-            for sequence, times in ((left, right), (right, left)):
-                if isinstance(sequence, str | bytes | bytearray | list | tuple) and isinstance(times, int):
-                    self.check(
-                        (len(sequence) if isinstance(sequence, str) else _extent(sequence, self.max_characters)) * times
-                    )
         return self._sourced(super().call_binop(context, operator, left, right), f"the operator {operator}")
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Checks a call of a method or function by the template."""
         self.tick()
         owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
-        if isinstance(owner, str | bytes):
-            args = self._check_method(name, owner, args, kwargs)
+        if isinstance(owner, str | bytes | int | type):
+            args = self.of_method(name, owner, args, (*args, *kwargs.values()))
         elif type(obj) is not Macro:
             for value in (*args, *kwargs.values()):
                 self.named(value)
         result = super().call(context, obj, *args, **kwargs)
-        return result if type(result) is Text else self._sourced(result, name or "a call")
+        if type(result) is not Text:
+            return self._sourced(result, name or "a call")
+        if isinstance(owner, str):
+            self.made += len(result)  # the next step compares it
+        return result
 
     def guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a filter: counts it, refuses arguments that would make too much text, and keeps sources."""
@@ -474,49 +365,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
         @wraps(function)
         def guard(*args: Any, **kwargs: Any) -> Any:
-            self.tick()
-            subject, others = args[first] if len(args) > first else None, args[first + 1 :]
-            if name in _NUMERIC:
-                self._check_numbers((*others, *kwargs.values()))
-                text = subject if isinstance(subject, str) else ""
-                self._check_longer(name, text, (*others, *kwargs.values()))
-            if name not in _SHALLOW and not isinstance(subject, str | int | float | None):
-                self.check(_extent(subject, self.max_characters))
+            subject = args[first] if len(args) > first else None
+            self.of_filter(name, subject, (*args[first + 1 :], *kwargs.values()))
             return self._sourced(function(*args, **kwargs), f"the filter {name}")
 
         return guard
-
-    def _check_method(self, name: str, text: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        if name == "join" and args:
-            parts = list(args[0])
-            self.check(sum(len(part) + len(text) for part in parts if isinstance(part, str)))
-            return (parts, *args[1:])
-        if name in _NUMERIC:
-            self._check_numbers((*args, *kwargs.values()))
-            self._check_longer(name, text, (*args, *kwargs.values()))
-        return args
-
-    def _check_numbers(self, values: tuple[Any, ...]) -> None:
-        if any(isinstance(value, int) and abs(value) > _MAX_NUMBER for value in values):
-            raise TooMuch(f"gives a filter or method a number above {_MAX_NUMBER:,}")
-
-    def _check_longer(self, name: str, text: str, values: tuple[Any, ...]) -> None:
-        largest = max([1, *(len(v) if isinstance(v, str) else v for v in values if isinstance(v, str | int))])
-        if name == "replace":
-            self.check(len(text) + text.count(str(values[0]) if values else "") * largest)
-        elif name in ("indent", "wordwrap", "expandtabs"):
-            self.check(len(text) + (text.count("\n") + text.count("\t") + len(text) // 2 + 1) * largest)
-        elif name == "format":
-            self._check_format(text, values)
-        elif name == "tojson" and any(isinstance(value, int) and value > 100 for value in values):
-            raise TooMuch("indents JSON by more than 100 columns")
-
-    def _check_format(self, template: str, args: tuple[Any, ...]) -> None:
-        if _WIDE.search(template):
-            raise TooMuch("formats text to a width that is not written in up to five digits")
-        longest = max((_extent(arg, self.max_characters) for arg in args), default=0)
-        widest = max(map(int, re.findall(r"\d+", template)), default=0)
-        self.check(len(template) + (template.count("%") + template.count("{")) * max(longest, widest))
 
     def _strftime_now(self, format: str) -> Text:
         """The date of the run, with English names in every locale."""
@@ -528,21 +381,21 @@ class Sandbox(ImmutableSandboxedEnvironment):
             "%h": _MONTHS[date.month - 1][:3],
             "%B": _MONTHS[date.month - 1],
         }
-        self._check_format(format, ())
+        self.of_format(format, ())
         text = re.sub(r"%[aAbBh]", lambda match: names[match[0]], str.__str__(format))
         return Text.of(date.strftime(text), CONSTANT)
 
     def _add_names(self) -> None:
-        """Adds the filters, functions and tests of transformers' environment, which templates use."""
-        from transformers.utils.chat_template_utils import _compile_jinja_template
-
-        environment = _compile_jinja_template("").environment
-        self.globals.update(environment.globals, strftime_now=self._strftime_now)
+        """The filters and functions of transformers' environment.  transformers itself takes a second to import."""
+        self.globals.update(strftime_now=self._strftime_now, raise_exception=_raise_exception)
         del self.globals["lipsum"]  # writes random text of any length
         ours = {"tojson": self.tojson, "safe": self.safe, "join": self.join, "indent": self.indent}
-        filters = {**environment.filters, **ours, "string": self.text_of}
+        filters = {**self.filters, **ours, "string": self.text_of}
         self.filters.update({name: self.guarded(name, function) for name, function in filters.items()})
-        self.tests.update(environment.tests)
+
+
+def _raise_exception(message: Any) -> None:
+    raise TemplateError(message)
 
 
 class _Safe(Markup):
@@ -588,22 +441,3 @@ def _escaped(text: Text, plain: str) -> Text:
 
 def _kind(value: Any) -> str:
     return "a computed number" if isinstance(value, int | float) else f"a {type(value).__name__}"
-
-
-def _extent(value: Any, most: int) -> int:
-    """Characters of all texts within a value at any depth, plus 8 for each item of another type.  Counting stops above
-    `most`, since a list may contain another list many times."""
-    total, left = 0, [value]
-    while left and total <= most:
-        item = left.pop()
-        if isinstance(item, str):
-            total += len(item)
-            continue
-        total += _ITEM
-        if isinstance(item, list | tuple):
-            left += item
-        elif isinstance(item, dict):
-            left += item.values()
-        elif isinstance(item, Namespace):
-            left += item._Namespace__attrs.values()  # Namespace has no public access
-    return total

@@ -12,17 +12,20 @@ from typing import Any
 
 from jinja2 import Template, meta
 
+from sft.data import limited
+from sft.data.chat.limits import TooMuch
 from sft.data.chat.rendering import Inputs, Rendering, collected, trace_inputs
-from sft.data.chat.sandbox import Sandbox, TooMuch
+from sft.data.chat.sandbox import Sandbox
 from sft.data.chat.sources import CONSTANT
 from sft.data.chat.trace import Text
-from sft.data.rows.messages import Message, Tools
+from sft.data.rows.messages import Message, Tools, shortened
 from sft.errors import DataError
 
 # Variables that every template gets.  Others come from special tokens, data.chat_template_kwargs and rows.
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
 DATE = "2026-01-01"  # the default of data.date
-_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+MAX_SOURCE = 1_000_000  # characters; the largest template of a released model has some 30,000
+_MOST_REASON = 500  # characters of an error of a template
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -44,6 +47,13 @@ class ChatTemplate:
     with_tools: str | None = None
     date: str = DATE
 
+    def __post_init__(self) -> None:
+        if (length := max(map(len, self.sources))) > MAX_SOURCE:
+            raise DataError(
+                f"chat template {self.name} has {length:,} characters; one of at most {MAX_SOURCE:,} can be used, and "
+                "released models have 30,000 at most.  Give another with data.chat_template."
+            )
+
     @property
     def sources(self) -> tuple[str, ...]:
         """The template, and the one for chats with tools if it is another one."""
@@ -57,7 +67,7 @@ class ChatTemplate:
     @property
     def code(self) -> str:
         """The sources without comments."""
-        return _COMMENT.sub("", "\n".join(self.sources))
+        return _without_comments("\n".join(self.sources))
 
     @property
     def asks_for_date(self) -> bool:
@@ -67,11 +77,7 @@ class ChatTemplate:
     @cached_property
     def variables(self) -> frozenset[str]:
         """Names that the template reads and does not define itself: messages, tools, enable_thinking, ..."""
-        names: set[str] = set()
-        for sandbox, _ in self._compiled:
-            for source in self.sources:
-                names |= meta.find_undeclared_variables(sandbox.parse(source)) - sandbox.globals.keys()
-        return frozenset(names)
+        return limited.call(f"chat template {self.name}", _names_read, self)
 
     @property
     def free_switches(self) -> list[str]:
@@ -112,11 +118,10 @@ class ChatTemplate:
             return collected(template.root_render_func(context), lambda: sandbox.message)
         except TooMuch as error:
             raise DataError(f"chat template {self.name} {error}; a chat template does not need this.") from error
+        except MemoryError:  # depends on the machine, so it says nothing about the chat
+            raise
         except Exception as error:  # the template is the user's code and may raise anything
-            reason = str(error).strip().splitlines()
-            raise Refused(
-                f"chat template {self.name} refused the chat: {reason[0] if reason else type(error).__name__}"
-            ) from error
+            raise Refused(f"chat template {self.name} refused the chat: {_reason(error)}") from error
 
     @cached_property
     def _of_run(self) -> dict[str, Any]:
@@ -133,12 +138,34 @@ class ChatTemplate:
                 compiled.append((sandbox, sandbox.compiled(source)))
             except TooMuch as error:
                 raise DataError(f"chat template {self.name} {error}; a chat template does not need this.") from error
+            except MemoryError:
+                raise
             except Exception as error:
-                reason = str(error).strip().splitlines()
-                raise Refused(f"chat template {self.name} cannot be read: {reason[0] if reason else error}") from error
+                raise Refused(f"chat template {self.name} cannot be read: {_reason(error)}") from error
         return compiled
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A process that receives the template compiles it again.
         fields = (self.source, self.name, self.special_tokens, self.switches, self.with_tools, self.date)
         return ChatTemplate, fields
+
+
+def _names_read(template: ChatTemplate) -> frozenset[str]:
+    names: set[str] = set()
+    for sandbox, _ in template._compiled:
+        for source in template.sources:
+            names |= meta.find_undeclared_variables(sandbox.parse(source)) - sandbox.globals.keys()
+    return frozenset(names)
+
+
+def _without_comments(source: str) -> str:
+    parts, at = [], 0
+    while (start := source.find("{#", at)) >= 0 and (end := source.find("#}", start + 2)) >= 0:
+        parts.append(source[at:start])
+        at = end + 2
+    return "".join([*parts, source[at:]])
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return shortened(lines[0], _MOST_REASON) if lines else type(error).__name__

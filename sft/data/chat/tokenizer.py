@@ -4,7 +4,8 @@ Decides the files of both, the padding id, the true number of ids, the tokens ar
 is part of cache keys.  `template.py` renders chats, and `habits.py` learns what a template does.
 
 There are two kinds: the built-in byte tokenizer, which needs no file, and any Hugging Face tokenizer folder.  No code
-of a folder runs.  A sandbox with a budget renders the folder's template (`sandbox.py`).
+of a folder runs.  A sandbox with limits renders the folder's template (`sandbox.py`), and so that it cannot take the
+process along, only a child with limits does (`sft/data/limited.py`).
 """
 
 import hashlib
@@ -15,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from sft.config import DataConfig
+from sft.data import limited
 from sft.data.chat.habits import Habits, Vocabulary, final_end, learn, small_chat
 from sft.data.chat.reading import Reading
-from sft.data.chat.template import ChatTemplate
+from sft.data.chat.template import MAX_SOURCE, ChatTemplate
 from sft.data.tokenizer.byte_tokenizer import ByteTokenizer
 from sft.data.tokenizer.files import TokenizerFiles, read_tokenizer, template_for
 from sft.data.tokenizer.text_tokenizer import TextTokenizer
@@ -54,7 +56,8 @@ class FolderTokenizer(TextTokenizer):
         added, special = frozenset(self.files.added_ids), frozenset(self.files.special_ids)
         eos = self.control_names.get(-1 if self.eos_id is None else self.eos_id)
         ends = tuple(end for end in self.files.generation_ends if end in self.ids)
-        return learn(self.template, Vocabulary(self.control, added, special, ends, eos))
+        vocabulary = Vocabulary(self.control, added, special, ends, eos)
+        return limited.call(f"chat template {self.template.name}", learn, self.template, vocabulary)
 
     @property
     def end_of_turn(self) -> str | None:
@@ -180,7 +183,8 @@ def _choose_template(files: TokenizerFiles, name: str, data: DataConfig) -> Chat
     with_tools = template_for(files, has_tools=True)
     if template_file is not None:
         try:
-            source, template_name = Path(template_file).read_text(encoding="utf-8"), template_file
+            with open(template_file, encoding="utf-8") as file:
+                source, template_name = file.read(MAX_SOURCE + 1), template_file
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"chat template data.chat_template = {template_file} cannot be read: {error}.") from error
         with_tools = source

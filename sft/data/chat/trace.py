@@ -136,6 +136,9 @@ class Text(_Cut):
 
     def __mul__(self, times: SupportsIndex) -> "Text":
         value = str.__mul__(self, times)
+        if is_constant(self):  # one piece, however often
+            source, _, _, _, writer = self.pieces[0]
+            return Text(value, (Piece(source, 0, len(value), len(value), writer),) if value else ())
         return Text(value, self.pieces * times.__index__())
 
     __rmul__ = __mul__
@@ -235,6 +238,11 @@ def sourced(value: str, pieces: Pieces) -> Text:
 def whole(source: Source, length: int) -> Pieces:
     """A text of one source."""
     return (tuple.__new__(Piece, (source, 0, length, length, None)),) if length else ()
+
+
+def is_constant(text: Text) -> bool:
+    """Whether the text is one constant of the template."""
+    return len(text.pieces) == 1 and isinstance(text.pieces[0].source, Constant)
 
 
 def pieces_of(text: str) -> Pieces:

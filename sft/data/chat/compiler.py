@@ -1,0 +1,109 @@
+"""Compiles a chat template to Python code that counts, and that keeps the sources of texts.
+
+Decides where the code calls the methods of `Sandbox`: for constants, what is written, sums, slices, loops and values
+that get a name.  What these methods do is in `sandbox.py`.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
+
+if TYPE_CHECKING:
+    from sft.data.chat.sandbox import Sandbox
+
+_OPERATORS = {"eq": "==", "ne": "!=", "gt": ">", "gteq": ">=", "lt": "<", "lteq": "<=", "in": "in", "notin": "not in"}
+
+
+class Compiler(CodeGenerator):
+    """Jinja's compiler; constants become texts with a source, and what is written or named passes through Sandbox."""
+
+    environment: "Sandbox"
+
+    def _constant(self, value: str | int) -> str:
+        return f"environment.constants[{self.environment.constant(value)}]"
+
+    def visit_Const(self, node: nodes.Const, frame: Frame) -> None:
+        if isinstance(node.value, str | int) and not isinstance(node.value, bool):
+            self.write(self._constant(node.value))
+        else:
+            super().visit_Const(node, frame)
+
+    def visit_TemplateData(self, node: nodes.TemplateData, frame: Frame) -> None:
+        self.write(self._constant(node.data))
+
+    def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
+        raise nodes.Impossible()  # nothing is computed at compile time, where no limit holds
+
+    def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+        escaping = frame.eval_ctx.volatile or frame.eval_ctx.autoescape
+        self.write("environment.write_escaped(context.eval_ctx, " if escaping else "environment.write(")
+
+    def _output_child_post(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+        self.write(")")
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        escaping = frame.eval_ctx.volatile or frame.eval_ctx.autoescape
+        self.write("environment.concatenate_escaped(context.eval_ctx, (" if escaping else "environment.concatenate((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+    def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:
+        self._call("environment.add", (node.left, node.right), frame)
+
+    def visit_Operand(self, node: nodes.Operand, frame: Frame) -> None:
+        if isinstance(node.expr, nodes.Const):  # what is only compared needs no source
+            self.write(f" {_OPERATORS[node.op]} {node.expr.value!r}")
+        else:
+            super().visit_Operand(node, frame)
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+        if isinstance(node.arg, nodes.Const):
+            self.write("environment.getitem(")
+            self.visit(node.node, frame)
+            self.write(f", {node.arg.value!r})")
+        elif isinstance(node.arg, nodes.Slice):
+            self.write("environment.sliced(")
+            self.visit(node.node, frame)
+            self.write(", slice(")
+            for part in (node.arg.start, node.arg.stop, node.arg.step):
+                if part is None:
+                    self.write("None")
+                else:
+                    self.visit(part, frame)
+                self.write(", ")
+            self.write("))")
+        else:
+            super().visit_Getitem(node, frame)
+
+    def visit_MarkSafe(self, node: nodes.MarkSafe, frame: Frame) -> None:
+        """Jinja's parser never makes this node; `Sandbox.compiled` puts it around values that get a name."""
+        self._call("environment.named", (node.expr,), frame)
+
+    def visit_MarkSafeIfAutoescape(self, node: nodes.MarkSafeIfAutoescape, frame: Frame) -> None:
+        """Nor this one; `Sandbox.compiled` puts it around what loops go over."""
+        self._call("environment.of_loop", (node.expr,), frame)
+
+    def visit_ExprStmt(self, node: nodes.ExprStmt, frame: Frame) -> None:
+        if isinstance(node.node, nodes.Tuple) and not node.node.items:  # `Sandbox.compiled` puts it into macros
+            self.writeline("environment.tick()")
+        elif isinstance(node.node, nodes.Name) and getattr(node, "begins_loop", False):
+            self.newline(node)
+            self._call("environment.enter", (node.node,), frame)
+        else:
+            super().visit_ExprStmt(node, frame)
+
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:
+        outer = self.temporary_identifier()
+        self.writeline(f"{outer} = environment.message")
+        super().visit_For(node, frame)
+        self.writeline(f"environment.message = {outer}")
+
+    def _call(self, function: str, arguments: tuple[nodes.Expr, ...], frame: Frame) -> None:
+        self.write(f"{function}(")
+        for argument in arguments:
+            self.visit(argument, frame)
+            self.write(", ")
+        self.write(")")

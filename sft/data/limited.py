@@ -1,0 +1,274 @@
+"""Runs work on files of strangers in child processes whose limits the kernel enforces.
+
+A chat template or a tokenizer runs C code that no check in the same process interrupts.  So processor time and memory
+of such work are limited by the kernel, in a process that may die: no alarm and no clock of ours is involved.
+
+    processor time  RLIMIT_CPU, moved forward before each row.  Time in which the process stands still does not count.
+    memory          RLIMIT_DATA, moved forward with the bytes of the rows.  It counts what a process writes to, not what
+                    it maps: RLIMIT_AS would count files, and what allocators and threads only reserve.
+    result          its pickled size; the parent does not read more
+
+Decides how a child that reaches a limit is distinguished from one that was killed, and what the parent says of it.
+`LimitReached` is no DataError: it ends a preparation whatever data.on_bad_row is.
+
+Children are forked from a server that is started as a program of its own, because a process of torchrun may hold
+threads and CUDA contexts.  It takes half a second once; a child then takes some hundredths.
+"""
+
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Generator, Iterable, Iterator
+from multiprocessing import connection, forkserver
+from typing import Any, NamedTuple, TypeVar
+
+from sft.errors import DataError
+
+ROW_SECONDS = 60  # of processor time for a row; 700,000 tokens take 2
+BYTES_PER_SECOND = 500_000  # a row gets a further second for each; a long row takes a third of it
+MEMORY = 8 << 30  # of a child, beyond what it had when its part began
+MEMORY_PER_BYTE = 128  # further memory for each byte of the rows: a tokenizer takes some 40
+LARGEST_RESULT = 64 << 20
+_PRELOADED = ["sft.data.cache.workers", "sft.hf.served_template"]
+_T = TypeVar("_T")
+_children = [False]  # [whether this process is such a child]
+
+
+class LimitReached(Exception):
+    """A child reached a limit or was killed at a task.  `why` goes on a sentence about the process."""
+
+    def __init__(self, why: str, task: int = 0) -> None:
+        super().__init__(why, task)
+        self.why, self.task = why, task
+
+
+class _Outcome(NamedTuple):
+    """What a child sends: a result, or an error."""
+
+    result: Any = None
+    error: BaseException | None = None
+    limit: str | None = None
+
+
+def call(subject: str, function: Callable[..., _T], *arguments: Any) -> _T:
+    """function(*arguments) in a child, for work with a chat template.  In a child, a plain call.
+
+    subject  begins the sentence about a limit: "chat template of org/model"
+    Raises DataError beyond a limit, and each error of the function.
+    """
+    if is_child():
+        return function(*arguments)
+    try:
+        [result] = run(_limited_call, [(function, arguments)], 1)
+        return result
+    except LimitReached as reached:
+        raise DataError(f"{subject} cannot be used: the process that tried it {reached.why}.  {ADVICE}") from None
+
+
+ADVICE = (
+    "Look for an operation on a huge number or text in the chat template, or give another template with "
+    "data.chat_template."
+)
+
+
+def _limited_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    return next(function(*arguments) for _ in rows([(0, b"")]))
+
+
+def is_child() -> bool:
+    """Whether this process has limits, so that it may do such work itself."""
+    return _children[0]
+
+
+def rows(numbered: Iterable[tuple[int, _T]]) -> Iterator[tuple[int, _T]]:
+    """The rows of a part.  While the caller works on one, the limits of this process hold; outside of a child, none."""
+    if not is_child():
+        yield from numbered
+        return
+    memory, num_bytes = _data_bytes() + MEMORY, 0
+    for number, content in numbered:
+        size = _size(content)
+        num_bytes += size
+        _set(resource.RLIMIT_DATA, memory + MEMORY_PER_BYTE * num_bytes)
+        _set(resource.RLIMIT_CPU, int(time.process_time()) + 1 + ROW_SECONDS + size // BYTES_PER_SECOND)
+        try:
+            yield number, content
+        finally:
+            _set(resource.RLIMIT_CPU, resource.RLIM_INFINITY)
+            _set(resource.RLIMIT_DATA, resource.RLIM_INFINITY)
+
+
+def _size(content: object) -> int:
+    """About how many bytes a row has."""
+    total, left = 0, [content]
+    while left:
+        item = left.pop()
+        if isinstance(item, str | bytes):
+            total += len(item)
+        elif isinstance(item, dict):
+            left += item.values()
+        elif isinstance(item, list):
+            total += 8 * len(item)
+            left += () if item and isinstance(item[0], int | float) else item  # a row of token ids may be long
+    return total
+
+
+def _set(limit: int, value: int) -> None:
+    """Moves a soft limit, at most to the hard one."""
+    hard = resource.getrlimit(limit)[1]
+    infinite = resource.RLIM_INFINITY
+    resource.setrlimit(limit, (hard if value == infinite or infinite != hard < value else value, hard))
+
+
+def _data_bytes() -> int:
+    """What RLIMIT_DATA counts of this process."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[5]) * resource.getpagesize()
+    except OSError:  # not on Linux
+        return 0
+
+
+def run(
+    function: Callable[..., _T], tasks: Iterable[tuple[Any, ...]], num_children: int, start: tuple[Any, ...] = ()
+) -> Generator[_T, None, None]:
+    """function(*task) for each task, in order, in children.
+
+    start  a function and its arguments: what each child does first
+    Raises LimitReached with the number of the task during which a child died, and each error of the function.
+    """
+    tasks = list(tasks)
+    children = [_Child(function, start) for _ in range(min(num_children, len(tasks)))]
+    outcomes: dict[int, _Outcome] = {}
+    try:
+        num_given = len(children)
+        for child, task in zip(children, range(num_given)):
+            child.give(task, tasks[task])
+        for number in range(len(tasks)):
+            while number not in outcomes:
+                for child in _that_are_ready(children):
+                    outcomes[child.task] = child.outcome()
+                    child.task = -1
+                    if num_given < len(tasks):
+                        child.give(num_given, tasks[num_given])
+                        num_given += 1
+            outcome = outcomes.pop(number)
+            if outcome.limit is not None:
+                raise LimitReached(outcome.limit, number)
+            if outcome.error is not None:
+                raise outcome.error
+            yield outcome.result
+    finally:
+        for child in children:
+            child.end()
+
+
+class _Child:
+    """A child and the pipe to it.  `task` is the number of the task that it has; -1: none."""
+
+    def __init__(self, function: Callable[..., Any], start: tuple[Any, ...]) -> None:
+        context = _context()
+        self.pipe, far_end = context.Pipe()
+        self.process = context.Process(target=_serve, args=(far_end, function, start), daemon=True)
+        self.process.start()
+        far_end.close()
+        self.task = -1
+
+    def give(self, number: int, task: tuple[Any, ...]) -> None:
+        self.task = number
+        try:
+            self.pipe.send(task)
+        except OSError:  # the child is dead; `outcome` says so
+            pass
+
+    def outcome(self) -> _Outcome:
+        """The outcome of its task.  A dead child has one, too: the reason."""
+        try:
+            outcome: _Outcome = pickle.loads(self.pipe.recv_bytes(LARGEST_RESULT))
+            return outcome
+        except (EOFError, OSError):
+            self.process.join()
+            return _Outcome(limit=_why(self.process.exitcode or 0))
+
+    def end(self) -> None:
+        """Ends the child, also in the midst of a task."""
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def _that_are_ready(children: list[_Child]) -> list[_Child]:
+    busy = {child.pipe: child for child in children if child.task >= 0}
+    return [busy[pipe] for pipe in connection.wait(list(busy)) if isinstance(pipe, connection.Connection)]
+
+
+def _why(code: int) -> str:
+    if code == -signal.SIGXCPU:
+        return f"took more than {ROW_SECONDS:,} s of processor time"
+    if code == -signal.SIGKILL:
+        return "was killed (signal 9), probably because memory ran out"
+    if code == -signal.SIGABRT:
+        return f"was aborted by native code, as it does at the limit of {MEMORY >> 30:,} GiB of memory"
+    return f"ended its process with exit code {code}"
+
+
+def _context() -> Any:
+    """A server from which children are forked, or without one (its socket needs a short TMPDIR), plain processes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    try:
+        forkserver.ensure_running()
+    except OSError:
+        return multiprocessing.get_context("spawn")
+    return context
+
+
+def _serve(pipe: connection.Connection, function: Callable[..., Any], start: tuple[Any, ...]) -> None:
+    """The life of a child: a task, its outcome, and so on, until the parent ends it."""
+    _children[0] = True
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends this one
+    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+    _set(resource.RLIMIT_CORE, 0)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    failed = _outcome(start[0], start[1:]) if start else _Outcome()
+    while True:
+        try:
+            task = pipe.recv()
+        except EOFError:
+            return
+        outcome = _outcome(function, task) if failed == _Outcome() else failed
+        content = _pickled(outcome)
+        if len(content) > LARGEST_RESULT:
+            content = _pickled(_Outcome(limit=f"gave a result of more than {LARGEST_RESULT >> 20:,} MiB"))
+        pipe.send_bytes(content)
+
+
+def _outcome(function: Callable[..., Any], arguments: tuple[Any, ...]) -> _Outcome:
+    try:
+        return _Outcome(result=function(*arguments))
+    except MemoryError:
+        return _Outcome(limit=f"needed more than {MEMORY >> 30:,} GiB of memory")
+    except BaseException as error:
+        if not isinstance(error, DataError):
+            error.add_note(f"In a child process:\n{traceback.format_exc()}")
+        return _Outcome(error=error)
+
+
+def _pickled(outcome: _Outcome) -> bytes:
+    try:
+        return pickle.dumps(outcome)
+    except Exception:  # a panic of Rust has no pickle
+        return pickle.dumps(_Outcome(error=RuntimeError(f"{outcome.error or type(outcome.result)!r}")))
+
+
+def _end_with_parent() -> None:
+    """Ends this process with its parent, also in the midst of a task."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

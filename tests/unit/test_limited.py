@@ -1,0 +1,157 @@
+"""What no count of the sandbox sees is ended by limits of the kernel, and loses no row."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from sft.data import limited
+from sft.data.cache import workers
+from sft.data.chat.template import ChatTemplate
+from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
+from sft.errors import DataError
+from tests.unit.corpora import corpus_of, write
+from tests.unit.fixtures.folder import config, make_folder
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Compares two lists of 2**200 items, which are one list of 100.
+COMPARES = (
+    "{% macro f(n, x, y) %}{% if n %}{{ f(n - 1, [x, x], [y, y]) }}{% elif x == y %}{% endif %}{% endmacro %}"
+    "{{ f(100, [1], [1]) }}"
+)
+ROW = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+EVIL = {"messages": [{"role": "user", "content": "evil"}, {"role": "assistant", "content": "Hello"}]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("tokenizer"), CHATML)
+
+
+@pytest.fixture
+def few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child of this process has a second of processor time for a row, and 256 MiB."""
+    monkeypatch.setattr(limited, "run", _with(limited.run, _small_limits))
+
+
+def _with(run: Callable[..., Any], first: Callable[..., None]) -> Callable[..., Any]:
+    def starts(function: Any, tasks: Any, num_children: int, start: tuple[Any, ...] = ()) -> Any:
+        return run(function, tasks, num_children, (first, *start))
+
+    return starts
+
+
+def _small_limits(function: Callable[..., Any] | None = None, *arguments: Any) -> None:
+    limited.ROW_SECONDS, limited.MEMORY = 1, 1 << 28
+    if function is not None:
+        function(*arguments)
+
+
+def prepared(tmp_path: Path, folder: Path, template: str, *rows: Any, **settings: Any) -> Any:
+    file = tmp_path / "t.jinja"
+    file.write_text(template)
+    path = write(tmp_path / "a.jsonl", *rows)
+    return corpus_of(path, cache=tmp_path / "cache", tokenizer=str(folder), chat_template=str(file), **settings)
+
+
+@pytest.mark.usefixtures("few_seconds")
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_processor_time(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int) -> None:
+    """The preparation ends; no row is skipped."""
+    monkeypatch.setattr(workers, "ROWS_PER_PART", 4)
+    template = "{% if messages[0].content == 'evil' %}" + COMPARES + "{% endif %}" + CHATML
+    rows = [ROW] * 5 + [EVIL] + [ROW] * 20
+    with pytest.raises(DataError) as error:
+        prepared(tmp_path, folder, template, *rows, on_bad_row="skip", num_workers=num_workers)
+    assert f"rows from {tmp_path}/a.jsonl:5 to {tmp_path}/a.jsonl:8 with chat template {tmp_path}/t.jinja" in str(
+        error.value
+    )
+    assert "of processor time.  Finished parts are kept, and no row was left out." in str(error.value)
+    assert str(error.value).endswith("give another template with data.chat_template.")
+
+
+@pytest.mark.usefixtures("few_seconds")
+def test_memory(tmp_path: Path, folder: Path) -> None:
+    template = "{% if messages[0].content == 'evil' %}{% set x = ('é' * 90000000) ~ '→' %}{% endif %}" + CHATML
+    with pytest.raises(DataError, match="of memory.  Finished parts are kept, and no row was left out"):
+        prepared(tmp_path, folder, template, *[ROW] * 5, EVIL, on_bad_row="skip")
+
+
+@pytest.mark.usefixtures("few_seconds")
+def test_what_is_learnt_of_a_template(folder: Path, tmp_path: Path) -> None:
+    """In this process, which loads templates for a report or an export."""
+    (tmp_path / "t.jinja").write_text(COMPARES + CHATML)
+    tokenizer = load_tokenizer(config(tokenizer=str(folder), chat_template=str(tmp_path / "t.jinja")))
+    assert isinstance(tokenizer, FolderTokenizer)
+    with pytest.raises(DataError, match="t.jinja cannot be used: the process that tried it took more than "):
+        tokenizer.habits  # noqa: B018
+    assert "messages" in ChatTemplate(CHATML, "t", {}).variables
+
+
+def _twice(value: Any) -> Any:
+    return value * 2
+
+
+def test_a_result_has_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert limited.call("x", _twice, 21) == 42
+    with pytest.raises(
+        DataError, match="x cannot be used: the process that tried it gave a result of more than 64 MiB"
+    ):
+        limited.call("x", _twice, b"x" * (40 << 20))
+
+
+def _stands_still(seconds: float) -> int:
+    """Stops itself; another process lets it go on."""
+    limited.ROW_SECONDS = 1
+    for _ in limited.rows([(1, b"")]):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return 7
+
+
+def test_a_process_that_stands_still() -> None:
+    """Only processor time counts."""
+    over = threading.Event()
+
+    def let_go() -> None:
+        while not over.wait(2.5):  # longer than the second that the row may take
+            for child in psutil.Process().children(recursive=True):
+                if child.status() == psutil.STATUS_STOPPED:
+                    child.send_signal(signal.SIGCONT)
+
+    thread = threading.Thread(target=let_go)
+    thread.start()
+    try:
+        assert list(limited.run(_stands_still, [(1.0,)], 1)) == [7]
+    finally:
+        over.set()
+        thread.join()
+
+
+def _fails(number: int) -> int:
+    if number == 2:
+        raise DataError("two")
+    time.sleep(0.05 * (3 - number))
+    return number
+
+
+def test_results_are_in_order_until_an_error() -> None:
+    results = limited.run(_fails, [(i,) for i in range(5)], 3)
+    assert [next(results), next(results)] == [0, 1]
+    with pytest.raises(DataError, match="two"):
+        next(results)
+
+
+def test_same_bytes_with_any_number_of_processes(tmp_path: Path, folder: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(workers, "ROWS_PER_PART", 4)
+    one = prepared(tmp_path, folder, CHATML, *[ROW] * 9, num_workers=1).digest
+    (tmp_path / "cache").rename(tmp_path / "first")
+    assert prepared(tmp_path, folder, CHATML, *[ROW] * 9, num_workers=2).digest == one

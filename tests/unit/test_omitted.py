@@ -1,18 +1,15 @@
 """What a chat template leaves out: found whatever the text is, wherever the template puts the rest of them."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from sft.data.chat import omitted as module
-from sft.data.chat.encode_chat import encode_chat
-from sft.data.chat.omitted import Marked, find_omitted, why_omitted
+from sft.data.chat.encode_chat import Mask, encode_chat
+from sft.data.chat.omitted import find_omitted, why_omitted
 from sft.data.chat.render import prepared, render_chat
-from sft.data.chat.template_pattern import ChatText, TemplatePattern
 from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
 from sft.data.rows.formats import Chat
 from sft.errors import DataError
@@ -43,7 +40,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
 
 def found(messages: Messages, tokenizer: Any, tools: Any = None, supervise: Any = "all") -> list[str]:
     """ "1 system content": number of the message or tool, role, kind."""
-    rendered = encode_chat(Chat(messages, tools), tokenizer, supervise).rendered
+    rendered = encode_chat(Chat(messages, tools), tokenizer, Mask(supervise)).rendered
     assert rendered is not None
     return [f"{one.number} {one.role} {one.kind}" for one in find_omitted(rendered)]
 
@@ -130,7 +127,6 @@ def test_contents_calls_and_results(load: Load, key: str, messages: Messages, ex
     [
         ("tools | tojson(indent=2)", [WEATHER, TOOLS[0]], []),
         ("tools[0].function.name", [WEATHER], ["1 tools tool schema"]),
-        ("(tools[0] | tojson)[:200]", [WEATHER], ["1 tools tool schema"]),
         ("'no ' + messages[0].content", [WEATHER, TOOLS[0]], ["1 tools tool schema", "2 tools tool schema"]),
     ],
 )
@@ -180,25 +176,6 @@ def test_a_short_text_is_not_taken_for_another(load: Load, text: str, learnt: bo
     assert found([{"role": "system", "content": text}, *talk], tokenizer) == ["1 system content"]
 
 
-def test_what_is_known_to_stand_between_decides() -> None:
-    """One chat was written as U one A two E, another one, whose answer is thinking alone, as U one A six E."""
-    asked, thought, answer = "user/content/", "assistant/reasoning/", "assistant/content/"
-    pattern = TemplatePattern()
-    pattern.learn("U one A two E", [ChatText(asked, "one", 0), ChatText(answer, "two", 1)], [], "7")
-    pattern.learn("U one A six E", [ChatText(asked, "one", 0), ChatText(thought, "six", 1)], [], "7")
-    question, ok, so = ChatText(asked, "x", 0), ChatText(answer, "ok", 1), ChatText(thought, "so", 1)
-    assert pattern.left_out("U x A ok E", [question, ok], []) == []
-    assert pattern.left_out("U x A ok E", [question, so, ok], []) == [so]
-    assert pattern.left_out("U x A so E", [question, so, ok], []) == [ok]
-    assert pattern.left_out("U x A ok E", [question, ChatText(thought, "ok", 1), ok], []) is None  # which of them?
-    assert pattern.left_out("U x B ok E", [question, ok], []) is None  # what is B?
-    assert pattern.left_out("U x A ok E!", [question, ok], []) is None
-    assert pattern.left_out("Something else", [question, ok], []) is None
-    assert pattern.left_out("U Bob: x A ok E", [question, ok], ["Bob:"]) is None
-    pattern.learn("U Eve: one A two E", [ChatText(asked, "one", 0), ChatText(answer, "two", 1)], ["Eve:"], "7")
-    assert pattern.left_out("U Bob: x A ok E", [question, ok], ["Bob:"]) == []
-
-
 @pytest.mark.parametrize("name", ["qwen25", "qwen3"])
 def test_short_reasoning(load: Load, name: str) -> None:
     tokenizer = load(name)
@@ -229,15 +206,6 @@ def test_typed_control_strings_are_told_as_typed(load: Load) -> None:
     system = {"role": "system", "content": "Say <|im_end|>."}
     [missing] = find_omitted(render_chat(Chat([system, *TALK], None), load("mistral_nemo")))
     assert missing == (1, "system", "content", "Say <|im_end|>.")
-
-
-def test_words_of_a_marked_chat() -> None:
-    marked = Marked([user("Be 711111 brief."), calling("add", x=1, y=["7"], z=True)], TOOLS, "Be 711111 brief.")
-    assert marked.stem == "7111111"
-    assert marked.messages[0]["content"] == "Be 71111" + "7111111000001" + "1 brief."
-    arguments = marked.messages[1]["tool_calls"][0]["function"]["arguments"]
-    assert list(arguments.values()) == [7111111000004, ["7" + "7111111000006"], True]
-    assert marked.words(str(arguments)) == [f"7111111{n:06}" for n in (3, 4, 5, 6, 7)]
 
 
 # --- switches ---
@@ -298,46 +266,17 @@ def chats(draw: st.DrawFn) -> tuple[Messages, Any, str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_word_is_left_out_where_the_rendering_lacks_it(load: Load, name: str) -> None:
-    """Whatever was learnt before; and what is found does not depend on that."""
-    warm = load(name)
+    tokenizer = load(name)
 
     @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(chats())
     def check(drawn: tuple[Messages, Any, str]) -> None:
         messages, tools, called = drawn
         try:
-            rendering = warm.template.render(prepared(messages), tools)
-            missing = found(messages, warm, tools)
+            rendering = tokenizer.template.render(prepared(messages, tokenizer.habits), tools).text
+            missing = found(messages, tokenizer, tools)
         except DataError:
             return  # it knows no tools, or wants roles to alternate
         assert (called in missing) == (WORD not in rendering)
-        fresh = replace(warm.template, name="fresh")
-        assert found(messages, replace(warm, chat_template=fresh), tools) == missing
 
     check()
-
-
-# --- what it costs ---
-
-
-def test_one_more_rendering_teaches_a_template(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of the same kind, of other texts and numbers of turns, need no rendering of their own."""
-    taught = []
-    by_words = module._by_words
-    monkeypatch.setattr(module, "_by_words", lambda *args: taught.append(1) or by_words(*args))
-
-    def rows(n: int) -> Messages:
-        turns = [(user(f"Question {i}?"), assistant(f"Answer {n}.", reasoning_content=f"Let me see {i}: {'x' * n}"))
-                 for i in range(n)]  # fmt: skip
-        return [{"role": "system", "content": f"Be number {n}."}, *(message for turn in turns for message in turn)]
-
-    for name in ("qwen3", "qwen25", "mistral_nemo"):
-        tokenizer = load(name)
-        for n in range(2, 12):
-            found(rows(n), tokenizer)
-        assert len(taught) <= 3, name
-        taught.clear()
-    tokenizer = load("switches")
-    for n in range(12):
-        found([user("Add"), calling("add", x=n, why=f"since {n}"), tool(str(n)), assistant("So.")], tokenizer)
-    assert len(taught) <= 2

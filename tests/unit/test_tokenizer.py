@@ -91,10 +91,10 @@ CALLS = (
             "",
         ),
         ("mistral_tools", ("</s>", "</s>"), ("</s>", "<|endoftext|>"), ("[TOOL_CALLS]",), "", " "),
-        ("phi3", ("<|end|>", None), ("<|end|>", "<|endoftext|>"), (), "<|assistant|>\n", ""),
+        ("phi3", ("<|end|>", "<|end|>"), ("<|end|>", "<|endoftext|>"), (), "<|assistant|>\n", ""),
         (
             "deepseek_r1",
-            ("<｜end▁of▁sentence｜>", None),
+            ("<｜end▁of▁sentence｜>",) * 2,
             ("<｜end▁of▁sentence｜>", "<|endoftext|>"),
             (),
             "<｜Assistant｜><think>\n",

@@ -320,7 +320,8 @@ CENTER = "the filter center hides where text comes from"
         ),
         # The assistant is quoted outside of its turn, by text that no loop over messages writes.
         (
-            "{{ messages[1].content[3:] }}<|im_end|>{{ messages[0].content }}<|im_end|>{{ messages[1].content[:3] }}<|im_end|>",
+            "{{ messages[1].content[3:] }}<|im_end|>{{ messages[0].content }}<|im_end|>{{ messages[1].content[:3] }}"
+            "<|im_end|>",
             "its text is written in several places, outside a loop over messages",
         ),
         # Nothing of the assistant is written.
@@ -364,7 +365,7 @@ def test_a_call_that_is_left_out_is_reported_though_the_content_names_it(
 
 
 def test_a_mask_does_not_depend_on_other_chats(tmp_path: Path) -> None:
-    """A word in the system message decides whether the prompt closes thinking.  Processes tokenise rows in any order."""
+    """A word of the first message decides whether the prompt closes thinking.  Processes take rows in any order."""
     jinja = (
         "{% set empty = '<think>\n\n</think>\n\n' if '/no_think' in messages[0].content else '' %}"
         + for_messages(MESSAGE, "{{ '<|im_start|>assistant\n' + empty + m.content }}<|im_end|>")

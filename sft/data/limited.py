@@ -20,10 +20,12 @@ import os
 import pickle
 import resource
 import signal
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from multiprocessing import connection, forkserver
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,6 +38,7 @@ MEMORY_PER_BYTE = 128  # further memory for each byte of the rows: a tokenizer t
 LARGEST_RESULT = 64 << 20
 _PRELOADED = ["sft.data.cache.workers", "sft.hf.served_template"]
 _T = TypeVar("_T")
+_hiding = threading.Lock()
 _children = [False]  # [whether this process is such a child]
 
 
@@ -175,7 +178,8 @@ class _Child:
         context = _context()
         self.pipe, far_end = context.Pipe()
         self.process = context.Process(target=_serve, args=(far_end, function, start), daemon=True)
-        self.process.start()
+        with _without_main():
+            self.process.start()
         far_end.close()
         self.task = -1
 
@@ -200,6 +204,22 @@ class _Child:
         self.process.kill()
         self.process.join()
         self.pipe.close()
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Hides the program of this process from its children, which need none of it: they would run a script without a
+    guard once more, and cannot read one that came through a pipe."""
+    main = sys.modules["__main__"]
+    with _hiding:
+        spec, file = main.__spec__, main.__dict__.pop("__file__", None)
+        main.__spec__ = None
+        try:
+            yield
+        finally:
+            main.__spec__ = spec
+            if file is not None:
+                main.__file__ = file
 
 
 def _that_are_ready(children: list[_Child]) -> list[_Child]:

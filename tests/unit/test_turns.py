@@ -389,4 +389,4 @@ def test_prompts_are_rendered_once_for_each_state(tokenizers: Tokenizers, monkey
     monkeypatch.setattr(type(tokenizer.template), "rendered", counted)
     messages = [message for i in range(50) for message in (user(f"q{i}"), assistant(f"a{i}"))] + CALLING
     assert len(runs(chat_of(messages), tokenizer)) == 52
-    assert asked.count(False) == 1 and asked.count(True) == 2
+    assert asked.count(False) == 1 and asked.count(True) <= 2

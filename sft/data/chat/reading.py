@@ -163,10 +163,12 @@ def is_in(run: Run, others: Sequence[Run]) -> bool:
 
 
 def after_header_end(between: str, shown: str, control: re.Pattern[str]) -> int:
-    """The position after the last two control tokens of a prompt, which may show instructions before them."""
-    last = [match.start() for match in control.finditer(shown)][-2:]
-    end = shown[last[0] :] if last else ""
-    return between.rindex(end) + len(end) if end.strip() and end in between else 0
+    """The position after the last two control tokens of a prompt, or after the last one.  A prompt may show instructions
+    before them."""
+    for last in [match.start() for match in control.finditer(shown)][-2:]:
+        if shown[last:].strip() and (at := between.rfind(shown[last:])) >= 0:
+            return at + len(shown) - last
+    return 0
 
 
 def after_header(text: str, length: int, header: str, control: re.Pattern[str]) -> int:

@@ -2,8 +2,8 @@
 
 Decides the form of arguments, of thinking and of empty contents, by what small chats showed (`habits.py`): never by
 trying again after an error.  The prompts that show where inference begins are rendered once for each state that changes
-them (the role of the last message, tools, variables), of small chats.  If a chat has other text at this place, its own
-prompt is rendered, once for each state.  So no mask depends on other chats.
+them: of small chats, if no message can change the header, and otherwise of each chat.  So no mask depends on the order
+of chats.
 """
 
 from typing import Any, NamedTuple
@@ -34,9 +34,10 @@ class RenderedChat(NamedTuple):
         start, end  what the template wrote there in this chat.  A remembered text that differs from it is made again.
         """
         last, known, chat = self.chat.messages[num_messages - 1], self.prompts, self.chat
-        usual = self.tokenizer.usual_prompt(last["role"], chat.variables, has_tools=chat.tools is not None)
-        if usual is not None and self.reading.text.startswith(usual, start):
-            return usual
+        if self.tokenizer.template.has_fixed_prompt:
+            usual = self.tokenizer.usual_prompt(last["role"], chat.variables, has_tools=chat.tools is not None)
+            if usual is not None and self.reading.text.startswith(usual, start):
+                return usual
         state = (last["role"], bool(last.get("tool_calls")))
         shown = known.get(state)
         if shown is not None and self.reading.text.startswith(shown, start):

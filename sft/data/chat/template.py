@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from jinja2 import Template, meta
+from jinja2 import Template, meta, nodes
 
 from sft.data import limited
 from sft.data.chat.limits import TooMuch
@@ -78,6 +78,20 @@ class ChatTemplate:
     def variables(self) -> frozenset[str]:
         """Names that the template reads and does not define itself: messages, tools, enable_thinking, ..."""
         return limited.call(f"chat template {self.name}", _names_read, self)
+
+    @cached_property
+    def has_fixed_prompt(self) -> bool:
+        """Whether the header that asks for an answer depends on no message: whether add_generation_prompt is only asked
+        by itself, and what depends on it reads only constants, tokens and variables of the run or row."""
+        fixed = self.variables - {"messages", "tools", "documents"}
+        for source in self.sources:
+            tree = self._compiled[0][0].parse(source)
+            asked = [name for name in tree.find_all(nodes.Name) if name.name == "add_generation_prompt"]
+            blocks = [block for block in tree.find_all(nodes.If) if block.test in asked]
+            names = {name.name for block in blocks for part in block.body for name in part.find_all(nodes.Name)}
+            if len(asked) != len(blocks) or not names <= fixed:
+                return False
+        return True
 
     @property
     def free_switches(self) -> list[str]:

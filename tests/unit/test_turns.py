@@ -150,18 +150,11 @@ def test_two_answers_in_a_row(tokenizers: Tokenizers, name: str, expected: list[
     assert runs(chat_of(IN_A_ROW), tokenizers(name)) == expected
 
 
-def test_an_answer_that_nothing_ends_before_another_one_is_refused(tokenizers: Tokenizers) -> None:
+def test_an_answer_that_nothing_ends_before_another_one_has_no_end(tokenizers: Tokenizers) -> None:
     """GLM: <|assistant|> ends no turn, since the model must not write it."""
-    with pytest.raises(DataError) as error:
-        runs(chat_of(IN_A_ROW), tokenizers("glm4_moe"))
-    assert str(error.value).endswith(
-        "glm4_moe0: the assistant's turn of message 2 cannot be located: no token ends it.  Tokens that end a turn of "
-        'this template: <|user|>, <|endoftext|>, <|observation|>.  The template writes "r|>\\nHi<|assistant|>\\n'
-        "<think></think>\\nOne.<|assistant|>\\n<think></think>\\nTwo.<|user|>\\nAnd?<|assistant|>\\n"
-        '<think></think>\\nThr".  '
-        'The content is "One.".  Give a template that writes each turn as one text (data.chat_template).'
-    )
-    assert runs(chat_of(IN_A_ROW), tokenizers("glm4_moe"), "last") == ["<think></think>\nThree.<|user|>"]
+    think = "\n<think></think>\n"
+    expected = [f"{think}One.", f"{think}Two.<|user|>", f"{think}Three.<|user|>"]
+    assert runs(chat_of(IN_A_ROW), tokenizers("glm4_moe")) == expected
 
 
 # --- the end of the last turn ---

@@ -18,8 +18,8 @@ from typing import Any
 
 from jinja2 import nodes
 
-from sft.data.chat.template import DATE, ChatTemplate
 from sft.data.rows.messages import Message, Tools
+from sft.data.template.chat_template import DATE, ChatTemplate
 from sft.errors import DataError
 
 _CLOCK = "strftime_now"

@@ -15,9 +15,9 @@ from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
 from sft.data.chat.encode_chat import Encoding, Mask, encode_chat
-from sft.data.chat.template import DATE
 from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
 from sft.data.rows.formats import Chat, read_row
+from sft.data.template.chat_template import DATE
 from tests.unit.fixtures.folder import config
 from tests.unit.fixtures.model_folder import Tokens, write_folder
 from tests.unit.released_chats import CHATS, for_transformers, tools_of

@@ -13,8 +13,8 @@ import pytest
 
 from sft.data import limited
 from sft.data.cache import workers
-from sft.data.chat.template import ChatTemplate
 from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
+from sft.data.template.chat_template import ChatTemplate
 from sft.errors import DataError
 from tests.unit.corpora import corpus_of, write
 from tests.unit.fixtures.folder import config, make_folder

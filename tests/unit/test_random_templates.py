@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from sft.data.chat.encode_chat import Encoding, Mask, encode_chat
-from sft.data.chat.template import ChatTemplate
 from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
 from sft.data.rows.formats import Chat, read_row
+from sft.data.template.chat_template import ChatTemplate
 from sft.errors import DataError
 from tests.unit.fixtures.folder import config
 from tests.unit.fixtures.model_folder import Tokens, pieces_of, write_folder

@@ -7,9 +7,9 @@ import pytest
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from sft.data.chat import limits
-from sft.data.chat.sandbox import Sandbox
-from sft.data.chat.template import DATE, MAX_SOURCE, ChatTemplate, Refused
 from sft.data.chat.tokenizer import load_tokenizer
+from sft.data.template.chat_template import DATE, MAX_SOURCE, ChatTemplate, Refused
+from sft.data.template.sandbox import Sandbox
 from sft.errors import DataError
 from tests.unit.fixtures.folder import config, make_folder
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from sft.data.chat.template import ChatTemplate
+from sft.data.template.chat_template import ChatTemplate
 from sft.hf import served_template
 from sft.hf.served_template import default_line, for_servers, literal
 from tests.unit.fixtures.folder import TEMPLATES, template

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sft.data.chat.sources import CONSTANT, UNKNOWN, Field, Piece, Unknown
-from sft.data.chat.trace import Text, concatenated, pieces_of
+from sft.data.template.sources import CONSTANT, UNKNOWN, Field, Piece, Unknown
+from sft.data.template.trace import Text, concatenated, pieces_of
 
 # Each source has letters of its own, so the letters of a result show where it came from; all share spaces and a comma.
 SHARED = " \n,"

@@ -152,7 +152,7 @@ def test_two_answers_in_a_row(tokenizers: Tokenizers, name: str, expected: list[
 
 def test_an_answer_that_nothing_ends_before_another_one_has_no_end(tokenizers: Tokenizers) -> None:
     """GLM: <|assistant|> ends no turn, since the model must not write it."""
-    think = "\n<think></think>\n"
+    think = "<think></think>\n"
     expected = [f"{think}One.", f"{think}Two.<|user|>", f"{think}Three.<|user|>"]
     assert runs(chat_of(IN_A_ROW), tokenizers("glm4_moe")) == expected
 

@@ -17,9 +17,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from sft.data.chat.reading import Reading, after_header, after_header_end, is_in, shared_length
-from sft.data.chat.sources import Field
-from sft.data.chat.template import ChatTemplate, Refused
 from sft.data.rows.messages import Message
+from sft.data.template.chat_template import ChatTemplate, Refused
+from sft.data.template.sources import Field
 
 _SYSTEM: Message = {"role": "system", "content": "INSTRUCTION"}
 _USER: Message = {"role": "user", "content": "QUESTION"}

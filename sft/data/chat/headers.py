@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from sft.data.chat.habits import Habits
 from sft.data.chat.reading import Reading, after_header, after_header_end, common_length
-from sft.data.chat.rendering import Run
-from sft.data.chat.sources import MARKED, Field
 from sft.data.rows.messages import THINKING, Message
+from sft.data.template.rendering import Run
+from sft.data.template.sources import MARKED, Field
 
 # number of messages, start and end of the text after them -> the text after them in a prompt for the next message
 Prompt = Callable[[int, int, int], str | None]

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from sft.data.chat.reading import Reading
 from sft.data.chat.render import RenderedChat
-from sft.data.chat.rendering import DOCUMENTS, TOOLS, VARIABLES
-from sft.data.chat.sources import Field
-from sft.data.chat.template import Refused
 from sft.data.rows.messages import THINKING
+from sft.data.template.chat_template import Refused
+from sft.data.template.rendering import DOCUMENTS, TOOLS, VARIABLES
+from sft.data.template.sources import Field
 from sft.errors import DataError
 
 _KEYS = {"reasoning": THINKING, "tool call": ("tool_calls",), "tool schema": ("tools",), "document": ("documents",)}

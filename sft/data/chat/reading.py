@@ -9,8 +9,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import cached_property
 
-from sft.data.chat.rendering import Rendering, Run, is_of_template
-from sft.data.chat.sources import Field, Source, Unknown
+from sft.data.template.rendering import Rendering, Run, is_of_template
+from sft.data.template.sources import Field, Source, Unknown
 
 # Keys of an assistant's message whose texts the assistant did not write: the header's, and results of Gemma's calls.
 _HEADER = frozenset({"role", "name"})
@@ -163,8 +163,7 @@ def is_in(run: Run, others: Sequence[Run]) -> bool:
 
 
 def after_header_end(between: str, shown: str, control: re.Pattern[str]) -> int:
-    """The position after the last two control tokens of a prompt, or after the last one.  A prompt may show instructions
-    before them."""
+    """The position after the last two control tokens of a prompt, or the last one: it may show instructions first."""
     for last in [match.start() for match in control.finditer(shown)][-2:]:
         if shown[last:].strip() and (at := between.rfind(shown[last:])) >= 0:
             return at + len(shown) - last

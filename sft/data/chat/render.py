@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from sft.data.chat.habits import Habits
 from sft.data.chat.reading import Reading
-from sft.data.chat.rendering import Inputs, trace_inputs
-from sft.data.chat.template import Refused
 from sft.data.chat.tokenizer import FolderTokenizer
 from sft.data.rows.formats import Chat
 from sft.data.rows.messages import Message, with_arguments, with_reasoning_keys
+from sft.data.template.chat_template import Refused
+from sft.data.template.rendering import Inputs, trace_inputs
 
 
 class RenderedChat(NamedTuple):

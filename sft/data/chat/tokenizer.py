@@ -1,7 +1,7 @@
 """Loads the tokenizer and the chat template of a run.
 
 Decides the files of both, the padding id, the true number of ids, the tokens around a plain text, and the digest that
-is part of cache keys.  `template.py` renders chats, and `habits.py` learns what a template does.
+is part of cache keys.  `chat_template.py` renders chats, and `habits.py` learns what a template does.
 
 There are two kinds: the built-in byte tokenizer, which needs no file, and any Hugging Face tokenizer folder.  No code
 of a folder runs.  A sandbox with limits renders the folder's template (`sandbox.py`), and so that it cannot take the
@@ -19,7 +19,7 @@ from sft.config import DataConfig
 from sft.data import limited
 from sft.data.chat.habits import Habits, Vocabulary, final_end, learn, small_chat
 from sft.data.chat.reading import Reading
-from sft.data.chat.template import MAX_SOURCE, ChatTemplate
+from sft.data.template.chat_template import MAX_SOURCE, ChatTemplate
 from sft.data.tokenizer.byte_tokenizer import ByteTokenizer
 from sft.data.tokenizer.files import TokenizerFiles, read_tokenizer, template_for
 from sft.data.tokenizer.text_tokenizer import TextTokenizer

@@ -19,11 +19,11 @@ from typing import NamedTuple
 import numpy as np
 
 from sft.data.chat.reading import Reading
-from sft.data.chat.rendering import is_of_template
-from sft.data.chat.sources import CONSTANT, Field, Unknown
 from sft.data.chat.tokenizer import FolderTokenizer
 from sft.data.chat.turns import Turn
 from sft.data.rows.messages import quoted
+from sft.data.template.rendering import is_of_template
+from sft.data.template.sources import CONSTANT, Field, Unknown
 from sft.data.tokenizer.encoded import Encoded
 from sft.errors import DataError
 

@@ -22,10 +22,10 @@ from typing import NamedTuple
 from sft.data.chat.habits import Habits
 from sft.data.chat.headers import Prompt, Start, start_of
 from sft.data.chat.reading import Reading, is_in, is_text
-from sft.data.chat.rendering import Run
-from sft.data.chat.sources import Field, Unknown
-from sft.data.chat.template import ChatTemplate
 from sft.data.rows.messages import THINKING, Message, quoted
+from sft.data.template.chat_template import ChatTemplate
+from sft.data.template.rendering import Run
+from sft.data.template.sources import Field, Unknown
 from sft.errors import DataError
 
 _TAGS = re.compile(r"<think>")

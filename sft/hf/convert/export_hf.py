@@ -146,8 +146,7 @@ def _write_model(
         if merging:
             merged_adapters.write(temporary, merging.holds)
         write_model_card(temporary, path, common, original)
-        if original.served is not None:
-            served_files.check_tokenizer(temporary, str(path))
+        served_files.check_tokenizer(temporary, str(path), original.served)
         finish(temporary, files)
     changed = ", ".join(_changed(original_content, config))
     count = f"{len(tensors) - len(unchanged):,} tensors trained{' or merged' if merging else ''}, "

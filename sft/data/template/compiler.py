@@ -10,7 +10,7 @@ from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
 
 if TYPE_CHECKING:
-    from sft.data.chat.sandbox import Sandbox
+    from sft.data.template.sandbox import Sandbox
 
 _OPERATORS = {"eq": "==", "ne": "!=", "gt": ">", "gteq": ">=", "lt": "<", "lteq": "<=", "in": "in", "notin": "not in"}
 

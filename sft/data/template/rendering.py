@@ -1,15 +1,15 @@
 """Renders a chat with a chat template, and says for each character of the text where it comes from.
 
 Decides what a template gets: the messages as transformers passes them, with a source for each text, number, key, object
-and list (`trace.py`).  `template.py` decides the variables, `turns.py` reads the sources.
+and list (`trace.py`).  `chat_template.py` decides the variables, `turns.py` reads the sources.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from sft.data.chat.sources import CONSTANT, Constant, Field, Source
-from sft.data.chat.trace import Float, Int, Text, pieces_of
 from sft.data.rows.messages import THINKING, Message, Tools
+from sft.data.template.sources import CONSTANT, Constant, Field, Source
+from sft.data.template.trace import Float, Int, Text, pieces_of
 
 TOOLS, DOCUMENTS, VARIABLES = "tools", "documents", "variables"  # roles of fields that belong to no message
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from jinja2.utils import Namespace
 
-from sft.data.chat.trace import Text, is_constant
+from sft.data.template.trace import Text, is_constant
 from sft.errors import DataError
 
 MAX_STEPS = 10_000_000  # a chat of 1,500 messages takes some 100,000

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self, SupportsIndex
 
-from sft.data.chat.sources import UNKNOWN, Constant, Field, Piece, Pieces, Source
+from sft.data.template.sources import UNKNOWN, Constant, Field, Piece, Pieces, Source
 
 _FORMAT = re.compile(r"%(?:%|s|d)")
 _BRACES = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*|\d*)\}")

@@ -13,12 +13,12 @@ from typing import Any
 from jinja2 import Template, meta, nodes
 
 from sft.data import limited
-from sft.data.chat.limits import TooMuch
-from sft.data.chat.rendering import Inputs, Rendering, collected, trace_inputs
-from sft.data.chat.sandbox import Sandbox
-from sft.data.chat.sources import CONSTANT
-from sft.data.chat.trace import Text
 from sft.data.rows.messages import Message, Tools, shortened
+from sft.data.template.limits import TooMuch
+from sft.data.template.rendering import Inputs, Rendering, collected, trace_inputs
+from sft.data.template.sandbox import Sandbox
+from sft.data.template.sources import CONSTANT
+from sft.data.template.trace import Text
 from sft.errors import DataError
 
 # Variables that every template gets.  Others come from special tokens, data.chat_template_kwargs and rows.

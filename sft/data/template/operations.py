@@ -1,0 +1,165 @@
+"""What a compiled template calls where it writes, names, joins or adds values: each result keeps its sources.
+
+Decides which source the text of a value has, and which message it is written for.  `compiler.py` writes the calls into
+templates; `filters.py` has filters and functions.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jinja2.utils import Namespace
+from markupsafe import Markup
+
+from sft.data.template.limits import Counts
+from sft.data.template.sources import CONSTANT, UNKNOWN, Field, Piece, Unknown
+from sft.data.template.trace import Float, Int, Text, concatenated, sourced, whole
+
+
+class Operations(Counts):
+    """The operations of one template.  `begin` resets the counts for a rendering.
+
+    constants   the constants of the template
+    message     the index of the message that the template is writing; None outside of loops over messages
+    containers  the source of each object and list of the chat, by its id
+    """
+
+    constants: list[Text | Int]
+
+    def begin(self, containers: dict[int, Field], messages: dict[int, int]) -> None:
+        """Starts a rendering.  `messages` holds the index of each message by its id."""
+        self.steps = self.made = 0
+        self.message: int | None = None
+        self.containers, self.messages = containers, messages
+
+    def constant(self, value: str | int) -> int:
+        """The index in `constants` of a constant of the template."""
+        self.constants.append(Text.of(value, CONSTANT) if isinstance(value, str) else Int.of(value, CONSTANT))
+        return len(self.constants) - 1
+
+    def enter(self, item: Any) -> None:
+        """Begins a turn of a loop.  If `item` is a message, the template now writes this message."""
+        self.tick()
+        index = self.messages.get(id(item))
+        if index is not None:
+            self.message = index
+
+    def write(self, value: Any) -> Text:
+        """The text that the template writes for a value."""
+        text = value if type(value) is Text else self.text_of(value)
+        self.tick(len(text))
+        return text
+
+    def write_escaped(self, eval_context: Any, value: Any) -> str:
+        """`write` where the template may have switched escaping on, whose results have no sources."""
+        if not eval_context.autoescape:
+            return self.write(value)
+        text = Markup.escape(value if isinstance(value, str) else self.text_of(value))
+        self.tick(len(text))
+        return str(text)
+
+    def collect(self, parts: Iterable[str]) -> Text:
+        """What a macro, a set block or a call block collected, written for the message of now."""
+        return self._written(concatenated(parts))
+
+    def _written(self, text: Text) -> Text:
+        """A text whose new pieces, at its end, are written for the message of now."""
+        pieces, writer = text.pieces, self.message
+        first = len(pieces)
+        while first and pieces[first - 1].writer is None:
+            first -= 1
+        if writer is None or first == len(pieces):
+            return text
+        return sourced(text, (*pieces[:first], *(piece._replace(writer=writer) for piece in pieces[first:])))
+
+    def named(self, value: Any) -> Any:
+        """A value that gets a name."""
+        if type(value) is Text:
+            return self._written(value)
+        if isinstance(value, list | tuple | dict | Namespace):
+            self.check_value(value)
+        return value
+
+    def sliced(self, value: Any, part: slice) -> Any:
+        """value[start:stop:step]."""
+        result = value[part]
+        self.of_result(result)
+        return result
+
+    def concatenate(self, parts: tuple[Any, ...]) -> Text:
+        """The operator ~."""
+        text = concatenated([part if type(part) is Text else self.text_of(part) for part in parts])
+        self.tick(len(text))
+        return text
+
+    def concatenate_escaped(self, eval_context: Any, parts: tuple[Any, ...]) -> str:
+        """The operator ~ where the template may have switched escaping on."""
+        if not eval_context.autoescape:
+            return self.concatenate(parts)
+        text = Markup("").join([part if isinstance(part, str) else self.text_of(part) for part in parts])
+        self.tick(len(text))
+        return text
+
+    def add(self, left: Any, right: Any) -> Any:
+        """The operator +."""
+        value = left + right
+        if type(value) is Text:
+            self.tick(len(value))
+            return value
+        if isinstance(value, str):
+            self.tick(len(value))
+            return self._safe_sum(left, right, value)
+        if isinstance(value, list | tuple):
+            self.check_value(value)
+        elif isinstance(left, Int) and isinstance(right, Int) and left.field is right.field is CONSTANT:
+            return Int.of(value, CONSTANT)  # a template that counts
+        self.of_result(value)
+        return value
+
+    def _safe_sum(self, left: Any, right: Any, value: str) -> str:
+        """A sum with text marked safe, which escapes the other part."""
+        if not isinstance(value, Markup):
+            return value
+        parts = [self.text_of(part) for part in (left, right)]
+        text = concatenated(parts)
+        return Safe(value, text.pieces if str.__eq__(text, value) else None)
+
+    def text_of(self, value: Any) -> Text:
+        """The text of a value, as str() makes it."""
+        if isinstance(value, Text):
+            return value
+        if isinstance(value, Safe):
+            return Text(str.__str__(value), value.pieces)
+        if isinstance(value, str):
+            return Text(value, whole(UNKNOWN, len(value)))
+        if isinstance(value, Int | Float):
+            return Text.of(str(value), value.field)
+        if value is None or isinstance(value, bool):  # one of three words
+            return Text.of(str(value), CONSTANT)
+        self.check_value(value)
+        text = str(value)
+        source = self.containers.get(id(value)) or Unknown(f"the text of {_kind(value)}")
+        return Text.of(str.__str__(text), source)
+
+    def _sourced(self, value: Any, operation: str) -> Any:
+        """The result of a filter or function; one without sources gets the name of the operation."""
+        if type(value) is Text:
+            return value
+        if isinstance(value, Iterator):
+            return self.counted(value)
+        self.of_result(value)
+        return Text.of(value, Unknown(operation)) if type(value) is str else value
+
+
+class Safe(Markup):
+    """A text that the template declares safe; like Markup, it escapes what is added to it."""
+
+    pieces: tuple[Piece, ...]
+
+    def __new__(cls, value: object = "", pieces: tuple[Piece, ...] | None = None) -> "Safe":
+        self = super().__new__(cls, value)
+        self.pieces = whole(Unknown("an operation on text marked safe"), len(self)) if pieces is None else pieces
+        return self
+
+
+def _kind(value: Any) -> str:
+    return "a computed number" if isinstance(value, int | float) else f"a {type(value).__name__}"

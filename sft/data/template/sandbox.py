@@ -1,0 +1,183 @@
+"""Jinja as transformers runs it for chat templates, computing with texts that keep their sources, within limits.
+
+Decides which source the result of each operation of a template has.  What a template may do is counted where it does it
+(`limits.py`).  `Sandbox` is transformers' environment: the same sandbox (no access to Python internals, no changes of
+the input, ranges of at most 100,000), filters, functions and options.  Its compiler (`compiler.py`) writes calls of the
+methods here into the Python code that Jinja makes of a template.  They are no names of the template, so no template can
+call them.
+
+    sources     Constants of the template, also inside expressions, get the source CONSTANT.  What a macro, a set block
+                or a call block collects keeps its sources, and so do `~`, tojson, join, safe and format.  The result of
+                any other filter or function without sources is Unknown, with the name of the operation.
+    the writer  A loop over messages says which message is being written.
+"""
+
+from collections.abc import Callable
+from datetime import datetime
+from functools import wraps
+from types import BuiltinMethodType, MethodType
+from typing import Any
+
+from jinja2 import Template, nodes
+from jinja2.exceptions import TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context, LoopContext, Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from sft.data.template.compiler import Compiler
+from sft.data.template.filters import Filters
+from sft.data.template.sources import CONSTANT, MARKED, Unknown
+from sft.data.template.trace import Int, Text, sourced
+
+_OF_DICTS = frozenset(dir(dict))
+_OWN = frozenset(("pieces", "field", "of", "filled"))  # attributes of our texts and numbers alone
+
+
+class Sandbox(Filters, ImmutableSandboxedEnvironment):
+    """transformers' environment for chat templates.  `begin` resets the counts for a rendering.
+
+    message     the index of the message that the template is writing; None outside of loops over messages
+    containers  the source of each object and list of the chat, by its id
+    date        the day that strftime_now gives the template
+    """
+
+    intercepted_binops = frozenset(["*", "**", "%"])
+    code_generator_class = Compiler
+
+    def __init__(self, date: str) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], optimized=False)
+        self.date = datetime.fromisoformat(date)
+        self.constants: list[Text | Int] = []
+        self._safe: dict[tuple[type, str], bool] = {}
+        self.concat = self.collect  # type: ignore[method-assign]
+        self._add_names()
+        self.begin({}, {})
+
+    def compiled(self, source: str) -> Template:
+        """`source` compiled with counts and sources."""
+        self.begin({}, {})
+        tree = self.parse(source)
+        for loop in list(tree.find_all(nodes.For)):
+            loop.iter = nodes.MarkSafeIfAutoescape(loop.iter, lineno=loop.lineno)
+            if loop.test is not None:
+                loop.test = nodes.And(nodes.EnvironmentAttribute("tick()"), loop.test, lineno=loop.lineno)
+            if isinstance(loop.target, nodes.Name):
+                start = nodes.ExprStmt(nodes.Name(loop.target.name, "load", lineno=loop.lineno), lineno=loop.lineno)
+                start.begins_loop = True  # type: ignore[attr-defined]
+            else:
+                start = nodes.ExprStmt(nodes.Tuple([], "load"), lineno=loop.lineno)
+            loop.body.insert(0, start)
+        for assignment in tree.find_all(nodes.Assign):
+            assignment.node = nodes.MarkSafe(assignment.node, lineno=assignment.lineno)
+        for scope in tree.find_all(nodes.With):
+            scope.values = [nodes.MarkSafe(value, lineno=scope.lineno) for value in scope.values]
+        return self.template_class.from_code(self, self.compile(tree), self.make_globals(None))
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """obj.attribute as in Jinja, but without the AttributeError that Jinja raises and catches for keys."""
+        if type(obj) is dict and attribute not in _OF_DICTS:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if isinstance(obj, LoopContext | Namespace) and self._safe.get((type(obj), attribute)):
+            value = getattr(obj, attribute)
+            return Int.of(value, CONSTANT) if type(value) is int and isinstance(obj, LoopContext) else value
+        return super().getattr(obj, attribute)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Jinja's result, cached because it is slow; it depends only on the type of `obj` and on `attr`.  Attributes
+        that our texts and numbers have beside those of Python are hidden."""
+        key = type(obj), attr
+        if key not in self._safe:
+            hidden = attr in _OWN and isinstance(obj, str | int | float)
+            self._safe[key] = not hidden and super().is_safe_attribute(obj, attr, value)
+        return self._safe[key]
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Jinja's safe `format`, with sources if the format is simple."""
+        if not isinstance(value, MethodType | BuiltinMethodType):
+            return None
+        wrapped, subject = super().wrap_str_format(value), value.__self__
+        if wrapped is None:
+            return None
+        plain_format, text = wrapped, subject if isinstance(subject, Text) else Text(str(subject))
+
+        @wraps(plain_format)
+        def formatted(*args: Any, **kwargs: Any) -> str:
+            self.of_format(text, (*args, *kwargs.values()))
+            plain = str.__str__(plain_format(*args, **kwargs))
+            if value.__name__ == "format_map":
+                args, kwargs = (), dict(*args)
+            filled = text.filled(
+                [self.text_of(a) for a in args], {k: self.text_of(v) for k, v in kwargs.items()}, plain
+            )
+            return filled if isinstance(filled, Text) else Text.of(plain, Unknown("format"))
+
+        return formatted
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Checks the operators whose result can be much larger than their operands."""
+        self.of_operator(operator, left, right)
+        if operator == "%" and isinstance(left, str):
+            values = right if isinstance(right, tuple) else (right,)
+            right = tuple(self.text_of(v) if isinstance(v, int) and not isinstance(v, bool) else v for v in values)
+            right = values if any("%" in left and c in left for c in ("%d", "%i", "%f", "%g", "%x")) else right
+        return self._sourced(super().call_binop(context, operator, left, right), f"the operator {operator}")
+
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Checks a call of a method or function by the template."""
+        self.tick()
+        owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
+        if isinstance(owner, str | bytes | int | type):
+            args = self.of_method(name, owner, args, (*args, *kwargs.values()))
+        elif type(obj) is not Macro:
+            for value in (*args, *kwargs.values()):
+                self.named(value)
+        result = super().call(context, obj, *args, **kwargs)
+        if type(result) is not Text:
+            return self._sourced(result, name or "a call")
+        if isinstance(owner, str):
+            self.made += len(result)  # the next step compares it
+        return result
+
+    def guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps a filter: counts it, refuses arguments that would make too much text, and keeps sources."""
+        first = 1 if getattr(function, "jinja_pass_arg", None) is not None else 0
+
+        @wraps(function)
+        def guard(*args: Any, **kwargs: Any) -> Any:
+            subject = args[first] if len(args) > first else None
+            self.of_filter(name, subject, (*args[first + 1 :], *kwargs.values()))
+            return self._sourced(function(*args, **kwargs), f"the filter {name}")
+
+        return guard
+
+    def _add_names(self) -> None:
+        """The filters and functions of transformers' environment.  transformers itself takes a second to import."""
+        self.globals.update(strftime_now=self.strftime_now, raise_exception=_raise_exception)
+        del self.globals["lipsum"]  # writes random text of any length
+        ours = {"tojson": self.tojson, "safe": self.safe, "join": self.join, "indent": self.indent}
+        filters = {**self.filters, **ours, "string": self.text_of}
+        self.filters.update({name: self.guarded(name, function) for name, function in filters.items()})
+
+
+def _raise_exception(message: Any) -> None:
+    raise TemplateError(message)
+
+
+class _Generation(Extension):
+    """{% generation %}: the text inside is marked."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+    def mark(self, caller: Callable[[], str]) -> str:
+        text = caller()
+        if type(text) is not Text:
+            return text
+        marked = (p._replace(source=MARKED) if p.source is CONSTANT else p for p in text.pieces)
+        return sourced(text, tuple(marked))

@@ -1,4 +1,4 @@
-"""Where a turn begins if the prompt for it has other separators than the chat, and if a content begins like the prompt."""
+"""Where a turn begins if its prompt has other separators than the chat, and if a content begins as the prompt ends."""
 
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from tests.unit.fixtures.model_folder import Tokens, marked, write_folder
 TOKENS = Tokens(("<|bos|>", "<|end|>", "<|user|>", "<|assistant|>"), ("<think>", "</think>"), "<|end|>", "<|bos|>")
 # The newline after a turn comes only between turns, so a prompt has none before its header.
 BETWEEN = """{%- for m in messages %}{{- '<|' + m.role + '|>' + WRITE + '<|end|>' }}
-{%- if not loop.last %}{{- '\n' }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|assistant|><think>\n' }}
-{%- endif %}"""
+{%- if not loop.last %}{{- '\n' }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|><think>\n' }}{%- endif %}"""
 PLAIN, LETTERS = BETWEEN.replace("WRITE", "m.content"), BETWEEN.replace("WRITE", "(m.content | list | join)")
 CHAT = [
     {"role": "user", "content": "2+2?"},

@@ -35,8 +35,8 @@ _FORMS: tuple[dict[str, Any], ...] = ({}, {"content": None}, {"content": ""})
 
 
 def _call(arguments: Any, **rest: Any) -> Message:
-    function = {"name": "FUNCTION", "arguments": arguments}
-    return {"role": "assistant", **rest, "tool_calls": [{"id": "abcdefghi", "type": "function", "function": function}]}
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "FUNCTION", "arguments": arguments}}
+    return {"role": "assistant", **rest, "tool_calls": [call]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,7 +315,5 @@ def calling_message(as_text: bool, empty: Mapping[str, Any]) -> Message:
 
 def final_end(habits: Habits, calls: bool, wanted: str | None, generation_ends: Sequence[str]) -> str | None:
     """The token to append after a last turn that the template does not end; None if none is known or wanted."""
-    if wanted != "auto":
-        return wanted
     following = habits.following[calls] or habits.following[False]
-    return following if following in generation_ends else None
+    return wanted if wanted != "auto" else following if following in generation_ends else None

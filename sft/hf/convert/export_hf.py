@@ -117,13 +117,8 @@ def _write_model(
     names = sorted(tensors, key=lambda name: -TYPES[expected[name].dtype].itemsize)  # aligns every tensor to its type
     untrained = original.names("passed through")
     planned = {name: kept.on_meta(expected[name], name) for name in [*names, *untrained]}
-    config = write_back(
-        content,
-        model,
-        str(original.folder / CONFIG),
-        dtype=_main_dtype(planned[name] for name in tensors),
-        seq_length=seq_length,
-    )
+    dtype = _main_dtype(planned[name] for name in tensors)
+    config = write_back(content, model, str(original.folder / CONFIG), dtype=dtype, seq_length=seq_length)
     if original.served is not None:
         config = served_files.with_ends(config, original.served.end_ids)
     num_bytes = sum(tensor.nbytes for tensor in planned.values())

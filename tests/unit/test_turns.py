@@ -298,6 +298,7 @@ CENTER = "the filter center hides where text comes from"
         (for_messages(TURN, "<|im_start|>{{ m.content | center(50) }}<|im_end|>"), CENTER),
         (for_messages("<|im_start|>{{ m.content | center(50) }}<|im_end|>", TURN), CENTER),
         (for_messages(TURN, "<|im_start|>{{ m.content }}{{ 'x' | center(3) }}<|im_end|>"), CENTER),
+        (for_messages(TURN, "<|im_start|>{{ m.content }}{{ ' ' | center(3) }}<|im_end|>"), CENTER),
         (for_messages(TURN, "<|im_start|>{{ m.content | reverse }}<|im_end|>"), "the filter reverse hides where text"),
         (for_messages(TURN, "<|im_start|>{{ m.content.zfill(50) }}<|im_end|>"), "zfill hides where text comes from"),
         # A part of the answer is not found, and could be anywhere.

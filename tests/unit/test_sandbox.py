@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from sft.data.chat import limits
 from sft.data.chat.tokenizer import load_tokenizer
+from sft.data.template import limits
 from sft.data.template.chat_template import DATE, MAX_SOURCE, ChatTemplate, Refused
 from sft.data.template.sandbox import Sandbox
 from sft.errors import DataError

@@ -163,7 +163,9 @@ def tokenizer_facts(tokenizer: ChatTokenizer) -> TokenizerFacts:
     else:
         eos, eos_id = tokenizer.files.special_tokens.get("eos_token"), tokenizer.eos_id
         if tokenizer.chat_template is not None:
-            ends = tuple(tokenizer.ids[end] for end in tokenizer.habits.ends)
+            usual = tokenizer.end_of_turn
+            names = dict.fromkeys((usual, *tokenizer.habits.ends))  # the usual one first
+            ends = tuple(tokenizer.ids[end] for end in names if end in tokenizer.ids)
             masks = "sources of characters"
     return TokenizerFacts(
         name=tokenizer.name,

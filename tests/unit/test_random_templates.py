@@ -1,5 +1,6 @@
 """Random chat templates and chats, compared with text and mask from Python alone: make test-all tries 20,000."""
 
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -73,6 +74,9 @@ def complaint_of(made: Case, encoding: Encoding) -> str | None:
     is_appended = made.appended and rest in made.tokens.special
     if not text.startswith(made.text) or (rest and not is_appended):
         return f"text {text!r}, expected {made.text!r}"
+    special = [piece.decode() for piece in pieces if piece.decode(errors="replace") in made.tokens.special]
+    if Counter(special[: len(special) - is_appended]) != +made.controls:
+        return f"control tokens {Counter(special)}, of the template {made.controls}"
     if is_appended and not encoding.weights[-1]:
         return f"the appended {rest} is not supervised"
     expected = [label for letter, label in zip(made.text, made.labels, strict=True) for _ in letter.encode()]

@@ -9,8 +9,9 @@ A turn begins after the longest common start of its text and the header that ask
 already shows (<think>) has 0.
 """
 
+from collections import Counter
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.unit.fixtures.model_folder import Tokens
 from tests.unit.random_templates.chats import make_chat
@@ -24,6 +25,7 @@ class Case(NamedTuple):
     labels    0, 1 or EITHER for each character of `text`, with data.supervise = assistant
     tokens    the tokens that the tokenizer must have
     appended  whether the template writes no end after the last answer, so that one token may be appended
+    controls  how often the template itself writes each special token
     """
 
     template: str
@@ -33,6 +35,7 @@ class Case(NamedTuple):
     labels: list[int]
     tokens: Tokens
     appended: bool
+    controls: Counter[str]
 
 
 def case(seed: int) -> Case:
@@ -45,4 +48,16 @@ def case(seed: int) -> Case:
     messages, tools = make_chat(rng, draw)
     text, labels = draw.render(messages, tools)
     appended = draw.end_style == "none" and messages[-1]["role"] == "assistant"
-    return Case(template, messages, tools, text, labels, draw.tokens(), appended)
+    tokens = draw.tokens()
+    clean, _ = draw.render(_without_controls(messages), _without_controls(tools))
+    controls = Counter({token: clean.count(token) for token in tokens.special})
+    return Case(template, messages, tools, text, labels, tokens, appended, controls)
+
+
+def _without_controls(value: Any) -> Any:
+    """The value with another text in place of each typed special token."""
+    if isinstance(value, str):
+        return value.replace("<|", "(|")
+    if isinstance(value, dict):
+        return {key: _without_controls(item) for key, item in value.items()}
+    return [_without_controls(item) for item in value] if isinstance(value, list) else value

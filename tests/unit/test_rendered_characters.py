@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from sft.data.chat.encode_chat import Mask, encode_row
-from sft.data.chat.rendering import Rendering
-from sft.data.chat.template import ChatTemplate
 from sft.data.rows.formats import read_row
+from sft.data.template.chat_template import ChatTemplate
+from sft.data.template.rendering import Rendering
 from tests.unit.released_templates import FAMILIES, NAMES, Model
 
 MOST = 2.2

@@ -74,7 +74,6 @@ def test_characters(counted: list[int], tmp_path: Path, name: str, sizes: tuple[
     model.ours.habits  # learnt once a template
     for kind in ("plain", "reasoning", "agent", "mixed"):
         for size in sizes:
-            model.ours._usual_prompts.clear()  # of earlier chats
             counted.clear()
             chats = 0
             for first in ("Hello. ", "Well. "):  # the smallest file that is none of a single chat

@@ -36,7 +36,7 @@ class RenderedChat(NamedTuple):
         last, known, chat = self.chat.messages[num_messages - 1], self.prompts, self.chat
         if self.tokenizer.template.has_fixed_prompt:
             usual = self.tokenizer.usual_prompt(last["role"], chat.variables, has_tools=chat.tools is not None)
-            if usual is not None and self.reading.text.startswith(usual, start):
+            if usual is not None:
                 return usual
         state = (last["role"], bool(last.get("tool_calls")))
         shown = known.get(state)

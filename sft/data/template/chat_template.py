@@ -86,8 +86,10 @@ class ChatTemplate:
         fixed = self.variables - {"messages", "tools", "documents"}
         for source in self.sources:
             tree = self._compiled[0][0].parse(source)
+            without = [refused.node for refused in tree.find_all(nodes.Not)]  # what they guard is in no prompt
             asked = [name for name in tree.find_all(nodes.Name) if name.name == "add_generation_prompt"]
-            blocks = [block for block in tree.find_all(nodes.If) if block.test in asked]
+            asked = [name for name in asked if not any(name is node for node in without)]
+            blocks = [block for block in tree.find_all(nodes.If) if any(block.test is name for name in asked)]
             names = {name.name for block in blocks for part in block.body for name in part.find_all(nodes.Name)}
             if len(asked) != len(blocks) or not names <= fixed:
                 return False

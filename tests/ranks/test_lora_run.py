@@ -69,7 +69,7 @@ def check_export(folder: Path, run: Path, record: dict[str, Any]) -> None:
     """The last export is a PEFT folder with the weights of the checkpoint; peft computes with it what we trained."""
     export = run / "hf_exports/last_0000004"
     assert {path.name for path in export.iterdir()} == {
-        "README.md", "adapter_config.json", "adapter_model.safetensors", "manifest.json",
+        "README.md", "adapter_config.json", "adapter_model.safetensors", "generation_config.json", "manifest.json",
     }  # fmt: skip
     base = hf.load(folder / "model").eval()
     before = base(torch.arange(20)[None]).logits.detach()

@@ -36,7 +36,6 @@ def test_folder(folder: Path) -> None:
     assert isinstance(tokenizer, FolderTokenizer)
     assert tokenizer.end_of_turn == "<|im_end|>"
     assert tokenizer.pad_id == SPECIAL.index("<|endoftext|>") == 0
-    assert not tokenizer.template.has_markers
     habits = tokenizer.habits
     assert (habits.ends, habits.header, habits.lead) == (("<|im_end|>", "<|endoftext|>"), "<|im_start|>assistant\n", "")
     encoded = tokenizer.encode("<|im_start|>x \n y")

@@ -4,7 +4,6 @@ Decides which variables a template gets, and which of the templates of a tokeniz
 is supervised: `rendering.py` traces the inputs, `sandbox.py` the template, and `turns.py` reads the result.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,7 +25,6 @@ GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
 DATE = "2026-01-01"  # the default of data.date
 MAX_SOURCE = 1_000_000  # characters; the largest template of a released model has some 30,000
 _MOST_REASON = 500  # characters of an error of a template
-_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 class Refused(DataError):
@@ -58,11 +56,6 @@ class ChatTemplate:
     def sources(self) -> tuple[str, ...]:
         """The template, and the one for chats with tools if it is another one."""
         return (self.source,) if self.with_tools is None else (self.source, self.with_tools)
-
-    @cached_property  # cached, because every chat reads it
-    def has_markers(self) -> bool:
-        """Whether the template marks the assistant's text itself, by {% generation %} blocks."""
-        return bool(_GENERATION.search(self.code))
 
     @property
     def code(self) -> str:

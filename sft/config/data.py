@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date
 from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, field_validator
@@ -160,6 +161,10 @@ class DataConfig(Section):
         return [rows] if isinstance(rows, str) else list(rows)
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
+        try:
+            date.fromisoformat(self.date)
+        except ValueError:
+            yield "date", "is a day that no calendar has; give a day such as 2026-01-01"
         weighted = [name for name, source in self.sources.items() if source.weight is not None]
         counted = [name for name, source in self.sources.items() if source.epochs is not None]
         for name in self.sources:

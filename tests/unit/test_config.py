@@ -197,3 +197,9 @@ def test_what_an_optimizer_on_the_host_needs(also: str) -> None:
     assert str(caught.value).startswith(
         f"optim.offload_fraction = 0.5 (command line: optim.offload_fraction=0.5) {needs}"
     )
+
+
+def test_a_date_that_no_calendar_has_is_refused() -> None:
+    with pytest.raises(ValidationError, match="date: is a day that no calendar has; give a day such as 2026-01-01"):
+        DataConfig(train=["a.jsonl"], seq_length=1, date="2026-13-40")
+    assert DataConfig(train=["a.jsonl"], seq_length=1, date="2026-02-28").date == "2026-02-28"

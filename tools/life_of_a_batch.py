@@ -45,7 +45,10 @@ FILES = {
 {"messages": [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "is 4"}]}
 {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}
 """,
-    "short.jinja": "{% for m in messages %}{{ '<|im_start|>' + m.role[0] + m.content + '<|im_end|>' }}{% endfor %}\n",
+    "short.jinja": """\
+{% for m in messages %}{{ '<|im_start|>' + m.role[0] + m.content + '<|im_end|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>a' }}{% endif %}
+""",
     "recipe.yaml": """\
 run: {dir: run, device: cpu, precision: fp32}
 model: {hf: tiny}  # 2 layers, 64 wide, 4 query heads and 2 key heads of 16 numbers, random weights

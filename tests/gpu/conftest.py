@@ -12,7 +12,9 @@ def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.pluginmanager.has_plugin("tests.gpu.on_cpu"):
+        return
     for item in items:
         if "tests/gpu" in str(item.path):
             item.add_marker(pytest.mark.gpu)

@@ -1,6 +1,9 @@
 """tools/gpu_hour: the declared steps and their limits, the runner with steps of a second, and the report."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from sft.config import Config
 from sft.estimate import memory
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
+from sft.run import environment
 from tests.unit.gpu_hour_steps import ROW, setting, step
 from tools.bench import __main__ as bench
 from tools.bench.results import Bar
@@ -269,8 +273,35 @@ def test_the_command_needs_the_gpus_that_it_is_asked_for(
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "lock", "machine", "mine.txt", "record.json", "report.json", "report.md",
     ]  # fmt: skip
-    with pytest.raises(SystemExit, match="2"):
-        gpu_hour.main(["--redo", "nothing", "--out", str(tmp_path)])
+    monkeypatch.setattr(gpu_hour, "STEPS", [step("works", ROW), step("fails", "sys.exit(1)")])
+    assert gpu_hour.main(["--only", "works", "--out", str(tmp_path)]) == 0
+    assert gpu_hour.main(["--out", str(tmp_path)]) == 1
+    for option in ("--redo", "--only"):
+        with pytest.raises(SystemExit, match="2"):
+            gpu_hour.main([option, "nothing", "--out", str(tmp_path)])
+
+
+def test_ranks_measure_in_the_environment_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layout with tp or cp has one queue for kernels on Hopper; it is set before an import that may start CUDA."""
+    code = (
+        "import argparse, os, sys; from tools.gpu_hour import ranks; from sft.run import environment\n"
+        "environment._compute_capability = lambda: 9\n"
+        "ranks.prepare(argparse.Namespace(subject=sys.argv[1], case=sys.argv[2], device='cuda', set=sys.argv[3:]))\n"
+        "assert not {'megatron', 'transformer_engine'} & {*sys.modules}\n"
+        "print(os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS'), os.environ['PYTORCH_CUDA_ALLOC_CONF'])"
+    )
+    for name in environment.NAMES:
+        monkeypatch.delenv(name, raising=False)
+    for words, connections in (
+        (["curves", "layouts"], "1"),
+        (["speed", "1.7b:32k:chat:selective", "train.global_batch_size=16"], "None"),
+        (["speed", "8b:64k:one:selective", "parallel.tp=2", "parallel.cp=4"], "1"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words],
+            env={**os.environ, "WORLD_SIZE": "8"}, cwd=runner.ROOT, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.stdout == f"{connections} expandable_segments:True\n", done.stderr
 
 
 def test_two_starts_do_not_share_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

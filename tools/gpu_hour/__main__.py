@@ -36,13 +36,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--tiny", action="store_true", help="toy sizes of about a minute, on a CPU where there is no GPU")
     add("--out", type=Path, metavar="DIR", help="folder of the results (runs/gpu-hour, with --tiny runs/gpu-hour-tiny)")
     add("--fresh", action="store_true", help="remove the results in the folder first")
+    add("--only", default="", metavar="A,B", help="run these steps only")
     add("--redo", default="", metavar="A,B", help="repeat these steps, although they have ended")
     add("--report", action="store_true", help="run nothing; write the report of what the folder holds")
     add("--list", action="store_true", help="print the steps and their limits")
     options = parser.parse_args(argv)
-    options.redo = [name for name in options.redo.split(",") if name]
-    if unknown := [name for name in options.redo if name not in [step.name for step in STEPS]]:
-        parser.error(f"--redo {unknown[0]}: not one of {', '.join(step.name for step in STEPS)}")
+    for option in ("only", "redo"):
+        names = [name for name in getattr(options, option).split(",") if name]
+        setattr(options, option, names)
+        if unknown := [name for name in names if name not in [step.name for step in STEPS]]:
+            parser.error(f"--{option} {unknown[0]}: not one of {', '.join(step.name for step in STEPS)}")
     options.out = (options.out or Path(f"runs/gpu-hour{'-tiny' if options.tiny else ''}")).resolve()
     return options
 
@@ -73,15 +76,16 @@ def start(options: argparse.Namespace) -> int:
         record.results.pop(name, None)
     record.write()
     written = Report(steps=steps, setting=setting, machine=facts, results=record.results)
+    chosen = [step for step in steps if step.name in options.only or not options.only]
     if not options.report:
         try:
-            runner.run(steps, setting, record, written.write)
+            runner.run(chosen, setting, record, written.write)
         except KeyboardInterrupt:
             written.write()
             raise
     bars = written.write()
     print(f"\n{options.out / report.MARKDOWN}", flush=True)
-    is_done = all(step.name in record.results for step in steps)
+    is_done = all(step.name in record.results for step in chosen)
     failed = any(result.status in ("failed", "stopped") for result in record.results.values())
     return int(failed or not is_done or any(bar.is_missed for bar in bars))
 

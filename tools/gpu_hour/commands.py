@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from tools.gpu_hour.step import Command, Setting, module, torchrun
 
 JUNIT = "junit.xml"
+SESSION_S = 240  # after which no further test starts, so that the report of those that ran is written
 TE = "transformer-engine"
 TINY_CASE, TINY_LAYOUT = "tiny:512:chat:full", ["parallel.cp=2"]
 LAYOUT = {1: [], 2: ["parallel.cp=2"], 8: ["parallel.cp=4", "parallel.pp=2"]}  # of probes, by processes
@@ -84,5 +85,6 @@ def speed(step: str, case: str, *overrides: str) -> Commands:
 
 def gpu_tests(setting: Setting) -> Sequence[Command]:
     report = f"--junitxml={setting.folder('tests') / JUNIT}"
-    chosen = ["-k", "rms_norm"] if setting.tiny else []
-    return [module("pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", report, *chosen)]
+    chosen = ["-k", "rms_norm"] if setting.tiny else ["-n", "4"]
+    words = ["-q", "-p", "no:cacheprovider", f"--session-timeout={SESSION_S}", "--durations=10", report]
+    return [module("pytest", *words, "tests/gpu", *chosen)]

@@ -6,6 +6,8 @@ A curve is written like "tp=2 cp=4 precision=bf16"; dp follows from the other si
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from sft.config import Config
+from sft.recipe.load import parse_recipe
 from tools.bench.results import Bar, Row
 
 RECIPE = """
@@ -62,6 +64,10 @@ DETERMINISTIC: Curves = {
     8: ["tp=2 cp=4 precision=bf16 deterministic=true"] * 2,
 }
 GROUPS = {"layouts": LAYOUTS, "backends": BACKENDS, "deterministic": DETERMINISTIC}
+
+
+def config(overrides: Sequence[str], device_type: str) -> Config:
+    return parse_recipe(RECIPE, "gpu hour", [f"run.device={device_type}", *overrides]).config
 
 
 def overrides(curve: str) -> list[str]:

@@ -1,19 +1,8 @@
-"""The measurements that need all GPUs: what the ranks that torchrun started do.  Rank 0 writes and prints the rows.
+"""What ranks.py measures on all GPUs: curves, and speed and memory of steps.  Its import may start CUDA."""
 
-    torchrun --standalone --nproc-per-node 8 -m tools.gpu_hour.ranks curves layouts --json FILE
-    torchrun --standalone --nproc-per-node 8 -m tools.gpu_hour.ranks speed 8b:64k:one --set parallel.cp=8 --json FILE
-
-curves  losses and gradient norms of a group of curves.py, one curve after the other, on random tokens in documents of
-        the mix `chat`; differences are relative to the first curve, the largest of all steps
-speed   time and memory of steps of a case (tools/bench/steps/case.py) on the layout of --set, beside the estimate
-"""
-
-import argparse
-import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,8 +12,7 @@ from sft.mcore import device as devices
 from sft.mcore import process_groups
 from sft.parallel.collectives import all_gather_objects
 from sft.parallel.layout import Layout
-from sft.recipe.load import parse_recipe
-from tools.bench.results import DONE, Column, Row, Table
+from tools.bench.results import DONE, Row
 from tools.bench.steps import trainer
 from tools.bench.steps.case import StepCase
 from tools.bench.steps.roofline import useful_flops
@@ -32,20 +20,6 @@ from tools.gpu_hour import curves
 
 STEPS, SECONDS = 5, 60.0  # timed at most, after one that warms up
 PEAK_TFLOPS = 989.0  # dense bf16, of an H100 or H200
-CURVE_COLUMNS = [
-    Column("loss", "last loss", ".6f"),
-    Column("loss_error", "losses", ".1e"),
-    Column("norm_error", "norms", ".1e"),
-]
-SPEED_COLUMNS = [
-    Column("steps", "steps"),
-    Column("step_s", "s/step", ".3f"),
-    Column("tokens_per_s", "tokens/s", ",.0f"),
-    Column("tflops", "TFLOP/s each", ".1f"),
-    Column("mfu", "MFU", ".1%"),
-    Column("peak_bytes", "GiB", ".1f", 2**30),
-    Column("by_equations", "by eq.", ".1f", 2**30),
-]
 
 
 def curve_rows(group: str, device_type: str, sizes: Sequence[str]) -> Iterator[Row]:
@@ -64,7 +38,7 @@ def curve_rows(group: str, device_type: str, sizes: Sequence[str]) -> Iterator[R
 
 def curve(overrides: Sequence[str], device_type: str, store: dist.Store) -> Row:
     """Losses and gradient norms of a few steps, the same on every rank.  store: one for each curve."""
-    config = parse_recipe(curves.RECIPE, "gpu hour", [f"run.device={device_type}", *overrides]).config
+    config = curves.config(overrides, device_type)
     num_steps = config.train.num_steps or 1
     layout = Layout.resolve(config, int(os.environ["WORLD_SIZE"]))
     groups = process_groups.start(
@@ -118,31 +92,3 @@ def speed_rows(name: str, overrides: Sequence[str], device_type: str) -> Iterato
         "peak_bytes": peak or None, "by_equations": memory.estimate(config, layout, case.vocab).device,
     }  # fmt: skip
     process_groups.stop()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="tools.gpu_hour.ranks", description=__doc__)
-    parser.add_argument("subject", choices=["curves", "speed"])
-    parser.add_argument("case", help=f"of curves: {', '.join(curves.GROUPS)}; of speed: a case of steps")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the recipe")
-    parser.add_argument("--tiny", action="store_true", help="curves of toy sizes")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="append every row to this file")
-    options = parser.parse_args()
-    columns: Mapping[str, list[Column]] = {"curves": CURVE_COLUMNS, "speed": SPEED_COLUMNS}
-    if options.subject == "curves":
-        rows = curve_rows(options.case, options.device, curves.TINY_SIZES if options.tiny else ())
-    else:
-        rows = speed_rows(options.case, options.set, options.device)
-    table, is_first = Table(columns[options.subject], [options.case]), os.environ["RANK"] == "0"
-    if is_first:
-        print(table.head(), flush=True)
-    for row in rows:
-        if is_first:
-            with options.json.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-            print(table.line(row), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,23 @@
+"""The tests of kernels, which need a GPU, run on a CPU: no GPU will be the first to see that one of them is broken."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_FLASH = 8 * 2  # kinds of heads, cp 1 and 8, on the mix of many documents
+NUM_OTHERS = 2 + 8  # what another document changes; norms
+
+
+def test_tests_of_kernels_pass() -> None:
+    chosen = "(flash_is_the_tiles and many and not 2-) or another_document_changes or rms_norm"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.gpu.on_cpu"]
+        + ["tests/gpu/test_kernels.py", "-k", chosen],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert f"{NUM_FLASH + NUM_OTHERS} passed" in done.stdout, done.stdout[-6000:] + done.stderr

@@ -1,0 +1,79 @@
+"""The measurements that need all GPUs: what the ranks that torchrun started do.  Rank 0 writes and prints the rows.
+
+    torchrun --standalone --nproc-per-node 8 -m tools.gpu_hour.ranks curves layouts --json FILE
+    torchrun --standalone --nproc-per-node 8 -m tools.gpu_hour.ranks speed 8b:64k:one --set parallel.cp=8 --json FILE
+
+curves  losses and gradient norms of a group of curves.py, one curve after the other, on random tokens in documents of
+        the mix `chat`; differences are relative to the first curve, the largest of all steps
+speed   time and memory of steps of a case (tools/bench/steps/case.py) on the layout of --set, beside the estimate
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from sft.parallel.layout import Layout
+from sft.run import environment
+from tools.bench.results import Column, Table
+from tools.bench.steps.case import StepCase
+from tools.gpu_hour import curves
+
+CURVE_COLUMNS = [
+    Column("loss", "last loss", ".6f"),
+    Column("loss_error", "losses", ".1e"),
+    Column("norm_error", "norms", ".1e"),
+]
+SPEED_COLUMNS = [
+    Column("steps", "steps"),
+    Column("step_s", "s/step", ".3f"),
+    Column("tokens_per_s", "tokens/s", ",.0f"),
+    Column("tflops", "TFLOP/s each", ".1f"),
+    Column("mfu", "MFU", ".1%"),
+    Column("peak_bytes", "GiB", ".1f", 2**30),
+    Column("by_equations", "by eq.", ".1f", 2**30),
+]
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """The environment of a run on this layout.  A group of curves has one process, so that of its most split curve."""
+    if options.subject == "speed":
+        configs = [StepCase.read(options.case).config(options.device, also=options.set)]
+    else:
+        names = curves.GROUPS[options.case][int(os.environ["WORLD_SIZE"])]
+        configs = [curves.config(curves.overrides(name), options.device) for name in names]
+    layouts = [(config, Layout.resolve(config, int(os.environ["WORLD_SIZE"]))) for config in configs]
+    environment.prepare(*max(layouts, key=lambda pair: pair[1].tp * pair[1].cp))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="tools.gpu_hour.ranks", description=__doc__)
+    parser.add_argument("subject", choices=["curves", "speed"])
+    parser.add_argument("case", help=f"of curves: {', '.join(curves.GROUPS)}; of speed: a case of steps")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the recipe")
+    parser.add_argument("--tiny", action="store_true", help="curves of toy sizes")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="append every row to this file")
+    options = parser.parse_args()
+    columns: Mapping[str, list[Column]] = {"curves": CURVE_COLUMNS, "speed": SPEED_COLUMNS}
+    prepare(options)
+
+    from tools.gpu_hour import measured  # may start CUDA
+
+    if options.subject == "curves":
+        rows = measured.curve_rows(options.case, options.device, curves.TINY_SIZES if options.tiny else ())
+    else:
+        rows = measured.speed_rows(options.case, options.set, options.device)
+    table, is_first = Table(columns[options.subject], [options.case]), os.environ["RANK"] == "0"
+    if is_first:
+        print(table.head(), flush=True)
+    for row in rows:
+        if is_first:
+            with options.json.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            print(table.line(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,8 @@
 
 No training step uses random numbers today (there is no dropout).  States of generators are stored nevertheless: if a
 later version of the step used random numbers, nobody would notice a missing state.  A state belongs to a position in
-the layout.  A run with another layout restores no state, and its generators start from the seed.
+the layout and to a kind of device.  A run with another layout or on another kind of device restores no state, and its
+generators start from the seed.
 """
 
 import random
@@ -37,8 +38,13 @@ def key_of(groups: ProcessGroups) -> str:
 
 
 def restore(groups: ProcessGroups, states: list[dict[str, Any]]) -> None:
-    """Set every generator of this rank from the states of `describe`.  A single state (Megatron-LM) serves all."""
+    """Set every generator of this rank from the states of `describe`.  A single state (Megatron-LM) serves all.
+
+    Sets none if the states are of another kind of device: CUDA's have 16 bytes, and in a CPU run they are torch's own.
+    """
     state = states[groups.collection.dp_cp.rank() if len(states) > 1 else 0]
+    if state["cuda_rng_state"].shape != torch.cuda.get_rng_state().shape:
+        return
     random.setstate(state["random_rng_state"])
     np.random.set_state(state["np_rng_state"])
     torch.set_rng_state(state["torch_rng_state"])

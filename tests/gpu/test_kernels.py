@@ -107,7 +107,8 @@ def test_flash_is_the_tiles(mix: str, kind: str, cp_size: int) -> None:
 
 def test_another_document_changes_nothing(request: pytest.FixtureRequest) -> None:
     """Bitwise, in value and gradients, whatever stands in the place of the second document."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # the kernel adds up the gradient of queries as it comes
+    # Else, and with warn_only too, the kernel adds up the gradient of queries as it comes.
+    torch.use_deterministic_algorithms(True)
     request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
     boundaries, tensors = packed([512, 1024, 320], KINDS["128"])
     other = [x.clone() for x in tensors]

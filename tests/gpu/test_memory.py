@@ -108,7 +108,7 @@ def test_bytes_of_a_layer(backend: str, way: list[str], kept: dict[str, int]) ->
 
 
 def test_an_end_for_want_of_memory_leaves_a_snapshot(tmp_path: Path) -> None:
-    """At most 2 GiB may be taken, and step 2 takes three."""
+    """At most 2 GiB may be taken, by the tests before this one too, and step 2 takes three."""
     fraction = 2 * 2**30 / torch.cuda.get_device_properties(0).total_memory
     config = ProfileConfig.model_validate({"memory": {"steps": [5], "ranks": [0]}})
     torch.cuda.empty_cache()

@@ -5,10 +5,12 @@ import torch
 from torch import Tensor
 
 from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
-from sft.mcore.linear_attention.fla_kernel import FlaKernel, operator
+from sft.mcore.linear_attention.fla_kernel import FlaKernel, missing, operator
 from sft.mcore.linear_attention.torch_kernel import TorchKernel
 
 pytest.importorskip("fla", reason="fla-core is not installed here")
+if reason := missing():
+    pytest.skip(reason, allow_module_level=True)
 
 KEY_HEADS, VALUE_HEADS, WIDTH = 2, 6, 128
 FORWARD_TOLERANCE, BACKWARD_TOLERANCE = 1e-2, 2e-2  # of the norm; FLA multiplies in bf16

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sft.config import Config
 from sft.errors import ConfigError
+from sft.mcore.linear_attention import fla_kernel
 from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
 from sft.mcore.linear_attention.fla_kernel import FlaKernel
 from sft.mcore.linear_attention.selection import choose
@@ -105,6 +106,30 @@ def test_with_fla() -> None:
     assert isinstance(found, FlaKernel) and found.operator is replacement
     assert str(found) == "fla (flash-linear-attention)"
     assert choose(config(), "cpu").name == choose(config("attention.delta_rule=torch"), "cuda").name == "torch"
+
+
+@pytest.mark.usefixtures("fla")
+@pytest.mark.parametrize("capability, triton, is_refused", [
+    ((9, 0), "3.6.0", True), ((9, 0), "3.4.0", True), ((9, 0), "3.7.0", True), ((9, 0), "3.7.1", False),
+    ((9, 0), "3.10.0", False), ((9, 0), "3.3.1", False), ((10, 0), "3.6.0", False), ((8, 0), "3.6.0", False),
+])  # fmt: skip
+def test_releases_of_triton_with_wrong_gradients(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], triton: str, is_refused: bool
+) -> None:
+    """Else FLA raises an error in the first backward pass, as seen on an H200 with Triton 3.6.0."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(fla_kernel, "version", {"triton": triton}.__getitem__)
+    assert str(choose(config(), "cuda")) == (
+        f"torch (plain torch, slow on GPUs; not fla: Triton {triton} computes wrong gradients on Hopper, and FLA "
+        "refuses it.  Install Triton 3.7.1 or later, or tilelang)"
+        if is_refused
+        else "fla (flash-linear-attention)"
+    )
+
+
+def test_tilelang_has_a_kernel_of_its_own() -> None:
+    assert fla_kernel.wrong_triton("3.6.0", has_tilelang=True) is None
 
 
 @pytest.mark.usefixtures("fla")

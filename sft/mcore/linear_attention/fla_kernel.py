@@ -5,18 +5,22 @@ its public function.  FLA has no function for maps or for gradients of states al
 fragment is its last state if the values are [0, v] and the first state is [1, 0], and autograd gives the rest.  Nothing
 is saved for backward, which runs FLA's forward and backward.
 
-No GPU has run this kernel yet.  Triton's interpreter has run it on a CPU, with fla-core 0.6.0 and fp32 inputs: maps,
-outputs and gradients were those of plain torch within 2e-6.  Tests pass its inputs to a plain replacement.
+No GPU has run its backward yet: on Hopper, FLA refuses some releases of Triton (WRONG_TRITON).  Triton's interpreter
+has run it on a CPU, with fla-core 0.6.0 and fp32 inputs: maps, outputs and gradients were those of plain torch within
+2e-6.  Tests pass its inputs to a plain replacement.
 """
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.torch_version import TorchVersion
 
 from sft.config import Config
 from sft.mcore.device import send
@@ -24,6 +28,10 @@ from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
 from sft.parallel.context_parallel import runs
 
 MAX_KEY_DIM = 256  # limit of FLA
+# Releases from the first and before the second compute wrong gradients on Hopper.  FLA 0.6.0 raises an error in the
+# backward pass (fla/ops/common/chunk_o.py), unless tilelang is installed, whose kernel it then takes.
+WRONG_TRITON = ("3.4.0", "3.7.1")
+HOPPER = 9  # major compute capability
 INSTALL = 'Install it with: pip install "fla-core[cuda]>=0.6" (docs/start/install.md)'
 Operator = Callable[..., tuple[Tensor, Tensor | None]]  # fla.ops.gated_delta_rule.chunk_gated_delta_rule
 
@@ -127,12 +135,25 @@ def why_not(config: Config, device_type: str) -> str | None:
 
 
 def missing() -> str | None:
-    """The reason why FLA cannot be imported, with advice; None if it can."""
+    """The reason why FLA cannot be imported or cannot compute gradients on this GPU, with advice; None if it can."""
     try:
         operator()
     except ImportError as error:
         return f"fla cannot be imported ({error}).  {INSTALL}"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == HOPPER:
+        return wrong_triton(version("triton"), has_tilelang=importlib.util.find_spec("tilelang") is not None)
     return None
+
+
+def wrong_triton(installed: str, *, has_tilelang: bool) -> str | None:
+    """The reason why FLA computes no gradients on Hopper with this release of Triton, with advice; None if it does."""
+    first, fixed = WRONG_TRITON
+    if has_tilelang or not first <= TorchVersion(installed) < fixed:
+        return None
+    return (
+        f"Triton {installed} computes wrong gradients on Hopper, and FLA refuses it.  Install Triton {fixed} or later, "
+        "or tilelang"
+    )
 
 
 def operator() -> Any:

@@ -11,8 +11,9 @@ pack in every layer for backward.
 The operators take values of the width of keys only.  Narrower values are padded with zeros, whose products the kernel
 computes too: with keys of 192 and values of 128, 1.2 times the FLOPs of attention.
 
-No GPU has run this kernel yet.  On the CPU, tests pass the kernel's inputs to a plain replacement.  On the meta device,
-tests check that the operators of the installed torch accept these inputs.
+On an H200, tests/gpu compared the kernel with the plain tiles (docs/numbers/h200.md).  On the CPU, tests pass the
+kernel's inputs to a plain replacement.  On the meta device, tests check that the operators of the installed torch
+accept these inputs.
 """
 
 from collections.abc import Callable

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from decimal import Decimal
 
 from sft.config.train import OptimConfig
 from sft.errors import ConfigError
@@ -21,11 +22,16 @@ class Schedule:
 
         num_steps 100, warmup_fraction 0.03, wsd_decay_fraction 0.1 -> warm-up 3, decay 10
         """
-        warmup = optim.warmup_steps or math.ceil((optim.warmup_fraction or 0.0) * num_steps)
+        warmup = optim.warmup_steps or math.ceil(_product(optim.warmup_fraction or 0.0, num_steps))
         if warmup and warmup >= num_steps:
             raise ConfigError(
                 f"warm-up of {warmup} steps does not fit a run of {num_steps} steps, because the run would never "
                 f"reach the peak learning rate.  Use optim.warmup_steps below {num_steps}."
             )
-        decay = max(1, round(optim.wsd_decay_fraction * num_steps))
+        decay = max(1, round(_product(optim.wsd_decay_fraction, num_steps)))
         return Schedule(num_steps=num_steps, warmup_steps=warmup, wsd_decay_steps=min(decay, num_steps - warmup))
+
+
+def _product(fraction: float, num_steps: int) -> Decimal:
+    """Of the number as it is written: 0.07 * 100 is 7, but 7.000000000000001 in floats, whose ceiling is 8."""
+    return Decimal(repr(float(fraction))) * num_steps

@@ -74,6 +74,8 @@ MODELS: dict[str, dict[str, Any]] = {
     | dict(num_hidden_layers=4),
     "qwen3_moe_windows": dict(family="qwen3_moe", use_sliding_window=True, sliding_window=11, norm_topk_prob=True),
     "exaone4_windows": dict(family="exaone4", sliding_window=11, layer_types=FOUR_KINDS, num_hidden_layers=4),
+    # A window that no layer has: then no layer has rotary positions.
+    "exaone4_unrotated": dict(family="exaone4", sliding_window=11, layer_types=["full_attention"] * 2),
     "olmo2": dict(family="olmo2"),
     "olmo3": dict(family="olmo3", num_hidden_layers=4, layer_types=FOUR_KINDS),
     "gemma2": dict(family="gemma2", tied=True, num_hidden_layers=4),
@@ -125,6 +127,7 @@ CASES = [
     *[("granite", "one"), ("granite", "tp"), ("granite_tied", "pp")],
     *[("smollm3", "pp"), ("smollm3_yarn", "cp")],
     *[("qwen2_windows", "one"), ("qwen3_windows", "cp"), ("qwen3_moe_windows", "cp_ep"), ("exaone4_windows", "tp_cp")],
+    ("exaone4_unrotated", "one"),
     *[("olmo2", "one"), ("olmo2", "tp"), ("olmo3", "cp")],
     *[("gemma2", "one"), ("gemma2", "tp_cp"), ("gemma3", "pp"), ("gemma3", "cp")],
     *[("gemma4", "one"), ("gemma4_experts", "cp_ep")],

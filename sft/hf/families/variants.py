@@ -54,17 +54,20 @@ def _no_rope_layers(skipped: list[int], count: int) -> dict[str, Any]:
 _EXAONE_WINDOWS = all_but_every(4, "sliding_window_pattern")
 
 
-def _layers_without_window(content: Mapping[str, Any]) -> list[int]:
-    """EXAONE 4 with windows has no rotary positions in its layers without a window."""
-    if _EXAONE_WINDOWS["sliding_window"].read(content) is None:
+def _layers_without_rotation(content: Mapping[str, Any]) -> list[int]:
+    """Where EXAONE 4 names a window, layers without it have no rotary positions, also if no layer has the window."""
+    if content.get("sliding_window", 4096) is None:
         return []
+    count = content["num_hidden_layers"]
+    if _EXAONE_WINDOWS["sliding_window"].read(content) is None:
+        return list(range(1, count + 1))
     layers = _EXAONE_WINDOWS["sliding_window_layers"].read(content)
-    return [] if layers is None else [n for n in range(1, content["num_hidden_layers"] + 1) if n not in layers]
+    return [] if layers is None else [n for n in range(1, count + 1) if n not in layers]
 
 
-def _no_change(skipped: list[int], count: int) -> dict[str, Any]:
-    """layer_types already says it."""
-    return {}
+def _window_of_no_layer(skipped: list[int], count: int) -> dict[str, Any]:
+    """layer_types says the rest."""
+    return {"sliding_window": 4096} if len(skipped) == count else {}
 
 
 VARIANTS = (
@@ -169,7 +172,7 @@ VARIANTS = (
         rules=(*outer(), *attention(norm=None), *mlp(norm=None), *output_norms(), *qk_norm()),
         implied={**LLAMA_DENSE, "norm_placement": "post", "qk_norm": True},
         keys=KEYS,
-        computed={**_EXAONE_WINDOWS, "rope.skip_layers": Computed("layer_types", _layers_without_window, _no_change)},
+        computed={**_EXAONE_WINDOWS, "rope.skip_layers": Computed("layer_types", _layers_without_rotation, _window_of_no_layer)},
         defaults={**DEFAULTS, "rms_norm_eps": 1e-5, "num_key_value_heads": 32},
         options=OPTIONS,
     ),

@@ -1,4 +1,4 @@
-"""A checkpoint that a GPU has written goes on on a CPU.  The other direction needs a GPU: tests/gpu/test_training.py."""
+"""A checkpoint that a GPU has written goes on on a CPU.  Of the other direction: tests/gpu/test_training.py."""
 
 from pathlib import Path
 from typing import Callable

@@ -172,7 +172,10 @@ VARIANTS = (
         rules=(*outer(), *attention(norm=None), *mlp(norm=None), *output_norms(), *qk_norm()),
         implied={**LLAMA_DENSE, "norm_placement": "post", "qk_norm": True},
         keys=KEYS,
-        computed={**_EXAONE_WINDOWS, "rope.skip_layers": Computed("layer_types", _layers_without_rotation, _window_of_no_layer)},
+        computed={
+            **_EXAONE_WINDOWS,
+            "rope.skip_layers": Computed("layer_types", _layers_without_rotation, _window_of_no_layer),
+        },
         defaults={**DEFAULTS, "rms_norm_eps": 1e-5, "num_key_value_heads": 32},
         options=OPTIONS,
     ),

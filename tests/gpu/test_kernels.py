@@ -92,7 +92,7 @@ def by_flash(
     return [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
 
 
-@pytest.mark.parametrize("cp_size", [1, 2, 8])
+@pytest.mark.parametrize("cp_size", [1, 2, 8], ids="cp{}".format)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mix", MIXES)
 def test_flash_is_the_tiles(mix: str, kind: str, cp_size: int) -> None:

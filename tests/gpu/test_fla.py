@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
-from sft.mcore.linear_attention.fla_kernel import FlaKernel, missing, operator
+from sft.mcore.linear_attention.fla_kernel import FlaKernel, operator, wrong_triton
 from sft.mcore.linear_attention.torch_kernel import TorchKernel
 
 pytest.importorskip("fla", reason="fla-core is not installed here")
-if reason := missing():
+if reason := wrong_triton():
     pytest.skip(reason, allow_module_level=True)
 
 KEY_HEADS, VALUE_HEADS, WIDTH = 2, 6, 128

@@ -36,9 +36,7 @@ def test_bf16_follows_full_precision(model: list[str], backend: str) -> None:
     np.testing.assert_allclose(half, wide, rtol=BF16_TOLERANCE)
 
 
-# With the widths of released models, which decide the kernel.
-WIDTHS = ["model.latent_attention.qk_nope_head_dim=128", "model.latent_attention.qk_rope_head_dim=64"]
-KINDS = {
+KINDS = {  # with heads as wide as those of released models, which decides the kernel
     "gpt-oss": [*MOE, *layouts.WINDOWS, *layouts.GPT_OSS],
     "gemma 4": [
         *layouts.GEMMA4,
@@ -48,7 +46,11 @@ KINDS = {
         *layouts.LINEAR,
         *("model.linear_attention.key_head_dim=128", "model.linear_attention.value_head_dim=128"),
     ],
-    "latent": [*layouts.LATENT, "model.head_dim=null", *WIDTHS, "model.latent_attention.v_head_dim=128"],
+    "latent": [
+        *layouts.LATENT,
+        *("model.latent_attention.qk_nope_head_dim=128", "model.latent_attention.qk_rope_head_dim=64"),
+        *("model.latent_attention.v_head_dim=128", "model.head_dim=null"),
+    ],
     "adapters": [*MOE, "lora.rank=4"],
 }
 

@@ -34,6 +34,7 @@ from sft.parallel.alignment import misfits
 from sft.parallel.cp_bytes import CpBytes, sent_numbers
 from sft.parallel.layout import Layout
 from tests.builders import layout_config
+from tests.plain_flash import PLAIN as PLAIN_FLASH
 from tests.reference_attention import in_one_piece
 
 FLOAT64_TOLERANCE = 1e-12
@@ -250,28 +251,6 @@ HEADS, RANK, PLAIN, ROTARY, VALUE, TOKENS, SCALE = (
 )  # two heads in a group
 
 
-def plain_flash(query: Tensor, key: Tensor, value: Tensor, *boundaries: Any, scale: float) -> tuple[Tensor, Tensor]:
-    assert key.shape == value.shape
-    return in_one_piece(query, key, value, BOUNDARIES, scale)
-
-
-def plain_flash_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *boundaries: Any,
-    scale: float,
-) -> tuple[Tensor, ...]:
-    assert grad.shape == out.shape == (*query.shape[:2], value.shape[-1])
-    inputs = [x.detach().requires_grad_() for x in (query, key, value)]
-    with torch.enable_grad():
-        again, _ = in_one_piece(*inputs, BOUNDARIES, scale)
-    return torch.autograd.grad(again, inputs, grad)
-
-
 def setting(kernel: Any, weight: Tensor) -> Setting:
     def expand(latents: Tensor, heads: slice) -> Tensor:
         rows = weight.view(HEADS, PLAIN + VALUE, RANK)[heads].flatten(0, 1)
@@ -298,8 +277,7 @@ def test_output_and_gradients_in_float64(name: str) -> None:
     )
     inputs = [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
     query, compressed, weight = inputs
-    operators = flash_kernel.Operators(plain_flash, plain_flash_backward)
-    make: Any = TorchKernel.of if name == "torch" else partial(flash_kernel.FlashKernel.of, operators=operators)
+    make: Any = TorchKernel.of if name == "torch" else partial(flash_kernel.FlashKernel.of, operators=PLAIN_FLASH)
     found = latent_attention(
         query,
         compressed,

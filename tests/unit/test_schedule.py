@@ -62,5 +62,9 @@ def test_warm_up_must_leave_something_to_train() -> None:
 def test_a_share_of_the_steps_is_taken_of_the_number_as_written(fraction: float, steps: int) -> None:
     """In floats, 0.07 * 100 is above 7."""
     assert Schedule.resolve(OptimConfig(lr=1.0, warmup_fraction=fraction), 100).warmup_steps == steps
-    wsd = OptimConfig(lr=1.0, schedule="wsd", wsd_decay_fraction=0.145)
-    assert Schedule.resolve(wsd, 100).wsd_decay_steps == 14  # 14.5, to the even number
+
+
+def test_a_final_decay_is_rounded_of_the_number_as_written() -> None:
+    """57.5 steps to the even number; in floats, 0.575 * 100 is below 57.5."""
+    wsd = OptimConfig(lr=1.0, schedule="wsd", wsd_decay_fraction=0.575)
+    assert Schedule.resolve(wsd, 100).wsd_decay_steps == 58

@@ -37,14 +37,15 @@ SPEED_COLUMNS = [
 
 
 def prepare(options: argparse.Namespace) -> None:
-    """The environment of a run on this layout.  A group of curves has one process, so that of its most split curve."""
+    """Sets the environment of a run on this layout.  The curves of a group share processes: of its most split curve."""
+    world_size = int(os.environ["WORLD_SIZE"])
     if options.subject == "speed":
         configs = [StepCase.read(options.case).config(options.device, also=options.set)]
     else:
-        names = curves.GROUPS[options.case][int(os.environ["WORLD_SIZE"])]
+        names = curves.GROUPS[options.case][world_size]
         configs = [curves.config(curves.overrides(name), options.device) for name in names]
-    layouts = [(config, Layout.resolve(config, int(os.environ["WORLD_SIZE"]))) for config in configs]
-    environment.prepare(*max(layouts, key=lambda pair: pair[1].tp * pair[1].cp))
+    config = max(configs, key=lambda config: config.parallel.tp * config.parallel.cp)
+    environment.prepare(config, Layout.resolve(config, world_size))
 
 
 def main() -> None:

@@ -51,23 +51,22 @@ def _no_rope_layers(skipped: list[int], count: int) -> dict[str, Any]:
     return {_NO_ROPE: [int(number not in skipped) for number in range(1, count + 1)]}
 
 
-_EXAONE_WINDOWS = all_but_every(4, "sliding_window_pattern")
+_EXAONE_WINDOW = 4096  # if config.json names none
+_EXAONE_WINDOWS = all_but_every(4, "sliding_window_pattern", default=_EXAONE_WINDOW)
 
 
 def _layers_without_rotation(content: Mapping[str, Any]) -> list[int]:
     """Where EXAONE 4 names a window, layers without it have no rotary positions, also if no layer has the window."""
-    if content.get("sliding_window", 4096) is None:
+    if content.get("sliding_window", _EXAONE_WINDOW) is None:
         return []
-    count = content["num_hidden_layers"]
-    if _EXAONE_WINDOWS["sliding_window"].read(content) is None:
-        return list(range(1, count + 1))
-    layers = _EXAONE_WINDOWS["sliding_window_layers"].read(content)
-    return [] if layers is None else [n for n in range(1, count + 1) if n not in layers]
+    is_used = _EXAONE_WINDOWS["sliding_window"].read(content) is not None
+    layers = _EXAONE_WINDOWS["sliding_window_layers"].read(content) if is_used else []
+    return [] if layers is None else [n for n in range(1, content["num_hidden_layers"] + 1) if n not in layers]
 
 
 def _window_of_no_layer(skipped: list[int], count: int) -> dict[str, Any]:
     """layer_types says the rest."""
-    return {"sliding_window": 4096} if len(skipped) == count else {}
+    return {"sliding_window": _EXAONE_WINDOW} if len(skipped) == count else {}
 
 
 VARIANTS = (

@@ -131,24 +131,24 @@ def why_not(config: Config, device_type: str) -> str | None:
         return "run.deterministic is true, and FLA measures at run time which of its kernels' variants are fastest"
     if (size := config.model.linear_attention.key_head_dim) > MAX_KEY_DIM:
         return f"FLA has keys of at most {MAX_KEY_DIM} numbers, but model.linear_attention.key_head_dim is {size}"
-    return missing()
+    return missing() or wrong_triton()
 
 
 def missing() -> str | None:
-    """The reason why FLA cannot be imported or cannot compute gradients on this GPU, with advice; None if it can."""
+    """The reason why FLA cannot be imported, with advice; None if it can."""
     try:
         operator()
     except ImportError as error:
         return f"fla cannot be imported ({error}).  {INSTALL}"
-    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == HOPPER:
-        return wrong_triton(version("triton"), has_tilelang=importlib.util.find_spec("tilelang") is not None)
     return None
 
 
-def wrong_triton(installed: str, *, has_tilelang: bool) -> str | None:
-    """The reason why FLA computes no gradients on Hopper with this release of Triton, with advice; None if it does."""
-    first, fixed = WRONG_TRITON
-    if has_tilelang or not first <= TorchVersion(installed) < fixed:
+def wrong_triton() -> str | None:
+    """The reason why FLA computes no gradients on this GPU with the installed Triton, with advice; None if it does."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != HOPPER:
+        return None
+    (first, fixed), installed = WRONG_TRITON, version("triton")
+    if not first <= TorchVersion(installed) < fixed or importlib.util.find_spec("tilelang"):
         return None
     return (
         f"Triton {installed} computes wrong gradients on Hopper, and FLA refuses it.  Install Triton {fixed} or later, "

@@ -55,6 +55,16 @@ def test_no_way_out(source: str) -> None:
     assert render("{% set ns = namespace() %}{% set ns.__class__ = 1 %}{{ ns.y }}") == "", "no more than a key"
 
 
+def test_a_namespace_knows_nothing_of_another() -> None:
+    """What one chat or namespace has set is undefined in the next."""
+    source = (
+        "{% set ns = namespace() %}{% set other = namespace() %}{% for m in messages %}{% if ns.seen %},{% endif %}"
+        "{% set ns.seen = true %}{{ m.content }}{% if other.seen %}!{% endif %}{% endfor %}"
+    )
+    template = ChatTemplate(source, "chat.jinja", {})
+    assert [template.render(CHAT).text for _ in range(3)] == ["Hi,Hello", "Hi,Hello", "Hi,Hello"]
+
+
 @pytest.mark.parametrize("value", ["messages[0].content", "'x'", "('x' | safe)", "loop.index", "('x' ~ 1)", "n", "f"])
 @pytest.mark.parametrize("name", ["pieces", "field", "of", "filled", "_sub", "_filled"])
 def test_names_of_ours_are_hidden(value: str, name: str) -> None:

@@ -24,7 +24,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
+from jinja2.utils import Namespace, missing
 
 from sft.data.template.compiler import Compiler
 from sft.data.template.filters import Filters
@@ -80,8 +80,9 @@ class Sandbox(Filters, ImmutableSandboxedEnvironment):
         if type(obj) is dict and attribute not in _OF_DICTS:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         if isinstance(obj, LoopContext | Namespace) and self._safe.get((type(obj), attribute)):
-            value = getattr(obj, attribute)
-            return Int.of(value, CONSTANT) if type(value) is int and isinstance(obj, LoopContext) else value
+            value = getattr(obj, attribute, missing)  # another namespace had it
+            if value is not missing:
+                return Int.of(value, CONSTANT) if type(value) is int and isinstance(obj, LoopContext) else value
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:

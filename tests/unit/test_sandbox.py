@@ -172,6 +172,13 @@ def test_too_much_text(source: str) -> None:
         render(source)
 
 
+def test_what_a_call_is_given_alone_bounds_its_result() -> None:
+    """And not the variables of the loop around it."""
+    source = "{% for m in messages %}{% set text = m.content %}{{ text.replace('x', 'y') }}{% endfor %}"
+    template = ChatTemplate(source, "chat.jinja", {})
+    assert template.render([{"role": "user", "content": "x" * 2000}]).text == "y" * 2000
+
+
 @pytest.mark.parametrize(
     "source",
     [

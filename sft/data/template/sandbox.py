@@ -125,8 +125,10 @@ class Sandbox(Filters, ImmutableSandboxedEnvironment):
             right = values if any("%" in left and c in left for c in ("%d", "%i", "%f", "%g", "%x")) else right
         return self._sourced(super().call_binop(context, operator, left, right), f"the operator {operator}")
 
-    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Checks a call of a method or function by the template."""
+    def call(
+        self, context: Context, obj: Any, /, *args: Any, _loop_vars: Any = None, _block_vars: Any = None, **kwargs: Any
+    ) -> Any:
+        """Checks a call of a method or function by the template.  _loop_vars, _block_vars: what Jinja adds."""
         self.tick()
         owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
         if isinstance(owner, str | bytes | int | type):
@@ -134,7 +136,7 @@ class Sandbox(Filters, ImmutableSandboxedEnvironment):
         elif type(obj) is not Macro:
             for value in (*args, *kwargs.values()):
                 self.named(value)
-        result = super().call(context, obj, *args, **kwargs)
+        result = super().call(context, obj, *args, _loop_vars=_loop_vars, _block_vars=_block_vars, **kwargs)
         if type(result) is not Text:
             return self._sourced(result, name or "a call")
         if isinstance(owner, str):

@@ -133,6 +133,8 @@ def test_endless(source: str) -> None:
     "source",
     [
         "{{ 'x' * 10**9 }}",
+        "{% set x = 'x' * 400000 %}{{ (x + x + x) | length }}",
+        "{% set x = 'x' * 400000 %}{{ (x ~ x ~ x) | length }}",
         "{{ ([0] * 10**9) | length }}",
         "{% set ns = namespace(x='xy') %}" + LOOP + "{% set ns.x = ns.x + ns.x %}{% endfor %}",
         "{% set ns = namespace(x='xy') %}" + LOOP + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
@@ -282,6 +284,28 @@ def test_what_templates_do() -> None:
     expected = '<s>1Hiassistant|o  {"é": {"role": "user", "content": "Hi"}}a, buserassistantol===21/22/2'
     assert _compile_jinja_template(source).render(messages=CHAT, bos_token="<s>") == expected
     assert render(source) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ 'a' + 'b' + messages[0].content + '<' }}", "abHi<"),
+        ("{{ 'a' + ('b' + messages[0].content) + 'c' }}", "abHic"),
+        ("{{ 1 + 2 + 3 }},{{ 1 + 2.5 + 3 }},{{ messages | length + 1 + 1 }}", "6,6.5,4"),
+        ("{{ [1] + ['a'] + messages[:1] }}", "[1, 'a', {'role': 'user', 'content': 'Hi'}]"),
+        ("{{ '<' + ('<' | safe) + '<' }},{{ ('<' | safe) + '<' + '<' }}", "&lt;<&lt;,<&lt;&lt;"),
+        ("{{ 'a' + '{}'.format(1) + 'b' + 'c'.upper() }}", "a1bC"),
+    ],
+)
+def test_sums_of_several_values(source: str, expected: str) -> None:
+    assert _compile_jinja_template(source).render(messages=CHAT) == expected
+    assert render(source) == expected
+
+
+@pytest.mark.parametrize("source", ["{{ 'a' + 1 + 'b' }}", "{{ 1 + 2 + 'a' }}", "{{ 'a' + none }}", "{{ 'a' + x }}"])
+def test_sums_that_python_refuses(source: str) -> None:
+    with pytest.raises(Refused):
+        render(source)
 
 
 def test_text_marked_safe() -> None:

@@ -51,7 +51,12 @@ class Compiler(CodeGenerator):
         self.write("))")
 
     def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:
-        self._call("environment.add", (node.left, node.right), frame)
+        first: nodes.Expr = node
+        rest: list[nodes.Expr] = []
+        while isinstance(first, nodes.Add):  # a + b + c at once
+            rest.append(first.right)
+            first = first.left
+        self._call("environment.add", (first, *reversed(rest)), frame)
 
     def visit_Operand(self, node: nodes.Operand, frame: Frame) -> None:
         if isinstance(node.expr, nodes.Const):  # what is only compared needs no source

@@ -5,6 +5,7 @@ templates; `filters.py` has filters and functions.
 """
 
 from collections.abc import Iterable, Iterator
+from functools import reduce
 from typing import Any
 
 from jinja2.utils import Namespace
@@ -13,6 +14,8 @@ from markupsafe import Markup
 from sft.data.template.limits import Counts
 from sft.data.template.sources import CONSTANT, UNKNOWN, Field, Piece, Unknown
 from sft.data.template.trace import Float, Int, Text, concatenated, sourced, whole
+
+_TEXTS = {Text}
 
 
 class Operations(Counts):
@@ -87,9 +90,9 @@ class Operations(Counts):
 
     def concatenate(self, parts: tuple[Any, ...]) -> Text:
         """The operator ~."""
-        text = concatenated([part if type(part) is Text else self.text_of(part) for part in parts])
-        self.tick(len(text))
-        return text
+        texts = [part if type(part) is Text else self.text_of(part) for part in parts]
+        self.tick(sum(map(len, texts)))
+        return concatenated(texts)
 
     def concatenate_escaped(self, eval_context: Any, parts: tuple[Any, ...]) -> str:
         """The operator ~ where the template may have switched escaping on."""
@@ -99,16 +102,19 @@ class Operations(Counts):
         self.tick(len(text))
         return text
 
-    def add(self, left: Any, right: Any) -> Any:
-        """The operator +."""
+    def add(self, *parts: Any) -> Any:
+        """The operator +, of two values or more from left to right."""
+        if {*map(type, parts)} == _TEXTS:
+            self.tick(sum(map(len, parts)))
+            return concatenated(parts)
+        return reduce(self._sum, parts)
+
+    def _sum(self, left: Any, right: Any) -> Any:
         value = left + right
-        if type(value) is Text:
-            self.tick(len(value))
-            return value
         if isinstance(value, str):
             self.tick(len(value))
-            return self._safe_sum(left, right, value)
-        if isinstance(value, list | tuple):
+            return value if type(value) is Text else self._safe_sum(left, right, value)
+        if isinstance(value, (list, tuple)):
             self.check_value(value)
         elif isinstance(left, Int) and isinstance(right, Int) and left.field is right.field is CONSTANT:
             return Int.of(value, CONSTANT)  # a template that counts

@@ -85,7 +85,8 @@ class Compiler(CodeGenerator):
 
     def visit_MarkSafe(self, node: nodes.MarkSafe, frame: Frame) -> None:
         """Jinja's parser never makes this node; `Sandbox.compiled` puts it around values that get a name."""
-        self._call("environment.named", (node.expr,), frame)
+        is_name = isinstance(node.expr, nodes.Name)  # a second name makes nothing new
+        self._call("environment.written" if is_name else "environment.named", (node.expr,), frame)
 
     def visit_MarkSafeIfAutoescape(self, node: nodes.MarkSafeIfAutoescape, frame: Frame) -> None:
         """Nor this one; `Sandbox.compiled` puts it around what loops go over."""

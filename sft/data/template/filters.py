@@ -62,13 +62,8 @@ class Filters(Operations):
     def strftime_now(self, format: str) -> Text:
         """The date of the run, with English names in every locale."""
         date = self.date
-        names = {
-            "%a": _NAMES[int(date.strftime("%w"))][:3],
-            "%A": _NAMES[int(date.strftime("%w"))],
-            "%b": _MONTHS[date.month - 1][:3],
-            "%h": _MONTHS[date.month - 1][:3],
-            "%B": _MONTHS[date.month - 1],
-        }
+        day, month = _NAMES[date.isoweekday() % 7], _MONTHS[date.month - 1]
+        names = {"%a": day[:3], "%A": day, "%b": month[:3], "%h": month[:3], "%B": month}
         self.of_format(format, ())
         text = re.sub(r"%[aAbBh]", lambda match: names[match[0]], str.__str__(format))
         return Text.of(date.strftime(text), CONSTANT)

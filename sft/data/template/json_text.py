@@ -29,7 +29,7 @@ def json_text(value: Any, containers: Containers, indent: int | str | None, **op
 def _source_of(value: Any, containers: Containers) -> Source | None:
     if isinstance(value, Text):
         return value.pieces[0].source if value.pieces else CONSTANT
-    if isinstance(value, Int | Float):
+    if isinstance(value, (Int, Float)):
         return value.field
     if value is None or isinstance(value, bool):
         return CONSTANT
@@ -40,10 +40,10 @@ def _write(
     value: Any, containers: Containers, parts: list[str], indent: Any, options: dict[str, Any], depth: int
 ) -> None:
     source = _source_of(value, containers)
-    if source is not None and (indent is None or depth == 0 or not isinstance(value, dict | list)):
+    if source is not None and (indent is None or depth == 0 or not isinstance(value, (dict, list))):
         plain = json.dumps(value, **options)
         parts.append(_escaped(value, plain) if isinstance(value, Text) else Text.of(plain, source))
-    elif isinstance(value, dict | list | tuple):
+    elif isinstance(value, (dict, list, tuple)):
         of_template = containers.get(id(value)) or CONSTANT
         pair, colon = options["separators"] or ((", ", ": ") if indent is None else (",", ": "))
         width = " " * indent if isinstance(indent, int) else indent

@@ -12,7 +12,7 @@ the backstop (`sft/data/limited.py`).
 
 import re
 from collections.abc import Callable, Iterator
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Any
 
 from jinja2.utils import Namespace
@@ -103,7 +103,7 @@ class Counts:
 
     def of_loop(self, items: Any) -> Any:
         """What a loop goes over, whose items Jinja may put into a list at once."""
-        if isinstance(items, str | list | tuple | dict) and len(items) > self.max_steps - self.steps:
+        if isinstance(items, (str, list, tuple, dict)) and len(items) > self.max_steps - self.steps:
             raise TooMuch(f"takes more than {self.max_steps:,} steps")
         return items
 
@@ -116,7 +116,7 @@ class Counts:
             _check_bits(size)
         elif operator == "*":
             for sequence, times in ((left, right), (right, left)):
-                if isinstance(sequence, str | bytes | list | tuple) and isinstance(times, int):
+                if isinstance(sequence, (str, bytes, list, tuple)) and isinstance(times, int):
                     if type(sequence) is Text and not is_constant(sequence):
                         self.step(len(sequence.pieces) * max(0, times))
                     self.check(self._extent(sequence) * times)
@@ -125,38 +125,38 @@ class Counts:
         """Counts a filter, and refuses what would make too much."""
         self.tick()
         if name not in _INSTANT:
-            if isinstance(subject, list | tuple | dict | range) or (name in _BY_ITEM and isinstance(subject, str)):
+            if isinstance(subject, (list, tuple, dict, range)) or (name in _BY_ITEM and isinstance(subject, str)):
                 self.step(len(subject))
             elif isinstance(subject, str):
                 self.made += len(subject)
         self._check_result(name, subject, values)
-        if name == "sum" and any(not isinstance(value, str | int | float) for value in values):
+        if name == "sum" and any(not isinstance(value, (str, int, float)) for value in values):
             items = list(subject)
             self.check(len(items) * self._extent(items))
-        if name not in _SHALLOW and not isinstance(subject, str | int | float | None):
+        if name not in _SHALLOW and not isinstance(subject, (str, int, float, NoneType)):
             self.check_value(subject)
 
     def of_method(self, name: str, subject: Any, args: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Checks a call of a method, and gives the arguments to call it with."""
-        if name == "fromkeys" and args and isinstance(args[0], range | list | tuple | str):
+        if name == "fromkeys" and args and isinstance(args[0], (range, list, tuple, str)):
             self.step(len(args[0]))
-        if name == "join" and args and isinstance(subject, str | bytes):
+        if name == "join" and args and isinstance(subject, (str, bytes)):
             parts = list(args[0])
-            self.check(sum(len(part) + len(subject) for part in parts if isinstance(part, str | bytes)))
+            self.check(sum(len(part) + len(subject) for part in parts if isinstance(part, (str, bytes))))
             return (parts, *args[1:])
-        if name in ("split", "rsplit") and isinstance(subject, str | bytes):
-            separator = values[0] if values and isinstance(values[0], str | bytes) else None
+        if name in ("split", "rsplit") and isinstance(subject, (str, bytes)):
+            separator = values[0] if values and isinstance(values[0], (str, bytes)) else None
             self.step(len(subject) // 2 if not separator else subject.count(separator))  # type: ignore[arg-type]
         self._check_result(name, subject, values)
         return args
 
     def of_result(self, value: Any) -> None:
         """Counts the result of a filter, function or operator."""
-        if isinstance(value, str | bytes):
+        if isinstance(value, (str, bytes)):
             self.tick(len(value))
         elif isinstance(value, int):
             _check_bits(value.bit_length())
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, (list, tuple)):
             self.check(_ITEM * len(value))
 
     def of_format(self, template: str, values: tuple[Any, ...]) -> None:
@@ -177,12 +177,12 @@ class Counts:
             raise TooMuch(f"gives {name} a number or text above {most:,}")
         if name in ("format", "format_map") and isinstance(subject, str):
             self.of_format(subject, values)
-        elif name == "replace" and isinstance(subject, str | bytes):
-            old = values[0] if values and isinstance(values[0], str | bytes) else ""
+        elif name == "replace" and isinstance(subject, (str, bytes)):
+            old = values[0] if values and isinstance(values[0], (str, bytes)) else ""
             same = isinstance(old, bytes) == isinstance(subject, bytes)
             self.check(len(subject) + (subject.count(old) if same else 0) * text)  # type: ignore[arg-type]
         else:
-            self.check(_RESULTS[name](subject if isinstance(subject, str | bytes) else "", number, text))
+            self.check(_RESULTS[name](subject if isinstance(subject, (str, bytes)) else "", number, text))
 
     def _extent(self, value: Any) -> int:
         """Characters of all texts within a value at any depth, plus 8 for each item of another type.  Counting stops
@@ -190,11 +190,11 @@ class Counts:
         total, left = 0, [value]
         while left and total <= self.max_characters:
             item = left.pop()
-            if isinstance(item, str | bytes):
+            if isinstance(item, (str, bytes)):
                 total += len(item)
                 continue
             total += _ITEM
-            if isinstance(item, list | tuple):
+            if isinstance(item, (list, tuple)):
                 left += item
             elif isinstance(item, dict):
                 left += item
@@ -211,7 +211,7 @@ def _check_bits(size: int) -> None:
 
 def _length(value: Any) -> int:
     """The length of a text, or of the longest text in a list or mapping, such as one for `translate`."""
-    if isinstance(value, dict | list | tuple):
+    if isinstance(value, (dict, list, tuple)):
         items = value.values() if isinstance(value, dict) else value
-        return max((len(item) for item in items if isinstance(item, str | bytes)), default=0)
-    return len(value) if isinstance(value, str | bytes) else 0
+        return max((len(item) for item in items if isinstance(item, (str, bytes))), default=0)
+    return len(value) if isinstance(value, (str, bytes)) else 0

@@ -62,23 +62,26 @@ class Operations(Counts):
 
     def collect(self, parts: Iterable[str]) -> Text:
         """What a macro, a set block or a call block collected, written for the message of now."""
-        return self._written(concatenated(parts))
+        return self.written(concatenated(parts))
 
-    def _written(self, text: Text) -> Text:
-        """A text whose new pieces, at its end, are written for the message of now."""
-        pieces, writer = text.pieces, self.message
+    def written(self, value: Any) -> Any:
+        """A value; a text whose new pieces, at its end, are written for the message of now."""
+        if type(value) is not Text:
+            return value
+        pieces, writer = value.pieces, self.message
         first = len(pieces)
         while first and pieces[first - 1].writer is None:
             first -= 1
         if writer is None or first == len(pieces):
-            return text
-        return sourced(text, (*pieces[:first], *(piece._replace(writer=writer) for piece in pieces[first:])))
+            return value
+        written = [tuple.__new__(Piece, (source, a, b, length, writer)) for source, a, b, length, _ in pieces[first:]]
+        return sourced(value, (*pieces[:first], *written))
 
     def named(self, value: Any) -> Any:
         """A value that gets a name."""
         if type(value) is Text:
-            return self._written(value)
-        if isinstance(value, list | tuple | dict | Namespace):
+            return self.written(value)
+        if isinstance(value, (list, tuple, dict, Namespace)):
             self.check_value(value)
         return value
 
@@ -137,7 +140,7 @@ class Operations(Counts):
             return Text(str.__str__(value), value.pieces)
         if isinstance(value, str):
             return Text(value, whole(UNKNOWN, len(value)))
-        if isinstance(value, Int | Float):
+        if isinstance(value, (Int, Float)):
             return Text.of(str(value), value.field)
         if value is None or isinstance(value, bool):  # one of three words
             return Text.of(str(value), CONSTANT)
@@ -148,7 +151,7 @@ class Operations(Counts):
 
     def _sourced(self, value: Any, operation: str) -> Any:
         """The result of a filter or function; one without sources gets the name of the operation."""
-        if type(value) is Text:
+        if type(value) in (Text, bool):
             return value
         if isinstance(value, Iterator):
             return self.counted(value)

@@ -110,7 +110,7 @@ class _Tracer:
         if isinstance(value, str):
             field = self._field(message, path, role, value)
             return Text.of(str.__str__(value), field)
-        if isinstance(value, int | float):
+        if isinstance(value, (int, float)):
             field = self._field(message, path, role, str(value))
             return Int.of(value, field) if isinstance(value, int) else Float.of(value, field)
         copy: Any
@@ -119,7 +119,7 @@ class _Tracer:
                 self._key(key, message, path, role): self.value(item, message, (*path, key), role)
                 for key, item in value.items()
             }
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, (list, tuple)):
             copy = [self.value(item, message, (*path, index), role) for index, item in enumerate(value)]
         else:
             return Text.of(f"<{type(value).__name__}>", CONSTANT)

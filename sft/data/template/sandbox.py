@@ -34,6 +34,9 @@ from sft.data.template.trace import Int, Text, sourced
 _OF_DICTS = frozenset(dir(dict))
 _OWN = frozenset(("pieces", "field", "of", "filled"))  # attributes of our texts and numbers alone
 
+# Methods of texts that Jinja's sandbox lets through as they are.
+_METHODS = frozenset(name for name in dir(str) if not name.startswith("_")) - {"format", "format_map"}
+
 
 class Sandbox(Filters, ImmutableSandboxedEnvironment):
     """transformers' environment for chat templates.  `begin` resets the counts for a rendering.
@@ -73,16 +76,19 @@ class Sandbox(Filters, ImmutableSandboxedEnvironment):
             assignment.node = nodes.MarkSafe(assignment.node, lineno=assignment.lineno)
         for scope in tree.find_all(nodes.With):
             scope.values = [nodes.MarkSafe(value, lineno=scope.lineno) for value in scope.values]
-        return self.template_class.from_code(self, self.compile(tree), self.make_globals(None))
+        return self.template_class.from_code(self, self.compile(tree), {**self.globals})
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """obj.attribute as in Jinja, but without the AttributeError that Jinja raises and catches for keys."""
-        if type(obj) is dict and attribute not in _OF_DICTS:
+        kind = type(obj)
+        if kind is dict and attribute not in _OF_DICTS:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        if isinstance(obj, LoopContext | Namespace) and self._safe.get((type(obj), attribute)):
+        if kind is Text and attribute in _METHODS:
+            return getattr(obj, attribute)
+        if kind in (LoopContext, Namespace) and self._safe.get((kind, attribute)):
             value = getattr(obj, attribute, missing)  # another namespace had it
             if value is not missing:
-                return Int.of(value, CONSTANT) if type(value) is int and isinstance(obj, LoopContext) else value
+                return Int.of(value, CONSTANT) if type(value) is int and kind is LoopContext else value
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
@@ -90,13 +96,13 @@ class Sandbox(Filters, ImmutableSandboxedEnvironment):
         that our texts and numbers have beside those of Python are hidden."""
         key = type(obj), attr
         if key not in self._safe:
-            hidden = attr in _OWN and isinstance(obj, str | int | float)
+            hidden = attr in _OWN and isinstance(obj, (str, int, float))
             self._safe[key] = not hidden and super().is_safe_attribute(obj, attr, value)
         return self._safe[key]
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """Jinja's safe `format`, with sources if the format is simple."""
-        if not isinstance(value, MethodType | BuiltinMethodType):
+        if not isinstance(value, (MethodType, BuiltinMethodType)):
             return None
         wrapped, subject = super().wrap_str_format(value), value.__self__
         if wrapped is None:
@@ -131,12 +137,15 @@ class Sandbox(Filters, ImmutableSandboxedEnvironment):
         """Checks a call of a method or function by the template.  _loop_vars, _block_vars: what Jinja adds."""
         self.tick()
         owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
-        if isinstance(owner, str | bytes | int | type):
+        if isinstance(owner, (str, bytes, int, type)):
             args = self.of_method(name, owner, args, (*args, *kwargs.values()))
         elif type(obj) is not Macro:
             for value in (*args, *kwargs.values()):
                 self.named(value)
-        result = super().call(context, obj, *args, _loop_vars=_loop_vars, _block_vars=_block_vars, **kwargs)
+        if type(owner) is Text and name in _METHODS:
+            result = obj(*args, **kwargs)
+        else:
+            result = super().call(context, obj, *args, _loop_vars=_loop_vars, _block_vars=_block_vars, **kwargs)
         if type(result) is not Text:
             return self._sourced(result, name or "a call")
         if isinstance(owner, str):

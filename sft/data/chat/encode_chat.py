@@ -16,8 +16,6 @@ text that the template left out.
 
 import gc
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -95,17 +93,10 @@ def encode_chat(chat: Chat, tokenizer: ChatTokenizer, data: Masking = DEFAULT) -
     user "a", assistant "b", byte tokenizer:
     <|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\nb<|im_end|>\\n      1: b <|im_end|>      0: all others
     """
-    with _without_gc():
-        return _encode_chat(chat, tokenizer, data)
-
-
-@contextmanager
-def _without_gc() -> Iterator[None]:
-    """Without Python's search for cycles: a long chat makes a million small objects and no cycle."""
     enabled = gc.isenabled()
-    gc.disable()
+    gc.disable()  # Python's search for cycles: a long chat makes a million small objects and no cycle
     try:
-        yield
+        return _encode_chat(chat, tokenizer, data)
     finally:
         if enabled:
             gc.enable()
@@ -130,7 +121,7 @@ def _encode_chat(chat: Chat, tokenizer: ChatTokenizer, data: Masking) -> Encodin
         inserted = data.supervise_inserted
         spans = find_token_spans(turns, rendered.reading.text, tokenised.encoded, tokenizer, inserted=inserted)
         ids, spans = _with_final_end(ids, spans, rendered, turns)
-    weights = np.full(len(ids), float(data.supervise == "all"), dtype=np.float32)
+    weights = (np.ones if data.supervise == "all" else np.zeros)(len(ids), dtype=np.float32)
     for span in spans:
         if span.message in by_message:
             weights[span.start : span.end] = by_message[span.message]

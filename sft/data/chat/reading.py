@@ -16,6 +16,7 @@ from sft.data.template.sources import Field, Source, Unknown
 _HEADER = frozenset({"role", "name"})
 _TAGS = re.compile(r"</?think>")
 _OF_OTHERS = frozenset({"tool_responses", "tool_call_id"})
+_NOT_OWN = _HEADER | _OF_OTHERS
 
 
 class Reading:
@@ -42,14 +43,8 @@ class Reading:
                 continue
             self.marks.append(run)
         self.unknown = [run for run in self.marks if isinstance(run.source, Unknown)]
-
-    @cached_property
-    def _starts(self) -> list[int]:
-        return [run.start for run in self.runs]
-
-    @cached_property
-    def _mark_starts(self) -> list[int]:
-        return [run.start for run in self.marks]
+        self._starts = [run.start for run in self.runs]
+        self._mark_starts = [run.start for run in self.marks]
 
     def over(self, start: int, end: int) -> list[Run]:
         """The runs that hold text[start:end]."""
@@ -128,7 +123,7 @@ def is_own(run: Run) -> bool:
     return (
         isinstance(source, Field)
         and source.role == "assistant"
-        and source.path[0] not in _HEADER | _OF_OTHERS
+        and source.path[0] not in _NOT_OWN
         and run.writer in (source.message, None)
     )
 
@@ -137,7 +132,7 @@ def is_text(field: Field, message: int) -> bool:
     """Whether a field is text of message `message` that the model should see: not an id, a type or the name of a key,
     but names of arguments."""
     path = field.path
-    if field.message != message or path[0] in _HEADER | _OF_OTHERS:
+    if field.message != message or path[0] in _NOT_OWN:
         return False
     if path[0] == "tool_calls":
         return path[-1] == "name" or "arguments" in path

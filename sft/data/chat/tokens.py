@@ -49,29 +49,35 @@ class TokenisedChat(NamedTuple):
 
 def tokenise(reading: Reading, tokenizer: FolderTokenizer) -> TokenisedChat:
     """The tokens of a rendering.  Raises DataError if no proof exists that a text stays text."""
-    typed, spelled = _typed(reading, tokenizer)
-    if not typed:
-        whole = tokenizer.encode(reading.text)
-        _check_normalised(reading.text, whole, tokenizer)
-        return TokenisedChat(whole, spelled)
-    masked, stand_ins = _masked(reading.text, typed)
+    num_control, typed, spelled = _typed(reading, tokenizer)
+    masked, stand_ins = _masked(reading.text, typed) if typed else (reading.text, "")
     whole = tokenizer.encode(masked)
-    _check_normalised(masked, whole, tokenizer)
-    return TokenisedChat(_without_typed(reading.text, masked, stand_ins, whole, tokenizer), spelled)
+    if tokenizer.normalizes and np.count_nonzero(tokenizer.is_control[whole.ids]) > num_control - len(typed):
+        raise DataError(
+            f"the tokenizer of {tokenizer.name} turns ordinary characters of the chat into a control token.  Remove "
+            "or change these characters."
+        )
+    if typed:
+        whole = _without_typed(reading.text, masked, stand_ins, whole, tokenizer)
+    return TokenisedChat(whole, spelled)
 
 
-def _typed(reading: Reading, tokenizer: FolderTokenizer) -> tuple[list[tuple[int, int]], Counter[tuple[str, str]]]:
-    """The control strings of a rendering that must stay text, and their number by token and role."""
+def _typed(reading: Reading, tokenizer: FolderTokenizer) -> tuple[int, list[tuple[int, int]], Counter[tuple[str, str]]]:
+    """The number of control strings of a rendering, those that must stay text, and their number by token and role."""
+    num_control = at = 0
     typed: list[tuple[int, int]] = []
-    spelled = Counter[tuple[str, str]]()
-    text, allowed = reading.text, tokenizer.habits.inside | tokenizer.assistant_control
+    spelled: Counter[tuple[str, str]] = Counter()
+    text, runs = reading.text, reading.runs
     if not any(head in text for head in tokenizer.control_heads):
-        return typed, spelled
-    for match in tokenizer.control.finditer(text):
-        runs = reading.over(*match.span())
-        if len(runs) == 1 and runs[0].source is CONSTANT:  # most tokens
+        return num_control, typed, spelled
+    allowed = tokenizer.habits.inside | tokenizer.assistant_control
+    for num_control, match in enumerate(tokenizer.control.finditer(text), 1):
+        start, end = match.span()
+        while runs[at].end <= start:
+            at += 1
+        if runs[at].source is CONSTANT and runs[at].end >= end:  # most tokens
             continue
-        sources = [run.source for run in runs]
+        sources = [run.source for run in reading.over(start, end)]
         if all(map(is_of_template, sources)):
             continue
         unknown = next((source for source in sources if isinstance(source, Unknown)), None)
@@ -87,7 +93,7 @@ def _typed(reading: Reading, tokenizer: FolderTokenizer) -> tuple[list[tuple[int
             continue
         spelled[match.group(), role] += 1
         typed.append(match.span())
-    return typed, spelled
+    return num_control, typed, spelled
 
 
 def _masked(text: str, typed: list[tuple[int, int]]) -> tuple[str, str]:
@@ -104,16 +110,6 @@ def _masked(text: str, typed: list[tuple[int, int]]) -> tuple[str, str]:
         parts += [text[at:start], stand_in[text[start:end]] * (end - start)]
         at = end
     return "".join([*parts, text[at:]]), "".join(free)
-
-
-def _check_normalised(text: str, whole: Encoded, tokenizer: FolderTokenizer) -> None:
-    if not tokenizer.normalizes:
-        return
-    if np.count_nonzero(tokenizer.is_control[whole.ids]) > len(tokenizer.control.findall(text)):
-        raise DataError(
-            f"the tokenizer of {tokenizer.name} turns ordinary characters of the chat into a control token.  Remove "
-            "or change these characters."
-        )
 
 
 def _without_typed(text: str, masked: str, stand_ins: str, whole: Encoded, tokenizer: FolderTokenizer) -> Encoded:

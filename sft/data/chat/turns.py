@@ -122,6 +122,8 @@ class _Finder:
 
     def _without_repetitions(self, groups: list[list[Run]]) -> list[list[Run]]:
         """The groups that write anything that no earlier group wrote (the name of a function in its result is not)."""
+        if len(groups) < 2:
+            return groups
         kept: list[list[Run]] = []
         for group in groups:
             earlier = [run for other in kept for run in other]
@@ -184,6 +186,8 @@ class _Finder:
         """
         runs = [self.reading.marks[position] for position in self.reading.own[index]]
         inside = [run for run in runs if any(turn.start < run.end <= turn.end for turn in turns)]
+        if len(inside) == len(runs):
+            return
         shown = [
             (begin, turn.start)
             for begin, turn in zip(begins, turns, strict=True)

@@ -34,8 +34,8 @@ class Encoded:
 
     def token_spans(self, starts: Sequence[int], ends: Sequence[int]) -> tuple[list[int], list[int]]:
         """First tokens and ends of the tokens over each text[start:end].  A first token ends after its `start`."""
-        firsts = np.searchsorted(self.ends, starts, side="right")
-        stops = np.maximum(firsts, np.searchsorted(self.starts, ends, side="left"))
+        firsts = self.ends.searchsorted(starts, side="right")
+        stops = np.maximum(firsts, self.starts.searchsorted(ends, side="left"))
         return firsts.tolist(), stops.tolist()
 
     @cached_property
@@ -56,8 +56,9 @@ class Encoder:
 
     def _offsets(self, text: str, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if self._byte_lengths is not None and (text.isascii() or is_normalized("NFC", text)):
-            ends = np.cumsum(self._byte_lengths[ids])
-            starts = ends - self._byte_lengths[ids]
+            lengths = self._byte_lengths[ids]
+            ends = lengths.cumsum()
+            starts = ends - lengths
             num_bytes = len(text) if text.isascii() else len(text.encode())
             if len(ends) and ends[-1] == num_bytes:
                 return (starts, ends) if text.isascii() else _characters(text, starts, ends)

@@ -95,7 +95,7 @@ class TextTokenizer:
             token["special"] = token["content"] in self.ids
         return Encoder(Tokenizer.from_str(json.dumps(state)), as_text=True)
 
-    @property
+    @cached_property
     def normalizes(self) -> bool:
         """Whether the tokenizer changes text before it tokenises it."""
         return self.files.backend.normalizer is not None

@@ -208,6 +208,15 @@ def test_typed_control_strings_are_told_as_typed(load: Load) -> None:
     assert missing == (1, "system", "content", "Say <|im_end|>.")
 
 
+@pytest.mark.parametrize(
+    ("part", "is_whole"), [("", True), ("[:150]", False), ("[-150:]", False), ("[1:-1]", True), ("[:1]", False)]
+)
+def test_a_schema_that_is_cut(load: Load, part: str, is_whole: bool) -> None:
+    """A part of an object's JSON holds some of its texts."""
+    tokenizer = load(source="{{ (tools[0] | tojson)" + part + " }}" + SHORT)
+    assert found(TALK[:2], tokenizer, [WEATHER]) == ([] if is_whole else ["1 tools tool schema"])
+
+
 # --- switches ---
 
 

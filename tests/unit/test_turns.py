@@ -330,6 +330,13 @@ def test_chats_that_are_refused(tmp_path: Path, jinja: str, complaint: str) -> N
     assert complaint in str(error.value)
 
 
+def test_answers_before_their_questions(tmp_path: Path) -> None:
+    """A template that writes the last message first would train answers that see later turns."""
+    tokenizer = load_folder(tmp_path, for_messages(TURN, TURN).replace("in messages", "in messages[::-1]"))
+    with pytest.raises(DataError, match="turn of message 2 cannot be .* the template writes it after a later turn"):
+        runs(Chat([*TALK[:2], *TALK[:2]], None), tokenizer)
+
+
 def test_unknown_text_that_can_be_nobodys_is_no_reason_to_refuse_a_chat(tmp_path: Path) -> None:
     jinja = "{{ 'x' | center(3) }}" + for_messages(MESSAGE, MESSAGE)
     assert runs(Chat(TALK, None), load_folder(tmp_path, jinja + ASK)) == [FINE, QUESTION]

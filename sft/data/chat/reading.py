@@ -8,9 +8,12 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import cached_property
+from json import dumps
 
 from sft.data.template.rendering import Rendering, Run, is_of_template
 from sft.data.template.sources import Field, Source, Unknown
+
+_Path = tuple[int | None, str, tuple[str | int, ...]]  # message, role and path of a field
 
 # Keys of an assistant's message whose texts the assistant did not write: the header's, and results of Gemma's calls.
 _HEADER = frozenset({"role", "name"})
@@ -86,12 +89,13 @@ class Reading:
         Spaces do not count, nor tags that templates write themselves: <think> and </think>.
         """
         written: dict[Field, list[tuple[int, int]]] = {}
-        containers: set[tuple[int | None, str, tuple[str | int, ...]]] = set()
+        containers: dict[_Path, str] = {}
         for run in self.runs:
             source = run.source
             if isinstance(source, Field):
                 if source.is_container:
-                    containers.add((source.message, source.role, source.path))
+                    path = source.message, source.role, source.path
+                    containers[path] = containers.get(path, "") + self.text[run.start : run.end]
                 else:
                     written.setdefault(source, []).append((run.first, run.last))
         hidden = "\0".join(self.text[run.start : run.end] for run in self.unknown)
@@ -100,9 +104,18 @@ class Reading:
             gaps = _gaps(field.text, written.get(field, ()))
             if not gaps or (hidden and field.text.strip() in hidden):
                 continue
-            if not any((field.message, field.role, field.path[:n]) in containers for n in range(len(field.path))):
+            paths = ((field.message, field.role, field.path[:n]) for n in range(len(field.path)))
+            if not any(path in containers and _is_in(field, containers[path]) for path in paths):
                 missing.append((field, gaps))
         return missing
+
+
+def _is_in(field: Field, container: str) -> bool:
+    """Whether the text of an object or list of the chat, which the template may have cut, holds a text of it."""
+    if container[:1] in ("{", "[") and container[-1:] in ("}", "]"):
+        return True
+    text = field.text
+    return any(form[1:-1] in container for form in (dumps(text), dumps(text, ensure_ascii=False), repr(text)))
 
 
 def _gaps(text: str, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -61,6 +61,8 @@ def find_turns(
     for turn, following in zip(turns, turns[1:], strict=False):
         if following.start < turn.end:
             raise finder.error(following.message, "the template writes it inside another turn", following.start)
+        if following.message < turn.message:
+            raise finder.error(following.message, "the template writes it after a later turn", following.start)
     if turns and wanted:
         finder.check_unknown(wanted)
     return turns

@@ -82,6 +82,8 @@ def make_chat(rng: Random, draw: Draw) -> tuple[list[Message], list[dict] | None
         message = {"role": "assistant", "content": content}
         if draw.reasoning and rng.random() < 0.6:
             message[draw.key] = texts.text("h")
+            while message[draw.key].strip() == "</think>":  # a template that splits at it writes nothing of the chat
+                message[draw.key] = texts.text("h")
         if calls:
             message["tool_calls"] = [
                 {

@@ -32,7 +32,7 @@ help:
 	@echo "make demo-text           the first of them; make demo-retrieval: the second"
 	@echo "make test                the CPU test suite; TESTS=tests/unit/test_context_parallel.py and PYTEST_FLAGS=-x narrow it"
 	@echo "make test-faults         runs that are killed, filled up, damaged and hung, and their end against an undisturbed one"
-	@echo "make test-mutations      deliberate faults, one at a time, each of which its tests must notice; MUTATIONS='--only loss' or '--sample 10'"
+	@echo "make test-mutations      deliberate faults, one at a time, each of which its tests must notice; MUTATIONS='--only loss', '--sample 10' or, for random ones, '--random SECONDS'"
 	@echo "make test-triton         the Triton kernels, by their interpreter; downloads Triton (300 MB) first"
 	@echo "make test-slurm          launch/slurm.sbatch on a real SLURM of two nodes on this machine; root on Debian: installs slurm-wlm and munge"
 	@echo "make test-standin        GPU runs without a GPU, all but their numbers: on a stand-in for CUDA; Python 3.12, downloads torch for CUDA (6 GB)"

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 
+from tests.mutations.survey import survey
 from tests.mutations.table import REPOSITORY, Fault, read_table, sample
 from tests.mutations.warm_pytest import Outcome, run_pytest
 
@@ -25,6 +26,8 @@ LIMIT_S = 900  # time limit for the tests of one fault
 
 def main() -> int:
     arguments = _arguments()
+    if arguments.random:
+        return _try_random(arguments.random, arguments.jobs)
     faults = [fault for fault in read_table() if re.search(arguments.only, f"{fault.name} {fault.file}")]
     if arguments.sample:
         seed = _git("rev-parse", "HEAD").strip()
@@ -46,8 +49,19 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
     parser.add_argument("--only", default="", metavar="PATTERN", help="only faults whose name or file matches")
     parser.add_argument("--sample", type=int, metavar="N", help="only N faults, one in ten slow; the commit says which")
+    parser.add_argument("--random", type=float, metavar="SECONDS", help="random mutants instead, for this time")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="copies that are tested at once")
     return parser.parse_args()
+
+
+def _try_random(seconds: float, jobs: int) -> int:
+    """Exit code 1 if no mutant that a test called was noticed."""
+    seed = _git("rev-parse", "HEAD").strip()
+    with _copies(jobs) as copies:
+        ends = survey(copies, seed, seconds)
+    called = ends["noticed"] + ends["survived"]
+    print(f"{ends['noticed']} of {called} mutants noticed, {ends['not called']} not called; seed {seed[:12]}")
+    return 0 if ends["noticed"] or not called else 1
 
 
 def _git(*arguments: str) -> str:

@@ -11,24 +11,20 @@ of such work are limited by the kernel, in a process that may die: no alarm and 
 Decides how a child that reaches a limit is distinguished from one that was killed, and what the parent says of it.
 `LimitReached` is no DataError: it ends a preparation whatever data.on_bad_row is.
 
-Children are forked from a server that is started as a program of its own, because a process of torchrun may hold
-threads and CUDA contexts.  It takes half a second once; a child then takes some hundredths.
+`fork_server.py` starts the children, which never run the user's program.
 """
 
-import multiprocessing
-import os
 import pickle
 import resource
 import signal
-import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
-from multiprocessing import connection, forkserver
+from contextlib import suppress
+from multiprocessing import connection
 from typing import Any, NamedTuple, TypeVar
 
+from sft.data import fork_server
 from sft.errors import DataError
 
 ROW_SECONDS = 60  # of processor time for a row; 700,000 tokens take 2
@@ -36,9 +32,8 @@ BYTES_PER_SECOND = 500_000  # a row gets a further second for each; a long row t
 MEMORY = 8 << 30  # of a child, beyond what it had when its part began
 MEMORY_PER_BYTE = 128  # further memory for each byte of the rows: a tokenizer takes some 40
 LARGEST_RESULT = 64 << 20
-_PRELOADED = ["sft.data.cache.workers", "sft.hf.served_template"]
+_OF_ALLOCATORS = ("memory allocation of", "bad_alloc")  # the last words of Rust and of C++
 _T = TypeVar("_T")
-_hiding = threading.Lock()
 _children = [False]  # [whether this process is such a child]
 
 
@@ -48,6 +43,16 @@ class LimitReached(Exception):
     def __init__(self, why: str, task: int = 0) -> None:
         super().__init__(why, task)
         self.why, self.task = why, task
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether memory is to blame."""
+        return "memory" in self.why
+
+    @property
+    def advice(self) -> str:
+        """What to look for; empty if another process has sent SIGKILL."""
+        return "" if "SIGKILL" in self.why and not self.is_memory else f"  {ADVICE}"
 
 
 class _Outcome(NamedTuple):
@@ -70,7 +75,7 @@ def call(subject: str, function: Callable[..., _T], *arguments: Any) -> _T:
         [result] = run(_limited_call, [(function, arguments)], 1)
         return result
     except LimitReached as reached:
-        raise DataError(f"{subject} cannot be used: the process that tried it {reached.why}.  {ADVICE}") from None
+        raise DataError(f"{subject} cannot be used: the process that tried it {reached.why}.{reached.advice}") from None
 
 
 ADVICE = (
@@ -157,7 +162,7 @@ def run(
                 for child in _that_are_ready(children):
                     outcomes[child.task] = child.outcome()
                     child.task = -1
-                    if num_given < len(tasks):
+                    if num_given < len(tasks) and not child.pipe.closed:  # a dead child's own task ends the work
                         child.give(num_given, tasks[num_given])
                         num_given += 1
             outcome = outcomes.pop(number)
@@ -175,51 +180,28 @@ class _Child:
     """A child and the pipe to it.  `task` is the number of the task that it has; -1: none."""
 
     def __init__(self, function: Callable[..., Any], start: tuple[Any, ...]) -> None:
-        context = _context()
-        self.pipe, far_end = context.Pipe()
-        self.process = context.Process(target=_serve, args=(far_end, function, start), daemon=True)
-        with _without_main():
-            self.process.start()
-        far_end.close()
+        self._child = fork_server.Child(_serve, (function, start))
+        self.pipe = self._child.pipe
         self.task = -1
 
     def give(self, number: int, task: tuple[Any, ...]) -> None:
         self.task = number
-        try:
+        with suppress(OSError):  # the child is dead; `outcome` says so
             self.pipe.send(task)
-        except OSError:  # the child is dead; `outcome` says so
-            pass
 
     def outcome(self) -> _Outcome:
         """The outcome of its task.  A dead child has one, too: the reason."""
         try:
             outcome: _Outcome = pickle.loads(self.pipe.recv_bytes(LARGEST_RESULT))
-            return outcome
         except (EOFError, OSError):
-            self.process.join()
-            return _Outcome(limit=_why(self.process.exitcode or 0))
+            return _Outcome(limit=_why(self._child.end(kill=False)))
+        self._child.forget_stderr()
+        return outcome
 
     def end(self) -> None:
         """Ends the child, also in the midst of a task."""
-        self.process.kill()
-        self.process.join()
-        self.pipe.close()
-
-
-@contextmanager
-def _without_main() -> Iterator[None]:
-    """Hides the program of this process from its children, which need none of it: they would run a script without a
-    guard once more, and cannot read one that came through a pipe."""
-    main = sys.modules["__main__"]
-    with _hiding:
-        spec, file = main.__spec__, main.__dict__.pop("__file__", None)
-        main.__spec__ = None
-        try:
-            yield
-        finally:
-            main.__spec__ = spec
-            if file is not None:
-                main.__file__ = file
+        if not self.pipe.closed:
+            self._child.end(kill=True)
 
 
 def _that_are_ready(children: list[_Child]) -> list[_Child]:
@@ -227,40 +209,23 @@ def _that_are_ready(children: list[_Child]) -> list[_Child]:
     return [busy[pipe] for pipe in connection.wait(list(busy)) if isinstance(pipe, connection.Connection)]
 
 
-def _why(code: int) -> str:
-    if code == -signal.SIGXCPU:
+def _why(end: fork_server.End) -> str:
+    """Blames memory only where the kernel or the child's last words do."""
+    if end.code == -signal.SIGXCPU:
         return f"took more than {ROW_SECONDS:,} s of processor time"
-    if code == -signal.SIGKILL:
-        return "was killed (signal 9), probably because memory ran out"
-    if code == -signal.SIGABRT:
-        return f"was aborted by native code, as it does at the limit of {MEMORY >> 30:,} GiB of memory"
-    return f"ended its process with exit code {code}"
-
-
-def _context() -> Any:
-    """A server from which children are forked, or without one (its socket needs a short TMPDIR), plain processes."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    try:
-        forkserver.ensure_running()
-    except OSError:
-        return multiprocessing.get_context("spawn")
-    return context
+    if end.code == -signal.SIGABRT and any(words in end.stderr for words in _OF_ALLOCATORS):
+        return f"needed more than {MEMORY >> 30:,} GiB of memory ({end.stderr})"
+    return end.describe()
 
 
 def _serve(pipe: connection.Connection, function: Callable[..., Any], start: tuple[Any, ...]) -> None:
     """The life of a child: a task, its outcome, and so on, until the parent ends it."""
     _children[0] = True
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends this one
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
     _set(resource.RLIMIT_CORE, 0)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     failed = _outcome(start[0], start[1:]) if start else _Outcome()
     while True:
-        try:
-            task = pipe.recv()
-        except EOFError:
-            return
+        task = pipe.recv()
         outcome = _outcome(function, task) if failed == _Outcome() else failed
         content = _pickled(outcome)
         if len(content) > LARGEST_RESULT:
@@ -284,11 +249,3 @@ def _pickled(outcome: _Outcome) -> bytes:
         return pickle.dumps(outcome)
     except Exception:  # a panic of Rust has no pickle
         return pickle.dumps(_Outcome(error=RuntimeError(f"{outcome.error or type(outcome.result)!r}")))
-
-
-def _end_with_parent() -> None:
-    """Ends this process with its parent, also in the midst of a task."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)

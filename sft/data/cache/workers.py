@@ -186,21 +186,22 @@ def make_parts(jobs: Sequence[FileJob], num_workers: int) -> Generator[tuple[Fil
                 yield jobs[i], result
     except limited.LimitReached as reached:
         i, number = parts[reached.task]
-        raise DataError(_beyond(jobs[i], number, reached.why, num_workers)) from reached
+        raise DataError(_beyond(jobs[i], number, reached, num_workers)) from reached
 
 
-def _beyond(job: FileJob, number: int, why: str, num_workers: int) -> str:
+def _beyond(job: FileJob, number: int, reached: limited.LimitReached, num_workers: int) -> str:
     first, stop = job.ranges[number]
     numbers = job.index.numbers if job.index.numbers is not None else np.arange(1, job.index.num_rows + 1)
     rows = f"{row_name(job.file, int(numbers[first]))} to {row_name(job.file, int(numbers[stop - 1]))}"
-    advice = f"  Use fewer processes than data.num_workers = {num_workers}." if num_workers > 1 else ""
+    fewer = num_workers > 1 and reached.is_memory
+    advice = f"  Use fewer processes than data.num_workers = {num_workers}." if fewer else ""
     if isinstance(job.tokenizer, ByteTokenizer) or job.tokenizer.chat_template is None:
         template, further = "", ""
     else:
-        template, further = f" with chat template {template_name(job.tokenizer)}", f"  {limited.ADVICE}"
+        template, further = f" with chat template {template_name(job.tokenizer)}", reached.advice
     return (
-        f"the process that tokenised the rows from {rows}{template} {why}.  Finished parts are kept, and no row was "
-        f"left out.{advice}{further}"
+        f"the process that tokenised the rows from {rows}{template} {reached.why}.  Finished parts are kept, and no "
+        f"row was left out.{advice}{further}"
     )
 
 

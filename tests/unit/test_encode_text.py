@@ -64,7 +64,7 @@ def test_tokens_are_those_of_transformers_and_one_end(make: Make, single: str, n
     reference = AutoTokenizer.from_pretrained(folder)(TEXT, truncation=False)["input_ids"]
     assert SPECIAL.index("<|im_end|>") in reference  # a control string in a text is a control token
     for supervise in ("assistant", "last", "all"):
-        tokens, weights, rendered, before, _ = encode_row(Text(TEXT), loaded(folder), config(supervise=supervise))
+        tokens, weights, rendered, before, *_ = encode_row(Text(TEXT), loaded(folder), config(supervise=supervise))
         assert tokens.tolist() == [*reference, *end] and tokens.dtype == np.int32
         assert weights.tolist() == [0.0] * max(1, num_before) + [1.0] * (len(tokens) - max(1, num_before))
         assert (rendered, before) == (None, num_before)

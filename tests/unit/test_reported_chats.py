@@ -251,8 +251,8 @@ def test_system_prompts_and_masks_of_rows(make: Make) -> None:
     ("keys", "complaint"),
     [
         ({"images": ["cat.png"]}, "images"),
-        ({"attention_mask": [0, 1, 1]}, "attention_mask"),
-        ({"position_ids": [0, 1, 0]}, "position_ids"),
+        ({"attention_mask": [1, 1, 0]}, "attention_mask, but it is supervised"),
+        ({"position_ids": [0, 1, 3]}, "position_ids"),
     ],
 )
 def test_keys_of_rows_that_are_refused(keys: dict[str, Any], complaint: str) -> None:

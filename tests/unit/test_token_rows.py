@@ -66,31 +66,130 @@ def test_keys_of_one_document(name: str) -> None:
     assert isinstance(read, Tokenized) and read.tokens.tolist() == [5, 6, 7]
 
 
-DOCUMENTS = "Other values mean several documents, which would see each other.  Give each document a row of its own."
-PADDING = (
-    "Other tokens are padding, which would be trained as text.  Remove them from input_ids and its mask or labels."
-)
-IMAGES = "Other values mark images or a second text, which are not supported.  Remove the row."
-ONE_NUMBER = "expected the same number for each of the 3 tokens"
-SEVERAL_DOCUMENTS = {
-    "attention_mask": ([0, 1, 1], f"is 0, 1, 1; expected 1 for each of the 3 tokens.  {PADDING}"),
-    "position_ids": ([0, 1, 0], f"is 0, 1, 0; expected 0, 1, 2, ... for 3 tokens.  {DOCUMENTS}"),
-    "seq_start_id": ([0, 2], f"is 0, 2; expected [0].  {DOCUMENTS}"),
-    "cu_seqlens": ([0, 2, 3], f"is 0, 2, 3; expected [0, 3].  {DOCUMENTS}"),
-    "seq_lengths": ([2, 1], f"is 2, 1; expected [3].  {DOCUMENTS}"),
-    "seq_idx": ([0, 0, 1], f"is 0, 0, 1; {ONE_NUMBER}.  {DOCUMENTS}"),
-    "segment_ids": ([1, 1], f"is 1, 1; {ONE_NUMBER}.  {DOCUMENTS}"),
-    "document_ids": ([1, 2, 2], f"is 1, 2, 2; {ONE_NUMBER}.  {DOCUMENTS}"),
-    "token_type_ids": ([0, 1, 1], f"is 0, 1, 1; expected 0 for each of the 3 tokens.  {IMAGES}"),
-}  # fmt: skip
+# For each form in which other trainers pack and pad rows: the tokens that are kept, and where documents begin
+KEYS = list[tuple[dict[str, object], list[int], list[int]]]
+PACKED: KEYS = [
+    ({"position_ids": [0, 1, 2, 0, 1, 2]}, [1, 2, 3, 4, 5, 6], [0, 3]),
+    ({"input_pos": [0, 1, 0, 1, 0, 1]}, [1, 2, 3, 4, 5, 6], [0, 2, 4]),
+    ({"attention_mask": [1, 1, 1, 2, 2, 2]}, [1, 2, 3, 4, 5, 6], [0, 3]),
+    ({"attention_mask": [1, 1, 1, 1, 1, 1], "position_ids": [0, 1, 2, 0, 1, 2]}, [1, 2, 3, 4, 5, 6], [0, 3]),
+    ({"seq_start_id": [0, 4]}, [1, 2, 3, 4, 5, 6], [0, 4]),
+    ({"cu_seqlens": [0, 2, 6]}, [1, 2, 3, 4, 5, 6], [0, 2]),
+    ({"cu_seqlens": [0, 2, 6, -1, -1]}, [1, 2, 3, 4, 5, 6], [0, 2]),
+    ({"cu_seqlens": [0, 2, 6, 6, 6]}, [1, 2, 3, 4, 5, 6], [0, 2]),
+    ({"cu_seq_lens_q": [0, 2, 6], "cu_seq_lens_k": [0, 2, 6]}, [1, 2, 3, 4, 5, 6], [0, 2]),
+    ({"seq_lengths": [2, 2, 2]}, [1, 2, 3, 4, 5, 6], [0, 2, 4]),
+    ({"seq_lens": [2, 4]}, [1, 2, 3, 4, 5, 6], [0, 2]),
+    ({"seq_idx": [0, 0, 0, 1, 1, 1]}, [1, 2, 3, 4, 5, 6], [0, 3]),
+    ({"document_ids": [7, 7, 3, 3, 3, 3]}, [1, 2, 3, 4, 5, 6], [0, 2]),
+    ({"segment_ids": [1, 1, 1, 2, 2, 2], "position_ids": [0, 1, 2, 0, 1, 2]}, [1, 2, 3, 4, 5, 6], [0, 3]),
+]
+LEFT: KEYS = [
+    ({"attention_mask": [0, 0, 1, 1, 1, 1]}, [3, 4, 5, 6], [0]),
+    ({"attention_mask": [0, 0, 1, 1, 1, 1], "position_ids": [1, 1, 0, 1, 2, 3]}, [3, 4, 5, 6], [0]),
+    ({"attention_mask": [0, 0, 1, 1, 2, 2], "token_type_ids": [3, 3, 0, 0, 0, 0]}, [3, 4, 5, 6], [0, 2]),
+    ({"position_ids": [0, 0, 0, 1, 2, 3]}, [3, 4, 5, 6], [0]),
+    ({"seq_idx": [-1, -1, 0, 0, 1, 1]}, [3, 4, 5, 6], [0, 2]),
+]
+RIGHT: KEYS = [
+    ({"attention_mask": [1, 1, 1, 1, 0, 0]}, [1, 2, 3, 4], [0]),
+    ({"attention_mask": [True, True, True, True, False, False]}, [1, 2, 3, 4], [0]),
+    ({"attention_mask": [1, 1, 2, 2, 0, 0], "position_ids": [0, 1, 0, 1, 0, 0]}, [1, 2, 3, 4], [0, 2]),
+    ({"attention_mask": [1, 1, 1, 1, 0, 0], "position_ids": [0, 1, 0, 1, 2, 3]}, [1, 2, 3, 4], [0, 2]),
+    ({"attention_mask": [1, 1, 1, 1, 0, 0], "cu_seqlens": [0, 2, 6]}, [1, 2, 3, 4], [0, 2]),
+    ({"position_ids": [0, 1, 0, 1, 0, 0]}, [1, 2, 3, 4], [0, 2]),
+    ({"cu_seqlens": [0, 2, 4]}, [1, 2, 3, 4], [0, 2]),
+    ({"cu_seqlens": [0, 2, 4, -1]}, [1, 2, 3, 4], [0, 2]),
+    ({"seq_lengths": [4], "attention_mask": [1, 1, 1, 1, 0, 0]}, [1, 2, 3, 4], [0]),
+    ({"segment_ids": [1, 1, 2, 2, 0, 0]}, [1, 2, 3, 4], [0, 2]),
+]
+BETWEEN: KEYS = [
+    ({"attention_mask": [1, 1, 0, 2, 2, 0]}, [1, 2, 4, 5], [0, 2]),
+    ({"attention_mask": [1, 1, 0, 1, 1, 0], "cu_seqlens": [0, 3, 6]}, [1, 2, 4, 5], [0, 2]),
+]
+FORMS = [
+    *((form, [0, 1, 1, 1, 1, 1]) for form in PACKED),
+    *((form, [0, 0, 0, 1, 1, 1]) for form in LEFT),
+    *((form, [0, 1, 1, 1, 0, 0]) for form in RIGHT),
+    *((form, [0, 1, 0, 1, 1, 0]) for form in BETWEEN),
+]
 
 
-@pytest.mark.parametrize("name", SEVERAL_DOCUMENTS)
-def test_keys_of_several_documents(name: str) -> None:
-    values, complaint = SEVERAL_DOCUMENTS[name]
+@pytest.mark.parametrize(("form", "mask"), FORMS)
+def test_keys_of_several_documents(form: tuple[dict[str, object], list[int], list[int]], mask: list[int]) -> None:
+    """Padding is no token, and the first token of each document has weight 0."""
+    keys, tokens, starts = form
+    read = read_row({"input_ids": [1, 2, 3, 4, 5, 6], "loss_mask": mask, **keys})
+    assert isinstance(read, Tokenized)
+    assert (read.tokens.tolist(), list(read.starts), read.num_padding) == (tokens, starts, 6 - len(tokens))
+    weights = [float(mask[token - 1]) for token in tokens]
+    assert read.weights.tolist() == [0.0 if i in starts else weight for i, weight in enumerate(weights)]
+
+
+ROW_OF_ITS_OWN = "or give each document a row of its own, without padding."
+UNCLEAN: list[tuple[dict[str, object], str]] = [
+    ({"attention_mask": [1, 0, 1]}, "token 2 is padding in the middle of a document."),
+    ({"attention_mask": [1, 0, 1], "seq_lengths": [3]}, "token 2 is padding in the middle of a document."),
+    ({"attention_mask": [0, 0, 0]}, "every token is padding by attention_mask, so the row has no document."),
+    ({"attention_mask": [[[[1, 0, 0]]]]}, "attention_mask has a list at position 1; it holds a whole number for each "
+                                          "token or document.  A mask of several dimensions cannot be used."),
+    ({"attention_mask": [1, 2, 1]}, "attention_mask has 1 at token 3 again, after another number: the tokens"),
+    ({"attention_mask": [1, 1, -1]}, "attention_mask has -1; expected numbers from 0.  Correct attention_mask, or"),
+    ({"attention_mask": [1, 1, 0.5]}, "attention_mask has a number that is not whole."),
+    ({"attention_mask": [1, 1, 10**30]}, "attention_mask has a number beyond 2^53."),
+    ({"attention_mask": [1, 1]}, "attention_mask has 2 numbers, but input_ids has 3."),
+    ({"position_ids": [2, 3, 4]}, "position_ids has 2 at token 1, at the start of a document; expected 0, 1, 2, ..."),
+    ({"position_ids": [0, 1, 3]}, f"has 3 at token 3, after 1; expected 0, 1, 2, ... within each document.  Correct "
+                                  f"position_ids, {ROW_OF_ITS_OWN}"),
+    ({"position_ids": [0, 1, 0], "attention_mask": [0, 1, 1]}, "position_ids has 1 at token 2, at the start of a"),
+    ({"seq_start_id": [1, 2]}, "seq_start_id gives 1, 2, 3 for 3 tokens; expected 0 and then the first token"),
+    ({"seq_start_id": [0, 3]}, "seq_start_id gives 0, 3, 3 for 3 tokens;"),
+    ({"cu_seqlens": [0, 4]}, "cu_seqlens gives 0, 4 for 3 tokens; expected 0 and then the end of each"),
+    ({"cu_seqlens": [0, 1, 1, 3]}, "cu_seqlens gives 0, 1, 1, 3 for 3 tokens;"),
+    ({"cu_seqlens": [-1, -1]}, "cu_seqlens gives -1 for 3 tokens;"),
+    ({"cu_seqlens": [0, 2, 3], "cu_seqlens_padded": [0, 1, 3]}, "token 2 by cu_seqlens_padded, but not by cu_seqlens."),
+    ({"seq_lengths": [2, 0, 1]}, "seq_lengths gives 0, 2, 2, 3 for 3 tokens; expected lengths from 1"),
+    ({"seq_lengths": [2, 1], "position_ids": [0, 1, 2]}, "begins at token 3 by seq_lengths, but not by posit"),
+    ({"seq_lengths": [3], "attention_mask": [1, 1, 2]}, "begins at token 3 by attention_mask, but not by"),
+    ({"segment_ids": [0, 1, 0]}, "segment_ids has 0 at token 3 again, after another number"),
+    ({"seq_idx": [-2, 1, 1]}, "seq_idx has -2; expected numbers from -1."),
+    ({"seq_idx": "0 0 1"}, "seq_idx must be a list of numbers; got a string."),
+    ({"token_type_ids": [0, 1, 1]}, "token_type_ids has other numbers than 0, which mark images or a second text."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keys", "complaint"), UNCLEAN, ids=range(len(UNCLEAN)))
+def test_rows_that_are_not_cleanly_packed(keys: dict[str, object], complaint: str) -> None:
     with pytest.raises(DataError) as error:
-        read_row({"input_ids": [5, 6, 7], "labels": [-100, 6, 7], name: values})
-    assert str(error.value) == f"{name} {complaint}"
+        read_row({"input_ids": [5, 6, 7], "loss_mask": [0, 0, 0], **keys})
+    assert complaint in str(error.value) and len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"attention_mask": [1, 1, 0]},
+        {"cu_seqlens": [0, 2]},
+        {"segment_ids": [1, 1, 0]},
+        {"seq_idx": [1, 1, -1]},
+        {"seq_lengths": [2]},
+    ],
+)
+def test_padding_is_not_supervised(keys: dict[str, object]) -> None:
+    with pytest.raises(DataError) as error:
+        read_row({"input_ids": [5, 6, 7], "labels": [-100, 6, 7], **keys})
+    assert str(error.value) == (
+        f"token 3 is padding by {next(iter(keys))}, but it is supervised.  Padding needs the weight 0 or the label "
+        "-100.  Correct the mask or the labels."
+    )
+
+
+def test_zero_positions_that_are_supervised_are_documents() -> None:
+    """They are no padding, although none of them has a loss."""
+    row = {"input_ids": [5, 6, 7, 8], "position_ids": [0, 1, 0, 0]}
+    [padded, supervised] = [read_row({**row, "loss_mask": [0, 1, 0, last]}) for last in (0, 1)]
+    assert isinstance(padded, Tokenized) and (padded.starts, padded.num_padding) == ((0,), 2)
+    assert isinstance(supervised, Tokenized) and (supervised.starts, supervised.num_padding) == ((0, 2, 3), 0)
 
 
 # Every fault, and its words
@@ -109,7 +208,8 @@ BAD_ROWS: list[tuple[object, str]] = [
      "label 2 is 3, but token 2 is 2: a label must be the token at the same position (not shifted), or -100."),
     ({"tokens": [1, 2], "labels": [-100, 2.0]}, "labels has 2.0 at position 2; labels are integers."),
     ({"tokens": [1, 2], "loss_mask": [0, 1], "attention_mask": 1}, "attention_mask must be a list of numbers; got 1."),
-    ({"tokens": [1, 2], "loss_mask": [0, 1], "cu_seqlens": []}, "cu_seqlens is an empty list; expected [0, 2]."),
+    ({"tokens": [1, 2], "loss_mask": [0, 1], "cu_seqlens": []}, "must be a list of numbers; got an empty list."),
+    ({"tokens": [1, 2, 3], "loss_mask": [1, 0, 1], "seq_lengths": [2, 1]}, "no token after the first token of a doc"),
 ]  # fmt: skip
 
 

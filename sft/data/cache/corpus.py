@@ -4,6 +4,7 @@ Decides the numbers and names of samples.  `prepare.py` tokenises.  This module 
 """
 
 import hashlib
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -65,10 +66,16 @@ class Corpus:
         return Sample(sample_id=sample_id, tokens=tokens, weights=weights, source=source)
 
     def name(self, sample_id: int) -> str:
-        """The name of a sample for users: `chat.jsonl:1841`, `chat.jsonl:1841 window 2 of 3`."""
+        """The name of a sample for users: `chat.jsonl:1841`, `chat.jsonl:1841 window 2 of 3`, and of a packed row
+        `tokens.jsonl:7 document 2 of 5`, `tokens.jsonl:7 document 3 of 5 window 1 of 2`."""
         file, index = self._find(sample_id)
-        line = self._stores[file].rows[self._lines[file][index]]
+        table, at = self._stores[file].rows, int(self._lines[file][index])
+        line = table[at]
         name = row_name(self.files[file], int(line["row"]))
+        first, stop = bisect_left(table["row"], line["row"]), bisect_right(table["row"], line["row"])
+        is_document = table["window"][first:stop] <= 1
+        if (num_documents := int(is_document.sum())) > 1:
+            name += f" document {is_document[: at - first + 1].sum()} of {num_documents}"
         return name if line["windows"] == 1 else f"{name} window {line['window']} of {line['windows']}"
 
     def first_beyond(self, num_ids: int) -> tuple[int, int] | None:
@@ -89,7 +96,7 @@ class Corpus:
 
     @property
     def tables(self) -> list[np.ndarray]:
-        """LINE [lines] of each file: one line per sample, in order, and one per dropped row."""
+        """LINE [lines] of each file: one line per sample, in order, and one per dropped document."""
         return [store.rows for store in self._stores]
 
     @property

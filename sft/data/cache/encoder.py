@@ -42,6 +42,8 @@ class EncodedRows(NamedTuple):
     unwanted: tuple[int, ...] = ()  # numbers of rows that are dropped by their label
     spelled: tuple[tuple[str, int], ...] = ()  # control tokens that stayed text, and numbers of rows
     variables: tuple[str, ...] = ()  # names of variables that rows give to the chat template
+    num_padded: int = 0  # number of rows whose padding was dropped
+    num_padding: int = 0  # number of tokens of this padding
 
 
 def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer: ChatTokenizer) -> EncodedRows:
@@ -56,7 +58,7 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
     spelled: Counter[str] = Counter()
     variables: set[str] = set()
     unwanted = []
-    num_chats = 0
+    num_chats = num_padded = num_padding = 0
     for number, content in limited.rows(rows):
         try:
             value = parse(content)
@@ -74,12 +76,14 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
         unused.update(as_unicode(shortened(key)) for key in unused_keys(value))
         num_chats += isinstance(row, Chat)
         variables |= row.variables.keys() if isinstance(row, Chat) else set()
+        num_padded += encoded.num_padding > 0
+        num_padding += encoded.num_padding
         spelled.update(as_unicode(f"{token} in {role} texts") for token, role in encoded.spelled)
         if encoded.rendered is not None:
             omitted += row_omissions(number, encoded.rendered, explained)
         try:
-            for line, positions, kept_weights in _fit(number, encoded, data):
-                tokens.append(encoded.tokens[positions])
+            for line, kept_tokens, kept_weights in _samples(number, encoded, data):
+                tokens.append(kept_tokens)
                 weights.append(kept_weights)
                 lines.append(line)
         except DataError as error:
@@ -95,23 +99,46 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
         spelled=tuple(spelled.items()),
         variables=tuple(sorted(variables)),
         unwanted=tuple(unwanted),
+        num_padded=num_padded,
+        num_padding=num_padding,
     )
+
+
+def _samples(number: int, row: Encoding, data: DataConfig) -> Iterator[tuple[tuple[int, ...], np.ndarray, np.ndarray]]:
+    """For each sample of each document of a row: its line of the table, its tokens and their weights.
+
+    A document without a sample yields a line of 0 tokens.  Raises DataError if a document is too long and over_long =
+    error.
+    """
+    documents = row.documents()
+    for k, document in enumerate(documents, start=1):
+        try:
+            for line, positions, weights in _fit(number, document, data):
+                yield line, document.tokens[positions], weights
+        except DataError as error:
+            if len(documents) == 1:
+                raise
+            raise DataError(f"document {k} of {len(documents)}: {error}") from error
 
 
 def _fit(number: int, row: Encoding, data: DataConfig) -> Iterator[tuple[tuple[int, ...], np.ndarray, np.ndarray]]:
-    """For each sample made of a row: its line of the table, the positions of its tokens, and their weights.
+    """For each sample made of a document: its line of the table, the positions of its tokens, and their weights.
 
-    A row without a sample yields a line of 0 tokens.  Raises DataError if the row is too long and over_long = error.
+    A document of a packed row without loss has no sample, whatever its length.
     """
     full = row.weights
-    parts = excerpts(
-        full,
-        seq_length=data.seq_length,
-        doc_multiple=data.doc_multiple,
-        over_long=data.over_long,
-        num_before=row.num_before,
+    parts = (
+        []
+        if not num_labels(full)
+        else excerpts(
+            full,
+            seq_length=data.seq_length,
+            doc_multiple=data.doc_multiple,
+            over_long=data.over_long,
+            num_before=row.num_before,
+        )
     )
-    is_held = np.zeros(len(full), dtype=bool)  # tokens that an earlier sample of the row contains
+    is_held = np.zeros(len(full), dtype=bool)  # tokens that an earlier sample of the document contains
     for window, (positions, weights) in enumerate(parts or [NOTHING], start=1 if parts else 0):
         num_new = int(np.count_nonzero(~is_held[positions]))
         is_held[positions] = True

@@ -29,7 +29,7 @@ from sft.errors import DataError
 # text; older stores are then no longer used.  `tests/unit/test_encoding_version.py` fails if the text was not changed.
 ENCODING = "2: the sources of characters decide masks, and text that a template inserts is supervised"
 # Version of the code that decides which rows are unusable.  Stores that skipped no row do not depend on it.
-REFUSALS = "2: repeated ids of calls, thinking parts and reasoning_details are used; images, masks of parts are refused"
+REFUSALS = "3: rows of tokens that other programs packed or padded are cut into documents"
 _SETTINGS = ("seq_length", "doc_multiple", "over_long", "on_bad_row", "supervise", "supervise_inserted")
 Stamp = tuple[tuple[int, int], ...]
 

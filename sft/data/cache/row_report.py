@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -16,16 +16,17 @@ from sft.data.cache.omissions import FileOmission
 from sft.data.cache.unused_keys import KeyCounter, describe_spelled, describe_unused
 from sft.data.rows.messages import shortened
 
-# One line per sample, in order, and one line with 0 tokens, window 0 of 0, for each row without a sample.
+# One line per sample, in order, and one line with 0 tokens, window 0 of 0, for each document without a sample.  A row
+# is one document; a packed row of tokens has several.  Window 0 or 1 begins the lines of a document.
 LINE = np.dtype(
     [
         ("row", np.int64),  # number in the file
         ("window", np.int64),  # number of the window; counts from 1
-        ("windows", np.int64),  # number of samples of the same row
+        ("windows", np.int64),  # number of samples of the same document
         ("tokens", np.int64),
         ("supervised", np.int64),  # number of supervised labels
-        ("new", np.int64),  # number of tokens that no earlier window of the row contains
-        ("full_tokens", np.int64),  # number of tokens of the uncut row
+        ("new", np.int64),  # number of tokens that no earlier window of the document contains
+        ("full_tokens", np.int64),  # number of tokens of the uncut document
         ("full_supervised", np.int64),
     ]
 )
@@ -52,19 +53,27 @@ class RowCounts:
     unwanted: list[int] = field(default_factory=list)  # rows that are dropped by their label
     spelled: Counter[str] = field(default_factory=Counter)
     variables: set[str] = field(default_factory=set)  # of rows, for the chat template
+    padded: int = 0  # rows whose padding was dropped
+    padding: int = 0  # tokens of this padding
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowReport:
     """The counts of the rows of one file.
 
-    rows = rows_whole + rows_cut + rows_windowed + rows_dropped + rows_skipped + rows_unwanted
-    tokens of the rows neither skipped nor unwanted = tokens_kept - tokens_repeated + tokens_cut + tokens_dropped
+    rows - rows_packed + documents
+        = rows_whole + rows_cut + rows_windowed + rows_dropped + rows_skipped + rows_unwanted + documents_unsupervised
+    tokens of the rows neither skipped nor unwanted
+        = tokens_kept - tokens_repeated + tokens_cut + tokens_dropped + tokens_unsupervised
     supervised labels of them                       = supervised_kept + supervised_cut + supervised_dropped
 
     cut       by over_long = cut_turns
     windowed  made into several samples by over_long = windows.  Windows repeat tokens as context.  Tokens that no
               window contains count as cut.
+    packed    rows of tokens that other programs packed, each cut into several documents.  rows_whole, rows_cut,
+              rows_windowed and rows_dropped count each of these documents as a row.  documents: of all packed rows
+    unsupervised  documents of packed rows that are dropped, because they have no supervised token after the first one
+    padded    rows of tokens of which padding was dropped; tokens_padding are counted nowhere else
     dropped   too long, without a sample.  skipped: unusable, left out by on_bad_row = skip
     unwanted  chats whose label says that the answer is a bad one
     chats     rows that are chats and were used.  omitted: texts of these chats that the template left out
@@ -104,6 +113,12 @@ class RowReport:
     unused_others: int = 0
     spelled: tuple[tuple[str, int], ...] = ()
     variables: tuple[str, ...] = ()
+    rows_packed: int = 0
+    documents: int = 0  # of packed rows
+    documents_unsupervised: int = 0
+    tokens_unsupervised: int = 0
+    rows_padded: int = 0
+    tokens_padding: int = 0
 
     def __str__(self) -> str:
         share = 100 * self.supervised_kept / max(1, self.tokens_kept)
@@ -111,6 +126,10 @@ class RowReport:
             f"{self.samples:,} samples, {self.tokens_kept:,} tokens "
             f"({share:.1f}% supervised), longest {self.longest:,}"
         )
+        if self.rows_packed:
+            text += f"; {describe_packed(self)}"
+        if self.tokens_padding:
+            text += f"; {describe_padding(self)}"
         if self.rows_cut:
             text += f"; cut {self.rows_cut:,} samples: {_rows(self.cut, self.rows_cut)}"
         if self.rows_windowed:
@@ -166,28 +185,30 @@ def count_rows(lines: np.ndarray, counts: RowCounts | None = None) -> RowReport:
     """
     counts = counts or RowCounts()
     rejects, unwanted = counts.rejects, counts.unwanted
-    first = lines["window"] <= 1
-    dropped = lines["windows"] == 0
-    windowed = lines["windows"] > 1
+    first, has_sample, windowed = lines["window"] <= 1, lines["windows"] > 0, lines["windows"] > 1
+    unsupervised = (lines["windows"] == 0) & (lines["full_supervised"] == 0)
+    dropped = (lines["windows"] == 0) & ~unsupervised
     cut = (lines["windows"] == 1) & (lines["tokens"] < lines["full_tokens"])
     full, full_supervised = lines["full_tokens"], lines["full_supervised"]
     tokens, supervised, new = (int(lines[name].sum()) for name in ("tokens", "supervised", "new"))
     reasons = Counter(_kind(reject.reason) for reject in rejects)
+    _, documents = np.unique(lines["row"][first], return_counts=True)  # of each row
+    packed = documents[documents > 1]
     return RowReport(
-        rows=int(first.sum()) + len(rejects) + len(unwanted),
-        rows_whole=int((first & ~dropped & ~windowed & ~cut).sum()),
+        rows=len(documents) + len(rejects) + len(unwanted),
+        rows_whole=int((first & has_sample & ~windowed & ~cut).sum()),
         rows_cut=int(cut.sum()),
         rows_windowed=int((windowed & first).sum()),
         rows_dropped=int(dropped.sum()),
         rows_skipped=len(rejects),
-        samples=int((~dropped).sum()),
+        samples=int(has_sample.sum()),
         samples_windowed=int(windowed.sum()),
         tokens_kept=tokens,
         tokens_repeated=tokens - new,
-        tokens_cut=int(full[first & ~dropped].sum()) - new,
+        tokens_cut=int(full[first & has_sample].sum()) - new,
         tokens_dropped=int(full[dropped].sum()),
         supervised_kept=supervised,
-        supervised_cut=int(full_supervised[first & ~dropped].sum()) - supervised,
+        supervised_cut=int(full_supervised[first & has_sample].sum()) - supervised,
         supervised_dropped=int(full_supervised[dropped].sum()),
         longest=int(lines["tokens"].max(initial=0)),
         cut=_listed(lines["row"][cut]),
@@ -203,7 +224,54 @@ def count_rows(lines: np.ndarray, counts: RowCounts | None = None) -> RowReport:
         unused_others=counts.unused.others,
         variables=tuple(sorted(counts.variables)),
         spelled=tuple(sorted(counts.spelled.items(), key=lambda item: (-item[1], item[0]))),
+        rows_packed=len(packed),
+        documents=int(packed.sum()),
+        documents_unsupervised=int(unsupervised.sum()),
+        tokens_unsupervised=int(full[unsupervised].sum()),
+        rows_padded=counts.padded,
+        tokens_padding=counts.padding,
     )
+
+
+class PackedCounts(Protocol):
+    """Counts of rows of tokens that other programs packed or padded (`RowReport`)."""
+
+    @property
+    def rows_packed(self) -> int: ...
+
+    @property
+    def documents(self) -> int: ...
+
+    @property
+    def documents_unsupervised(self) -> int: ...
+
+    @property
+    def tokens_unsupervised(self) -> int: ...
+
+    @property
+    def rows_padded(self) -> int: ...
+
+    @property
+    def tokens_padding(self) -> int: ...
+
+
+def describe_packed(counts: PackedCounts) -> str:
+    """cut 2 packed rows into 7 documents, of which 1 of 5 tokens has no supervised token and is dropped"""
+    text = f"cut {_counted(counts.rows_packed, 'packed row')} into {counts.documents:,} documents"
+    if not counts.documents_unsupervised:
+        return text
+    are = "has no supervised token and is" if counts.documents_unsupervised == 1 else "have none supervised and are"
+    tokens = f"{counts.tokens_unsupervised:,} tokens"
+    return f"{text}, of which {counts.documents_unsupervised:,} of {tokens} {are} dropped"
+
+
+def describe_padding(counts: PackedCounts) -> str:
+    """dropped 24 tokens of padding of 1 row"""
+    return f"dropped {_counted(counts.tokens_padding, 'token')} of padding of {_counted(counts.rows_padded, 'row')}"
+
+
+def _counted(count: int, name: str) -> str:
+    return f"{count:,} {name}{'' if count == 1 else 's'}"
 
 
 def _kind(reason: str, limit: int = 100) -> str:
@@ -213,9 +281,10 @@ def _kind(reason: str, limit: int = 100) -> str:
 
 
 def _listed(numbers: np.ndarray) -> tuple[int, ...]:
-    return tuple(int(number) for number in numbers[:_ROWS_LISTED])
+    """The first 100 rows.  Several documents of a row list it once."""
+    return tuple(int(number) for number in np.unique(numbers)[:_ROWS_LISTED])
 
 
 def _rows(numbers: Sequence[int], count: int, shown: int = 8) -> str:
     listed = ", ".join(str(number) for number in numbers[:shown])
-    return f"row {listed}" if count == 1 else f"rows {listed}{', ...' if count > shown else ''}"
+    return f"row {listed}" if count == 1 else f"rows {listed}{', ...' if len(numbers) > shown else ''}"

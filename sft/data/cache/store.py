@@ -2,7 +2,7 @@
 
     tokens.npy     int32 [total]   all samples concatenated
     mask.npy       uint8 [total]   the index of each token's weight
-    rows.npy       LINE [lines]    one line per sample, and one per row that was dropped (`row_report.LINE`)
+    rows.npy       LINE [lines]    one line per sample, and one per dropped document (`row_report.LINE`)
     rejects.jsonl  rows that were skipped: {"row": 1841, "reason": "..."}; missing if no row was skipped
     omitted.jsonl  texts that the chat template left out, by row, role and kind (`omissions.py`); missing if none
     ledger.json    the row report, the weights that mask.npy indexes, the largest id, sizes and digests of the other
@@ -118,6 +118,8 @@ def _write_parts(temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray) 
             counts.unwanted += part.unwanted
             counts.spelled.update(dict(part.spelled))
             counts.variables.update(part.variables)
+            counts.padded += part.num_padded
+            counts.padding += part.num_padding
             counts.omitted = add_up([*counts.omitted, *(omission.of_file() for omission in part.omitted)])
             listed.writelines(omission.as_line() for omission in part.omitted)
         for name, file in files.items():

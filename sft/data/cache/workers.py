@@ -35,6 +35,7 @@ from sft.errors import DataError
 ROWS_PER_PART = 2048
 BYTES_PER_PART = 16 << 20
 _DIGEST_BYTES = 32
+_NUM_LISTS = len(EncodedRows._fields) - 4  # what a part holds beside its arrays
 _ATTEMPTS = 5
 
 
@@ -122,7 +123,10 @@ def read_part(path: Path) -> EncodedRows | None:
         return None
     stream = io.BytesIO(payload)
     tokens, mask, weights, lines = (np.load(stream) for _ in range(4))
-    rejects, omitted, num_chats, unused, unwanted, spelled, variables = json.loads(stream.read())
+    lists = json.loads(stream.read())
+    if len(lists) != _NUM_LISTS:  # another version of sft made the part
+        return None
+    rejects, omitted, num_chats, unused, unwanted, spelled, variables, num_padded, num_padding = lists
     return EncodedRows(
         *(tokens, mask, weights, lines),
         tuple(Reject(*reject) for reject in rejects),
@@ -132,6 +136,8 @@ def read_part(path: Path) -> EncodedRows | None:
         tuple(unwanted),
         tuple((text, count) for text, count in spelled),
         tuple(variables),
+        num_padded,
+        num_padding,
     )
 
 
@@ -148,6 +154,8 @@ def _write_part(path: Path, encoded: EncodedRows) -> None:
         encoded.unwanted,
         encoded.spelled,
         encoded.variables,
+        encoded.num_padded,
+        encoded.num_padding,
     ]
     stream.write(json.dumps(lists).encode())
     payload = stream.getbuffer()

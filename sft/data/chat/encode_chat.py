@@ -36,8 +36,10 @@ Supervise = Literal["assistant", "last", "all"]
 class Encoding(NamedTuple):
     """A row as tokens int32 [n], their weights float32 [n], and the rendered chat (None without a template).
 
-    num_before  of a plain text: the number of tokens that the tokenizer puts before it; None for other rows
-    spelled     control tokens that stayed text, and the roles of the texts
+    num_before   of a plain text: the number of tokens that the tokenizer puts before it; None for other rows
+    spelled      control tokens that stayed text, and the roles of the texts
+    starts       index of the first token of each document: several in a packed row of tokens
+    num_padding  number of padding tokens of the row, which are not among `tokens`
     """
 
     tokens: np.ndarray
@@ -45,6 +47,18 @@ class Encoding(NamedTuple):
     rendered: RenderedChat | None
     num_before: int | None = None
     spelled: tuple[tuple[str, str], ...] = ()
+    starts: tuple[int, ...] = (0,)
+    num_padding: int = 0
+
+    def documents(self) -> "list[Encoding]":
+        """The documents of the row, each as if it were a row by itself."""
+        if len(self.starts) == 1:
+            return [self]
+        ends = [*self.starts[1:], len(self.tokens)]
+        return [
+            self._replace(tokens=self.tokens[start:end], weights=self.weights[start:end], starts=(0,), num_padding=0)
+            for start, end in zip(self.starts, ends, strict=True)
+        ]
 
 
 class Masking(Protocol):
@@ -84,7 +98,7 @@ def encode_row(row: Chat | Text | Tokenized, tokenizer: ChatTokenizer, data: Mas
             f"token {first + 1} is {row.tokens[first]:,}, but the tokenizer has only ids 0 to "
             f"{tokenizer.vocab_size - 1:,}."
         )
-    return Encoding(row.tokens, row.weights, None)
+    return Encoding(row.tokens, row.weights, None, starts=row.starts, num_padding=row.num_padding)
 
 
 def encode_chat(chat: Chat, tokenizer: ChatTokenizer, data: Masking = DEFAULT) -> Encoding:

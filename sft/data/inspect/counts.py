@@ -22,7 +22,8 @@ from sft.parallel.alignment import aligned
 _ADDED = (
     *("rows", "samples", "tokens_repeated", "rows_cut", "rows_windowed", "samples_windowed", "tokens_cut"),
     *("supervised_cut", "rows_dropped", "tokens_dropped", "supervised_dropped", "rows_skipped", "chats"),
-    "rows_unwanted",
+    *("rows_unwanted", "rows_packed", "documents", "rows_padded", "tokens_padding"),
+    *("documents_unsupervised", "tokens_unsupervised"),
 )
 
 
@@ -68,6 +69,8 @@ class Counts:
     full_tokens, p50, p90, p99, longest  of uncut rows, without skipped rows
     rows_cut ... supervised_dropped      effects of data.over_long; tokens_cut includes tokens of windowed rows
     rows_skipped, reasons                effects of data.on_bad_row; the most frequent reason is first
+    rows_packed, documents               rows of tokens that were packed, and the documents into which they were cut.
+                                         Each of these counts as a row in all but `rows`
     """
 
     name: str  # name of the file; `all` for several files
@@ -99,6 +102,12 @@ class Counts:
     chats: int  # rows that are chats
     omitted: tuple[FileOmission, ...]  # texts that the chat template leaves out; several files: without row numbers
     rows_unwanted: int  # rows that are dropped by their label
+    rows_packed: int
+    documents: int  # of packed rows
+    documents_unsupervised: int  # of these, dropped ones: they have no supervised token
+    tokens_unsupervised: int
+    rows_padded: int  # rows of tokens of which padding was dropped
+    tokens_padding: int  # tokens of this padding; counted nowhere else
     unused: tuple[tuple[str, int], ...]  # keys that nothing reads, and numbers of rows; the most frequent is first
     unused_others: int  # the sum of these numbers for further keys
     spelled: tuple[tuple[str, int], ...]  # control tokens that stayed text, and numbers of rows

@@ -133,7 +133,7 @@ def of_rows(data: DataSet, config: DataConfig) -> list[Finding]:
     """Findings about rows that were skipped, and rows whose padded length exceeds seq_length."""
     reports = [data.corpus.row_reports[path] for path in data.paths]
     num_rows, num_skipped = sum(report.rows for report in reports), sum(report.rows_skipped for report in reports)
-    num_used = num_rows - num_skipped - sum(report.rows_unwanted for report in reports)
+    num_used = sum(map(len, data.rows))
     num_long = 0
     skipped: list[str] = []
     long: list[str] = []

@@ -9,6 +9,7 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from sft.data.cache.row_report import describe_packed, describe_padding
 from sft.data.cache.unused_keys import describe_spelled, describe_unused
 from sft.data.inspect.counts import Counts
 from sft.data.inspect.findings import Finding
@@ -157,6 +158,10 @@ def _files(survey: Survey) -> Iterator[str]:
 def _losses(counts: Counts) -> Iterator[str]:
     """Lines about rows of a file that data.over_long or data.on_bad_row changes or drops."""
     name = _file(counts)
+    if counts.rows_packed:
+        yield f"{name}: {describe_packed(counts)}"
+    if counts.tokens_padding:
+        yield f"{name}: {describe_padding(counts)}"
     if counts.rows_windowed:
         made = f"{counts.samples_windowed:,} windows of {_rows(counts.rows_windowed)}"
         share = percent(counts.tokens_repeated, counts.tokens)

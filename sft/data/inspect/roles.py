@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from sft.console import Console
 from sft.data.chat.encode_chat import Supervise, weights_of_turns
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer
@@ -133,9 +135,10 @@ class _RoleCounter:
 
 def _rows(data: DataSet, console: Console) -> Iterator[tuple[DataFile, int, Chat | Text | Tokenized]]:
     """Path, row number and content of every row of the files that was not skipped."""
-    with console.track("reading rows", sum(map(len, data.rows)), "rows") as progress:
-        for path, rows in zip(data.paths, data.rows, strict=True):
-            wanted = iter(rows["row"].tolist())  # row numbers, in rising order
+    numbers = [np.unique(rows["row"]) for rows in data.rows]  # rising; a packed row has several lines
+    with console.track("reading rows", sum(map(len, numbers)), "rows") as progress:
+        for path, used in zip(data.paths, numbers, strict=True):
+            wanted = iter(used.tolist())
             next_wanted = next(wanted, None)
             for number, content in read_rows(path):
                 if number == next_wanted:

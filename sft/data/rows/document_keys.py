@@ -1,50 +1,237 @@
-"""Checks keys of tokenised rows that say where padding and documents lie, such as attention_mask and position_ids.
+"""Cuts a row of tokens into documents, by the keys in which other trainers say where documents and padding lie.
 
-A row of tokens is one document without padding.  Decides which values of these keys say the same; other values are
-refused, because they would change what the model sees.
+    attention_mask   0 for padding, which any tokenizer of transformers writes.  Larger numbers count the documents of a
+                     packed row, 1 1 1 2 2 0: axolotl (V2BatchSamplerDataCollatorForSeq2Seq), LLaMA-Factory
+                     (PackedSupervisedDatasetProcessor with neat_packing)
+    position_ids     count anew in each document, 0 1 2 0 1: axolotl, LLaMA-Factory, TRL (padding_free), transformers
+                     (DataCollatorWithFlattening).  Axolotl pads with 0.  torchtune's name is input_pos
+    seq_start_id     the first token of each document, 0 3: packed files of NeMo and Megatron-Bridge
+                     (fill_packing_strategy)
+    cu_seqlens       the same and the end of the last document, 0 3 5.  NeMo pads the list with -1
+                     (GPTSFTPackedDataset.collate_fn), others repeat the end.  Tokens behind the end are padding.
+                     cu_seq_lens_q and cu_seq_lens_k are the names of transformers
+    seq_lengths      the length of each document, 3 2: TRL (pack_dataset).  torchtune's name is seq_lens
+    seq_idx, segment_ids, document_ids
+                     the number of each token's document: transformers (return_seq_idx), Mamba-2, MaxText and masks of
+                     FlexAttention.  Padding is -1 or, if the first document has another number, 0
+    token_type_ids   0 for text.  Other numbers mark images or a second text, which are refused
+
+Decides which values are a clean packing.  All keys of a row must agree, padding must not interrupt a document, and must
+not be supervised.  Anything else is refused, because it would change what the model sees.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from sft.data.rows.messages import shortened, type_name
+import numpy as np
+
+from sft.data.rows.messages import type_name
 from sft.errors import DataError
 
-_PADDING = (
-    "Other tokens are padding, which would be trained as text.  Remove them from {tokens} and its mask or labels."
-)
-_DOCUMENTS = "Other values mean several documents, which would see each other.  Give each document a row of its own."
-_IMAGES = "Other values mark images or a second text, which are not supported.  Remove the row."
+_MASK = "attention_mask"
+_POSITIONS = ("position_ids", "input_pos")
+_NUMBERS = ("seq_idx", "segment_ids", "document_ids")
+_BOUNDS = ("cu_seqlens", "cu_seqlens_padded", "cu_seqlens_unpadded", "cu_seq_lens_q", "cu_seq_lens_k")
+_LENGTHS = ("seq_lengths", "seq_lens")
+_TYPES = "token_type_ids"
+_EACH_TOKEN = (_MASK, *_POSITIONS, *_NUMBERS, _TYPES)  # keys with one number for each token
+DOCUMENT_KEYS = (*_EACH_TOKEN, "seq_start_id", *_BOUNDS, *_LENGTHS)
 
-# For each key: the value of a row of one document of n tokens, given the row's value; its description; other values.
-_Expected = Callable[[int, list[Any]], list[Any]]
-_KEYS: dict[str, tuple[_Expected, str, str]] = {
-    "attention_mask": (lambda n, _: [1] * n, "1 for each of the {n} tokens", _PADDING),
-    "position_ids": (lambda n, _: list(range(n)), "0, 1, 2, ... for {n} tokens", _DOCUMENTS),
-    "seq_start_id": (lambda n, _: [0], "[0]", _DOCUMENTS),
-    "cu_seqlens": (lambda n, _: [0, n], "[0, {n}]", _DOCUMENTS),
-    "seq_lengths": (lambda n, _: [n], "[{n}]", _DOCUMENTS),
-    "seq_idx": (lambda n, values: values[:1] * n, "the same number for each of the {n} tokens", _DOCUMENTS),
-    "segment_ids": (lambda n, values: values[:1] * n, "the same number for each of the {n} tokens", _DOCUMENTS),
-    "document_ids": (lambda n, values: values[:1] * n, "the same number for each of the {n} tokens", _DOCUMENTS),
-    "token_type_ids": (lambda n, _: [0] * n, "0 for each of the {n} tokens", _IMAGES),
-}
-DOCUMENT_KEYS = tuple(_KEYS)
+_REMEDY = "Correct {}, or give each document a row of its own, without padding."
 
 
-def check_documents(row: dict[str, Any], name: str, num_tokens: int) -> None:
-    """Raises DataError unless a row of tokens is one document without padding.  `name` is the key of the tokens.
+class Documents(NamedTuple):
+    """The tokens of a row that are no padding, as documents.
 
-    position_ids is 0, 1, 2, 0, 1; expected 0, 1, 2, ... for 5 tokens.  Other values mean several documents, ...
+    positions  int64 [m], rising: where these tokens are in the row
+    starts     int64 [d], rising: for each document, the index of its first token in `positions`
     """
-    for key, (expected, description, others) in _KEYS.items():
-        values = row.get(key)
-        if values is None:
-            continue
-        if not isinstance(values, list):
-            raise DataError(f"{key} must be a list of numbers; got {type_name(values)}.")
-        if values != expected(num_tokens, values):
+
+    positions: np.ndarray
+    starts: np.ndarray
+
+
+def find_documents(row: dict[str, Any], tokens: str, is_supervised: np.ndarray) -> Documents:
+    """The documents of a row whose tokens are under the key `tokens`.
+
+    is_supervised  bool [n]: whether a token is supervised
+
+    attention_mask 0 1 1 1 1, position_ids 0 0 1 0 1  ->  positions 1 2 3 4, starts 0 2
+    Raises DataError unless the row is cleanly packed.
+    """
+    num_tokens = len(is_supervised)
+    keys = {key: _integers(key, row[key]) for key in DOCUMENT_KEYS if row.get(key) is not None}
+    for key in keys:
+        if key in _EACH_TOKEN and len(keys[key]) != num_tokens:
+            raise DataError(f"{key} has {len(keys[key]):,} numbers, but {tokens} has {num_tokens:,}.")
+    claims = {key: _CLAIMS[key](key, values, num_tokens) for key, values in keys.items() if key in _CLAIMS}
+    is_padding = _padding(claims, keys, is_supervised)
+    if (supervised := np.flatnonzero(is_padding & is_supervised)).size:
+        at = int(supervised[0])
+        raise DataError(
+            f"token {at + 1:,} is padding by {_who(claims, at)}, but it is supervised.  Padding needs the weight 0 or "
+            "the label -100.  Correct the mask or the labels."
+        )
+    positions = np.flatnonzero(~is_padding)
+    if not positions.size:
+        raise DataError(f"every token is padding by {_who(claims, 0)}, so the row has no document.  Remove the row.")
+    if keys.get(_TYPES, is_padding)[positions].any():
+        raise DataError(
+            f"{_TYPES} has other numbers than 0, which mark images or a second text.  They are not supported.  Remove "
+            "the row."
+        )
+    if _MASK in claims and claims[_MASK].max() == 1:  # of documents it says nothing
+        del claims[_MASK]
+    starts = {key: _changes(numbers[positions]) for key, numbers in claims.items()}
+    starts |= {key: _restarts(key, keys[key], positions) for key in _POSITIONS if key in keys}
+    return Documents(positions, np.flatnonzero(_common(starts, positions)))
+
+
+def _integers(key: str, values: object) -> np.ndarray:
+    """int64 [k]: the numbers of a key, which may also be written as true, false or 1.0."""
+    if not isinstance(values, list) or not values:
+        raise DataError(f"{key} must be a list of numbers; got {type_name(values)}.")
+    if not set(map(type, values)) <= {int, bool, float}:
+        at = next(i for i, value in enumerate(values) if type(value) not in (int, bool, float))
+        masks = "  A mask of several dimensions cannot be used.  Give the documents by position_ids."
+        raise DataError(
+            f"{key} has {type_name(values[at])} at position {at + 1}; it holds a whole number for each token or "
+            f"document.{masks if isinstance(values[at], list) else ''}"
+        )
+    numbers = np.asarray(values)
+    if numbers.dtype.kind == "O" or not (np.abs(numbers.astype(np.float64)) < 2**53).all():
+        raise DataError(f"{key} has a number beyond 2^53.  {_REMEDY.format(key)}")
+    if (numbers != numbers.astype(np.int64)).any():
+        raise DataError(f"{key} has a number that is not whole.  {_REMEDY.format(key)}")
+    return numbers.astype(np.int64)
+
+
+# What a key says of each token: int64 [n], the number of its document; 0: it is padding
+
+
+def _by_number(key: str, values: np.ndarray, num_tokens: int) -> np.ndarray:
+    lowest = 0 if key == _MASK else -1
+    if values.min() < lowest:
+        raise DataError(f"{key} has {values.min()}; expected numbers from {lowest}.  {_REMEDY.format(key)}")
+    known = values[values >= 0]
+    zero_is_padding = key == _MASK or (known.size and known[0] > 0)
+    is_padding = (values < 0) | (values == 0) if zero_is_padding else values < 0
+    real = np.flatnonzero(~is_padding)
+    begins = real[_changes(values[real])]
+    firsts = np.unique(values[begins], return_index=True)[1]
+    if len(firsts) < len(begins):
+        at = int(np.delete(begins, firsts)[0])
+        raise DataError(
+            f"{key} has {values[at]} at token {at + 1:,} again, after another number: the tokens of a document must "
+            f"follow one another.  {_REMEDY.format(key)}"
+        )
+    numbers = np.zeros(num_tokens, np.int64)
+    numbers[real] = np.cumsum(_changes(values[real]))
+    return numbers
+
+
+def _by_bounds(key: str, values: np.ndarray, num_tokens: int, *, expected: str) -> np.ndarray:
+    """By the first token of each document, and then the end of the last one."""
+    rises = (np.diff(values) > 0).all() and len(values) > 1
+    if values[0] != 0 or not rises or values[-1] > num_tokens:
+        shown = ", ".join(map(str, values[:20].tolist())) + (", ..." if len(values) > 20 else "")
+        raise DataError(f"{key} gives {shown} for {num_tokens:,} tokens; expected {expected}.  {_REMEDY.format(key)}")
+    numbers = np.searchsorted(values, np.arange(num_tokens), side="right")
+    numbers[values[-1] :] = 0
+    return numbers
+
+
+def _by_starts(key: str, values: np.ndarray, num_tokens: int) -> np.ndarray:
+    expected = "0 and then the first token of each further document, rising"
+    return _by_bounds(key, np.append(values, num_tokens), num_tokens, expected=expected)
+
+
+def _by_cu_seqlens(key: str, values: np.ndarray, num_tokens: int) -> np.ndarray:
+    """A list that is padded, with -1 or with its last number, ends before its padding."""
+    bounds = values[: np.flatnonzero(values != -1)[-1] + 1] if (values != -1).any() else values
+    bounds = bounds[: np.flatnonzero(_changes(bounds))[-1] + 1]
+    expected = "0 and then the end of each document, rising, at most the number of tokens"
+    return _by_bounds(key, bounds, num_tokens, expected=expected)
+
+
+def _by_lengths(key: str, values: np.ndarray, num_tokens: int) -> np.ndarray:
+    expected = "lengths from 1, together at most the number of tokens; these are the ends of the documents"
+    return _by_bounds(key, np.cumsum(np.append(0, values)), num_tokens, expected=expected)
+
+
+_CLAIMS: dict[str, Callable[[str, np.ndarray, int], np.ndarray]] = {
+    **dict.fromkeys((_MASK, *_NUMBERS), _by_number),
+    "seq_start_id": _by_starts,
+    **dict.fromkeys(_BOUNDS, _by_cu_seqlens),
+    **dict.fromkeys(_LENGTHS, _by_lengths),
+}
+
+
+def _padding(claims: dict[str, np.ndarray], keys: dict[str, np.ndarray], is_supervised: np.ndarray) -> np.ndarray:
+    """bool [n]: whether a token is padding.  attention_mask decides, then the other keys, then position_ids."""
+    is_padding = np.zeros(len(is_supervised), dtype=bool)
+    for numbers in [claims[_MASK]] if _MASK in claims else claims.values():
+        is_padding |= numbers == 0
+    for key, numbers in claims.items():
+        if (unlike := np.flatnonzero((numbers == 0) & ~is_padding)).size:
             raise DataError(
-                f"{key} is {shortened(', '.join(map(str, values[:30])) or 'an empty list')}; expected "
-                f"{description.format(n=num_tokens)}.  {others.format(tokens=name)}"
+                f"token {int(unlike[0]) + 1:,} is padding by {key}, but not by {_MASK}.  "
+                f"{_REMEDY.format('one of them')}"
             )
+    positions = next((keys[key] for key in _POSITIONS if key in keys), None)
+    if positions is None or is_padding.any() or _MASK in claims:
+        return is_padding
+    # Padding of axolotl: zeros at an end of the row, each of which would be a document of one token without loss.
+    is_alone = (positions == 0) & (np.append(positions[1:], 0) == 0) & ~is_supervised
+    if not is_alone.all():
+        others = np.flatnonzero(~is_alone)
+        is_padding[: others[0]] = is_padding[others[-1] + 1 :] = True
+    return is_padding
+
+
+def _restarts(key: str, values: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """bool [m]: whether a document begins at a token, by its position in the document."""
+    counted = values[positions]
+    follows = (np.diff(counted) == 1) & (np.diff(positions) == 1)
+    is_start = counted == 0
+    if (wrong := np.flatnonzero(~is_start & ~np.append(False, follows))).size:
+        at = int(wrong[0])
+        before = f"after {counted[at - 1]}" if at else "at the start of a document"
+        raise DataError(
+            f"{key} has {counted[at]} at token {positions[at] + 1:,}, {before}; expected 0, 1, 2, ... within each "
+            f"document.  {_REMEDY.format(key)}"
+        )
+    return is_start
+
+
+def _common(starts: dict[str, np.ndarray], positions: np.ndarray) -> np.ndarray:
+    """bool [m]: whether a document begins at a token, by all keys alike.  No document has padding within."""
+    is_start = next(iter(starts.values()), _changes(np.zeros(len(positions))))
+    first = next(iter(starts), "")
+    for key, other in starts.items():
+        if (unlike := np.flatnonzero(other != is_start)).size:
+            at = int(unlike[0])
+            yes, no = (first, key) if is_start[at] else (key, first)
+            raise DataError(
+                f"a document begins at token {positions[at] + 1:,} by {yes}, but not by {no}.  "
+                f"{_REMEDY.format('one of them')}"
+            )
+    if (broken := np.flatnonzero((np.diff(positions) > 1) & ~is_start[1:])).size:
+        at = int(positions[broken[0]]) + 2
+        raise DataError(
+            f"token {at:,} is padding in the middle of a document.  "
+            f"{_REMEDY.format('the keys of padding and documents')}"
+        )
+    return is_start
+
+
+def _changes(values: np.ndarray) -> np.ndarray:
+    """bool [k]: whether a number differs from the one before it; the first one does."""
+    is_new = np.ones(len(values), dtype=bool)
+    is_new[1:] = values[1:] != values[:-1]
+    return is_new
+
+
+def _who(claims: dict[str, np.ndarray], at: int) -> str:
+    """The key by which a token is padding."""
+    return next((key for key, numbers in claims.items() if numbers[at] == 0), _POSITIONS[0])

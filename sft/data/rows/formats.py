@@ -28,7 +28,7 @@ from sft.data.rows.chat_keys import (
     with_loss_mask,
 )
 from sft.data.rows.checked_messages import MEDIA, CheckedMessage, check_calls, read_messages
-from sft.data.rows.document_keys import DOCUMENT_KEYS, check_documents
+from sft.data.rows.document_keys import DOCUMENT_KEYS, find_documents
 from sft.data.rows.messages import Message, Tools, read_weight, shortened, type_name
 from sft.errors import DataError
 
@@ -64,10 +64,16 @@ class Text(NamedTuple):
 
 
 class Tokenized(NamedTuple):
-    """A row that was tokenised elsewhere: tokens int32 [n], and weights float32 [n], above 0 for supervised tokens."""
+    """A row that was tokenised elsewhere: tokens int32 [n], and weights float32 [n], above 0 for supervised tokens.
+
+    starts       index of the first token of each document.  A packed row has several
+    num_padding  number of tokens that were padding, and are not among `tokens`
+    """
 
     tokens: np.ndarray
     weights: np.ndarray
+    starts: tuple[int, ...] = (0,)
+    num_padding: int = 0
 
 
 class UnwantedRow(DataError):
@@ -237,13 +243,21 @@ def _read_tokens(row: Row, key: str) -> Tokenized:
             f"{key} needs one of {', '.join(_MASKS)} or labels, to say which tokens are supervised; got "
             f"{' and '.join(masks) or 'none'}."
         )
-    weights = _from_labels(row, key, tokens) if masks == ["labels"] else _from_mask(row, masks[0])
+    weights = np.array(
+        _from_labels(row, key, tokens) if masks == ["labels"] else _from_mask(row, masks[0]), dtype=np.float32
+    )
     if len(weights) != len(tokens):
         raise DataError(f"{key} has {len(tokens):,} numbers, but {masks[0]} has {len(weights):,}.")
-    check_documents(row, key, len(tokens))
-    if not any(weights[1:]):
-        raise DataError(f"{masks[0]} supervises no token after the first token, so the row has no loss.")
-    return Tokenized(np.array(tokens, dtype=np.int32), np.array(weights, dtype=np.float32))
+    documents = find_documents(row, key, weights > 0)
+    weights, starts = weights[documents.positions], documents.starts
+    if not np.delete(weights, starts).any():
+        each = "" if len(starts) == 1 else " of a document"
+        raise DataError(f"{masks[0]} supervises no token after the first token{each}, so the row has no loss.")
+    num_padding = len(tokens) - len(weights)
+    if num_padding or len(starts) > 1:
+        weights[starts] = 0  # no token precedes and predicts the first token of a document
+    ids = np.array(tokens, dtype=np.int32)[documents.positions]
+    return Tokenized(ids, weights, tuple(starts.tolist()), num_padding)
 
 
 def _from_mask(row: Row, name: str) -> list[float]:

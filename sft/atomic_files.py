@@ -75,3 +75,14 @@ def _ask_file_system(folder: Path) -> int:
     except OSError as error:
         return error.errno or 0
     return 0
+
+
+def why_no_folder(path: Path) -> str | None:
+    """Why `path` is no folder in which files can be made, and cannot become one; None if it can.  Writes nothing."""
+    existing = next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
+    if not existing.is_dir():
+        subject = "" if existing == path else f"is below {existing}, which "
+        return f"{subject}is not a folder"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"cannot be written: this user may make no files in {existing}"
+    return None

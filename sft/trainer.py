@@ -12,9 +12,8 @@ from pathlib import Path
 from sft.atomic_files import replace_text
 from sft.checkpoint import resume
 from sft.checkpoint.saver import Saver
-from sft.checkpoint.train_state import Conditions, TrainState, installed
+from sft.checkpoint.train_state import Conditions, TrainState
 from sft.config.checkpoint import LOWER_IS_BETTER
-from sft.config.keys import values
 from sft.console import Console
 from sft.data.pipeline import DataPipeline, GlobalBatch
 from sft.errors import ConfigError
@@ -23,7 +22,7 @@ from sft.hf import hub, run_folder
 from sft.hf.base_digest import base_digest
 from sft.hf.convert.exports import Exports
 from sft.hf.initial import load_initial
-from sft.hf.initial_adapters import check_new_run, load_new_adapters
+from sft.hf.initial_adapters import load_new_adapters
 from sft.hf.served import served_of
 from sft.hf.tokenizer import tokenizer_of
 from sft.hf.trained_weights import trained_weights
@@ -38,6 +37,7 @@ from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 from sft.parallel.layout import Layout
 from sft.recipe.resolved import Recipe, dump, summary
 from sft.recipe.run_checks import RunLength, check_run
+from sft.recipe.start import check_start
 from sft.run import environment
 from sft.run.evaluation import Evaluator
 from sft.run.lifecycle import Lifecycle
@@ -104,7 +104,11 @@ class Trainer:
         for warning in check_run(recipe, length):
             console.say(f"WARNING: {warning}")
         self.trained = trained_weights(config, self.data.vocab_size)
-        broadcast_from_rank0(partial(check_new_run, config, self.trained, checkpoints), groups.control)
+        base = base_digest(config, self.folder, groups) if config.lora.is_used else None
+        self.conditions = Conditions.of(config, layout, self.data.plan, base)
+        warn = partial(check_start, config, self.conditions, self.trained, self.data)
+        if jump := broadcast_from_rank0(warn, groups.control):
+            console.say(f"WARNING: {jump}")
         self.engine = Engine(
             config,
             layout,
@@ -113,13 +117,6 @@ class Trainer:
             num_steps=self.num_steps,
             trained=self.trained,
             progress=lifecycle.progress,
-        )
-        self.conditions = Conditions(
-            plan=self.data.plan,
-            recipe=values(config) | {"data.tokenizer": config.tokenizer},
-            layout=layout.sizes,
-            versions=installed(),
-            base=base_digest(config, self.folder, groups) if config.lora.is_used else None,
         )
         self.exports = Exports(config.checkpoint, self.folder, console)
         self.saver = Saver(

@@ -26,7 +26,22 @@ the run; the console shows the keys that the file and the command line set.  Nam
 - a warm-up that is as long as the run, or longer
 - a document that is longer than `max_position_embeddings` of `model.hf`, if the recipe neither scales the positions
   (`model.rope.scaling=yarn`) nor accepts them as they are (`model.rope.scaling=none`)
+- a `run.dir` that is a file, is below a file, or cannot be written; a damaged `run_state.json`
 - a value of `checkpoint.resume` that names no checkpoint
+- a recipe that cannot continue from its checkpoint: other data, model, adapters, batch size, length of packs or seed
+- weights and adapters that are missing, or of another model
+
+The group `resume` of `sft check` says from which step the run would continue, and what changed.  These errors show only
+on the cluster, when the run starts:
+
+- a folder that another run has locked; a disk that is full, or that another node cannot write
+- GPUs: none, fewer than processes, too little memory, NCCL, a kernel or Transformer Engine that `attention.backend` or
+  `run.fp8` needs and this machine lacks; `SLURM_JOB_END_TIME` of another job
+- nodes with other versions, code, data or downloads than the first
+- data that are not tokenised in `data.cache_dir` (`sft check` tokenises them), and weights that cannot be downloaded
+- base weights of adapters that the run has not hashed before (`sft check` says "not compared")
+- bytes of a checkpoint or of weights that changed without a change of size, and weights that are not finite
+- W&B or MLflow that does not start
 
 Both warn of settings without an effect in the run: `checkpoint.save_every`, `train.eval_every` or steps of `profile`
 beyond its end; `checkpoint.keep_best` if saved steps are not evaluated; fewer packs than `train.global_batch_size`; and

@@ -6,7 +6,7 @@ import threading
 
 from sft.errors import ConfigError
 from sft.recipe.layout import launched_world_size, resolve_layout
-from sft.recipe.needs import check_packages, check_paths, download_weights
+from sft.recipe.needs import check_folder, check_packages, check_paths, download_weights
 from sft.recipe.resolved import Recipe
 from sft.run.outcome import Outcome
 
@@ -33,6 +33,8 @@ def train(recipe: Recipe) -> Outcome:
     layout = resolve_layout(recipe, launched_world_size() or 1)
     check_packages(recipe)
     check_paths(recipe)
+    if os.environ.get("RANK", "0") == "0":  # the rank that makes the folder
+        check_folder(recipe)
     download_weights(recipe)
 
     from sft.run import environment

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, `manifest.json`: the size and the SHA-256 of each of its files.
+"""The manifest of a checkpoint, `manifest.json`: facts about it, and the size and the SHA-256 of each of its files.
 
 A file with a flipped bit loads without an error, but with wrong weights.  Only a digest detects a flipped bit.  The
 manifest is written after all other files.
@@ -25,7 +25,10 @@ Verify = Literal["off", "size", "full"]
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The files of a checkpoint by name, and facts for users, which no code reads."""
+    """The files of a checkpoint by name, and facts: its step, its TrainState ("state") and its Conditions.
+
+    Manifests of exports, imports and older versions have other facts.
+    """
 
     files: dict[str, Entry]
     facts: dict[str, Any]

@@ -4,7 +4,7 @@ A damaged checkpoint in the run's own folder is renamed with a warning, and the 
 saved before never starts from random weights.  Rank 0 looks at the folder for all ranks.
 """
 
-import shlex
+import json
 import socket
 import time
 from collections.abc import Callable
@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from sft.checkpoint import folders, manifest, resume_setting
-from sft.checkpoint.manifest import Manifest, Verify
+from sft.checkpoint import continuation, folders, manifest
+from sft.checkpoint.manifest import Verify
 from sft.checkpoint.saver import Saver
-from sft.checkpoint.train_state import Changes, Conditions, TrainState, changes
+from sft.checkpoint.train_state import Conditions, TrainState
 from sft.config import CheckpointConfig, Config
 from sft.console import Console, size
 from sft.errors import CheckpointError
-from sft.mcore.checkpoint_io import engine_state, safe_reader
+from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.engine import Engine
 from sft.mcore.process_groups import ProcessGroups
 from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
@@ -65,7 +65,7 @@ def find(config: CheckpointConfig, folder: Path, groups: ProcessGroups, console:
 
     Raises CheckpointError if no selected checkpoint is complete and undamaged.
     """
-    paths, is_named = broadcast_from_rank0(lambda: _paths(config, folder), groups.control)
+    paths, is_named = broadcast_from_rank0(lambda: continuation.selected(config, folder), groups.control)
     damaged: list[str] = []
     for path in paths:
         try:
@@ -76,18 +76,14 @@ def find(config: CheckpointConfig, folder: Path, groups: ProcessGroups, console:
             damaged.append(str(error))
             broadcast_from_rank0(partial(_quarantine, path, str(error), console), groups.control)
     if damaged:
-        raise CheckpointError(
-            f"{folder} holds no undamaged checkpoint, and a run that has saved is not started over.\n  "
-            + "\n  ".join(damaged)
-            + "\n  To train from the beginning, choose another run.dir."
-        )
+        raise CheckpointError(continuation.none_undamaged(folder, damaged))
     return None
 
 
 def next_step(config: CheckpointConfig, folder: Path) -> int:
     """The step after which the run would continue, from folder names alone; 0 if unknown.  Called on rank 0."""
     try:
-        paths, _ = _paths(config, folder)
+        paths, _ = continuation.selected(config, folder)
     except CheckpointError:  # `find` reports the error
         return 0
     return (folders.step_of(paths[0]) or 0) if paths else 0
@@ -100,7 +96,7 @@ def verified(path: Path, verify: Verify, groups: ProcessGroups) -> ResumePoint:
     """
     if verify == "off":
         return ResumePoint(path=path, verification="not verified: checkpoint.verify = off")
-    entries = broadcast_from_rank0(lambda: _manifest_of(path), groups.control)
+    entries = broadcast_from_rank0(lambda: continuation.manifest_of(path), groups.control)
     if entries is None:
         return ResumePoint(path=path, verification="not verified: the checkpoint has no manifest")
     share = (groups.rank, len(all_gather_objects(lambda: 0, groups.control)))
@@ -122,21 +118,12 @@ def load(
 
     Raises CheckpointError if a change is refused, or if another program wrote a checkpoint in the run's own folder.
     """
-    sft = safe_reader.common_state(point.path).get("sft")
-    if sft is None and not point.is_named:
-        raise CheckpointError(
-            f"{point.path} was not written by this trainer and does not say which samples were used.  Start from its "
-            f"weights with model.init_from={point.path}, or resume weights, moments, schedule and step with "
-            f"checkpoint.resume={point.path}."
-        )
-    lines = []
-    if sft is not None:
-        check_base(point.path, sft.get("base"), conditions.base)
-        changed = changes(sft, conditions, config.allow_changes)
-        if changed.refused:
-            raise CheckpointError(_refusal(point.path, changed, config.allow_changes))
-        lines = [f"  changed    {line}" for line in changed.reported]
+    facts = continuation.facts_of(point.path)
+    reported = continuation.compare(point.path, facts, conditions, config, is_named=point.is_named)
     plain = engine_state.load(engine, point.path)
+    sft = plain.get("sft")
+    if facts and sft and any(json.loads(json.dumps(sft[key])) != facts[key] for key in ("state", "recipe", "plan")):
+        raise CheckpointError(f"{point.path / manifest.NAME} has other facts than the checkpoint itself.")
     state = TrainState(**sft["state"]) if sft else TrainState(step=int(plain["iteration"]))
     if point.is_named:
         state = replace(state, origin=str(Path(config.resume).resolve()))
@@ -152,67 +139,11 @@ def load(
                 f"  restored   weights, moments, Adam's step, schedule{', random generators' if same else ''}",
                 *([] if same else ["  skipped    random generators: the layout differs, and a step draws none"]),
                 f"  position   {position}",
-                *lines,
+                *(f"  changed    {line}" for line in reported),
             ]
         )
     )
     return state
-
-
-def check_base(path: Path, stored: str | None, base: str | None) -> None:
-    """Raise CheckpointError if the checkpoint is of adapters beside other weights than `base`, a digest."""
-    if stored != base:
-        raise CheckpointError(
-            f"{path} {_of_base(stored)}, but this recipe {_of_base(base)}.  Give model.hf, model.init_from and "
-            "lora.rank the values of that run; a new run needs another run.dir."
-        )
-
-
-def _of_base(base: str | None) -> str:
-    return "trains all weights" if base is None else f"trains adapters of the weights {base[:12]}"
-
-
-def _refusal(path: Path, changed: Changes, allowed: list[str]) -> str:
-    override = shlex.quote(f"checkpoint.allow_changes=[{', '.join([*allowed, *changed.refused])}]")
-    refused = "; ".join(f"{key} {change}" for key, change in changed.refused.items())
-    others = f"  Also changed: {'; '.join(changed.reported)}." if changed.reported else ""
-    return (
-        f"{path} cannot be resumed with this recipe: {refused}.{others}  Undo the change; or accept it, if the tensors "
-        f"keep their shapes: {override}; or start a new run from the weights of the checkpoint: model.init_from={path} "
-        f"with another run.dir."
-    )
-
-
-def _paths(config: CheckpointConfig, folder: Path) -> tuple[list[Path], bool]:
-    """The checkpoints from which the run may continue, best first, and whether checkpoint.resume is a path to them."""
-    resume_setting.check(config, folder)
-    candidates = folders.candidates(folder)
-    if config.resume in resume_setting.WORDS or _started_from(Path(config.resume), candidates):
-        return candidates, False
-    return [resume_setting.named(config)], True
-
-
-def _started_from(named: Path, candidates: list[Path]) -> bool:
-    """Whether the run that wrote `candidates` (newest first) started from `named`, the path in checkpoint.resume.
-
-    If so, the run continues from its own checkpoints.  A requeued job that continued from `named` would lose its steps.
-    Damaged candidates are skipped.  If all candidates are damaged, verification reports the damage.
-    """
-    for path in candidates:
-        try:
-            origin = safe_reader.common_state(path)["sft"]["state"]["origin"]
-        except (CheckpointError, KeyError, TypeError):
-            continue
-        return bool(origin == str(named.resolve()))
-    return bool(candidates)
-
-
-def _manifest_of(path: Path) -> Manifest | None:
-    """The manifest of the checkpoint in `path`; None if another program wrote the checkpoint without a manifest."""
-    entries = manifest.read(path)
-    if entries is None and "sft" in safe_reader.common_state(path):
-        raise CheckpointError(f"{path / manifest.NAME} is missing; this trainer writes it into every checkpoint.")
-    return entries
 
 
 def _quarantine(path: Path, reason: str, console: Console) -> None:

@@ -184,8 +184,8 @@ class Saver:
         facts = {
             "step": state.step,
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "layout": self._conditions.layout,
-            "versions": self._conditions.versions,
+            "state": asdict(state),
+            **asdict(self._conditions),
         }
         manifest.write(temporary, Manifest(files=files, facts=facts))
         if self._resumed_step is not None:

@@ -6,17 +6,20 @@ refused unless checkpoint.allow_changes names them.
 
 import importlib.metadata
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sft.config.keys import RENAMED, is_reported, leaves
+from sft.config import Config
+from sft.config.keys import RENAMED, is_reported, leaves, values
 from sft.errors import ConfigError
 from sft.metrics.totals import StepResult
+from sft.parallel.layout import Layout
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
 # Distribution by the name under which checkpoints record its version.  `sft` on the package index is another project.
 _DISTRIBUTIONS = {"sft": "sft-megatron", **{name: name for name in _PACKAGES}}
+BASE = "base"  # the field of Conditions
 _FREEZE = "train.freeze"
 _START_ONLY = ("model.hf", "model.init_from", "model.init_std", "lora.init_from")
 # What runs did before a key existed, where that is not the key's default.
@@ -72,6 +75,11 @@ class Conditions:
     versions: dict[str, str]
     base: str | None = None  # digest of the frozen weights beside which adapters are trained
 
+    @staticmethod
+    def of(config: Config, layout: Layout, plan: dict[str, Any], base: str | None) -> "Conditions":
+        """The conditions of a run on this machine."""
+        return Conditions(plan=plan, recipe=recipe_values(config), layout=layout.sizes, versions=installed(), base=base)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
@@ -91,12 +99,15 @@ def installed() -> dict[str, str]:
     return versions
 
 
-def changes(before: Mapping[str, Any], now: Conditions, allowed: Sequence[str]) -> Changes:
+def changes(
+    before: Mapping[str, Any], now: Conditions, allowed: Sequence[str], not_compared: Collection[str] = frozenset()
+) -> Changes:
     """The differences between the Conditions in a checkpoint, `before` as a dictionary, and those of this run.
 
+    not_compared: keys of the plan that are unknown in `now`
     Raises ConfigError if `allowed` names a key that is never refused.
     """
-    refused = dict(_differences(before["plan"], now.plan))
+    refused = {key: text for key, text in _differences(before["plan"], now.plan) if key not in not_compared}
     recipe = dict(_differences(_with_defaults(before["recipe"], now.recipe), now.recipe))
     if "data" in refused and (old := [key for key in _BEFORE if key in recipe and key not in before["recipe"]]):
         value = str(_BEFORE[old[0]]).lower()
@@ -129,6 +140,11 @@ def model_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str
     return {key: change for key, change in differences if _describes_model(key)}
 
 
+def recipe_values(config: Config) -> dict[str, Any]:
+    """The value of every key, with the tokenizer that data.tokenizer = null means."""
+    return values(config) | {"data.tokenizer": config.tokenizer}
+
+
 def tokenizer_name(before: Mapping[str, Any]) -> str:
     """The tokenizer with which a run was trained: the value of data.tokenizer, or of model.hf if that is null."""
     return before["recipe"]["data.tokenizer"] or before["recipe"]["model.hf"] or "byte"
@@ -137,9 +153,14 @@ def tokenizer_name(before: Mapping[str, Any]) -> str:
 def _with_defaults(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """`before` with current names of keys.  A key that is newer than the checkpoint gets its default."""
     schema = leaves()
-    before = {RENAMED.get(key, key): value for key, value in before.items()}
+    before = with_current_names(before)
     newer = {key: _BEFORE.get(key, schema[key].default) for key in now if key not in before and key in schema}
     return {**newer, **before}
+
+
+def with_current_names(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a recipe in a checkpoint, which may have keys that were renamed since."""
+    return {RENAMED.get(key, key): value for key, value in recipe.items()}
 
 
 def _describes_model(key: str) -> bool:

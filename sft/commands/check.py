@@ -10,6 +10,8 @@ from sft.commands.output import print_group, progress
 from sft.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sft.adapters import Trained
     from sft.data.chat.tokenizer import ChatTokenizer
     from sft.estimate.gpus import Gpu
@@ -29,8 +31,9 @@ def add(commands: Any) -> None:
 
 
 def check(arguments: Namespace) -> None:
+    from sft.commands.resume_lines import without_data
     from sft.recipe.layout import launched_world_size, resolve_layout
-    from sft.recipe.needs import check_packages, check_paths, check_resume, read_tokenizer
+    from sft.recipe.needs import check_folder, check_packages, check_paths, read_tokenizer
 
     recipe = read_recipe(arguments)
     gpu = _gpu(recipe, arguments.gpu)
@@ -44,7 +47,7 @@ def check(arguments: Namespace) -> None:
         return
     layout = resolve_layout(recipe, world_size)
     check_packages(recipe)
-    check_resume(recipe, has_files=not arguments.no_data)
+    check_folder(recipe, has_files=not arguments.no_data)
     print_group("layout", layout.equations(recipe.config.data.seq_length))
     _print_rotary(recipe)
     if arguments.no_data:
@@ -56,7 +59,9 @@ def check(arguments: Namespace) -> None:
         _print_time(recipe, layout, vocab_size, Lengths.all_of(recipe.config.data.seq_length), gpu)
         print_group("weights", ["not read (--no-data)"])
         print_group("data", ["not read (--no-data)"])
-        _print_warnings(recipe, num_steps=recipe.config.train.num_steps)
+        resume = without_data(recipe, layout)
+        print_group("resume", resume.lines)
+        _print_warnings(recipe, resume.warnings, num_steps=recipe.config.train.num_steps)
     else:
         check_paths(recipe)
         _check_data(recipe, layout, gpu)
@@ -82,6 +87,7 @@ def _print_rotary(recipe: "Recipe") -> None:
 
 
 def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
+    from sft.commands.resume_lines import with_data
     from sft.data.cache.prepare import prepare_recipe
     from sft.data.cache.vocabulary import check_ids
     from sft.data.inspect import cp_forecast
@@ -109,18 +115,21 @@ def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
         *([cp_forecast.short_line(recipe.config, layout, corpus, loader)] if layout.cp_sizes else ()),
     ]
     print_group("data", lines)
+    resume = with_data(recipe, layout, corpus, loader, tokenizer.vocab_size)
+    print_group("resume", resume.lines)
     _print_time(recipe, layout, tokenizer.vocab_size, Lengths.of_corpus(corpus.lengths), gpu)
     for name, held_out in corpora.items():
         print_group(name, held_out.summary().splitlines())
     _print_serving(recipe, tokenizer)
-    _print_warnings(recipe, num_steps=num_steps, num_packs=len(plan), longest=int(corpus.lengths.max()))
+    longest = int(corpus.lengths.max())
+    _print_warnings(recipe, resume.warnings, num_steps=num_steps, num_packs=len(plan), longest=longest)
 
 
-def _print_warnings(recipe: "Recipe", **length: int | None) -> None:
+def _print_warnings(recipe: "Recipe", others: "Sequence[str]", **length: int | None) -> None:
     """Print the warnings about a run of this length.  Raises ConfigError if training would refuse the run."""
     from sft.recipe.run_checks import RunLength, check_run
 
-    for warning in check_run(recipe, RunLength(**length)):
+    for warning in [*check_run(recipe, RunLength(**length)), *others]:
         print_group("WARNING", [warning])
 
 
@@ -184,17 +193,14 @@ def _check_fit(recipe: "Recipe", layout: "Layout", rows: int, trained: "Trained"
 
 
 def _print_weights(recipe: "Recipe", tokenizer_size: int) -> None:
-    """Print the weights from which a new run starts, and refuse those that no run could load."""
-    from sft.hf.initial import describe
+    """Print the weights that the run loads, and refuse those that it could not load."""
+    from sft.hf.trained_weights import trained_weights
+    from sft.parallel.layout import vocab_rows
+    from sft.recipe.start import check_weights
 
-    print_group("weights", [describe(recipe.config, tokenizer_size)])
-    if recipe.config.lora.is_used:
-        from sft.hf import initial_adapters
-        from sft.hf.trained_weights import trained_weights
-        from sft.parallel.layout import vocab_rows
-
-        trained = trained_weights(recipe.config, vocab_rows(recipe.config.model, tokenizer_size))
-        print_group("adapters", initial_adapters.describe(recipe.config, trained))
+    rows = vocab_rows(recipe.config.model, tokenizer_size)
+    for name, lines in check_weights(recipe.config, trained_weights(recipe.config, rows), rows).items():
+        print_group(name, lines)
 
 
 def _print_serving(recipe: "Recipe", tokenizer: "ChatTokenizer") -> None:

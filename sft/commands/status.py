@@ -14,17 +14,23 @@ def add(commands: Any) -> None:
 
 
 def status(arguments: Namespace) -> int:
-    """Run `sft status`.  Returns 0 if the run is done, 75 if it should be started again, else 2."""
+    """Run `sft status`.  Returns 0 if the run is done, 75 if it should be started again, else 2.
+
+    Raises the error with which the next start would end, as far as it shows without data and a GPU.
+    """
+    from sft.commands.resume_lines import next_start
     from sft.run.status import describe, read, verdict
 
-    folder = Path(read_recipe(arguments).config.run.dir)
+    config = read_recipe(arguments).config
+    folder = Path(config.run.dir)
     state = read(folder)
     job = os.environ.get("SLURM_JOB_ID")
     is_running = state is not None and state.status == "running"
     if state is not None and is_running and None not in (job, state.job) and state.job != job:
         print(f"{folder}: {describe(state)}\nthe newest start belongs to another job, not to the current job ({job})")
         return 2
-    if is_running and (folder / "run.lock").exists():
+    may_be_alive = is_running and (folder / "run.lock").exists()
+    if may_be_alive:
         print("run.lock exists, so the run may still be alive; a second start is refused while the run is alive")
     print(f"{folder}: the run was never started" if state is None else f"{folder}: {describe(state)}")
     advice, code = {
@@ -32,5 +38,7 @@ def status(arguments: Namespace) -> int:
         "go on": ("start the run again", 75),
         "stop": ("find the cause before you start the run again", 2),
     }[verdict(state)]
+    if code == 75 and not may_be_alive:
+        print(next_start(config))
     print("start the run" if state is None else advice)
     return code

@@ -31,6 +31,22 @@ class Schedule:
         decay = max(1, round(_product(optim.wsd_decay_fraction, num_steps)))
         return Schedule(num_steps=num_steps, warmup_steps=warmup, wsd_decay_steps=min(decay, num_steps - warmup))
 
+    def rate(self, optim: OptimConfig, step: int) -> float:
+        """The learning rate of update `step`, counted from 1 to `num_steps`, as megatron-core's scheduler sets it.
+
+        cosine from 1e-3 to 1e-5 over 12 steps, step 7 -> 3.77e-4
+        """
+        if self.warmup_steps and step <= self.warmup_steps:
+            return optim.lr * step / self.warmup_steps
+        if optim.schedule == "constant":
+            return optim.lr
+        if optim.schedule == "wsd":
+            left = min(1.0, (self.num_steps - step) / self.wsd_decay_steps)
+        else:
+            left = (self.num_steps - step) / (self.num_steps - self.warmup_steps)
+        share = 0.5 * (1.0 - math.cos(math.pi * left)) if optim.schedule == "cosine" else left
+        return optim.min_lr + share * (optim.lr - optim.min_lr)
+
 
 def _product(fraction: float, num_steps: int) -> Decimal:
     """Of the number as it is written: 0.07 * 100 is 7, but 7.000000000000001 in floats, whose ceiling is 8."""

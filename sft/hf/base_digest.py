@@ -7,7 +7,7 @@ second for 1 to 2 GB.
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from sft.atomic_files import replace_text
@@ -30,7 +30,7 @@ def base_digest(config: Config, run: Path, groups: ProcessGroups, *, remembers: 
     """
     model = config.model
     if model.init_from == RANDOM:
-        return f"random weights, seed {config.run.seed}"
+        return _random(config)
     files = broadcast_from_rank0(lambda: _weight_files(config), groups.control)
     known = broadcast_from_rank0(lambda: _read_memory(run), groups.control)
     broadcast_from_rank0(lambda: _refuse_merged(config, run, known), groups.control)
@@ -43,6 +43,27 @@ def base_digest(config: Config, run: Path, groups: ProcessGroups, *, remembers: 
         run.mkdir(parents=True, exist_ok=True)
         replace_text(run / MEMORY, json.dumps(entries, indent=1) + "\n")
     return _digest_of_all(entries)
+
+
+def remembered_digest(config: Config, run: Path, others: Iterable[Path] = ()) -> str | None:
+    """The digest of the weights that the recipe names, without hashing; None if a digest of a file is unknown.
+
+    others: runs that may know digests, too.  Raises like `base_digest`.
+    """
+    if config.model.init_from == RANDOM:
+        return _random(config)
+    _refuse_merged(config, run, _read_memory(run))
+    known = {name: entry for folder in (*others, run) for name, entry in _read_memory(folder).items()}
+    entries = {}
+    for name in _weight_files(config):
+        entries[name] = _digest_of(Path(name), known, compute=lambda path: "")
+        if not entries[name]["sha256"]:
+            return None
+    return _digest_of_all(entries)
+
+
+def _random(config: Config) -> str:
+    return f"random weights, seed {config.run.seed}"
 
 
 def _refuse_merged(config: Config, run: Path, known: dict[str, dict[str, int | str]]) -> None:

@@ -61,7 +61,16 @@ def describe(config: Config, vocab_size: int | None) -> str:
     entries = manifest.read(path)
     if entries is not None:
         manifest.refuse(path, manifest.damage(path, entries, verify="size"))
-    stored = safe_reader.tensors(path)
+    return compare_tensors(path, config, vocab_size)
+
+
+def compare_tensors(path: Path, config: Config, vocab_size: int | None) -> str:
+    """The number and bytes of the weights in a Megatron checkpoint, from its index.
+
+    vocab_size: rows of the embedding without padding, if they are known
+    Raises CheckpointError if weights are missing, or are those of another model.
+    """
+    model, stored = config.model, safe_reader.tensors(path)
     family = model_family(model)
     if family is None:
         return f"{path}: not compared with the model, because no table has its tensors"

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from sft.adapters import EMBEDDING, HEAD, Trained, names_of
-from sft.checkpoint import folders, resume_setting
 from sft.config import Config
 from sft.config.lora import LoraConfig
 from sft.console import Console, size
@@ -98,13 +97,6 @@ def describe(config: Config, trained: Trained) -> list[str]:
         return [f"new (rank {config.lora.rank}, seed {config.run.seed})"]
     opened = _open(config, trained)
     return [opened.describe(), *opened.notes(config)]
-
-
-def check_new_run(config: Config, trained: Trained, checkpoints: Path) -> None:
-    """Raise the errors of `describe`, unless the run resumes.  checkpoints: the folder of its checkpoints"""
-    resumes = config.checkpoint.resume not in resume_setting.WORDS or bool(folders.candidates(checkpoints))
-    if config.lora.is_used and not resumes:
-        describe(config, trained)
 
 
 def as_in_folder(config: Config, source: str) -> LoraConfig:

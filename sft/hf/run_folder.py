@@ -32,8 +32,7 @@ def prepare(
     """Write the folder `hf/` of a new run, or check that of a resumed run.
 
     served: tokenizer and template of the run; None: those of the model
-    Raises ConfigError if the run exports its checkpoints, but is of no Hugging Face model.  Raises CheckpointError if
-    the folder cannot be written.
+    Raises ConfigError like `check_exports`, and CheckpointError if the folder cannot be written.
     """
     folder = run / IMPORTED
     if folder.is_dir() and not is_new:
@@ -44,20 +43,32 @@ def prepare(
         kept.remove(leftover)
     if folder.is_dir():  # of an earlier start, which saved no checkpoint; the recipe may have changed
         kept.remove(folder)
-    sources = [Path(path) for path in (checkpoint.resume, model.init_from) if path not in (None, *_NOT_PATHS)]
-    if (other := _kept_beside(sources)) is not None:
+    check_exports(run, model, checkpoint, is_new=True)
+    if (other := _kept_beside(_sources(model, checkpoint))) is not None:
         kept.copy(other, folder, served)
     elif model.hf is not None:
         _keep_model(model.hf, folder, served, has_weights=model.init_from != RANDOM, has_mtp=model.has_mtp)
-    elif checkpoint.export_hf != "none":
-        raise ConfigError(
-            f"checkpoint.export_hf = {checkpoint.export_hf}, but the run is of no Hugging Face model: set model.hf, or "
-            "checkpoint.export_hf=none."
-        )
     else:
         return
     if (written := kept.read(folder)) is not None:
         console.say(kept.describe(written))
+
+
+def check_exports(run: Path, model: ModelConfig, checkpoint: CheckpointConfig, *, is_new: bool) -> None:
+    """Raise ConfigError if the run exports its checkpoints, but is of no Hugging Face model."""
+    has_folder = (run / IMPORTED).is_dir() and not is_new
+    if checkpoint.export_hf == "none" or model.hf is not None or has_folder:
+        return
+    if _kept_beside(_sources(model, checkpoint)) is None:
+        raise ConfigError(
+            f"checkpoint.export_hf = {checkpoint.export_hf}, but the run is of no Hugging Face model: set model.hf, or "
+            "checkpoint.export_hf=none."
+        )
+
+
+def _sources(model: ModelConfig, checkpoint: CheckpointConfig) -> list[Path]:
+    """The checkpoints, or folders of checkpoints, that the recipe names."""
+    return [Path(path) for path in (checkpoint.resume, model.init_from) if path is not None and path not in _NOT_PATHS]
 
 
 def _complete(folder: Path, served: Served | None, console: Console) -> None:

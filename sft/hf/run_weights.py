@@ -3,7 +3,7 @@
 from functools import partial
 from pathlib import Path
 
-from sft.checkpoint import resume
+from sft.checkpoint import continuation, resume
 from sft.config import Config
 from sft.console import Console
 from sft.hf import initial_adapters
@@ -42,4 +42,4 @@ def _check_base(engine: Engine, config: Config, checkpoint: Path) -> None:
     stored = broadcast_from_rank0(lambda: safe_reader.common_state(checkpoint).get("sft"), engine.groups.control)
     if stored is not None:
         base = base_digest(config, checkpoint.parent.parent, engine.groups, remembers=False)
-        resume.check_base(checkpoint, stored.get("base"), base)
+        continuation.check_base(checkpoint, stored.get("base"), base)

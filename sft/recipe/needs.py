@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sft.atomic_files import why_no_folder
 from sft.config import listed
 from sft.errors import ConfigError
 from sft.hf import hub
@@ -79,16 +80,20 @@ def download_weights(recipe: Recipe, *, has_adapters: bool = False) -> None:
         hub.download_weights(config.model.hf)
 
 
-def check_resume(recipe: Recipe, *, has_files: bool = True) -> None:
-    """Raise CheckpointError if checkpoint.resume allows no start.
+def check_folder(recipe: Recipe, *, has_files: bool = True) -> None:
+    """Raise ConfigError if run.dir cannot be written, and CheckpointError if checkpoint.resume allows no start.
 
     has_files: whether this machine has the files of the run.  Without them, only a name that is no path is refused.
     """
     from sft.checkpoint import resume_setting
+    from sft.run import status
 
-    config = recipe.config.checkpoint
+    config, folder = recipe.config.checkpoint, Path(recipe.config.run.dir)
     if has_files:
-        resume_setting.check(config, Path(recipe.config.run.dir) / "checkpoints")
+        if why := why_no_folder(folder):
+            raise ConfigError(f"run.dir = {folder} ({recipe.origins['run.dir']}) {why}.  Choose another run.dir.")
+        status.read(folder)
+        resume_setting.check(config, folder / "checkpoints")
     elif config.resume not in resume_setting.WORDS and "/" not in config.resume:
         resume_setting.named(config)
 

@@ -100,6 +100,7 @@ data    a.jsonl: 300 samples
         19 packs of at most 1,024 tokens, 98.7% full, of which 46.9% is padding inside documents
         steps per epoch 5 = 19 packs / global_batch_size 4, rounded up
         num_steps 10 = 2.00 epochs
+resume  a new run starts
 time    predicted and not measured: a step 0.0017 s, 295,141 tokens/s per GPU, MFU 0%, of which tp 56%, overhead 23%, \
 cp 19%, dp 2%
         if packs of 1,024 tokens hold documents of 34: a step 0.0017 s, a microbatch 0.00085 s
@@ -137,10 +138,15 @@ def test_check_without_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "a.yaml", "--no-data"]) == 0
     printed = capsys.readouterr().out.split("\n")
     assert printed[0] == "layout  world_size 1 = tp 1 x cp 1 x pp 1 x dp 1"
-    assert printed[-10] == "model   parameters 115,392 with a vocabulary of 259"
-    assert printed[-9].startswith("memory  per rank, estimated and not measured: ")
-    assert printed[-6].startswith("time    predicted and not measured: a step 0.00085 s, "), printed[-6]
-    assert printed[-3:] == ["weights not read (--no-data)", "data    not read (--no-data)", ""]
+    assert printed[-11] == "model   parameters 115,392 with a vocabulary of 259"
+    assert printed[-10].startswith("memory  per rank, estimated and not measured: ")
+    assert printed[-7].startswith("time    predicted and not measured: a step 0.00085 s, "), printed[-7]
+    assert printed[-4:] == [
+        "weights not read (--no-data)",
+        "data    not read (--no-data)",
+        "resume  not compared: this machine has no checkpoint of the run (--no-data)",
+        "",
+    ]
     assert main(["check", "a.yaml", "--no-data", "data.tokenizer=t"]) == 0
     printed_without = capsys.readouterr().out
     assert "parameters unknown: model.vocab_size comes from the tokenizer, which was not read" in printed_without

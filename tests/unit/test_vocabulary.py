@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from sft.cli import main
 from sft.config import Config
 from sft.console import QUIET
 from sft.data.cache.corpus import Corpus
@@ -15,6 +16,7 @@ from sft.data.chat.tokenizer import ByteTokenizer
 from sft.errors import DataError
 from tests.builders import layout_config
 from tests.unit.fixtures.folder import config
+from tools.make_tiny_model import make
 
 
 def _row(*tokens: int) -> str:
@@ -67,3 +69,23 @@ def test_data_beyond_the_embedding_are_refused(tmp_path: Path) -> None:
         f"{tmp_path}/b.jsonl:1: token 2 is <|pad|> (id 258), but the embedding has only 258 rows (model.vocab_size).  "
         "Set model.vocab_size to at least 259."
     )
+
+
+def test_tokens_are_added_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model has 259 rows, and 260 after the program of docs/start/data.md."""
+    page = (Path(__file__).resolve().parents[2] / "docs/start/data.md").read_text()
+    program = page.split("### Add tokens")[1].split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    make(Path("model"))
+    Path("a.yaml").write_text(
+        "run: {dir: runs/a, device: cpu}\nmodel: {hf: model}\noptim: {lr: 1e-5}\n"
+        "data: {train: a.jsonl, seq_length: 64, num_workers: 1}\ntrain: {num_steps: 1, global_batch_size: 1}\n"
+    )
+    Path("a.jsonl").write_text('{"input_ids": [5, 6, 259, 7], "loss_mask": [0, 1, 1, 1]}\n')
+    assert main(["check", "a.yaml"]) == 2
+    exec(compile(program, "data.md", "exec"), {})
+    capsys.readouterr()
+    assert main(["check", "a.yaml", "model.hf=enlarged"]) == 0
+    assert "with a vocabulary of 260\n" in capsys.readouterr().out

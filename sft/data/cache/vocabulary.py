@@ -21,7 +21,7 @@ def check_ids(config: Config, corpus: Corpus, tokenizer: ChatTokenizer) -> None:
     if config.model.hf is None:
         remedy = f"Set model.vocab_size to at least {tokenizer.vocab_size}"
     else:
-        remedy = "Remove from the row what gives this token"
+        remedy = "Remove from the row what gives this token, or enlarge the model (docs/start/data.md, Add tokens)"
         if config.data.tokenizer is not None:
             remedy += ", or use the model's own tokenizer (data.tokenizer=null)"
     raise DataError(

@@ -30,23 +30,29 @@ FORMAT = "sft plan 1"
 _MUST_MATCH = ("data", "data.seq_length", "data.doc_multiple", "train.global_batch_size")
 
 
+READ = ("data", "data.plan")  # keys of `follows_from` that follow from files
+
+
 def follows_from(config: Config, corpus: Corpus) -> dict[str, Any]:
     """Everything that determines the order of the data."""
+    file = Path(config.data.plan) if config.data.plan else None
+    return {"data": corpus.digest, **settings(config), "data.plan": _digest(file) if file else None}
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """`follows_from` without the keys that follow from files."""
     shares = {
         name: {"weight": source.weight, "epochs": source.epochs, "files": len(source.inputs)}
         for name, source in config.data.sources.items()
         if source.weight is not None or source.epochs is not None
     }
-    file = Path(config.data.plan) if config.data.plan else None
     return {
-        "data": corpus.digest,
         "run.seed": config.run.seed,
         "data.seq_length": config.data.seq_length,
         "data.doc_multiple": config.data.doc_multiple,
         "data.shuffle": config.data.shuffle,
         "train.global_batch_size": config.train.global_batch_size,
         "data.train": shares or None,
-        "data.plan": _digest(file) if file else None,
         "planner": VERSION,
     }
 

@@ -1,0 +1,238 @@
+"""What a run would continue from, and what its recipe may change there.
+
+`sft check`, `sft status` and every start of a run ask `check`, so they refuse the same runs with the same sentences.
+The facts of a checkpoint are in its manifest.json; only those of an older version are in a pickle, which the safe
+reader reads.  Nothing is written, renamed or hashed here.
+"""
+
+import shlex
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sft.checkpoint import folders, manifest, resume_setting
+from sft.checkpoint.manifest import Manifest
+from sft.checkpoint.train_state import BASE, Changes, Conditions, changes, with_current_names
+from sft.config import CheckpointConfig, Config, OptimConfig
+from sft.config.schedule import Schedule
+from sft.errors import CheckpointError, ConfigError
+
+_JUMP = 2.0  # factor between two learning rates from which on a continuation warns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continuation:
+    """The checkpoint from which a run continues.
+
+    is_named  whether checkpoint.resume is its path
+    facts     the TrainState ("state") and the Conditions as JSON; None if another program wrote the checkpoint
+    damaged   one text for each newer checkpoint that is damaged and passed over
+    reported  one line for each change of the recipe that is not refused
+    """
+
+    path: Path
+    is_named: bool
+    facts: Mapping[str, Any] | None
+    damaged: tuple[str, ...] = ()
+    reported: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return int(self.facts["state"]["step"]) if self.facts else folders.step_of(self.path) or 0
+
+
+def check(
+    config: Config, folder: Path, now: Conditions, not_compared: Collection[str] = frozenset()
+) -> Continuation | None:
+    """The checkpoint from which the run continues, with the changes since its save; None if a new run starts.
+
+    folder: the checkpoints of the run.  not_compared: keys of the plan, or BASE, that are unknown in `now`
+    Raises CheckpointError or ConfigError if the run cannot continue.
+    """
+    paths, is_named = selected(config.checkpoint, folder)
+    damaged: list[str] = []
+    for path in paths:
+        try:
+            if config.checkpoint.verify != "off" and (entries := manifest_of(path)) is not None:
+                manifest.refuse(path, manifest.damage(path, entries, verify="size"))
+            facts = facts_of(path)
+        except CheckpointError as error:
+            if is_named:
+                raise
+            damaged.append(str(error))
+            continue
+        reported = compare(path, facts, now, config.checkpoint, is_named=is_named, not_compared=not_compared)
+        return Continuation(path=path, is_named=is_named, facts=facts, damaged=tuple(damaged), reported=tuple(reported))
+    if damaged:
+        raise CheckpointError(none_undamaged(folder, damaged))
+    return None
+
+
+def selected(config: CheckpointConfig, folder: Path) -> tuple[list[Path], bool]:
+    """The checkpoints from which the run may continue, best first, and whether checkpoint.resume is a path to them."""
+    resume_setting.check(config, folder)
+    candidates = folders.candidates(folder)
+    if config.resume in resume_setting.WORDS or _started_from(Path(config.resume), candidates):
+        return candidates, False
+    return [resume_setting.named(config)], True
+
+
+def _started_from(named: Path, candidates: list[Path]) -> bool:
+    """Whether the run that wrote `candidates` (newest first) started from `named`, the path in checkpoint.resume.
+
+    If so, the run continues from its own checkpoints.  A requeued job that continued from `named` would lose its steps.
+    Damaged candidates are skipped.  If all candidates are damaged, verification reports the damage.
+    """
+    for path in candidates:
+        try:
+            facts = facts_of(path) or {}
+            origin = facts["state"]["origin"]
+        except (CheckpointError, KeyError, TypeError):
+            continue
+        return bool(origin == str(named.resolve()))
+    return bool(candidates)
+
+
+def manifest_of(path: Path) -> Manifest | None:
+    """The manifest of the checkpoint in `path`; None if another program wrote the checkpoint without a manifest."""
+    entries = manifest.read(path)
+    if entries is None and facts_of(path) is not None:
+        raise CheckpointError(f"{path / manifest.NAME} is missing; this trainer writes it into every checkpoint.")
+    return entries
+
+
+def facts_of(path: Path) -> Mapping[str, Any] | None:
+    """The TrainState ("state") and the Conditions in a checkpoint; None if another program wrote the checkpoint."""
+    try:
+        entries = manifest.read(path)
+    except CheckpointError:  # reported by `manifest_of`, unless checkpoint.verify = off
+        entries = None
+    if entries is not None and "state" in entries.facts:
+        return entries.facts
+    from sft.mcore.checkpoint_io import safe_reader  # imports torch, which a manifest with facts does not need
+
+    facts: Mapping[str, Any] | None = safe_reader.common_state(path).get("sft")
+    return facts
+
+
+def compare(
+    path: Path,
+    facts: Mapping[str, Any] | None,
+    now: Conditions,
+    config: CheckpointConfig,
+    *,
+    is_named: bool,
+    not_compared: Collection[str] = frozenset(),
+) -> list[str]:
+    """One line for each change since the checkpoint in `path` was saved.
+
+    Raises CheckpointError if a change is refused, or if another program wrote a checkpoint in the run's own folder, and
+    ConfigError if checkpoint.allow_changes names a key that is never refused.
+    """
+    if facts is None:
+        if is_named:
+            return []
+        raise CheckpointError(
+            f"{path} was not written by this trainer and does not say which samples were used.  Start from its "
+            f"weights with model.init_from={path}, or resume weights, moments, schedule and step with "
+            f"checkpoint.resume={path}."
+        )
+    check_base(path, facts.get("base"), now.base, is_compared=False)
+    changed = changes(facts, now, config.allow_changes, not_compared)
+    if changed.refused:
+        raise CheckpointError(_refusal(path, changed, config.allow_changes))
+    check_base(path, facts.get("base"), now.base, is_compared=BASE not in not_compared)
+    return changed.reported
+
+
+def check_base(path: Path, stored: str | None, base: str | None, *, is_compared: bool = True) -> None:
+    """Raise CheckpointError if the checkpoint is of adapters beside other weights than `base`, a digest.
+
+    is_compared: False if `base` only says whether adapters are trained
+    """
+    if stored == base or (stored is not None and base is not None and not is_compared):
+        return
+    weights = f" of the weights {stored[:12]}" if stored and base else ""
+    other = f" of the weights {base[:12]}" if stored and base else ""
+    raise CheckpointError(
+        f"{path} trains {'all weights' if stored is None else 'adapters' + weights}, but this recipe trains "
+        f"{'all weights' if base is None else 'adapters' + other}.  Give model.hf, model.init_from and lora.rank the "
+        "values of that run; a new run needs another run.dir."
+    )
+
+
+def none_undamaged(folder: Path, damaged: Collection[str]) -> str:
+    return (
+        f"{folder} holds no undamaged checkpoint, and a run that has saved is not started over.\n  "
+        + "\n  ".join(damaged)
+        + "\n  To train from the beginning, choose another run.dir."
+    )
+
+
+def jump(resumed: Continuation, config: Config, num_steps: int, steps_of: Callable[[int], int] | None) -> str | None:
+    """A warning if the learning rate of the next step is far from the one by the checkpoint's own recipe; else None.
+
+    Both rates are compared at the next step, because a warm-up of the unchanged recipe may double the rate in one step.
+    After its last step, the rate of the own recipe stays what it was.
+    steps_of: the steps of a number of epochs.  None if the data are not read; a length in epochs is then not compared.
+
+    num_steps 6 -> 12, cosine from 1e-3 to 1e-5, step 6  ->  1e-5 and 3.77e-4: a jump
+    """
+    own = None if resumed.facts is None else _schedule(resumed.facts["recipe"], steps_of)
+    if own is None or resumed.step >= num_steps:
+        return None
+    optim, schedule = own
+    next_step, steps_before = resumed.step + 1, schedule.num_steps
+    old = schedule.rate(optim, min(next_step, steps_before))
+    new = Schedule.resolve(config.optim, num_steps).rate(config.optim, next_step)
+    if old <= _JUMP * new and new <= _JUMP * old:
+        return None
+    last = schedule.rate(optim, min(resumed.step, steps_before))
+    return (
+        f"the learning rate jumps where the run continues: {last:.3g} at step {resumed.step} of {steps_before} by the "
+        f"recipe of {resumed.path}, {new:.3g} at step {next_step} of {num_steps} by this recipe.  If this is not "
+        "meant, give the keys of optim and the length of the run their former values; to train on at a low rate, set "
+        "optim.lr to it and optim.schedule=constant."
+    )
+
+
+def _schedule(recipe: Mapping[str, Any], steps_of: Callable[[int], int] | None) -> tuple[OptimConfig, Schedule] | None:
+    """The schedule of a recipe in a checkpoint; None if it is unknown, or of values that are no longer valid."""
+    recipe = with_current_names(recipe)
+    num_steps = recipe.get("train.num_steps")
+    if num_steps is None and steps_of is None:
+        return None
+    values = {key: recipe[f"optim.{key}"] for key in OptimConfig.model_fields if f"optim.{key}" in recipe}
+    try:
+        optim = OptimConfig.model_validate(values)
+        return optim, Schedule.resolve(optim, num_steps or (steps_of or int)(recipe.get("train.num_epochs") or 1))
+    except (ValueError, ConfigError):  # ValueError: of pydantic
+        return None
+
+
+def lines(resumed: Continuation | None, num_steps: int | None = None) -> list[str]:
+    """What the run continues from, and what changed.  num_steps: steps of the whole run, if they are known"""
+    if resumed is None:
+        return ["a new run starts"]
+    of = "" if num_steps is None else f" of {num_steps:,}"
+    end = ""
+    if num_steps is not None and resumed.step >= num_steps:
+        end = "; no step is left, so the run only evaluates and ends"
+    return [
+        *(f"passed over: {text}" for text in resumed.damaged),
+        f"continues after step {resumed.step:,}{of}, from {resumed.path}{end}",
+        *(f"changed: {line}" for line in resumed.reported),
+    ]
+
+
+def _refusal(path: Path, changed: Changes, allowed: list[str]) -> str:
+    override = shlex.quote(f"checkpoint.allow_changes=[{', '.join([*allowed, *changed.refused])}]")
+    refused = "; ".join(f"{key} {change}" for key, change in changed.refused.items())
+    others = f"  Also changed: {'; '.join(changed.reported)}." if changed.reported else ""
+    return (
+        f"{path} cannot be resumed with this recipe: {refused}.{others}  Undo the change; or accept it, if the tensors "
+        f"keep their shapes: {override}; or start a new run from the weights of the checkpoint: model.init_from={path} "
+        f"with another run.dir."
+    )

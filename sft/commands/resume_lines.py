@@ -1,0 +1,103 @@
+"""What `sft check` and `sft status` say about the checkpoint from which a run would continue."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sft.checkpoint import continuation, folders, resume_setting
+from sft.checkpoint.continuation import Continuation
+from sft.checkpoint.train_state import BASE, Conditions, recipe_values
+from sft.config import Config
+from sft.data.packing import plan_files
+from sft.parallel.layout import Layout, vocab_rows
+from sft.recipe.resolved import Recipe
+
+if TYPE_CHECKING:
+    from sft.data.cache.corpus import Corpus
+    from sft.data.loader import Loader
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeLines:
+    lines: list[str]
+    warnings: list[str]
+
+
+def with_data(recipe: Recipe, layout: Layout, corpus: "Corpus", loader: "Loader", tokenizer_size: int) -> ResumeLines:
+    """Compares everything but base weights that were never hashed.
+
+    Raises the error that training would raise: ConfigError or CheckpointError.
+    """
+    from sft.recipe.start import check_shapes
+
+    config = recipe.config
+    base, not_compared = _base(config)
+    conditions = Conditions.of(config, layout, plan_files.follows_from(config, corpus), base)
+    resumed = continuation.check(config, Path(config.run.dir) / "checkpoints", conditions, not_compared)
+    if resumed is not None:
+        check_shapes(config, resumed, vocab_rows(config.model, tokenizer_size))
+    steps_of = loader.plans.total_steps
+    num_steps = config.train.num_steps or steps_of(config.train.num_epochs or 1)
+    return _lines(config, resumed, num_steps, steps_of, not_compared)
+
+
+def without_data(recipe: Recipe, layout: Layout) -> ResumeLines:
+    """As `with_data`, without what follows from data, and of the files of the run those that are on this machine."""
+    config, folder = recipe.config, Path(recipe.config.run.dir) / "checkpoints"
+    resume = config.checkpoint.resume
+    is_named = resume not in resume_setting.WORDS and Path(resume).exists()
+    if not folders.candidates(folder) and not is_named:
+        return ResumeLines(lines=["not compared: this machine has no checkpoint of the run (--no-data)"], warnings=[])
+    base, not_compared = _base(config)
+    not_compared |= {*plan_files.READ}
+    conditions = Conditions.of(config, layout, plan_files.settings(config), base)
+    resumed = continuation.check(config, folder, conditions, not_compared)
+    return _lines(config, resumed, config.train.num_steps, None, not_compared)
+
+
+def next_start(config: Config) -> str:
+    """From where the next start continues, in one line.  Compares neither data, base weights nor the layout.
+
+    Raises the error that training would raise: ConfigError or CheckpointError.
+    """
+    plan, base = plan_files.settings(config), "" if config.lora.is_used else None
+    conditions = Conditions(plan=plan, recipe=recipe_values(config), layout={}, versions={}, base=base)
+    resumed = continuation.check(config, Path(config.run.dir) / "checkpoints", conditions, {*plan_files.READ, BASE})
+    return (
+        "a new run starts"
+        if resumed is None
+        else f"the next start continues after step {resumed.step}, from {resumed.path}"
+    )
+
+
+def _base(config: Config) -> tuple[str | None, set[str]]:
+    """The digest of the base weights, as far as it is remembered, and {BASE} if it is not."""
+    if not config.lora.is_used:
+        return None, set()
+    from sft.hf.base_digest import remembered_digest
+
+    run, resume = Path(config.run.dir), config.checkpoint.resume
+    others = [] if resume in resume_setting.WORDS else [Path(resume).parent.parent, Path(resume).parent]
+    digest = remembered_digest(config, run, others)
+    return digest or "", set() if digest else {BASE}
+
+
+def _lines(
+    config: Config,
+    resumed: Continuation | None,
+    num_steps: int | None,
+    steps_of: Callable[[int], int] | None,
+    not_compared: Collection[str],
+) -> ResumeLines:
+    """steps_of: the steps of a number of epochs; None if the data are not read"""
+    lines, warnings = continuation.lines(resumed, num_steps), []
+    if resumed is None:
+        return ResumeLines(lines=lines, warnings=[])
+    if BASE in not_compared:
+        lines.append("base weights not compared: they were not hashed on this machine")
+    if not {*plan_files.READ}.isdisjoint(not_compared):
+        lines.append("data not compared (--no-data)")
+    if num_steps is not None and (warning := continuation.jump(resumed, config, num_steps, steps_of)):
+        warnings.append(warning)
+    return ResumeLines(lines=lines, warnings=warnings)

@@ -1,0 +1,56 @@
+"""Whether a run can start, as far as its recipe, weights and checkpoints decide it.
+
+`sft check` and every start call these functions before a model is built, so both refuse the same runs with the same
+sentences.  The cluster may refuse a run for other reasons, which docs/reference/config.md lists.
+"""
+
+from pathlib import Path
+
+from sft.adapters import Trained
+from sft.checkpoint import continuation
+from sft.checkpoint.continuation import Continuation
+from sft.checkpoint.train_state import Conditions
+from sft.config import Config
+from sft.data.pipeline import DataPipeline
+from sft.hf import initial, initial_adapters, run_folder
+
+
+def check_weights(config: Config, trained: Trained, vocab_size: int | None) -> dict[str, list[str]]:
+    """The weights and adapters that the run loads, {"weights": lines, ...}, from headers and indexes alone.
+
+    vocab_size: rows of the embedding without padding, if they are known
+    Raises ConfigError or CheckpointError if they are missing or do not fit the run.
+    """
+    run, is_lora = Path(config.run.dir), config.lora.is_used
+    resumes = bool(continuation.selected(config.checkpoint, run / "checkpoints")[0])
+    run_folder.check_exports(run, config.model, config.checkpoint, is_new=not resumes)
+    if resumes and not is_lora:
+        return {"weights": ["those of the checkpoint"]}
+    lines = {"weights": [initial.describe(config, vocab_size)]}  # a checkpoint of adapters has no other weights
+    if is_lora:
+        own = ["those of the checkpoint"]
+        lines["adapters"] = own if resumes else initial_adapters.describe(config, trained)
+    return lines
+
+
+def check_shapes(config: Config, resumed: Continuation, vocab_size: int | None) -> None:
+    """Raise CheckpointError if changes are allowed with which the tensors of the checkpoint do not fit the model.
+
+    Also if another program wrote the checkpoint, which then says nothing else of its model.
+    """
+    is_unknown = resumed.facts is None or bool(config.checkpoint.allow_changes)
+    if is_unknown and not config.lora.is_used:
+        initial.compare_tensors(resumed.path, config, vocab_size)
+
+
+def check_start(config: Config, conditions: Conditions, trained: Trained, data: DataPipeline) -> str | None:
+    """A warning if the learning rate jumps where the run continues.
+
+    Raises ConfigError or CheckpointError if the run cannot start.
+    """
+    check_weights(config, trained, data.vocab_size)
+    resumed = continuation.check(config, Path(config.run.dir) / "checkpoints", conditions)
+    if resumed is None:
+        return None
+    check_shapes(config, resumed, data.vocab_size)
+    return continuation.jump(resumed, config, data.num_steps, data.train.plans.total_steps)

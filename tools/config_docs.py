@@ -4,6 +4,7 @@ import textwrap
 
 from sft.config import Config
 from sft.config.keys import NAMED, OPEN, RENAMED, expected, leaves, named, sections
+from sft.config.megatron_fields import ALLOWED, in_words
 from sft.config.yaml import write
 
 INTRODUCTION = """# Every key of a recipe
@@ -76,13 +77,24 @@ def _item(key: str) -> str:
     """A list item of two wrapped lines: first key, type and default, then meaning."""
     info = leaves()[key]
     default = "required" if info.is_required() else f"default `{'{}' if key == OPEN else write(info.default)}`"
+    lines = [(f"`{key}`: {expected(key)}; {default}.", "- ", "  \n"), (info.description or "", "  ", "\n")]
+    if key == OPEN:
+        lines += [(text, "  - ", "\n") for text in _megatron_fields()]
     return "".join(
-        textwrap.fill(text, 120, initial_indent=indent, subsequent_indent="  ", break_on_hyphens=False) + end
-        for text, indent, end in (
-            (f"`{key}`: {expected(key)}; {default}.", "- ", "  \n"),
-            (info.description or "", "  ", "\n"),
-        )
+        textwrap.fill(text, 120, initial_indent=indent, subsequent_indent=" " * len(indent), break_on_hyphens=False)
+        + end
+        for text, indent, end in lines
     )
+
+
+def _megatron_fields() -> list[str]:
+    """A sentence for each field that model.megatron may set, with the versions of megatron-core."""
+    fields = {name: entry for allowed in ALLOWED.values() for name, entry in allowed.items()}
+    versions = {name: " and ".join(v for v, allowed in ALLOWED.items() if name in allowed) for name in fields}
+    return [
+        f"`{name}`: {in_words(entry)}; megatron-core {versions[name]}.  {entry.meaning}"
+        for name, entry in fields.items()
+    ]
 
 
 def _renamed() -> str:

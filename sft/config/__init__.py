@@ -13,14 +13,13 @@ from sft.config.attention import AttentionConfig
 from sft.config.checkpoint import CheckpointConfig
 from sft.config.data import DataConfig, Input, NamedDataset, RowsConfig, SourceConfig
 from sft.config.lora import LoraConfig
+from sft.config.megatron_fields import REDUCED_MATMUL
 from sft.config.model import RANDOM, ModelConfig, RopeConfig
 from sft.config.moe import MoeConfig
 from sft.config.parallel import ParallelConfig
 from sft.config.run import LogConfig, MemoryProfile, ProfileConfig, RunConfig, TorchProfile
 from sft.config.section import UNREPORTED, Conflict, Section, divisors, listed
 from sft.config.train import LossConfig, OptimConfig, TrainConfig
-
-_NOT_REPEATABLE = ("cross_entropy_loss_fusion", "tp_comm_overlap")  # of model.megatron; as in megatron-core 0.19
 
 
 class Config(Section):
@@ -119,9 +118,8 @@ class Config(Section):
             yield "parallel.ep_comm", "needs CUDA, and run.device is cpu; use alltoall"
         if self.run.deterministic and self.parallel.ep_comm == "deepep":
             yield "parallel.ep_comm", "is not bitwise repeatable; use alltoall, or run.deterministic = false"
-        for name in _NOT_REPEATABLE:
-            if self.run.deterministic and self.model.megatron.get(name):
-                yield f"model.megatron.{name}", "is not bitwise repeatable; use false, or run.deterministic = false"
+        if self.run.precision == "fp32" and self.model.megatron.get(REDUCED_MATMUL):
+            yield f"model.megatron.{REDUCED_MATMUL}", "has no effect with run.precision = fp32; use false"
         if fp8 and tile:
             yield "train.mlp_tile", "does not support fp8; use run.fp8 = null"
         if fp8 and no_cuda:

@@ -16,6 +16,7 @@ import annotated_types
 from pydantic.fields import FieldInfo
 
 from sft.config import Config, RowsConfig, Section, SourceConfig, foreign, yaml
+from sft.config.megatron_fields import ALLOWED, in_words
 from sft.config.section import UNREPORTED
 
 OPEN = "model.megatron"  # the only mapping whose keys megatron-core defines
@@ -108,7 +109,7 @@ def expected(key: str) -> str:
     """The values that a key accepts: `a whole number of at least 1 or null`, `one of auto, cuda, cpu`."""
     info = leaves().get(in_schema(key))
     if info is None:
-        return "true, false, a number, text, null or a list of texts"
+        return in_words(ALLOWED[max(ALLOWED)][key.rpartition(".")[2]])
     kinds = _alternatives(info.annotation, info.metadata)
     words = [_in_words(kind, bounds, alone=takes_list(key)) for kind, bounds in kinds]
     return (", or " if words[0].endswith(", not empty") else " or ").join(words)
@@ -196,7 +197,7 @@ def _elsewhere(key: str) -> str:
 def keys_of(group: str) -> str:
     """`Keys of attention: backend.`  If there is no such group, the keys of the whole recipe."""
     if group == OPEN:
-        return "Its keys are the names of megatron-core's TransformerConfig."
+        return f"Keys of {OPEN}: {', '.join(ALLOWED[max(ALLOWED)])}."
     if group in sections() or is_source(group):
         fields = SourceConfig.model_fields if is_source(group) else sections()[group].model_fields
         return f"Keys of {group}: {', '.join(fields)}."

@@ -1,11 +1,11 @@
 """Keys of the model."""
 
-import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from sft.config import megatron_fields
 from sft.config.full_attention import FullAttentionConfig
 from sft.config.latent_attention import LatentAttentionConfig
 from sft.config.linear_attention import LinearAttentionConfig
@@ -13,10 +13,8 @@ from sft.config.moe import MoeConfig
 from sft.config.rope import RopeConfig
 from sft.config.section import UNREPORTED, Path, Positive, Section, divisors
 
-# Switches and numbers of YAML 1.1 and Python that YAML 1.2 reads as text: yes, off, None, 010, 1_000, 1:30.
 RANDOM = "random"  # of init_from; a folder of this name is ./random
 LayerKind = Literal["full attention", "window attention", "linear attention"]
-_LOOKALIKE = re.compile(r"(?i:y|n|yes|no|on|off|none|true|false)|[-+]?[0-9][0-9_:.xobA-Fa-f]*")
 
 
 class ModelConfig(Section):
@@ -104,8 +102,8 @@ class ModelConfig(Section):
     """One rank reads each weight of `hf`, and sends it to the ranks that hold it too; for a slow shared file system."""
     init_from: Path | None = None
     """Initial weights of a new run: null means those of `hf`; `random`; or a Megatron checkpoint folder."""
-    megatron: dict[str, bool | int | float | str | list[str] | None] = {}
-    """Additional fields of megatron-core's TransformerConfig, by name."""
+    megatron: dict[str, Any] = {}  # megatron_fields.py says which values
+    """Fields of megatron-core's TransformerConfig.  Only those with which a test trained a step can be set."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         heads, groups, width = self.num_attention_heads, self.resolved_query_groups, self.resolved_head_dim
@@ -161,10 +159,12 @@ class ModelConfig(Section):
             yield "rope.scaling", "must not be proportional with latent_attention; use none or yarn"
         if self.rope.mscale_all_dim is not None and not self.latent_attention.is_used:
             yield "rope.mscale_all_dim", "has no effect without latent_attention.kv_lora_rank; use null"
+        release = megatron_fields.installed() if self.megatron else None
         for name, value in self.megatron.items():
-            # YAML 1.2 reads these words as text, but the user probably means a switch or a number.
-            if isinstance(value, str) and _LOOKALIKE.fullmatch(value):
-                yield f"megatron.{name}", "is read as text; write true, false, null or a plain decimal number"
+            if (why := megatron_fields.why_not(name, value, release)) is not None:
+                yield f"megatron.{name}", why
+        if self.megatron.get(megatron_fields.PERMUTE_FUSION) is False and self.moe.num_experts is None:
+            yield f"megatron.{megatron_fields.PERMUTE_FUSION}", "has no effect without moe.num_experts; leave it out"
 
     def _activation_conflicts(self) -> Iterator[tuple[str, str]]:
         for name in ("activation_limit", "activation_alpha"):

@@ -5,10 +5,9 @@ loss head (sft/mcore/loss) projects hidden states.  A new model has no weights: 
 `checkpoint_io` loads them.
 """
 
-import dataclasses
 import importlib.util
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from sft.adapters import Trained
 from sft.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from sft.config.megatron_fields import PERMUTE_FUSION
 from sft.errors import ConfigError
 from sft.mcore import fp8, freeze, lora, pipeline
 from sft.mcore.attention import rope
@@ -38,7 +38,6 @@ from sft.parallel.layout import Layout, padded_vocab_size
 
 # torch compiles the fused functions that Transformer Engine lacks.  With TORCHDYNAMO_DISABLE=1 they run uncompiled.
 _CUDA_TRANSFORMER_FIELDS = dict(bias_activation_fusion=True)
-_READ_BY_CORE = ("moe_permute_fusion",)  # fields about experts that core reads; model.megatron may set them
 
 
 def transformer_config(
@@ -88,9 +87,7 @@ def transformer_config(
         },
         **_recompute_fields(config.train.recompute),
     )
-    _check_megatron_fields(model, fields)
-    defaults = {"moe_permute_fusion": backend.has_te_kernels and model.moe.num_experts is not None}
-    assert set(defaults) <= set(_READ_BY_CORE)
+    defaults = {PERMUTE_FUSION: backend.has_te_kernels and model.moe.num_experts is not None}
     try:
         return TransformerConfig(**fields, **{**defaults, **model.megatron})
     except (AssertionError, ValueError, TypeError) as error:
@@ -100,27 +97,6 @@ def transformer_config(
 def _leave_without_value(weight: Tensor) -> None:
     """Core's initialisation of a matrix: draws nothing.  A matrix that is neither loaded nor drawn is NaN."""
     torch.nn.init.constant_(weight, math.nan)
-
-
-def _check_megatron_fields(model: ModelConfig, fields: Mapping[str, Any]) -> None:
-    """Raise ConfigError if model.megatron sets a field that core lacks, or that this trainer sets itself or ignores."""
-    known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    unknown = sorted(set(model.megatron) - known)
-    if unknown:
-        raise ConfigError(f"model.megatron names fields that TransformerConfig does not have: {', '.join(unknown)}.")
-    about_experts = {name for name in model.megatron if name.startswith(("moe_", "num_moe"))}
-    unread = sorted(about_experts - set(fields) - set(_READ_BY_CORE))
-    if unread:
-        raise ConfigError(
-            f"model.megatron sets {', '.join(unread)}, but experts ignore these fields.  Configure experts with "
-            "model.moe.* and parallel.ep."
-        )
-    clash = sorted(set(model.megatron) & set(fields))
-    if clash:
-        raise ConfigError(
-            f"model.megatron sets {', '.join(clash)}, but the recipe has its own keys for these fields; use those "
-            "keys."
-        )
 
 
 def fuses_gradients(train: TrainConfig, backend: AttentionBackend) -> bool:

@@ -16,11 +16,6 @@ MISTAKES = {  # overrides, how rank 0 begins, what it must mention
         "DataError: {folder}/chat.jsonl is not tokenised with these settings in {folder}/run/cache.  First run ",
         "sft data prepare {folder}/recipe.yaml data.doc_multiple=64",
     ),
-    "refused by megatron": (
-        ["model.megatron={recompute_granularity: sideways}"],
-        "ConfigError: megatron-core refuses this model: ",
-        "sideways",
-    ),
     "warm-up longer than the run": (
         ["train.num_steps=null", "train.num_epochs=1", "optim.warmup_steps=100"],
         "ConfigError: warm-up of 100 steps does not fit a run of ",

@@ -132,7 +132,7 @@ def test_a_node_that_loses_its_torchrun_takes_the_run_down_and_back(cluster: Clu
 
 @pytest.mark.parametrize(
     "override, starts",
-    [("parallel.cp=3", 0), ("model.megatron={recompute_granularity: sideways}", 1)],
+    [("parallel.cp=3", 0), ("data.train=no/such.jsonl", 1)],
     ids=["told by the check", "told by the ranks"],
 )
 def test_a_wrong_recipe_fails_once(cluster: Cluster, tmp_path: Path, override: str, starts: int) -> None:

@@ -12,6 +12,8 @@ from sft.recipe.load import load_recipe, parse_recipe
 from sft.recipe.resolved import Origin, Recipe, derived, dump, summary
 from tests.builders import RECIPE, parsed, refusal_lines
 
+FIELD = "disable_bf16_reduced_precision_matmul"  # of model.megatron
+
 # What values mean
 
 
@@ -217,12 +219,15 @@ def test_an_empty_group_is_a_group_of_defaults() -> None:
     assert parse_recipe(RECIPE + "log:\nparallel: {}\n", "a.yaml").config == parsed().config
 
 
-def test_megatron_fields_pass_through() -> None:
-    text = RECIPE.replace("model:\n", "model:\n  megatron: {a: 1, b: [x, y], c: null}\n")
-    recipe = parse_recipe(text, "a.yaml", ["model.megatron.d=1e-3"])
-    assert recipe.config.model.megatron == {"a": 1, "b": ["x", "y"], "c": None, "d": 1e-3}
-    assert str(recipe.origins["model.megatron.a"]) == "a.yaml, line 3"
-    assert str(recipe.origins["model.megatron.d"]) == "command line: model.megatron.d=1e-3"
+def test_megatron_fields_of_the_file_and_the_command_line_are_merged() -> None:
+    text = RECIPE.replace(
+        "model:\n", "model:\n  moe: {num_experts: 4, top_k: 2}\n  megatron: {moe_permute_fusion: false}\n"
+    )
+    override = f"model.megatron.{FIELD}=true"
+    recipe = parse_recipe(text, "a.yaml", [override])
+    assert recipe.config.model.megatron == {"moe_permute_fusion": False, FIELD: True}
+    assert str(recipe.origins["model.megatron.moe_permute_fusion"]) == "a.yaml, line 4"
+    assert str(recipe.origins[f"model.megatron.{FIELD}"]) == f"command line: {override}"
 
 
 # Overrides
@@ -297,22 +302,22 @@ def test_files_that_are_no_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_dump_says_whence() -> None:
-    lines = dump(parsed("parallel.cp=4", "model.megatron.a=1")).split("\n")
+    lines = dump(parsed("parallel.cp=4", f"model.megatron.{FIELD}=true")).split("\n")
     assert lines[0] == "# Resolved from a.yaml."
     assert "  cp: 4  # command line: parallel.cp=4" in lines
     assert "  train: [a.jsonl]  # a.yaml, line 9" in lines
     assert "  head_dim: null  # derived: hidden_size / num_attention_heads" in lines
-    assert "    a: 1  # command line: model.megatron.a=1" in lines
+    assert f"    {FIELD}: true  # command line: model.megatron.{FIELD}=true" in lines
 
 
 def test_dump_loads_back() -> None:
-    first = parsed("data.eval={b: [b, 'c d'], 1.5: d}", "model.megatron={a: 1, b: null}", "optim.lr=5e4")
+    first = parsed("data.eval={b: [b, 'c d'], 1.5: d}", f"model.megatron={{{FIELD}: false}}", "optim.lr=5e4")
     assert parse_recipe(dump(first), "b.yaml").config == first.config
 
 
 def test_the_summary_of_a_start_has_what_the_user_set_and_no_default() -> None:
-    recipe = parsed("parallel.cp=4", "model.megatron.a=1", "optim.lr=2e-5")
-    assert summary(recipe) == """\
+    recipe = parsed("parallel.cp=4", f"model.megatron.{FIELD}=true", "optim.lr=2e-5")
+    assert summary(recipe) == f"""\
 # Set in a.yaml or on the command line; all keys: runs/a/recipe.yaml
 run:
   dir: runs/a  # a.yaml, line 1
@@ -323,7 +328,7 @@ model:
   num_attention_heads: 4  # a.yaml, line 6
   init_from: random  # a.yaml, line 7
   megatron:
-    a: 1  # command line: model.megatron.a=1
+    {FIELD}: true  # command line: model.megatron.{FIELD}=true
 data:
   train: [a.jsonl]  # a.yaml, line 9
   seq_length: 1024  # a.yaml, line 10

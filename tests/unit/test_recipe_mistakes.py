@@ -13,8 +13,8 @@ MISTAKES = {
     "zzz=2": "unknown key zzz (@).  Keys of a recipe: run, model, data, parallel, attention, loss, train, optim, "
     "lora, checkpoint, log, profile.",
     "run.dir.x=2": "unknown key run.dir.x (@).  Did you mean run.dir?",
-    "model.megatron.a-b=2": "unknown key model.megatron.a-b (@).  Its keys are the names of megatron-core's "
-    "TransformerConfig.",
+    "model.megatron.a-b=2": "unknown key model.megatron.a-b (@).  Keys of model.megatron: "
+    "disable_bf16_reduced_precision_matmul, moe_permute_fusion.",
     "parallel.cp=x": 'parallel.cp = "x" (@); expected a whole number of at least 1.',
     'parallel.cp="4"': 'parallel.cp = "4" (@); expected a whole number of at least 1.  Write 4, without quotes.',
     "data.seq_length=1_024": 'data.seq_length = "1_024" (@); expected a whole number of at least 1.  Write 1024, '
@@ -32,10 +32,12 @@ MISTAKES = {
     "parallel=4": "parallel = 4 (@); expected a group of keys.  Keys of parallel: tp, cp, pp, ep, etp, virtual_stages, "
     "sequence_parallel, distributed_optimizer, overlap, cp_comm, cp_a2a, dynamic_cp, gpus_per_node, intra_node_gb_s, "
     "inter_node_gb_s, ep_comm.",
-    "model.megatron.a={b: 1}": 'model.megatron.a = {"b": 1} (@); expected true, false, a number, text, null or a list '
-    "of texts.",
-    "model.megatron.a=off": 'model.megatron.a = "off" (@) is read as text; write true, false, null or a plain decimal '
-    "number.",
+    "model.megatron.window_size={b: 1}": 'model.megatron.window_size = {"b": 1} (@) has its own key; use '
+    "model.sliding_window.",
+    "model.megatron.num_layers=3": "model.megatron.num_layers = 3 (@) has its own key; use model.num_layers.",
+    "model.megatron.moe_permute_fusion=off": 'model.megatron.moe_permute_fusion = "off" (@); expected false.',
+    "model.megatron.moe_permute_fusion=false": "model.megatron.moe_permute_fusion = false (@) has no effect without "
+    "moe.num_experts; leave it out.",
     "parallel.cp": 'override "parallel.cp" has no value; write KEY=VALUE, or KEY=null to unset KEY.',
     "data.train=[a": "@, line 1: expected ',' or ']', but got '<stream end>'.  Quote texts with special characters.",
     "data.train=[*a]": "@, line 1: YAML anchors and aliases (& and *) are not supported.  Write the value out, or "
@@ -80,10 +82,10 @@ CLASHES = {
     ("run.device=cpu", "attention.backend=te"): 'attention.backend = "te" (@) needs CUDA, and run.device is cpu; use '
     "portable or auto.",
     (
-        "run.deterministic=true",
-        "model.megatron.tp_comm_overlap=true",
-    ): "model.megatron.tp_comm_overlap = true (@) is not "
-    "bitwise repeatable; use false, or run.deterministic = false.",
+        "run.precision=fp32",
+        "model.megatron.disable_bf16_reduced_precision_matmul=true",
+    ): "model.megatron.disable_bf16_reduced_precision_matmul = true (@) has no effect with run.precision = fp32; use "
+    "false.",
     (
         "model.moe={num_experts: 4, top_k: 2}",
         "parallel.ep=2",

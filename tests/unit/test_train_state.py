@@ -29,6 +29,7 @@ RECIPE = {
     "model.init_std": 0.02,
     "lora.init_from": None,
 }
+MEGATRON = "model.megatron={disable_bf16_reduced_precision_matmul: false}"
 LAYOUT = {"world_size": 4, "tp": 2, "cp": 2, "pp": 1, "dp": 1}
 VERSIONS = {"torch": "2.13.0", "megatron-core": "0.16.1"}
 
@@ -148,16 +149,16 @@ def test_allowing_what_did_not_change_is_nothing() -> None:
 @pytest.mark.parametrize("forth", [True, False])
 def test_whatever_is_refused_can_be_allowed(forth: bool) -> None:
     """A field of megatron's has a key of its own in a recipe that has any: keys come and go."""
-    none, one = (values(config(*given)) for given in ((), ("model.megatron={apply_rope_fusion: false}",)))
+    none, one = (values(config(*given)) for given in ((), (MEGATRON,)))
     was, now = (none, one) if forth else (one, none)
     before = asdict(conditions(recipe=was))
     refused = changes(before, conditions(recipe=now), []).refused
-    assert "model.megatron.apply_rope_fusion" in refused
+    assert "model.megatron.disable_bf16_reduced_precision_matmul" in refused
     assert changes(before, conditions(recipe=now), list(refused)).refused == {}
 
 
 def test_a_real_recipe_through_json_has_not_changed() -> None:
-    recipe = values(config("model.megatron={apply_rope_fusion: false}", "log.position_edges=[4096]"))
+    recipe = values(config(MEGATRON, "log.position_edges=[4096]"))
     before = json.loads(json.dumps(asdict(conditions(recipe=recipe))))
     assert changes(before, conditions(recipe=recipe), []) == Changes(reported=[], refused={})
 

@@ -26,7 +26,6 @@ def fields(monkeypatch: pytest.MonkeyPatch, device_type: str, *overrides: str) -
     backend = TransformerEngine(config) if te else Portable(config, "", TorchKernel.of)
     with monkeypatch.context() as patch:
         patch.setattr(model, "TransformerConfig", lambda **named: named)
-        patch.setattr(model, "_check_megatron_fields", lambda *given: None)
         layout = Layout.resolve(config, config.parallel.cp)
         return dict(vars(model)["transformer_config"](config, layout, device_type, backend))
 

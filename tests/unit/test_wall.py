@@ -6,6 +6,7 @@ Nothing is run: names are imported, signatures read, and where only the body can
 import ast
 import dataclasses
 import importlib
+import importlib.metadata
 import inspect
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from sft.config import megatron_fields
 from sft.mcore import fp8
 from sft.mcore.device import CPU_TRANSFORMER_FIELDS
 
@@ -200,6 +202,15 @@ def test_transformer_config_has_every_field_that_is_set() -> None:
     found = (named | FIELDS) - {None}
     assert {"calculate_per_token_loss", "moe_router_topk", "recompute_method"} <= found and len(found) > 55
     assert found <= {field.name for field in dataclasses.fields(find("transformer.TransformerConfig"))}
+    settled = (*megatron_fields._OWN_KEY, *megatron_fields._DECIDED.split(), "moe_permute_fusion")
+    assert found <= set(settled)  # a recipe may not set these fields, but the last, whose value is a default
+
+
+def test_the_tables_of_model_megatron_are_those_of_the_installed_version() -> None:
+    """A new version of core needs a table: its new fields, and the fields with which a step was trained."""
+    version = importlib.metadata.version("megatron-core").rpartition(".")[0]
+    fields = {field.name for field in dataclasses.fields(find("transformer.TransformerConfig"))}
+    assert megatron_fields.fields_of(version) == fields
 
 
 def test_the_second_half_of_a_layer_is_a_method_of_hidden_states() -> None:

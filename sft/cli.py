@@ -24,6 +24,7 @@ from sft.commands import check, convert, data, evaluate, plan, probe, results, s
 from sft.errors import ConfigError, SftError, StorageError
 
 _SECONDS_FOR_RANK_0 = 10.0
+_RUNS = (["train"], ["eval"], ["probe"])  # other commands have one process, even if RANK is set
 _COMMANDS = (train, check, plan, status, evaluate, data, probe, convert, results)  # in the order of `sft --help`
 
 
@@ -70,10 +71,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except SftError as error:
-        _report(
-            error, is_run=words[:1] in (["train"], ["eval"], ["probe"])
-        )  # other commands have one process, even if RANK is set
+        _report(error, is_run=words[:1] in _RUNS)
         return 1 if isinstance(error, StorageError) else 2
+    except PermissionError as error:  # a file of a checkpoint or model that belongs to another user
+        denied = ConfigError(f"{error.filename}: this user has no permission to read or write it.")
+        _report(denied, is_run=words[:1] in _RUNS)
+        return 2
     except KeyboardInterrupt:
         return 130
 

@@ -14,6 +14,8 @@ from typing import Protocol, TextIO
 
 from tqdm import tqdm
 
+from sft.errors import printable, shortened
+
 SECONDS_BETWEEN_LINES = 5.0
 SECONDS_BETWEEN_MEASURES = 0.5  # in `Console.watch`
 
@@ -38,8 +40,12 @@ class Console:
         self._has_bars = self._prints and _shows_bars(stream)
 
     def say(self, text: str) -> None:
-        """Print one or more lines above any progress bar, and flush the stream."""
+        """Print one or more lines above any progress bar, and flush the stream.
+
+        A line has at most 4,000 characters, and none that a terminal would obey.
+        """
         if self._prints:
+            text = "\n".join(map(shortened, printable(text).split("\n")))
             try:
                 with tqdm.external_write_mode(file=self._stream) if self._has_bars else nullcontext():
                     print(text, file=self._stream, flush=True)
@@ -65,6 +71,7 @@ class Console:
 
         The unit "bytes" is shown as KiB, MiB, ...  Without `lines`, nothing is printed if the stream is no terminal.
         """
+        title = printable(title)
         if self._has_bars:
             is_bytes = unit == "bytes"
             with tqdm(

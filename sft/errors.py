@@ -2,11 +2,51 @@
 
 For each SftError, rank 0 prints one paragraph.  The exit code is 2, or 1 for a StorageError.  A message names the
 setting or file and its value, says why the value does not work, and which value would work.
+
+Messages and lines of the console hold text of files, which strangers may have written.  So this module also makes text
+safe to show: no control characters, and no more than a page or two.
 """
+
+import re
+from collections.abc import Iterable
+from itertools import islice
+
+MESSAGE_CHARACTERS = 4_000
+_ITEMS = 5
+# Controls of a terminal (without tab and line feed), separators of lines, overrides of direction, halves of a pair.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    r"""`text` with an escape for each control character: ESC becomes the four characters \x1b."""
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def shortened(text: str) -> str:
+    """At most `MESSAGE_CHARACTERS` characters of `text`; the end says how many more there are."""
+    if len(text) <= MESSAGE_CHARACTERS:
+        return text
+    start = MESSAGE_CHARACTERS - 60  # room for the end
+    return f"{text[:start]} ... and {len(text) - start:,} more characters"
+
+
+def first_few(items: Iterable[str], count: int = _ITEMS) -> list[str]:
+    """The first `count` items, and "... and 7 more" in place of 7 others.  A single other item is kept."""
+    rest = iter(items)
+    few = list(islice(rest, count + 1))
+    others = sum(1 for _ in rest)
+    return [*few[:count], f"... and {others + 1:,} more"] if others else few
 
 
 class SftError(Exception):
-    """Base of the errors that end a run with one paragraph instead of a traceback."""
+    """Base of the errors that end a run with one paragraph instead of a traceback.
+
+    The message is what a user sees, also where it is a part of another message: it has at most 4,000 characters, and
+    none that a terminal would obey.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(shortened(printable(message)))
 
 
 class ConfigError(SftError):

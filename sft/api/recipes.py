@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sft.config import yaml
-from sft.errors import ConfigError
+from sft.errors import ConfigError, printable
 from sft.recipe.load import load_recipe
 from sft.recipe.resolved import Recipe
 
@@ -25,7 +25,7 @@ def load(path: str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()) ->
     recipe = load_recipe(str(path), override_words(overrides))
     if os.environ.get("RANK", "0") == "0":
         for warning in recipe.warnings:
-            print(f"WARNING: {warning}", file=sys.stderr, flush=True)
+            print(printable(f"WARNING: {warning}"), file=sys.stderr, flush=True)
     return recipe
 
 

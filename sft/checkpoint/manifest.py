@@ -17,6 +17,7 @@ from typing import Any, Literal
 from sft.atomic_files import replace_text
 from sft.errors import CheckpointError
 from sft.file_digest import Entry, entry_of
+from sft.folder_files import LIST_BYTES, is_name, read_json
 
 NAME = "manifest.json"
 FORMAT = "sft checkpoint 1"
@@ -50,7 +51,7 @@ def read(folder: Path) -> Manifest | None:
     if not path.exists():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(folder, NAME, LIST_BYTES)
         files = {
             name: Entry(num_bytes=int(entry["bytes"]), sha256=str(entry["sha256"]))
             for name, entry in content.pop("files").items()
@@ -62,8 +63,8 @@ def read(folder: Path) -> Manifest | None:
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}).") from error
     if not known:
         raise CheckpointError(f"{path} does not have the format {FORMAT}; another version of this trainer wrote it.")
-    if unsafe := [name for name in files if not _is_plain(name)]:
-        raise CheckpointError(f"{path} names {unsafe[0]!r}, which is not a file name in this folder.")
+    if unsafe := [name for name in files if "/" in name or not is_name(name)]:
+        raise CheckpointError(f"{path} names {unsafe[0][:80]!r}, which is not a file name in this folder.")
     return Manifest(files=files, facts=content)
 
 
@@ -121,10 +122,6 @@ def _size_problem(path: Path, entry: Entry) -> str | None:
     if status.st_size != entry.num_bytes:
         return f"{path} has {status.st_size:,} bytes; the save wrote {entry.num_bytes:,}"
     return None
-
-
-def _is_plain(name: str) -> bool:
-    return name not in ("", ".", "..") and "/" not in name and "\\" not in name and "\0" not in name
 
 
 def names_in(folder: Path) -> Sequence[str]:

@@ -6,7 +6,7 @@ from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 from sft.commands.arguments import read_recipe, recipe_command
-from sft.commands.output import print_group, progress
+from sft.commands.output import print_group, progress, show
 from sft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def check(arguments: Namespace) -> None:
         from sft.recipe.explain import explain
 
         for key in arguments.explain:
-            print(explain(recipe, key, lambda: resolve_layout(recipe, world_size)))
+            show(explain(recipe, key, lambda: resolve_layout(recipe, world_size)))
         return
     layout = resolve_layout(recipe, world_size)
     check_packages(recipe)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sft.commands.arguments import read_recipe, recipe_command
-from sft.commands.output import need_matplotlib, print_group, progress
+from sft.commands.output import need_matplotlib, print_group, progress, show
 from sft.console import size
 from sft.errors import ConfigError
 
@@ -108,7 +108,7 @@ def plan(arguments: Namespace) -> int:
 
     if arguments.diff is not None:
         lines = compare_plans(*map(Path, arguments.diff))
-        print("\n".join(lines) or "the plans are equal")
+        show("\n".join(lines) or "the plans are equal")
         return 1 if lines else 0
 
     from sft.data.cache.prepare import prepare_train

@@ -5,12 +5,17 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from sft.console import Console
-from sft.errors import ConfigError
+from sft.errors import ConfigError, printable
+
+
+def show(text: str) -> None:
+    """Print a result, which may hold text of files: without characters that a terminal would obey."""
+    print(printable(text), flush=True)
 
 
 def print_group(name: str, lines: Sequence[str]) -> None:
     for label, line in zip([name, *[""] * len(lines)], lines, strict=False):
-        print(f"{label:7} {line}", flush=True)
+        show(f"{label:7} {line}")
 
 
 def progress() -> Console:

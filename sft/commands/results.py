@@ -6,7 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from sft.commands.output import need_matplotlib
+from sft.commands.output import need_matplotlib, show
 
 
 def add(commands: Any) -> None:
@@ -38,7 +38,7 @@ def compare(arguments: Namespace) -> int:
     tolerance = Tolerance(rtol=arguments.rtol, atol=arguments.atol)
     a, b = read_metrics(arguments.a), read_metrics(arguments.b)
     lines, is_different = report(a, b, tolerance, ignore_missing=arguments.ignore_missing, compare_all=arguments.all)
-    print("\n".join(lines))
+    show("\n".join(lines))
     return int(is_different)
 
 
@@ -50,7 +50,7 @@ def plot(arguments: Namespace) -> None:
 
     out = arguments.out or arguments.runs[0] / "plot.png"
     draw([read_run(folder) for folder in arguments.runs], out, arguments.chance)
-    print(out)
+    show(str(out))
 
 
 def _tolerance(text: str) -> float:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sft.commands.arguments import read_recipe, recipe_command
+from sft.commands.output import show
 
 
 def add(commands: Any) -> None:
@@ -27,18 +28,18 @@ def status(arguments: Namespace) -> int:
     job = os.environ.get("SLURM_JOB_ID")
     is_running = state is not None and state.status == "running"
     if state is not None and is_running and None not in (job, state.job) and state.job != job:
-        print(f"{folder}: {describe(state)}\nthe newest start belongs to another job, not to the current job ({job})")
+        show(f"{folder}: {describe(state)}\nthe newest start belongs to another job, not to the current job ({job})")
         return 2
     may_be_alive = is_running and (folder / "run.lock").exists()
     if may_be_alive:
-        print("run.lock exists, so the run may still be alive; a second start is refused while the run is alive")
-    print(f"{folder}: the run was never started" if state is None else f"{folder}: {describe(state)}")
+        show("run.lock exists, so the run may still be alive; a second start is refused while the run is alive")
+    show(f"{folder}: the run was never started" if state is None else f"{folder}: {describe(state)}")
     advice, code = {
         "done": ("done", 0),
         "go on": ("start the run again", 75),
         "stop": ("find the cause before you start the run again", 2),
     }[verdict(state)]
     if code == 75 and not may_be_alive:
-        print(next_start(config))
-    print("start the run" if state is None else advice)
+        show(next_start(config))
+    show("start the run" if state is None else advice)
     return code

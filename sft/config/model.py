@@ -13,12 +13,14 @@ from sft.config.moe import MoeConfig
 from sft.config.rope import RopeConfig
 from sft.config.section import UNREPORTED, Path, Positive, Section, divisors
 
+MOST_LAYERS = 4096  # 126 in Llama 3.1 405B; each layer is work for this trainer before it reads a weight
+_MOST_IN_ALL = 1_000_000  # experts of all layers: 23,424 in Kimi K2
 RANDOM = "random"  # of init_from; a folder of this name is ./random
 LayerKind = Literal["full attention", "window attention", "linear attention"]
 
 
 class ModelConfig(Section):
-    num_layers: Positive
+    num_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
     """Transformer layers."""
     hidden_size: Positive
     """Width of the residual stream."""
@@ -118,7 +120,7 @@ class ModelConfig(Section):
         if heads % groups != 0:
             fitting = ", ".join(map(str, divisors(heads)))
             yield "num_query_groups", f"does not divide {heads} heads; use one of {fitting}"
-        yield from self._activation_conflicts()
+        yield from self._mlp_conflicts()
         if self.mlp_bias and self.moe.shared_ffn_hidden_size is not None:
             yield "mlp_bias", "is not supported with moe.shared_ffn_hidden_size; use mlp_bias = false"
         if self.qk_norm_across_heads and not self.qk_norm:
@@ -166,7 +168,9 @@ class ModelConfig(Section):
         if self.megatron.get(megatron_fields.PERMUTE_FUSION) is False and self.moe.num_experts is None:
             yield f"megatron.{megatron_fields.PERMUTE_FUSION}", "has no effect without moe.num_experts; leave it out"
 
-    def _activation_conflicts(self) -> Iterator[tuple[str, str]]:
+    def _mlp_conflicts(self) -> Iterator[tuple[str, str]]:
+        if self.num_layers * (self.moe.num_experts or 1) > _MOST_IN_ALL:
+            yield "moe.num_experts", f"makes more than {_MOST_IN_ALL:,} experts in all layers"
         for name in ("activation_limit", "activation_alpha"):
             is_set, is_read = getattr(self, name) is not None, self.activation == "clamped_swiglu"
             if is_set and not is_read:

@@ -7,9 +7,11 @@ from pydantic import Field
 
 from sft.config.section import Positive, Section, divisors
 
+MOST_EXPERTS = 16_384  # of a layer; 512 in Qwen3-Next
+
 
 class MoeConfig(Section):
-    num_experts: Positive | None = None
+    num_experts: Annotated[int, Field(ge=1, le=MOST_EXPERTS)] | None = None
     """Number of experts that replace the MLP of every layer but dense_layers; null means a dense model."""
     dense_layers: Annotated[int, Field(ge=0)] = 0
     """The first so many layers have an MLP of width model.ffn_hidden_size and no experts (GLM-4.5, DeepSeek-V3)."""

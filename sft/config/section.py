@@ -17,6 +17,9 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
 UNREPORTED: dict[str, JsonValue] = {"unreported": True}
 
 
+_LISTED = 50  # problems in one message
+
+
 class Conflict(ValueError):
     """Values of a recipe that exclude each other: one (field, reason) per problem.  `sft.recipe` adds file and line."""
 
@@ -49,7 +52,9 @@ def divisors(number: int, limit: int = 4096) -> list[int]:
 
 
 def listed(problems: Sequence[str]) -> str:
-    """One message for all problems: a numbered list if there are several."""
+    """One message for all problems: a numbered list of the first 50 if there are several."""
     if len(problems) == 1:
         return problems[0]
-    return "\n  ".join(f"{i} of {len(problems)}: {problem}" for i, problem in enumerate(problems, 1))
+    lines = [f"{i} of {len(problems)}: {problem}" for i, problem in enumerate(problems[:_LISTED], 1)]
+    more = [f"... and {len(problems) - _LISTED:,} more"] if len(problems) > _LISTED else []
+    return "\n  ".join([*lines, *more])

@@ -10,6 +10,7 @@ because it reads YAML 1.1 (no is false, 010 is 8, 1e-5 is text), accepts duplica
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ import yaml
 from sft.errors import ConfigError
 
 MAX_DEPTH = 20
+MAX_VALUES = 20_000  # keys and values; a recipe of all keys has 500, and data.train may list thousands of files
 INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,18})")
 FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NULLS = frozenset(("", "~", "null", "Null", "NULL"))
@@ -35,7 +37,7 @@ def read(text: str, source: str) -> Any:
     `source` is the name of the text in errors.
     """
     try:
-        events = yaml.parse(text, Loader=yaml.SafeLoader)
+        events = _counted(yaml.parse(text, Loader=yaml.SafeLoader), source)
         starts = (event for event in events if isinstance(event, yaml.DocumentStartEvent))
         documents = [_node(events, source, 0) for _ in starts]
     except yaml.MarkedYAMLError as error:
@@ -48,6 +50,15 @@ def read(text: str, source: str) -> Any:
     if len(documents) > 1:
         raise _unreadable(source, 0, f"{len(documents)} YAML documents.  A recipe is exactly one, without lines ---.")
     return documents[0] if documents else Pairs()
+
+
+def _counted(events: Iterator[Any], source: str) -> Iterator[Any]:
+    """The events.  Refuses a text with more than `MAX_VALUES`, before the rest of it is read."""
+    for number, event in enumerate(events):
+        if number > MAX_VALUES:
+            line = event.start_mark.line
+            raise _unreadable(source, line, f"more than {MAX_VALUES:,} keys and values.  A recipe has fewer.")
+        yield event
 
 
 def _node(events: Iterator[Any], source: str, depth: int, event: Any = None) -> Any:
@@ -105,7 +116,8 @@ def repeated(value: Any) -> list[str]:
     if isinstance(value, Pairs):
         names = [name for name, _, _ in value]
         inner = [f"{name}.{below}" for name, _, child in value for below in repeated(child)]
-        return [name for i, name in enumerate(names) if name in names[:i]] + inner
+        counts = Counter(names)
+        return [name for name, count in counts.items() for _ in range(count - 1)] + inner
     return [name for child in value for name in repeated(child)] if isinstance(value, list) else []
 
 

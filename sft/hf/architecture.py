@@ -14,7 +14,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from sft.config import Conflict, ModelConfig, listed
+from sft.config.model import MOST_LAYERS
+from sft.config.moe import MOST_EXPERTS
 from sft.errors import ConfigError
+from sft.folder_files import CONFIG_BYTES, read_json
 from sft.hf.families import family_of
 from sft.hf.families.unsupported import unsupported
 from sft.hf.families.windows import LAYER_KINDS, LINEAR_KINDS
@@ -25,6 +28,7 @@ from sft.hf.quantization import Mxfp4, Scheme, scheme_of
 from sft.hf.rotary import by_layer_type, rope_of, written
 
 _LONGEST = "max_position_embeddings"
+_MOST = {"num_layers": MOST_LAYERS, "moe.num_experts": MOST_EXPERTS}
 _REQUIRED = (  # keys that config.json must have if the family has them
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size"),
     *("moe.num_experts", "moe.top_k", "moe.ffn_hidden_size", "moe.normalize_top_k", "moe.shared_ffn_hidden_size"),
@@ -56,7 +60,7 @@ def read(folder: Path) -> dict[str, Any]:
     """The content of config.json.  Raises ConfigError if the file cannot be read."""
     path = folder / CONFIG
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(folder, CONFIG, CONFIG_BYTES)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path} cannot be read ({error}); a folder that save_pretrained wrote has this file beside the weights."
@@ -88,6 +92,8 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
             both = " and ".join(f"{name} = {json.dumps(content[name])}" for name in names)
             problems.append(f"{both} are two names of one setting but differ; remove the wrong name")
         elif value is not None:
+            if key in _MOST and type(value) is int and value > _MOST[key]:  # some rules below make a list of the layers
+                raise ConfigError(f"{path}: {sources[key]} = {value}; at most {_MOST[key]:,} are supported.")
             values[key] = value
         elif key in _REQUIRED:
             problems.append(f"{hf_key} is missing")

@@ -13,7 +13,9 @@ from pathlib import Path
 from sft.atomic_files import replace_text
 from sft.checkpoint import folders, manifest
 from sft.config import RANDOM, Config
+from sft.errors import CheckpointError
 from sft.file_digest import entry_of
+from sft.folder_files import LIST_BYTES, UnsafeFileError, matching, read_json
 from sft.hf import merged_adapters
 from sft.hf.hub import local_folder
 from sft.hf.initial import find_checkpoint
@@ -77,7 +79,7 @@ def digest_of(base: Path, run: Path) -> str:
 
     run: the folder that may know digests of the files
     """
-    files = sorted(map(str, base.glob("*.safetensors"))) or _files_of_checkpoint(base)
+    files = _safetensors_files(base) or _files_of_checkpoint(base)
     known = _read_memory(run)
     return _digest_of_all({name: _digest_of(Path(name), known) for name in files})
 
@@ -91,22 +93,32 @@ def _weight_files(config: Config) -> list[str]:
     """The files whose digests identify the weights: safetensors files, or the manifest of a checkpoint."""
     model = config.model
     if model.init_from is None:
-        return sorted(str(path) for path in local_folder(model.hf or "").glob("*.safetensors"))
+        return _safetensors_files(local_folder(model.hf or ""))
     return _files_of_checkpoint(find_checkpoint(model.init_from))
 
 
+def _safetensors_files(folder: Path) -> list[str]:
+    return _regular(folder, "*.safetensors")
+
+
 def _files_of_checkpoint(checkpoint: Path) -> list[str]:
-    if (checkpoint / manifest.NAME).is_file():
-        return [str(checkpoint / manifest.NAME)]
-    return sorted(str(path) for path in checkpoint.iterdir() if path.is_file())
+    return _regular(checkpoint, manifest.NAME if (checkpoint / manifest.NAME).is_file() else "*")
+
+
+def _regular(folder: Path, pattern: str) -> list[str]:
+    try:
+        return [str(path) for path in matching(folder, pattern)]
+    except UnsafeFileError as error:
+        raise CheckpointError(f"{error}.") from None
 
 
 def _read_memory(run: Path) -> dict[str, dict[str, int | str]]:
     try:
-        content: dict[str, dict[str, int | str]] = json.loads((run / MEMORY).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content: dict[str, dict[str, int | str]] = read_json(run, MEMORY, LIST_BYTES)
+    except (OSError, ValueError, RecursionError):
         return {}
-    return content if isinstance(content, dict) else {}
+    is_known = isinstance(content, dict) and all(isinstance(entry, dict) for entry in content.values())
+    return content if is_known else {}
 
 
 def _digest_of(

@@ -9,7 +9,6 @@ HF_ENDPOINT; it is imported only for hub names.  A process asks for the commit o
 belong to one commit.  One process of each node asks and downloads (`once_per_node.py`).  `hub_errors.py` words errors.
 """
 
-import json
 import os
 import re
 import shutil
@@ -22,6 +21,7 @@ from typing import Any
 
 from sft.console import Console, size
 from sft.errors import ConfigError
+from sft.folder_files import LIST_BYTES, read_json
 from sft.hf import hub_errors
 from sft.hf.once_per_node import once_per_node
 
@@ -33,6 +33,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _IN_FOLDERS = ["*/*"]
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD = re.compile(r"[\w.-]{1,250}\.safetensors")  # a file that an index may name
 _snapshots: dict[str, "Snapshot"] = {}
 
 
@@ -227,8 +228,10 @@ def _weight_files(snap: Snapshot, sizes: dict[str, int] | None) -> list[str]:
             "transformers, or name a revision with safetensors files."
         )
     try:
-        named = sorted({str(file) for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        named = sorted({str(file) for file in read_json(snap.folder, _INDEX, LIST_BYTES)["weight_map"].values()})
+        if unsafe := [file for file in named if not SHARD.fullmatch(file)]:  # * would download every file
+            raise ValueError(f"it names {unsafe[0][:80]!r}, which is not a safetensors file of the repository")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ConfigError(f"{snap.name}: {_INDEX} cannot be read ({type(error).__name__}: {error}).") from None
     if sizes is not None and (unknown := [file for file in named if file not in sizes]):
         raise ConfigError(f"{snap.name}: {_INDEX} names {_some(unknown)}, but the repository has no such file.")

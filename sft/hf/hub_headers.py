@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sft.folder_files import LIST_BYTES, copy, regular_file
 from sft.hf import hub_errors
-from sft.hf.hub import Snapshot
+from sft.hf.hub import CONFIG, Snapshot
+from sft.hf.safetensors_files import INDEX
 
 _REQUESTS_AT_ONCE = 8
 
@@ -25,14 +27,23 @@ def header_folder(snapshot: Snapshot, files: Sequence[str]) -> Iterator[Path]:
     Raises ConfigError if the hub does not give the headers.
     """
     with tempfile.TemporaryDirectory(prefix="sft-headers-") as folder:
-        for path in snapshot.folder.iterdir():
-            if path.name not in files:
-                (Path(folder) / path.name).symlink_to(path.resolve())
+        for name in sorted({path.name for path in snapshot.folder.iterdir()}.difference(files)):
+            if name.endswith(".safetensors"):
+                _write(Path(folder) / name, _stored_header(regular_file(snapshot.folder, name)))
+            elif name in (CONFIG, INDEX):
+                copy(snapshot.folder, name, Path(folder), LIST_BYTES)
         with hub_errors.translated(snapshot.name, snapshot.repo, snapshot.commit):
             with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
                 for file, header in zip(files, pool.map(lambda file: _header(snapshot, file), files)):
                     _write(Path(folder) / file, header)
         yield Path(folder)
+
+
+def _stored_header(path: Path) -> dict[str, Any]:
+    """The header of a file that is downloaded already."""
+    with path.open("rb") as file:
+        header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return {name: tensor for name, tensor in header.items() if name != "__metadata__"}
 
 
 def _header(snapshot: Snapshot, file: str) -> dict[str, Any]:

@@ -29,6 +29,9 @@ from sft.checkpoint.manifest import Manifest, Verify
 from sft.console import size
 from sft.errors import CheckpointError
 from sft.file_digest import Entry, entry_of
+from sft.folder_files import LIST_BYTES, check_name
+from sft.folder_files import copy as copy_file
+from sft.folder_files import matching, read_json
 from sft.hf import served_files
 from sft.hf.convert.atomic_folder import copy_companions, new_folder
 from sft.hf.hub import CONFIG
@@ -71,7 +74,7 @@ class Kept:
     def passed_through(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that are passed through, one at a time, in the order of `digests`."""
         files: dict[str, Path] = {}
-        for path in sorted(self.folder.glob(f"{STEM}*.safetensors")):
+        for path in matching(self.folder, f"{STEM}*.safetensors"):
             with safe_open(path, framework="pt") as file:
                 files |= dict.fromkeys(file.keys(), path)
         return read_tensors({name: files[name] for name in self.digests})
@@ -83,27 +86,37 @@ def read(folder: Path) -> Kept | None:
     if not path.exists():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(folder, SOURCE, LIST_BYTES)
         if content["format"] != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
         tensors = content["tensors"]
         return Kept(
             folder=folder,
-            name=content["name"],
-            commit=content["commit"],
+            name=str(content["name"]),
+            commit=None if content["commit"] is None else str(content["commit"]),
             origin=Path(content["origin"]),
-            files={name: Entry(**entry) for name, entry in content["files"].items()},
+            files={check_name(name): _entry(entry) for name, entry in content["files"].items()},
             tensors=None if tensors is None else {name: _expected(values) for name, values in tensors.items()},
             digests=dict(content["digests"]),
             has_mtp=bool(content.get("has_mtp", False)),
             served=read_record(content.get("served")),
         )
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}).") from error
 
 
+def _entry(values: dict[str, Any]) -> Entry:
+    entry = Entry(**values)
+    if type(entry.num_bytes) is not int or entry.num_bytes < 0 or not isinstance(entry.sha256, str):
+        raise ValueError("a file has no size and SHA-256")
+    return entry
+
+
 def _expected(values: dict[str, Any]) -> Expected:
-    return Expected(**{**values, "shape": tuple(values["shape"])})
+    expected = Expected(**{**values, "shape": tuple(values["shape"])})
+    if not all(type(length) is int and length >= 0 for length in expected.shape):
+        raise ValueError("a shape is no list of lengths")
+    return expected
 
 
 def keep(source: Source, target: Path, served: Served | None = None) -> None:
@@ -142,8 +155,7 @@ def copy(kept: Kept, target: Path, served: Served | None = None) -> None:
     """Copy the folder of another run or of an imported checkpoint.  Raises CheckpointError if it is damaged."""
     with new_folder(target, sum(entry.num_bytes for entry in kept.files.values())) as folder:
         for name, entry in kept.files.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(kept.folder / name, folder / name)
+            copy_file(kept.folder, name, folder)
             if entry_of(folder / name) != entry:
                 raise CheckpointError(f"{kept.folder / name} is damaged: its size or SHA-256 is another.")
         _write(
@@ -184,7 +196,7 @@ def serve(kept: Kept, served: Served) -> None:
     """Put tokenizer and template of the run into a folder that an earlier version wrote without them."""
     remade = kept.folder.with_name(f"{kept.folder.name}.tmp-{secrets.token_hex(4)}")
     copy(kept, remade, served)
-    content = json.loads((remade / SOURCE).read_text(encoding="utf-8")) | {"origin": str(kept.origin)}
+    content = read_json(remade, SOURCE, LIST_BYTES) | {"origin": str(kept.origin)}
     (remade / SOURCE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     replace(remade, kept.folder)
 
@@ -230,7 +242,7 @@ def read_tensors(file_of: Mapping[str, Path]) -> Iterator[tuple[str, torch.Tenso
 
 
 def _copy_small_files(source: Path, target: Path) -> None:
-    shutil.copyfile(source / CONFIG, target / CONFIG)
+    copy_file(source, CONFIG, target)
     copy_companions(source, target)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sft.checkpoint import manifest
 from sft.errors import CheckpointError
+from sft.folder_files import CONFIG_BYTES, read_json
 from sft.hf.convert.exports import CHECKPOINT_DIGEST
 
 NAME = "merged_adapters.json"
@@ -38,10 +39,10 @@ class Merged:
 def read(folder: Path) -> list[Merged]:
     """The adapters that the weights of a folder hold, oldest first.  Raises CheckpointError if the file is damaged."""
     path = folder / NAME
-    if not path.is_file():
+    if not path.exists():
         return []
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(folder, NAME, CONFIG_BYTES)
         if content["format"] != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
         return [Merged(**entry) for entry in content["adapters"]]

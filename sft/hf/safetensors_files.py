@@ -8,7 +8,6 @@ the process until the file is unmapped.
 
 import json
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +18,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from sft.errors import CheckpointError
+from sft.errors import CheckpointError, first_few
+from sft.folder_files import LIST_BYTES, UnsafeFileError, read_json, regular_file
+from sft.hf.hub import SHARD
 from sft.hf.tensor_check import fold_by_layer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -59,9 +60,10 @@ class SafetensorsFolder:
         self._stack, self._mapped_bytes = ExitStack(), 0
         index = _read_index(folder)
         problems = []
-        for file in sorted({folder / name for name in index.values()} if index else {folder / SINGLE}):
+        for name in sorted({*index.values()} if index else {SINGLE}):
+            file = folder / name
             try:
-                tensors = _read_header(file)
+                tensors = _read_header(folder, name)
                 self._sizes[file] = file.stat().st_size
             except (CheckpointError, OSError) as error:
                 problems.append(str(error))
@@ -69,7 +71,7 @@ class SafetensorsFolder:
             problems += _stored_twice(self.tensors, tensors, file)
             self.tensors |= tensors
         if problems:
-            raise CheckpointError("\n  ".join(problems))
+            raise CheckpointError("\n  ".join(first_few(problems)))
         if index is not None:
             _compare_with_index(self.tensors, index, folder)
         self._files = {name: tensor.file for name, tensor in self.tensors.items()}
@@ -160,11 +162,11 @@ class SafetensorsFolder:
         return self._mapped[file]
 
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
+def _read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
     """The tensors of one file.  Raises CheckpointError if the file is not a complete safetensors file."""
+    path = folder / name
     with as_checkpoint_error(path):
-        if path.exists() and not path.is_file():
-            raise SafetensorError("it is not a file")  # opening a pipe would block for ever
+        regular_file(folder, name)
         with safe_open(path, framework="pt"):
             pass  # the header is valid, and fits the size of the file
         with path.open("rb") as file:
@@ -188,6 +190,10 @@ def as_checkpoint_error(path: Path) -> Iterator[None]:
     """Turn errors of the safetensors library and of the disk into a CheckpointError that names the file."""
     try:
         yield
+    except UnsafeFileError as error:
+        raise CheckpointError(f"{error}.") from None
+    except PermissionError as error:
+        raise CheckpointError(f"{path} cannot be read: this user has no permission to read it.") from error
     except (SafetensorError, OSError) as error:
         reason = str(error).removeprefix("Error while deserializing header: ").rstrip(".")
         if path.is_file():
@@ -216,14 +222,15 @@ def _read_index(folder: Path) -> dict[str, str] | None:
     if single:
         return None
     try:
-        names: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        names: dict[str, str] = read_json(folder, INDEX, LIST_BYTES)["weight_map"]
         if not names or not all(isinstance(name, str) for pair in names.items() for name in pair):
             raise ValueError("weight_map does not map names to names")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder / INDEX} is damaged ({type(error).__name__}: {error}).") from None
     for name in names.values():
-        if not re.fullmatch(r"[\w.-]+\.safetensors", name):
-            raise CheckpointError(f"{folder / INDEX} names {name!r}, which is not a safetensors file of this folder.")
+        if not SHARD.fullmatch(name):
+            shown = repr(name[:80])
+            raise CheckpointError(f"{folder / INDEX} names {shown}, which is not a safetensors file of this folder.")
     return names
 
 
@@ -236,7 +243,7 @@ def _stored_twice(tensors: dict[str, StoredTensor], new: Iterable[str], file: Pa
     return [
         f"{line} is both in {earlier} and in {file}."
         for earlier, names in names_by_file.items()
-        for line in fold_by_layer(names)
+        for line in first_few(fold_by_layer(names))
     ]
 
 
@@ -250,7 +257,8 @@ def _compare_with_index(tensors: dict[str, StoredTensor], index: dict[str, str],
         if name not in index:
             extra[tensor.file.name].append(name)
     problems = [
-        f"{problem}: {', '.join(f'{line} ({file})' for file, names in files.items() for line in fold_by_layer(names))}"
+        f"{problem}: "
+        + ", ".join(first_few(f"{line} ({file})" for file, names in files.items() for line in fold_by_layer(names)))
         for problem, files in (("missing from the file that the index names", absent), ("not in it", extra))
         if files
     ]

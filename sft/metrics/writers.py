@@ -4,6 +4,7 @@ Decides the names of numbers in TensorBoard, W&B and MLflow, and which records r
 """
 
 import json
+import os
 import re
 import uuid
 from collections.abc import Callable, Mapping
@@ -13,8 +14,9 @@ from typing import Any, Protocol
 from sft.atomic_files import replace_text
 from sft.config import Config
 from sft.config.keys import values
-from sft.console import Console
-from sft.errors import ConfigError
+from sft.console import QUIET, Console
+from sft.errors import ConfigError, first_few
+from sft.folder_files import LINE_BYTES, METRICS_BYTES, UnsafeFileError, read_file
 from sft.metrics.records import Record, flat
 from sft.metrics.rows import ROWS
 
@@ -33,11 +35,14 @@ class JsonLines:
     """Writes metrics.jsonl.  `step` is the last completed step.
 
     Removes records of later steps, which a killed run left, so that no step is recorded twice.  Unless `is_evaluated`,
-    removes the records of the evaluation after `step`, too.
+    removes the records of the evaluation after `step`, too.  Says which damaged lines it removes.
     """
 
-    def __init__(self, path: Path, step: int, *, is_evaluated: bool) -> None:
-        _remove_after(path, step, is_evaluated)
+    def __init__(self, path: Path, step: int, *, is_evaluated: bool, console: Console = QUIET) -> None:
+        if os.path.lexists(path) and (damaged := _remove_after(path, step, is_evaluated)):
+            console.say(
+                f"WARNING: {path} had lines that are no records, which were removed: {', '.join(first_few(damaged))}"
+            )
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
@@ -185,8 +190,8 @@ def open_writers(
             opened.append(BestEffortWriter("MLflow", Mlflow(folder, config.log.mlflow, values(config)), console))
         if config.log.tensorboard:
             opened.append(BestEffortWriter("TensorBoard", TensorBoard(folder / "tensorboard", step), console))
-        opened.append(JsonLines(folder / "metrics.jsonl", step, is_evaluated=is_evaluated))
-    except (OSError, ConfigError) as error:
+        opened.append(JsonLines(folder / "metrics.jsonl", step, is_evaluated=is_evaluated, console=console))
+    except (OSError, UnsafeFileError, ConfigError) as error:
         for writer in opened:
             writer.close(exit_code=2)
         if isinstance(error, ConfigError):
@@ -222,20 +227,27 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _remove_after(path: Path, step: int, is_evaluated: bool) -> None:
-    """Remove the records of steps after `step`, and an incomplete last line.  Replaces the file atomically."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+def _remove_after(path: Path, step: int, is_evaluated: bool) -> list[str]:
+    """Remove the records of steps after `step`, damaged lines, and an incomplete last line.
+
+    Replaces the file atomically.  Returns "line 3" for each damaged line; an incomplete last line is none.
+    """
+    kept, damaged = [], []
+    lines = read_file(path, METRICS_BYTES).split(b"\n")
+    for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
+            record: Any = json.loads(line.decode()) if len(line) <= LINE_BYTES else None
+            is_record = isinstance(record["kind"], str) and type(record["step"]) is int
+        except (ValueError, LookupError, TypeError, RecursionError):
+            is_record = False
+        if not is_record:
+            damaged += [f"line {number}"] if number < len(lines) else []
             continue
         is_repeated = record["kind"] == "eval" and record["step"] == step and not is_evaluated
         if record["step"] <= step and not is_repeated:
-            kept.append(line + "\n")
+            kept.append(line.decode() + "\n")
     replace_text(path, "".join(kept))
+    return damaged
 
 
 def _kept_id(path: Path) -> str:

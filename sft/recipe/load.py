@@ -20,6 +20,7 @@ from sft.config import Config, Conflict, RowsConfig, keys, listed, yaml
 from sft.config.keys import NAMED, OPEN, leaves, named, sections, show
 from sft.config.yaml import Pairs
 from sft.errors import ConfigError
+from sft.folder_files import UnsafeFileError, read_file
 from sft.hf.architecture import model_keys
 from sft.recipe.resolved import Origin, Recipe, derived, printable
 
@@ -27,6 +28,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 # Keys of model.rope that a recipe may not change.
 _NOT_POSITIONS = ("fraction", "skip_layers", "query_scale_beta", "window_base")
 _MAX_BYTES = 1 << 20  # a larger file is probably a data file given by mistake
+_MAX_ADVISED = 50  # unknown keys for which similar keys are looked up, which takes up to a millisecond each
 
 
 def load_recipe(path: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -64,11 +66,12 @@ def parse_recipe(text: str, path: str, overrides: Sequence[str] = ()) -> Recipe:
 def _read(path: str) -> str:
     file = Path(path)
     try:
-        if file.stat().st_size > _MAX_BYTES:
-            raise ConfigError(
-                f"recipe {path} is larger than 1 MiB; if the file holds data, name it with data.train=FILE."
-            )
-        return file.read_text(encoding="utf-8")
+        return read_file(file, _MAX_BYTES).decode()
+    except UnsafeFileError as error:
+        raise ConfigError(
+            f"recipe {error}.  A recipe is a file of at most 1 MiB; if the file holds data, name it with "
+            "data.train=FILE."
+        ) from None
     except FileNotFoundError:
         neighbours = sorted(str(f) for f in file.parent.glob("*.yaml"))
         close = difflib.get_close_matches(path, neighbours, n=1, cutoff=0.5)
@@ -126,9 +129,11 @@ class _Draft:
                 self.origins[key] = origin
                 for repeated in yaml.repeated(value):
                     self._note(origin, f"{key}.{repeated} is given twice ({origin}).  Keep one.")
-            else:
+            elif len(self.problems) < _MAX_ADVISED:
                 self.meant |= {keys.nearest(key) or ""}
                 self._note(origin, keys.unknown(key, str(origin)))
+            else:
+                self._note(origin, f"unknown key {show(key)} ({origin}).")
 
     def _note(self, origin: Origin, problem: str) -> None:
         self.problems.append((origin, problem))

@@ -95,8 +95,8 @@ def test_a_file_that_cannot_be_read_just_now_is_no_damage(
     """A server that does not answer for a while must not have good checkpoints put aside."""
     really = getattr(module, call)
 
-    def fail(path: Path) -> Any:
-        if path.name == "x.pt":
+    def fail(path: str | Path) -> Any:
+        if Path(path).name == "x.pt":
             raise OSError(5, "Input/output error", str(path))
         return really(path)
 
@@ -194,10 +194,13 @@ def test_every_cut_of_a_manifest_is_told(folder: Path) -> None:
             manifest.read(folder)
 
 
-def test_a_manifest_that_cannot_be_opened_is_no_damage(tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").mkdir()
-    with pytest.raises(IsADirectoryError):
-        manifest.read(tmp_path)
+def test_a_manifest_that_cannot_be_opened_is_no_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(folder / "manifest.json"))
+
+    monkeypatch.setattr(manifest, "read_json", fail)
+    with pytest.raises(PermissionError):
+        manifest.read(folder)
 
 
 def test_another_format_is_refused(folder: Path) -> None:

@@ -10,7 +10,7 @@ PARAMETERS = 8  # without self and cls; Triton kernels may have more
 FILE_LINES = 320  # of a file in sft/
 METHODS = 16
 COLUMNS = 120
-TOP_ENTRIES = 26  # at the top of sft/
+TOP_ENTRIES = 27  # at the top of sft/
 
 
 def check(files: list[Source]) -> list[Fault]:

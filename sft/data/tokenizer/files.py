@@ -19,11 +19,13 @@ from tokenizers import Tokenizer
 from sft.data.tokenizer import mistral_regex
 from sft.data.tokenizer.special_tokens import read_json, read_special_tokens, refusing
 from sft.errors import DataError
+from sft.folder_files import LIST_BYTES, matching
 
 Ids = tuple[int, ...]
 EXPECTED = "data.tokenizer is byte (built in, no file), a folder with tokenizer.json, or a model on the hub"
 FILE = "tokenizer.json"
 _VOCABULARIES = (FILE, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_READ = ("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja")  # also by transformers
 _TEXTS = ("a", "A", "0", " a", "the", "一", "\n")
 _LARGEST_ID = (1 << 31) - 1  # tokens are stored as int32
 
@@ -91,6 +93,9 @@ def read_tokenizer(name: str, folder: Path) -> TokenizerFiles:
     held = ", ".join(names[:6]) or "nothing"
     if not any(file in names for file in _VOCABULARIES):  # transformers might make an empty tokenizer of config.json
         raise DataError(f"{name} has no tokenizer (it holds {held}).  {EXPECTED}.")
+    with refusing(lambda why: f"the tokenizer of {name} cannot be read: {why}."):
+        for pattern in _READ:
+            matching(folder, pattern, LIST_BYTES)
     if FILE in names:
         files = _of_file(name, folder)
     else:

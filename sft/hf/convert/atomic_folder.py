@@ -13,6 +13,7 @@ from pathlib import Path
 from sft.atomic_files import flush
 from sft.console import size
 from sft.errors import CheckpointError
+from sft.folder_files import LIST_BYTES, UnsafeFileError, copy, matching
 
 # Files that are copied in addition to config.json.  Weights of other formats and code are not copied.
 COMPANIONS = (
@@ -68,19 +69,20 @@ def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
         flush(parent)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError):
+        if isinstance(error, OSError | UnsafeFileError):
             raise CheckpointError(f"{target} was not written: {error}.") from error
         raise
 
 
 def copy_companions(source: Path, target: Path, patterns: Iterable[str] = COMPANIONS) -> list[str]:
-    """Copy the files of `patterns` that `source` contains.  Returns their names."""
+    """Copy the files of `patterns` that `source` contains.  Returns their names.
+
+    Raises UnsafeFileError if one of them is not a regular file of the folder `source`.
+    """
     copied = []
     for pattern in patterns:
-        for path in sorted(source.glob(pattern)):
-            if path.is_file():  # true for links, too: the hub's cache stores downloads as links
-                name = path.relative_to(source)
-                (target / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, target / name)
-                copied.append(str(name))
+        for path in matching(source, pattern, LIST_BYTES):
+            name = str(path.relative_to(source))
+            copy(source, name, target)
+            copied.append(name)
     return copied

@@ -6,7 +6,6 @@ contain.
 """
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from sft.checkpoint.manifest import Entry, Manifest, Verify
 from sft.config import ModelConfig
 from sft.console import Console, size
 from sft.errors import CheckpointError
+from sft.folder_files import copy
 from sft.hf import kept, merged_adapters, served_files
 from sft.hf.architecture import Architecture, architecture, nested, read, write_back
 from sft.hf.convert.atomic_folder import copy_companions, new_folder, refuse_existing
@@ -219,7 +219,7 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 def _write_others(folder: Path, original: Original, content: dict[str, Any], config: dict[str, Any]) -> list[str]:
     """Write config.json and copy tokenizer files.  Returns the names of the copied files."""
     if config == content:
-        shutil.copyfile(original.folder / CONFIG, folder / CONFIG)
+        copy(original.folder, CONFIG, folder)
     else:
         (folder / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return copy_companions(original.tokenizer, folder)

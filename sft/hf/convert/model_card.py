@@ -8,6 +8,7 @@ from typing import Any
 
 from sft.config import yaml
 from sft.config.keys import in_schema, leaves
+from sft.folder_files import METRICS_BYTES, read_file
 from sft.hf import merged_adapters, serving
 from sft.hf.convert.original import Original
 from sft.hf.hub import CONFIG
@@ -68,11 +69,11 @@ def _losses(log: Path, step: int) -> list[str]:
     """A table of the last records of the log up to this step: of training, and of each held-out set."""
     last: dict[str, dict[str, Any]] = {}
     try:
-        for text in log.read_text(encoding="utf-8").splitlines():
+        for text in read_file(log, METRICS_BYTES).decode().splitlines():
             record = json.loads(text)
             if record.get("kind") in ("train", "eval") and record["step"] <= step:
                 last["training" if record["kind"] == "train" else str(record.get("set"))] = record
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # no log, or a line that is being written
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # no log, or a broken line
         pass
     if not last:
         return []

@@ -14,6 +14,7 @@ from typing import Any
 
 from sft.config.lora import LoraConfig
 from sft.errors import CheckpointError
+from sft.folder_files import CONFIG_BYTES, read_json
 from sft.hf.peft.targets import expert_options
 
 CONFIG = "adapter_config.json"
@@ -97,13 +98,13 @@ def content_of(
 def read_config(folder: Path) -> dict[str, Any]:
     """The content of adapter_config.json.  Raises CheckpointError if there is none, or if it is no mapping."""
     path = folder / CONFIG
-    if not path.is_file():
+    if not path.exists():
         raise CheckpointError(
             f"{folder} is no PEFT folder, because it has no {CONFIG}.  Name a folder that PEFT's save_pretrained or "
             "`sft export` wrote."
         )
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(folder, CONFIG, CONFIG_BYTES)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}).  Copy it again.") from None
     if not isinstance(content, dict):

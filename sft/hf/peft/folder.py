@@ -5,6 +5,7 @@ configuration, and one another, is known before a number is read.  Pickle files 
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from sft.config.section import listed
 from sft.errors import CheckpointError
 from sft.file_digest import Entry
+from sft.folder_files import regular_file
 from sft.hf.convert.atomic_folder import new_folder
 from sft.hf.peft.config import CONFIG, AdapterConfig, content_of, modules_to_save, parsed, read_config
 from sft.hf.peft.targets import lost_by_peft, target_modules
@@ -213,8 +215,9 @@ def read(folder: Path) -> Adapter:
 def _weights(folder: Path) -> Path:
     """The file of the tensors.  Raises CheckpointError."""
     file = folder / WEIGHTS
-    if file.is_file():
-        return file
+    if os.path.lexists(file):
+        with as_checkpoint_error(file):
+            return regular_file(folder, WEIGHTS)
     if (folder / f"{STEM}.bin").exists():
         raise CheckpointError(
             f"{folder} has {STEM}.bin, a pickle file.  Pickle files can run code, so this trainer does not open them.  "

@@ -2,9 +2,15 @@
 
 torch writes the index as a pickle, and a pickle can call any function.  This module's unpickler replaces every class of
 torch by an inert record.  It checks each value of the records and builds a new index from these values.
+
+Time and memory grow linearly with the size of the file, which is bounded.  A pickle can name one object many times, so
+a few hundred bytes can mean a tuple of 10**15 parts.  No step here visits the parts of an object more than once.
 """
 
+import io
 import pickle
+import reprlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +18,14 @@ import torch
 import torch.distributed.checkpoint.metadata as md
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from sft import folder_files
 from sft.errors import CheckpointError
 
 INDEX = ".metadata"
+INDEX_BYTES = 1 << 30  # 48 layers of 128 experts with their optimizer states: 8 MB
+_AXES = 16  # of a tensor; ours have at most 4
+_ARGUMENTS = 16  # of a record; torch's have at most 5
+_CHUNK_BYTES = 16  # of a chunk in the pickle, at least
 
 
 class InertRecord:
@@ -27,6 +38,8 @@ class InertRecord:
     state: Any = None
 
     def __init__(self, *arguments: Any) -> None:
+        if len(arguments) > _ARGUMENTS:  # each record would hold a copy of a tuple that the pickle holds once
+            raise pickle.UnpicklingError(f"a record has {len(arguments)} arguments")
         self.arguments = arguments
 
     def __setstate__(self, state: Any) -> None:
@@ -41,7 +54,7 @@ def _records(module: str, names: str) -> dict[tuple[str, str], type]:
 # The index also holds the save plans of all ranks; they are ignored.
 _DCP = "torch.distributed.checkpoint"
 _INDEX_NAMES: dict[tuple[str, str], Any] = {
-    ("torch", "Size"): tuple,
+    **_records("torch", "Size"),
     ("torch.serialization", "_get_layout"): InertRecord,
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     **_records(f"{_DCP}.metadata", "Metadata MetadataIndex StorageMeta TensorProperties _MEM_FORMAT_ENCODING"),
@@ -54,7 +67,46 @@ _INDEX_NAMES: dict[tuple[str, str], Any] = {
 }
 
 
-class _IndexUnpickler(pickle.Unpickler):
+_FEW = reprlib.Repr()
+_FEW.maxlevel, _FEW.maxstring, _FEW.maxother = 2, 80, 80
+# Sets hash their elements; the others take buffers, or names from outside the pickle.
+_LEFT_OUT = {
+    operation[0]
+    for operation in (
+        *(pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET, pickle.BYTEARRAY8, pickle.NEXT_BUFFER),
+        *(pickle.READONLY_BUFFER, pickle.PERSID, pickle.BINPERSID, pickle.EXT1, pickle.EXT2, pickle.EXT4),
+    )
+}
+
+
+_PythonUnpickler: Any = pickle._Unpickler  # its methods are missing from the stubs of the standard library
+
+
+class _IndexUnpickler(_PythonUnpickler):
+    """Python's own unpickler, which takes three times as long as that in C, with rules for the keys of a dict.
+
+    A key is hashed, and the hash of a tuple visits all its parts, however often they occur: for ever, if tuples are
+    nested 40 deep.  So a key is a text or a record.  Operations that an index does not need are left out.
+    """
+
+    dispatch: dict[int, Callable[[Any], None]] = {
+        code: operation for code, operation in _PythonUnpickler.dispatch.items() if code not in _LEFT_OUT
+    }
+
+    def load_setitem(self) -> None:
+        _check_keys(self.stack[-2:-1])
+        super().load_setitem()
+
+    def load_setitems(self) -> None:
+        _check_keys(self.stack[::2])  # keys and values since the last mark
+        super().load_setitems()
+
+    def load_dict(self) -> None:
+        _check_keys(self.stack[::2])
+        super().load_dict()
+
+    dispatch |= {pickle.SETITEM[0]: load_setitem, pickle.SETITEMS[0]: load_setitems, pickle.DICT[0]: load_dict}
+
     def find_class(self, module: str, name: str) -> Any:
         try:
             return _INDEX_NAMES[module, name]
@@ -62,24 +114,39 @@ class _IndexUnpickler(pickle.Unpickler):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which an index never contains") from None
 
 
+def _check_keys(keys: list[Any]) -> None:
+    for key in keys:
+        if type(key) is not str and not isinstance(key, InertRecord):
+            raise pickle.UnpicklingError(f"a key is of the type {type(key).__name__}")
+
+
 def _sizes(value: Any) -> torch.Size:
-    if not isinstance(value, tuple) or not all(type(n) is int and n >= 0 for n in value):
-        raise ValueError(f"{value!r} is not a shape")
-    return torch.Size(value)
+    sizes = value.arguments[0] if _kind(value) == "Size" and value.arguments else value
+    if type(sizes) is not tuple or len(sizes) > _AXES or not all(type(n) is int and n >= 0 for n in sizes):
+        raise ValueError(f"{_shown(sizes)} is not a shape")
+    return torch.Size(sizes)
+
+
+def _shown(value: Any) -> str:
+    """A value in an error, whatever its size."""
+    return _FEW.repr(value)
 
 
 def _kind(record: Any) -> str:
     return type(record).__name__ if isinstance(record, InertRecord) else ""
 
 
-def _entry(record: Any) -> md.TensorStorageMetadata | md.BytesStorageMetadata:
+def _entry(record: Any, left: list[int]) -> md.TensorStorageMetadata | md.BytesStorageMetadata:
     if _kind(record) == "BytesStorageMetadata":
         return md.BytesStorageMetadata()
     if _kind(record) != "TensorStorageMetadata":
         raise ValueError(f"an entry is a {type(record).__name__}")
     dtype = record.state["properties"].state[0]  # the other properties are deprecated and never read
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{dtype!r} is not a dtype")
+        raise ValueError(f"{_shown(dtype)} is not a dtype")
+    left[0] -= len(record.state["chunks"])
+    if left[0] < 0:
+        raise ValueError("entries share their chunks")
     chunks = [
         md.ChunkStorageMetadata(_sizes(c.state["offsets"]), _sizes(c.state["sizes"])) for c in record.state["chunks"]
     ]
@@ -89,9 +156,9 @@ def _entry(record: Any) -> md.TensorStorageMetadata | md.BytesStorageMetadata:
 def _storage_info(record: Any) -> _StorageInfo:
     name, offset, length = (record.state[field] for field in ("relative_path", "offset", "length"))
     if type(name) is not str or type(offset) is not int or type(length) is not int:
-        raise ValueError(f"a chunk is at {name!r}, {offset!r}, {length!r}")
-    if name in ("", ".", "..") or "/" in name or "\0" in name:
-        raise ValueError(f"it places a chunk of the checkpoint at {name!r}, not directly in the folder")
+        raise ValueError(f"a chunk is at {_shown(name)}, {_shown(offset)}, {_shown(length)}")
+    if "/" in name or not folder_files.is_name(name):
+        raise ValueError(f"it places a chunk of the checkpoint at {_shown(name)}, not directly in the folder")
     if offset < 0 or length < 0:
         raise ValueError(f"it places a chunk of {name} at offset {offset}, length {length}")
     if record.state.get("transform_descriptors"):
@@ -102,7 +169,7 @@ def _storage_info(record: Any) -> _StorageInfo:
 def _metadata_index(record: Any) -> md.MetadataIndex:
     name, offset = record.state["fqn"], record.state.get("offset")
     if type(name) is not str:
-        raise ValueError(f"{name!r} is not a key")
+        raise ValueError(f"{_shown(name)} is not a key")
     return md.MetadataIndex(name, None if offset is None else _sizes(offset))
 
 
@@ -113,11 +180,12 @@ def read_index(folder: Path) -> md.Metadata:
     """
     path = regular_file(folder, INDEX)
     try:
-        with path.open("rb") as stream:
-            record = _IndexUnpickler(stream).load()
+        content = folder_files.read(folder, INDEX, INDEX_BYTES)
+        record = _IndexUnpickler(io.BytesIO(content)).load()
         if _kind(record) not in ("Metadata", "MCoreMetadata"):
             raise ValueError(f"it holds a {type(record).__name__}")
-        entries = {str(key): _entry(entry) for key, entry in record.state["state_dict_metadata"].items()}
+        left = [len(content) // _CHUNK_BYTES]  # chunks that the file can hold
+        entries = {str(key): _entry(entry, left) for key, entry in record.state["state_dict_metadata"].items()}
         storage = {_metadata_index(key): _storage_info(info) for key, info in record.state["storage_data"].items()}
     except Exception as error:  # a broken or hostile file can raise any error
         raise CheckpointError(
@@ -146,19 +214,14 @@ def regular_file(folder: Path, name: str) -> Path:
     """The path of file `name` in the folder.  Refuses pipes, which would block, and links to other folders."""
     path = folder / name
     try:
-        real = path.resolve(strict=True)
-        inside = real.parent == folder.resolve(strict=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        return folder_files.regular_file(folder, name)
+    except folder_files.UnsafeFileError as error:
+        raise CheckpointError(f"{error}.  It was not opened; a checkpoint must not contain it.") from None
+    except OSError as error:
         raise CheckpointError(
             f"{path} is missing or unreadable ({first_line(error)}), so {folder} is not a complete torch_dist "
             "checkpoint."
         ) from error
-    if not inside or not real.is_file():
-        raise CheckpointError(
-            f"{path} is {'a link out of the folder' if not inside else 'not a regular file'}, which a checkpoint must "
-            "not contain; it was not opened.  Replace it with a copy of the file."
-        )
-    return path
 
 
 def first_line(error: BaseException) -> str:

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from sft.errors import CheckpointError
+from sft.folder_files import LIST_BYTES, UnsafeFileError, read_file
 from sft.mcore.checkpoint_io.chunk_index import ChunkIndex
 from sft.mcore.checkpoint_io.metadata_index import check_files, first_line, read_index, regular_file
 
@@ -186,7 +187,7 @@ class SafeReader(dcp.FileSystemReader):
 
 
 def _reader(source: Path | SafeReader) -> SafeReader:
-    """`source` itself, or a new reader of the folder; a new reader reads the index: 1.5 s with many experts."""
+    """`source` itself, or a new reader of the folder; a new reader reads the index: 5 s with many experts."""
     return source if isinstance(source, SafeReader) else SafeReader(source)
 
 
@@ -257,7 +258,7 @@ def common_state(source: Path | SafeReader) -> dict[str, Any]:
     if (folder / COMMON_FILE).exists() or (folder / COMMON_FILE).is_symlink():
         subject = str(folder / COMMON_FILE)
         # Read from memory: given a path, torch also tries an old tar format and unpacks it before any check.
-        values = _plain_values(io.BytesIO(regular_file(folder, COMMON_FILE).read_bytes()), subject)
+        values = _plain_values(io.BytesIO(_content(folder, COMMON_FILE)), subject)
     elif COMMON_OBJECT in objects(reader):
         subject, wanted = f"The object {COMMON_OBJECT} of {folder}", {COMMON_OBJECT: io.BytesIO()}
         load(wanted, reader)
@@ -271,6 +272,14 @@ def common_state(source: Path | SafeReader) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise CheckpointError(f"{subject} is a {type(values).__name__}, not a dict of plain values.")
     return values
+
+
+def _content(folder: Path, name: str) -> bytes:
+    path = regular_file(folder, name)
+    try:
+        return read_file(path, LIST_BYTES)
+    except (OSError, UnsafeFileError) as error:
+        raise CheckpointError(f"{path} cannot be read: {first_line(error)}.") from error
 
 
 def tensors(source: Path | SafeReader) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

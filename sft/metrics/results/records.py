@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sft.errors import SftError
+from sft.folder_files import METRICS_BYTES, UnsafeFileError, read_file
 from sft.metrics.results.differences import Metrics
 
 SCHEMAS = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -24,16 +25,15 @@ def read_records(run: Path) -> list[dict[str, Any]]:
     """All records of a run folder or of a metrics.jsonl.  Raises RunError if they hold no step and no evaluation."""
     path = run / "metrics.jsonl" if run.is_dir() else run
     try:
-        *lines, tail = path.read_bytes().split(b"\n")
+        *lines, tail = read_file(path, METRICS_BYTES).split(b"\n")
     except FileNotFoundError:
         raise RunError(
             f"{path} does not exist. Give the folder of a run (run.dir of its recipe, such as runs/demo) "
             "or its metrics.jsonl."
         ) from None
-    except OSError as error:
-        raise RunError(
-            f"{path} cannot be read: {error.strerror}. Give the folder of a run that you may read."
-        ) from error
+    except (OSError, UnsafeFileError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RunError(f"{path} cannot be read: {reason}. Give the folder of a run that you may read.") from error
     records = [_record(path, number, line) for number, line in enumerate(lines, 1)]
     if _is_whole(tail):
         records.append(_record(path, len(lines) + 1, tail))
@@ -58,15 +58,16 @@ def _is_whole(tail: bytes) -> bool:
     """Whether the text after the last line break is a record; a killed run may leave an incomplete record."""
     try:
         return isinstance(json.loads(tail), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 
 def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError as error:  # not JSON, or not even UTF-8
-        reason = getattr(error, "msg", "not UTF-8")
+    except (ValueError, RecursionError) as error:  # not JSON, or not even UTF-8
+        is_deep = isinstance(error, RecursionError)
+        reason = "nested too deeply" if is_deep else getattr(error, "msg", "not UTF-8")
         raise RunError(
             f"{path}:{number} is not JSON ({reason}): the file is damaged, or does not hold the metrics of a run. "
             "Remove that line, or give the folder of a run."

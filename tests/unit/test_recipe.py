@@ -291,7 +291,8 @@ def test_files_that_are_no_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "no/a.yaml": "recipe no/a.yaml does not exist.  Recipes beside it: none.",
         ".": "recipe . cannot be read: Is a directory.",
         "latin.yaml": "recipe latin.yaml is not UTF-8 from byte 14 on.  Save it as UTF-8.",
-        "data.jsonl": "recipe data.jsonl has 2,000,000 bytes; at most 1,048,576 are read.  A recipe is a file of at most 1 MiB; if "
+        "data.jsonl": "recipe data.jsonl has 2,000,000 bytes; at most 1,048,576 are read.  "
+        "A recipe is a file of at most 1 MiB; if "
         "the file holds data, name it with data.train=FILE.",
     }.items():
         with pytest.raises(ConfigError) as caught:

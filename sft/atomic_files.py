@@ -5,6 +5,7 @@ This module also flushes files to disk, and describes why a write failed.
 
 import errno
 import os
+from io import RawIOBase
 from pathlib import Path
 
 _FAULTS = {
@@ -15,6 +16,9 @@ _FAULTS = {
     errno.ENOTDIR: "the folder no longer exists",
     errno.ESTALE: "the folder no longer exists",
     errno.EIO: "the disk reports an I/O error",
+    errno.EMFILE: "this process has as many open files as it may have (ulimit -n)",
+    errno.ENFILE: "the system has as many open files as it may have",
+    errno.ENOMEM: "the system has too little memory",
     errno.EACCES: "this user has no permission to write to the folder",
 }
 _FULL_BYTES = 1 << 20  # a disk with fewer free bytes after a failed write counts as full
@@ -49,6 +53,18 @@ def why_not_written(folder: Path, error: BaseException) -> str:
     message = f"{type(error).__name__}: {error}".splitlines()[0]
     fault = _FAULTS.get(_error_number(error) or _ask_file_system(folder))
     return f"{fault} ({message})" if fault else message
+
+
+def fault_of(error: OSError) -> str | None:
+    """The reason of the error in words, if its errno is a known one."""
+    return _FAULTS.get(error.errno or 0)
+
+
+def append(file: RawIOBase, content: bytes) -> None:
+    """Write all of `content` at the end of an unbuffered file.  A buffer would write it once more when it is closed."""
+    rest = memoryview(content)
+    while rest:
+        rest = rest[file.write(rest) or 0 :]
 
 
 def _error_number(error: BaseException | None) -> int:

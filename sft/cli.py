@@ -16,11 +16,13 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from sft import __version__
 from sft.commands import check, convert, data, evaluate, plan, probe, results, status, train
+from sft.disk_errors import explained
 from sft.errors import ConfigError, SftError, StorageError
 
 _SECONDS_FOR_RANK_0 = 10.0
@@ -41,8 +43,9 @@ def run() -> NoReturn:
         _report_to_torchrun(traceback.format_exc())
         code = 1
     atexit._run_exitfuncs()  # libraries flush and clean up here
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # a closed terminal; `main` has flushed the output of a command
+            stream.flush()
     os._exit(code)
 
 
@@ -52,14 +55,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done.  1: plans or runs differ, or a disk failed.  2: a mistake of the user.  75: start the run again.
     130: interrupted.
     """
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):  # escapes characters that the terminal cannot show
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     words = sys.argv[1:] if argv is None else argv
     try:
         arguments = _parse(words)
-        code: int = arguments.action(arguments) or 0
-        sys.stdout.flush()
+        with explained():
+            code: int = arguments.action(arguments) or 0
+            if words[:1] != ["train"]:
+                sys.stdout.flush()  # a run goes on without its terminal
         if code == 75:
             _report_to_torchrun(
                 "The run was asked to stop and has saved a checkpoint.  The same command resumes the run."
@@ -81,6 +87,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _open_closed_streams() -> None:
+    """Let standard streams that the shell has closed (`>&-`) lead nowhere.  Other files would take their numbers."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(1 if name == "stdout" else 2, "w", encoding="utf-8", closefd=False))
+
+
 def _report(error: SftError, *, is_run: bool) -> None:
     """Print `error`.  In a run only rank 0 prints, because every rank finds the same mistake.
 
@@ -88,7 +106,8 @@ def _report(error: SftError, *, is_run: bool) -> None:
     because rank 0 might not have printed `error` yet.
     """
     if not is_run or os.environ.get("RANK", "0") == "0":
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        with suppress(OSError):  # a closed terminal
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         _report_to_torchrun(f"{type(error).__name__}: {error}")
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(2))

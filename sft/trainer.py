@@ -16,7 +16,7 @@ from sft.checkpoint.train_state import Conditions, TrainState
 from sft.config.checkpoint import LOWER_IS_BETTER
 from sft.console import Console
 from sft.data.pipeline import DataPipeline, GlobalBatch
-from sft.errors import ConfigError
+from sft.disk_errors import explained, unusable
 from sft.flops import describe_parameters, num_parameters
 from sft.hf import hub, run_folder
 from sft.hf.base_digest import base_digest
@@ -70,6 +70,7 @@ def main(recipe: Recipe, layout: Layout, from_user: Collection[str] = ()) -> Out
         with (
             Lifecycle(config, folder, groups, console, next_step) as lifecycle,
             Profiler(config.profile, folder, groups, console) as profiler,
+            explained(),  # run_state.json has the sentence, too
         ):
             outcome = Trainer(recipe, layout, groups, console, lifecycle, profiler).train()
     except BaseException:
@@ -285,7 +286,7 @@ class Trainer:
             replace_text(self.folder / "recipe.yaml", dump(self.recipe))
             replace_text(self.folder / "data.json", json.dumps(self.data.row_reports, indent=1) + "\n")
         except OSError as error:
-            raise ConfigError(f"run.dir = {self.folder} cannot be written: {error}.") from error
+            raise unusable(f"run.dir = {self.folder} cannot be written", self.folder, error) from error
 
     def _open_metrics(self, state: TrainState) -> MetricsLog:
         """Collective."""

@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 
+from sft.disk_errors import explained
 from sft.errors import ConfigError
 from sft.recipe.layout import launched_world_size, resolve_layout
 from sft.recipe.needs import check_folder, check_packages, check_paths, download_weights
@@ -20,8 +21,9 @@ def train(recipe: Recipe) -> Outcome:
     program, such as a notebook, this process is the whole run (tp = cp = pp = dp = 1), and may train one recipe after
     another.  The run continues from the newest checkpoint in run.dir.
 
-    While it trains, SIGTERM, SIGUSR1 and SIGINT (Ctrl-C, the stop button of a notebook) make the run finish the step,
-    save and return an Outcome with `stopped`; a second signal ends the process.  The handlers of before are put back.
+    While it trains, SIGTERM, SIGUSR1, SIGINT (Ctrl-C, the stop button of a notebook), SIGHUP and SIGQUIT make the
+    run finish the step, save and return an Outcome with `stopped`; a second signal ends the process.  The handlers of
+    before are put back.
 
     Raises ConfigError for a recipe that cannot run here: a layout of another number of processes, a missing file or
     package, a thread that is not the main one, a process that has a process group already.  Raises DataError (the data
@@ -45,7 +47,8 @@ def train(recipe: Recipe) -> Outcome:
 
     if "RANK" in os.environ:
         _joined.add(_meeting_point())
-    return main(recipe, layout, from_user)
+    with explained():
+        return main(recipe, layout, from_user)
 
 
 def _check_process() -> None:

@@ -146,6 +146,11 @@ class Saver:
 
     def _refuse_lost_folder(self) -> None:
         if not self._is_ours():
+            if not self.folder.parent.is_dir():
+                raise StorageError(
+                    f"{self.folder.parent} no longer exists: it was renamed or removed during the run, so no "
+                    "checkpoint is saved.  Give it its name back, and start the run again: it resumes."
+                )
             raise CheckpointError(
                 f"another run took over {self.folder} while this run hung, so this run saves no more checkpoints "
                 "there."

@@ -20,6 +20,7 @@ def status(arguments: Namespace) -> int:
     Raises the error with which the next start would end, as far as it shows without data and a GPU.
     """
     from sft.commands.resume_lines import next_start
+    from sft.run.lock import is_gone
     from sft.run.status import describe, read, verdict
 
     config = read_recipe(arguments).config
@@ -30,9 +31,11 @@ def status(arguments: Namespace) -> int:
     if state is not None and is_running and None not in (job, state.job) and state.job != job:
         show(f"{folder}: {describe(state)}\nthe newest start belongs to another job, not to the current job ({job})")
         return 2
-    may_be_alive = is_running and (folder / "run.lock").exists()
+    may_be_alive = is_running and not is_gone(folder)
     if may_be_alive:
         show("run.lock exists, so the run may still be alive; a second start is refused while the run is alive")
+    elif is_running:
+        show("the process of the run has ended without a word: it was killed, or its disk failed")
     show(f"{folder}: the run was never started" if state is None else f"{folder}: {describe(state)}")
     advice, code = {
         "done": ("done", 0),

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from sft.atomic_files import why_not_written
 from sft.console import Console, duration
+from sft.disk_errors import unusable
 from sft.errors import StorageError
 from sft.metrics.records import Record, eval_record, start_record, train_record
 from sft.metrics.run_facts import RunFacts
@@ -61,9 +62,13 @@ class MetricsLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with ExitStack() as closing:  # closes all writers, even if closing one of them fails
-            for writer in self._writers:
-                closing.callback(writer.close, int(error is not None))
+        try:
+            with ExitStack() as closing:  # closes all writers, even if closing one of them fails
+                for writer in self._writers:
+                    closing.callback(writer.close, int(error is not None))
+        except OSError as failure:
+            if error is None:  # otherwise `error` ends the run, and it says more
+                raise unusable("the numbers of the run cannot be written", self._folder, failure) from failure
 
     def start(self) -> None:
         """Log that the run begins, or continues after a restart."""

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from sft.atomic_files import replace_text
+from sft.atomic_files import append, replace_text
 from sft.config import Config
 from sft.config.keys import values
 from sft.console import QUIET, Console
+from sft.disk_errors import unusable
 from sft.errors import ConfigError, first_few
 from sft.folder_files import LINE_BYTES, METRICS_BYTES, UnsafeFileError, read_file
 from sft.metrics.records import Record, flat
@@ -43,11 +44,10 @@ class JsonLines:
             console.say(
                 f"WARNING: {path} had lines that are no records, which were removed: {', '.join(first_few(damaged))}"
             )
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
 
     def write(self, record: Record) -> None:
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        append(self._file, json.dumps(record, allow_nan=False).encode("ascii") + b"\n")
 
     def close(self, exit_code: int = 0) -> None:
         self._file.close()
@@ -196,7 +196,7 @@ def open_writers(
             writer.close(exit_code=2)
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"run.dir = {folder} cannot be written: {error}.") from error
+        raise unusable(f"run.dir = {folder} cannot be written", folder, error) from error
     return opened[::-1]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from sft.config import CheckpointConfig, Config
 from sft.console import Console
-from sft.errors import ConfigError
+from sft.disk_errors import unusable
 from sft.parallel.collectives import all_reduce_max, broadcast_from_rank0
 from sft.parallel.position import Position
 from sft.run import status
@@ -131,7 +131,7 @@ class Lifecycle:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock = contexts.enter_context(RunLock(self._folder, report=self._console.say))
         except OSError as error:
-            raise ConfigError(f"run.dir = {self._folder} cannot be written: {error}.") from error
+            raise unusable(f"run.dir = {self._folder} cannot be written", self._folder, error) from error
 
     def _report_hang(self, message: str) -> None:
         """Record a hang as a failure.  Called by the watchdog's thread before it ends the process."""

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import socket
+import stat
 import threading
 import time
 import uuid
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import psutil
 
+from sft.disk_errors import unusable
 from sft.errors import ConfigError
 
 LOCK = "run.lock"
@@ -77,7 +79,7 @@ class RunLock:
                 own.unlink()
             self._sweep()
         except OSError as error:
-            raise ConfigError(f"run.dir = {self._path.parent} cannot be locked: {error}.") from error
+            raise unusable(f"run.dir = {self._path.parent} cannot be locked", self._path.parent, error) from error
         self._thread.start()
         return self
 
@@ -153,7 +155,7 @@ class RunLock:
         return content
 
     def _why_gone(self, holder: Holder) -> str | None:
-        if holder.machine == self._me.machine and _start_time(holder.pid) != holder.started:
+        if _has_ended(holder, self._me.machine):
             return "that process has ended"
         if holder.job is not None and holder.job == self._me.job and holder.restart < self._me.restart:
             return "the job was requeued since then"
@@ -174,6 +176,23 @@ class RunLock:
             f"other's checkpoints.  Stop that run, or choose another run.dir.  If no such run exists, remove "
             f"{self._path}."
         )
+
+
+def is_gone(folder: Path) -> bool:
+    """Whether the run that last began in the folder has ended, as far as this machine knows.
+
+    A run without a lock has ended.  A lock of another machine or container may belong to a run that is alive.  Raises
+    OSError if the lock cannot be read, and ConfigError if it is no file.
+    """
+    content = _read(folder / LOCK)
+    if content is None:
+        return True
+    holder = _parse(content)
+    return holder is not None and _has_ended(holder, _machine())
+
+
+def _has_ended(holder: Holder, machine: str) -> bool:
+    return holder.machine == machine and _start_time(holder.pid) != holder.started
 
 
 def _this_process() -> Holder:
@@ -257,14 +276,18 @@ def _has_identity(path: Path, identity: bytes) -> bool:
 
 
 def _read(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
+    """The content of a lock; None if there is none.  Raises ConfigError if the name belongs to anything but a file."""
+    stamp = _stamp(path)
+    return None if stamp is None else stamp[0]
 
 
 def _stamp(path: Path) -> tuple[bytes, int] | None:
+    """The content and the time of the last change.  Returns and raises as `_read`."""
     try:
+        kind = stat.S_IFMT(path.lstat().st_mode)
+        if kind != stat.S_IFREG:  # a link without a target would be waited for, as would a pipe
+            name = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder"}.get(kind, "no plain file")
+            raise ConfigError(f"{path} is {name}, so it is not the lock of a run.  Remove it, and start the run again.")
         return path.read_bytes(), path.stat().st_mtime_ns
     except FileNotFoundError:
         return None

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
-from sft.atomic_files import why_not_written
+from sft.atomic_files import append, why_not_written
 from sft.errors import StorageError
 from sft.parallel.collectives import broadcast_from_rank0
 
@@ -49,7 +49,7 @@ class SampleLog:
             while content := old.read(min(_COPY_BYTES, end - old.tell())):
                 new.write(content)
         os.replace(copy, path)
-        self._file = path.open("ab")
+        self._file = path.open("ab", buffering=0)
         if last != chain:
             self._put({"step": step, "gap": "lines before this step are missing", "chain": chain})
 
@@ -79,8 +79,7 @@ class SampleLog:
         self._file.close()
 
     def _put(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row).encode("ascii") + b"\n")
-        self._file.flush()
+        append(self._file, json.dumps(row).encode("ascii") + b"\n")
 
 
 def _whole_until(file: IO[bytes], step: int) -> tuple[int, str]:

@@ -22,7 +22,9 @@ from typing import Any
 
 from sft.errors import ConfigError
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+# `nohup` starts a process that ignores SIGHUP, and a shell starts one in the background that ignores SIGQUIT.
+_STAY_IGNORED = (signal.SIGHUP, signal.SIGQUIT)
 # SLURM signals every process of a job, and torchrun forwards its signal.  Such a repetition is not a second signal.
 SECONDS_OF_ECHO = 1.0
 SECONDS_TO_PRINT = 2.0  # limit for printing a line or flushing, because the thread that holds the stream may hang
@@ -63,7 +65,8 @@ class StopSignals:
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
         self._wakeup_before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
-        self._handlers_before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        received = [number for number in SIGNALS if not _stays_ignored(number)]
+        self._handlers_before = {number: signal.signal(number, self._handle) for number in received}
         _active, _is_handling = self, True
         return self
 
@@ -142,6 +145,10 @@ class StopSignals:
         except OSError:
             return False
         return True
+
+
+def _stays_ignored(number: signal.Signals) -> bool:
+    return number in _STAY_IGNORED and signal.getsignal(number) is signal.SIG_IGN
 
 
 def _before_fork() -> None:

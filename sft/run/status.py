@@ -13,6 +13,7 @@ import socket
 import time
 import traceback as traces
 import uuid
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -22,6 +23,7 @@ from sft.errors import ConfigError, SftError, StorageError
 
 FILE = "run_state.json"
 FAILURE = "run_state.failure.json"
+_MOST_REASON = 500  # characters, so that the file fits into its first block of 4096 bytes
 MAX_STARTS = 3
 
 Kind = Literal["running", "done", "preempted", "failed-retryable", "failed-fatal"]
@@ -123,8 +125,12 @@ def fail(folder: Path, start_id: str | None, error: BaseException, *, rank: int,
         os.link(own, folder / FAILURE)
     except FileExistsError:
         pass  # another rank has recorded its failure first
+    except OSError:
+        _overwrite(folder / FILE, replace(failed, traceback=None, reason=(failed.reason or "")[:_MOST_REASON]))
+        raise
     finally:
-        own.unlink(missing_ok=True)
+        with suppress(OSError):
+            own.unlink(missing_ok=True)
     _publish_failure(folder)
 
 
@@ -180,6 +186,22 @@ def _change(folder: Path, start_id: str | None, step: int, **changes: Any) -> No
         replace_text(folder / FILE, _text(replace(before, step=step, **changes, **_now())), sync=True)
     if (folder / FAILURE).exists():  # written since the check above
         _publish_failure(folder)
+
+
+def _overwrite(path: Path, status: Status) -> None:
+    """Write the status into the blocks that the file already has, because a full disk has no others.
+
+    A reader may meet half of it; there is no other way left to say that the run has ended.
+    """
+    content = _text(status).encode()
+    with suppress(OSError):
+        file = os.open(path, os.O_WRONLY)
+        try:
+            os.pwrite(file, content, 0)
+            os.truncate(file, len(content))
+            os.fsync(file)
+        finally:
+            os.close(file)
 
 
 def _publish_failure(folder: Path) -> None:

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from sft.errors import ConfigError
+from sft.disk_errors import unusable
 
 SECONDS_BETWEEN_CHECKS = 1.0  # or a tenth of the timeout, if that is less
 SECONDS_MORE_FOR_FAULTHANDLER = 10.0  # added to the timeout and `linger_s`, because `on_hang` may hang as well
@@ -63,7 +63,7 @@ class Watchdog:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = self._path.open("a", encoding="utf-8")
             except OSError as error:
-                raise ConfigError(f"run.dir: {self._path} cannot be written: {error}.") from error
+                raise unusable(f"run.dir: {self._path} cannot be written", self._path.parent, error) from error
             self._thread.start()
             _active = self
         return self

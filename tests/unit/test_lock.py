@@ -13,7 +13,7 @@ import pytest
 
 from sft.errors import ConfigError
 from sft.run import lock
-from sft.run.lock import RunLock
+from sft.run.lock import RunLock, is_gone
 from tests.unit.fixtures.disk import watch_disk
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -255,6 +255,29 @@ def test_a_fork_neither_beats_nor_removes(tmp_path: Path) -> None:
             os._exit(1 if is_held else 0)
         assert os.waitpid(child, 0)[1] == 0
         assert held.held() and os.listdir(tmp_path) == ["run.lock"]
+
+
+@pytest.mark.parametrize(("kind", "name"), [("link", "a link"), ("folder", "a folder"), ("pipe", "no plain file")])
+def test_a_lock_that_is_no_file_is_refused_at_once(tmp_path: Path, kind: str, name: str) -> None:
+    lock = tmp_path / "run.lock"
+    {"link": lambda: lock.symlink_to("gone"), "folder": lock.mkdir, "pipe": lambda: os.mkfifo(lock)}[kind]()
+    with pytest.raises(ConfigError) as error, RunLock(tmp_path, report=print):
+        pass
+    assert str(error.value) == f"{lock} is {name}, so it is not the lock of a run.  Remove it, and start the run again."
+    assert os.listdir(tmp_path) == ["run.lock"]
+
+
+def test_whether_the_last_run_has_ended(tmp_path: Path) -> None:
+    """As far as this machine knows: another one may hold a run that is alive."""
+    assert is_gone(tmp_path)
+    with RunLock(tmp_path, report=print):
+        assert not is_gone(tmp_path)
+        lock = json.loads((tmp_path / "run.lock").read_text())
+    for changed, expected in (({}, False), ({"started": 0.5}, True), ({"started": 0.5, "machine": "other"}, False)):
+        (tmp_path / "run.lock").write_text(json.dumps({**lock, **changed}))
+        assert is_gone(tmp_path) is expected
+    (tmp_path / "run.lock").write_text("garbage")
+    assert not is_gone(tmp_path)
 
 
 def test_a_lock_removed_by_hand_is_not_held(tmp_path: Path) -> None:

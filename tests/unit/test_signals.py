@@ -95,6 +95,29 @@ def test_the_first_is_told_at_once_and_the_second_leaves(
     assert end(process) == (code, [f"{name}: exiting at once"])
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
+def test_a_terminal_that_closes_stops_the_run_as_sigterm_does(start: Start, number: signal.Signals) -> None:
+    process = start(STUCK)
+    process.send_signal(number)
+    assert line(process) == f"not flushed{number.name}{FIRST.removeprefix('SIGUSR1')}"
+    process.send_signal(signal.SIGTERM)
+    assert end(process) == (143, ["SIGTERM: exiting at once"])
+
+
+def test_what_nohup_ignores_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGQUIT)}
+    try:
+        with StopSignals(grace_s=60, deadline=None, report=print) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGQUIT)
+            assert [signal.getsignal(number) for number in before] == [signal.SIG_IGN] * 2
+        assert stop.reason is None
+        assert [signal.getsignal(number) for number in before] == [signal.SIG_IGN] * 2
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_stdout_is_flushed_before_it_leaves(start: Start) -> None:
     process = start(STUCK.replace("report=tell", "report=lambda line: None"))
     process.send_signal(signal.SIGUSR1)

@@ -1,6 +1,7 @@
 """run_state.json: what it says after each thing that can happen, and who wins when many write."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -155,6 +156,22 @@ print("ready", flush=True)
 sys.stdin.readline()
 fail(Path(sys.argv[1]), None, RuntimeError("x" * 20000), rank=int(sys.argv[2]), step=3)
 """
+
+
+def test_a_full_disk_still_takes_the_end_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the blocks that run_state.json has; the caller hears of it, and the traceback is left out."""
+    start = status.begin(tmp_path, step=3)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        status.fail(tmp_path, start.start_id, StorageError("the disk is full. " * 9), rank=0, step=5)
+    state = status.read(tmp_path)
+    assert state is not None
+    assert (state.status, state.step, state.traceback) == ("failed-retryable", 5, None)
+    assert os.listdir(tmp_path) == ["run_state.json"]
 
 
 def test_four_failures_at_once(tmp_path: Path) -> None:

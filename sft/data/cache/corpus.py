@@ -21,6 +21,7 @@ from sft.data.cache.store import Store, open_store
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.read.named_dataset import LoadedDataset
 from sft.data.read.rows import DataFile, row_name
+from sft.disk_errors import unusable
 from sft.errors import DataError
 
 _TOKENS_AT_ONCE = 1 << 24
@@ -156,7 +157,11 @@ def map_prepared(
     prepared: Sequence[tuple[DataFile, Path]], data: DataConfig, names: Sequence[str] | None = None, *, command: str
 ) -> Corpus:
     """The corpus of the stores that `find_prepared` found; `names` holds the source of each file."""
-    stores = [open_store(folder) for _, folder in prepared]
+    try:
+        stores = [open_store(folder) for _, folder in prepared]
+    except OSError as error:  # of a disk, or too many open files: the stores may be complete
+        folder = prepared[0][1].parent
+        raise unusable(f"the tokenised data in {folder} cannot be read", folder, error, DataError) from error
     missing = [str(file) for (file, _), store in zip(prepared, stores, strict=True) if store is None]
     if missing:
         raise DataError(

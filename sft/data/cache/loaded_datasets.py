@@ -123,7 +123,7 @@ def _remembered(wanted: NamedDataset, cache_dir: Path) -> _Memo | None:
             slices=tuple(TableSlice(Path(file), first, stop) for file, first, stop in slices),
             columns=None if columns is None else tuple((key, column) for key, column in columns),
         )
-    except (OSError, ValueError, KeyError, TypeError):  # never loaded, or a damaged memo
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):  # never loaded, or a damaged memo
         return None
     return _Memo(dataset, folder)
 

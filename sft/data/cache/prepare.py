@@ -6,6 +6,7 @@ does not depend on the process that makes them.  If a faster process removes the
 starts this file again and then finds the store.  `encoder.py` makes samples, and `folders.py` names stores.
 """
 
+import errno
 import os
 import shutil
 import time
@@ -31,7 +32,8 @@ from sft.data.cache.tokenizer_notes import say_notes
 from sft.data.cache.workers import FileJob, PartResult, make_parts, part_path, part_ranges, read_part
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.read.rows import DataFile, index_rows, row_name
-from sft.errors import DataError
+from sft.disk_errors import unusable
+from sft.errors import DataError, SftError
 
 # With on_bad_row = skip, a larger share of unusable rows is an error: the template or the format of the file is wrong.
 LARGEST_SKIPPED_SHARE = 0.1
@@ -71,10 +73,19 @@ def prepare(
                 stores[folder] = store
         stores |= _tokenise(list(jobs.values()), num_processes(data), console, refuse=data.on_omitted == "error")
     except OSError as error:
-        raise DataError(f"tokenised data cannot be written to data.cache_dir {cache_dir}: {error}.") from error
+        raise _failure(cache_dir, error) from error
     corpus = make_corpus(files, [stores[folder] for folder in folders], data, names)
     corpus.check_omitted(data, tokenizer)
     return corpus
+
+
+def _failure(cache_dir: Path, error: OSError) -> SftError:
+    """The sentence about an error of the disk, of data.cache_dir only if it is to blame."""
+    is_of_process = error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ECHILD)
+    if is_of_process or (error.filename and not Path(os.fsdecode(error.filename)).is_relative_to(cache_dir)):
+        return unusable("the data cannot be tokenised", cache_dir, error, DataError)
+    doing = "read or written in" if error.errno == errno.EIO else "written to"
+    return unusable(f"tokenised data cannot be {doing} data.cache_dir {cache_dir}", cache_dir, error, DataError)
 
 
 def num_processes(data: DataConfig) -> int:

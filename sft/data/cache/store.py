@@ -48,7 +48,7 @@ class Store:
 
 
 def open_store(folder: Path, *, verify: bool = False) -> Store | None:
-    """The store in `folder`, or None if it is missing, incomplete or changed.
+    """The store in `folder`, or None if it is missing, incomplete or changed.  Raises OSError if it cannot be read.
 
     Always checks sizes and the digest of ledger.json.  Only `verify` checks all bytes, because a rank would read the
     whole corpus before its first step (100 GB at 1 GB/s: 2 minutes; a thousand ranks on one file system: much longer).
@@ -71,8 +71,8 @@ def open_store(folder: Path, *, verify: bool = False) -> Store | None:
             largest_id=content.get("largest_id"),
             digest=_json_digest([content["weights"], [content["files"][f"{name}.npy"]["digest"] for name in _ARRAYS]]),
         )
-    except (OSError, ValueError, EOFError, KeyError, TypeError, AttributeError):
-        return None
+    except (FileNotFoundError, NotADirectoryError, ValueError, EOFError, KeyError, TypeError, AttributeError):
+        return None  # any other OSError is about the disk or this process, and not about the store
 
 
 def write_store(temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray) -> None:

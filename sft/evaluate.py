@@ -54,7 +54,8 @@ def main(recipe: Recipe, layout: Layout, source: str | None, json_file: Path | N
     console = Console(groups.rank, sys.stderr)
     hub.check_commits(all_gather_objects(hub.commits, groups.control))
     tokenizer = tokenizer_of(config)
-    checkpoint, start = broadcast_from_rank0(lambda: choose(config, source, tokenizer, console), groups.control)
+    checkpoint, text = broadcast_from_rank0(lambda: _chosen(config, source, tokenizer, console), groups.control)
+    start = Config.model_validate_json(text)
     data = HeldOutData(config, tokenizer, recipe.arguments, layout, groups, console)
     trained = trained_weights(start, data.vocab_size)
     engine = Engine(start, layout, groups, vocab_size=data.vocab_size, num_steps=1, trained=trained, trains=False)
@@ -92,6 +93,12 @@ def score(engine: Engine, data: HeldOutData, console: Console, step: int) -> dic
             raise TrainingError(f"the held-out loss of {name} after step {step} is {totals.objective}.")
         records[name] = log.evaluation(step, name, totals, seconds=time.monotonic() - started)
     return records
+
+
+def _chosen(config: Config, source: str | None, tokenizer: ChatTokenizer, console: Console) -> tuple[Path | None, str]:
+    """What `choose` returns, in a form that rank 0 can send."""
+    checkpoint, start = choose(config, source, tokenizer, console)
+    return checkpoint, start.model_dump_json()
 
 
 def choose(

@@ -18,12 +18,14 @@ from sft.atomic_files import replace_text
 from sft.errors import CheckpointError
 from sft.file_digest import Entry, entry_of
 from sft.folder_files import LIST_BYTES, is_name, read_json
+from sft.parallel.messages import message
 
 NAME = "manifest.json"
 FORMAT = "sft checkpoint 1"
 Verify = Literal["off", "size", "full"]
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """The files of a checkpoint by name, and facts: its step, its TrainState ("state") and its Conditions.
@@ -37,6 +39,9 @@ class Manifest:
     @property
     def num_bytes(self) -> int:
         return sum(entry.num_bytes for entry in self.files.values())
+
+
+message(Entry)
 
 
 def write(folder: Path, manifest: Manifest) -> None:

@@ -39,7 +39,13 @@ def load_for_reading(engine: Engine, config: Config, checkpoint: Path | None, co
 
 def _check_base(engine: Engine, config: Config, checkpoint: Path) -> None:
     """Raise CheckpointError if the adapters of the checkpoint were trained beside other weights.  Collective."""
-    stored = broadcast_from_rank0(lambda: safe_reader.common_state(checkpoint).get("sft"), engine.groups.control)
-    if stored is not None:
+    bases = broadcast_from_rank0(lambda: _stored_bases(checkpoint), engine.groups.control)
+    for stored in bases:
         base = base_digest(config, checkpoint.parent.parent, engine.groups, remembers=False)
-        continuation.check_base(checkpoint, stored.get("base"), base)
+        continuation.check_base(checkpoint, stored, base)
+
+
+def _stored_bases(checkpoint: Path) -> list[str | None]:
+    """The digest of the weights that the adapters were trained with; empty if another program wrote the checkpoint."""
+    stored = safe_reader.common_state(checkpoint).get("sft")
+    return [] if stored is None else [stored.get("base")]

@@ -3,6 +3,10 @@
 If one rank raises an error, every rank raises, so no rank waits for a failed one.  Gradients, losses and activations do
 not use these collectives.  Callers pass the gloo group of all ranks (`Position.control`): over NCCL, a message about a
 file would wait for the work of the GPU.
+
+torch's own collectives for objects send pickles, which run code in the receiver.  These send messages (messages.py).
+A rank checks how many bytes it will receive before it allocates them.  All raise ConfigError if a rank sends anything
+but a message.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,9 +15,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from sft.errors import SftError
+from sft.errors import ConfigError
+from sft.parallel import messages, tensor_messages  # noqa: F401 - registers tensors
 
 T = TypeVar("T")
+R = TypeVar("R")
+
+MAX_BYTES = 4 << 30  # that a rank receives in one collective, from all ranks together
 
 
 def broadcast_from_rank0(decide: Callable[[], T], group: dist.ProcessGroup) -> T:
@@ -22,16 +30,14 @@ def broadcast_from_rank0(decide: Callable[[], T], group: dist.ProcessGroup) -> T
     Used for decisions about files, because another node may see a file later than rank 0.
     `group` holds all ranks.
     """
-    answer: list[Any] = [None, None]  # result, error
-    error: Exception | None = None
-    if dist.get_rank() == 0:
-        answer[0], error = _attempt(decide)
-        answer[1] = _sendable(error)
-    dist.broadcast_object_list(answer, group=group)
-    if error or answer[1] is not None:
-        raise error or answer[1]
-    result: T = answer[0]
-    return result
+    if dist.get_rank() != 0:
+        result: T = _received(_broadcast(b"", group), rank=0)
+        return result
+    own, error, message = _attempt(decide)
+    _broadcast(message, group)
+    if error is not None:
+        raise error
+    return own  # type: ignore[return-value]
 
 
 def all_gather_objects(make: Callable[[], T], group: dist.ProcessGroup) -> list[T]:
@@ -39,13 +45,34 @@ def all_gather_objects(make: Callable[[], T], group: dist.ProcessGroup) -> list[
 
     If `make` raises on one rank, every rank raises.  `group` holds all ranks.
     """
-    value, error = _attempt(make)
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (value, _sendable(error)), group=group)
-    errors = [sent for _, sent in gathered if sent is not None]
-    if error or errors:
-        raise error or errors[0]
-    return [result for result, _ in gathered]
+    _, error, message = _attempt(make)
+    gathered = all_gather_bytes(message, group)
+    if error is not None:
+        raise error
+    return [_received(sent, rank) for rank, sent in enumerate(gathered)]
+
+
+def through_rank0(make: Callable[[], T], decide: Callable[[list[T]], Sequence[R]], group: dist.ProcessGroup) -> R:
+    """Every rank calls `make`, rank 0 calls `decide` with all results, and rank i returns the i-th of its answers.
+
+    Collective.  If `make` or `decide` raises on one rank, every rank raises.  `group` holds all ranks.
+    """
+    _, error, message = _attempt(make)
+    gathered = _gather(message, group)
+    answers: list[bytes] = []
+    if dist.get_rank() == 0:
+        decided, failure, refusal = _attempt(
+            lambda: [
+                messages.encode({"value": answer})
+                for answer in decide([_received(sent, rank) for rank, sent in enumerate(gathered)])
+            ]
+        )
+        answers, error = decided or [refusal] * len(gathered), error or failure
+    answer = _scatter(answers, group)
+    if error is not None:
+        raise error
+    result: R = _received(answer, rank=0)
+    return result
 
 
 def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
@@ -58,15 +85,93 @@ def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int
     return maxima.tolist()
 
 
-def _attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def all_gather_bytes(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """The messages of all ranks, in order of rank.  Collective."""
+    sizes = _sizes_of_all(message, group)
+    received = [_buffer(b"", max(sizes)) for _ in sizes]
+    dist.all_gather(received, _buffer(message, max(sizes)), group=group)
+    return [_bytes(buffer, size) for buffer, size in zip(received, sizes)]
+
+
+def _gather(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """On rank 0 the messages of all ranks, elsewhere an empty list."""
+    sizes = _sizes_of_all(message, group)
+    received = [_buffer(b"", max(sizes)) for _ in sizes] if dist.get_rank() == 0 else None
+    dist.gather(_buffer(message, max(sizes)), received, 0, group=group)
+    return [_bytes(buffer, size) for buffer, size in zip(received or [], sizes)]
+
+
+def _broadcast(message: bytes, group: dist.ProcessGroup) -> bytes:
+    """Rank 0's message.  The other ranks pass none."""
+    size = torch.tensor([len(message)])
+    dist.broadcast(size, 0, group=group)
+    (announced,) = _checked(size.tolist())
+    buffer = _buffer(message, announced)
+    dist.broadcast(buffer, 0, group=group)
+    return _bytes(buffer, announced)
+
+
+def _scatter(all_messages: list[bytes], group: dist.ProcessGroup) -> bytes:
+    """This rank's message of those that rank 0 passes.  The other ranks pass none."""
+    sizes = torch.tensor([len(message) for message in all_messages] or [0] * dist.get_world_size())
+    dist.broadcast(sizes, 0, group=group)
+    longest = max(_checked(sizes.tolist()))
+    buffer = _buffer(b"", longest)
+    dist.scatter(buffer, [_buffer(message, longest) for message in all_messages] or None, 0, group=group)
+    return _bytes(buffer, int(sizes[dist.get_rank()]))
+
+
+def _sizes_of_all(message: bytes, group: dist.ProcessGroup) -> list[int]:
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(message)]), group=group)
+    return _checked([int(size) for size in sizes])
+
+
+def _checked(sizes: list[int]) -> list[int]:
+    """The announced sizes of messages.  Raises ConfigError if one is not a size, or too large."""
+    for rank, size in enumerate(sizes):
+        if not 0 < size <= MAX_BYTES // len(sizes):
+            raise ConfigError(_stranger(rank, f"announced a message of {size:,} bytes"))
+    return sizes
+
+
+def _buffer(message: bytes, size: int) -> torch.Tensor:
+    """A tensor of `size` bytes that begins with the message."""
+    buffer = torch.zeros(size, dtype=torch.uint8)
+    buffer[: len(message)] = torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[: len(message)]
+    return buffer
+
+
+def _bytes(buffer: torch.Tensor, size: int) -> bytes:
+    content: bytes = buffer[:size].numpy().tobytes()
+    return content
+
+
+def _attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None, bytes]:
+    """The result or the error of `make`, and the message that says it to the other ranks."""
     try:
-        return make(), None
+        result = make()
+        return result, None, messages.encode({"value": result})
     except Exception as error:
-        return None, error
+        return None, error, messages.encode({"error": messages.of_error(error, dist.get_rank())})
 
 
-def _sendable(error: Exception | None) -> Exception | None:
-    """What the other ranks raise: `error` itself if a user or a disk can cause it, else its text with this rank."""
-    if error is None or isinstance(error, SftError | OSError):
-        return error
-    return RuntimeError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
+def _received(message: bytes, rank: int) -> Any:
+    """The result that `rank` sent.  Raises the error that it sent, or ConfigError if it sent something else."""
+    try:
+        content = messages.decode(message)
+        if isinstance(content, dict) and list(content) == ["value"]:
+            return content["value"]
+        if not isinstance(content, dict) or list(content) != ["error"]:
+            raise messages.InvalidMessage("neither a value nor an error")
+        error = messages.to_error(content["error"])
+    except messages.InvalidMessage as reason:
+        raise ConfigError(_stranger(rank, f"sent bytes that are no message of this program: {reason}")) from None
+    raise error
+
+
+def _stranger(rank: int, act: str) -> str:
+    return (
+        f"rank {rank} {act}.  Nothing of it was run.  All ranks must run the same version of sft.  If they do, "
+        "another program has connected as a rank: let only the nodes of the run reach MASTER_PORT and each other."
+    )

@@ -12,11 +12,13 @@ import numpy as np
 
 from sft.batch import Microbatch, Sample
 from sft.parallel.collectives import all_gather_objects
+from sft.parallel.messages import message
 from sft.parallel.position import Position
 
 NameOf = Callable[[Sample], str]  # the name of a sample's row
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class _Part:
     """One microbatch on one rank, as its description for the other ranks."""

@@ -23,6 +23,7 @@ from sft.mcore.engine import Engine
 from sft.mcore.hidden_states import observed, rows_of, sketch
 from sft.parallel.collectives import all_gather_objects
 from sft.parallel.layout import Layout
+from sft.parallel.messages import message
 from sft.probe import inputs
 from sft.probe.report import Report
 from sft.probe.session import Session, model, session
@@ -57,6 +58,7 @@ class Subject:
         return samples
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class Leak:
     """Tokens of one document that changed or have a gradient after one layer, but must not; over all ranks of a pack.

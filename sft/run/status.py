@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 
 from sft.atomic_files import flush, replace_text
 from sft.errors import ConfigError, SftError, StorageError
+from sft.parallel.messages import message
 
 FILE = "run_state.json"
 FAILURE = "run_state.failure.json"
@@ -29,6 +30,7 @@ MAX_STARTS = 3
 Kind = Literal["running", "done", "preempted", "failed-retryable", "failed-fatal"]
 
 
+@message
 @dataclass(frozen=True)
 class Status:
     status: Kind

@@ -175,9 +175,9 @@ def write_half(folder: str) -> str:
     with scenarios.running([]) as engine:
         half = ShardedTensor.from_rank_offsets("a", torch.ones(2, 3), (0, 0, 2))
         plans = save_plans.SavePlans()
-        one = torch_dist_files.select_shards([half], [], engine.groups.collection.dp_cp, {}, plans)
+        one = torch_dist_files.select_shards([half], [], engine.groups, {}, plans)
         with pytest.raises(StorageError) as error:
-            torch_dist_files.write(one, Path(folder), None, plans)
+            torch_dist_files.write(one, Path(folder), engine.groups.control, plans)
         return str(error.value)
 
 

@@ -13,7 +13,14 @@ import pytest
 from sft.checkpoint import folders, manifest
 from sft.checkpoint import saver as saving
 from sft.estimate import memory
-from sft.mcore.checkpoint_io import engine_state, optimizer_shards, safe_reader, save_plans, torch_dist_files
+from sft.mcore.checkpoint_io import (
+    engine_state,
+    optimizer_shards,
+    safe_reader,
+    save_plans,
+    shard_owners,
+    torch_dist_files,
+)
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 from tests.ranks.saving import ASYNC, Run, listing, run_of
@@ -126,10 +133,10 @@ def test_later_saves_reuse_the_plans_of_the_first(ranks: Ranks, tmp_path: Path, 
 
 
 def save_three_times(overrides: list[str], folder: str) -> dict[str, Any]:
-    plan, share = save_plans.create_default_global_save_plan, save_plans.determine_main_replica_uniform_distribution
+    plan, share = save_plans.create_default_global_save_plan, shard_owners.writers
     with (
         mock.patch.object(save_plans, "create_default_global_save_plan", wraps=plan) as planned,
-        mock.patch.object(save_plans, "determine_main_replica_uniform_distribution", wraps=share) as distributed,
+        mock.patch.object(shard_owners, "writers", wraps=share) as distributed,
         mock.patch.object(manifest, "entry_of", wraps=manifest.entry_of) as read,
         run_of(overrides, folder) as run,
     ):

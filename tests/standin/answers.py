@@ -3,7 +3,8 @@
 `python -m tests.standin.answers train ...` runs `sft train ...` with these replacements:
 
 finite     the check for finite weights, which runs on the device, always returns true
-objects    megatron-core plans a save with messages over NCCL; they go over gloo.  The messages of sft always do
+objects    megatron-core compares its groups of parameters with messages over NCCL; they go over gloo.  The messages of
+           sft always do
 """
 
 from typing import Any

@@ -27,6 +27,7 @@ from sft.mcore.engine import Engine, release, weights_changed
 from sft.mcore.optimizer import build
 from sft.metrics.accumulator import Accumulator
 from sft.metrics.totals import Totals
+from sft.parallel import collectives
 from sft.parallel.layout import Layout
 from tests.allocations import cuda
 from tests.allocations.categories import OTHER, Peak, peak
@@ -87,6 +88,9 @@ def alone(model: ModelConfig, layout: Layout, rank: int) -> Iterator[None]:
     def all_gather_object(objects: list[Any], obj: Any, group: Any = None) -> None:
         objects[:] = [obj] * len(objects)
 
+    def all_gather_bytes(message: bytes, group: Any) -> list[bytes]:
+        return [message] * layout.world_size
+
     own = Accumulator.totals
 
     def totals(self: Accumulator, *given: Any) -> Totals:
@@ -97,6 +101,7 @@ def alone(model: ModelConfig, layout: Layout, rank: int) -> Iterator[None]:
     with (
         mock.patch.multiple(dist, new_group=of_nothing, all_gather_object=all_gather_object),
         mock.patch.multiple(dist, **{name: _holding(getattr(dist, name)) for name in _IN_TRANSFER}),
+        mock.patch.object(collectives, "all_gather_bytes", all_gather_bytes),
         mock.patch.object(process_groups.ProcessGroups, "reports", True),
         mock.patch.object(Accumulator, "totals", totals),
         mock.patch.object(build, "_norm", lambda optimizer, device: 1.0),

@@ -17,6 +17,7 @@ from typing import Any
 from sft.config import NamedDataset
 from sft.data.read.tables import TableSlice, column_names, count_table
 from sft.errors import DataError
+from sft.parallel.messages import message
 
 _FORMATS = {"parquet", "json", "csv", "text", "arrow", "cache"}  # of `datasets`; cache: loaded before
 _SAVED = ("state.json", "dataset_dict.json")  # files of save_to_disk
@@ -27,6 +28,7 @@ class HubUnreachable(DataError):
     """The hub does not answer, or must not be asked (HF_HUB_OFFLINE), and no cached copy can be used."""
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class LoadedDataset:
     """Rows of Arrow files, under the name of a dataset.

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from sft.data.read.strict_json import Unreadable, parse_json
 from sft.errors import DataError
+from sft.parallel.messages import message
 
 _ROWS_AT_ONCE = 64  # a small number, because long rows need much memory as Python objects
 _ARROW_FILE = b"ARROW1"  # the first bytes of Arrow's file format; datasets writes Arrow's stream format
@@ -24,6 +25,7 @@ Columns = Sequence[tuple[str, str]]  # (our key, their column)
 Part = tuple[int, Callable[[], Iterable[Any]]]  # number of rows, and a function that loads them as record batches
 
 
+@message
 class TableSlice(NamedTuple):
     """Rows `first` to `stop` of an Arrow file, counted from 0."""
 

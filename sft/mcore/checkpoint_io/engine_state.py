@@ -47,8 +47,8 @@ def snapshot(engine: Engine, plain: dict[str, Any], plans: SavePlans | None = No
     # Modules store objects as well as tensors: Transformer Engine stores its scaling factors.
     of_modules = [entry for entry in nested_values(model) if isinstance(entry, ShardedObject)]
     objects = [*of_modules, rng.describe(engine.groups)]
-    replicas = engine.groups.collection.dp_cp
-    return torch_dist_files.select_shards(tensors, objects, replicas, _common(engine, plain), plans or SavePlans())
+    common = _common(engine, plain)
+    return torch_dist_files.select_shards(tensors, objects, engine.groups, common, plans or SavePlans())
 
 
 def write(
@@ -80,7 +80,7 @@ def load(engine: Engine, folder: Path) -> dict[str, Any]:
     step = _stored_step(common, folder)
     tensors = list(sharded_tensors(model))
     _check_shapes([*tensors, *wanted], stored, folder)
-    torch_dist_files.read_replicated(tensors, reader, engine.groups.collection.dp_cp)
+    torch_dist_files.read_replicated(tensors, reader, engine.groups)
     torch_dist_files.read(wanted, reader)
     if engine.config.run.fp8 == "delayed":
         modules = [chunk.module for chunk in engine.chunks]
@@ -121,7 +121,7 @@ def load_trained(engine: Engine, folder: Path) -> None:
 def _load_weights(engine: Engine, state: dict[str, Any], folder: Path) -> None:
     tensors, reader = list(sharded_tensors(state)), safe_reader.SafeReader(folder)
     _check_shapes(tensors, safe_reader.tensors(reader), folder)
-    torch_dist_files.read_replicated(tensors, reader, engine.groups.collection.dp_cp)
+    torch_dist_files.read_replicated(tensors, reader, engine.groups)
     weights_changed(engine)
 
 

@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from sft.mcore.process_groups import ProcessGroups
+from sft.parallel.collectives import all_gather_objects
 
 KEY = "rng_state"
 
@@ -25,10 +26,8 @@ def describe(groups: ProcessGroups) -> ShardedObject:
 
     Collective.  Every rank of Megatron-LM reads the first state, or its own with --data-parallel-random-init.
     """
-    group = groups.collection.dp_cp
-    states: list[Any] = [None] * group.size()
-    dist.all_gather_object(states, _state(), group=group)
-    return _object(groups, states)
+    of_all = all_gather_objects(_state, groups.control)
+    return _object(groups, [of_all[rank] for rank in dist.get_process_group_ranks(groups.collection.dp_cp)])
 
 
 def key_of(groups: ProcessGroups) -> str:

@@ -9,16 +9,27 @@ parts alone.  So later saves reuse the first plan, and exchange only what they w
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
 import torch.distributed.checkpoint.metadata as md
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.strategies.fully_parallel import determine_main_replica_uniform_distribution
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
+from sft.mcore.checkpoint_io import shard_owners
 from sft.mcore.checkpoint_io.chunk_index import ChunkIndex
+from sft.mcore.process_groups import ProcessGroups
+from sft.parallel.messages import message
+
+# What ranks send each other about a save: plans, and what was written.
+_SENT: tuple[type, ...] = (
+    *(SavePlan, WriteItem, WriteItemType, TensorWriteData, WriteResult, _StorageInfo, _StoragePrefix),
+    *(md.MetadataIndex, md.ChunkStorageMetadata, md.TensorProperties),
+)
+for _kind in _SENT:
+    message(_kind)
 
 
 class SavePlans:
@@ -35,11 +46,11 @@ class SavePlans:
         self.final: SavePlan | None = None
         self.index: md.Metadata | None = None
 
-    def distribution(self, shards: Mapping[str, ShardedTensor], replicas: dist.ProcessGroup) -> Any:
-        """Which rank of `replicas` writes which of the shards that several ranks hold.  Collective the first time."""
+    def distribution(self, shards: Mapping[str, ShardedTensor], groups: ProcessGroups) -> Any:
+        """Which rank of dp_cp writes which of the shards that several ranks hold.  Collective the first time."""
         parts = [(shard.key, shard.global_offset, shard.replica_id) for shard in shards.values()]
         if self._replicated is None:
-            self._replicated = parts, determine_main_replica_uniform_distribution(dict(shards), replicas)
+            self._replicated = parts, shard_owners.writers(list(shards.values()), groups)
         first, distribution = self._replicated
         assert parts == first, "these plans are for another engine"
         return distribution

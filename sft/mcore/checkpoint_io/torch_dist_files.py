@@ -1,32 +1,32 @@
 """Writes shards to files in the torch_dist format and reads them: assigns the bytes of a checkpoint to ranks.
 
 One of the ranks that hold a replicated tensor writes it, one reads it, and the work is spread evenly.  Torch's
-distributed checkpoint writes in threads.  If training continues during a save, tensors are copied first.  Core's own
-writer is not used: it forks processes, which takes seconds per save, and the processes outlive a killed rank.
+distributed checkpoint plans and writes, in threads.  Its own `save` is not used: it would send the plans as pickles.
+If training continues during a save, tensors are copied first.  Core's own writer is not used: it forks processes, which
+takes seconds per save, and the processes outlive a killed rank.
 
 `engine_state.py` decides which tensors are stored.  `safe_reader.py` decides what a file may contain.
 """
 
 import io
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelLoadStrategyWrapper,
     distribute_main_replicas_with_precomputed_distribution,
 )
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -34,9 +34,12 @@ from torch.futures import Future
 from sft.atomic_files import why_not_written
 from sft.errors import CheckpointError, StorageError
 from sft.file_digest import Entry, HashingFile
-from sft.mcore.checkpoint_io import safe_reader
+from sft.mcore.checkpoint_io import safe_reader, shard_owners
 from sft.mcore.checkpoint_io.save_plans import SavePlanner, SavePlans
-from sft.parallel.collectives import all_gather_objects
+from sft.mcore.process_groups import ProcessGroups
+from sft.parallel.collectives import all_gather_objects, through_rank0
+
+T = TypeVar("T")
 
 CHUNK_BYTES = 256 << 20  # largest size of a stored chunk; reading one row reads the whole chunk
 
@@ -105,16 +108,17 @@ class CopyBuffers:
 def select_shards(
     shards: Sequence[ShardedTensor],
     objects: Sequence[ShardedObject],
-    replicas: dist.ProcessGroup,
+    groups: ProcessGroups,
     common: dict[str, Any],
     plans: SavePlans,
 ) -> Snapshot:
     """The snapshot of this rank: the tensors and objects that it writes, out of those that it holds.
 
-    Collective over `replicas`, the data- and context-parallel ranks, which divide the tensors they all hold evenly.
+    Collective.  The data- and context-parallel ranks divide the tensors that they all hold evenly.
     """
+    replicas = groups.collection.dp_cp
     by_number = {str(i): _with_all_axes(shard) for i, shard in enumerate(shards)}
-    distribution = plans.distribution(by_number, replicas)
+    distribution = plans.distribution(by_number, groups)
     distribute_main_replicas_with_precomputed_distribution(by_number, replicas, distribution)
     return Snapshot(
         shards=[chunk for s in by_number.values() if is_main_replica(s.replica_id) for chunk in _split(s)],
@@ -136,18 +140,46 @@ def _split(shard: ShardedTensor) -> Iterator[ShardedTensor]:
         yield replace(shard, data=chunk, local_shape=tuple(chunk.shape), global_offset=offset)
 
 
-def write(snapshot: Snapshot, folder: Path, group: dist.ProcessGroup | None, plans: SavePlans) -> dict[str, Entry]:
+def write(snapshot: Snapshot, folder: Path, group: dist.ProcessGroup, plans: SavePlans) -> dict[str, Entry]:
     """Write the tensors and objects of all ranks into `folder`.  Returns the files of this rank.  Collective.
 
     If one rank of `group` fails, all ranks raise StorageError.
     """
     state = {**_by_key(snapshot.shards), **snapshot.objects}
-    writer = _Writer(folder)
+    writer, planner, is_rank_0 = _Writer(folder), SavePlanner(plans), dist.get_rank() == 0
+    index: list[Metadata] = []  # on rank 0
+
+    def plan() -> SavePlan:
+        writer.reset()
+        planner.set_up_planner(state, writer.storage_meta(), is_rank_0)
+        writer.set_up_storage_writer(is_rank_0, rank=dist.get_rank(), use_collectives=True)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def plan_all(of_ranks: list[SavePlan]) -> list[SavePlan]:
+        planned, metadata = planner.create_global_plan(of_ranks)
+        index.append(metadata)
+        return writer.prepare_global_plan(planned)
+
+    def finish(of_ranks: list[list[WriteResult]]) -> list[None]:
+        writer.finish(index[0], of_ranks)
+        return [None for _ in of_ranks]
+
     try:
-        dcp.save(state, storage_writer=writer, planner=SavePlanner(plans), process_group=group)
-    except dcp.CheckpointException as error:  # a BaseException
-        raise StorageError(f"{folder.name} was not written: {_causes(error)}") from error
+        planned = through_rank0(partial(_of_rank, plan), partial(_of_rank, plan_all), group)
+        write_own = lambda: writer.write_data(planner.finish_plan(planned), planner).wait()  # noqa: E731
+        through_rank0(partial(_of_rank, write_own), partial(_of_rank, finish), group)
+    except StorageError as error:
+        raise StorageError(f"{folder.name} was not written: {error}") from error
     return writer.files.entries
+
+
+def _of_rank(step: Callable[..., T], *arguments: Any) -> T:
+    """The result of `step`.  Every error is raised as a StorageError that names the rank."""
+    try:
+        return step(*arguments)
+    except Exception as error:
+        cause = str(error) if isinstance(error, StorageError) else f"{type(error).__name__}: {error}".splitlines()[0]
+        raise StorageError(f"rank {dist.get_rank()}: {cause}") from error
 
 
 class _Writer(FileSystemWriter):
@@ -203,31 +235,28 @@ def read(shards: Sequence[ShardedTensor], source: Path | safe_reader.SafeReader)
     safe_reader.load(_by_key(wanted), source, planner)
 
 
-def read_replicated(
-    shards: Sequence[ShardedTensor], reader: safe_reader.SafeReader, replicas: dist.ProcessGroup
-) -> None:
-    """Like `read`, for tensors that all ranks of `replicas` need: each rank reads an even part and sends it to all.
+def read_replicated(shards: Sequence[ShardedTensor], reader: safe_reader.SafeReader, groups: ProcessGroups) -> None:
+    """Like `read`, for tensors that several data- and context-parallel ranks need: one of them reads and sends each.
 
-    Collective over `replicas`.
+    Collective.  If one rank raises an error, all raise.
     """
-    wanted = {str(i): _with_all_axes(shard) for i, shard in enumerate(shards)}
-    targets = {name: shard.data for name, shard in wanted.items()}
-    tensors = FullyParallelLoadStrategyWrapper(_ReadStrategy(reader), replicas).load(wanted, reader.path)
-    for name, target in targets.items():
-        if tensors[name].data_ptr() != target.data_ptr():  # another rank read it
-            target.copy_(tensors[name])
-
-
-class _ReadStrategy(TorchDistLoadShardedStrategy):
-    """Makes core's fully parallel load call `read` for a rank's part."""
-
-    def __init__(self, reader: safe_reader.SafeReader) -> None:
-        super().__init__()
-        self._reader = reader
-
-    def load(self, sharded_state_dict: Any, checkpoint_dir: Path, async_strategy: str = "mcore") -> Any:
-        read(list(sharded_state_dict.values()), self._reader)
-        return {name: shard.data for name, shard in sharded_state_dict.items()}
+    wanted, replicas = [_with_all_axes(shard) for shard in shards], groups.collection.dp_cp
+    if replicas.size() == 1:
+        return read(wanted, reader)
+    held: dict[shard_owners.ShardId, list[Tensor]] = {}
+    for shard in wanted:
+        held.setdefault(shard_owners.shard_id(shard), []).append(shard.data)
+    readers = shard_owners.readers(wanted, groups)
+    own = {id: shard for shard in wanted if readers[id := shard_owners.shard_id(shard)].rank == replicas.rank()}
+    all_gather_objects(lambda: read(list(own.values()), reader), groups.control)
+    for shard_id, (rank, shape, dtype, is_shared) in readers.items():
+        first, *others = held.get(shard_id) or [
+            torch.empty(shape if is_shared else 0, dtype=dtype, device=groups.device)
+        ]
+        if is_shared:
+            dist.broadcast(first, dist.get_global_rank(replicas, rank), group=replicas)
+        for other in others:
+            other.copy_(first)
 
 
 def _with_all_axes(shard: ShardedTensor) -> ShardedTensor:
@@ -249,12 +278,3 @@ def _bytes(data: Any) -> io.BytesIO:
     stream = io.BytesIO()
     torch.save([data], stream)
     return stream
-
-
-def _causes(error: dcp.CheckpointException) -> str:
-    """`rank 1: No space left on device; rank 3: ...`"""
-    causes = {
-        rank: str(cause) if isinstance(cause, StorageError) else f"{type(cause).__name__}: {cause}".splitlines()[0]
-        for rank, (cause, _) in error.failures.items()
-    }
-    return "; ".join(f"rank {rank}: {cause}" for rank, cause in sorted(causes.items()))

@@ -37,7 +37,7 @@ def num_threads(ranks: Sequence[Cores], rank: int) -> int:
 
 
 def _cores() -> Collection[int]:
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)  # macOS
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))  # macOS
 
 
 def _set_threads(number: int) -> Any:

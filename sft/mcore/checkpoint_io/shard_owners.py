@@ -1,0 +1,95 @@
+"""Chooses which of the ranks that hold the same shard of a tensor writes or reads it, so that all have even work.
+
+The choice is core's.  Core itself exchanges the shards of all ranks as pickles; here they are messages.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.exchange_utils import ShardDistribution, distribute_shards_to_ranks
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.utils import _sharded_tensor_shard_id
+
+from sft.mcore.process_groups import ProcessGroups
+from sft.parallel.collectives import all_gather_objects
+from sft.parallel.messages import message
+
+ShardId = tuple[Any, ...]  # key and offset
+
+
+@message
+class _Held(NamedTuple):
+    """A shard that a rank holds."""
+
+    shard: ShardId
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_main: bool  # core counts one of all ranks that hold the shard as the main one
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class Reader(NamedTuple):
+    """The rank that reads a shard."""
+
+    rank: int  # in the group dp_cp
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_shared: bool  # other ranks of the group need the shard, too
+
+
+shard_id = _sharded_tensor_shard_id
+
+
+def writers(shards: Sequence[ShardedTensor], groups: ProcessGroups) -> ShardDistribution | None:
+    """The rank of dp_cp that writes each shard whose main replica is in this group.  None: the group has one rank.
+
+    Collective.
+    """
+    if groups.collection.dp_cp.size() == 1:
+        return None
+    held = _held_by_all(shards, groups)
+    main = {of.shard for of_rank in held for of in of_rank if of.is_main}
+    holders = {shard: ranks for shard, ranks in _holders(held).items() if shard in main}
+    return ShardDistribution(_chosen(held, holders, main), main, {}, holders)
+
+
+def readers(shards: Sequence[ShardedTensor], groups: ProcessGroups) -> dict[ShardId, Reader]:
+    """The rank of dp_cp that reads each shard that a rank of this group holds; equal on all of them.  Collective."""
+    held = _held_by_all(shards, groups)
+    main = {of.shard for of_rank in held for of in of_rank if of.is_main}
+    holders = _holders(held)
+    described = {of.shard: of for of_rank in held for of in of_rank}
+    return {
+        shard: Reader(rank, described[shard].shape, described[shard].dtype, is_shared=len(holders[shard]) > 1)
+        for shard, rank in _chosen(held, holders, main).items()
+    }
+
+
+def _held_by_all(shards: Sequence[ShardedTensor], groups: ProcessGroups) -> list[list[_Held]]:
+    """What each rank of dp_cp holds.  Sent over gloo to all ranks of the run."""
+    own = {
+        shard_id(s): _Held(shard_id(s), tuple(s.local_shape), s.dtype, is_main_replica(s.replica_id)) for s in shards
+    }
+    of_all = all_gather_objects(lambda: list(own.values()), groups.control)
+    return [of_all[rank] for rank in dist.get_process_group_ranks(groups.collection.dp_cp)]
+
+
+def _holders(held: Sequence[Sequence[_Held]]) -> dict[ShardId, list[int]]:
+    holders: dict[ShardId, list[int]] = {}
+    for rank, of_rank in enumerate(held):
+        for of in of_rank:
+            holders.setdefault(of.shard, []).append(rank)
+    return holders
+
+
+def _chosen(
+    held: Sequence[Sequence[_Held]], holders: dict[ShardId, list[int]], main: set[ShardId]
+) -> dict[ShardId, int]:
+    sizes = {of.shard: of.num_bytes for of_rank in held for of in of_rank}
+    chosen: dict[ShardId, int] = distribute_shards_to_ranks(holders, sizes, len(held), set(holders) - main)
+    return chosen

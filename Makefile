@@ -68,9 +68,9 @@ demo: $(READY)
 	@$(MAKE) --no-print-directory demo-retrieval
 	@echo
 	@echo "Look at runs/demo/plot.png, and at the accuracy by distance in runs/demo-retrieval/plot.png."
-	@echo "Next, with $(BIN) on PATH (it holds sft and torchrun):"
-	@echo "  continue it         torchrun --standalone --nproc-per-node 2 -m sft train recipes/demo.yaml train.num_epochs=3"
-	@echo "  another layout      torchrun --standalone --nproc-per-node 2 -m sft train recipes/demo.yaml run.dir=runs/demo-tp parallel.cp=1 parallel.tp=2"
+	@echo "Next, with $(BIN) on PATH (it holds sft):"
+	@echo "  continue it         sft train recipes/demo.yaml train.num_epochs=3 --processes 2"
+	@echo "  another layout      sft train recipes/demo.yaml run.dir=runs/demo-tp parallel.cp=1 parallel.tp=2 --processes 2"
 	@echo "  the two curves      sft plot runs/demo runs/demo-tp"
 	@echo "  your own chats      launch/local.sh 2 recipes/demo.yaml run.dir=runs/mine data.train=my.jsonl"
 	@echo "  what a recipe does  sft check recipes/demo.yaml --world-size 2"
@@ -80,7 +80,7 @@ demo-text: $(READY)
 	rm -rf runs/demo
 	$(BIN)/python -m tools.make_demo_corpus --out runs/demo-data
 	$(BIN)/sft data prepare recipes/demo.yaml
-	$(BIN)/torchrun --standalone --nproc-per-node 2 -m sft train recipes/demo.yaml
+	$(BIN)/sft train recipes/demo.yaml --processes 2
 	$(BIN)/sft plot runs/demo
 
 # What it learns and when: docs/how-to/eval.md#accuracy-by-distance.
@@ -89,7 +89,7 @@ demo-retrieval: $(READY)
 	rm -rf runs/demo-retrieval
 	$(BIN)/python -m tools.make_retrieval_data --out runs/demo-data
 	$(BIN)/sft data prepare recipes/demo_retrieval.yaml
-	$(BIN)/torchrun --standalone --nproc-per-node 2 -m sft train recipes/demo_retrieval.yaml
+	$(BIN)/sft train recipes/demo_retrieval.yaml --processes 2
 	$(BIN)/sft plot runs/demo-retrieval --chance 0.125
 
 test: $(READY)

@@ -30,7 +30,8 @@ _ALL = """\
 | 2 | a mistake in recipe, data, checkpoint or arguments: one paragraph says what, where, and what would work |
 | 130 | interrupted by Ctrl-C |
 
-torchrun turns every nonzero exit code into 1. `sft status` reads how the run ended from its folder
+`sft train --processes` ends with the code of its first process that failed. torchrun turns every nonzero exit code into
+1. `sft status` reads how the run ended from its folder
 ([launch](../how-to/launch.md#how-a-job-ends-and-whether-it-starts-again)).
 
 """

@@ -1,19 +1,66 @@
 """`sft train`: trains a recipe."""
 
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 from sft.commands.arguments import read_recipe, recipe_command
+from sft.commands.status import status as report_status
+from sft.errors import ConfigError
 
 
 def add(commands: Any) -> None:
-    recipe_command(commands, "train", train, "train a recipe; start one process per GPU with torchrun")
+    command = recipe_command(commands, "train", train, "train a recipe, with one process per GPU")
+    command.add_argument(
+        "--processes", metavar="N", help="start N processes on this machine; auto: one for each GPU.  Default: no more"
+    )
+    command.add_argument(
+        "--log-dir", metavar="DIR", type=Path, help="with --processes: write the output of each rank into this folder"
+    )
 
 
 def train(arguments: Namespace) -> int:
     """Run `sft train`.  Returns 75 if the run was asked to stop before its end and saved a checkpoint, else 0."""
+    if arguments.processes is not None:
+        return _train_ranks(arguments)
+    if arguments.log_dir is not None:
+        raise ConfigError("--log-dir has an effect only with --processes.  torchrun has an option --log-dir, too.")
     recipe = read_recipe(arguments)
 
     from sft.api.training import train as train_recipe
 
     return train_recipe(recipe).exit_code
+
+
+def _train_ranks(arguments: Namespace) -> int:
+    """Start the ranks of the run and wait for them.  Mistakes of the recipe are found here, once for all ranks."""
+    from sft.run.processes import refuse_nested, run_ranks
+
+    refuse_nested()
+    recipe = read_recipe(arguments)
+
+    from sft.recipe.layout import resolve_layout
+
+    number = _number(arguments.processes, recipe.config.run.device)
+    resolve_layout(recipe, number)
+    words = ["train", arguments.recipe, *arguments.overrides]
+    code = run_ranks(words, number, grace_s=recipe.config.run.grace_s, log_dir=arguments.log_dir)
+    if code not in (0, 2):
+        report_status(arguments)  # why the run ended, and whether to start it again
+    return code
+
+
+def _number(text: str, device: str) -> int:
+    """The number of processes: `auto` means one for each GPU that torch sees."""
+    if text != "auto":
+        if not text.isdecimal() or not 1 <= int(text) <= 4096:
+            raise ConfigError(f"--processes {text} is not a number of processes.  Give 1 or more, or auto.")
+        return int(text)
+
+    import torch
+
+    number = torch.cuda.device_count() if device != "cpu" else 0
+    if number == 0:
+        reason = "run.device is cpu" if device == "cpu" else "torch sees no GPU on this machine"
+        raise ConfigError(f"--processes auto counts GPUs, but {reason}.  Give a number, such as --processes 2.")
+    return number

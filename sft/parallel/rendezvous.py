@@ -18,6 +18,7 @@ from sft.errors import ConfigError
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 INTERFACES = (NCCL, GLOO)
+LOOPBACK = "127.0.0.1"
 _KEY = "sft/address of the second node"
 _ANY_PORT = 9  # connecting a UDP socket sends nothing
 
@@ -61,7 +62,14 @@ def choose_interface(store: dist.Store) -> None:
 
     Reads RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and MASTER_ADDR, as torchrun sets them.  `store` connects all ranks.  Sets
     nothing if the route leads over the loopback interface, as in a test where all nodes are one machine.
+
+    The ranks that `sft train --processes` starts take the loopback interface, so no other machine reaches their ports.
     """
+    if os.environ["MASTER_ADDR"] == LOOPBACK and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if name := _interface_with(LOOPBACK):
+            os.environ.setdefault(GLOO, name)
+            os.environ.setdefault(NCCL, f"={name}")
+        return
     rank, ranks_per_node = int(os.environ["RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if int(os.environ["WORLD_SIZE"]) <= ranks_per_node:
         return
@@ -73,6 +81,12 @@ def choose_interface(store: dist.Store) -> None:
     if interface := _interface_of(address):
         os.environ.setdefault(GLOO, interface)
         os.environ.setdefault(NCCL, f"={interface}")  # = because NCCL otherwise takes a name as a prefix
+
+
+def _interface_with(address: str) -> str | None:
+    """The name of the interface with this address."""
+    entries = ((name, entry.address) for name, listed in psutil.net_if_addrs().items() for entry in listed)
+    return next((str(name) for name, text in entries if text == address), None)
 
 
 def _address_towards(host: str) -> str | None:

@@ -233,7 +233,8 @@ def _is_launcher(pid: int) -> bool:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
-    return any(b"torchrun" in word or b"torch.distributed" in word or b"torch/distributed" in word for word in words)
+    names = (b"torchrun", b"torch.distributed", b"torch/distributed", b"--processes")
+    return any(name in word for word in words for name in names)
 
 
 def _bounded(action: Callable[[], object]) -> None:

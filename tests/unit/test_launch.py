@@ -19,26 +19,13 @@ AWKWARD = "data.train=[my file.jsonl, $HOME.jsonl]"  # spaces and a dollar must 
 RECORD = """
 import json, os, sys
 keep = ("OMP_", "CUDA_DEVICE", "PYTHONFAULT", "PYTHONUNBUF", "TORCH_ELASTIC")
-call = {"name": os.path.basename(sys.argv[0]), "args": sys.argv[1:]}
+call = {"name": os.path.basename(sys.argv[0]), "args": sys.argv[1:], "pid": os.getpid()}
 call["env"] = {name: value for name, value in os.environ.items() if name.startswith(keep)}
 with open(os.environ["CALLS"], "a") as calls:
     calls.write(json.dumps(call) + "\\n")
 """
 STAND_INS = {
-    # Under local.sh it may send its parent a signal, which must come back, and fail.
-    "torchrun": """
-import signal, time
-received = []
-if name := os.environ.get("SIGNAL_PARENT"):
-    signal.signal(getattr(signal, name), lambda *_: received.append(name))
-    os.kill(os.getppid(), getattr(signal, name))
-    deadline = time.monotonic() + 240
-    while not received:
-        assert time.monotonic() < deadline, name
-        time.sleep(0.01)
-    print("forwarded:", *received)
-sys.exit(int(os.environ.get("TORCHRUN_EXIT", "0")))
-""",
+    "torchrun": "",
     "python": """
 import signal
 verb = sys.argv[3]
@@ -46,7 +33,7 @@ if verb == "data" and "SIGNAL_EARLY" in os.environ:
     os.kill(os.getppid(), signal.SIGUSR1)
 if verb == "status":
     print(os.environ.get("STATUS_TEXT", "as it is"))
-sys.exit(int(os.environ.get({"check": "CHECK_EXIT", "status": "STATUS_EXIT"}.get(verb, ""), "0")))
+sys.exit(int(os.environ.get(f"{verb.upper()}_EXIT", "0")))
 """,
     # A requeue ends all processes of the job, this one too.
     "scontrol": """
@@ -86,9 +73,10 @@ class Launch:
     """What a launch script did."""
 
     code: int
+    pid: int  # of the script
     stdout: str
     stderr: str
-    calls: list[dict]  # {"name", "args", "env"} in the order they were made
+    calls: list[dict]  # {"name", "args", "env", "pid"} in the order they were made
 
     def of(self, name: str) -> list[list[str]]:
         return [call["args"] for call in self.calls if call["name"] == name]
@@ -108,12 +96,13 @@ def launch(tmp_path: Path, script: str, *args: str, env: dict[str, str] | None =
     clean |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(calls)} | (env or {})
     command = [str(ROOT / "launch" / script), *args]
     # A shell cannot trap a signal that it was started to ignore, and a test run in the background ignores SIGINT.
-    done = subprocess.run(
-        command, cwd=work, env=clean, capture_output=True, text=True, timeout=240,
+    with subprocess.Popen(
+        command, cwd=work, env=clean, stdout=-1, stderr=-1, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    ) as script_process:  # fmt: skip
+        out, err = script_process.communicate(timeout=240)
     made = [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
-    return Launch(code=done.returncode, stdout=done.stdout, stderr=done.stderr, calls=made)
+    return Launch(code=script_process.returncode, pid=script_process.pid, stdout=out, stderr=err, calls=made)
 
 
 SLURM = {
@@ -125,35 +114,38 @@ SLURM = {
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
-def test_local_checks_the_recipe_then_starts_torchrun(tmp_path: Path) -> None:
-    run = launch(tmp_path, "local.sh", "2", "recipes/demo.yaml", "parallel.cp=2", AWKWARD, env={"OMP_NUM_THREADS": "6"})
+@pytest.mark.parametrize("number", ["2", "auto"])
+def test_local_checks_the_recipe_then_starts_the_processes(tmp_path: Path, number: str) -> None:
+    run = launch(tmp_path, "local.sh", number, "recipes/demo.yaml", "parallel.cp=2", AWKWARD)
     assert run.code == 0, run.stderr
-    assert [call["name"] for call in run.calls] == ["python", "python", "torchrun"]
     recipe = ["recipes/demo.yaml", "parallel.cp=2", AWKWARD]
+    check = ["-m", "sft", "check", *recipe, "--world-size", "2", "--no-data"]  # sft train checks for auto
     assert run.of("python") == [
-        ["-m", "sft", "check", *recipe, "--world-size", "2", "--no-data"],
+        *([check] if number == "2" else []),
         ["-m", "sft", "data", "prepare", *recipe],
+        ["-m", "sft", "train", *recipe, "--processes", number],
     ]
-    options = ["--standalone", "--nproc-per-node", "2", "--signals-to-handle", SIGNALS]
-    assert run.of("torchrun") == [[*options, "-m", "sft", "train", *recipe]]
-    assert run.calls[2]["env"]["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "180"
-    assert run.calls[2]["env"]["OMP_NUM_THREADS"] == "6"  # the user's own
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in run.calls[2]["env"]  # sft/run/environment.py chooses it
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
-def test_local_forwards_a_signal_once_and_repeats_last_how_the_run_ended(tmp_path: Path, name: str) -> None:
-    env = {"SIGNAL_PARENT": name, "TORCHRUN_EXIT": "1", "STATUS_TEXT": "start the run again", "STATUS_EXIT": "75"}
-    run = launch(tmp_path, "local.sh", "2", "r.yaml", "parallel.cp=2", env=env)
-    assert (run.code, run.stdout) == (1, f"forwarded: {name}\nstart the run again\n"), run.stderr
-    assert run.of("python")[-1] == ["-m", "sft", "status", "r.yaml", "parallel.cp=2"]
+def test_local_gives_its_own_process_to_the_run(tmp_path: Path) -> None:
+    """So the run gets each signal once, and its exit code is that of the script."""
+    run = launch(tmp_path, "local.sh", "2", "r.yaml", env={"TRAIN_EXIT": "75"})
+    assert run.code == 75 and [call["pid"] for call in run.calls][-1] == run.pid
+
+
+def test_a_job_of_one_node_opens_no_port(tmp_path: Path) -> None:
+    run = launch(tmp_path, "slurm.sbatch", "recipes/demo.yaml", AWKWARD, env=SLURM | {"SLURM_JOB_NUM_NODES": "1"})
+    assert run.code == 0, run.stderr
+    assert not run.of("torchrun")
+    options = ["--processes", "4", "--log-dir", "logs/31234/start-0/node-0"]
+    assert run.of("python")[2] == ["-m", "sft", "train", "recipes/demo.yaml", AWKWARD, *options]
 
 
 @pytest.mark.parametrize("script, args", [("local.sh", ["2", "r.yaml"]), ("slurm.sbatch", ["r.yaml"])])
 def test_a_wrong_recipe_starts_nothing(tmp_path: Path, script: str, args: list[str]) -> None:
     run = launch(tmp_path, script, *args, env=SLURM | {"CHECK_EXIT": "2"})
     assert run.code == 2
-    assert not run.of("torchrun") and not run.of("srun")
+    assert not run.of("torchrun") and not run.of("srun") and len(run.calls) <= 2  # scontrol show, and the check
 
 
 @pytest.mark.parametrize("script, args", [("local.sh", []), ("local.sh", ["2"]), ("slurm.sbatch", [])])

@@ -78,6 +78,14 @@ def test_one_node_needs_none(variables: dict[str, str], local: str) -> None:
     assert chosen(variables) == {}
 
 
+def test_the_ranks_of_one_launcher_take_the_loopback_interface(variables: dict[str, str]) -> None:
+    """`sft train --processes` sets these variables."""
+    local = {"LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    variables |= local
+    rendezvous.choose_interface(dist.HashStore())
+    assert chosen(variables) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+
+
 def test_the_address_of_the_sender() -> None:
     assert rendezvous._address_towards("127.0.0.1") == "127.0.0.1"
     assert rendezvous._address_towards("no.such.host.invalid") is None

@@ -45,12 +45,12 @@ def stored_name(family: str, name: str) -> str:
     return f"{own}.weight" if own else f"mtp.layers.0.{inner}"
 
 
-def save(folder: Path, family: str) -> tuple[Path, "ByHand"]:
-    """A folder with the files of a model and its block, and the same by hand."""
+def save(folder: Path, family: str, **fields: Any) -> tuple[Path, "ByHand"]:
+    """A folder with the files of a model and its block, and the same by hand.  fields: of config.json"""
     layers = num_layers(family)
     kinds = dict(layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"])
     own = {"layer_types": kinds["layer_types"] + ["full_attention"]} if family in QWEN else {}
-    hf.save(folder, family, num_hidden_layers=layers + 1, seed=SEED, **own)
+    hf.save(folder, family, num_hidden_layers=layers + 1, seed=SEED, **own, **fields)
     model = in_float64(hf.load(folder)).train()
     model.config.num_hidden_layers = layers
     generator = torch.Generator().manual_seed(3)

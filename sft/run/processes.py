@@ -26,8 +26,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException, Subpr
 from sft.errors import ConfigError
 from sft.parallel.rendezvous import LOOPBACK
 from sft.run.outcome import STOPPED
+from sft.run.signals import received
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _SECONDS_BETWEEN_LOOKS = 0.1
 _SECONDS_TO_FOLLOW = 30  # in which the other ranks end after the first one has ended with an error
 _SECONDS_OVER_GRACE = 60.0  # after run.grace_s, for ranks that do not end themselves
@@ -40,11 +40,11 @@ def run_ranks(arguments: Sequence[str], num_ranks: int, *, grace_s: float, log_d
     grace_s    seconds from a forwarded signal until all ranks are expected to have ended themselves
     log_dir    a folder for the output of each rank; the terminal then shows rank 0 only.  None: it shows all ranks
 
-    Each signal of `FORWARDED` is sent to all ranks.  If one fails, the others receive SIGTERM, and after 30 s SIGKILL.
+    Each signal that stops a run is sent to all ranks.  If one fails, the others receive SIGTERM, and after 30 s SIGKILL.
     A rank that a signal ended gives 128 + number of the signal.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `_report` says what happened
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in FORWARDED)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in received())
     with tempfile.TemporaryDirectory(prefix="sft-ranks-") as folder:
         store, port = _loopback_store()  # the ranks use it until the end of this block
         logs = DefaultLogsSpecs(log_dir=folder)
@@ -101,7 +101,7 @@ def _environments(num_ranks: int, port: int) -> dict[int, dict[str, str]]:
 
 @contextmanager
 def _forwarding(ranks: SubprocessContext, grace_s: float) -> Iterator[Callable[[], bool]]:
-    """Send every signal of `FORWARDED` to all ranks.  Yields whether they should have ended after the first one."""
+    """Send each signal that stops a run to all ranks.  Yields whether they should have ended after the first one."""
     ends_at: list[float] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -110,7 +110,7 @@ def _forwarding(ranks: SubprocessContext, grace_s: float) -> Iterator[Callable[[
             if process.poll() is None:
                 process.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in FORWARDED}
+    before = {number: signal.signal(number, forward) for number in received()}
     try:
         yield lambda: bool(ends_at) and time.monotonic() > ends_at[0]
     finally:

@@ -65,8 +65,7 @@ class StopSignals:
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
         self._wakeup_before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
-        received = [number for number in SIGNALS if not _stays_ignored(number)]
-        self._handlers_before = {number: signal.signal(number, self._handle) for number in received}
+        self._handlers_before = {number: signal.signal(number, self._handle) for number in received()}
         _active, _is_handling = self, True
         return self
 
@@ -145,6 +144,11 @@ class StopSignals:
         except OSError:
             return False
         return True
+
+
+def received() -> list[signal.Signals]:
+    """The signals that stop a run of this process."""
+    return [number for number in SIGNALS if not _stays_ignored(number)]
 
 
 def _stays_ignored(number: signal.Signals) -> bool:

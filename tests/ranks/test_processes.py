@@ -43,9 +43,9 @@ def recipe(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def running(recipe: Path, *words: str) -> Iterator["subprocess.Popen[str]"]:
+def running(recipe: Path, *words: str, starter: tuple[str, ...] = ()) -> Iterator["subprocess.Popen[str]"]:
     """`sft train --processes 2` that has made a step."""
-    command = [sys.executable, "-m", "sft", "train", str(recipe), *ENDLESS, "--processes", "2", *words]
+    command = [*starter, sys.executable, "-m", "sft", "train", str(recipe), *ENDLESS, "--processes", "2", *words]
     process = subprocess.Popen(command, stdout=-1, stderr=-1, text=True, start_new_session=True)
     metrics, deadline = recipe.parent / "run" / "metrics.jsonl", time.monotonic() + 200
     try:
@@ -92,8 +92,15 @@ def test_no_other_machine_reaches_a_run_and_no_value_of_its_store_is_run(recipe:
 
 
 def test_a_rank_that_is_killed_ends_the_others(recipe: Path) -> None:
-    with running(recipe) as process:
+    """And a terminal that closes ends no process that `nohup` started."""
+    with running(recipe, starter=("nohup",)) as process:
         ranks = psutil.Process(process.pid).children()
+        os.killpg(process.pid, signal.SIGHUP)
+        metrics = recipe.parent / "run" / "metrics.jsonl"
+        length, deadline = metrics.stat().st_size, time.monotonic() + 200
+        while metrics.stat().st_size == length:
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+            time.sleep(0.05)
         second = next(rank for rank in ranks if environment(rank.pid)["RANK"] == "1")
         second.kill()
         out, err = process.communicate(timeout=200)

@@ -284,7 +284,7 @@ with StopSignals(grace_s=1000, deadline=None, report=tell):
     os.wait()
 tell_of_a_fork()
 """)
-    without, within = "([], [])", "(['SIGINT', 'SIGTERM', 'SIGUSR1'], [])"
+    without, within = "([], [])", "(['SIGHUP', 'SIGINT', 'SIGQUIT', 'SIGTERM', 'SIGUSR1'], [])"
     assert end(process) == (0, [without, within, within, within, without])
 
 

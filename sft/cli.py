@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sft import __version__
+from sft.atomic_files import explained
 from sft.commands import check, convert, data, evaluate, plan, probe, results, status, train
-from sft.disk_errors import explained
 from sft.errors import ConfigError, SftError, StorageError
 
 _SECONDS_FOR_RANK_0 = 10.0

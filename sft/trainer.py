@@ -9,14 +9,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from sft.atomic_files import replace_text
+from sft.atomic_files import explained, replace_text, unusable
 from sft.checkpoint import resume
 from sft.checkpoint.saver import Saver
 from sft.checkpoint.train_state import Conditions, TrainState
 from sft.config.checkpoint import LOWER_IS_BETTER
 from sft.console import Console
 from sft.data.pipeline import DataPipeline, GlobalBatch
-from sft.disk_errors import explained, unusable
 from sft.flops import describe_parameters, num_parameters
 from sft.hf import hub, run_folder
 from sft.hf.base_digest import base_digest

@@ -7,9 +7,8 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from sft.atomic_files import why_not_written
+from sft.atomic_files import unusable, why_not_written
 from sft.console import Console, duration
-from sft.disk_errors import unusable
 from sft.errors import StorageError
 from sft.metrics.records import Record, eval_record, start_record, train_record
 from sft.metrics.run_facts import RunFacts

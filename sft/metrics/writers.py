@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from sft.atomic_files import append, replace_text
+from sft.atomic_files import append, replace_text, unusable
 from sft.config import Config
 from sft.config.keys import values
 from sft.console import QUIET, Console
-from sft.disk_errors import unusable
 from sft.errors import ConfigError, first_few
 from sft.folder_files import LINE_BYTES, METRICS_BYTES, UnsafeFileError, read_file
 from sft.metrics.records import Record, flat
@@ -194,9 +193,10 @@ def open_writers(
     except (OSError, UnsafeFileError, ConfigError) as error:
         for writer in opened:
             writer.close(exit_code=2)
-        if isinstance(error, ConfigError):
-            raise
-        raise unusable(f"run.dir = {folder} cannot be written", folder, error) from error
+        message = f"run.dir = {folder} cannot be written"
+        if isinstance(error, OSError):
+            raise unusable(message, folder, error) from error
+        raise error if isinstance(error, ConfigError) else ConfigError(f"{message}: {error}.")
     return opened[::-1]
 
 

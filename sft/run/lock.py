@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from sft.disk_errors import unusable
+from sft.atomic_files import unusable
 from sft.errors import ConfigError
 
 LOCK = "run.lock"

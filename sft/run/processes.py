@@ -40,7 +40,8 @@ def run_ranks(arguments: Sequence[str], num_ranks: int, *, grace_s: float, log_d
     grace_s    seconds from a forwarded signal until all ranks are expected to have ended themselves
     log_dir    a folder for the output of each rank; the terminal then shows rank 0 only.  None: it shows all ranks
 
-    Each signal that stops a run is sent to all ranks.  If one fails, the others receive SIGTERM, and after 30 s SIGKILL.
+    Each signal that stops a run is sent to all ranks.  If a rank fails, the others receive SIGTERM, and after 30 s
+    SIGKILL.
     A rank that a signal ended gives 128 + number of the signal.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `_report` says what happened

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from sft.atomic_files import append
+from sft.atomic_files import append, explained, unusable
 from sft.data.cache import store
 from sft.data.cache.folders import work_folder
-from sft.disk_errors import explained, unusable
 from sft.errors import ConfigError, DataError, StorageError
 from tests.unit.corpora import LONG, ROW, corpus_of, write
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from sft.atomic_files import unusable
 from sft.batch import Sample
 from sft.config import DataConfig, Input
 from sft.data.cache.folders import store_folder
@@ -21,7 +22,6 @@ from sft.data.cache.store import Store, open_store
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.read.named_dataset import LoadedDataset
 from sft.data.read.rows import DataFile, row_name
-from sft.disk_errors import unusable
 from sft.errors import DataError
 
 _TOKENS_AT_ONCE = 1 << 24

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sft.atomic_files import unusable
 from sft.config import Config, DataConfig, Input
 from sft.console import Console
 from sft.data.cache.corpus import Corpus, make_corpus
@@ -32,7 +33,6 @@ from sft.data.cache.tokenizer_notes import say_notes
 from sft.data.cache.workers import FileJob, PartResult, make_parts, part_path, part_ranges, read_part
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.read.rows import DataFile, index_rows, row_name
-from sft.disk_errors import unusable
 from sft.errors import DataError, SftError
 
 # With on_bad_row = skip, a larger share of unusable rows is an error: the template or the format of the file is wrong.

@@ -63,10 +63,11 @@ class _Outcome(NamedTuple):
     limit: str | None = None
 
 
-def call(subject: str, function: Callable[..., _T], *arguments: Any) -> _T:
-    """function(*arguments) in a child, for work with a chat template.  In a child, a plain call.
+def call(subject: str, function: Callable[..., _T], *arguments: Any, advice: str | None = None) -> _T:
+    """function(*arguments) in a child, for work with a chat template or a tokenizer.  In a child, a plain call.
 
     subject  begins the sentence about a limit: "chat template of org/model"
+    advice   what would work; None: `ADVICE` about a chat template
     Raises DataError beyond a limit, and each error of the function.
     """
     if is_child():
@@ -75,7 +76,8 @@ def call(subject: str, function: Callable[..., _T], *arguments: Any) -> _T:
         [result] = run(_limited_call, [(function, arguments)], 1)
         return result
     except LimitReached as reached:
-        raise DataError(f"{subject} cannot be used: the process that tried it {reached.why}.{reached.advice}") from None
+        way_out = f"  {advice}" if advice and reached.advice else reached.advice
+        raise DataError(f"{subject} cannot be used: the process that tried it {reached.why}.{way_out}") from None
 
 
 ADVICE = (

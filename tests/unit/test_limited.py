@@ -1,6 +1,8 @@
 """What no count of the sandbox sees is ended by limits of the kernel, and loses no row."""
 
+import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -95,6 +97,65 @@ def test_what_is_learnt_of_a_template(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="t.jinja cannot be used: the process that tried it took more than "):
         tokenizer.habits  # noqa: B018
     assert "messages" in ChatTemplate(CHATML, "t", {}).variables
+
+
+def changed(folder: Path, to: Path, **parts: Any) -> Path:
+    """The tokenizer of the folder with other parts of tokenizer.json."""
+    shutil.copytree(folder, to)
+    content = json.loads((to / "tokenizer.json").read_text())
+    (to / "tokenizer.json").write_text(json.dumps({**content, **parts}))
+    return to
+
+
+@pytest.mark.usefixtures("few_seconds")
+def test_a_tokenizer_whose_native_code_ends_its_process(folder: Path, tmp_path: Path) -> None:
+    """A table of 8 GiB, by its header."""
+    table = {"type": "Precompiled", "precompiled_charsmap": "/////w=="}
+    name = str(changed(folder, tmp_path / "t", normalizer=table))
+    with pytest.raises(DataError) as error:
+        load_tokenizer(config(tokenizer=name))
+    said = str(error.value)
+    assert said.startswith(f"tokenizer.json of {name} cannot be used: the process that tried it ")
+    # With RUST_BACKTRACE, the last lines of the child are frames.
+    assert "needed more than 8 GiB of memory (memory allocation of 8589934584 " in said or "ended by SIGABRT" in said
+    assert "Its normalizer, pre-tokenizer or vocabulary asks for too much" in said
+
+
+def test_a_tokenizer_is_tried_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a child, before this process reads it; and again if a file has changed."""
+    tried: list[str] = []
+    monkeypatch.setattr(limited, "call", lambda subject, *_, **__: tried.append(subject))
+    other = changed(folder, tmp_path / "t", normalizer={"type": "NFC"})
+    for _ in range(3):
+        load_tokenizer(config(tokenizer=str(other)))
+    assert tried == [f"tokenizer.json of {other}"]
+    (other / "added_tokens.json").write_text("{}")
+    load_tokenizer(config(tokenizer=str(other)))
+    assert len(tried) == 2
+
+
+def test_an_id_is_no_reason_for_a_huge_table(folder: Path, tmp_path: Path) -> None:
+    vocabulary = {**json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"], "zz": 1 << 24}
+    model = {**json.loads((folder / "tokenizer.json").read_text())["model"], "vocab": vocabulary}
+    with pytest.raises(DataError, match="has the id 16,777,216, and ids of at most 16,777,215 can be used"):
+        load_tokenizer(config(tokenizer=str(changed(folder, tmp_path / "t", model=model))))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_text_at_which_native_code_panics_is_a_bad_row(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int
+) -> None:
+    """A regex that tries every way to split the letters."""
+    monkeypatch.setattr(workers, "ROWS_PER_PART", 10)
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    name = str(changed(folder, tmp_path / "t", pre_tokenizer=split))
+    evil = {"messages": [{"role": "user", "content": "a" * 60 + "b"}, ROW["messages"][1]]}
+    path, settings = write(tmp_path / "a.jsonl", *[ROW] * 19, evil), {"tokenizer": name, "num_workers": num_workers}
+    with pytest.raises(
+        DataError, match=r"a\.jsonl:20: the tokenizer fails at a text of 1\d\d characters, .*retry-limit"
+    ):
+        corpus_of(path, **settings)
+    assert corpus_of(path, on_bad_row="skip", **settings).row_reports[Path(path)].skipped == (20,)
 
 
 def _twice(value: Any) -> Any:

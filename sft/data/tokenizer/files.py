@@ -8,7 +8,9 @@ tokenizer.json lacks, by the rules of transformers 5.  No code of a folder runs.
 This module does not decide which template a chat gets (`tokenizer.py`), nor what a template may do (`sandbox.py`).
 """
 
+import hashlib
 import json
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from sft.data import limited
 from sft.data.tokenizer import mistral_regex
 from sft.data.tokenizer.special_tokens import read_json, read_special_tokens, refusing
 from sft.errors import DataError
@@ -27,7 +30,13 @@ FILE = "tokenizer.json"
 _VOCABULARIES = (FILE, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _READ = ("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja")  # also by transformers
 _TEXTS = ("a", "A", "0", " a", "the", "一", "\n")
-_LARGEST_ID = (1 << 31) - 1  # tokens are stored as int32
+_LARGEST_ID = (1 << 24) - 1  # tables have a row for each id; the largest known vocabulary has 1,000,000
+_TRIED = (FILE, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")  # what native code reads
+_tried: set[bytes] = set()  # digests of such files that a child could read
+_ADVICE = (
+    "Its normalizer, pre-tokenizer or vocabulary asks for too much, or is damaged.  Fetch the file again from a source "
+    "that you trust, or give another data.tokenizer."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +95,29 @@ def template_for(files: TokenizerFiles, *, has_tools: bool) -> str | None:
 
 
 def read_tokenizer(name: str, folder: Path) -> TokenizerFiles:
-    """The files of `folder`, which messages call `name`.  Raises DataError with one sentence if they cannot be used."""
+    """The files of `folder`, which messages call `name`.  Raises DataError with one sentence if they cannot be used.
+
+    A child with limits reads them first, because native code that reads them may end its process.
+    """
+    content = hashlib.sha256(repr([_bytes(folder / file) for file in _TRIED]).encode()).digest()
+    if content not in _tried and not limited.is_child():
+        limited.call(f"tokenizer.json of {name}", _try, name, folder, advice=_ADVICE)
+        _tried.update([content] if (folder / FILE).is_file() else [])
+    return _read(name, folder)
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return hashlib.sha256(path.read_bytes()).digest() if path.is_file() else b""
+    except OSError:  # `_read` says why
+        return b""
+
+
+def _try(name: str, folder: Path) -> None:
+    _read(name, folder)
+
+
+def _read(name: str, folder: Path) -> TokenizerFiles:
     if not folder.is_dir():
         raise DataError(f"tokenizer folder {name} does not exist.  {EXPECTED}.")
     names = sorted(path.name for path in folder.iterdir())
@@ -117,13 +148,18 @@ def encode(backend: Tokenizer, text: str, *, as_text: bool = False, offsets: boo
     as_text: <|im_end|> becomes "<", "|", ...     offsets: with the characters of each token, which takes longer
     """
     backend.encode_special_tokens = as_text
-    with refusing(
-        lambda why: f"the tokenizer fails at a text of {len(text):,} characters, {json.dumps(text[:20])}...: {why}.  "
-        "Shorten the text, or leave it out."
-    ):
+    with failing_at(text):
         if offsets:
             return backend.encode(text, add_special_tokens=False)
         return backend.encode_batch_fast([text], add_special_tokens=False)[0]
+
+
+def failing_at(text: str) -> AbstractContextManager[None]:
+    """Raises DataError with the beginning of the text if native code fails at it."""
+    return refusing(
+        lambda why: f"the tokenizer fails at a text of {len(text):,} characters, {json.dumps(text[:20])}...: {why}.  "
+        "Shorten the text, or leave it out."
+    )
 
 
 def around_text(name: str, backend: Tokenizer) -> tuple[Ids, Ids]:

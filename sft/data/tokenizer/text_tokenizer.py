@@ -13,7 +13,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from sft.data.tokenizer.encoded import Encoded, Encoder
-from sft.data.tokenizer.files import Ids, TokenizerFiles
+from sft.data.tokenizer.files import Ids, TokenizerFiles, failing_at
+from sft.data.tokenizer.special_tokens import refusing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +104,10 @@ class TextTokenizer:
     def normalize(self, text: str) -> str:
         """`text` after the tokenizer's own normaliser (for instance, Qwen's composes accents)."""
         normalizer = self.files.backend.normalizer
-        return text if normalizer is None else str(normalizer.normalize_str(text))
+        with failing_at(text):
+            return text if normalizer is None else str(normalizer.normalize_str(text))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of `ids`, control tokens included, spaces untouched."""
-        return str(self.files.backend.decode(np.asarray(ids).tolist(), skip_special_tokens=False))
+        with refusing(lambda why: f"the tokenizer fails to make text of {len(ids):,} tokens: {why}."):
+            return str(self.files.backend.decode(np.asarray(ids).tolist(), skip_special_tokens=False))

@@ -3,17 +3,18 @@
 import json
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from sft.atomic_files import explained, replace_text, unusable
 from sft.checkpoint import resume
+from sft.checkpoint.judge import Judge
 from sft.checkpoint.saver import Saver
 from sft.checkpoint.train_state import Conditions, TrainState
-from sft.config.checkpoint import LOWER_IS_BETTER
 from sft.console import Console
 from sft.data.pipeline import DataPipeline, GlobalBatch
 from sft.flops import describe_parameters, num_parameters
@@ -40,7 +41,7 @@ from sft.recipe.start import check_start
 from sft.run import environment
 from sft.run.evaluation import Evaluator
 from sft.run.lifecycle import Lifecycle
-from sft.run.outcome import STOPPED, Outcome
+from sft.run.outcome import Outcome, closing_line
 from sft.run.profiler import Profiler
 from sft.run.sample_log import SampleLog, link
 from sft.run.signals import leave_with_parent
@@ -129,7 +130,7 @@ class Trainer:
             on_published=self._after_publishing,
             in_use=self.exports.in_use,
         )
-        self._best_step: int | None = None
+        self.judge = Judge(config.checkpoint, self.data.held_out_facts(), checkpoints, console)
         self.evaluator = Evaluator(self.engine, self.data.held_out, config.train, lifecycle, self.num_steps)
         self.check = StepCheck(config.train, console)
 
@@ -141,21 +142,26 @@ class Trainer:
             initial = partial(load_new_adapters, self.engine, self.config, self.console)
         state = resume.restore(self.engine, self.saver, self.config, self.conditions, self.console, initial)
         self.lifecycle.restored(state.step, self.num_steps)
-        self._best_step = state.best_step
+        is_due, is_ours = self.evaluator.is_due(state.step), self.saver.holds(state.step)
+        state = self.judge.resumed(state, is_ours=is_ours, is_due=is_due)
+        if state.step > self.num_steps:
+            self.console.say(f"the run has {self.num_steps} steps, and has done {state.step}: it ends after these")
         model, checkpoint = self.config.model, self.config.checkpoint
         prepare = partial(run_folder.prepare, self.folder, model, checkpoint, self.console, self.served)
         broadcast_from_rank0(partial(prepare, is_new=state.step == 0), self.groups.control)
-        is_last = state.step == self.num_steps
+        is_last = state.step >= self.num_steps
         broadcast_from_rank0(partial(self.exports.resumed, state, is_last=is_last), self.groups.control)
         if self._is_done(state):
             self.console.say(f"nothing to do: the run in {self.folder} has done all its {self.num_steps} steps")
             return self._outcome(state, self._end(state, None), None)
-        broadcast_from_rank0(self._write_inputs, self.groups.control)
+        broadcast_from_rank0(
+            partial(_write_inputs, self.recipe, self.data.row_reports, self.folder), self.groups.control
+        )
         bar = self.console.track("training", self.num_steps, "steps", lines=False, start=state.step)
         with self._open_metrics(state) as metrics, bar as progress, ExitStack() as at_exit:
             at_exit.callback(self.saver.wait_briefly)
             sample_log = SampleLog.open(self.folder / "seen.jsonl", state.step, state.chain, self.groups.control)
-            state, _ = self._evaluate(state, metrics)
+            state = self._make_missing_pass(state, metrics)
             stop = self.lifecycle.stop_reason()
             while state.step < self.num_steps and stop is None:
                 with self.profiler.step(state.step + 1):
@@ -172,13 +178,15 @@ class Trainer:
                     state, held_out = self._evaluate(state, metrics)
                     is_save_due, stop = self.lifecycle.after_step(state.step)
                     if is_save_due:
-                        state = self._compare_with_best(state, held_out)
+                        self.saver.drain()  # the previous save may have failed
+                        state = self.judge.judged(state, held_out, self.saver.lost)
                         self._save(state, sample_log, wait=stop is not None or state.step == self.num_steps)
                         stop = stop or self.lifecycle.stop_reason()  # again, because a signal may arrive during a save
             stop = self._end(state, stop)
             metrics.summarise()
-        self.console.say(self._closing_line(state, stop))
-        return self._outcome(state, stop, metrics.last)
+        outcome = self._outcome(state, stop, metrics.last)
+        self.console.say(closing_line(outcome))
+        return outcome
 
     def _outcome(self, state: TrainState, stop: str | None, last: Record | None) -> Outcome:
         return Outcome(folder=self.folder, step=state.step, num_steps=self.num_steps, stopped=stop, last=last)
@@ -210,24 +218,22 @@ class Trainer:
 
         self.check.check(state.step, result, state.bad_in_a_row, dump_this)
 
+    def _make_missing_pass(self, state: TrainState, metrics: MetricsLog) -> TrainState:
+        """Make and judge the pass after the step from which the run continues, if it is due and was not made."""
+        is_missing = self.evaluator.is_missing(state.step, state.evaluated)
+        state, held_out = self._evaluate(state, metrics)
+        if is_missing and state.evaluated == state.step and self.saver.holds(state.step):
+            state = self.judge.judged(state, held_out)
+            self.saver.add_pass(state)
+            broadcast_from_rank0(partial(self._export, state.step), self.groups.control)
+        return state
+
     def _evaluate(self, state: TrainState, metrics: MetricsLog) -> tuple[TrainState, dict[str, Record]]:
         """Evaluate if due.  Returns the new state, and the records by held-out set (empty if the run must stop)."""
-        if not self.evaluator.is_due(state.step) or state.evaluated == state.step:
+        if not self.evaluator.is_missing(state.step, state.evaluated):
             return state, {}
         records = self.evaluator.run(state.step, metrics)
         return (state, {}) if records is None else (replace(state, evaluated=state.step), records)
-
-    def _compare_with_best(self, state: TrainState, held_out: dict[str, Record]) -> TrainState:
-        """The state, with this step as `best_step` if the value of checkpoint.keep_best is the best so far."""
-        best = self.config.checkpoint.best
-        value = held_out[best[0]][best[1]] if best and held_out else None
-        if best is None or value is None:
-            return state
-        state = state.judged(value, lower=LOWER_IS_BETTER[best[1]])
-        self._best_step = state.best_step
-        if state.best_step == state.step:
-            self.console.say(f"best so far: step {state.step}, {self.config.checkpoint.keep_best} {state.best_value}")
-        return state
 
     def _save(self, state: TrainState, sample_log: SampleLog | None, *, wait: bool) -> None:
         self.lifecycle.phase(f"saving step {state.step}")
@@ -240,7 +246,10 @@ class Trainer:
         """Called on rank 0 when a checkpoint is published, possibly by the thread that saves."""
         self.lifecycle.report_published(step, save_s)
         run_folder.check(self.folder, self.console, self.served)
-        self.exports.published(step, is_best=step == self._best_step, is_last=step == self.num_steps)
+        self._export(step)
+
+    def _export(self, step: int) -> None:
+        self.exports.published(step, is_best=step == self.judge.best_step, is_last=step >= self.num_steps)
 
     def _end(self, state: TrainState, stop: str | None) -> str | None:
         """Wait for a background save and for exports, and record how the run ended, before any rank exits.
@@ -270,23 +279,6 @@ class Trainer:
     def _is_done(self, state: TrainState) -> bool:
         return state.step >= self.num_steps and state.evaluated == state.step
 
-    def _closing_line(self, state: TrainState, stop: str | None) -> str:
-        if stop is None:
-            files = "checkpoints/, tensorboard/, metrics.jsonl, seen.jsonl, recipe.yaml, data.json and run_state.json"
-            return f"done: {self.folder}/ holds {files}"
-        return (
-            f"stopped after step {state.step} of {self.num_steps} ({stop}); the same command resumes the run.  "
-            f"The exit code is {STOPPED}, which torchrun reports as a failure"
-        )
-
-    def _write_inputs(self) -> None:
-        """Write recipe.yaml and data.json.  Called after all checks, so a refused recipe replaces no file."""
-        try:
-            replace_text(self.folder / "recipe.yaml", dump(self.recipe))
-            replace_text(self.folder / "data.json", json.dumps(self.data.row_reports, indent=1) + "\n")
-        except OSError as error:
-            raise unusable(f"run.dir = {self.folder} cannot be written", self.folder, error) from error
-
     def _open_metrics(self, state: TrainState) -> MetricsLog:
         """Collective."""
         model, vocab_size = self.config.model, self.engine.vocab_size
@@ -297,7 +289,7 @@ class Trainer:
             self.groups.control,
             step=state.step,
             num_steps=self.num_steps,
-            is_evaluated=state.evaluated == state.step,
+            is_evaluated=not self.evaluator.is_missing(state.step, state.evaluated),
         )
         if warning := slower_than_possible(self.config, self.engine.backend, self.groups.device.type):
             self.console.say(warning)
@@ -307,3 +299,12 @@ class Trainer:
         self.console.say(f"parameters {parameters} | attention {self.engine.backend} | steps {self.num_steps:,}")
         metrics.start()
         return metrics
+
+
+def _write_inputs(recipe: Recipe, row_reports: Mapping[str, Any], folder: Path) -> None:
+    """Write recipe.yaml and data.json.  Called after all checks, so a refused recipe replaces no file."""
+    try:
+        replace_text(folder / "recipe.yaml", dump(recipe))
+        replace_text(folder / "data.json", json.dumps(row_reports, indent=1) + "\n")
+    except OSError as error:
+        raise unusable(f"run.dir = {folder} cannot be written", folder, error) from error

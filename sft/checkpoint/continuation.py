@@ -13,6 +13,7 @@ from typing import Any
 
 from sft.checkpoint import folders, manifest, resume_setting
 from sft.checkpoint.manifest import Manifest
+from sft.checkpoint.origin import Origin
 from sft.checkpoint.train_state import BASE, Changes, Conditions, changes, with_current_names
 from sft.config import CheckpointConfig, Config, OptimConfig
 from sft.config.schedule import Schedule
@@ -84,14 +85,17 @@ def _started_from(named: Path, candidates: list[Path]) -> bool:
 
     If so, the run continues from its own checkpoints.  A requeued job that continued from `named` would lose its steps.
     Damaged candidates are skipped.  If all candidates are damaged, verification reports the damage.
+    Raises CheckpointError if nothing shows whether `named` is the checkpoint from which the run started.
     """
+    if candidates and named.exists() and named.samefile(candidates[0].parent):
+        return True
     for path in candidates:
         try:
             facts = facts_of(path) or {}
-            origin = facts["state"]["origin"]
+            origin = Origin.read(facts["state"]["origin"])
         except (CheckpointError, KeyError, TypeError):
             continue
-        return bool(origin == str(named.resolve()))
+        return origin is not None and origin.is_named_by(named, folders.step_of(path) or 0)
     return bool(candidates)
 
 

@@ -50,6 +50,14 @@ def write(folder: Path, manifest: Manifest) -> None:
     replace_text(folder / NAME, json.dumps(content, indent=1) + "\n", sync=True)
 
 
+def digest(folder: Path) -> str | None:
+    """SHA-256 of the manifest, which identifies a checkpoint wherever it lies; None if it has no manifest."""
+    try:
+        return entry_of(folder / NAME).sha256
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
 def read(folder: Path) -> Manifest | None:
     """The manifest; None if the checkpoint has none (Megatron-LM).  Raises CheckpointError for a damaged manifest."""
     path = folder / NAME

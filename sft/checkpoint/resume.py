@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from sft.checkpoint import continuation, folders, manifest
+from sft.checkpoint import continuation, folders, held_out_pass, manifest
 from sft.checkpoint.manifest import Verify
+from sft.checkpoint.origin import Origin
 from sft.checkpoint.saver import Saver
 from sft.checkpoint.train_state import Conditions, TrainState
 from sft.config import CheckpointConfig, Config
@@ -54,7 +55,9 @@ def restore(
     broadcast_from_rank0(lambda: folders.check_writable(folder), control)
     if point is not None:
         state = load(engine, point, config.checkpoint, conditions, console)
-        saver.resumed(state.step, is_ours=point.path.parent.resolve() == folder.resolve())
+        state = broadcast_from_rank0(partial(held_out_pass.added, point.path, state), control)
+        is_ours = broadcast_from_rank0(lambda: folder.exists() and point.path.parent.samefile(folder), control)
+        saver.resumed(state.step, is_ours=is_ours)
         return state
     console.say(f"started from {load_initial()}")
     return TrainState()
@@ -124,9 +127,9 @@ def load(
     sft = plain.get("sft")
     if facts and sft and any(json.loads(json.dumps(sft[key])) != facts[key] for key in ("state", "recipe", "plan")):
         raise CheckpointError(f"{point.path / manifest.NAME} has other facts than the checkpoint itself.")
-    state = TrainState(**sft["state"]) if sft else TrainState(step=int(plain["iteration"]))
+    state = TrainState.read(sft["state"]) if sft else TrainState(step=int(plain["iteration"]))
     if point.is_named:
-        state = replace(state, origin=str(Path(config.resume).resolve()))
+        state = replace(state, origin=Origin.of(point.path, config.resume, state.step))
     same = engine_state.is_same_layout(engine, plain)
     position = f"step {state.step} of this recipe's plan; the checkpoint does not say which samples were used"
     if sft is not None:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from sft.atomic_files import why_not_written
-from sft.checkpoint import folders, manifest
+from sft.checkpoint import folders, held_out_pass, manifest
 from sft.checkpoint.manifest import Manifest
 from sft.checkpoint.train_state import Conditions, TrainState
 from sft.config import CheckpointConfig
@@ -65,12 +65,22 @@ class Saver:
         self._job: _Job | None = None
         self._failures = 0
         self._saved_step: int | None = None
+        self.lost: set[int] = set()  # steps whose saves failed
         self._resumed_step: int | None = 0  # None after later checkpoints were renamed
 
     def resumed(self, step: int, *, is_ours: bool) -> None:
         """Record that the run continues after `step`.  is_ours: whether the checkpoint is in this run's folder"""
         self._resumed_step = step
         self._saved_step = step if is_ours else None
+
+    def holds(self, step: int) -> bool:
+        """Whether the state after `step` is saved in the run's folder, or is being saved."""
+        return self._saved_step == step
+
+    def add_pass(self, state: TrainState) -> None:
+        """Record in the saved checkpoint of `state.step` that the held-out pass after it was made."""
+        checkpoint = self.folder / folders.name_of(state.step)
+        broadcast_from_rank0(partial(held_out_pass.write, checkpoint, state), self._groups.control)
 
     def save(self, engine: Engine, state: TrainState, *, wait: bool) -> None:
         """Save the state after `state.step`.  With `wait`, or without checkpoint.async_save, wait for publication.
@@ -212,6 +222,7 @@ class Saver:
 
     def _failed(self, step: int, error: BaseException, *, must_succeed: bool) -> None:
         self._failures += 1
+        self.lost.add(step)
         reason = why_not_written(self.folder, error) if isinstance(error, OSError) else error
         message = f"the checkpoint of step {step} was not saved: {reason}"
         if must_succeed or self._failures >= MAX_FAILURES:

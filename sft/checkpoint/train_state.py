@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sft.checkpoint.best import Best
+from sft.checkpoint.origin import Origin
 from sft.config import Config
 from sft.config.keys import RENAMED, is_reported, leaves, values
 from sft.errors import ConfigError
@@ -41,9 +43,18 @@ class TrainState:
     batch: int = -1  # global batch of the last completed step, within its epoch
     chain: str = ""  # SHA-256 chain of the sample log after the last step
     evaluated: int = -1  # the last step after which all held-out sets were evaluated
-    best_step: int | None = None  # step of the checkpoint that checkpoint.keep_best keeps
-    best_value: float | None = None
-    origin: str | None = None  # the path in checkpoint.resume when the run began, if it was a path
+    best: Best | None = None  # the checkpoint that checkpoint.keep_best keeps; None without keep_best
+    origin: Origin | None = None  # the checkpoint from which the run began, if checkpoint.resume was a path
+
+    @staticmethod
+    def read(stored: Mapping[str, Any]) -> "TrainState":
+        """The state in a checkpoint, also in one of an earlier version: `asdict` of a TrainState is its inverse."""
+        plain = {name: value for name, value in stored.items() if name not in ("best_step", "best_value")}
+        return TrainState(**{**plain, "best": Best.read(stored), "origin": Origin.read(stored.get("origin"))})
+
+    @property
+    def best_step(self) -> int | None:
+        return None if self.best is None else self.best.step
 
     def after(self, result: StepResult, position: tuple[int, int], chain: str) -> "TrainState":
         return replace(
@@ -58,11 +69,6 @@ class TrainState:
             batch=position[1],
             chain=chain,
         )
-
-    def judged(self, value: float, *, lower: bool) -> "TrainState":
-        """The state, with this step as `best_step` if `value` is the best so far.  lower: whether lower is better"""
-        is_better = self.best_value is None or (value < self.best_value if lower else value > self.best_value)
-        return replace(self, best_step=self.step, best_value=value) if is_better else self
 
 
 @dataclass(frozen=True, kw_only=True)

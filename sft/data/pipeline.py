@@ -74,6 +74,10 @@ class HeldOutData:
             name: self._loader(corpus, tokenizer, is_held_out=True) for name, corpus in self._held_out.items()
         }
 
+    def held_out_facts(self) -> dict[str, tuple[str, int]]:
+        """Digest and number of documents of each held-out set."""
+        return {name: (corpus.digest, len(corpus)) for name, corpus in self._held_out.items()}
+
     def _prepared(self, inputs: list[Input], tokenizer: ChatTokenizer, names: list[str] | None = None) -> Corpus:
         """Rank 0 reads the files once and finds their stores; then every rank maps the stores."""
         data, cache_dir = self._config.data, Path(self._config.cache_dir)

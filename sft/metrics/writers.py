@@ -7,7 +7,8 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,12 +54,18 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Writes TensorBoard events.  TensorBoard hides events of an earlier start for steps later than `step`."""
+    """Writes TensorBoard events.  TensorBoard hides events of an earlier start for steps later than `step`.
 
-    def __init__(self, folder: Path, step: int) -> None:
+    Unless `is_evaluated`, it hides those of `step`, too, because the pass after `step` is made again.  Then the records
+    of the optimizer step, `of_step`, are written again.
+    """
+
+    def __init__(self, folder: Path, step: int, *, is_evaluated: bool, of_step: Iterable[Record] = ()) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-        self._events = SummaryWriter(str(folder), purge_step=step + 1)
+        self._events = SummaryWriter(str(folder), purge_step=step + is_evaluated)
+        for record in () if is_evaluated else of_step:
+            self.write(record)
 
     def write(self, record: Record) -> None:
         for name, value in scalars(record).items():
@@ -188,7 +195,9 @@ def open_writers(
         if config.log.mlflow is not None:
             opened.append(BestEffortWriter("MLflow", Mlflow(folder, config.log.mlflow, values(config)), console))
         if config.log.tensorboard:
-            opened.append(BestEffortWriter("TensorBoard", TensorBoard(folder / "tensorboard", step), console))
+            of_step = _train_records(folder / "metrics.jsonl", step)
+            tensorboard = TensorBoard(folder / "tensorboard", step, is_evaluated=is_evaluated, of_step=of_step)
+            opened.append(BestEffortWriter("TensorBoard", tensorboard, console))
         opened.append(JsonLines(folder / "metrics.jsonl", step, is_evaluated=is_evaluated, console=console))
     except (OSError, UnsafeFileError, ConfigError) as error:
         for writer in opened:
@@ -248,6 +257,15 @@ def _remove_after(path: Path, step: int, is_evaluated: bool) -> list[str]:
             kept.append(line.decode() + "\n")
     replace_text(path, "".join(kept))
     return damaged
+
+
+def _train_records(path: Path, step: int) -> Iterator[Record]:
+    """The records in metrics.jsonl of the optimizer step `step`.  Lines that are no records are left out."""
+    for line in read_file(path, METRICS_BYTES).split(b"\n") if path.exists() else ():
+        with suppress(ValueError, LookupError, TypeError, RecursionError):
+            record: Any = json.loads(line.decode()) if len(line) <= LINE_BYTES else None
+            if (record["kind"], record["step"]) == ("train", step):
+                yield record
 
 
 def _kept_id(path: Path) -> str:

@@ -22,8 +22,15 @@ class Evaluator:
         self._every, self._num_steps = config.eval_every, num_steps
 
     def is_due(self, step: int) -> bool:
-        """Whether an evaluation is due: before the first step, after the last one, and every train.eval_every steps."""
-        return step in (0, self._num_steps) or (self._every is not None and step % self._every == 0)
+        """Whether an evaluation is due: before the first step, after the last one, and every train.eval_every steps.
+
+        A run whose length was lowered to fewer steps than it has done ends after the step that it has reached.
+        """
+        return step == 0 or step >= self._num_steps or (self._every is not None and step % self._every == 0)
+
+    def is_missing(self, step: int, evaluated: int) -> bool:
+        """Whether the evaluation after `step` is due and not made.  evaluated: the last step that was evaluated"""
+        return self.is_due(step) and evaluated != step
 
     def run(self, step: int, metrics: MetricsLog) -> dict[str, Record] | None:
         """Evaluate after `step`.  Returns the record of each set by name; None if the run must stop.  Collective.

@@ -89,7 +89,7 @@ class Lifecycle:
 
         Collective: every rank gets the same answer.
         """
-        config, is_last = self._checkpoint, step == self._num_steps
+        config, is_last = self._checkpoint, step >= self._num_steps
         minutes = config.save_every_minutes
         is_late = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
         stop, save = self._stop_and_late(is_late=is_late and self._position.rank == 0)

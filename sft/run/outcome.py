@@ -35,3 +35,14 @@ class Outcome:
     def exit_code(self) -> int:
         """The exit code of `sft train`: 0 if the run is done, 75 if it should be started again."""
         return 0 if self.is_done else STOPPED
+
+
+def closing_line(outcome: Outcome) -> str:
+    """The last line of the log."""
+    if outcome.stopped is None:
+        files = "checkpoints/, tensorboard/, metrics.jsonl, seen.jsonl, recipe.yaml, data.json and run_state.json"
+        return f"done: {outcome.folder}/ holds {files}"
+    return (
+        f"stopped after step {outcome.step} of {outcome.num_steps} ({outcome.stopped}); the same command resumes the "
+        f"run.  The exit code is {STOPPED}, which torchrun reports as a failure"
+    )

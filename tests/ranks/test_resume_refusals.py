@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sft.checkpoint import folders, manifest, resume
+from sft.checkpoint.origin import Origin
 from sft.checkpoint.saver import Saver
 from sft.checkpoint.train_state import Conditions, TrainState
 from sft.config.keys import values
@@ -239,7 +240,7 @@ def test_the_same_command_goes_on_from_what_the_run_has_saved_since_it_began_els
     folder, named = saved.parent / "own", f"checkpoint.resume={saved / 'iter_0000003'}"
     assert ranks(2).run(go_on_and_save, [named], str(folder)) == ["iter_0000003"] * 2
     (one,) = starts(ranks, folder, named)
-    assert one["path"] == "iter_0000005" and one["state"].origin == f"{saved}/iter_0000003"
+    assert one["path"] == "iter_0000005" and one["state"].origin.path == f"{saved}/iter_0000003"
     flip(folder / "iter_0000005" / "common.pt")
     (one,) = starts(ranks, folder, named)
     assert one["path"] == "iter_0000004"
@@ -273,7 +274,10 @@ def test_a_foreign_one_is_said_to_be_unverified(ranks: Ranks, saved: Path, origi
         f"with model.init_from={path}, or resume weights, moments, schedule and step with checkpoint.resume={path}."
     )
     (one,) = starts(ranks, saved, f"checkpoint.resume={path}")
-    assert one["state"] == TrainState(step=3, origin=str(path)) and one["hash"] == original[1][2]
+    assert (
+        one["state"] == TrainState(step=3, origin=Origin(path=str(path), written=str(path), step=3, manifest=None))
+        and one["hash"] == original[1][2]
+    )
     assert one["said"] == (
         f"resumed step 3 from {path}\n"
         "  files      not verified: the checkpoint has no manifest\n"

@@ -12,6 +12,7 @@ import pytest
 
 from sft.checkpoint import folders, manifest
 from sft.checkpoint import saver as saving
+from sft.checkpoint.best import Best
 from sft.estimate import memory
 from sft.mcore.checkpoint_io import (
     engine_state,
@@ -233,4 +234,7 @@ def test_retention_keeps_the_last_the_multiples_the_best_and_those_in_use(ranks:
 def save_many(folder: str) -> None:
     with run_of(["checkpoint.keep_last=2", "checkpoint.keep_every=3"], folder, in_use=lambda: {5}) as run:
         for step in range(1, 9):
-            run.save(step, best_step=min(step, 2))
+            best = Best(
+                metric="eval/lm loss", lower_is_better=True, data="9f", documents=1, step=min(step, 2), value=1.0
+            )
+            run.save(step, best=best)

@@ -45,3 +45,4 @@ def test_when_an_evaluation_is_due() -> None:
     due = evaluator(num_steps=10, eval_every=4)
     assert [step for step in range(11) if due.is_due(step)] == [0, 4, 8, 10]
     assert [step for step in range(11) if evaluator(num_steps=10).is_due(step)] == [0, 10]
+    assert due.is_due(13)  # of a run that was longer before

@@ -221,16 +221,3 @@ def test_the_state_after_good_bad_and_empty_steps() -> None:
     state = state.after(result(loss=0.0, num_tokens=0), (1, 1), "e")
     assert (state.step, state.num_tokens, state.num_skipped, state.num_bad) == (5, 40, 1, 2)
     assert (state.epoch, state.batch, state.chain) == (1, 1, "e")
-
-
-def test_the_best_is_the_lowest_or_the_highest_and_of_equals_the_first() -> None:
-    values = [3.0, 2.0, 2.0, 4.0, 1.0]
-    best: dict[bool, list[int | None]] = {True: [], False: []}
-    for lower in best:
-        state = TrainState()
-        for step, value in enumerate(values, start=1):
-            state = TrainState(step=step, best_step=state.best_step, best_value=state.best_value)
-            state = state.judged(value, lower=lower)
-            best[lower].append(state.best_step)
-    assert best == {True: [1, 2, 2, 2, 5], False: [1, 1, 1, 4, 4]}
-    assert state.best_value == 4.0

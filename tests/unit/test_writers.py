@@ -109,13 +109,29 @@ def test_no_step_is_told_twice(tmp_path: Path) -> None:
 
 def test_tensorboard_hides_what_is_told_again(tmp_path: Path) -> None:
     for first in (0, 2):
-        writer = TensorBoard(tmp_path, step=first)
+        writer = TensorBoard(tmp_path, step=first, is_evaluated=True)
         for n in range(first + 1, 5):
             writer.write(train() | {"step": n, "lm loss": 10.0 * first + n})
         writer.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("lm loss")] == [(1, 1), (2, 2), (3, 23), (4, 24)]
+
+
+def test_tensorboard_has_the_points_of_a_pass_once(tmp_path: Path) -> None:
+    """Kills before the first checkpoint, and after the pass of step 2, whose optimizer step is written once more."""
+    for first, steps in ((0, []), (0, []), (0, [1, 2]), (2, []), (2, [3])):
+        writers = open_writers(tmp_path, config(), first, console()[0], is_evaluated=False)
+        records = [evaluation() | {"step": first}, *(train() | {"step": step} for step in steps)]
+        records += [evaluation() | {"step": step} for step in steps if step == 2]
+        for writer in writers:
+            for record in records:
+                writer.write(record)
+            writer.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("lm loss validation")] == [0, 2]
+    assert [event.step for event in events.Scalars("lm loss")] == [1, 2, 3]
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, wandb: FakeWandb) -> None:

@@ -1,0 +1,47 @@
+"""Records in a published checkpoint that the held-out pass after its step was made, and which checkpoint is the best.
+
+    checkpoints/iter_0000100/held_out_pass.json   {"format": ..., "checkpoint_sha256": "3f...", "best": {...} or null}
+
+A stop signal may interrupt the pass after a step; the checkpoint is then saved without it, and the next start makes
+the pass.  This file keeps the result without another save.  It lies in the checkpoint that it is about, and
+holds the digest of the checkpoint's manifest, so that it is never used for another history of the same steps.
+"""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from sft.atomic_files import replace_text, why_not_written
+from sft.checkpoint import manifest
+from sft.checkpoint.best import Best
+from sft.checkpoint.train_state import TrainState
+from sft.errors import StorageError
+
+NAME = "held_out_pass.json"
+FORMAT = "sft held-out pass 1"
+
+
+def write(checkpoint: Path, state: TrainState) -> None:
+    """Record the pass after `state.step` in its checkpoint.  Raises StorageError if the file cannot be written."""
+    best = None if state.best is None else asdict(state.best)
+    content = {"format": FORMAT, "checkpoint_sha256": manifest.digest(checkpoint), "best": best}
+    try:
+        replace_text(checkpoint / NAME, json.dumps(content, indent=1) + "\n", sync=True)
+    except OSError as error:
+        why = why_not_written(checkpoint, error)
+        raise StorageError(
+            f"the result of the held-out pass cannot be written to {checkpoint / NAME}: {why}."
+        ) from error
+
+
+def added(checkpoint: Path, state: TrainState) -> TrainState:
+    """The state of `checkpoint` with the pass that its record reports.  A record that is missing, damaged or of
+    another checkpoint adds nothing: the pass is then made again, with the same result."""
+    try:
+        content = json.loads((checkpoint / NAME).read_text(encoding="utf-8"))
+        if content["format"] != FORMAT or content["checkpoint_sha256"] != manifest.digest(checkpoint):
+            return state
+        best = Best.read({"best": content["best"]})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return state
+    return replace(state, evaluated=state.step, best=best)

@@ -1,0 +1,87 @@
+"""Compares the checkpoints of a run by `checkpoint.keep_best`.
+
+The best checkpoint is a fact about one run: the run made the pass over the held-out set, and has the checkpoint in its
+folder.  If this does not hold for the stored best checkpoint, judging starts anew, and the run says so.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from sft.checkpoint import folders
+from sft.checkpoint.best import Best
+from sft.checkpoint.train_state import TrainState
+from sft.config import CheckpointConfig
+from sft.config.checkpoint import LOWER_IS_BETTER
+from sft.console import Console
+from sft.metrics.records import Record
+
+
+class Judge:
+    """Judges the checkpoints in `folder`.
+
+    held_out   digest and number of documents of each held-out set
+    best_step  step of the best checkpoint; None if no checkpoint was compared
+    """
+
+    def __init__(
+        self, config: CheckpointConfig, held_out: Mapping[str, tuple[str, int]], folder: Path, console: Console
+    ) -> None:
+        self._folder, self._console = folder, console
+        self._none: Best | None = None  # no checkpoint was compared; None without checkpoint.keep_best
+        if config.best is not None and config.keep_best is not None:
+            self._set, self._metric = config.best
+            data, documents = held_out[self._set]
+            lower = LOWER_IS_BETTER[self._metric]
+            self._none = Best(metric=config.keep_best, lower_is_better=lower, data=data, documents=documents)
+        self._before = self._none  # the best one before `best_step`
+        self.best_step: int | None = None
+
+    def resumed(self, state: TrainState, *, is_ours: bool, is_due: bool) -> TrainState:
+        """The state from which the run continues, with a best checkpoint only if it is one of this run.
+
+        is_ours  whether the checkpoint of `state` is in this run's folder
+        is_due   whether a pass is due after its step.  A pass that was judged by another metric is then made again
+        """
+        why = self._why_anew(state.best, is_ours=is_ours)
+        if why is None:
+            self.best_step = state.best_step
+            self._before = state.best
+            return state
+        if state.best_step is not None:
+            self._console.say(f"{why}, so judging starts anew.  {self._fate(state, is_ours=is_ours)}")
+        repeats = is_ours and is_due and self._none is not None
+        return replace(state, best=self._none, evaluated=-1 if repeats else state.evaluated)
+
+    def judged(self, state: TrainState, held_out: Mapping[str, Record], lost: Collection[int] = ()) -> TrainState:
+        """The state after its step was compared with the best one, if `held_out` has the records of a pass.
+
+        lost  steps whose saves failed: a checkpoint that does not exist is not the best one
+        """
+        best = self._before if state.best_step in lost else state.best
+        value = held_out[self._set][self._metric] if best is not None and held_out else None
+        self._before = best
+        if best is not None and value is not None:
+            best = best.judged(state.step, value)
+            if best.step == state.step:
+                self._console.say(f"best so far: {best}")
+        self.best_step = None if best is None else best.step
+        return replace(state, best=best)
+
+    def _why_anew(self, best: Best | None, *, is_ours: bool) -> str | None:
+        """Why `best` is not the best checkpoint of this run; None if it is."""
+        if best is None or self._none is None:
+            return None if best is self._none else "checkpoint.keep_best has changed between a metric and null"
+        if not is_ours:
+            return "the run continues from a checkpoint of another folder"
+        if differences := list(best.differences(self._none)):
+            return "; ".join(differences)
+        if best.step is not None and not (self._folder / folders.name_of(best.step)).is_dir():
+            return f"{self._folder / folders.name_of(best.step)} is missing"
+        return None
+
+    def _fate(self, state: TrainState, *, is_ours: bool) -> str:
+        was = f"The best checkpoint so far was {state.best}"
+        if not is_ours:
+            return f"{was}; it stays where it is, and this run compares its own checkpoints only"
+        return f"{was}; the next saves may remove it (checkpoint.keep_last), so copy it if you need it"

@@ -1,0 +1,99 @@
+"""What a best value compares with, what older checkpoints say, the record of a pass, and an origin that moves."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from sft.checkpoint import held_out_pass, manifest
+from sft.checkpoint.best import Best
+from sft.checkpoint.manifest import Manifest
+from sft.checkpoint.origin import Origin
+from sft.checkpoint.train_state import TrainState
+from sft.errors import CheckpointError
+
+LOSS = Best(metric="eval/lm loss", lower_is_better=True, data="79bc", documents=3)
+
+
+def checkpoint(path: Path, content: int = 0) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "metadata.json").touch()
+    manifest.write(path, Manifest(files={}, facts={"content": content}))
+    return path
+
+
+def test_the_best_is_the_lowest_or_the_highest_and_of_equals_the_first() -> None:
+    steps: dict[bool, list[int | None]] = {True: [], False: []}
+    for lower in steps:
+        best = replace(LOSS, lower_is_better=lower)
+        for step, value in enumerate([3.0, 2.0, 2.0, 4.0, 1.0], start=1):
+            best = best.judged(step, value)
+            steps[lower].append(best.step)
+    assert steps == {True: [1, 2, 2, 2, 5], False: [1, 1, 1, 4, 4]}
+    assert best.value == 4.0
+
+
+def test_what_makes_values_incomparable() -> None:
+    assert list(LOSS.differences(LOSS.judged(4, 1.0))) == []
+    accuracy = replace(LOSS, metric="eval/token accuracy", lower_is_better=False)
+    assert list(LOSS.differences(accuracy)) == ["checkpoint.keep_best was eval/lm loss, is eval/token accuracy"]
+    (line,) = LOSS.differences(replace(LOSS, data="0a", documents=2))
+    assert line == "the held-out set of eval/lm loss has changed (3 documents, now 2)"
+
+
+def test_the_state_of_a_checkpoint_also_of_an_earlier_version() -> None:
+    origin = Origin(path="/data/a/iter_0000002", written="a/iter_0000002", step=2, manifest="3f")
+    state = TrainState(step=8, evaluated=8, best=LOSS.judged(6, 5.0), origin=origin)
+    assert TrainState.read(asdict(state)) == state
+    old = {"step": 8, "evaluated": 6, "best_step": 6, "best_value": 5.0, "origin": "/data/a/iter_0000002"}
+    read = TrainState.read(old)
+    assert (read.best_step, read.evaluated) == (6, 6) and read.best is not None and read.best.value == 5.0
+    (line,) = read.best.differences(LOSS)
+    assert line == "an earlier version recorded the best value without its metric and its held-out set"
+    assert read.origin == Origin(path="/data/a/iter_0000002", written=None, step=2, manifest=None)
+    assert TrainState.read({"step": 1, "best_step": None, "best_value": None, "origin": None}) == TrainState(step=1)
+
+
+def test_the_record_of_a_pass_holds_for_its_checkpoint_only(tmp_path: Path) -> None:
+    path, saved = checkpoint(tmp_path / "iter_0000008"), TrainState(step=8, evaluated=6, best=LOSS.judged(6, 5.1))
+    assert held_out_pass.added(path, saved) == saved
+    judged = TrainState(step=8, evaluated=8, best=LOSS.judged(8, 4.9))
+    held_out_pass.write(path, judged)
+    assert held_out_pass.added(path, saved) == judged
+    moved = path.rename(tmp_path / "moved")
+    assert held_out_pass.added(moved, saved) == judged
+    checkpoint(moved, content=1)  # the same step of another history
+    assert held_out_pass.added(moved, saved) == saved
+    checkpoint(moved)
+    for damaged in ("", "[]", "{}", '{"format": "sft held-out pass 1"}', "\x00"):
+        (moved / held_out_pass.NAME).write_text(damaged)
+        assert held_out_pass.added(moved, saved) == saved
+
+
+def test_an_origin_is_recognised_by_its_digest(tmp_path: Path) -> None:
+    first, other = checkpoint(tmp_path / "p/iter_0000002"), checkpoint(tmp_path / "p/iter_0000004", content=1)
+    origin = Origin.of(first, str(first), 2)
+    assert origin.is_named_by(first, 8) and not origin.is_named_by(other, 8)
+    assert origin.is_named_by(first.parent, 8)  # the folder holds it
+    (tmp_path / "p").rename(tmp_path / "q")
+    assert origin.is_named_by(tmp_path / "q/iter_0000002", 8) and origin.is_named_by(tmp_path / "q", 8)
+    (tmp_path / "link").symlink_to(tmp_path / "q/iter_0000002")
+    assert origin.is_named_by(tmp_path / "link", 8)
+    assert origin.is_named_by(first, 8)  # the path of the recipe, where no checkpoint is left
+    with pytest.raises(CheckpointError, match="that path does not exist in .*has saved step 8.*checkpoint.resume=auto"):
+        origin.is_named_by(tmp_path / "r/iter_0000002", 8)
+    checkpoint(first, content=2)
+    with pytest.raises(CheckpointError, match="that path now holds another checkpoint"):
+        origin.is_named_by(first, 8)
+    assert not origin.is_named_by(checkpoint(tmp_path / "s/iter_0000002", content=3), 8)
+
+
+def test_an_origin_without_a_digest_is_compared_by_path_and_step(tmp_path: Path) -> None:
+    first = checkpoint(tmp_path / "p/iter_0000002")
+    origin = Origin.read(str(first))
+    assert origin is not None and origin.is_named_by(first, 8)
+    moved = (tmp_path / "p").rename(tmp_path / "q")
+    assert not origin.is_named_by(checkpoint(moved / "iter_0000004"), 8)
+    for doubtful in (moved / "iter_0000002", moved):
+        with pytest.raises(CheckpointError, match="nothing shows whether that path is the same checkpoint"):
+            origin.is_named_by(doubtful, 8)

@@ -43,6 +43,8 @@ def status(arguments: Namespace) -> int:
         "stop": ("find the cause before you start the run again", 2),
     }[verdict(state)]
     if code == 75 and not may_be_alive:
-        show(next_start(config))
-    show("start the run" if state is None else advice)
+        line = next_start(config)
+        show("start the run" if state is None else line)
+    if state is not None:
+        show(advice)
     return code

@@ -137,7 +137,7 @@ def _in_words(kind: Any, bounds: Sequence[Any], *, alone: bool = False) -> str:
             case annotated_types.Gt(gt):
                 limits.append(f"above {gt}")
             case annotated_types.Le(le):
-                limits.append(f"of at most {le}")
+                limits.append(f"of at most {le:,}")
             case annotated_types.Lt(lt):
                 limits.append(f"below {lt}")
     match get_origin(kind) or kind:

@@ -240,7 +240,7 @@ MISTAKES = {
     "unknown option": (
         ["train", "a.yaml", "--cp", "4"],
         "ConfigError: unknown option --cp.  Settings are written without dashes: parallel.cp=4.\n"
-        "usage: sft train [-h] RECIPE [KEY=VALUE ...]\n",
+        "usage: sft train [-h] [--processes N] [--log-dir DIR] RECIPE [KEY=VALUE ...]\n",
     ),
     "missing recipe": (["train", "b.yaml"], "ConfigError: recipe b.yaml does not exist.  Did you mean a.yaml?\n"),
     "layout": (

@@ -9,7 +9,8 @@ from tests.builders import RECIPE, refusal_lines
 ADVICE = {
     "gradient_checkpointing=true": "It is called train.recompute here, which takes one of none, selective, full.",
     "train.gradient_checkpointing=true": "It is called train.recompute here, which takes one of none, selective, full.",
-    "trainer.max_steps=9": "It is called train.num_steps here, which takes a whole number of at least 1 or null.",
+    "trainer.max_steps=9": "It is called train.num_steps here, which takes a whole number of at least 1 and of at most "
+    "100,000,000 or null.",
     "bf16=true": "It is called run.precision here, which takes one of bf16, fp32.",
     "max_seq_length=2048": "It is called data.seq_length here, which takes a whole number of at least 1.",
     "base_model=a": "It is called model.hf here, which takes non-empty text or null.",

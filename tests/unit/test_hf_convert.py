@@ -209,12 +209,11 @@ def test_what_belongs_to_a_model_goes_along(made: Make, tmp_path: Path) -> None:
     for name, text in texts.items():
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(text)
-    (tmp_path / "blob").write_text("m")
-    (source / "merges.txt").symlink_to(tmp_path / "blob")  # as a download has it
+    (source / "own.txt").write_text("m")
+    (source / "merges.txt").symlink_to("own.txt")
     (source / "modeling_own.py").write_text("raise SystemExit")
     import_hf(source, tmp_path / "there", QUIET)
     shutil.rmtree(source)
-    (tmp_path / "blob").unlink()
     export_hf(tmp_path / "there", tmp_path / "back", QUIET)
     found = {str(path.relative_to(tmp_path / "back")) for path in (tmp_path / "back").rglob("*") if path.is_file()}
     own = {"config.json", "generation_config.json", "model.safetensors", "manifest.json", "merges.txt", "README.md"}

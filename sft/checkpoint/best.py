@@ -7,9 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sft.parallel.messages import message
+
 _NOT_RECORDED = ""  # the metric of a value from a version that recorded neither metric nor held-out set
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class Best:
     """How a run compares its checkpoints, and the best one so far.  All values are JSON types."""

@@ -13,8 +13,10 @@ from typing import Any
 from sft.checkpoint import folders, manifest
 from sft.checkpoint.folders import MARKER
 from sft.errors import CheckpointError
+from sft.parallel.messages import message
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class Origin:
     """All values are JSON types."""

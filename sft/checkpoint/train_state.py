@@ -17,6 +17,7 @@ from sft.config.keys import RENAMED, is_reported, leaves, values
 from sft.errors import ConfigError
 from sft.metrics.totals import StepResult
 from sft.parallel.layout import Layout
+from sft.parallel.messages import message
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
 # Distribution by the name under which checkpoints record its version.  `sft` on the package index is another project.
@@ -29,6 +30,7 @@ _BEFORE = {"data.supervise_inserted": False}
 _NOT_COMPUTED = ("lora.lr_ratio", "lora.export")  # of the group lora, and not of what the model computes
 
 
+@message
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
     """The progress of a run, as checkpoints store it.  The position in the data is computed from `step`."""

@@ -11,6 +11,7 @@ from sft.checkpoint.manifest import Manifest
 from sft.checkpoint.origin import Origin
 from sft.checkpoint.train_state import TrainState
 from sft.errors import CheckpointError
+from sft.parallel import messages
 
 LOSS = Best(metric="eval/lm loss", lower_is_better=True, data="79bc", documents=3)
 
@@ -45,6 +46,7 @@ def test_the_state_of_a_checkpoint_also_of_an_earlier_version() -> None:
     origin = Origin(path="/data/a/iter_0000002", written="a/iter_0000002", step=2, manifest="3f")
     state = TrainState(step=8, evaluated=8, best=LOSS.judged(6, 5.0), origin=origin)
     assert TrainState.read(asdict(state)) == state
+    assert messages.decode(messages.encode(state)) == state  # rank 0 sends it to the other ranks
     old = {"step": 8, "evaluated": 6, "best_step": 6, "best_value": 5.0, "origin": "/data/a/iter_0000002"}
     read = TrainState.read(old)
     assert (read.best_step, read.evaluated) == (6, 6) and read.best is not None and read.best.value == 5.0

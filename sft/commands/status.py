@@ -44,7 +44,7 @@ def status(arguments: Namespace) -> int:
     }[verdict(state)]
     if code == 75 and not may_be_alive:
         line = next_start(config)
-        show("start the run" if state is None else line)
-    if state is not None:
-        show(advice)
+        if state is not None:
+            show(line)
+    show("start the run" if state is None else advice)
     return code

@@ -165,7 +165,8 @@ def test_a_key_given_twice() -> None:
 def test_all_mistakes_at_once_in_the_order_of_the_file_then_the_command_line_then_what_is_missing() -> None:
     text = RECIPE.replace("  lr: 1e-5\n", "  beta1: 2\n").replace("num_layers: 2", "num_layers: two") + "lgo: 3\n"
     assert refusal_lines(text, "parallel.virtual_stages=2", "data.seq_length=4.0", "x=1") == [
-        '1 of 7: model.num_layers = "two" (a.yaml, line 3); expected a whole number of at least 1 and of at most 4,096.',
+        '1 of 7: model.num_layers = "two" (a.yaml, line 3); expected a whole number of at least 1 and of at most '
+        "4,096.",
         "  2 of 7: optim.beta1 = 2 (a.yaml, line 13); expected a number of at least 0.0 and below 1.0.",
         "  3 of 7: unknown key lgo (a.yaml, line 14).  Did you mean log?",
         "  4 of 7: unknown key x (command line: x=1).  Keys of a recipe: run, model, data, parallel, attention, loss, "

@@ -1,5 +1,6 @@
 """What a best value compares with, what older checkpoints say, the record of a pass, and an origin that moves."""
 
+import io
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -7,9 +8,12 @@ import pytest
 
 from sft.checkpoint import held_out_pass, manifest
 from sft.checkpoint.best import Best
+from sft.checkpoint.judge import Judge
 from sft.checkpoint.manifest import Manifest
 from sft.checkpoint.origin import Origin
 from sft.checkpoint.train_state import TrainState
+from sft.config import CheckpointConfig
+from sft.console import Console
 from sft.errors import CheckpointError
 from sft.parallel import messages
 
@@ -99,3 +103,12 @@ def test_an_origin_without_a_digest_is_compared_by_path_and_step(tmp_path: Path)
     for doubtful in (moved / "iter_0000002", moved):
         with pytest.raises(CheckpointError, match="nothing shows whether that path is the same checkpoint"):
             origin.is_named_by(doubtful, 8)
+
+
+def test_a_branch_compares_with_no_value_of_another_run(tmp_path: Path) -> None:
+    config, said = CheckpointConfig(keep_last=2, keep_best="eval/lm loss"), io.StringIO()
+    judge = Judge(config, {"eval": ("79bc", 3)}, tmp_path, Console(0, said))
+    checkpoint(tmp_path / "iter_0000004")  # a step of its own with the same number
+    state = TrainState(step=4, evaluated=4, best=LOSS.judged(4, 4.97))
+    assert judge.resumed(state, is_ours=False, is_due=True) == replace(state, best=LOSS)
+    assert "of another folder, so judging starts anew" in said.getvalue() and judge.best_step is None

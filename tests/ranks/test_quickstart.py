@@ -114,8 +114,8 @@ def test_the_five_lines_of_the_readme_run(tmp_path: Path, shell: Callable[..., s
     with serving() as hub:
         hub.add("Qwen/Qwen3-8B", tmp_path / "models/tiny")
         for line in lines:
-            words = line.replace("--world-size 8", "--world-size 2").replace("--nproc-per-node 8", "--nproc-per-node 2")
-            assert words.endswith(" data.train=my.jsonl") or words.startswith("sft export ")
+            words = line.replace("--world-size 8", "--world-size 2").replace("--processes 8", "--processes 2")
+            assert " data.train=my.jsonl" in words or words.startswith("sft export ")
             small = f" {SMALL}" if "data.train" in words else ""
             shell(words + small, **environment(hub, tmp_path / "hf"))
     assert len(losses(tmp_path / "runs/qwen3_8b_64k")) == 2

@@ -56,19 +56,16 @@ def without_data(recipe: Recipe, layout: Layout) -> ResumeLines:
     return _lines(config, resumed, config.train.num_steps, None, not_compared)
 
 
-def next_start(config: Config) -> str:
-    """From where the next start continues, in one line.  Compares neither data, base weights nor the layout.
+def next_start(config: Config) -> str | None:
+    """From where the next start continues, in one line; None if a new run starts.  Compares neither data, base weights
+    nor the layout.
 
     Raises the error that training would raise: ConfigError or CheckpointError.
     """
     plan, base = plan_files.settings(config), "" if config.lora.is_used else None
     conditions = Conditions(plan=plan, recipe=recipe_values(config), layout={}, versions={}, base=base)
     resumed = continuation.check(config, Path(config.run.dir) / "checkpoints", conditions, {*plan_files.READ, BASE})
-    return (
-        "a new run starts"
-        if resumed is None
-        else f"the next start continues after step {resumed.step}, from {resumed.path}"
-    )
+    return None if resumed is None else f"the next start continues after step {resumed.step}, from {resumed.path}"
 
 
 def _base(config: Config) -> tuple[str | None, set[str]]:

@@ -43,8 +43,7 @@ def status(arguments: Namespace) -> int:
         "stop": ("find the cause before you start the run again", 2),
     }[verdict(state)]
     if code == 75 and not may_be_alive:
-        line = next_start(config)
-        if state is not None:
+        if (line := next_start(config)) is not None:
             show(line)
     show("start the run" if state is None else advice)
     return code

@@ -150,7 +150,7 @@ def test_a_model_of_too_many_layers_is_refused_at_once(layers: int) -> None:
 
 
 def test_steps_have_a_bound() -> None:
-    with pytest.raises(ConfigError, match="train.num_steps = 1000000000000000000 .* of at most 100000000"):
+    with pytest.raises(ConfigError, match="train.num_steps = 1000000000000000000 .* of at most 100,000,000"):
         parse_recipe("train: {num_steps: 1000000000000000000}", "a.yaml")
 
 

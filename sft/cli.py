@@ -79,10 +79,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SftError as error:
         _report(error, is_run=words[:1] in _RUNS)
         return 1 if isinstance(error, StorageError) else 2
-    except PermissionError as error:  # a file of a checkpoint or model that belongs to another user
-        denied = ConfigError(f"{error.filename}: this user has no permission to read or write it.")
-        _report(denied, is_run=words[:1] in _RUNS)
-        return 2
     except KeyboardInterrupt:
         return 130
 

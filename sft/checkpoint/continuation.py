@@ -13,7 +13,7 @@ from typing import Any
 
 from sft.checkpoint import folders, manifest, resume_setting
 from sft.checkpoint.manifest import Manifest
-from sft.checkpoint.origin import Origin
+from sft.checkpoint.origin import RunOrigin
 from sft.checkpoint.train_state import BASE, Changes, Conditions, changes, with_current_names
 from sft.config import CheckpointConfig, Config, OptimConfig
 from sft.config.schedule import Schedule
@@ -92,7 +92,7 @@ def _started_from(named: Path, candidates: list[Path]) -> bool:
     for path in candidates:
         try:
             facts = facts_of(path) or {}
-            origin = Origin.read(facts["state"]["origin"])
+            origin = RunOrigin.read(facts["state"]["origin"])
         except (CheckpointError, KeyError, TypeError):
             continue
         return origin is not None and origin.is_named_by(named, folders.step_of(path) or 0)

@@ -18,7 +18,7 @@ from sft.parallel.messages import message
 
 @message
 @dataclass(frozen=True, kw_only=True)
-class Origin:
+class RunOrigin:
     """All values are JSON types."""
 
     path: str  # absolute, without links, when the run began
@@ -27,17 +27,17 @@ class Origin:
     manifest: str | None  # SHA-256 of manifest.json; None without one (Megatron-LM, earlier versions)
 
     @staticmethod
-    def of(checkpoint: Path, written: str, step: int) -> "Origin":
+    def of(checkpoint: Path, written: str, step: int) -> "RunOrigin":
         """The origin of a run that begins from `checkpoint`, which checkpoint.resume = `written` names."""
         resolved, digest = str(Path(written).resolve()), manifest.digest(checkpoint)
-        return Origin(path=resolved, written=written, step=step, manifest=digest)
+        return RunOrigin(path=resolved, written=written, step=step, manifest=digest)
 
     @staticmethod
-    def read(stored: Mapping[str, Any] | str | None) -> "Origin | None":
+    def read(stored: Mapping[str, Any] | str | None) -> "RunOrigin | None":
         """The origin in a checkpoint.  Earlier versions stored the absolute path alone."""
         if isinstance(stored, str):
-            return Origin(path=stored, written=None, step=folders.step_of(Path(stored)), manifest=None)
-        return None if stored is None else Origin(**stored)
+            return RunOrigin(path=stored, written=None, step=folders.step_of(Path(stored)), manifest=None)
+        return None if stored is None else RunOrigin(**stored)
 
     def is_named_by(self, path: Path, own_step: int) -> bool:
         """Whether `path`, a checkpoint or a folder of checkpoints, is this origin.

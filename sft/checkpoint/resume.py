@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sft.checkpoint import continuation, folders, held_out_pass, manifest
 from sft.checkpoint.manifest import Verify
-from sft.checkpoint.origin import Origin
+from sft.checkpoint.origin import RunOrigin
 from sft.checkpoint.saver import Saver
 from sft.checkpoint.train_state import Conditions, TrainState
 from sft.config import CheckpointConfig, Config
@@ -129,7 +129,7 @@ def load(
         raise CheckpointError(f"{point.path / manifest.NAME} has other facts than the checkpoint itself.")
     state = TrainState.read(sft["state"]) if sft else TrainState(step=int(plain["iteration"]))
     if point.is_named:
-        state = replace(state, origin=Origin.of(point.path, config.resume, state.step))
+        state = replace(state, origin=RunOrigin.of(point.path, config.resume, state.step))
     same = engine_state.is_same_layout(engine, plain)
     position = f"step {state.step} of this recipe's plan; the checkpoint does not say which samples were used"
     if sft is not None:

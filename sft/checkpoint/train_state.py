@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sft.checkpoint.best import Best
-from sft.checkpoint.origin import Origin
+from sft.checkpoint.origin import RunOrigin
 from sft.config import Config
 from sft.config.keys import RENAMED, is_reported, leaves, values
 from sft.errors import ConfigError
@@ -46,13 +46,13 @@ class TrainState:
     chain: str = ""  # SHA-256 chain of the sample log after the last step
     evaluated: int = -1  # the last step after which all held-out sets were evaluated
     best: Best | None = None  # the checkpoint that checkpoint.keep_best keeps; None without keep_best
-    origin: Origin | None = None  # the checkpoint from which the run began, if checkpoint.resume was a path
+    origin: RunOrigin | None = None  # the checkpoint from which the run began, if checkpoint.resume was a path
 
     @staticmethod
     def read(stored: Mapping[str, Any]) -> "TrainState":
         """The state in a checkpoint, also in one of an earlier version: `asdict` of a TrainState is its inverse."""
         plain = {name: value for name, value in stored.items() if name not in ("best_step", "best_value")}
-        return TrainState(**{**plain, "best": Best.read(stored), "origin": Origin.read(stored.get("origin"))})
+        return TrainState(**{**plain, "best": Best.read(stored), "origin": RunOrigin.read(stored.get("origin"))})
 
     @property
     def best_step(self) -> int | None:

@@ -10,7 +10,7 @@ from sft.checkpoint import held_out_pass, manifest
 from sft.checkpoint.best import Best
 from sft.checkpoint.judge import Judge
 from sft.checkpoint.manifest import Manifest
-from sft.checkpoint.origin import Origin
+from sft.checkpoint.origin import RunOrigin
 from sft.checkpoint.train_state import TrainState
 from sft.config import CheckpointConfig
 from sft.console import Console
@@ -47,7 +47,7 @@ def test_what_makes_values_incomparable() -> None:
 
 
 def test_the_state_of_a_checkpoint_also_of_an_earlier_version() -> None:
-    origin = Origin(path="/data/a/iter_0000002", written="a/iter_0000002", step=2, manifest="3f")
+    origin = RunOrigin(path="/data/a/iter_0000002", written="a/iter_0000002", step=2, manifest="3f")
     state = TrainState(step=8, evaluated=8, best=LOSS.judged(6, 5.0), origin=origin)
     assert TrainState.read(asdict(state)) == state
     assert messages.decode(messages.encode(state)) == state  # rank 0 sends it to the other ranks
@@ -56,7 +56,7 @@ def test_the_state_of_a_checkpoint_also_of_an_earlier_version() -> None:
     assert (read.best_step, read.evaluated) == (6, 6) and read.best is not None and read.best.value == 5.0
     (line,) = read.best.differences(LOSS)
     assert line == "an earlier version recorded the best value without its metric and its held-out set"
-    assert read.origin == Origin(path="/data/a/iter_0000002", written=None, step=2, manifest=None)
+    assert read.origin == RunOrigin(path="/data/a/iter_0000002", written=None, step=2, manifest=None)
     assert TrainState.read({"step": 1, "best_step": None, "best_value": None, "origin": None}) == TrainState(step=1)
 
 
@@ -78,7 +78,7 @@ def test_the_record_of_a_pass_holds_for_its_checkpoint_only(tmp_path: Path) -> N
 
 def test_an_origin_is_recognised_by_its_digest(tmp_path: Path) -> None:
     first, other = checkpoint(tmp_path / "p/iter_0000002"), checkpoint(tmp_path / "p/iter_0000004", content=1)
-    origin = Origin.of(first, str(first), 2)
+    origin = RunOrigin.of(first, str(first), 2)
     assert origin.is_named_by(first, 8) and not origin.is_named_by(other, 8)
     assert origin.is_named_by(first.parent, 8)  # the folder holds it
     (tmp_path / "p").rename(tmp_path / "q")
@@ -96,7 +96,7 @@ def test_an_origin_is_recognised_by_its_digest(tmp_path: Path) -> None:
 
 def test_an_origin_without_a_digest_is_compared_by_path_and_step(tmp_path: Path) -> None:
     first = checkpoint(tmp_path / "p/iter_0000002")
-    origin = Origin.read(str(first))
+    origin = RunOrigin.read(str(first))
     assert origin is not None and origin.is_named_by(first, 8)
     moved = (tmp_path / "p").rename(tmp_path / "q")
     assert not origin.is_named_by(checkpoint(moved / "iter_0000004"), 8)

@@ -40,7 +40,7 @@ DOCUMENT_KEYS = (*_EACH_TOKEN, "seq_start_id", *_BOUNDS, *_LENGTHS)
 _REMEDY = "Correct {}, or give each document a row of its own, without padding."
 
 
-class Documents(NamedTuple):
+class CutDocuments(NamedTuple):
     """The tokens of a row that are no padding, as documents.
 
     positions  int64 [m], rising: where these tokens are in the row
@@ -51,7 +51,7 @@ class Documents(NamedTuple):
     starts: np.ndarray
 
 
-def find_documents(row: dict[str, Any], tokens: str, is_supervised: np.ndarray) -> Documents:
+def find_documents(row: dict[str, Any], tokens: str, is_supervised: np.ndarray) -> CutDocuments:
     """The documents of a row whose tokens are under the key `tokens`.
 
     is_supervised  bool [n]: whether a token is supervised
@@ -84,7 +84,7 @@ def find_documents(row: dict[str, Any], tokens: str, is_supervised: np.ndarray) 
         del claims[_MASK]
     starts = {key: _changes(numbers[positions]) for key, numbers in claims.items()}
     starts |= {key: _restarts(key, keys[key], positions) for key in _POSITIONS if key in keys}
-    return Documents(positions, np.flatnonzero(_common(starts, positions)))
+    return CutDocuments(positions, np.flatnonzero(_common(starts, positions)))
 
 
 def _integers(key: str, values: object) -> np.ndarray:

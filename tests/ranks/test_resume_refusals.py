@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sft.checkpoint import folders, manifest, resume
-from sft.checkpoint.origin import Origin
+from sft.checkpoint.origin import RunOrigin
 from sft.checkpoint.saver import Saver
 from sft.checkpoint.train_state import Conditions, TrainState
 from sft.config.keys import values
@@ -275,7 +275,7 @@ def test_a_foreign_one_is_said_to_be_unverified(ranks: Ranks, saved: Path, origi
     )
     (one,) = starts(ranks, saved, f"checkpoint.resume={path}")
     assert (
-        one["state"] == TrainState(step=3, origin=Origin(path=str(path), written=str(path), step=3, manifest=None))
+        one["state"] == TrainState(step=3, origin=RunOrigin(path=str(path), written=str(path), step=3, manifest=None))
         and one["hash"] == original[1][2]
     )
     assert one["said"] == (

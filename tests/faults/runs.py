@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ class Case:
         """Forked ranks.  `more`: overrides of this start alone."""
         return self._started(Forked, faults, more, world_size, env)
 
-    def torchrun(self, *faults: Fault, more: Sequence[str] = (), options: Sequence[str] = ()) -> "Start":
+    def torchrun(self, *faults: Fault, more: Sequence[str] = (), options: Sequence[str] = ()) -> "Launched":
         """As a user starts it, on two processes.  `options` of torchrun itself."""
         return self._started(Launched, faults, more, 2, {_OPTIONS: " ".join(options)})
 
@@ -183,7 +184,7 @@ class Case:
         differences = self.end().differences(self.reference)
         assert not differences, differences
 
-    def _started(self, kind: Any, faults: Any, more: Sequence[str], world_size: int, env: Any) -> "Start":
+    def _started(self, kind: Any, faults: Any, more: Sequence[str], world_size: int, env: Any) -> Any:
         for before in self.starts:
             before.end()
         words = ["train", str(self.recipe), *self.overrides, *more]
@@ -211,14 +212,21 @@ def _tensors(folder: Path) -> dict[str, str]:
     return {key: hashlib.sha256(value.numpy().tobytes()).hexdigest() for key, value in tensors.items()}
 
 
-class Start:
-    """One start of a run; the two kinds below have `_launch`, and `codes` of the ranks or of the launcher alone."""
+class Start(ABC):
+    """One start of a run."""
 
     def __init__(self, case: Case, words: list[str], log: Path, env: dict[str, str], world_size: int) -> None:
         self.case, self.log, self.token, self.world_size = case, log, env[TOKEN], world_size
         self.pids: dict[int, str | None] = {}  # and when it was started; in order of rank
         self._is_over = False
         self._launch(words, env)
+
+    @abstractmethod
+    def _launch(self, words: list[str], env: dict[str, str]) -> None: ...
+
+    @abstractmethod
+    def codes(self) -> list[int | None]:
+        """Exit codes of the ranks, or of the launcher alone; None while it runs."""
 
     def wait(self) -> list[int | None]:
         """For all to end by themselves, and to leave nothing."""

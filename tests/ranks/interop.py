@@ -102,7 +102,7 @@ def fill_gradients(chunks: list[Any], seed: int) -> None:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         whole = 1e-3 * torch.randn(shape, generator=generator)
         padding = torch.zeros([rows - shape[0], *shape[1:]])
-        param.main_grad.copy_(part_of(name, torch.cat([whole, padding]), tp, rank))
+        param.main_grad.copy_(part_of(name, torch.cat([whole, padding]), tp, rank))  # type: ignore[attr-defined]
 
 
 def copy_of(tensor: Tensor) -> np.ndarray:

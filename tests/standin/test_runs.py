@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.trainer import STOPPED
+from sft.run.outcome import STOPPED
 from tests.builders import chats
 from tests.launching import records
 from tests.standin import launch

@@ -190,7 +190,7 @@ def run_statistics(
 def poisoned_memory() -> Iterator[Callable[[bool], None]]:
     """`poison(True)` of what it gives: memory that nobody has written to holds NaN from now on."""
     before = torch.are_deterministic_algorithms_enabled()
-    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     yield torch.use_deterministic_algorithms
     torch.use_deterministic_algorithms(before)
 

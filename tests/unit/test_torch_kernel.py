@@ -47,7 +47,7 @@ def test_output_and_gradients(cp_size: int) -> None:
     sums = torch.zeros_like(key), torch.zeros_like(value)
     for rank, here in enumerate(local):
         kernel = torch_kernel.TorchKernel.of(BOUNDARIES, cp_size, rank, CPU)
-        order = torch.cat(local) if cp_size == 1 else torch.cat(local)[kernel.key_source.key_order]
+        order = torch.cat(local) if cp_size == 1 else torch.cat(local)[kernel.key_source.key_order]  # type: ignore[attr-defined]
         out, lse = kernel.forward(query[here], key[order], value[order], SCALE)
         close(out, expected[here])
         close(lse, expected_lse[:, here])
@@ -101,7 +101,7 @@ def test_sequences_written_out() -> None:
     early = flash_kernel.FlashKernel.of(boundaries, 2, 0, torch.device("cpu"))
     assert early.cu_seqlens_q.tolist() == [0, 2, 4, 5, 6]
     assert early.cu_seqlens_k.tolist() == [0, 2, 10, 11, 15]
-    assert early.key_source.key_order.tolist() == [0, 1, 0, 1, 6, 7, 8, 9, 2, 3, 4, 4, 10, 11, 5]
+    assert early.key_source.key_order.tolist() == [0, 1, 0, 1, 6, 7, 8, 9, 2, 3, 4, 4, 10, 11, 5]  # type: ignore[attr-defined]
     assert (early.max_seqlen_q, early.max_seqlen_k) == (2, 8)
     late = flash_kernel.FlashKernel.of(boundaries, 2, 1, torch.device("cpu"))
     assert late.cu_seqlens_q.tolist() == [0, 2, 4, 5, 6]

@@ -8,6 +8,9 @@ from tests.unit.random_templates.pieces import Pieces
 class Answers(Pieces):
     """Reasoning, content and calls of a message."""
 
+    assistant_body: list[Part]  # as the template that was drawn writes it
+    assistant_end: Part
+
     def reasoning_part(self) -> Part:
         thought = self.changed(self.field(self.key))
         write = self.part(self.joined([constant("<think>\n"), thought, constant("\n</think>\n\n")]))

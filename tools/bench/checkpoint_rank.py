@@ -24,6 +24,7 @@ from sft.mcore.engine import Engine
 from sft.mcore.initial_weights import initialise
 from sft.parallel.collectives import all_gather_objects
 from sft.parallel.layout import Layout
+from sft.parallel.messages import message
 from tools.bench import machine
 from tools.bench.results import Row
 
@@ -32,6 +33,7 @@ SYNC, FIRST, STALL = "sync save", "async save: first stall", "async save: stall"
 WORK, BESIDE = "work alone", "work beside an async save"
 
 
+@message
 class Took(NamedTuple):
     seconds: float
     peak: int = 0  # largest growth of the process in bytes

@@ -13,19 +13,16 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from sft.config import DataConfig
 from sft.data import limited
-from sft.data.chat.habits import Habits, Vocabulary, final_end, learn, small_chat
-from sft.data.chat.reading import Reading
+from sft.data.chat.habits import Habits, Vocabulary, final_end, learn
+from sft.data.chat.prompts import Prompts
 from sft.data.template.chat_template import MAX_SOURCE, ChatTemplate
 from sft.data.tokenizer.byte_tokenizer import ByteTokenizer
 from sft.data.tokenizer.files import TokenizerFiles, read_tokenizer, template_for
 from sft.data.tokenizer.text_tokenizer import TextTokenizer
 from sft.errors import DataError
-
-_MOST_PROMPTS = 1_000  # of one template; rows may give as many variables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,26 +71,9 @@ class FolderTokenizer(TextTokenizer):
         """The token to append after a last turn that the template does not end."""
         return final_end(self.habits, calls, self.final_end, self.files.generation_ends)
 
-    def usual_prompt(self, role: str, variables: dict[str, Any], *, has_tools: bool) -> str | None:
-        """The text after the last text of a small chat, whose last message has this role, when the template asks for an
-        answer; None if the template refuses to.  Remembered, so that prompts cost nothing in most chats."""
-        key = role, has_tools, repr(variables)
-        if key not in self._usual_prompts:
-            messages, tools = small_chat(role, self.habits, has_tools=has_tools)
-            try:
-                rendering = self.template.render(messages, tools, prompt=True, variables=variables)
-            except DataError:
-                prompt = None
-            else:
-                prompt = Reading(rendering).after_all
-            if len(self._usual_prompts) >= _MOST_PROMPTS:
-                return prompt
-            self._usual_prompts[key] = prompt
-        return self._usual_prompts[key]
-
     @cached_property
-    def _usual_prompts(self) -> dict[tuple[str, bool, str], str | None]:
-        return {}
+    def prompts(self) -> Prompts:
+        return Prompts(self.template, self.habits)
 
     @cached_property
     def digest(self) -> str:

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from jinja2 import Template, meta, nodes
+from jinja2 import Template, meta
 
 from sft.data import limited
 from sft.data.rows.messages import Message, Tools, shortened
 from sft.data.template.limits import TooMuch
+from sft.data.template.prompt_inputs import PromptInputs, prompt_inputs
 from sft.data.template.rendering import Inputs, Rendering, collected, trace_inputs
 from sft.data.template.sandbox import Sandbox
 from sft.data.template.sources import CONSTANT
@@ -73,20 +74,11 @@ class ChatTemplate:
         return limited.call(f"chat template {self.name}", _names_read, self)
 
     @cached_property
-    def has_fixed_prompt(self) -> bool:
-        """Whether the header that asks for an answer depends on no message: whether add_generation_prompt is only asked
-        by itself, and what depends on it reads only constants, tokens and variables of the run or row."""
+    def prompt_inputs(self) -> PromptInputs:
+        """What the header that asks for an answer depends on, besides the variables of the run and of the row."""
         fixed = self.variables - {"messages", "tools", "documents"}
-        for source in self.sources:
-            tree = self._compiled[0][0].parse(source)
-            without = [refused.node for refused in tree.find_all(nodes.Not)]  # what they guard is in no prompt
-            asked = [name for name in tree.find_all(nodes.Name) if name.name == "add_generation_prompt"]
-            asked = [name for name in asked if not any(name is node for node in without)]
-            blocks = [block for block in tree.find_all(nodes.If) if any(block.test is name for name in asked)]
-            names = {name.name for block in blocks for part in block.body for name in part.find_all(nodes.Name)}
-            if len(asked) != len(blocks) or not names <= fixed:
-                return False
-        return True
+        inputs = {prompt_inputs(self._compiled[0][0].parse(source), fixed) for source in self.sources}
+        return max(inputs, key=list(PromptInputs).index)
 
     @property
     def free_switches(self) -> list[str]:

@@ -46,12 +46,7 @@ def adapted_weights(config: Config, vocab_size: int) -> list[AdaptedWeight]:
     """
     if not config.lora.is_used:
         return []
-    family = model_family(config.model)
-    if family is None:
-        raise ConfigError(
-            "lora.targets names Linears of a Hugging Face model, but no table has the tensors of `model`."
-        )
-    weights = select(config.lora, family, config.model, vocab_size)
+    weights = select(config.lora, _family(config.model), config.model, vocab_size)
     names = [name for weight in weights for name in weight.linears()]
     lost = lost_by_peft(names, rslora=config.lora.rslora)
     if lost is not None and config.checkpoint.export_hf != "none" and config.lora.export == "adapter":
@@ -81,6 +76,28 @@ def select(lora: LoraConfig, family: Family, model: ModelConfig, vocab_size: int
 def kinds_of(family: Family, model: ModelConfig) -> dict[str, str]:
     """Every Linear by name: `linear`, `expert`, or the reason why it cannot have an adapter."""
     return {name: _kind(mapping) for mapping in _of_linears(family, model) for name in _linears(mapping.sources)}
+
+
+def not_adaptable(model: ModelConfig) -> list[str]:
+    """Values for lora.exclude: ends of the names of the Linears that all-linear means and that cannot have an adapter.
+
+    Qwen3.6-35B-A3B -> ["shared_expert_gate"]       Gemma 4 with experts -> ["router.proj"], as others are a proj, too
+
+    Raises ConfigError if the model has no names of Hugging Face.
+    """
+    kinds = kinds_of(_family(model), model)
+    refused = [name for name in _matches(ALL_LINEAR, kinds, "lora.targets") if kinds[name] != "linear"]
+    parts = [name.split(".") for name in refused]
+    return sorted({part[-1] if "_" in part[-1] else ".".join(part[-2:]) for part in parts})
+
+
+def _family(model: ModelConfig) -> Family:
+    family = model_family(model)
+    if family is None:
+        raise ConfigError(
+            "lora.targets names Linears of a Hugging Face model, but no table has the tensors of `model`."
+        )
+    return family
 
 
 def _of_linears(family: Family, model: ModelConfig, vocab_size: int = 0) -> list[TensorMapping]:

@@ -3,16 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sft.config import LoraConfig
+from sft.config import yaml
 from sft.estimate import constants
 from sft.estimate.gpus import GPUS
-from sft.hf.trained_weights import trained_weights
+from sft.planner.adapters import with_adapters
 from sft.planner.search import Search
 from sft.planner.task import Proposal, Task
 
 _MOST_GPUS = 64  # times as many
 _LENGTHS = 16  # packs of k / 16 of the length are tried
-_LORA = LoraConfig(rank=16, alpha=32.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +41,12 @@ def _first(setting: str, task: Task, num_gpus: int) -> Change | None:
 
 def _lora(task: Task, num_gpus: int) -> Iterator[Change]:
     if not task.config.lora.is_used and not task.config.train.freeze:
-        config = task.config.model_copy(update={"lora": _LORA})
-        adapted = task.changed(config=config, trained=trained_weights(config, task.vocab_size))
-        if change := _first(f"LoRA (lora.rank={_LORA.rank}) instead of all weights", adapted, num_gpus):
+        adapted = with_adapters(task)
+        if adapted is None:
+            return
+        lora = adapted.config.lora
+        excluded = f" lora.exclude={yaml.write(lora.exclude)}" if lora.exclude else ""
+        if change := _first(f"LoRA (lora.rank={lora.rank}{excluded}) instead of all weights", adapted, num_gpus):
             yield change
 
 

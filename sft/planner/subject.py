@@ -13,6 +13,7 @@ from sft.config.keys import values
 from sft.errors import ConfigError
 from sft.hf.architecture import architecture, read, trained_positions
 from sft.hf.hub import CONFIG, is_hub_name, local_folder
+from sft.planner.adapters import lora_keys
 from sft.recipe.load import load_recipe, parse_recipe
 from sft.recipe.resolved import Recipe
 
@@ -45,7 +46,8 @@ def recipe_of(
         if seq_length != recipe.config.data.seq_length:
             changes.append(f"data.seq_length={seq_length}")
         if is_lora and not recipe.config.lora.is_used:
-            changes += ["lora.rank=16", "lora.alpha=32", "optim.lr=2e-4", "optim.min_lr=2e-5"]
+            changes += [f"lora.{key}={yaml.write(value)}" for key, value in lora_keys(recipe.config.model).items()]
+            changes += ["optim.lr=2e-4", "optim.min_lr=2e-5"]
         batch = _packs(seq_length, packs, tokens_per_step)
         if packs is not None or tokens_per_step is not None or f"data.seq_length={seq_length}" in changes:
             changes.append(f"train.global_batch_size={batch}")
@@ -67,14 +69,13 @@ def _packs(seq_length: int, packs: int | None, tokens_per_step: int | None) -> i
 
 
 def _new(model: str, seq_length: int, packs: int, *, is_lora: bool) -> Keys:
-    moe = architecture(read(local_folder(model)), model).model.moe
+    config = architecture(read(local_folder(model)), model).model
     name = f"{slug(model)}_{length_name(seq_length).lower()}{'_lora' * is_lora}"
     keys: Keys = {"run.dir": f"runs/{name}", "model.hf": model, **_positions(model, seq_length)}
-    if moe.num_experts is not None and not is_lora:
+    if config.moe.num_experts is not None and not is_lora:
         keys["model.moe.aux_loss_coef"] = 1e-3
     if is_lora:
-        keys |= {"lora.rank": 16, "lora.alpha": 32}
-        keys |= {"lora.exclude": ["shared_expert_gate"]} if moe.shared_gate else {}  # cannot be adapted
+        keys |= {f"lora.{key}": value for key, value in lora_keys(config).items()}
     keys |= {"data.train": "data/train.jsonl", "data.seq_length": seq_length}
     keys |= {"train.num_epochs": 2, "train.global_batch_size": packs}
     keys |= {f"optim.{key}": value for key, value in (_LORA if is_lora else _FULL).items()}

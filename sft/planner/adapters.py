@@ -1,0 +1,32 @@
+"""LoRA as proposals have it: adapters of rank 16 on every Linear of the model that can have one."""
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from sft.config import Config, ModelConfig
+from sft.errors import ConfigError
+from sft.hf.lora_targets import not_adaptable
+from sft.hf.trained_weights import trained_weights
+from sft.planner.task import Task
+
+_KEYS = {"rank": 16, "alpha": 32}
+
+
+def lora_keys(model: ModelConfig) -> dict[str, Any]:
+    """Keys of `lora`; with those Linears excluded that the targets name and that cannot be adapted.
+
+    Qwen3.6-35B-A3B -> {"rank": 16, "alpha": 32, "exclude": ["shared_expert_gate"]}
+    """
+    excluded = not_adaptable(model)
+    return _KEYS | ({"exclude": excluded} if excluded else {})
+
+
+def with_adapters(task: Task) -> Task | None:
+    """The same task with LoRA instead of all weights; None if a recipe with these settings is refused."""
+    sections = {name: getattr(task.config, name) for name in type(task.config).model_fields}
+    try:
+        config = Config.model_validate(sections | {"lora": lora_keys(task.config.model)})
+        return task.changed(config=config, trained=trained_weights(config, task.vocab_size))
+    except (ValidationError, ConfigError):
+        return None

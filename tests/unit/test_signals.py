@@ -24,6 +24,8 @@ END_OF_TEST = 240.0  # seconds; no wait takes that long unless something is brok
 # stuck never returns, and no signal interrupts it: a mutex locked twice, with the interpreter free for others.
 HEAD = """
 import ctypes, os, signal, sys, threading, time
+for number in (signal.SIGHUP, signal.SIGQUIT):  # a test run below nohup hands down that they are ignored
+    signal.signal(number, signal.SIG_DFL)
 from sft.run import signals
 from sft.run.signals import StopSignals, leave_with_parent
 mutex = ctypes.create_string_buffer(64)

@@ -17,8 +17,14 @@ from tests.builders import RECIPE
 from tests.unit.corpora import ROW, write
 
 ROOT = Path(__file__).resolve().parents[2]
-# Writes a line whenever it runs, and prepares two files in two processes.
-STARTS = "open('started', 'a').write(__name__ + '\\n')\n"
+# Writes a line whenever it runs, and prepares two files in two processes.  Where workers run it, it stops soon.
+STARTS = """
+with open("started", "a+") as started:
+    started.write(__name__ + "\\n")
+    started.seek(0)
+    if started.read().count("\\n") > 4:
+        raise SystemExit("the program ran again and again")
+"""
 DEFINES = """
 import sft
 from sft.data import fork_server

@@ -105,7 +105,7 @@ def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
     corpus = corpora.pop("train")
     loader = loader_of(recipe.config, layout, corpus)
     num_steps = train.num_steps or loader.plans.total_steps(train.num_epochs or 1)
-    loader.plans.locate(num_steps - 1)
+    loader.plans.check_length(num_steps)
     plan = loader.plans.plan(0)
     lines = [
         *corpus.summary().splitlines(),

@@ -13,7 +13,7 @@ MtpMode = Literal["off", "detached", "joint"]
 class TrainConfig(Section):
     num_steps: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
     """Number of optimizer steps.  Give num_steps or num_epochs."""
-    num_epochs: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    num_epochs: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """Number of passes over the data.  Give num_steps or num_epochs."""
     global_batch_size: Positive
     """Packs per optimizer step, over all data-parallel ranks."""

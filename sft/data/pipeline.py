@@ -135,8 +135,7 @@ class DataPipeline(HeldOutData):
         self._epoch: int | None = None  # the latest epoch whose packing was reported
         self.num_packs, self.longest = len(self.train.plans.plan(0)), int(self._corpus.lengths.max())
         self.num_steps = config.train.num_steps or self.train.plans.total_steps(config.train.num_epochs or 1)
-        if data.plan is not None:
-            self.train.plans.locate(self.num_steps - 1)  # refuses a plan that ends too early
+        self.train.plans.check_length(self.num_steps)
 
     def batch(self, step: int) -> GlobalBatch:
         """The data of step `step`, counted from 0.  With dynamic CP: collective, see `check_agreement`."""

@@ -17,9 +17,11 @@ from sft.data.cache.store import Store
 from sft.data.loader import Loader, make_loader
 from sft.data.packing.pack import Collator, local_part, make_pack
 from sft.data.packing.plan import EpochPlans
+from sft.errors import ConfigError
 from sft.flops import AttentionCost
 from sft.parallel.layout import Layout
 from tests.builders import LLAMA_8B, layout_config, sample
+from tests.unit.fixtures.calls import calls
 from tests.unit.fixtures.folder import config
 
 PAD = 258
@@ -98,6 +100,27 @@ def test_a_short_last_batch_is_filled_up() -> None:
     [_, filler] = ranks[0].microbatches(1)
     assert counts(filler) == (0, 0, 0, 0)
     assert filler.tokens.tolist() == [[PAD] * 8] and not filler.loss_mask.any()
+
+
+def test_an_endless_run_is_not_planned_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 packs in 3 steps: 99,999,999 steps are 33,333,333 epochs."""
+    planned = []
+    original = EpochPlans._make
+    monkeypatch.setattr(EpochPlans, "_make", lambda self, *given: planned.append(given[0]) or original(self, *given))
+    plans = loader(corpus_of([64] * 10), layout()).plans
+    plans.check_length(99_999_999)
+    assert planned == []
+    with pytest.raises(ConfigError, match="the run has 100,001 epochs with 1,000,010 samples; at most 100,000 epochs"):
+        plans.total_steps(100_001)
+    assert planned == [0]
+
+
+def test_an_epoch_is_planned_once_and_located_without_a_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = loader(corpus_of([64] * 10), layout()).plans
+    assert plans.locate(3000) == (1000, 0)
+    monkeypatch.setattr(EpochPlans, "plan", lambda self, epoch: pytest.fail(f"epoch {epoch} is planned again"))
+    assert [plans.locate(step) for step in (0, 1499, 1500, 3002)] == [(0, 0), (499, 2), (500, 0), (1000, 2)]
+    assert calls(lambda: plans.locate(3000)) < 10
 
 
 def test_steps_and_epochs() -> None:

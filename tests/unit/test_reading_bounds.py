@@ -3,9 +3,7 @@
 import io
 import json
 import pickle
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,23 +15,7 @@ from sft.mcore.checkpoint_io import metadata_index
 from sft.metrics.writers import JsonLines
 from sft.recipe.load import parse_recipe
 from tests.unit.fixtures import hf
-
-
-def calls(work: Any) -> int:
-    """The number of calls of functions, also of those in C."""
-    count = 0
-
-    def seen(_: Any, event: str, __: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(seen)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return count
-
+from tests.unit.fixtures.calls import calls
 
 # --- messages --------------------------------------------------------------------------------------------------------
 

@@ -70,7 +70,9 @@ def forecast(config: Config, layout: Layout, corpus: Corpus) -> dict[str, list[s
 def write_run(path: Path, config: Config, layout: Layout, corpus: Corpus) -> str:
     """Writes the plans of all epochs of a run to `path`.  Returns a line with the numbers of batches and epochs."""
     loader = loader_of(config, layout, corpus)
-    epochs = config.train.num_epochs or 1 + loader.plans.locate((config.train.num_steps or 1) - 1)[0]
+    num_steps = config.train.num_steps or 1
+    loader.plans.check_work(config.train.num_epochs or -(-num_steps // loader.plans.steps_per_epoch(0)))
+    epochs = config.train.num_epochs or 1 + loader.plans.locate(num_steps - 1)[0]
     plans = [loader.plans.plan(epoch) for epoch in range(epochs)]
     write_plans(path, follows_from(config, corpus), plans, layout.global_batch_size)
     batches = sum(plan.num_batches(layout.global_batch_size) for plan in plans)

@@ -6,7 +6,7 @@ determines its samples.
 This module does not read samples.  `balance.py` decides which rank computes which sample.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +25,7 @@ OPEN_PACKS = 64
 # If packs hold 16 samples or more on average, 1/200 of a pack stays free as long as another pack has room.  The free
 # tokens let `balance.py` balance the ranks.  With fewer samples per pack, more than 1/200 stays free anyway.
 MANY_SAMPLES, FREE_SHARE = 16, 200
+MOST_EPOCHS, MOST_SAMPLES = 100_000, 10**9  # planned before a run starts: some 20 s and 20 minutes
 _NUM_CACHED = 2  # plans kept in memory; the plan of a million samples takes 16 MB
 
 
@@ -151,7 +152,7 @@ class EpochPlans:
         self._lengths, self._data, self._seed = lengths, data, seed
         self._mixture, self._replayed = mixture, replayed
         self.global_batch_size = global_batch_size
-        self._num_steps: list[int] = []  # number of steps of epochs 0, 1, ..., for epochs that have been planned
+        self._ends = [0]  # ends[e]: number of steps of the first e epochs, for epochs that have been planned
         self._plans: dict[int, Plan] = {}
 
     def plan(self, epoch: int) -> Plan:
@@ -177,13 +178,29 @@ class EpochPlans:
 
         10 packs, global_batch_size 4 -> 3
         """
-        while len(self._num_steps) <= epoch:
-            self._num_steps.append(self.plan(len(self._num_steps)).num_batches(self.global_batch_size))
-        return self._num_steps[epoch]
+        return self._steps_until(epoch + 1) - self._steps_until(epoch)
 
     def total_steps(self, num_epochs: int) -> int:
-        """The number of steps of the first `num_epochs` epochs.  Epochs may have different numbers of packs."""
-        return sum(self.steps_per_epoch(epoch) for epoch in range(num_epochs))
+        """The number of steps of the first `num_epochs` epochs.  Epochs may have different numbers of packs.
+
+        Makes all these plans.  Raises ConfigError if they are too many.
+        """
+        self.check_work(num_epochs)
+        return self._steps_until(num_epochs)
+
+    def check_work(self, num_epochs: int) -> None:
+        """Raise ConfigError if the plans of so many epochs take too long to be made before a run starts."""
+        samples = num_epochs * len(self.plan(0).samples)
+        if num_epochs > MOST_EPOCHS or samples > MOST_SAMPLES:
+            raise ConfigError(
+                f"the run has {num_epochs:,} epochs with {samples:,} samples; at most {MOST_EPOCHS:,} epochs with "
+                f"{MOST_SAMPLES:,} samples are planned in advance.  Lower train.num_epochs or train.num_steps."
+            )
+
+    def check_length(self, num_steps: int) -> None:
+        """Raise ConfigError if replayed plans end before the run.  Other plans never end, and are not made."""
+        if self._replayed is not None:
+            self.locate(num_steps - 1)
 
     def locate(self, step: int) -> tuple[int, int]:
         """The epoch of a step, and the global batch within that epoch; step, epoch and batch count from 0.
@@ -191,16 +208,22 @@ class EpochPlans:
         3 steps per epoch: step 2 -> (0, 2)        step 3 -> (1, 0)
         """
         assert step >= 0
-        epoch = 0
-        while step >= self.steps_per_epoch(epoch):
-            step -= self.steps_per_epoch(epoch)
-            epoch += 1
-        return epoch, step
+        while step >= self._ends[-1]:
+            self._steps_until(len(self._ends))
+        epoch = bisect_right(self._ends, step) - 1
+        return epoch, step - self._ends[epoch]
 
     def global_batch(self, step: int) -> list[tuple[int, ...]]:
         """Sample ids of every pack of a step, over all ranks; an empty tuple is a pack of filler documents."""
         epoch, batch = self.locate(step)
         return self.plan(epoch).batch(batch, self.global_batch_size)
+
+    def _steps_until(self, epoch: int) -> int:
+        """The number of steps before an epoch."""
+        while len(self._ends) <= epoch:
+            steps = self.plan(len(self._ends) - 1).num_batches(self.global_batch_size)
+            self._ends.append(self._ends[-1] + steps)
+        return self._ends[epoch]
 
     def _make(self, epoch: int, shuffle: bool, mixture: Mixture | None) -> Plan:
         return plan_epoch(

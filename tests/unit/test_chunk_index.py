@@ -13,6 +13,7 @@ from sft.errors import CheckpointError
 from sft.hf.convert.torch_dist import TorchDistReader, TorchDistWriter
 from sft.mcore.checkpoint_io import chunk_index
 from sft.mcore.checkpoint_io.chunk_index import ChunkIndex
+from tests.unit.fixtures.calls import calls
 
 
 def chunk(offset: tuple[int, ...], sizes: tuple[int, ...]) -> ChunkStorageMetadata:
@@ -102,6 +103,51 @@ def test_no_box_is_compared_with_all_experts(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_parts_fill_the_tensor_or_not(size: tuple[int, ...], chunks: list[ChunkStorageMetadata], fault: str) -> None:
     assert re.search(fault or "^$", parts(size, *chunks).fault())
+
+
+def pinwheel(count: int) -> list[ChunkStorageMetadata]:
+    """Five chunks of a tensor [3, 3 * count] that no cut separates, `count` times side by side."""
+    five = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
+    return [chunk((row, column + 3 * i), sizes) for i in range(count) for (row, column), sizes in five]
+
+
+def test_chunks_that_no_cut_separates_are_compared_in_pairs() -> None:
+    assert parts((3, 9), *pinwheel(3)).fault() == ""
+    assert "overlap" in parts((3, 9), *pinwheel(3)[:-1], chunk((1, 6), (1, 1))).fault()
+    [item] = parts((3, 9), *pinwheel(3)).read_items([chunk((1, 4), (1, 1))])
+    assert tuple(item.storage_index.offset) == (1, 4)
+
+
+def test_chunks_without_elements_hold_and_overlap_nothing() -> None:
+    index = parts((4, 2), *[chunk((1, 1), (2, 0))] * 2000, chunk((0, 0), (4, 2)))
+    assert index.fault() == ""
+    assert len(index.read_items([chunk((1, 0), (2, 2))])) == 1
+
+
+def test_many_chunks_that_overlap_are_refused_before_they_are_compared() -> None:
+    assert "overlap" in parts((4, 2), *[chunk((0, 0), (4, 2))] * 1000).fault()
+    with pytest.raises(
+        CheckpointError, match=r"a \(4, 2\) has 1,001 chunks that overlap or form no grid; at most 1,000"
+    ):
+        parts((4, 2), *[chunk((0, 0), (4, 2))] * 1001)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_the_work_grows_with_the_number_of_chunks(axis: int) -> None:
+    """Rows or columns, each of which is read: ten times as many chunks are ten times the calls."""
+
+    def work(count: int) -> int:
+        sizes = [(2, 1) if axis else (1, 2) for _ in range(count)]
+        chunks = [chunk((0, i) if axis else (i, 0), size) for i, size in enumerate(sizes)]
+
+        def read() -> None:
+            index = parts((2, count) if axis else (count, 2), *chunks)
+            assert index.fault() == "" and len(index.read_items(chunks)) == count
+
+        return calls(read)
+
+    few, more = work(40), work(400)
+    assert more < 11 * few
 
 
 def test_a_part_that_is_missing(tmp_path: Path) -> None:

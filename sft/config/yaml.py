@@ -74,7 +74,7 @@ def _node(events: Iterator[Any], source: str, depth: int, event: Any = None) -> 
     if depth > MAX_DEPTH:
         raise _unreadable(source, line, f"more than {MAX_DEPTH} levels of nesting.  A recipe has fewer levels.")
     if isinstance(event, yaml.ScalarEvent):
-        return event.value if event.style else scalar(event.value)
+        return _text(event, source) if event.style else scalar(event.value)
     if isinstance(event, yaml.SequenceStartEvent):
         items = []
         while not isinstance(event := next(events), yaml.SequenceEndEvent):
@@ -85,8 +85,20 @@ def _node(events: Iterator[Any], source: str, depth: int, event: Any = None) -> 
         line = event.start_mark.line
         if isinstance(_node(events, source, depth + 1, event), list):
             raise _unreadable(source, line, "the key is a list or a mapping.  A key must be a name.")
-        pairs.append((event.value, line + 1, _node(events, source, depth + 1)))
+        pairs.append((_text(event, source), line + 1, _node(events, source, depth + 1)))
     return pairs
+
+
+def _text(event: Any, source: str) -> str:
+    r"""The text of a scalar.  JSON writes an emoji as two escapes: "\ud83d\ude80" -> 🚀"""
+    try:
+        return str(event.value).encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError:
+        raise _unreadable(
+            source,
+            event.start_mark.line,
+            "half a surrogate pair, which is not valid text.  Write the character itself.",
+        ) from None
 
 
 def _unreadable(source: str, line: int, why: str) -> ConfigError:

@@ -17,7 +17,7 @@ from sft.checkpoint.origin import RunOrigin
 from sft.checkpoint.train_state import BASE, Changes, Conditions, changes, with_current_names
 from sft.config import CheckpointConfig, Config, OptimConfig
 from sft.config.schedule import Schedule
-from sft.errors import CheckpointError, ConfigError
+from sft.errors import CheckpointError, ConfigError, first_few
 
 _JUMP = 2.0  # factor between two learning rates from which on a continuation warns
 
@@ -170,7 +170,7 @@ def check_base(path: Path, stored: str | None, base: str | None, *, is_compared:
 def none_undamaged(folder: Path, damaged: Collection[str]) -> str:
     return (
         f"{folder} holds no undamaged checkpoint, and a run that has saved is not started over.\n  "
-        + "\n  ".join(damaged)
+        + "\n  ".join(first_few(damaged))
         + "\n  To train from the beginning, choose another run.dir."
     )
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sft.atomic_files import replace_text
-from sft.errors import CheckpointError
+from sft.errors import CheckpointError, first_few
 from sft.file_digest import Entry, entry_of
 from sft.folder_files import LIST_BYTES, is_name, read_json
 from sft.parallel.messages import message
@@ -116,7 +116,7 @@ def _shares(manifest: Manifest, count: int) -> list[list[str]]:
 
 def refuse(folder: Path, problems: Sequence[str]) -> None:
     if problems:
-        raise CheckpointError(f"{folder} is damaged: {'; '.join(problems)}.")
+        raise CheckpointError(f"{folder} is damaged: {'; '.join(first_few(problems))}.")
 
 
 def _size_problem(path: Path, entry: Entry) -> str | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from sft.errors import CheckpointError
+from sft.errors import CheckpointError, first_few
 from sft.hf.quantization import Scheme
 from sft.hf.safetensors_files import DTYPES, SafetensorsFolder, StoredTensor, as_checkpoint_error
 from sft.hf.tensor_check import fold_by_layer
@@ -42,7 +42,7 @@ class DequantisedFolder(SafetensorsFolder):
             shape = f"one number per block of {scheme.block[0]} x {scheme.block[1]}" if scheme.block else "one number"
             raise CheckpointError(
                 f"{folder} has FP8 weights without a usable scale (a floating-point tensor with the name of the weight "
-                f"and {scheme.suffix}; {shape}): {', '.join(fold_by_layer(unusable))}."
+                f"and {scheme.suffix}; {shape}): {', '.join(first_few(fold_by_layer(unusable)))}."
             )
         self.tensors = {name: self._after(name, tensor) for name, tensor in self.tensors.items() if name not in used}
 

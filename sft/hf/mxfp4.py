@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from sft.errors import CheckpointError
+from sft.errors import CheckpointError, first_few
 from sft.hf.quantization import Mxfp4
 from sft.hf.safetensors_files import DTYPES, SafetensorsFolder, StoredTensor
 from sft.hf.tensor_check import fold_by_layer
@@ -41,7 +41,7 @@ class Mxfp4Folder(SafetensorsFolder):
         if unusable:
             raise CheckpointError(
                 f"{folder} has MXFP4 blocks without usable scales (uint8 blocks [experts, rows, columns / 32, 16] "
-                f"need uint8 scales [experts, rows, columns / 32]): {', '.join(fold_by_layer(unusable))}."
+                f"need uint8 scales [experts, rows, columns / 32]): {', '.join(first_few(fold_by_layer(unusable)))}."
             )
         self._quantised = frozenset(names)
         used = {name + suffix for name in names for suffix in (_BLOCKS, _SCALES)}

@@ -4,30 +4,32 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
-from sft.errors import CheckpointError
+from sft.errors import CheckpointError, first_few
 
 _LAYER, _EXPERT = (re.compile(rf"\.{axis}\.(\d{{1,9}})\.") for axis in ("layers", "experts"))
+_LINES = 20  # of each kind of difference; a model has fewer names when its layers are folded
 Shape = tuple[int, ...]
 
 
 def check_tensors(
     stored: Mapping[str, Shape], wanted: Mapping[str, Shape], folder: str, *, other: Sequence[str] = ()
 ) -> None:
-    """Raise CheckpointError listing missing tensors, surplus tensors and wrong shapes.  other: further problems"""
+    """Raise CheckpointError that names the first 20 missing tensors, surplus tensors and wrong shapes each.
+
+    other: further problems
+    """
     shapes: dict[tuple[Shape, Shape], list[str]] = {}
     for name, shape in wanted.items():
         if name in stored and stored[name] != shape:
             shapes.setdefault((stored[name], shape), []).append(name)
-    problems = [
-        *(f"missing: {line}" for line in fold_by_layer(name for name in wanted if name not in stored)),
-        *(f"surplus: {line}" for line in fold_by_layer(name for name in stored if name not in wanted)),
-        *(
-            f"different shape: {name} is {_shown(stored_shape)}, expected {_shown(shape)}{numbers}"
-            for (stored_shape, shape), names in shapes.items()
-            for name, numbers in _folded(names)
-        ),
-        *other,
+    missing = [f"missing: {line}" for line in fold_by_layer(name for name in wanted if name not in stored)]
+    surplus = [f"surplus: {line}" for line in fold_by_layer(name for name in stored if name not in wanted)]
+    different = [
+        f"different shape: {name} is {_shown(stored_shape)}, expected {_shown(shape)}{numbers}"
+        for (stored_shape, shape), names in shapes.items()
+        for name, numbers in _folded(names)
     ]
+    problems = [line for kind in (missing, surplus, different, other) for line in first_few(kind, _LINES)]
     if problems:
         raise CheckpointError(f"{folder} does not hold the expected tensors:\n  " + "\n  ".join(problems))
 
@@ -73,8 +75,8 @@ def _ranges(numbers: Sequence[int]) -> str:
     """[0, 1, 2, 5] -> 0-2, 5"""
     by_distance = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])  # equal for consecutive numbers
     runs = [[number for _, number in run] for _, run in by_distance]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return ", ".join(first_few((str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs), _LINES))
 
 
 def _shown(shape: Shape) -> str:
-    return " x ".join(map(str, shape)) or "a single number"
+    return " x ".join(first_few(map(str, shape))) or "a single number"

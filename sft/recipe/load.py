@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from sft.config import Config, Conflict, RowsConfig, keys, listed, yaml
 from sft.config.keys import NAMED, OPEN, leaves, named, sections, show
 from sft.config.yaml import Pairs
-from sft.errors import ConfigError
+from sft.errors import ConfigError, first_few
 from sft.folder_files import UnsafeFileError, read_file
 from sft.hf.architecture import model_keys
 from sft.recipe.resolved import Origin, Recipe, derived, printable
@@ -75,7 +75,8 @@ def _read(path: str) -> str:
     except FileNotFoundError:
         neighbours = sorted(str(f) for f in file.parent.glob("*.yaml"))
         close = difflib.get_close_matches(path, neighbours, n=1, cutoff=0.5)
-        advice = f"Did you mean {close[0]}?" if close else f"Recipes beside it: {', '.join(neighbours) or 'none'}."
+        beside = ", ".join(first_few(neighbours)) or "none"
+        advice = f"Did you mean {close[0]}?" if close else f"Recipes beside it: {beside}."
         raise ConfigError(f"recipe {path} does not exist.  {advice}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"recipe {path} is not UTF-8 from byte {error.start} on.  Save it as UTF-8.") from None

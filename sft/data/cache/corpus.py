@@ -22,7 +22,7 @@ from sft.data.cache.store import Store, open_store
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.read.named_dataset import LoadedDataset
 from sft.data.read.rows import DataFile, row_name
-from sft.errors import DataError
+from sft.errors import DataError, first_few
 
 _TOKENS_AT_ONCE = 1 << 24
 
@@ -165,8 +165,8 @@ def map_prepared(
     missing = [str(file) for (file, _), store in zip(prepared, stores, strict=True) if store is None]
     if missing:
         raise DataError(
-            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not tokenised with these settings in "
-            f"{prepared[0][1].parent}.  First run this command on a machine that sees these folders: {command}"
+            f"{', '.join(first_few(missing))} {'is' if len(missing) == 1 else 'are'} not tokenised with these settings "
+            f"in {prepared[0][1].parent}.  First run this command on a machine that sees these folders: {command}"
         )
     return make_corpus([file for file, _ in prepared], [store for store in stores if store is not None], data, names)
 
@@ -178,7 +178,7 @@ def make_corpus(
     corpus = Corpus(files, stores, names)
     if len(corpus) == 0:
         raise DataError(
-            f"no samples remain from {', '.join(map(str, files))} with data.over_long = {data.over_long} and "
-            f"data.seq_length = {data.seq_length}.\n{corpus.summary()}"
+            f"no samples remain from {', '.join(first_few(map(str, files)))} with data.over_long = {data.over_long} "
+            f"and data.seq_length = {data.seq_length}.\n{corpus.summary()}"
         )
     return corpus

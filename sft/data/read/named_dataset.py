@@ -16,7 +16,7 @@ from typing import Any
 
 from sft.config import NamedDataset
 from sft.data.read.tables import TableSlice, column_names, count_table
-from sft.errors import DataError
+from sft.errors import DataError, first_few
 from sft.parallel.messages import message
 
 _FORMATS = {"parquet", "json", "csv", "text", "arrow", "cache"}  # of `datasets`; cache: loaded before
@@ -79,8 +79,8 @@ def load_dataset(wanted: NamedDataset) -> LoadedDataset:
         known = column_names(slices[0].file)
         if missing := [column for _, column in wanted.columns if column not in known]:
             raise DataError(
-                f"dataset {wanted} has no column {', '.join(missing)}, which columns names.  Its columns are "
-                f"{', '.join(known)}."
+                f"dataset {wanted} has no column {', '.join(first_few(missing))}, which columns names.  Its columns "
+                f"are {', '.join(first_few(known, 50))}."
             )
     return LoadedDataset(name=str(wanted), commit=commit, slices=slices, columns=wanted.columns)
 
@@ -230,7 +230,8 @@ def _slices(wanted: NamedDataset, splits: Mapping[str, Any]) -> Iterator[TableSl
         wanted_rows = ReadInstruction.from_spec(wanted.split).to_absolute({k: len(v) for k, v in splits.items()})
     except ValueError as error:
         raise DataError(
-            f"dataset {wanted.name} has no split {wanted.split}.  Its splits are {', '.join(splits)}; a part of one is "
+            f"dataset {wanted.name} has no split {wanted.split}.  Its splits are "
+            f"{', '.join(first_few(splits, 50))}; a part of one is "
             f'written "{next(iter(splits))}[:10%]" ({_reason(error)}).'
         ) from error
     for rows in wanted_rows:

@@ -7,6 +7,7 @@ are read through pyarrow, a few at a time, without `datasets`.
 `rows.py` and `named_dataset.py` decide which files belong together, and `formats.py` what a row means.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -121,9 +122,8 @@ def _guarded(file: Path, parts: Iterable[Any]) -> Iterator[Any]:
 def _rows(batch: Any) -> Iterator[dict[str, Any] | Unreadable]:
     """The rows of a batch.  A row that cannot be converted becomes Unreadable; the other rows are not affected."""
     if len(set(batch.schema.names)) < len(batch.schema.names):
-        raise DataError(
-            f"the table has two columns with the same name among {', '.join(batch.schema.names)}.  Rename one."
-        )
+        repeated = next(name for name, count in Counter(batch.schema.names).items() if count > 1)
+        raise DataError(f"the table has several columns with the name {repeated}.  Rename one.")
     convert = _struct(batch.schema)
     try:
         yield from [convert(row) for row in batch.to_pylist(maps_as_pydicts="strict")]

@@ -7,7 +7,7 @@ again.  So a mistake in any step of an export is found, and the folder does not 
 from collections.abc import Mapping
 from pathlib import Path
 
-from sft.errors import CheckpointError
+from sft.errors import CheckpointError, first_few
 from sft.hf import kept
 from sft.hf.safetensors_files import SafetensorsFolder
 from sft.hf.source import Expected
@@ -29,7 +29,7 @@ def check_export(folder: Path, expected: Mapping[str, Expected], digests: Mappin
     files = {name: tensors[name].file for name in digests}
     changed = [name for name, tensor in kept.read_tensors(files) if kept.digest_of(tensor) != digests[name]]
     if changed:
-        names = ", ".join(fold_by_layer(changed))
+        names = ", ".join(first_few(fold_by_layer(changed)))
         raise CheckpointError(f"{subject}: tensors that are not trained differ from those of the original: {names}.")
 
 

@@ -12,11 +12,13 @@ import os
 import re
 import shutil
 import stat
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from sft.errors import printable
 
+WORD_BYTES = 4096  # one word: the step of a pointer, the id of a run
 CONFIG_BYTES = 16 << 20  # one object, such as config.json: at most 0.4 MB in released models
 LIST_BYTES = 256 << 20  # a list of all tensors or files: the index of DeepSeek-V3, 671B, has 9 MB
 LINE_BYTES = 4 << 20  # a line of a log: a record of metrics.jsonl has some 2 KB
@@ -82,10 +84,19 @@ def read_json(folder: Path, name: str, max_bytes: int) -> Any:
 
 def read_file(path: Path, max_bytes: int) -> bytes:
     """The content of a file that the user named, wherever it is.  Raises UnsafeFileError and OSError."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # does not wait for the writer of a pipe
-    with open(handle, "rb") as file:
-        _check(path, os.fstat(handle), max_bytes)
+    with open_file(path, max_bytes) as file:
         return file.read(max_bytes)
+
+
+def open_file(path: Path, max_bytes: int | None = None) -> BufferedReader:
+    """A file that the user named, open for reading.  Raises UnsafeFileError and OSError."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # does not wait for the writer of a pipe
+    try:
+        _check(path, os.fstat(handle), max_bytes)
+        return open(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
 
 
 def copy(source: Path, name: str, target: Path, max_bytes: int | None = None) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from sft.atomic_files import flush, replace_text
 from sft.errors import CheckpointError, ConfigError
+from sft.folder_files import WORD_BYTES, UnsafeFileError, read_file
 
 POINTER = "latest_checkpointed_iteration.txt"
 MARKER = "metadata.json"  # megatron-core writes this file into every torch_dist checkpoint
@@ -52,8 +53,8 @@ def published(folder: Path) -> list[Path]:
 def read_pointer(folder: Path) -> int | None:
     """The step in the pointer file; None if the file is missing or holds anything but digits."""
     try:
-        text = (folder / POINTER).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
+        text = read_file(folder / POINTER, WORD_BYTES).decode("ascii").strip()
+    except (OSError, UnsafeFileError, UnicodeDecodeError):
         return None
     return int(text) if re.fullmatch(r"\d{1,18}", text) else None
 

@@ -16,6 +16,7 @@ from sft.checkpoint import manifest
 from sft.checkpoint.best import Best
 from sft.checkpoint.train_state import TrainState
 from sft.errors import StorageError
+from sft.folder_files import CONFIG_BYTES, read_json
 
 NAME = "held_out_pass.json"
 FORMAT = "sft held-out pass 1"
@@ -38,7 +39,7 @@ def added(checkpoint: Path, state: TrainState) -> TrainState:
     """The state of `checkpoint` with the pass that its record reports.  A record that is missing, damaged or of
     another checkpoint adds nothing: the pass is then made again, with the same result."""
     try:
-        content = json.loads((checkpoint / NAME).read_text(encoding="utf-8"))
+        content = read_json(checkpoint, NAME, CONFIG_BYTES)
         if content["format"] != FORMAT or content["checkpoint_sha256"] != manifest.digest(checkpoint):
             return state
         best = Best.read({"best": content["best"]})

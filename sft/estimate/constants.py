@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sft.atomic_files import replace_text
-from sft.errors import ConfigError
+from sft.errors import ConfigError, first_few
 from sft.estimate.gpus import Gpu
+from sft.folder_files import CONFIG_BYTES, read_file
 
 VERSION = 1
 # Shares of the peak.  Large products: 650 of 989 TFLOP/s in layers of an H200, by the roofline of
@@ -190,8 +191,8 @@ def write(constants: Constants, path: Path) -> None:
 def read(path: Path) -> Constants:
     """The constants of a file that `write` made.  Raises ConfigError for anything else."""
     try:
-        return _parsed(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        return _parsed(json.loads(read_file(path, CONFIG_BYTES)))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{path} is no file of constants of this version: {error}.  Make it again: sft plan --calibrate."
         ) from error
@@ -218,5 +219,5 @@ def _parsed(values: dict[str, Any]) -> Constants:
             arguments[field.name] = Constant(number, source)
         del values[field.name]
     if values:
-        raise ValueError(f"unknown {', '.join(values)}")
+        raise ValueError(f"unknown {', '.join(first_few(values))}")
     return Constants(**arguments)

@@ -17,7 +17,7 @@ from sft.config import Config
 from sft.config.keys import values
 from sft.console import QUIET, Console
 from sft.errors import ConfigError, first_few
-from sft.folder_files import LINE_BYTES, METRICS_BYTES, UnsafeFileError, read_file
+from sft.folder_files import LINE_BYTES, METRICS_BYTES, WORD_BYTES, UnsafeFileError, read_file
 from sft.metrics.records import Record, flat
 from sft.metrics.rows import ROWS
 
@@ -129,7 +129,7 @@ class Mlflow:
         self._pending: Any = None  # the numbers of the last record, which a thread of MLflow sends
         id_file = folder / "mlflow_id"
         values = {mlflow_name(key): _text(value) for key, value in config.items()}
-        kept_id = id_file.read_text(encoding="ascii").strip() if id_file.exists() else None
+        kept_id = _read_id(id_file) if id_file.exists() else None
         try:
             mlflow.set_experiment(experiment)
             run = mlflow.start_run(run_id=kept_id, run_name=folder.resolve().name)
@@ -271,10 +271,17 @@ def _train_records(path: Path, step: int) -> Iterator[Record]:
 def _kept_id(path: Path) -> str:
     """The id in the file.  If there is no file, creates it with a new id."""
     if path.exists():
-        return path.read_text(encoding="ascii").strip()
+        return _read_id(path)
     new_id = uuid.uuid4().hex[:12]
     replace_text(path, new_id + "\n")
     return new_id
+
+
+def _read_id(path: Path) -> str:
+    try:
+        return read_file(path, WORD_BYTES).decode("ascii").strip()
+    except ValueError as error:  # not a file, too large, or not ASCII
+        raise ConfigError(f"{path} does not hold the id of a run: {error}.  Remove it to begin a new one.") from error
 
 
 def _one_line(error: Exception) -> str:

@@ -17,7 +17,8 @@ from typing import IO, Any
 import torch.distributed as dist
 
 from sft.atomic_files import append, why_not_written
-from sft.errors import StorageError
+from sft.errors import ConfigError, StorageError
+from sft.folder_files import LIST_BYTES, UnsafeFileError, open_file
 from sft.parallel.collectives import broadcast_from_rank0
 
 _COPY_BYTES = 1 << 20
@@ -33,7 +34,9 @@ def link(chain: str, epoch: int, batch: int, samples: Iterable[int]) -> str:
 
 
 class SampleLog:
-    """The sample log of one run, on rank 0.  Raises OSError if opening fails, and StorageError if writing fails.
+    """The sample log of one run, on rank 0.
+
+    Raises OSError if opening fails, ConfigError if the name belongs to no file, and StorageError if writing fails.
 
     `step` and `chain` belong to the last completed step.  Lines of later steps, which a killed run left, are removed.
     A line with "gap" is added if lines before `step` are missing, for example because the checkpoint comes from another
@@ -43,7 +46,7 @@ class SampleLog:
     def __init__(self, path: Path, step: int, chain: str) -> None:
         # Writes a new file, because a run that hung and lost its lock may still append to the old file.
         copy = path.with_name(path.name + ".tmp")
-        with path.open("a+b") as old, copy.open("wb") as new:
+        with _opened(path) as old, copy.open("wb") as new:
             end, last = _whole_until(old, step)
             old.seek(0)
             while content := old.read(min(_COPY_BYTES, end - old.tell())):
@@ -82,15 +85,25 @@ class SampleLog:
         append(self._file, json.dumps(row).encode("ascii") + b"\n")
 
 
+def _opened(path: Path) -> IO[bytes]:
+    """The file, which is made if it does not exist."""
+    try:
+        return open_file(path)
+    except FileNotFoundError:
+        return path.open("w+b")
+    except UnsafeFileError as error:
+        raise ConfigError(f"{error}.  Remove it; the run then begins a new log of its samples.") from None
+
+
 def _whole_until(file: IO[bytes], step: int) -> tuple[int, str]:
     """The byte offset where the lines up to `step` end, and the last chain.  Stops at the first damaged line."""
     file.seek(0)
     end, chain = 0, ""
-    for line in file:
+    while line := file.readline(LIST_BYTES):  # a longer line has no end, and so counts as damaged
         try:
             row = json.loads(line)
             its_step, its_chain = int(row["step"]), str(row["chain"])
-        except (ValueError, KeyError, TypeError, OverflowError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             break
         if its_step > step or not line.endswith(b"\n"):
             break

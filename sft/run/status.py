@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 
 from sft.atomic_files import flush, replace_text
 from sft.errors import ConfigError, SftError, StorageError
+from sft.folder_files import CONFIG_BYTES, read_file
 from sft.parallel.messages import message
 
 FILE = "run_state.json"
@@ -53,14 +54,12 @@ def read(folder: Path) -> Status | None:
     """The status of the run in this folder; None if there is none.  Raises ConfigError if the file is unreadable."""
     path = folder / FILE
     try:
-        content = path.read_bytes()
+        return _parse(json.loads(read_file(path, CONFIG_BYTES)))
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}.") from error
-    try:
-        return _parse(json.loads(content))
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or not a Status
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, not a Status, or too large
         raise ConfigError(
             f"{path} is not the state of a run: {error}.  The checkpoints do not depend on this file.  Remove it, and "
             f"the run starts from the newest checkpoint."

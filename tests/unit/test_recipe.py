@@ -289,7 +289,8 @@ def test_files_that_are_no_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "qwen_46k.yaml": "recipe qwen_46k.yaml does not exist.  Did you mean qwen_64k.yaml?",
         "zzz": "recipe zzz does not exist.  Recipes beside it: latin.yaml, qwen_64k.yaml.",
         "no/a.yaml": "recipe no/a.yaml does not exist.  Recipes beside it: none.",
-        ".": "recipe . cannot be read: Is a directory.",
+        ".": "recipe . is a folder, not a regular file.  A recipe is a file of at most 1 MiB; if the file holds data, "
+        "name it with data.train=FILE.",
         "latin.yaml": "recipe latin.yaml is not UTF-8 from byte 14 on.  Save it as UTF-8.",
         "data.jsonl": "recipe data.jsonl has 2,000,000 bytes; at most 1,048,576 are read.  "
         "A recipe is a file of at most 1 MiB; if "

@@ -137,7 +137,9 @@ def test_tensorboard_has_the_points_of_a_pass_once(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written(tmp_path: Path, wandb: FakeWandb) -> None:
     """What was opened before is closed, and told that the run did not start."""
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(ConfigError, match="run.dir = .* cannot be written: .*Is a directory"):
+    with pytest.raises(
+        ConfigError, match="run.dir = .* cannot be written: .*metrics.jsonl is a folder, not a regular file"
+    ):
         open_writers(tmp_path, config("log.wandb=p"), 0, console()[0])
     assert wandb.runs[0].exit_codes == [2]
 

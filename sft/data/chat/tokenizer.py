@@ -18,11 +18,12 @@ from sft.config import DataConfig
 from sft.data import limited
 from sft.data.chat.habits import Habits, Vocabulary, final_end, learn
 from sft.data.chat.prompts import Prompts
-from sft.data.template.chat_template import MAX_SOURCE, ChatTemplate
+from sft.data.template.chat_template import ChatTemplate
 from sft.data.tokenizer.byte_tokenizer import ByteTokenizer
 from sft.data.tokenizer.files import TokenizerFiles, read_tokenizer, template_for
 from sft.data.tokenizer.text_tokenizer import TextTokenizer
 from sft.errors import DataError
+from sft.folder_files import CONFIG_BYTES, UnsafeFileError, read_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,9 +164,8 @@ def _choose_template(files: TokenizerFiles, name: str, data: DataConfig) -> Chat
     with_tools = template_for(files, has_tools=True)
     if template_file is not None:
         try:
-            with open(template_file, encoding="utf-8") as file:
-                source, template_name = file.read(MAX_SOURCE + 1), template_file
-        except (OSError, UnicodeDecodeError) as error:
+            source, template_name = read_file(Path(template_file), CONFIG_BYTES).decode(), template_file
+        except (OSError, UnsafeFileError, UnicodeDecodeError) as error:
             raise DataError(f"chat template data.chat_template = {template_file} cannot be read: {error}.") from error
         with_tools = source
     source = source or with_tools

@@ -24,6 +24,7 @@ from sft.config import Config
 from sft.data.cache.corpus import Corpus
 from sft.data.packing.plan import VERSION, Plan, plan_of
 from sft.errors import ConfigError, DataError
+from sft.folder_files import LIST_BYTES, UnsafeFileError, open_file
 from sft.parallel.alignment import aligned
 
 FORMAT = "sft plan 1"
@@ -59,9 +60,10 @@ def settings(config: Config) -> dict[str, Any]:
 
 def _digest(file: Path) -> str:
     try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
-    except OSError as error:
-        raise DataError(f"data.plan = {file} cannot be read: {error.strerror}.") from error
+        with open_file(file) as content:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+    except (OSError, UnsafeFileError) as error:
+        raise DataError(f"data.plan = {file} cannot be read: {_reason(error)}.") from error
 
 
 def write_plans(path: Path, header: Mapping[str, Any], plans: Sequence[Plan], global_batch_size: int) -> None:
@@ -183,17 +185,21 @@ def _read(path: Path) -> tuple[dict[str, Any], list[tuple[str, int, list[list[in
     return {key: value for key, value in header.items() if key != "format"}, batches
 
 
+def _reason(error: OSError | UnsafeFileError) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
-        with path.open(encoding="utf-8") as lines:
-            for number, text in enumerate(lines, start=1):
-                row = json.loads(text)
+        with open_file(path) as file:
+            for number, line in enumerate(iter(lambda: file.readline(LIST_BYTES), b""), start=1):
+                row = json.loads(line.decode())
                 if not isinstance(row, dict):
                     raise ValueError(f"{path}:{number}")
                 yield f"{path}:{number}", row
-    except OSError as error:
-        raise DataError(f"the plan {path} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
+    except (OSError, UnsafeFileError) as error:
+        raise DataError(f"the plan {path} cannot be read: {_reason(error)}.") from error
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not a plan: a line is not a JSON object ({error}).") from error
 
 

@@ -17,7 +17,8 @@ from sft.data.read.json_rows import COMPRESSED, find_first_row, read_blocks, rea
 from sft.data.read.named_dataset import LoadedDataset
 from sft.data.read.strict_json import Content, parse_json
 from sft.data.read.tables import count_table, read_slices, read_table
-from sft.errors import DataError
+from sft.errors import DataError, first_few
+from sft.folder_files import LIST_BYTES, UnsafeFileError, read_file
 
 Kind = Literal["jsonl", "json", "parquet", "arrow", "folder"]
 
@@ -88,18 +89,18 @@ def data_files(path: DataFile) -> list[Path]:
     if not path.is_dir():
         return [path]
     try:
-        state = parse_json((path / "state.json").read_bytes())
+        state = parse_json(read_file(path / "state.json", LIST_BYTES))
         names = [str(entry["filename"]) for entry in state["_data_files"]]
     except FileNotFoundError:
         splits = sorted(str(state.parent) for state in path.glob("*/state.json"))
         if splits:
             raise DataError(
-                f"{path} holds several splits.  Name the folder of one split: {', '.join(splits)}."
+                f"{path} holds several splits.  Name the folder of one split: {', '.join(first_few(splits))}."
             ) from None
         raise DataError(
             f"{path} is a folder without state.json, so save_to_disk did not write it.  Name a data file."
         ) from None
-    except (OSError, DataError, KeyError, TypeError) as error:
+    except (OSError, UnsafeFileError, DataError, KeyError, TypeError) as error:
         raise DataError(f"{path / 'state.json'} does not describe a saved dataset: {error!r}.") from error
     if state.get("_indices_data_files") or not names or any(name != Path(name).name for name in names):
         raise DataError(f"{path} was saved in an unknown format.  Load the dataset and save it again with datasets.")

@@ -22,7 +22,7 @@ from sft.data import limited
 from sft.data.tokenizer import mistral_regex
 from sft.data.tokenizer.special_tokens import read_json, read_special_tokens, refusing
 from sft.errors import DataError
-from sft.folder_files import LIST_BYTES, matching
+from sft.folder_files import LIST_BYTES, UnsafeFileError, matching, read_file
 
 Ids = tuple[int, ...]
 EXPECTED = "data.tokenizer is byte (built in, no file), a folder with tokenizer.json, or a model on the hub"
@@ -108,8 +108,8 @@ def read_tokenizer(name: str, folder: Path) -> TokenizerFiles:
 
 def _bytes(path: Path) -> bytes:
     try:
-        return hashlib.sha256(path.read_bytes()).digest() if path.is_file() else b""
-    except OSError:  # `_read` says why
+        return hashlib.sha256(read_file(path, LIST_BYTES)).digest() if path.is_file() else b""
+    except (OSError, UnsafeFileError):  # `_read` says why
         return b""
 
 

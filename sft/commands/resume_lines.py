@@ -29,14 +29,16 @@ def with_data(recipe: Recipe, layout: Layout, corpus: "Corpus", loader: "Loader"
 
     Raises the error that training would raise: ConfigError or CheckpointError.
     """
-    from sft.recipe.start import check_shapes
+    from sft.recipe.start import check_shapes, check_trained
 
     config = recipe.config
     base, not_compared = _base(config)
     conditions = Conditions.of(config, layout, plan_files.follows_from(config, corpus), base)
     resumed = continuation.check(config, Path(config.run.dir) / "checkpoints", conditions, not_compared)
     if resumed is not None:
-        check_shapes(config, resumed, vocab_rows(config.model, tokenizer_size))
+        rows = vocab_rows(config.model, tokenizer_size)
+        check_shapes(config, resumed, rows)
+        check_trained(config, resumed, rows)
     steps_of = loader.plans.total_steps
     num_steps = config.train.num_steps or steps_of(config.train.num_epochs or 1)
     return _lines(config, resumed, num_steps, steps_of, not_compared)

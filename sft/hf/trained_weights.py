@@ -38,6 +38,20 @@ def trained_weights(config: Config, vocab_size: int) -> Trained:
     return Trained(adapted=adapted, whole=[_weight(mapping) for mapping in mappings if keys.get(mapping.key)])
 
 
+def trained_names(config: Config, vocab_size: int) -> set[str]:
+    """The keys of the weights that the recipe trains, and the names of the Linears with an adapter.
+
+    "decoder.layers.mlp.linear_fc1.weight[3]": of layer 3; "model.layers.3.self_attn.q_proj": an adapter
+    Raises ConfigError as `trained_weights` does.
+    """
+    trained, family = trained_weights(config, vocab_size), model_family(config.model)
+    whole = trained.whole
+    if whole is None:
+        whole = [] if family is None else unfrozen((), family, config.model, vocab_size)
+    adapters = {adapter.name for weight in trained.adapted for adapter in weight.adapters}
+    return adapters | {f"{weight.key}{list(weight.index) or ''}" for weight in whole}
+
+
 def _check_mtp(config: Config) -> None:
     """Raise ConfigError if the family's table has no block for multi-token prediction."""
     family = model_family(config.model)

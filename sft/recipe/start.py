@@ -9,10 +9,15 @@ from pathlib import Path
 from sft.adapters import Trained
 from sft.checkpoint import continuation
 from sft.checkpoint.continuation import Continuation
-from sft.checkpoint.train_state import Conditions
+from sft.checkpoint.train_state import Conditions, with_current_names
 from sft.config import Config
+from sft.config.lora import LoraConfig
 from sft.data.pipeline import DataPipeline
+from sft.errors import CheckpointError
 from sft.hf import initial, initial_adapters, run_folder
+from sft.hf.trained_weights import trained_names
+
+_FREEZE = "train.freeze"
 
 
 def check_weights(config: Config, trained: Trained, vocab_size: int | None) -> dict[str, list[str]]:
@@ -43,6 +48,30 @@ def check_shapes(config: Config, resumed: Continuation, vocab_size: int | None) 
         initial.compare_tensors(resumed.path, config, vocab_size)
 
 
+def check_trained(config: Config, resumed: Continuation, vocab_size: int | None) -> None:
+    """Raise CheckpointError if changes are allowed with which the run trains what the checkpoint has no moments of."""
+    if resumed.facts is None or not config.checkpoint.allow_changes:
+        return
+    before = with_current_names(resumed.facts["recipe"])
+    lora = {key.removeprefix("lora."): value for key, value in before.items() if key.startswith("lora.")}
+    train = config.train.model_copy(update={"freeze": before.get(_FREEZE, [])})
+    then = config.model_copy(update={"train": train, "lora": LoraConfig.model_validate(lora)})
+    rows = config.model.vocab_size or vocab_size or 0
+    if then.lora.rank != config.lora.rank:
+        raise _not_held(resumed, "its adapters", f"lora.rank was {then.lora.rank}, is {config.lora.rank}")
+    if missing := sorted(trained_names(config, rows) - trained_names(then, rows)):
+        more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
+        raise _not_held(resumed, f"{missing[0]}{more}", "the run that wrote it did not train them")
+
+
+def _not_held(resumed: Continuation, weights: str, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{resumed.path} has no optimizer state that fits {weights}: {reason}.  Give train.freeze and the keys of lora "
+        "the values of that run, which no change in checkpoint.allow_changes can replace here; or start a new run with "
+        "another run.dir."
+    )
+
+
 def check_start(config: Config, conditions: Conditions, trained: Trained, data: DataPipeline) -> str | None:
     """A warning if the learning rate jumps where the run continues.
 
@@ -53,4 +82,5 @@ def check_start(config: Config, conditions: Conditions, trained: Trained, data: 
     if resumed is None:
         return None
     check_shapes(config, resumed, data.vocab_size)
+    check_trained(config, resumed, data.vocab_size)
     return continuation.jump(resumed, config, data.num_steps, data.train.plans.total_steps)

@@ -76,6 +76,28 @@ OTHERS = {
         ["checkpoint.resume=full/checkpoints", "model.hf=deep", "checkpoint.allow_changes=[model.num_layers]"],
         "full/checkpoints/iter_0000004 does not hold the expected tensors",
     ),
+    "allowed, but frozen until now": (
+        ["run.dir=frozen", "checkpoint.allow_changes=[train.freeze]"],
+        "frozen/checkpoints/iter_0000004 has no optimizer state that fits embedding.word_embeddings.weight: the run "
+        "that wrote it did not train them.  Give train.freeze",
+    ),
+    "allowed, but a part frozen until now": (
+        ["run.dir=frozen", "train.freeze=[norm]", "checkpoint.allow_changes=[train.freeze]"],
+        "has no optimizer state that fits embedding.word_embeddings.weight: ",
+    ),
+    "allowed, but adapters of another rank": (
+        ["run.dir=lora", "lora.rank=8", "checkpoint.allow_changes=[lora.rank]"],
+        "lora/checkpoints/iter_0000004 has no optimizer state that fits its adapters: lora.rank was 4, is 8.",
+    ),
+    "allowed, but the embedding beside adapters": (
+        [
+            "run.dir=lora",
+            "lora.rank=4",
+            "lora.train_embeddings=true",
+            "checkpoint.allow_changes=[lora.train_embeddings]",
+        ],
+        "has no optimizer state that fits embedding.word_embeddings.weight: ",
+    ),
     "weights of another model": (["model.init_from=deep/checkpoints"], "deep/checkpoints/iter_0000004"),
     "weights that are not there": (["model.init_from=gone"], "model.init_from = gone: the path has no checkpoint"),
     "weights of a damaged one": (["model.init_from=damaged/checkpoints"], "__0_0.distcp has "),
@@ -88,6 +110,14 @@ OTHERS = {
 NO_ERROR = {
     "the same again": ["run.dir=full"],
     "shorter": ["run.dir=full", "train.num_steps=4", "optim.lr=2e-2"],
+    "more is frozen": [
+        *("run.dir=full_frozen", "checkpoint.resume=full/checkpoints", "train.num_steps=8"),
+        *("train.freeze=[embed_tokens]", "checkpoint.allow_changes=[train.freeze]"),
+    ],
+    "fewer adapters": [
+        *("run.dir=q_proj", "checkpoint.resume=lora/checkpoints", "train.num_steps=8", "lora.rank=4"),
+        *("lora.targets=[q_proj]", "checkpoint.allow_changes=[lora.targets]"),
+    ],
     "lora again": ["run.dir=lora", "lora.rank=4"],
     "a new run": ["run.dir=fresh", "train.num_steps=1"],
 }

@@ -77,8 +77,9 @@ class Model:
             evaluated = -1 if is_ours and criterion and (first >= steps or first % EVERY == 0) else evaluated
             best = (criterion, None, 0.0) if criterion else None
         step, has_saved = first, False
+        export(run, best, {kept for kept in run.saved if kept <= first})
         if evaluated == step >= steps:
-            return self.ended(run, best)
+            return True
         run.seen = [line for line in run.seen if line <= step]
         stopped = False
         while True:
@@ -108,19 +109,22 @@ class Model:
                     run.saved = {kept: one for kept, one in run.saved.items() if kept <= first}
                 self.saves, has_saved = self.saves + 1, True
                 run.saved[step] = Saved(self.saves, evaluated, best, origin)
+                export(run, best, {step})
                 for old in sorted(run.saved)[:-KEEP_LAST]:
                     if best is None or old != best[1]:
                         del run.saved[old]
             elif is_passed and step == first and is_ours:
                 run.saved[step] = Saved(state.number, evaluated, best, state.origin)
+                export(run, best, {step})
             if stopped or step >= steps:
-                return evaluated == step >= steps and self.ended(run, best)
+                return evaluated == step >= steps
             step += 1
 
-    def ended(self, run: ModelRun, best: Any) -> bool:
-        if best is not None and best[1] is not None:
-            run.exported = {best[1]}
-        return True
+
+def export(run: ModelRun, best: Any, published: set[int]) -> None:
+    """The best checkpoint is exported as soon as it is published, and replaces the export of the one before."""
+    if best is not None and best[1] in published:
+        run.exported = {best[1]}
 
 
 @st.composite
@@ -175,17 +179,16 @@ def check(engines: Runs, root: Path, history: tuple[Any, list[dict[str, Any]]]) 
             continue
         outcome, said = engines.start(root, values, one["end"], *overrides)
         assert (outcome is not None and outcome.is_done) == is_done, said
-        compare(model.runs[name], root / name, is_done and criterion is not None, said)
+        compare(model.runs[name], root / name, said)
 
 
-def compare(run: ModelRun, folder: Path, is_exported: bool, said: str) -> None:
+def compare(run: ModelRun, folder: Path, said: str) -> None:
     kept = {int(path.name[5:]) for path in folder.glob("checkpoints/iter_*") if "." not in path.name}
     assert kept == set(run.saved), said
     lines = [json.loads(line) for line in (folder / "seen.jsonl").read_text().splitlines()] if run.seen else []
     assert [line["step"] for line in lines if "gap" not in line] == run.seen, said
     exported = {int(path.name[5:]) for path in folder.glob("hf_exports/best_*") if path.is_dir()}
-    assert exported <= run.compared, said
-    assert not is_exported or exported == run.exported, said
+    assert exported == run.exported <= run.compared, said
 
 
 FIFTY = settings(

@@ -25,8 +25,8 @@ _FAULTS = {
     errno.EMFILE: "this process has as many open files as it may have (ulimit -n)",
     errno.ENFILE: "the system has as many open files as it may have",
     errno.ENOMEM: "the system has too little memory",
-    errno.EACCES: "this user has no permission to write to the folder",
 }
+_MAY_NOT_WRITE = "this user has no permission to write to the folder"
 _FULL_BYTES = 1 << 20  # a disk with fewer free bytes after a failed write counts as full
 _PASSING = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT)
@@ -62,7 +62,7 @@ def why_not_written(folder: Path, error: BaseException) -> str:
     errno; then a test write gives the reason.  If the test write succeeds, the text is the error alone.
     """
     message = f"{type(error).__name__}: {error}".splitlines()[0]
-    fault = _FAULTS.get(_error_number(error) or _ask_file_system(folder))
+    fault = {**_FAULTS, errno.EACCES: _MAY_NOT_WRITE}.get(_error_number(error) or _ask_file_system(folder))
     return f"{fault} ({message})" if fault else message
 
 
@@ -95,8 +95,16 @@ def explained() -> Iterator[None]:
 
 
 def fault_of(error: OSError) -> str | None:
-    """The reason of the error in words, if its errno is a known one."""
-    return _FAULTS.get(error.errno or 0)
+    """The reason of the error in words, if its errno is a known one.  It names the permission that is missing."""
+    return _missing_permission(error.filename) if error.errno == errno.EACCES else _FAULTS.get(error.errno or 0)
+
+
+def _missing_permission(path: str | bytes | int | None) -> str:
+    """What this user may not do with `path`.  The errno does not say whether a read or a write has failed."""
+    missing = []
+    if path is not None and os.access(path, os.F_OK):
+        missing = [name for name, mode in (("read", os.R_OK), ("write", os.W_OK)) if not os.access(path, mode)]
+    return f"this user has no permission to {' or '.join(missing)} it" if missing else "this user has no permission"
 
 
 def append(file: RawIOBase, content: bytes) -> None:
@@ -109,7 +117,7 @@ def append(file: RawIOBase, content: bytes) -> None:
 def _error_number(error: BaseException | None) -> int:
     """The errno of the error, or of the nearest error that caused it, if `_FAULTS` lists it; else 0."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in _FAULTS:
+        if isinstance(error, OSError) and (error.errno == errno.EACCES or error.errno in _FAULTS):
             return error.errno
         error = error.__cause__ or error.__context__
     return 0

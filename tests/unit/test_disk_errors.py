@@ -153,6 +153,22 @@ def test_what_another_start_may_mend() -> None:
             raise error
 
 
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        (os.R_OK, "this user has no permission to read it ("),
+        (os.W_OK, "this user has no permission to write it ("),
+        (os.R_OK | os.W_OK, "this user has no permission to read or write it ("),
+        (0, "this user has no permission ("),  # of a folder above it
+    ],
+)
+def test_the_missing_permission_is_named(monkeypatch: pytest.MonkeyPatch, missing: int, words: str) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & missing)
+    with pytest.raises(ConfigError) as error, explained():
+        raise PermissionError(errno.EACCES, "Permission denied", "/data/a")
+    assert str(error.value).startswith(f"/data/a cannot be read or written: {words}")
+
+
 @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.EACCES])
 def test_a_store_that_cannot_be_read_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sft import __version__
-from sft.atomic_files import explained
 from sft.commands import check, convert, data, evaluate, plan, probe, results, status, train
 from sft.errors import ConfigError, SftError, StorageError
+from sft.files.atomic_files import explained
 
 _SECONDS_FOR_RANK_0 = 10.0
 _RUNS = (["train"], ["eval"], ["probe"])  # other commands have one process, even if RANK is set

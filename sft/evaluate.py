@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-from sft.atomic_files import replace_text
 from sft.checkpoint import folders, resume_setting
 from sft.checkpoint.train_state import installed, model_changes, tokenizer_name
 from sft.config import Config
@@ -19,14 +18,10 @@ from sft.console import Console
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.pipeline import HeldOutData
 from sft.errors import CheckpointError, ConfigError, DataError, StorageError, TrainingError
+from sft.files.atomic_files import replace_text
 from sft.hf import hub
 from sft.hf.architecture import model_keys
 from sft.hf.hub import CONFIG, is_hub_name
-from sft.hf.initial_adapters import as_in_folder
-from sft.hf.peft.config import CONFIG as ADAPTER_CONFIG
-from sft.hf.run_weights import load_for_reading
-from sft.hf.tokenizer import same_ids, tokenizer_of
-from sft.hf.trained_weights import trained_weights
 from sft.mcore import device, process_groups
 from sft.mcore.checkpoint_io import safe_reader
 from sft.mcore.engine import Engine
@@ -36,8 +31,13 @@ from sft.metrics.run_facts import RunFacts
 from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 from sft.parallel.layout import Layout
 from sft.recipe.resolved import Recipe
+from sft.recipe.tokenizer import same_ids, tokenizer_of
 from sft.run.evaluation import evaluate
 from sft.run.signals import leave_with_parent
+from sft.weights.lora.initial_adapters import as_in_folder
+from sft.weights.lora.peft.config import CONFIG as ADAPTER_CONFIG
+from sft.weights.run_weights import load_for_reading
+from sft.weights.trained import trained_weights
 
 FORMAT = "sft eval 1"
 

@@ -10,24 +10,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sft.atomic_files import explained, replace_text, unusable
 from sft.checkpoint import resume
 from sft.checkpoint.judge import Judge
 from sft.checkpoint.saver import Saver
 from sft.checkpoint.train_state import Conditions, TrainState
 from sft.console import Console
 from sft.data.pipeline import DataPipeline, GlobalBatch
-from sft.flops import describe_parameters, num_parameters
-from sft.hf import hub, run_folder
-from sft.hf.base_digest import base_digest
-from sft.hf.convert.exports import Exports
-from sft.hf.initial import load_initial
-from sft.hf.initial_adapters import load_new_adapters
-from sft.hf.served import served_of
-from sft.hf.tokenizer import tokenizer_of
-from sft.hf.trained_weights import trained_weights
+from sft.files.atomic_files import explained, replace_text, unusable
+from sft.hf import hub
+from sft.layers.flops import describe_parameters, num_parameters
 from sft.mcore import device, process_groups
-from sft.mcore.attention.selection import slower_than_possible
+from sft.mcore.backends.selection import slower_than_possible
 from sft.mcore.engine import Engine
 from sft.metrics.log import MetricsLog
 from sft.metrics.records import Record
@@ -38,6 +31,7 @@ from sft.parallel.layout import Layout
 from sft.recipe.resolved import Recipe, dump, summary
 from sft.recipe.run_checks import RunLength, check_run
 from sft.recipe.start import check_start
+from sft.recipe.tokenizer import tokenizer_of
 from sft.run import environment
 from sft.run.evaluation import Evaluator
 from sft.run.lifecycle import Lifecycle
@@ -46,6 +40,13 @@ from sft.run.profiler import Profiler
 from sft.run.sample_log import SampleLog, link
 from sft.run.signals import leave_with_parent
 from sft.run.step_check import StepCheck, dump_step
+from sft.weights import run_folder
+from sft.weights.exports import Exports
+from sft.weights.initial import load_initial
+from sft.weights.lora.base_digest import base_digest
+from sft.weights.lora.initial_adapters import load_new_adapters
+from sft.weights.serving.served import served_of
+from sft.weights.trained import trained_weights
 
 _WAIT_S = 2.0  # for exports, between two checks for a signal
 

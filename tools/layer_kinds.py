@@ -1,6 +1,6 @@
 """Makes the table of docs/concepts/layer-kinds.md: bytes over cp and saved bytes of a layer of each kind.
 
-Nothing is measured: sft/parallel/cp_bytes.py and sft/estimate compute the bytes, and tests count them on real ranks.
+Nothing is measured: sft/layers/cp_bytes.py and sft/estimate compute the bytes, and tests count them on real ranks.
 `python -m tools.pages` writes the page.
 """
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from sft.config import Config
-from sft.estimate.saved_by_layer import kinds_of
-from sft.parallel.cp_bytes import CpBytes
+from sft.layers.cp_bytes import CpBytes
+from sft.layers.saved_by_layer import kinds_of
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
 from tools import marked_tables

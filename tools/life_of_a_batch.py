@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sft.batch import Microbatch, Pack, Sample
 from sft.cli import main as sft
 from sft.data.packing.pack import make_pack
-from sft.hf.tokenizer import tokenizer_of
 from sft.metrics.records import train_record
 from sft.metrics.run_facts import RunFacts
 from sft.parallel.alignment import aligned
@@ -35,6 +34,7 @@ from sft.parallel.context_parallel import local_indices
 from sft.parallel.layout import Layout
 from sft.probe.session import Session, model, session
 from sft.recipe.load import load_recipe
+from sft.recipe.tokenizer import tokenizer_of
 from tools.bench import ranks
 from tools.make_tiny_model import make
 

@@ -19,11 +19,11 @@ from typing import NamedTuple
 from sft.estimate import constants, gpus
 from sft.estimate.gpus import GIB
 from sft.estimate.lengths import Lengths
-from sft.hf.trained_weights import trained_weights
 from sft.planner.search import Search
 from sft.planner.subject import length_name, recipe_of, slug
 from sft.planner.task import Hardware, Task
 from sft.planner.written import recipe_text
+from sft.weights.trained import trained_weights
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "recipes" / "planned"

@@ -10,7 +10,7 @@ import numpy as np
 
 from sft.data.packing.balance import Slots, assign, costs
 from sft.data.packing.plan import plan_epoch
-from sft.flops import AttentionCost
+from sft.layers.flops import AttentionCost
 
 SEQ_LENGTH, MULTIPLE, CROSSOVER, DP, MICROBATCHES = 131072, 32, 53_248.0, 8, 4
 WIDTH, ROW, LEFT, PANEL = 620, 18, 60, 190

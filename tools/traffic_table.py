@@ -19,7 +19,7 @@ import numpy as np
 from sft.config import Config
 from sft.estimate.layer_work import uses_portable
 from sft.estimate.parameters import parameters
-from sft.parallel.cp_bytes import sent_numbers
+from sft.layers.cp_bytes import sent_numbers
 from sft.parallel.fragments import HeadSizes, bytes_over_cp
 from sft.parallel.halo import num_halo_tokens
 from sft.parallel.layout import Layout

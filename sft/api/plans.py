@@ -144,9 +144,9 @@ def _check(counts: Sequence[int], options: PlanOptions) -> None:
 
 def _task(model: str, recipe: Recipe, options: PlanOptions) -> "Task":
     from sft.estimate.lengths import Lengths
-    from sft.hf.trained_weights import trained_weights
     from sft.parallel.layout import vocab_rows
     from sft.planner.task import Task
+    from sft.weights.trained import trained_weights
 
     config = recipe.config
     hardware = _hardware(options)

@@ -4,8 +4,8 @@ import os
 import sys
 import threading
 
-from sft.atomic_files import explained
 from sft.errors import ConfigError
+from sft.files.atomic_files import explained
 from sft.recipe.layout import launched_world_size, resolve_layout
 from sft.recipe.needs import check_folder, check_packages, check_paths, download_weights
 from sft.recipe.resolved import Recipe

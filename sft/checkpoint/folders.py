@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
-from sft.atomic_files import flush, replace_text
 from sft.errors import CheckpointError, ConfigError
-from sft.folder_files import WORD_BYTES, UnsafeFileError, read_file
+from sft.files.atomic_files import flush, replace_text
+from sft.files.folder_files import WORD_BYTES, UnsafeFileError, read_file
 
 POINTER = "latest_checkpointed_iteration.txt"
 MARKER = "metadata.json"  # megatron-core writes this file into every torch_dist checkpoint

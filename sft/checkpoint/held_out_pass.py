@@ -11,12 +11,12 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from sft.atomic_files import replace_text, why_not_written
 from sft.checkpoint import manifest
 from sft.checkpoint.best import Best
 from sft.checkpoint.train_state import TrainState
 from sft.errors import StorageError
-from sft.folder_files import CONFIG_BYTES, read_json
+from sft.files.atomic_files import replace_text, why_not_written
+from sft.files.folder_files import CONFIG_BYTES, read_json
 
 NAME = "held_out_pass.json"
 FORMAT = "sft held-out pass 1"

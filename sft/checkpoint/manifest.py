@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sft.atomic_files import replace_text
 from sft.errors import CheckpointError, first_few
-from sft.file_digest import Entry, entry_of
-from sft.folder_files import LIST_BYTES, is_name, read_json
+from sft.files.atomic_files import replace_text
+from sft.files.file_digest import Entry, entry_of
+from sft.files.folder_files import LIST_BYTES, is_name, read_json
 from sft.parallel.messages import message
 
 NAME = "manifest.json"

@@ -15,13 +15,13 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from sft.atomic_files import why_not_written
 from sft.checkpoint import folders, held_out_pass, manifest
 from sft.checkpoint.manifest import Manifest
 from sft.checkpoint.train_state import Conditions, TrainState
 from sft.config import CheckpointConfig
 from sft.console import Console, size
 from sft.errors import CheckpointError, StorageError
+from sft.files.atomic_files import why_not_written
 from sft.mcore import device
 from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.checkpoint_io.save_plans import SavePlans

@@ -28,9 +28,9 @@ def calibrate(arguments: Namespace) -> int:
             f"{', '.join([*named, *arguments.overrides])}.  Run sft plan --calibrate first, and then plan."
         )
 
+    from sft.calibration.session import calibrate as measure
     from sft.estimate.constants import path_of, write
     from sft.mcore.device import choose
-    from sft.planner.calibration.session import calibrate as measure
 
     calibration = measure(choose("auto"))
     if os.environ.get("RANK", "0") == "0":

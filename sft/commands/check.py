@@ -12,10 +12,10 @@ from sft.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sft.adapters import Trained
     from sft.data.chat.tokenizer import ChatTokenizer
     from sft.estimate.gpus import Gpu
     from sft.estimate.lengths import Lengths
+    from sft.layers.adapters import Trained
     from sft.parallel.layout import Layout
     from sft.recipe.resolved import Recipe
 
@@ -78,7 +78,7 @@ def _gpu(recipe: "Recipe", name: str | None) -> "Gpu | None":
 
 def _print_rotary(recipe: "Recipe") -> None:
     """Print whether packs are too long for the fused rotary kernel of a backend that the run may use."""
-    from sft.mcore.attention.fused_rotary import why_not
+    from sft.layers.fused_rotary import why_not
 
     config = recipe.config
     may_run = config.attention.may_fuse_rotary(config.run.device) and config.auto_is_portable is None
@@ -138,11 +138,11 @@ def _print_model(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None,
 
     Raises ConfigError if the recipe does not fit the GPU.
     """
-    from sft.estimate import layer_kinds
     from sft.estimate.memory import describe
-    from sft.flops import describe_parameters, num_parameters
-    from sft.hf.trained_weights import trained_weights
+    from sft.layers import described
+    from sft.layers.flops import describe_parameters, num_parameters
     from sft.parallel.layout import surplus_note, vocab_rows
+    from sft.weights.trained import trained_weights
 
     model = recipe.config.model
     if model.vocab_size is None and tokenizer_size is None:
@@ -155,7 +155,7 @@ def _print_model(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None,
     lines = [f"parameters {describe_parameters(model, rows)} with a vocabulary of {rows:,}"]
     if (note := surplus_note(model, tokenizer_size or 0)) is not None:
         lines.append(note)
-    if (kinds := layer_kinds.describe(model)) is not None:
+    if (kinds := described.describe(model)) is not None:
         lines.append(kinds)
     if trained.whole is not None:
         lines.append(trained.describe(recipe.config.lora.rank, num_parameters(model, rows)))
@@ -194,9 +194,9 @@ def _check_fit(recipe: "Recipe", layout: "Layout", rows: int, trained: "Trained"
 
 def _print_weights(recipe: "Recipe", tokenizer_size: int) -> None:
     """Print the weights that the run loads, and refuse those that it could not load."""
-    from sft.hf.trained_weights import trained_weights
     from sft.parallel.layout import vocab_rows
     from sft.recipe.start import check_weights
+    from sft.weights.trained import trained_weights
 
     rows = vocab_rows(recipe.config.model, tokenizer_size)
     for name, lines in check_weights(recipe.config, trained_weights(recipe.config, rows), rows).items():
@@ -208,17 +208,17 @@ def _print_serving(recipe: "Recipe", tokenizer: "ChatTokenizer") -> None:
     config = recipe.config
     if not config.lora.is_used or config.lora.export != "adapter" or config.model.hf is None:
         return
-    from sft.hf import serving
-    from sft.hf.served import served_of
-    from sft.hf.served_files import record_of
+    from sft.weights.serving import flags
+    from sft.weights.serving.served import served_of
+    from sft.weights.serving.served_files import record_of
 
     if (served := served_of(config, tokenizer)) is not None:
         record = record_of(served)
         lines = [
-            f"adapters in the folder ADAPTER: {' '.join(serving.flags(record, config.model.hf, config.lora.rank or 0))}"
+            f"adapters in the folder ADAPTER: {' '.join(flags.flags(record, config.model.hf, config.lora.rank or 0))}"
         ]
         if record.end_ids:
-            lines.append(f"without --generation-config, each request needs {serving.stop_ids(record)}")
+            lines.append(f"without --generation-config, each request needs {flags.stop_ids(record)}")
         print_group("serving", lines)
 
 
@@ -227,7 +227,7 @@ def _print_time(
 ) -> None:
     """Print the predicted time of a step, without the loss head if the size of the vocabulary is unknown."""
     from sft.estimate.time import constants_for, describe
-    from sft.hf.trained_weights import trained_weights
+    from sft.weights.trained import trained_weights
 
     config = recipe.config
     vocab_size = config.model.vocab_size or tokenizer_size or 0

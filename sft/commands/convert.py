@@ -37,8 +37,8 @@ def add(commands: Any) -> None:
 
 
 def import_model(arguments: Namespace) -> None:
-    from sft.hf.convert.import_hf import import_hf
     from sft.hf.hub import model_folder
+    from sft.weights.import_hf import import_hf
 
     import_hf(model_folder(arguments.source), arguments.target, Console(0), name=arguments.source)
 

@@ -74,7 +74,7 @@ def _base(config: Config) -> tuple[str | None, set[str]]:
     """The digest of the base weights, as far as it is remembered, and {BASE} if it is not."""
     if not config.lora.is_used:
         return None, set()
-    from sft.hf.base_digest import remembered_digest
+    from sft.weights.lora.base_digest import remembered_digest
 
     run, resume = Path(config.run.dir), config.checkpoint.resume
     others = [] if resume in resume_setting.WORDS else [Path(resume).parent.parent, Path(resume).parent]

@@ -28,7 +28,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-MODULES = ("sft.data.cache.workers", "sft.hf.served_template")  # imported by the server, so that no child imports them
+MODULES = (
+    "sft.data.cache.workers",
+    "sft.weights.serving.served_template",
+)  # imported by the server, so that no child imports them
 _SERVER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from sft.data import fork_server; fork_server.serve()"
 )

@@ -19,7 +19,7 @@ from sft.data.packing.mixture import Mixture
 from sft.data.packing.pack import Collator
 from sft.data.packing.plan import EpochPlans, Plan
 from sft.data.packing.plan_files import replayed_plans
-from sft.flops import AttentionCost
+from sft.layers.flops import AttentionCost
 from sft.parallel.alignment import pack_multiple
 from sft.parallel.layout import Layout
 

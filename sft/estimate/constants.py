@@ -11,10 +11,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sft.atomic_files import replace_text
 from sft.errors import ConfigError, first_few
 from sft.estimate.gpus import Gpu
-from sft.folder_files import CONFIG_BYTES, read_file
+from sft.files.atomic_files import replace_text
+from sft.files.folder_files import CONFIG_BYTES, read_file
 
 VERSION = 1
 # Shares of the peak.  Large products: 650 of 989 TFLOP/s in layers of an H200, by the roofline of
@@ -75,7 +75,7 @@ class Constants:
     attention_forward, attention_backward  TFLOP/s of Transformer Engine's kernels, by tokens of a document on a rank;
                         causal FLOPs, backward twice those of forward
     portable_forward, portable_backward    the same of the portable backend
-    linear_attention    TFLOP/s of the delta rule, of the FLOPs that sft/flops.py counts
+    linear_attention    TFLOP/s of the delta rule, of the FLOPs that sft/layers/flops.py counts
     elementwise_gb_s    norms, activations, residual sums: bytes read and written
     optimizer_gb_s      Adam on the device; host_optimizer_gb_s on the host, for one rank
     intra_gb_s, inter_gb_s  bytes that a rank receives from ranks of its node, and from other nodes

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from sft.config import Config, ModelConfig
-from sft.config.layer_kinds import of_kind
 from sft.config.model import LayerKind
 from sft.estimate.constants import Constants
 from sft.estimate.lengths import Lengths
 from sft.estimate.products import Product, attention_flops
-from sft.estimate.saved_by_layer import kinds_of
-from sft.mcore.attention.activation_bytes import MAX_FLASH_HEAD
+from sft.layers.kinds import of_kind
+from sft.layers.saved_by_layer import kinds_of
+from sft.layers.softmax_bytes import MAX_FLASH_HEAD
 from sft.parallel.layout import Layout
 
 GRADIENT_SUM_BYTES = 10  # per parameter and microbatch: a bf16 gradient is read, its fp32 sum read and written

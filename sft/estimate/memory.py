@@ -2,7 +2,7 @@
 
     device = weights + gradients + optimizer + layers + ends + the largest of the working sets
 
-sft/mcore/model_bytes.py and sft/mcore/attention/activation_bytes.py give the bytes of parts of the model.  This module
+sft/layers/model_bytes.py and sft/layers/softmax_bytes.py give the bytes of parts of the model.  This module
 adds up these bytes over a layer, a stage and a run.  `layers` are tensors that layers save for backward, `ends` rotary
 tables.  A working set is what the loss head, or backward of an MLP or of attention, holds (working_sets.py).  Numbers
 are for CUDA, with fused activations and torch's flash kernel; with run.device = cpu, for the plain operations of a CPU.
@@ -11,13 +11,13 @@ The estimate leaves out CUDA itself, NCCL (communicators.py) and gaps between al
 
 from dataclasses import dataclass
 
-from sft.adapters import Trained
 from sft.config import Config
 from sft.console import size
 from sft.estimate.parameters import Numbers, of_stage, vocab_rows
-from sft.estimate.saved_by_layer import kinds_of
 from sft.estimate.working_sets import StageWork, WorkingSet
-from sft.mcore import model_bytes
+from sft.layers import model_bytes
+from sft.layers.adapters import Trained
+from sft.layers.saved_by_layer import kinds_of
 from sft.parallel.layout import Layout
 
 CARD_BYTES = 80e9  # 74.5 GiB; `describe` reports the longest context on an 80-GB card, which has 79 GiB less CUDA's own

@@ -1,7 +1,7 @@
 """Seconds of messages between GPUs that computation does not hide.
 
     tp    all-gathers and reduce-scatters before and after each half of a layer; of backward, those beside products hide
-    cp    the bytes of sft/parallel/cp_bytes.py; a ring hides behind attention, an all-to-all behind nothing
+    cp    the bytes of sft/layers/cp_bytes.py; a ring hides behind attention, an all-to-all behind nothing
     ep    tokens to experts and back; hide behind nothing
     pp    hidden states between stages; hide behind nothing without virtual stages
     dp    gradients and weights; gradients hide behind the last backward pass with parallel.overlap
@@ -15,14 +15,14 @@ from functools import cached_property
 import numpy as np
 
 from sft.config import Config, ModelConfig
-from sft.config.layer_kinds import of_kind
 from sft.estimate.constants import Constants
 from sft.estimate.layer_work import Seconds, cp_sizes, uses_portable
 from sft.estimate.lengths import Lengths
 from sft.estimate.parameters import OfStage
-from sft.mcore.attention.activation_bytes import num_head_groups
+from sft.layers.cp_bytes import CpBytes
+from sft.layers.kinds import of_kind
+from sft.layers.softmax_bytes import num_head_groups
 from sft.parallel.alignment import aligned
-from sft.parallel.cp_bytes import CpBytes
 from sft.parallel.layout import Layout
 
 FP32 = 4

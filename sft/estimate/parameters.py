@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from sft.adapters import EMBEDDING, HEAD, Trained, Weight
 from sft.config import Config, ModelConfig
-from sft.flops import LayerParameters, kinds_of, layers_of, mtp_layers_of
+from sft.layers.adapters import EMBEDDING, HEAD, Trained, Weight
+from sft.layers.flops import LayerParameters, kinds_of, layers_of, mtp_layers_of
 from sft.parallel.layout import Layout, padded_vocab_size
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from sft.config import Config, ModelConfig
-from sft.config.layer_kinds import attention_widths
 from sft.config.model import LayerKind
-from sft.estimate.layer_weights import DUPLICATED, EXPANDED, LayerWeights, ModelProducts
+from sft.layers.kinds import attention_widths
+from sft.layers.matrices import DUPLICATED, EXPANDED, LayerWeights, ModelProducts
 from sft.parallel.layout import Layout, padded_vocab_size
 
 
@@ -64,7 +64,7 @@ def layer_products(config: Config, layout: Layout, of_model: ModelProducts, toke
 
 
 def _keeps_graph(config: Config, layout: Layout) -> bool:
-    """Whether backward reaches the embedding even if nothing below some layer is trained (sft/mcore/freeze.py)."""
+    """Whether backward reaches the embedding even if nothing below some layer is trained (sft/mcore/lora/freeze.py)."""
     return config.train.recompute == "full" or layout.pp > 1 or config.run.fp8 is not None
 
 

@@ -10,16 +10,16 @@ evaluation and waiting for data.
 
 from dataclasses import dataclass
 
-from sft.adapters import Trained
 from sft.config import Config
 from sft.estimate.constants import Constants
-from sft.estimate.layer_weights import ModelProducts
 from sft.estimate.layer_work import LayerWork
 from sft.estimate.lengths import Lengths
 from sft.estimate.messages import Messages
 from sft.estimate.parameters import OfStage, of_stage
 from sft.estimate.products import attention_reached, head_product, layer_products
-from sft.flops import TrainFlops
+from sft.layers.adapters import Trained
+from sft.layers.flops import TrainFlops
+from sft.layers.matrices import ModelProducts
 from sft.parallel.layout import Layout
 
 PARTS = (

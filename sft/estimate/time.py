@@ -6,12 +6,12 @@ long as the longest, because a limit must hold for every step.
 
 from collections.abc import Mapping
 
-from sft.adapters import Trained
 from sft.config import Config
 from sft.estimate import gpus
 from sft.estimate.constants import Constants, constants_of
 from sft.estimate.lengths import Lengths
 from sft.estimate.step_time import StepTime, step_time
+from sft.layers.adapters import Trained
 from sft.parallel.layout import Layout
 
 ASSUMED_GPU = "h100"

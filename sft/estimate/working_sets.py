@@ -7,11 +7,11 @@ counts with what is still saved by then.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from sft.adapters import EMBEDDING, Trained
 from sft.config import Config
 from sft.estimate.parameters import trains_layers
-from sft.estimate.saved_by_layer import LayerKind
-from sft.mcore import model_bytes
+from sft.layers import model_bytes
+from sft.layers.adapters import EMBEDDING, Trained
+from sft.layers.saved_by_layer import LayerKind
 from sft.parallel.layout import Layout
 
 MLP, ATTENTION, HEAD = "MLP in backward", "attention in backward", "loss head"

@@ -17,7 +17,7 @@ from sft.config import Conflict, ModelConfig, listed
 from sft.config.model import MOST_LAYERS
 from sft.config.moe import MOST_EXPERTS
 from sft.errors import ConfigError
-from sft.folder_files import CONFIG_BYTES, read_json
+from sft.files.folder_files import CONFIG_BYTES, read_json
 from sft.hf.families import family_of
 from sft.hf.families.unsupported import unsupported
 from sft.hf.families.windows import LAYER_KINDS, LINEAR_KINDS

@@ -16,10 +16,10 @@ from operator import attrgetter
 from typing import Any, Literal, get_args
 
 from sft.config import ModelConfig
-from sft.config.layer_kinds import of_kind
 from sft.config.model import LayerKind
 from sft.hf.model_keys import PLAIN, Computed
 from sft.hf.tensor_view import EXPERT, LAYER, HfTensor, HfView, View, sizes_of
+from sft.layers.kinds import of_kind
 
 _LAYERS, _MTP_LAYER = "decoder.layers.", "mtp.layers.0.transformer_layer."
 _NUMBER = re.compile(r"model\.layers\.(\d+)\.")  # of a layer

@@ -21,7 +21,7 @@ from typing import Any
 
 from sft.console import Console, size
 from sft.errors import ConfigError
-from sft.folder_files import LIST_BYTES, read_json
+from sft.files.folder_files import LIST_BYTES, read_json
 from sft.hf import hub_errors
 from sft.hf.once_per_node import once_per_node
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sft.folder_files import LIST_BYTES, copy, regular_file
+from sft.files.folder_files import LIST_BYTES, copy, regular_file
 from sft.hf import hub_errors
 from sft.hf.hub import CONFIG, Snapshot
 from sft.hf.safetensors_files import INDEX

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from sft.errors import CheckpointError, first_few
-from sft.folder_files import LIST_BYTES, UnsafeFileError, read_json, regular_file
+from sft.files.folder_files import LIST_BYTES, UnsafeFileError, read_json, regular_file
 from sft.hf.hub import SHARD
 from sft.hf.tensor_check import fold_by_layer
 

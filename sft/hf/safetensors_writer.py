@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from sft.file_digest import Entry, HashingFile
+from sft.files.file_digest import Entry, HashingFile
 
 SHARD_BYTES = 5 * 10**9  # largest file, as the hub recommends
 TYPES = {  # names of types in safetensors

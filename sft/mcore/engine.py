@@ -16,23 +16,25 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from sft.adapters import Trained
 from sft.batch import Microbatch
 from sft.config import Config
-from sft.flops import TrainFlops
-from sft.mcore import device, model, pipeline, router
+from sft.layers.adapters import Trained
+from sft.layers.cp_bytes import CpBytes
+from sft.layers.flops import TrainFlops
+from sft.mcore import device, pipeline
 from sft.mcore.activations.offload import PinnedMemory
 from sft.mcore.activations.saved_tensors import SavePolicy
-from sft.mcore.attention.selection import choose
-from sft.mcore.gpt import Hidden, reduce_shared_embedding
+from sft.mcore.backends.selection import choose
+from sft.mcore.experts import router
 from sft.mcore.loss import RowStatistics, Targets, VocabShard, lm_loss
-from sft.mcore.mtp_loss import MtpLoss, next_tokens
+from sft.mcore.loss.mtp import MtpLoss, next_tokens
+from sft.mcore.model import chunks as model
+from sft.mcore.model.gpt import Hidden, reduce_shared_embedding
 from sft.mcore.optimizer import build, host_threads
 from sft.mcore.process_groups import ProcessGroups
 from sft.mcore.progress import Passes, named
 from sft.metrics.accumulator import Accumulator, SupervisedTokens
 from sft.metrics.totals import ExpertLoad, StepResult, Totals
-from sft.parallel.cp_bytes import CpBytes
 from sft.parallel.layout import Layout
 
 

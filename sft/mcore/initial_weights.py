@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sft.config import ModelConfig
 from sft.mcore.engine import Engine, weights_changed
-from sft.mcore.model import sharded_tensors
+from sft.mcore.model.chunks import sharded_tensors
 
 # Values per block.  One GPU kernel draws a block.  A data-centre GPU has a thread for each of 131,072 values; with more
 # values, torch's values would depend on the number of threads.

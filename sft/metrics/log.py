@@ -7,9 +7,9 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from sft.atomic_files import unusable, why_not_written
 from sft.console import Console, duration
 from sft.errors import StorageError
+from sft.files.atomic_files import unusable, why_not_written
 from sft.metrics.records import Record, eval_record, start_record, train_record
 from sft.metrics.run_facts import RunFacts
 from sft.metrics.totals import StepResult, Totals

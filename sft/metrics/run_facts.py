@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from sft.adapters import Trained
 from sft.config import Config
-from sft.flops import TrainFlops, num_parameters
+from sft.layers.adapters import Trained
+from sft.layers.flops import TrainFlops, num_parameters
 from sft.metrics.totals import Totals
 from sft.parallel.layout import Layout
 

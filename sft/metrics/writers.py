@@ -12,12 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from sft.atomic_files import append, replace_text, unusable
 from sft.config import Config
 from sft.config.keys import values
 from sft.console import QUIET, Console
 from sft.errors import ConfigError, first_few
-from sft.folder_files import LINE_BYTES, METRICS_BYTES, WORD_BYTES, UnsafeFileError, read_file
+from sft.files.atomic_files import append, replace_text, unusable
+from sft.files.folder_files import LINE_BYTES, METRICS_BYTES, WORD_BYTES, UnsafeFileError, read_file
 from sft.metrics.records import Record, flat
 from sft.metrics.rows import ROWS
 

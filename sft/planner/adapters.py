@@ -6,9 +6,9 @@ from pydantic import ValidationError
 
 from sft.config import Config, ModelConfig
 from sft.errors import ConfigError
-from sft.hf.lora_targets import not_adaptable
-from sft.hf.trained_weights import trained_weights
 from sft.planner.task import Task
+from sft.weights.lora.targets import not_adaptable
+from sft.weights.trained import trained_weights
 
 _KEYS = {"rank": 16, "alpha": 32}
 

@@ -9,16 +9,16 @@ from functools import cached_property
 from math import lcm
 from typing import Any, Literal, NamedTuple
 
-from sft.adapters import Trained
 from sft.config import Config
 from sft.config.keys import leaves
 from sft.estimate.constants import Constants, Curve
 from sft.estimate.gpus import Gpu, Usable
-from sft.estimate.layer_weights import ModelProducts
 from sft.estimate.lengths import Lengths
 from sft.estimate.memory import Memory
 from sft.estimate.step_time import StepTime
-from sft.flops import TrainFlops
+from sft.layers.adapters import Trained
+from sft.layers.flops import TrainFlops
+from sft.layers.matrices import ModelProducts
 from sft.parallel.layout import Layout
 
 _COUNTED = 0.9  # of the model's FLOPs; a run may leave out a few of them, those below the lowest trained weight

@@ -12,13 +12,13 @@ import numpy as np
 from sft.batch import Microbatch
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.inspect.report import visible
-from sft.hf.tokenizer import tokenizer_of
 from sft.parallel.collectives import all_gather_objects
 from sft.parallel.layout import Layout
 from sft.probe import inputs
 from sft.probe.report import Report
 from sft.probe.session import Session, session
 from sft.recipe.resolved import Recipe
+from sft.recipe.tokenizer import tokenizer_of
 
 _CHARACTERS = 60  # shown at each end of a text without --full
 _RUNS = 6  # runs shown at each end of a microbatch without --full

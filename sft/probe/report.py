@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft.atomic_files import replace_text
 from sft.console import Console
 from sft.errors import ConfigError
+from sft.files.atomic_files import replace_text
 
 
 @dataclass(frozen=True, kw_only=True)

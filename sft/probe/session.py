@@ -18,14 +18,14 @@ from sft.config import Config
 from sft.console import Console
 from sft.data.pipeline import DataPipeline
 from sft.hf import hub
-from sft.hf.run_weights import load_for_reading
-from sft.hf.tokenizer import tokenizer_of
-from sft.hf.trained_weights import trained_weights
 from sft.mcore import device, process_groups
 from sft.mcore.engine import Engine, release
 from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 from sft.parallel.layout import Layout
 from sft.recipe.resolved import Recipe
+from sft.recipe.tokenizer import tokenizer_of
+from sft.weights.run_weights import load_for_reading
+from sft.weights.trained import trained_weights
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from sft.config import Config, Conflict, RowsConfig, keys, listed, yaml
 from sft.config.keys import NAMED, OPEN, leaves, named, sections, show
 from sft.config.yaml import Pairs
 from sft.errors import ConfigError, first_few
-from sft.folder_files import UnsafeFileError, read_file
+from sft.files.folder_files import UnsafeFileError, read_file
 from sft.hf.architecture import model_keys
 from sft.recipe.resolved import Origin, Recipe, derived, printable
 

@@ -7,9 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sft.atomic_files import why_no_folder
 from sft.config import listed
 from sft.errors import ConfigError
+from sft.files.atomic_files import why_no_folder
 from sft.hf import hub
 from sft.recipe.resolved import Recipe
 
@@ -111,6 +111,6 @@ def check_packages(recipe: Recipe) -> None:
 
 
 def read_tokenizer(recipe: Recipe) -> "ChatTokenizer":
-    from sft.hf.tokenizer import tokenizer_of
+    from sft.recipe.tokenizer import tokenizer_of
 
     return tokenizer_of(recipe.config)

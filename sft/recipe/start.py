@@ -6,7 +6,6 @@ sentences.  The cluster may refuse a run for other reasons, which docs/reference
 
 from pathlib import Path
 
-from sft.adapters import Trained
 from sft.checkpoint import continuation
 from sft.checkpoint.continuation import Continuation
 from sft.checkpoint.train_state import Conditions, with_current_names
@@ -14,8 +13,10 @@ from sft.config import Config
 from sft.config.lora import LoraConfig
 from sft.data.pipeline import DataPipeline
 from sft.errors import CheckpointError
-from sft.hf import initial, initial_adapters, run_folder
-from sft.hf.trained_weights import trained_names
+from sft.layers.adapters import Trained
+from sft.weights import initial, run_folder
+from sft.weights.lora import initial_adapters
+from sft.weights.trained import trained_names
 
 _FREEZE = "train.freeze"
 

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sft.atomic_files import unusable
 from sft.config import CheckpointConfig, Config
 from sft.console import Console
+from sft.files.atomic_files import unusable
 from sft.parallel.collectives import all_reduce_max, broadcast_from_rank0
 from sft.parallel.position import Position
 from sft.run import status

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import psutil
 
-from sft.atomic_files import unusable
 from sft.errors import ConfigError
+from sft.files.atomic_files import unusable
 
 LOCK = "run.lock"
 _BEAT = b', "beat": '

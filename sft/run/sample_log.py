@@ -16,9 +16,9 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
-from sft.atomic_files import append, why_not_written
 from sft.errors import ConfigError, StorageError
-from sft.folder_files import LIST_BYTES, UnsafeFileError, open_file
+from sft.files.atomic_files import append, why_not_written
+from sft.files.folder_files import LIST_BYTES, UnsafeFileError, open_file
 from sft.parallel.collectives import broadcast_from_rank0
 
 _COPY_BYTES = 1 << 20

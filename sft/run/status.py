@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from sft.atomic_files import flush, replace_text
 from sft.errors import ConfigError, SftError, StorageError
-from sft.folder_files import CONFIG_BYTES, read_file
+from sft.files.atomic_files import flush, replace_text
+from sft.files.folder_files import CONFIG_BYTES, read_file
 from sft.parallel.messages import message
 
 FILE = "run_state.json"

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sft.atomic_files import replace_text
 from sft.config import TrainConfig
 from sft.console import Console
 from sft.errors import TrainingError
+from sft.files.atomic_files import replace_text
 from sft.metrics.loss_spikes import LossSpikes
 from sft.metrics.totals import StepResult
 from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0

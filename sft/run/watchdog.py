@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from sft.atomic_files import unusable
+from sft.files.atomic_files import unusable
 
 SECONDS_BETWEEN_CHECKS = 1.0  # or a tenth of the timeout, if that is less
 SECONDS_MORE_FOR_FAULTHANDLER = 10.0  # added to the timeout and `linger_s`, because `on_hang` may hang as well

@@ -14,7 +14,7 @@ WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 SAVED, ROTARY, WORKING = "saved by layers", "rotary", "working"
 OTHER = "other"  # what exists before a step: cuBLAS' workspaces
 # The output of the embedding is the first layer's input.
-_LAYERS = ("sft/mcore/layer.py", "sft/mcore/mtp.py", "embeddings/language_model_embedding.py")
+_LAYERS = ("sft/mcore/model/layer.py", "sft/mcore/model/mtp.py", "embeddings/language_model_embedding.py")
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def test_a_save_that_fails_is_told_and_training_goes_on(case: MakeCase, hit: Hit
     faults = [
         {"at": ITEM, "rank": 1, "match": "iter_0000002", "call": 3, **full},
         {"at": "sft.checkpoint.saver:manifest.write", "rank": 0, "call": 3, **full},
-        {"at": "sft.atomic_files:flush", "rank": 0, "match": "iter_0000007.tmp.*json", **full},
+        {"at": "sft.files.atomic_files:flush", "rank": 0, "match": "iter_0000007.tmp.*json", **full},
         {"at": "shutil:disk_usage", "rank": 0, "call": 10, "do": "no-room"},
     ]
     one = case(*overrides)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sft.mcore.attention import flash_kernel, packed_attention, torch_kernel
 from sft.mcore.attention.key_source import LocalKeys
-from sft.mcore.norm import RMSNorm
+from sft.mcore.modules.norm import RMSNorm
 from sft.parallel import context_parallel
 
 HEADS, GROUPS, SCALE = 8, 2, 0.125

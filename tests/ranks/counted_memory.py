@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from sft.estimate import memory
 from sft.estimate.memory import Memory
-from sft.hf.trained_weights import trained_weights
+from sft.weights.trained import trained_weights
 from tests.allocations import cpu
 from tests.allocations.categories import Peak, peak
 from tests.allocations.compare import Comparison

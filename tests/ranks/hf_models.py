@@ -16,12 +16,12 @@ from torch import Tensor
 from sft.batch import Sample
 from sft.console import QUIET
 from sft.hf.architecture import architecture, read
-from sft.hf.load_weights import load_weights
 from sft.hf.source import open_source
 from sft.mcore.engine import Engine
 from sft.mcore.gradients import gradient_chunks
 from sft.mcore.linear_attention.delta_rule import Inputs
 from sft.parallel import context_parallel
+from sft.weights.load import load_weights
 from tests.ranks import scenarios
 from tests.unit.fixtures.recurrence import recurrence
 

@@ -9,10 +9,10 @@ import numpy as np
 import peft
 import torch
 
-from sft.adapters import names_of
 from sft.batch import Sample
-from sft.mcore import lora
+from sft.layers.adapters import names_of
 from sft.mcore.engine import Engine
+from sft.mcore.lora import adapted
 from tests.ranks import scenarios
 from tests.ranks.hf_models import hf_losses, load, losses_of
 from tests.unit.fixtures import hf
@@ -47,8 +47,8 @@ def fill(engine: Engine, values: dict[str, torch.Tensor]) -> None:
     """Give our adapters these values; each is used."""
     used = set()
     with torch.no_grad():
-        for shard in lora.linear_tensors(engine.chunks):
-            name = shard.key.removeprefix(lora.PREFIX)
+        for shard in adapted.linear_tensors(engine.chunks):
+            name = shard.key.removeprefix(adapted.PREFIX)
             value = values[name]
             assert tuple(shard.global_shape) == tuple(value.shape), name
             shard.data.copy_(value[tuple(slice(o, o + n) for o, n in zip(shard.global_offset, shard.local_shape))])
@@ -128,7 +128,7 @@ def whole(results: Sequence[dict[str, Any]], key: str) -> dict[str, torch.Tensor
     """Chunks of all ranks as whole tensors, without the prefix of adapters, one for each expert."""
     found: dict[str, np.ndarray] = {}
     for name, shape, offset, data in (chunk for result in results for chunk in result[key]):
-        target = found.setdefault(name.removeprefix(lora.PREFIX), np.full(shape, np.nan, dtype=np.float32))
+        target = found.setdefault(name.removeprefix(adapted.PREFIX), np.full(shape, np.nan, dtype=np.float32))
         target[tuple(slice(start, start + size) for start, size in zip(offset, data.shape))] = data
     return {
         linear: torch.from_numpy(part)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from sft.cli import main
 from sft.data.packing import dynamic_cp, pack
 from sft.mcore import process_groups
-from sft.mcore.attention.portable import Portable
+from sft.mcore.backends.portable import Portable
 from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.engine import Engine
 from sft.parallel import context_parallel

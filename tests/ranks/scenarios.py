@@ -23,17 +23,18 @@ from sft.data.loader import Loader
 from sft.data.packing.cp_cost import CpCost
 from sft.data.packing.pack import Collator
 from sft.data.packing.plan import EpochPlans
-from sft.flops import AttentionCost
-from sft.hf.trained_weights import trained_weights
-from sft.mcore import device, lora, process_groups
+from sft.layers.flops import AttentionCost
+from sft.mcore import device, process_groups
 from sft.mcore.checkpoint_io import engine_state, optimizer_shards
 from sft.mcore.engine import Engine, release
 from sft.mcore.initial_weights import initialise
+from sft.mcore.lora import adapted
 from sft.mcore.optimizer import offload
 from sft.parallel import context_parallel
 from sft.parallel.alignment import pack_multiple
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
+from sft.weights.trained import trained_weights
 from tests.ranks.pool import RankPool, join
 
 VOCAB = 301  # prime: a multiple of nothing
@@ -109,7 +110,7 @@ def running(
         )
         if has_weights:
             initialise(engine)
-            lora.initialise(engine.chunks, config.run.seed)
+            adapted.initialise(engine.chunks, config.run.seed)
         yield engine
     finally:
         process_groups.stop()

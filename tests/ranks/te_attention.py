@@ -17,7 +17,7 @@ from megatron.core import extensions
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from sft.mcore.attention.portable import Portable
+from sft.mcore.backends.portable import Portable
 from sft.mcore.latent_attention.core_attention import ExpandedKeys
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sft.flops import AttentionCost, TrainFlops
+from sft.layers.flops import AttentionCost, TrainFlops
 from sft.metrics.accumulator import SupervisedTokens
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool

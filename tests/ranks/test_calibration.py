@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
+from sft.calibration.session import Calibration, calibrate
+from sft.calibration.sizes import TINY
 from sft.estimate.constants import Constant, Constants, Curve, read, write
 from sft.estimate.gpus import gpu
-from sft.planner.calibration.session import Calibration, calibrate
-from sft.planner.calibration.sizes import TINY
 from tests.ranks.pool import RankPool, join
 
 STEPS = {"layers", "weights", "tokens", "narrow", "recomputed", "experts"}

@@ -1,6 +1,6 @@
 """The matrix products that a step executes are those that the prediction lists.  torch's dispatcher counts them.
 
-The count is by the sizes of the tensors that each operation gets; it shares no formula with sft/estimate or sft/flops.
+The count is by the sizes of the tensors that each operation gets; it shares no formula with sft/estimate or sft/layers.
 """
 
 from collections import Counter
@@ -14,12 +14,12 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft.batch import Sample
-from sft.estimate.layer_weights import ModelProducts
 from sft.estimate.products import attention_flops, attention_reached, head_product, layer_products
-from sft.hf.trained_weights import trained_weights
+from sft.layers.matrices import ModelProducts
 from sft.mcore.attention import torch_kernel
 from sft.mcore.linear_attention import torch_kernel as delta_kernel
 from sft.mcore.loss import fused
+from sft.weights.trained import trained_weights
 from tests.builders import answer
 from tests.ranks import scenarios
 from tests.ranks.hf_models import recipe_of

@@ -5,8 +5,8 @@ import time
 from pathlib import Path
 
 from sft.console import QUIET
-from sft.hf.convert.export_hf import export_hf
-from sft.hf.convert.import_hf import import_hf
+from sft.weights.export.export_hf import export_hf
+from sft.weights.import_hf import import_hf
 from tests import launching
 from tests.launching import start
 from tests.unit.fixtures import hf

@@ -10,9 +10,9 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 
-from sft.mcore import model
 from sft.mcore.activations.saved_tensors import SavePolicy
 from sft.mcore.engine import Engine
+from sft.mcore.model import chunks
 from tests.ranks import scenarios
 from tests.ranks.pool import RankFailure, RankPool
 
@@ -35,7 +35,7 @@ def fused(overrides: list[str], hooks: bool) -> dict[str, Any]:
     kernel = SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
     policy = Engine._make_save_policy if hooks else lambda engine: SavePolicy(recompute=False)
     with (
-        mock.patch.dict(model.CPU_TRANSFORMER_FIELDS, gradient_accumulation_fusion=True),
+        mock.patch.dict(chunks.CPU_TRANSFORMER_FIELDS, gradient_accumulation_fusion=True),
         mock.patch.object(layers, "_grad_accum_fusion_available", True),
         mock.patch.object(layers, "fused_weight_gradient_mlp_cuda", kernel, create=True),
         mock.patch.object(Engine, "_make_save_policy", policy),

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from sft.mcore.attention.fused_rotary import token_stride
+from sft.layers.fused_rotary import token_stride
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from sft.console import QUIET
-from sft.hf.convert.export_hf import export_hf
+from sft.weights.export.export_hf import export_hf
 from tests.launching import start
 from tests.ranks.hf_models import check_parameters, recipe_of
 from tests.unit.fixtures import hf

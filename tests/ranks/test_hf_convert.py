@@ -24,9 +24,9 @@ from sft.batch import Sample
 from sft.console import QUIET, Console
 from sft.data.cache.prepare import prepare_recipe
 from sft.data.chat.tokenizer import load_tokenizer
-from sft.hf.convert.export_hf import export_hf
-from sft.hf.convert.import_hf import import_hf
 from sft.recipe.load import load_recipe
+from sft.weights.export.export_hf import export_hf
+from sft.weights.import_hf import import_hf
 from tests.builders import chats
 from tests.ranks import megatron_lm, scenarios
 from tests.ranks.hf_models import (

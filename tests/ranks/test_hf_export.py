@@ -10,9 +10,9 @@ from safetensors import safe_open
 
 from sft.batch import Sample
 from sft.console import QUIET
-from sft.hf import kept
-from sft.hf.convert.export_hf import export_hf
 from sft.hf.source import open_source
+from sft.weights import kept
+from sft.weights.export.export_hf import export_hf
 from tests.ranks import scenarios
 from tests.ranks.hf_models import (
     PACKS,

@@ -10,12 +10,12 @@ import torch
 
 from sft.console import QUIET
 from sft.errors import CheckpointError
-from sft.hf.convert.import_hf import import_hf
-from sft.hf.load_weights import load_weights
 from sft.hf.source import open_source
 from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.engine import Engine
-from sft.mcore.model import sharded_tensors
+from sft.mcore.model.chunks import sharded_tensors
+from sft.weights.import_hf import import_hf
+from sft.weights.load import load_weights
 from tests.ranks import scenarios
 from tests.ranks.hf_models import recipe_of
 from tests.ranks.pool import RankPool

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft.checkpoint import resume
 from sft.console import QUIET
-from sft.hf.initial import load_initial
-from sft.mcore.model import sharded_tensors
+from sft.mcore.model.chunks import sharded_tensors
+from sft.weights.initial import load_initial
 from tests.ranks import saving, scenarios
 from tests.ranks.pool import RankPool
 from tests.ranks.saving import SMALL

@@ -10,10 +10,10 @@ import torch
 from peft.optimizers import create_loraplus_optimizer
 
 from sft.batch import Sample
-from sft.mcore import lora
 from sft.mcore.checkpoint_io.optimizer_shards import optimizer_slices
 from sft.mcore.engine import Engine
 from sft.mcore.gradients import gradient_chunks
+from sft.mcore.lora import adapted
 from sft.mcore.optimizer import build
 from tests.ranks import etp_on_gloo, scenarios
 from tests.ranks.hf_models import PACKS, Reference, check_losses, check_parameters, load, recipe_of
@@ -190,8 +190,8 @@ def model_with_experts(ranks: Ranks, source: Path, targets: list[str]) -> tuple[
 
 def shapes_of(overrides: list[str]) -> dict[str, tuple[int, ...]]:
     with scenarios.running(overrides) as engine:
-        shards = lora.linear_tensors(engine.chunks)
-        return {shard.key.removeprefix(lora.PREFIX): tuple(shard.global_shape) for shard in shards}
+        shards = adapted.linear_tensors(engine.chunks)
+        return {shard.key.removeprefix(adapted.PREFIX): tuple(shard.global_shape) for shard in shards}
 
 
 OPTIMIZER = ["optim.schedule=constant", "optim.lr=1e-3", "optim.warmup_steps=null", "optim.clip_grad=0.5"]
@@ -208,7 +208,7 @@ def train(overrides: list[str], folder: str, values: dict[str, torch.Tensor], pa
         mine = packs[engine.groups.dp_rank :: engine.layout.dp]
         for _ in range(STEPS):
             step = engine.train_step([scenarios.microbatch_of(engine, pack) for pack in mine])
-        shards = list(lora.sharded_tensors(engine.chunks))
+        shards = list(adapted.sharded_tensors(engine.chunks))
         return {
             "factors": [(s.key, s.global_shape, s.global_offset, s.data.detach().numpy().copy()) for s in shards],
             "unchanged": frozen_hash(engine) == frozen,

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 
 from sft.batch import Sample
 from sft.console import QUIET
-from sft.hf.initial_adapters import load_new_adapters
-from sft.hf.peft.config import AdapterConfig
-from sft.hf.peft.folder import WEIGHTS, Contents, write
-from sft.mcore import freeze, lora
 from sft.mcore.checkpoint_io import engine_state
+from sft.mcore.lora import adapted, freeze
+from sft.weights.lora.initial_adapters import load_new_adapters
+from sft.weights.lora.peft.config import AdapterConfig
+from sft.weights.lora.peft.folder import WEIGHTS, Contents, write
 from tests.builders import chats
 from tests.ranks import scenarios
 from tests.ranks.evaluating import scored, sft
@@ -80,7 +80,7 @@ def without_padding(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def held(engine: Any) -> list[Any]:
     whole = freeze.whole_leaves(engine_state.model_state(engine), engine.trained)
-    shards = [*lora.linear_tensors(engine.chunks), *whole]
+    shards = [*adapted.linear_tensors(engine.chunks), *whole]
     return [(s.key, s.global_shape, s.global_offset, s.data.detach().float().numpy().copy()) for s in shards]
 
 

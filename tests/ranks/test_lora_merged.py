@@ -13,12 +13,12 @@ from sft.checkpoint.train_state import Conditions, TrainState
 from sft.config.keys import values
 from sft.console import QUIET
 from sft.errors import CheckpointError
-from sft.hf import kept
-from sft.hf.base_digest import base_digest
-from sft.hf.convert.export_hf import export_hf
 from sft.hf.source import open_source
-from sft.mcore import lora
 from sft.mcore.engine import weights_changed
+from sft.mcore.lora import adapted
+from sft.weights import kept
+from sft.weights.export.export_hf import export_hf
+from sft.weights.lora.base_digest import base_digest
 from tests.ranks import scenarios
 from tests.ranks.hf_models import PACKS, VISIBLE, Reference, check_losses, load, losses_of, recipe_of
 from tests.ranks.pool import RankPool
@@ -42,7 +42,7 @@ def train_and_save(overrides: list[str], source: str, run: str) -> list[Any]:
     """Train adapters beside the weights in the folder `source`, and save them.  Returns this rank's token losses."""
     with scenarios.running(overrides, has_weights=False) as engine:
         load(engine, source)
-        lora.initialise(engine.chunks, seed=3)
+        adapted.initialise(engine.chunks, seed=3)
         weights_changed(engine)
         mine = samples()[engine.groups.dp_rank :: engine.layout.dp]
         for _ in range(STEPS):

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from sft.console import QUIET
-from sft.hf.convert.export_hf import export_hf
-from sft.hf.convert.stored_adapters import StoredAdapters
-from sft.hf.convert.torch_dist import TorchDistReader
-from sft.hf.peft.folder import WEIGHTS
+from sft.weights.export.export_hf import export_hf
+from sft.weights.export.stored_adapters import StoredAdapters
+from sft.weights.lora.peft.folder import WEIGHTS
+from sft.weights.torch_dist import TorchDistReader
 from tests.builders import chats
 from tests.launching import records, start
 from tests.unit.fixtures import hf

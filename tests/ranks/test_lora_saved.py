@@ -10,11 +10,11 @@ import torch
 
 from sft.batch import Sample
 from sft.console import QUIET
-from sft.hf.convert.export_adapter import export_adapter
 from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.engine import Engine
 from sft.mcore.gradients import gradient_chunks
-from sft.mcore.model import sharded_tensors
+from sft.mcore.model.chunks import sharded_tensors
+from sft.weights.export.export_adapter import export_adapter
 from tests.ranks import scenarios
 from tests.ranks.hf_models import PACKS, Reference, check_losses, check_parameters, load, losses_of, recipe_of
 from tests.ranks.peft_models import ALPHA, RANK, fill, peft_gradients, peft_model, stored_name, whole

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sft.adapters import AdaptedWeight, Adapter
 from sft.config.lora import LoraConfig
-from sft.mcore import lora
-from sft.mcore.lora_split import Split
+from sft.layers.adapters import AdaptedWeight, Adapter
+from sft.mcore.lora import adapted
+from sft.mcore.lora.split import Split
 from tests.ranks import scenarios
 from tests.ranks.peft_models import whole
 from tests.ranks.pool import RankPool
@@ -72,10 +72,10 @@ def compute() -> dict[str, Any]:
             split = Split(
                 group=group, by_columns=weight is WEIGHTS[1], sequence_parallel=False, replica=0, experts=range(EXPERTS)
             )
-            layers.append(lora.AdaptedExperts(base, weight, split, LORA))
+            layers.append(adapted.AdaptedExperts(base, weight, split, LORA))
         with torch.no_grad():
-            for shard in lora.sharded_tensors(layers):
-                value = given[shard.key.removeprefix(f"{lora.PREFIX}experts.*.")]
+            for shard in adapted.sharded_tensors(layers):
+                value = given[shard.key.removeprefix(f"{adapted.PREFIX}experts.*.")]
                 shard.data.copy_(value[tuple(slice(o, o + n) for o, n in zip(shard.global_offset, shard.local_shape))])
         x = given["x"].clone().requires_grad_()
         gate, up = layers[0](x, COUNTS)[0].chunk(2, -1)
@@ -84,7 +84,7 @@ def compute() -> dict[str, Any]:
         total, dx = output.detach().clone(), x.grad
         dist.all_reduce(total, group=group)  # as the dispatcher does
         dist.all_reduce(dx, group=group)
-        gradients = [(s.key, s.global_offset, s.data.grad.numpy()) for s in lora.sharded_tensors(layers)]
+        gradients = [(s.key, s.global_offset, s.data.grad.numpy()) for s in adapted.sharded_tensors(layers)]
         return {"output": total.numpy(), "dx": dx.numpy(), "gradients": gradients}  # type: ignore[union-attr]
 
 
@@ -105,14 +105,14 @@ def test_terms_of_a_sum(ranks: Ranks) -> None:
         np.testing.assert_allclose(result["output"], output.detach().numpy(), rtol=TOLERANCE, atol=TOLERANCE)
         np.testing.assert_allclose(result["dx"], given["x"].grad.numpy(), rtol=TOLERANCE, atol=TOLERANCE)
         for name, offset, gradient in result["gradients"]:  # those of replicated factors are complete on each rank
-            expected = given[name.removeprefix(f"{lora.PREFIX}experts.*.")].grad
+            expected = given[name.removeprefix(f"{adapted.PREFIX}experts.*.")].grad
             mine = expected[tuple(slice(o, o + n) for o, n in zip(offset, gradient.shape))]
             np.testing.assert_allclose(gradient, mine.numpy(), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def initial(overrides: list[str]) -> dict[str, Any]:
     with scenarios.running(["model.qkv_bias=false", "lora.rank=3", *overrides]) as engine:
-        shards = lora.linear_tensors(engine.chunks)
+        shards = adapted.linear_tensors(engine.chunks)
         return {"factors": [(s.key, s.global_shape, s.global_offset, s.data.detach().numpy().copy()) for s in shards]}
 
 

@@ -10,7 +10,7 @@ from megatron.core.transformer import TransformerConfig
 
 from sft.config import megatron_fields
 from sft.config.megatron_fields import ALLOWED
-from sft.mcore import model
+from sft.mcore.model import chunks
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 
@@ -43,7 +43,7 @@ def step(overrides: Sequence[str], name: str = "hidden_size") -> tuple[Any, floa
     reduced = torch.backends.cuda.matmul
     before = reduced.allow_bf16_reduced_precision_reduction
     try:
-        with mock.patch.object(model, "TransformerConfig", Recorded), scenarios.running(overrides) as engine:
+        with mock.patch.object(chunks, "TransformerConfig", Recorded), scenarios.running(overrides) as engine:
             loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
             result = engine.train_step(loader.microbatches(0))
             read, value = set(Recorded.read), getattr(engine.core_config, name)

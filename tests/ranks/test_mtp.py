@@ -11,10 +11,10 @@ import torch
 
 from sft.batch import Sample
 from sft.console import QUIET
-from sft.hf import kept
-from sft.hf.convert.export_hf import export_hf
 from sft.hf.source import open_source
 from sft.mcore.gradients import gradient_chunks
+from sft.weights import kept
+from sft.weights.export.export_hf import export_hf
 from tests.builders import answer
 from tests.ranks import mtp_models, scenarios
 from tests.ranks.hf_models import (

@@ -16,9 +16,9 @@ from sft.checkpoint.train_state import Conditions, TrainState
 from sft.config.keys import values
 from sft.console import QUIET, Console
 from sft.errors import CheckpointError, ConfigError
-from sft.hf.initial import load_initial
 from sft.mcore.checkpoint_io import optimizer_shards
 from sft.mcore.engine import Engine
+from sft.weights.initial import load_initial
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 from tests.ranks.saving import listing, run_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sft.mcore.checkpoint_io import engine_state
-from sft.mcore.router import Router
+from sft.mcore.experts.router import Router
 from tests.ranks import scenarios
 from tests.ranks.layouts import AUX, LOSS_TOLERANCE, MOE, NORM_TOLERANCE, SLOW_CP, TOP_K
 from tests.ranks.pool import RankPool

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from sft.checkpoint import folders, manifest
 from sft.checkpoint import saver as saving
-from sft.file_digest import HashingFile
+from sft.files.file_digest import HashingFile
 from sft.mcore.checkpoint_io import engine_state, torch_dist_files
 from sft.mcore.optimizer import offload
 from tests.ranks.pool import RankPool

@@ -123,8 +123,8 @@ ROWS = (
 
 def in_this_process(config: Config, ranks: int, vocab: int, lengths: Any, name: str) -> dict[str, Any]:
     """Counts and predicts one row."""
-    from sft.hf.trained_weights import trained_weights
     from sft.run import environment
+    from sft.weights.trained import trained_weights
     from tests.standin import one_rank
 
     layout = Layout.resolve(config, ranks)

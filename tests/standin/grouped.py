@@ -11,11 +11,12 @@ from unittest import mock
 import torch
 from megatron.core.fp8_utils import get_fp8_context
 
-from sft.hf.trained_weights import trained_weights
-from sft.mcore import device, model, process_groups
-from sft.mcore.attention.transformer_engine import TransformerEngine
+from sft.mcore import device, process_groups
+from sft.mcore.backends.transformer_engine import TransformerEngine
+from sft.mcore.model import chunks
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
+from sft.weights.trained import trained_weights
 from tests.builders import RECIPE
 
 EXPERTS = ["model.qk_norm=true", "model.moe={num_experts: 4, top_k: 2, ffn_hidden_size: 64}", "model.hidden_size=64"]
@@ -27,7 +28,7 @@ def main(overrides: list[str]) -> None:
     config = parse_recipe(RECIPE, "tests", [*EXPERTS, *LORA, *overrides]).config
     layout = Layout.resolve(config, 1)
     place = process_groups.start(layout, device.start("cuda"), seed=1, timeout_s=60)
-    (chunk,) = model.build(config, layout, place, 300, TransformerEngine(config), trained=trained_weights(config, 300))
+    (chunk,) = chunks.build(config, layout, place, 300, TransformerEngine(config), trained=trained_weights(config, 300))
     core, experts = chunk.config, chunk.module.decoder.layers[0].mlp.experts
     adapted = [experts.linear_fc1, experts.linear_fc2]
     tokens = torch.ones(sum(COUNTS), config.model.hidden_size, dtype=torch.bfloat16, device="cuda", requires_grad=True)

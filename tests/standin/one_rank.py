@@ -20,7 +20,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from sft.config import Config
 from sft.config.model import ModelConfig
 from sft.data.loader import make_loader
-from sft.hf.trained_weights import trained_weights
 from sft.mcore import device as devices
 from sft.mcore import process_groups
 from sft.mcore.engine import Engine, release, weights_changed
@@ -29,6 +28,7 @@ from sft.metrics.accumulator import Accumulator
 from sft.metrics.totals import Totals
 from sft.parallel import collectives
 from sft.parallel.layout import Layout
+from sft.weights.trained import trained_weights
 from tests.allocations import cuda
 from tests.allocations.categories import OTHER, Peak, peak
 from tests.allocations.standing import standing_bytes

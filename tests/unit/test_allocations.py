@@ -5,7 +5,7 @@ import pytest
 from tests.allocations.categories import Event, Frame, Peak, category_of, peak
 
 FORWARD: Frame = ("/x/sft/mcore/engine.py", "_forward_step")
-LAYER: Frame = ("/x/sft/mcore/layer.py", "forward")
+LAYER: Frame = ("/x/sft/mcore/model/layer.py", "forward")
 ROPE: Frame = ("/x/sft/mcore/attention/rope.py", "tables")
 OFFLOAD: Frame = ("/x/sft/mcore/activations/offload.py", "fetch")
 
@@ -18,7 +18,7 @@ OFFLOAD: Frame = ("/x/sft/mcore/activations/offload.py", "fetch")
         ((LAYER,), "working"),  # recomputed in backward
         ((ROPE, FORWARD), "rotary"),
         ((ROPE, LAYER, FORWARD), "saved by layers"),  # rotated queries
-        ((("/x/sft/mcore/norm.py", "forward"), FORWARD), "working"),  # the last norm
+        ((("/x/sft/mcore/modules/norm.py", "forward"), FORWARD), "working"),  # the last norm
         ((OFFLOAD,), "saved by layers"),
     ],
 )

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from sft import atomic_files
-from sft.atomic_files import replace_text, why_not_written
-from sft.hf.convert.atomic_folder import new_folder
+from sft.files import atomic_files
+from sft.files.atomic_files import replace_text, why_not_written
+from sft.weights.atomic_folder import new_folder
 from tests.unit.fixtures.disk import watch_disk
 
 

@@ -14,9 +14,9 @@ from sft.config import Config
 from sft.errors import ConfigError
 from sft.mcore import fp8
 from sft.mcore.attention.flash_kernel import FlashKernel
-from sft.mcore.attention.portable import Portable
-from sft.mcore.attention.selection import choose, slower_than_possible
 from sft.mcore.attention.torch_kernel import TorchKernel
+from sft.mcore.backends.portable import Portable
+from sft.mcore.backends.selection import choose, slower_than_possible
 from sft.parallel.cp_group import CpGroup
 from sft.recipe.load import parse_recipe
 from tests.builders import RECIPE

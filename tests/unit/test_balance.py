@@ -11,7 +11,7 @@ from sft.data.inspect.forecast import bounds
 from sft.data.packing import balance
 from sft.data.packing.balance import Slots, assign, costs, efficiency
 from sft.data.packing.plan import plan_epoch
-from sft.flops import AttentionCost
+from sft.layers.flops import AttentionCost
 from sft.parallel.alignment import aligned
 
 

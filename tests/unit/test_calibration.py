@@ -6,15 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sft.calibration import fit, links, steps
+from sft.calibration.links import Links, exposed_share
+from sft.calibration.sizes import SIZES
 from sft.cli import main
 from sft.estimate import gpus
 from sft.estimate.constants import Constant, Constants, assumed
 from sft.estimate.lengths import Lengths
 from sft.estimate.step_time import step_time
 from sft.parallel.layout import Layout
-from sft.planner.calibration import fit, links, steps
-from sft.planner.calibration.links import Links, exposed_share
-from sft.planner.calibration.sizes import SIZES
 
 SOURCE = "measured 2026-11-24 on a test"
 

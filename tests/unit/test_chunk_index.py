@@ -10,9 +10,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from sft.errors import CheckpointError
-from sft.hf.convert.torch_dist import TorchDistReader, TorchDistWriter
 from sft.mcore.checkpoint_io import chunk_index
 from sft.mcore.checkpoint_io.chunk_index import ChunkIndex
+from sft.weights.torch_dist import TorchDistReader, TorchDistWriter
 from tests.unit.fixtures.calls import calls
 
 

@@ -35,8 +35,10 @@ CHILD = """
 import io, json, sys
 from pathlib import Path
 from sft.console import Console
-from sft.hf import kept, safetensors_files
-from sft.hf.convert import export_hf, import_hf, merged_weights
+from sft.hf import safetensors_files
+from sft.weights import kept
+from sft.weights import import_hf
+from sft.weights.export import export_hf, merged_weights
 from tests.unit.fixtures.adapters import trained
 
 def told(name):

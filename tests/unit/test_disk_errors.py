@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from sft.atomic_files import append, explained, unusable
 from sft.data.cache import store
 from sft.data.cache.folders import work_folder
 from sft.errors import ConfigError, DataError, StorageError
+from sft.files.atomic_files import append, explained, unusable
 from tests.unit.corpora import LONG, ROW, corpus_of, write
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,9 +14,9 @@ from sft.data.packing.cp_grid import Grid, Slot, fixed
 from sft.data.packing.cp_prediction import bound, predict
 from sft.data.packing.cp_rows import _even, _Shelves
 from sft.data.packing.dynamic_cp import _of_groups, assign, unless_longer
-from sft.flops import AttentionCost
+from sft.layers.cp_bytes import halo_tokens
+from sft.layers.flops import AttentionCost
 from sft.parallel.alignment import aligned
-from sft.parallel.cp_bytes import halo_tokens
 from sft.parallel.cp_group import cp_sizes
 from sft.parallel.halo import num_halo_tokens
 from tests.builders import LLAMA_8B, layout_config

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sft.mcore import router
+from sft.mcore.experts import router
 
 
 def scores(precision: torch.dtype) -> Any:

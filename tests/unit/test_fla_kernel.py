@@ -11,10 +11,10 @@ from torch import Tensor
 
 from sft.config import Config
 from sft.errors import ConfigError
+from sft.mcore.backends.delta_rule import choose
 from sft.mcore.linear_attention import fla_kernel
 from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
 from sft.mcore.linear_attention.fla_kernel import FlaKernel
-from sft.mcore.linear_attention.selection import choose
 from sft.mcore.linear_attention.torch_kernel import TorchKernel
 from sft.recipe.load import parse_recipe
 from tests.builders import RECIPE

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from sft.adapters import AdaptedWeight, Adapter, Trained, Weight
 from sft.config.linear_attention import LinearAttentionConfig
-from sft.flops import AttentionCost, TrainFlops, active_parameters, describe_parameters, num_parameters
 from sft.hf.architecture import architecture
+from sft.layers.adapters import AdaptedWeight, Adapter, Trained, Weight
+from sft.layers.flops import AttentionCost, TrainFlops, active_parameters, describe_parameters, num_parameters
 from tests.builders import layout_config
 from tests.unit.fixtures.hf import released
 

@@ -11,21 +11,23 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sft import folder_files
 from sft.checkpoint import manifest
 from sft.config import CheckpointConfig, ModelConfig
 from sft.console import QUIET
 from sft.data.tokenizer.files import read_tokenizer
 from sft.errors import SftError
-from sft.folder_files import UnsafeFileError
-from sft.hf import architecture, base_digest, hub, kept, merged_adapters, run_folder
-from sft.hf.convert.atomic_folder import copy_companions, new_folder
-from sft.hf.peft.config import read_config
-from sft.hf.peft.folder import read as read_adapter
+from sft.files import folder_files
+from sft.files.folder_files import UnsafeFileError
+from sft.hf import architecture, hub
 from sft.hf.safetensors_files import SafetensorsFolder
 from sft.mcore.checkpoint_io import metadata_index, safe_reader
 from sft.metrics.results.records import read_records
 from sft.recipe.load import load_recipe
+from sft.weights import kept, run_folder
+from sft.weights.atomic_folder import copy_companions, new_folder
+from sft.weights.lora import base_digest, merged_adapters
+from sft.weights.lora.peft.config import read_config
+from sft.weights.lora.peft.folder import read as read_adapter
 from tests.unit.fixtures import torch_dist
 
 SECRET = "a key that only its owner may read"

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from sft.cli import main
-from sft.mcore.attention import fused_rotary, transformer_engine
+from sft.layers import fused_rotary
 from sft.mcore.attention.rope import Rotation
-from sft.mcore.attention.selection import choose
+from sft.mcore.backends import transformer_engine
+from sft.mcore.backends.selection import choose
 from sft.parallel.cp_group import CpGroup
 from tests.builders import RECIPE, parsed
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from sft.mcore.gated_activation import GatedActivation
+from sft.mcore.modules.gated_activation import GatedActivation
 from tests.builders import RECIPE, parsed, refusal_lines
 
 FLOAT64 = dict(rtol=1e-12, atol=1e-12)  # both sides compute in float64

@@ -7,8 +7,9 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sft.mcore.linear_attention import gated_delta_net, gated_norm
+from sft.mcore.linear_attention import gated_norm
 from sft.mcore.linear_attention.gated_norm import _gated, _GatedNorm
+from sft.mcore.model import gated_delta_net
 
 EPS = 1e-6
 

@@ -11,10 +11,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from sft.config import ModelConfig, MoeConfig, RopeConfig
 from sft.errors import ConfigError
-from sft.flops import TrainFlops, active_parameters, num_parameters
 from sft.hf.architecture import architecture, nested, write_back
 from sft.hf.family import RowSpan, TensorMapping
 from sft.hf.tensor_view import HfTensor, HfView, View
+from sft.layers.flops import TrainFlops, active_parameters, num_parameters
 from sft.mcore.attention import rope
 from sft.mcore.checkpoint_io.megatron_arguments import model_arguments
 from tests.builders import parsed

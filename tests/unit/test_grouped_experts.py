@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sft.mcore.grouped_experts import GroupedProduct, RowsOfExperts
+from sft.mcore.experts.grouped import GroupedProduct, RowsOfExperts
 
 COUNTS, COLUMNS, ROWS = [3, 0, 9, 0], 32, 16
 CPU = torch.device("cpu")

@@ -17,11 +17,11 @@ from sft.checkpoint import folders, manifest
 from sft.cli import main
 from sft.console import QUIET, Console
 from sft.hf.architecture import architecture, read
-from sft.hf.convert.export_hf import _model, export_hf
-from sft.hf.convert.import_hf import import_hf
-from sft.hf.convert.torch_dist import TorchDistReader, TorchDistWriter
 from sft.hf.source import open_source
 from sft.mcore.checkpoint_io import safe_reader
+from sft.weights.export.export_hf import _model, export_hf
+from sft.weights.import_hf import import_hf
+from sft.weights.torch_dist import TorchDistReader, TorchDistWriter
 from tests.covering import covering_set
 from tests.unit.fixtures import hf
 from tests.unit.fixtures.hf import Make, same, tensors
@@ -96,8 +96,8 @@ def test_several_files_and_blocks_smaller_than_a_tensor(
     made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """Nothing depends on where files and blocks end."""
-    monkeypatch.setattr("sft.hf.convert.import_hf.BLOCK_BYTES", 700)  # five rows
-    monkeypatch.setattr("sft.hf.convert.trained_tensors._WHOLE_TENSOR_BYTES", 0)
+    monkeypatch.setattr("sft.weights.import_hf.BLOCK_BYTES", 700)  # five rows
+    monkeypatch.setattr("sft.weights.export.trained_tensors._WHOLE_TENSOR_BYTES", 0)
     monkeypatch.setattr(TorchDistWriter.__init__, "__defaults__", (50_000,))
     source = made(family, shard="20KB")
     assert len(list(source.glob("*.safetensors"))) > 3

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from sft.console import QUIET
 from sft.errors import CheckpointError
 from sft.hf.architecture import architecture, read
-from sft.hf.convert.export_hf import _model, export_hf
-from sft.hf.convert.import_hf import import_hf
 from sft.hf.tensor_check import fold_by_layer
+from sft.weights.export.export_hf import _model, export_hf
+from sft.weights.import_hf import import_hf
 from tests.unit.fixtures import hf
 from tests.unit.fixtures.hf import Make, same, tensors
 
@@ -114,7 +114,7 @@ def test_a_file_that_shrinks_meanwhile(made: Make, monkeypatch: pytest.MonkeyPat
         return []
 
     before = (source / "model.safetensors").stat().st_size
-    monkeypatch.setattr("sft.hf.convert.import_hf._extra_state_keys", shrink)
+    monkeypatch.setattr("sft.weights.import_hf._extra_state_keys", shrink)
     assert before and "became shorter while model.embed_tokens.weight was read" in import_refused(source)
 
 
@@ -200,7 +200,7 @@ def test_a_disk_too_small_or_full(made: Make, tmp_path: Path, monkeypatch: pytes
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("sft.file_digest.HashingFile._put", full)
+        patch.setattr("sft.files.file_digest.HashingFile._put", full)
         assert "was not written: [Errno 28] No space left on device" in import_refused(source)
         assert "No space left" in refused(lambda: export_hf(tmp_path / "imported", target, QUIET), target)
     usage = namedtuple("usage", "total used free")
@@ -211,9 +211,7 @@ def test_a_disk_too_small_or_full(made: Make, tmp_path: Path, monkeypatch: pytes
 
 def test_an_interrupt_leaves_nothing(made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = made()
-    monkeypatch.setattr(
-        "sft.hf.convert.import_hf._write_common", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt)
-    )
+    monkeypatch.setattr("sft.weights.import_hf._write_common", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(KeyboardInterrupt):
         import_hf(source, tmp_path / "there", QUIET)

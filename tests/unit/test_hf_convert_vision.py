@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from sft.console import QUIET
-from sft.hf.convert.export_hf import export_hf
-from sft.hf.convert.import_hf import import_hf
 from sft.hf.source import open_source
 from sft.mcore.checkpoint_io import safe_reader
+from sft.weights.export.export_hf import export_hf
+from sft.weights.import_hf import import_hf
 from tests.unit.fixtures import hf, vision
 
 CASES = [

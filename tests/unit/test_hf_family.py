@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from sft.config import ModelConfig, MoeConfig
 from sft.config.linear_attention import LinearAttentionConfig
 from sft.hf.architecture import architecture, read
-from sft.hf.convert.import_hf import split_into_blocks
 from sft.hf.families import FAMILIES
 from sft.hf.family import RowSpan, TensorMapping, views_by_tensor
 from sft.hf.tensor_check import fold_by_layer
 from sft.hf.tensor_view import HfTensor, HfView, View
+from sft.weights.import_hf import split_into_blocks
 from tests.unit.fixtures import hf
 
 MODEL = ModelConfig(num_layers=2, hidden_size=8, ffn_hidden_size=12, num_attention_heads=4, num_query_groups=2)

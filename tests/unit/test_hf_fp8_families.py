@@ -8,9 +8,9 @@ import torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from sft.console import QUIET
-from sft.hf.convert.export_hf import export_hf
-from sft.hf.convert.import_hf import import_hf
 from sft.hf.source import open_source
+from sft.weights.export.export_hf import export_hf
+from sft.weights.import_hf import import_hf
 from tests.unit.fixtures import fp8, hf
 from tests.unit.fixtures.hf import refusal, released, same, tensors
 

@@ -10,12 +10,12 @@ import transformers
 
 from sft.config import ModelConfig, RopeConfig
 from sft.config.full_attention import FullAttentionConfig
-from sft.config.layer_kinds import numbers_of, of_kind, of_layer
 from sft.config.lora import LoraConfig
 from sft.errors import ConfigError
-from sft.flops import active_parameters, num_parameters
 from sft.hf.architecture import architecture, nested, write_back
-from sft.hf.lora_targets import select
+from sft.layers.flops import active_parameters, num_parameters
+from sft.layers.kinds import numbers_of, of_kind, of_layer
+from sft.weights.lora.targets import select
 from tests.builders import RECIPE, parsed, refusal_lines
 from tests.unit.fixtures.hf import refusal, released
 

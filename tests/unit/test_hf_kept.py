@@ -13,8 +13,8 @@ import torch
 from sft.config import CheckpointConfig, ModelConfig
 from sft.console import QUIET, Console
 from sft.errors import CheckpointError, ConfigError
-from sft.hf import kept, run_folder
-from sft.hf.convert.import_hf import import_hf
+from sft.weights import kept, run_folder
+from sft.weights.import_hf import import_hf
 from tests.unit.fixtures import hf
 from tests.unit.fixtures.hf import Make, same, tensors
 

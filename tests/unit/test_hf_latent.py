@@ -8,9 +8,9 @@ import torch
 
 from sft.config import ModelConfig, MoeConfig, RopeConfig
 from sft.config.latent_attention import LatentAttentionConfig
-from sft.flops import active_parameters, num_parameters
 from sft.hf.architecture import architecture, nested, write_back
 from sft.hf.source import open_source
+from sft.layers.flops import active_parameters, num_parameters
 from tests.unit.fixtures import hf
 from tests.unit.fixtures.hf import refusal, released
 

@@ -10,7 +10,7 @@ import torch
 from sft.config import ModelConfig
 from sft.hf.families import FAMILIES
 from sft.hf.family import TensorMapping, views_by_tensor
-from sft.hf.load_weights import Piece, pieces_of
+from sft.weights.load import Piece, pieces_of
 
 QWEN3_8B = ModelConfig(
     num_layers=36,

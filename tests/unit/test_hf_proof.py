@@ -10,9 +10,9 @@ import torch
 from sft.console import QUIET
 from sft.errors import CheckpointError
 from sft.hf.architecture import read
-from sft.hf.convert import export_hf as exporting
-from sft.hf.convert.export_hf import export_hf
-from sft.hf.convert.import_hf import import_hf
+from sft.weights.export import export_hf as exporting
+from sft.weights.export.export_hf import export_hf
+from sft.weights.import_hf import import_hf
 from tests.unit.fixtures import hf
 from tests.unit.fixtures.hf import Make, same, tensors
 

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 
 from sft.console import QUIET
 from sft.errors import CheckpointError, ConfigError
-from sft.hf.convert.export_hf import export_hf
-from sft.hf.convert.import_hf import import_hf
 from sft.hf.quantization import scheme_of
 from sft.hf.source import open_source
+from sft.weights.export.export_hf import export_hf
+from sft.weights.import_hf import import_hf
 from tests.unit.fixtures import hf
 from tests.unit.fixtures.hf import Make, tensors
 

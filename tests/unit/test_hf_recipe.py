@@ -8,9 +8,9 @@ import transformers
 
 from sft.config import RopeConfig
 from sft.errors import ConfigError, DataError
-from sft.hf.tokenizer import tokenizer_of
 from sft.recipe.load import parse_recipe
 from sft.recipe.resolved import Recipe, derived, dump
+from sft.recipe.tokenizer import tokenizer_of
 from tests.unit.fixtures import hf, vision
 from tests.unit.fixtures.folder import make_folder, template
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from sft.config import ModelConfig, MoeConfig
-from sft.flops import active_parameters, num_parameters
 from sft.hf.architecture import architecture, nested, write_back
 from sft.hf.model_family import model_family
 from sft.hf.source import open_source
-from sft.hf.trained_weights import unfrozen
+from sft.layers.flops import active_parameters, num_parameters
+from sft.weights.trained import unfrozen
 from tests.unit.fixtures import hf
 from tests.unit.fixtures.hf import refusal, released
 

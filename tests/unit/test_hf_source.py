@@ -13,12 +13,12 @@ from sft.cli import main
 from sft.config import ModelConfig
 from sft.console import QUIET
 from sft.errors import CheckpointError, ConfigError
-from sft.hf.convert.import_hf import import_hf
 from sft.hf.families import FAMILIES
-from sft.hf.initial import describe
 from sft.hf.model_family import model_family
 from sft.hf.source import Expected, open_source
 from sft.recipe.load import parse_recipe
+from sft.weights.import_hf import import_hf
+from sft.weights.initial import describe
 from tests.builders import chats
 from tests.unit.fixtures import hf
 from tests.unit.fixtures.hf import Make, tensors

@@ -7,7 +7,7 @@ import pytest
 
 from sft.hf.architecture import architecture
 from sft.hf.families import FAMILIES, family_of
-from sft.hf.lora_targets import kinds_of
+from sft.weights.lora.targets import kinds_of
 from tests.unit.fixtures import hf, vision
 
 PAGE = Path(__file__).parents[2] / "docs/reference/models.md"

@@ -11,9 +11,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from sft.config import ModelConfig, MoeConfig, RopeConfig
 from sft.errors import ConfigError
-from sft.flops import num_parameters
 from sft.hf.architecture import architecture, nested, write_back
 from sft.hf.rotary import rope_of, written
+from sft.layers.flops import num_parameters
 from sft.recipe.load import parse_recipe
 from tests.builders import RECIPE, parsed
 from tests.unit.fixtures import hf

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from sft.cli import main
 from sft.errors import ConfigError
 from sft.hf import hub
-from sft.hf.initial import describe
+from sft.weights.initial import describe
 from tests.builders import chats, parsed
 from tests.unit.fixtures.hf import Make
 from tests.unit.fixtures.hub import Hub, serving, use

@@ -19,19 +19,20 @@ from sft.config import Config, ModelConfig, RopeConfig
 from sft.config.latent_attention import LatentAttentionConfig
 from sft.estimate.layer_work import uses_portable
 from sft.estimate.products import ModelProducts, layer_products
-from sft.estimate.saved_by_layer import LayerBytes
-from sft.flops import AttentionCost, TrainFlops, num_parameters
-from sft.mcore.attention import flash_kernel, rope, selection, transformer_engine
+from sft.layers.cp_bytes import CpBytes, sent_numbers
+from sft.layers.flops import AttentionCost, TrainFlops, num_parameters
+from sft.layers.latent_bytes import softmax_attention_bytes
+from sft.layers.saved_by_layer import LayerBytes
+from sft.mcore.attention import flash_kernel, rope
 from sft.mcore.attention.torch_kernel import TorchKernel
+from sft.mcore.backends import selection, transformer_engine
 from sft.mcore.checkpoint_io.megatron_arguments import model_arguments
-from sft.mcore.latent_attention.activation_bytes import softmax_attention_bytes
 from sft.mcore.latent_attention.shared_latent import (
     Setting,
     keys_and_values,
     latent_attention,
 )
 from sft.parallel.alignment import misfits
-from sft.parallel.cp_bytes import CpBytes, sent_numbers
 from sft.parallel.layout import Layout
 from tests.builders import layout_config
 from tests.plain_flash import PLAIN as PLAIN_FLASH
@@ -82,7 +83,7 @@ def test_parameters_and_flops_counted_by_hand() -> None:
 
 @pytest.mark.parametrize("sizes", [MOONLIGHT, DEEPSEEK_V3])
 def test_the_planner_knows_the_products(sizes: dict[str, Any]) -> None:
-    """Those of sft/flops.py, and once more 2 FLOPs of the up projection in backward."""
+    """Those of sft/layers/flops.py, and once more 2 FLOPs of the up projection in backward."""
     config = layout_config().model_copy(update={"model": model(sizes)})
     found = layer_products(config, Layout.resolve(config, 1), ModelProducts.of(config.model), tokens=8.0)
     again = 2 * sizes["num_layers"] * 512 * sizes["num_attention_heads"] * 256

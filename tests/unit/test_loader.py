@@ -18,7 +18,7 @@ from sft.data.loader import Loader, make_loader
 from sft.data.packing.pack import Collator, local_part, make_pack
 from sft.data.packing.plan import EpochPlans
 from sft.errors import ConfigError
-from sft.flops import AttentionCost
+from sft.layers.flops import AttentionCost
 from sft.parallel.layout import Layout
 from tests.builders import LLAMA_8B, layout_config, sample
 from tests.unit.fixtures.calls import calls

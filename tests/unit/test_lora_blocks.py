@@ -7,9 +7,9 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from sft.adapters import AdaptedWeight, Adapter
-from sft.mcore.lora import Factors
-from sft.mcore.lora_split import Split
+from sft.layers.adapters import AdaptedWeight, Adapter
+from sft.mcore.lora.adapted import Factors
+from sft.mcore.lora.split import Split
 
 ADAPTER = Adapter(name="q_proj", parts=(0, 1), num_blocks=4)
 WEIGHT = AdaptedWeight(

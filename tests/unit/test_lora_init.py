@@ -10,9 +10,9 @@ import torch
 from sft.cli import main
 from sft.config.lora import LoraConfig
 from sft.errors import CheckpointError
-from sft.hf.initial_adapters import as_in_folder, describe
-from sft.hf.trained_weights import trained_weights
 from sft.recipe.load import load_recipe, parse_recipe
+from sft.weights.lora.initial_adapters import as_in_folder, describe
+from sft.weights.trained import trained_weights
 from tests.builders import chats
 from tests.unit.fixtures import hf, peft, vision
 from tests.unit.fixtures.peft import ALPHA, RANK

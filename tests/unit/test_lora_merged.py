@@ -14,14 +14,14 @@ import torch
 from sft.cli import main
 from sft.console import QUIET
 from sft.errors import CheckpointError
-from sft.hf import initial_adapters, merged_adapters
 from sft.hf.architecture import read
-from sft.hf.base_digest import digest_of
-from sft.hf.convert import export_hf as exporting
-from sft.hf.convert.export_hf import export_hf
-from sft.hf.convert.import_hf import import_hf
-from sft.hf.trained_weights import trained_weights
 from sft.recipe.load import parse_recipe
+from sft.weights.export import export_hf as exporting
+from sft.weights.export.export_hf import export_hf
+from sft.weights.import_hf import import_hf
+from sft.weights.lora import initial_adapters, merged_adapters
+from sft.weights.lora.base_digest import digest_of
+from sft.weights.trained import trained_weights
 from tests.unit.fixtures import hf, vision
 from tests.unit.fixtures.adapters import STEP, linears, trained
 
@@ -58,7 +58,7 @@ def check_merged(before: Tensors, after: Tensors, factors: Tensors, dtype: torch
 def test_adapted_weights_are_rounded_once_and_others_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, tied: bool, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr("sft.hf.convert.merged_weights.BLOCK_BYTES", 700)  # five rows
+    monkeypatch.setattr("sft.weights.export.merged_weights.BLOCK_BYTES", 700)  # five rows
     models: Any = vision if family in vision.VISION else hf
     source = models.save(tmp_path / "source", family, tied=tied, dtype=dtype)
     if tied:  # as old files store it
@@ -231,6 +231,6 @@ def test_what_cannot_be_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         patch.setattr(shutil, "disk_usage", lambda folder: usage(1 << 40, 1 << 40, 1000))
         assert "free; nothing was written" in refused(lambda: export_hf(tmp_path / "run", target, QUIET), tmp_path)
     monkeypatch.setattr(
-        "sft.hf.convert.export_hf.write_model_card", lambda *a: (_ for _ in ()).throw(OSError(28, "No space"))
+        "sft.weights.export.export_hf.write_model_card", lambda *a: (_ for _ in ()).throw(OSError(28, "No space"))
     )
     assert "No space" in refused(lambda: export_hf(tmp_path / "run", target, QUIET), tmp_path)

@@ -5,13 +5,13 @@ from pathlib import Path
 import peft
 import pytest
 
-from sft.adapters import AdaptedWeight, Adapter
 from sft.config.lora import LoraConfig
 from sft.errors import ConfigError
 from sft.hf.architecture import architecture, read
-from sft.hf.base_digest import _digest_of
-from sft.hf.lora_targets import adapted_weights, select
+from sft.layers.adapters import AdaptedWeight, Adapter
 from sft.recipe.load import parse_recipe
+from sft.weights.lora.base_digest import _digest_of
+from sft.weights.lora.targets import adapted_weights, select
 from tests.unit.fixtures import hf
 
 RECIPE = """

@@ -11,7 +11,7 @@ import pytest
 from sft.checkpoint import manifest
 from sft.checkpoint.manifest import Manifest
 from sft.errors import CheckpointError
-from sft.file_digest import Entry, HashingFile
+from sft.files.file_digest import Entry, HashingFile
 from tests.unit.fixtures.disk import watch_disk
 
 FILES = {"__0_0.distcp": b"a" * 700, "__1_0.distcp": b"b" * 900, ".metadata": b"abc", "common.pt": b"", "x.pt": b"xyzw"}

@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 
-from sft.adapters import AdaptedWeight, Adapter, Trained
 from sft.config import Config, LossConfig
 from sft.config.linear_attention import LinearAttentionConfig
 from sft.estimate import memory
 from sft.estimate.communicators import communicators
 from sft.estimate.memory import Memory, estimate, longest_context
 from sft.estimate.parameters import Numbers, parameters
-from sft.estimate.saved_by_layer import LayerBytes
 from sft.estimate.working_sets import ATTENTION, GATHERED, HEAD, MLP
+from sft.layers.adapters import AdaptedWeight, Adapter, Trained
+from sft.layers.delta_bytes import STATE_INTERVAL, LinearAttentionBytes
+from sft.layers.model_bytes import RankShare
+from sft.layers.saved_by_layer import LayerBytes
+from sft.layers.softmax_bytes import SCORE_TILE, PortableBytes, TransformerEngineBytes
 from sft.mcore.attention import torch_kernel
-from sft.mcore.attention.activation_bytes import SCORE_TILE, PortableBytes, TransformerEngineBytes
 from sft.mcore.linear_attention import schedule
-from sft.mcore.linear_attention.activation_bytes import STATE_INTERVAL, LinearAttentionBytes
-from sft.mcore.model_bytes import RankShare
 from sft.parallel.layout import Layout
 from tests.builders import LLAMA_8B, layout_config
 from tools import marked_tables, memory_table

@@ -21,7 +21,7 @@ from sft.data.read.named_dataset import LoadedDataset
 from sft.data.read.tables import TableSlice
 from sft.data.template.limits import TooMuch
 from sft.errors import CheckpointError, SftError
-from sft.file_digest import Entry
+from sft.files.file_digest import Entry
 from sft.mcore.checkpoint_io import save_plans  # noqa: F401 - registers torch's plans
 from sft.mcore.checkpoint_io.shard_owners import _Held
 from sft.parallel import messages, tensor_messages  # noqa: F401 - registers tensors

@@ -7,18 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-from sft.adapters import Trained
 from sft.config import ModelConfig
 from sft.data.packing.pack import Collator, make_pack
 from sft.errors import CheckpointError, ConfigError
-from sft.estimate import layer_kinds, memory
+from sft.estimate import memory
 from sft.estimate.memory import estimate
 from sft.estimate.parameters import parameters
-from sft.flops import AttentionCost, TrainFlops, num_parameters
 from sft.hf.families import FAMILIES
 from sft.hf.source import open_source
-from sft.hf.trained_weights import trained_weights
+from sft.layers import described
+from sft.layers.adapters import Trained
+from sft.layers.flops import AttentionCost, TrainFlops, num_parameters
 from sft.parallel.layout import Layout
+from sft.weights.trained import trained_weights
 from tests.builders import RECIPE, parsed, refusal_lines, sample
 from tests.ranks import mtp_models
 from tests.unit.fixtures import hf
@@ -107,8 +108,8 @@ def test_copies_with_other_values_and_missing_tensors_are_refused(tmp_path: Path
 
 def test_sft_check_names_the_block() -> None:
     model = of()[0].model
-    assert layer_kinds.describe(model) is None
-    assert layer_kinds.describe(with_block(model)) == "layers 1 with full attention; a block for multi-token prediction"
+    assert described.describe(model) is None
+    assert described.describe(with_block(model)) == "layers 1 with full attention; a block for multi-token prediction"
 
 
 # --- what it costs -----------------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from sft.console import QUIET
 from sft.errors import CheckpointError
-from sft.hf.convert.export_hf import export_hf
-from sft.hf.convert.import_hf import import_hf
 from sft.hf.mxfp4 import dequantised
 from sft.hf.source import open_source
+from sft.weights.export.export_hf import export_hf
+from sft.weights.import_hf import import_hf
 from tests.unit.fixtures import hf
 from tests.unit.fixtures.hf import Make, tensors
 from tests.unit.fixtures.mxfp4 import quantise

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
-from sft.mcore.norm import RMSNorm
+from sft.mcore.modules.norm import RMSNorm
 
 FLOAT64_TOLERANCE = 1e-12
 OF_OTHER_ORDERS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # sums over 500 rows in another order, then rounded

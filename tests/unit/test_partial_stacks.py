@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from sft.adapters import Trained, Weight
+from sft.layers.adapters import Trained, Weight
 from sft.mcore.checkpoint_io.partial_stacks import for_load, for_save
 
 KEY = "decoder.layers.mlp.experts.experts.linear_fc2.weight"

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from sft.file_digest import Entry
-from sft.hf.peft import folder as peft_folder
-from sft.hf.peft.config import AdapterConfig
-from sft.hf.peft.folder import Contents
-from sft.hf.peft.merge import merged
-from sft.hf.peft.targets import module_of, target_modules
+from sft.files.file_digest import Entry
+from sft.weights.lora.peft import folder as peft_folder
+from sft.weights.lora.peft.config import AdapterConfig
+from sft.weights.lora.peft.folder import Contents
+from sft.weights.lora.peft.merge import merged
+from sft.weights.lora.peft.targets import module_of, target_modules
 from tests.unit.fixtures import hf, peft, vision
 from tests.unit.fixtures.peft import ALPHA, ATTENTION, MLP, RANK, Factors
 

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 
 from sft.config.lora import LoraConfig
 from sft.errors import CheckpointError
-from sft.hf.peft import folder as peft_folder
-from sft.hf.peft.config import AdapterConfig, disagreements
-from sft.hf.peft.folder import Contents
+from sft.weights.lora.peft import folder as peft_folder
+from sft.weights.lora.peft.config import AdapterConfig, disagreements
+from sft.weights.lora.peft.folder import Contents
 from tests.unit.fixtures import hf, peft
 from tests.unit.fixtures.peft import ALPHA, RANK
 

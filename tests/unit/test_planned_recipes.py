@@ -8,10 +8,10 @@ import pytest
 from sft.estimate import memory
 from sft.estimate.communicators import num_communicators
 from sft.estimate.gpus import GIB, gpu, usable_memory
-from sft.hf.trained_weights import trained_weights
 from sft.parallel.layout import Layout
 from sft.recipe.load import load_recipe
 from sft.recipe.resolved import Recipe
+from sft.weights.trained import trained_weights
 from tools import plan_recipes
 from tools.recipes_docs import header, page
 

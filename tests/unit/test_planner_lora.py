@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from sft.adapters import AdaptedWeight
 from sft.config import yaml
-from sft.hf.lora_targets import not_adaptable
+from sft.layers.adapters import AdaptedWeight
 from sft.planner.adapters import lora_keys, with_adapters
 from sft.planner.cheapest import changes
 from sft.planner.propose import propose
 from sft.planner.search import Search
 from sft.planner.subject import recipe_of
+from sft.weights.lora.targets import not_adaptable
 from tests.unit.fixtures import hf
 from tests.unit.fixtures.tasks import task_of
 

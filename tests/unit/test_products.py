@@ -1,11 +1,11 @@
-"""The list of matrix products has the multiplications that sft/flops.py counts, which is written independently."""
+"""The list of matrix products has the multiplications that flops.py counts, which is written independently."""
 
 import pytest
 
-from sft.estimate.layer_weights import ModelProducts
 from sft.estimate.products import layer_products
-from sft.flops import TrainFlops
 from sft.hf.architecture import architecture
+from sft.layers.flops import TrainFlops
+from sft.layers.matrices import ModelProducts
 from sft.parallel.layout import Layout
 from tests.builders import LLAMA_8B, layout_config
 from tests.unit.fixtures.hf import released

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from sft.adapters import Trained
 from sft.config import Config
 from sft.estimate.constants import Constants, Curve, assumed
 from sft.estimate.gpus import gpu
 from sft.estimate.lengths import Lengths
 from sft.estimate.step_time import StepTime, step_time
 from sft.hf.architecture import architecture
-from sft.hf.trained_weights import trained_weights
+from sft.layers.adapters import Trained
 from sft.parallel.layout import Layout
+from sft.weights.trained import trained_weights
 from tests.builders import LLAMA_8B, layout_config
 from tests.unit.fixtures.hf import released
 from tests.unit.fixtures.rates import flat

@@ -17,7 +17,7 @@ from sft.data.packing import plan_files
 from sft.data.read import rows
 from sft.errors import CheckpointError, ConfigError, DataError, first_few
 from sft.estimate import constants
-from sft.folder_files import CONFIG_BYTES, LIST_BYTES, WORD_BYTES, UnsafeFileError, read_file
+from sft.files.folder_files import CONFIG_BYTES, LIST_BYTES, WORD_BYTES, UnsafeFileError, read_file
 from sft.hf import architecture
 from sft.hf.tensor_check import Shape, check_tensors, fold_by_layer
 from sft.mcore.checkpoint_io import metadata_index

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.flops import active_parameters, num_parameters
+from sft.layers.flops import active_parameters, num_parameters
 from sft.parallel.layout import Layout
 from sft.recipe.load import load_recipe, parse_recipe
 from sft.recipe.resolved import dump

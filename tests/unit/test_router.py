@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sft.config import MoeConfig
-from sft.mcore import router
+from sft.mcore.experts import router
 
 # Logits whose sigmoid scores are these.
 SCORES = torch.tensor([[0.6, 0.5, 0.2, 0.1], [0.1, 0.3, 0.8, 0.7]], dtype=torch.float64)

@@ -17,11 +17,12 @@ from sft.console import QUIET, Console
 from sft.data.chat.encode_chat import Mask, encode_row
 from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
 from sft.data.rows.formats import Chat
-from sft.hf import kept, run_folder, serving
-from sft.hf.convert.export_hf import export_hf
-from sft.hf.convert.import_hf import import_hf
-from sft.hf.served import Served, served_of
-from sft.hf.tokenizer import same_ids
+from sft.recipe.tokenizer import same_ids
+from sft.weights import kept, run_folder
+from sft.weights.export.export_hf import export_hf
+from sft.weights.import_hf import import_hf
+from sft.weights.serving import flags as serving
+from sft.weights.serving.served import Served, served_of
 from tests.unit.fixtures import folder as folders
 from tests.unit.fixtures import hf
 from tests.unit.fixtures.adapters import trained

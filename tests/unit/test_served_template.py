@@ -6,8 +6,8 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from sft.data.template.chat_template import ChatTemplate
-from sft.hf import served_template
-from sft.hf.served_template import default_line, for_servers, literal
+from sft.weights.serving import served_template
+from sft.weights.serving.served_template import default_line, for_servers, literal
 from tests.unit.fixtures.folder import TEMPLATES, template
 
 DATE = "2025-03-09"

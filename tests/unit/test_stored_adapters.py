@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sft.errors import CheckpointError
-from sft.hf.convert.stored_adapters import A, B, StoredAdapters
-from sft.hf.convert.torch_dist import TorchDistReader, TorchDistWriter
+from sft.weights.export.stored_adapters import A, B, StoredAdapters
+from sft.weights.torch_dist import TorchDistReader, TorchDistWriter
 
 DENSE, EXPERTS = "adapter.layers.0.q_proj", "adapter.layers.0.experts.*.up_proj"
 FACTORS = {

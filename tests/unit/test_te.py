@@ -54,11 +54,11 @@ torch.cuda.get_device_capability = lambda *a: (9, 0)
 torch.cuda.get_device_properties = lambda *a: types.SimpleNamespace(major=9, minor=0, multi_processor_count=132)
 import transformer_engine.pytorch.utils
 transformer_engine.pytorch.utils._get_device_compute_capability = lambda device: (9, 0)
-from sft.hf.lora_targets import adapted_weights
+from sft.weights.lora.targets import adapted_weights
 from sft.mcore import fp8, lora, model, process_groups
-from sft.mcore.attention.portable import Portable
+from sft.mcore.backends.portable import Portable
 from sft.mcore.attention.torch_kernel import TorchKernel
-from sft.mcore.attention.transformer_engine import TransformerEngine
+from sft.mcore.backends.transformer_engine import TransformerEngine
 from sft.mcore.checkpoint_io import fp8_state
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from sft.adapters import Weight
 from sft.checkpoint.train_state import Conditions, changes
 from sft.config.keys import values
 from sft.errors import ConfigError
 from sft.hf.architecture import architecture, read
-from sft.hf.trained_weights import trained_weights, unfrozen
+from sft.layers.adapters import Weight
 from sft.recipe.load import parse_recipe
+from sft.weights.trained import trained_weights, unfrozen
 from tests.unit.fixtures import hf
 
 RECIPE = """

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from sft.errors import ConfigError
-from sft.mcore import model
-from sft.mcore.attention.portable import Portable
 from sft.mcore.attention.torch_kernel import TorchKernel
-from sft.mcore.attention.transformer_engine import TransformerEngine
+from sft.mcore.backends.portable import Portable
+from sft.mcore.backends.transformer_engine import TransformerEngine
 from sft.mcore.checkpoint_io import megatron_arguments
+from sft.mcore.model import chunks
 from sft.parallel.layout import Layout
 from tests.builders import LLAMA_8B, RECIPE, layout_config, parsed, refusal_lines
 
@@ -25,9 +25,9 @@ def fields(monkeypatch: pytest.MonkeyPatch, device_type: str, *overrides: str) -
     te = device_type == "cuda" and config.attention.backend != "portable"
     backend = TransformerEngine(config) if te else Portable(config, "", TorchKernel.of)
     with monkeypatch.context() as patch:
-        patch.setattr(model, "TransformerConfig", lambda **named: named)
+        patch.setattr(chunks, "TransformerConfig", lambda **named: named)
         layout = Layout.resolve(config, config.parallel.cp)
-        return dict(vars(model)["transformer_config"](config, layout, device_type, backend))
+        return dict(vars(chunks)["transformer_config"](config, layout, device_type, backend))
 
 
 @pytest.mark.parametrize(

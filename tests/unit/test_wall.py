@@ -143,7 +143,7 @@ NAMES: dict[str, str] = {
     "transformer.transformer_layer.TransformerLayer": "config submodules layer_number",
 }
 
-# Fields of TransformerConfig that are set elsewhere than in model.py.
+# Fields of TransformerConfig that are set elsewhere than in chunks.py.
 FIELDS = {"moe_grouped_gemm", "finalize_model_grads_func", "grad_scale_func", "grad_sync_func", "no_sync_func"}
 FIELDS |= {*CPU_TRANSFORMER_FIELDS, *(name for recipe in (None, *fp8._FIELDS) for name in fp8.fields(recipe))}
 
@@ -196,8 +196,9 @@ def test_name_and_parameters(name: str) -> None:
 
 
 def test_transformer_config_has_every_field_that_is_set() -> None:
-    """Those of model.py stand in calls of dict."""
-    calls = [node for node in ast.walk(ast.parse((MCORE / "model.py").read_text())) if isinstance(node, ast.Call)]
+    """Those of chunks.py stand in calls of dict."""
+    tree = ast.parse((MCORE / "model/chunks.py").read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     named = {keyword.arg for call in calls if ast.unparse(call.func) == "dict" for keyword in call.keywords}
     found = (named | FIELDS) - {None}
     assert {"calculate_per_token_loss", "moe_router_topk", "recompute_method"} <= found and len(found) > 55
@@ -311,7 +312,7 @@ def test_the_shared_expert_is_built_and_added_by_core() -> None:
 
 
 def test_layers_of_experts_are_called_as_adapted_ones_are_written() -> None:
-    """`grouped_experts.py` computes what is between the layers itself, where core has no grouped layers."""
+    """`experts/grouped.py` computes what is between the layers itself, where core has no grouped layers."""
     grouped = text("transformer.moe.experts.TEGroupedMLP.forward")
     assert re.search(r"self\.linear_fc1\)?\(permuted_local_hidden_states,tokens_per_expert", grouped)
     assert re.search(r"self\.linear_fc2\)?\(\w+,tokens_per_expert\)", grouped)

@@ -18,7 +18,7 @@ import numpy as np
 from sft.data.inspect.forecast import bounds
 from sft.data.packing.balance import assign, costs, efficiency
 from sft.data.packing.plan import Plan
-from sft.flops import AttentionCost
+from sft.layers.flops import AttentionCost
 from tools.bench.clock import cpu_time
 from tools.bench.harness import Option, Subject
 from tools.bench.mixes import SEQ_LENGTHS, lengths_of

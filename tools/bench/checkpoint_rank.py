@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from sft.atomic_files import flush
 from sft.checkpoint import folders, resume
 from sft.checkpoint.saver import Saver
 from sft.checkpoint.train_state import Conditions, TrainState
 from sft.config import CheckpointConfig, Config
 from sft.console import QUIET
+from sft.files.atomic_files import flush
 from sft.mcore import device, process_groups
 from sft.mcore.checkpoint_io import engine_state, optimizer_shards
 from sft.mcore.engine import Engine

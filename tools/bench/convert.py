@@ -23,15 +23,15 @@ from typing import Any
 
 import torch
 
-from sft.atomic_files import flush
 from sft.checkpoint import manifest
 from sft.console import Console, size
-from sft.file_digest import entry_of
+from sft.files.atomic_files import flush
+from sft.files.file_digest import entry_of
 from sft.hf.architecture import architecture
-from sft.hf.convert.export_hf import export_hf
-from sft.hf.convert.import_hf import import_hf
 from sft.hf.hub import CONFIG
 from sft.hf.safetensors_writer import write_tensors
+from sft.weights.export.export_hf import export_hf
+from sft.weights.import_hf import import_hf
 from tools.bench import fresh_process, machine
 from tools.bench.fresh_process import ProcessTook
 from tools.bench.harness import Option, Refused, Subject, one_of

@@ -30,7 +30,7 @@ from sft.data.packing.cp_grid import Grid, fixed
 from sft.data.packing.cp_prediction import bound, predict
 from sft.data.packing.dynamic_cp import assign, unless_longer
 from sft.data.packing.plan import Plan
-from sft.flops import AttentionCost
+from sft.layers.flops import AttentionCost
 from sft.parallel.cp_group import cp_sizes
 from tools.bench.balance import CROSSOVERS
 from tools.bench.clock import cpu_time

@@ -21,7 +21,7 @@ from sft.config import Config
 from sft.data.loader import make_loader
 from sft.data.packing.cp_cost import CpCost
 from sft.data.packing.cp_prediction import Prediction, predict
-from sft.flops import ASSUMED_SHARE, TrainFlops
+from sft.layers.flops import ASSUMED_SHARE, TrainFlops
 from sft.mcore import device, process_groups
 from sft.mcore.engine import Engine
 from sft.mcore.initial_weights import initialise

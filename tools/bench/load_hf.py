@@ -27,8 +27,8 @@ from safetensors.torch import load_file
 
 from sft.console import QUIET
 from sft.hf.family import TensorMapping
-from sft.hf.load_weights import fill
 from sft.hf.source import open_source
+from sft.weights.load import fill
 from tools.bench import convert, fresh_process, machine, page_cache
 from tools.bench.harness import Option, Subject, one_of
 from tools.bench.results import Bar, Column, Row

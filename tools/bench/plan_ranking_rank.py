@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 
 from sft.batch import Sample
+from sft.calibration.session import calibrate
+from sft.calibration.sizes import SIZES, TINY
 from sft.data.loader import make_loader
 from sft.estimate.constants import write
 from sft.mcore import device, process_groups
 from sft.mcore.engine import Engine, release
 from sft.mcore.initial_weights import initialise
-from sft.planner.calibration.session import calibrate
-from sft.planner.calibration.sizes import SIZES, TINY
 from tools.bench import ranks
 from tools.bench.cp_traffic import slowest_rank
 from tools.bench.harness import Refused

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sft.atomic_files import replace_text
+from sft.files.atomic_files import replace_text
 from tools.bench.results import Bar, Row, number
 from tools.gpu_hour import bars
 from tools.gpu_hour.bars import Outcome

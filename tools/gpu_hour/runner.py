@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from sft.atomic_files import replace_text
+from sft.files.atomic_files import replace_text
 from tools.gpu_hour.step import OUTPUT, Command, Result, Setting, Step
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from sft.atomic_files import unusable
 from sft.batch import Sample
 from sft.config import DataConfig, Input
 from sft.data.cache.folders import store_folder
@@ -23,6 +22,7 @@ from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.read.named_dataset import LoadedDataset
 from sft.data.read.rows import DataFile, row_name
 from sft.errors import DataError, first_few
+from sft.files.atomic_files import unusable
 
 _TOKENS_AT_ONCE = 1 << 24
 

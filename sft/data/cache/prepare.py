@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 
-from sft.atomic_files import unusable
 from sft.config import Config, DataConfig, Input
 from sft.console import Console
 from sft.data.cache.corpus import Corpus, make_corpus
@@ -34,6 +33,7 @@ from sft.data.cache.workers import FileJob, PartResult, make_parts, part_path, p
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.read.rows import DataFile, index_rows, row_name
 from sft.errors import DataError, SftError
+from sft.files.atomic_files import unusable
 
 # With on_bad_row = skip, a larger share of unusable rows is an error: the template or the format of the file is wrong.
 LARGEST_SKIPPED_SHARE = 0.1

@@ -24,10 +24,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from sft.atomic_files import flush
 from sft.data.cache.encoder import EncodedRows
 from sft.data.cache.omissions import add_up
 from sft.data.cache.row_report import LINE, RowCounts, RowReport, count_rows
+from sft.files.atomic_files import flush
 
 _ARRAYS: dict[str, np.dtype[Any]] = {"tokens": np.dtype(np.int32), "mask": np.dtype(np.uint8), "rows": LINE}
 _REJECTS, _OMITTED = "rejects.jsonl", "omitted.jsonl"

@@ -23,7 +23,7 @@ from sft.data.tokenizer.byte_tokenizer import ByteTokenizer
 from sft.data.tokenizer.files import TokenizerFiles, read_tokenizer, template_for
 from sft.data.tokenizer.text_tokenizer import TextTokenizer
 from sft.errors import DataError
-from sft.folder_files import CONFIG_BYTES, UnsafeFileError, read_file
+from sft.files.folder_files import CONFIG_BYTES, UnsafeFileError, read_file
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from sft.data.packing.cp_cost import CpCost
 from sft.data.packing.cp_grid import fixed
 from sft.data.packing.cp_prediction import Prediction, bound, predict
 from sft.errors import ConfigError
-from sft.flops import ASSUMED_SHARE, ASSUMED_TFLOPS
+from sft.layers.flops import ASSUMED_SHARE, ASSUMED_TFLOPS
 from sft.parallel.layout import Layout
 
 FEW = 10  # number of global batches that the short forms look at

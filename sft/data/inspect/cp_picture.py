@@ -6,13 +6,13 @@ Decides axes, colours and labels.  `packing/cp_timeline.py` predicts when packs 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from sft.atomic_files import replace_text
 from sft.config import Config
 from sft.data.cache.corpus import Corpus
 from sft.data.loader import make_loader
 from sft.data.packing.cp_cost import CpCost
 from sft.data.packing.cp_grid import Grid, fixed
 from sft.data.packing.cp_timeline import TimedPack, timeline
+from sft.files.atomic_files import replace_text
 from sft.parallel.layout import Layout
 
 WIDTH, LEFT, RIGHT, TOP, HEIGHT = 760, 64, 14, 30, 260  # HEIGHT: of the rows of a panel, up to 130 ranks

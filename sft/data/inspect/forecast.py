@@ -20,7 +20,7 @@ from sft.data.packing.balance import costs, efficiency
 from sft.data.packing.mixture import Mixture
 from sft.data.packing.plan import Plan
 from sft.data.packing.plan_files import follows_from, write_plans
-from sft.flops import AttentionCost
+from sft.layers.flops import AttentionCost
 from sft.parallel.alignment import aligned, smallest_world
 from sft.parallel.layout import Layout
 

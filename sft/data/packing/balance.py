@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sft.data.packing.pair_split import PairSplitter
-from sft.flops import AttentionCost
+from sft.layers.flops import AttentionCost
 from sft.parallel.alignment import aligned
 
 Slots = list[list[tuple[int, ...]]]  # sample ids by rank and microbatch

@@ -24,7 +24,7 @@ from sft.config import Config
 from sft.data.cache.corpus import Corpus
 from sft.data.packing.plan import VERSION, Plan, plan_of
 from sft.errors import ConfigError, DataError
-from sft.folder_files import LIST_BYTES, UnsafeFileError, open_file
+from sft.files.folder_files import LIST_BYTES, UnsafeFileError, open_file
 from sft.parallel.alignment import aligned
 
 FORMAT = "sft plan 1"

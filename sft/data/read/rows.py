@@ -18,7 +18,7 @@ from sft.data.read.named_dataset import LoadedDataset
 from sft.data.read.strict_json import Content, parse_json
 from sft.data.read.tables import count_table, read_slices, read_table
 from sft.errors import DataError, first_few
-from sft.folder_files import LIST_BYTES, UnsafeFileError, read_file
+from sft.files.folder_files import LIST_BYTES, UnsafeFileError, read_file
 
 Kind = Literal["jsonl", "json", "parquet", "arrow", "folder"]
 

@@ -22,7 +22,7 @@ from sft.data import limited
 from sft.data.tokenizer import mistral_regex
 from sft.data.tokenizer.special_tokens import read_json, read_special_tokens, refusing
 from sft.errors import DataError
-from sft.folder_files import LIST_BYTES, UnsafeFileError, matching, read_file
+from sft.files.folder_files import LIST_BYTES, UnsafeFileError, matching, read_file
 
 Ids = tuple[int, ...]
 EXPECTED = "data.tokenizer is byte (built in, no file), a folder with tokenizer.json, or a model on the hub"

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from sft.layers.model_bytes import num_offloaded_layers
 from sft.mcore.activations.offload import OffloadedLayers, PinnedMemory
-from sft.mcore.model_bytes import num_offloaded_layers
 
 MIN_OFFLOADED_BYTES = 1 << 20  # smaller tensors stay on the device
 

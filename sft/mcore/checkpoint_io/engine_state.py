@@ -19,15 +19,15 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from sft.atomic_files import flush
 from sft.errors import CheckpointError
-from sft.file_digest import Entry
-from sft.mcore import freeze, lora
+from sft.files.atomic_files import flush
+from sft.files.file_digest import Entry
 from sft.mcore.checkpoint_io import fp8_state, optimizer_shards, partial_stacks, rng, safe_reader, torch_dist_files
 from sft.mcore.checkpoint_io.megatron_arguments import model_arguments
 from sft.mcore.checkpoint_io.save_plans import SavePlans
 from sft.mcore.engine import Engine, weights_changed
-from sft.mcore.model import sharded_tensors
+from sft.mcore.lora import adapted, freeze
+from sft.mcore.model.chunks import sharded_tensors
 from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 from sft.parallel.layout import padded_vocab_size
 
@@ -140,7 +140,7 @@ def trained_state(engine: Engine) -> dict[str, Any]:
     has_scales = engine.config.run.fp8 == "delayed"
     model = model_state(engine) if engine.trained.whole or has_scales else {}
     return {
-        "adapters": list(lora.leaves(engine.chunks)),
+        "adapters": list(adapted.leaves(engine.chunks)),
         "whole": list(freeze.whole_leaves(model, engine.trained)),
         "scales": [entry for entry in nested_values(model) if isinstance(entry, ShardedObject) and has_scales],
     }

@@ -25,7 +25,7 @@ from torch import Tensor
 from sft.errors import CheckpointError
 from sft.mcore.checkpoint_io import safe_reader
 from sft.mcore.checkpoint_io.metadata_index import InertRecord, first_line
-from sft.mcore.lora import Adapted
+from sft.mcore.lora.adapted import Adapted
 
 # Modules of FP8 recipe classes; megatron-core has a subclass.  A run uses its own recipe and ignores the stored one.
 _RECIPES = ("transformer_engine.common.recipe", "megatron.core.extensions.transformer_engine")

@@ -18,8 +18,8 @@ import torch
 import torch.distributed.checkpoint.metadata as md
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from sft import folder_files
 from sft.errors import CheckpointError
+from sft.files import folder_files
 
 INDEX = ".metadata"
 INDEX_BYTES = 1 << 30  # 48 layers of 128 experts with their optimizer states: 8 MB

@@ -27,7 +27,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sft.mcore.model import sharded_tensors
+from sft.mcore.model.chunks import sharded_tensors
 from sft.mcore.optimizer.offload import (
     adam_instances,
     adam_lookup,
@@ -101,7 +101,7 @@ def plain_form(optimizer: MegatronOptimizer, ep: int, step: int) -> Any:
 
     step: of Adam, also on a rank that trains nothing
     Megatron-LM has a separate optimizer for experts only if expert parallelism, `ep`, is above 1.  This trainer may
-    have an optimizer for experts with ep = 1, too (see `experts.reduce_apart`); both have equal plain values.
+    have an optimizer for experts with ep = 1, too (see `experts/layer.py`); both have equal plain values.
     """
     forms = [_plain_form(core, step) for core in chained_optimizers(optimizer)]
     return dict(enumerate(forms)) if ep > 1 else forms[0]

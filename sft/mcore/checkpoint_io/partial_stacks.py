@@ -14,7 +14,7 @@ from math import prod
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from sft.adapters import Trained
+from sft.layers.adapters import Trained
 
 _LAYERS, _EXPERTS = "decoder.layers.", ".experts.experts."
 

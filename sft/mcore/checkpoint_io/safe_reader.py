@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from sft.errors import CheckpointError
-from sft.folder_files import LIST_BYTES, UnsafeFileError, read_file
+from sft.files.folder_files import LIST_BYTES, UnsafeFileError, read_file
 from sft.mcore.checkpoint_io.chunk_index import ChunkIndex
 from sft.mcore.checkpoint_io.metadata_index import check_files, first_line, read_index, regular_file
 

@@ -31,9 +31,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from sft.atomic_files import why_not_written
 from sft.errors import CheckpointError, StorageError
-from sft.file_digest import Entry, HashingFile
+from sft.files.atomic_files import why_not_written
+from sft.files.file_digest import Entry, HashingFile
 from sft.mcore.checkpoint_io import safe_reader, shard_owners
 from sft.mcore.checkpoint_io.save_plans import SavePlanner, SavePlans
 from sft.mcore.process_groups import ProcessGroups

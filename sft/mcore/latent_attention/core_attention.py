@@ -23,10 +23,10 @@ from torch import Tensor
 
 from sft.config import ModelConfig
 from sft.mcore.attention import rope
-from sft.mcore.attention.backend import PackedDocuments
 from sft.mcore.attention.packed_attention import packed_attention
+from sft.mcore.backend import PackedDocuments
 from sft.mcore.latent_attention.shared_latent import Setting, keys_and_values, latent_attention
-from sft.mcore.lora import Adapted
+from sft.mcore.lora.adapted import Adapted
 
 
 class CoreAttention(Protocol):

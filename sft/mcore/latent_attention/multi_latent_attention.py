@@ -20,9 +20,9 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, sha
 from torch import Tensor
 
 from sft.config import ModelConfig
-from sft.mcore.attention.backend import PackedDocuments
+from sft.mcore.backend import PackedDocuments
 from sft.mcore.latent_attention.core_attention import MakeCoreAttention
-from sft.mcore.latent_attention.duplicated_linear import DuplicatedLinear
+from sft.mcore.modules.duplicated_linear import DuplicatedLinear
 
 # Our names within the layer -> those of Megatron-LM, where the norm of a latent belongs to the projection after it.
 _STORED = {

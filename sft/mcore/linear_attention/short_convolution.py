@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sft.layers.delta_bytes import BLOCK_NUMBERS
 from sft.mcore.device import send
-from sft.mcore.linear_attention.activation_bytes import BLOCK_NUMBERS
 from sft.parallel.taps import Taps
 
 

@@ -8,7 +8,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
 from sft.config import Config
-from sft.mcore import lora
+from sft.mcore.lora import adapted
 
 
 def overrides_of(config: Config, chunks: list[DistributedDataParallel]) -> dict[ParamKey, ParamGroupOverride]:
@@ -19,6 +19,6 @@ def overrides_of(config: Config, chunks: list[DistributedDataParallel]) -> dict[
     ratio = config.lora.lr_ratio
     if ratio == 1.0:
         return {}
-    of_b = {id(b) for factors in lora.factors_of(chunks) for b in factors.b}
+    of_b = {id(b) for factors in adapted.factors_of(chunks) for b in factors.b}
     key = ParamKey(predicate=ParamPredicate(name="lora_B", fn=lambda param: id(param) in of_b))
     return {key: {"max_lr": config.optim.lr * ratio, "min_lr": config.optim.min_lr * ratio}}

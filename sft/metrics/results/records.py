@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sft.errors import SftError
-from sft.folder_files import METRICS_BYTES, UnsafeFileError, read_file
+from sft.files.folder_files import METRICS_BYTES, UnsafeFileError, read_file
 from sft.metrics.results.differences import Metrics
 
 SCHEMAS = (1, 2, 3, 4, 5, 6, 7, 8)

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sft.adapters import Trained
 from sft.config import Config, ModelConfig
 from sft.estimate import memory
-from sft.flops import TrainFlops
-from sft.hf.trained_weights import trained_weights
+from sft.layers.adapters import Trained
+from sft.layers.flops import TrainFlops
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
+from sft.weights.trained import trained_weights
 from tools.bench.mixes import MIXES, read_length, short
 
 VOCAB = 151_936

@@ -13,13 +13,14 @@ import torch
 from sft.batch import Sample
 from sft.config import Config
 from sft.data.loader import Loader, make_loader
-from sft.hf.trained_weights import trained_weights
 from sft.mcore import device as devices
 from sft.mcore import engine as engine_module
-from sft.mcore import lora, process_groups
+from sft.mcore import process_groups
 from sft.mcore.initial_weights import initialise
+from sft.mcore.lora import adapted
 from sft.mcore.optimizer import build
 from sft.parallel.layout import Layout
+from sft.weights.trained import trained_weights
 from tools.bench.mixes import lengths_to
 from tools.bench.steps.adapters import against_full
 from tools.bench.steps.case import StepCase
@@ -104,7 +105,7 @@ def engine_of(
     trained = trained_weights(config, case.vocab)
     engine = engine_module.Engine(config, layout, groups, vocab_size=case.vocab, num_steps=NUM_STEPS, trained=trained)
     initialise(engine)
-    lora.initialise(engine.chunks, config.run.seed)
+    adapted.initialise(engine.chunks, config.run.seed)
     return engine
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sft.flops import TrainFlops
+from sft.layers.flops import TrainFlops
 from tools.bench.steps.case import StepCase
 from tools.bench.steps.loop import StepOptions, measured
 from tools.bench.steps.rates import constants

@@ -1,0 +1,76 @@
+"""Rates of matrix products and of the portable backend's attention on this device.
+
+All ranks measure at the same time, because ranks of a machine share its memory and its power.  The rate is that of the
+slowest rank.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sft.calibration.clock import seconds
+from sft.calibration.sizes import Sizes
+from sft.mcore.attention import flash_kernel
+from sft.mcore.attention.flash_kernel import FlashKernel
+from sft.mcore.attention.packed_attention import packed_attention
+from sft.mcore.attention.torch_kernel import TorchKernel
+
+Points = tuple[tuple[float, float], ...]  # (size, TFLOP/s)
+COLUMNS = 3  # columns of a product / its inner size, about those of the first product of an MLP
+
+
+@dataclass(frozen=True)
+class Kernels:
+    sizes: Sizes
+    device: torch.device
+    dtype: torch.dtype
+
+    def products(self) -> Points:
+        """TFLOP/s of a product and the two products of its backward, by the smallest size."""
+        points = []
+        for size in self.sizes.products:
+            rows = max(size, self.sizes.rows)
+            inputs, weight = self._random(rows, size), self._random(COLUMNS * size, size)
+            grad = self._random(rows, COLUMNS * size)
+
+            def call(inputs: Tensor = inputs, weight: Tensor = weight, grad: Tensor = grad) -> None:
+                torch.mm(inputs, weight.t())
+                torch.mm(grad, weight)
+                torch.mm(grad.t(), inputs)
+
+            flops = 3 * 2 * rows * COLUMNS * size * size
+            points.append((float(size), flops / seconds(call, self.device) / 1e12))
+        return tuple(points)
+
+    def attention(self) -> tuple[Points, Points]:
+        """TFLOP/s forward and backward by the length of documents; causal FLOPs, backward twice those of forward.
+
+        One document of 2 tokens, 1 head of width 4: 2 * 4 * 2 ** 2 = 32 FLOPs forward, 64 backward
+        """
+        forward, backward = [], []
+        heads, width, tokens = self.sizes.heads, self.sizes.head_dim, max(self.sizes.documents)
+        plain = flash_kernel.why_not(width, self.dtype, self.device.type)
+        for length in self.sizes.documents:
+            boundaries = np.arange(0, tokens + 1, length, dtype=np.int32)
+            make = TorchKernel.of if plain else FlashKernel.of
+            kernel = make(boundaries, 1, 0, self.device)
+            query, key, value = (self._random(tokens, heads, width).requires_grad_() for _ in range(3))
+            grad = self._random(tokens, heads, width)
+
+            def attend(q: Tensor = query, k: Tensor = key, v: Tensor = value, kernel: object = kernel) -> Tensor:
+                return packed_attention(q, k, v, kernel, width**-0.5, None)  # type: ignore[arg-type]
+
+            def both(grad: Tensor = grad, inputs: tuple[Tensor, ...] = (query, key, value)) -> None:
+                torch.autograd.grad(attend(*inputs), inputs, grad)  # noqa: B023
+
+            flops = 2.0 * heads * width * length**2 * (tokens // length)
+            first = seconds(attend, self.device)
+            second = max(seconds(both, self.device) - first, 0.1 * first)
+            forward.append((float(length), flops / first / 1e12))
+            backward.append((float(length), 2 * flops / second / 1e12))
+        return tuple(forward), tuple(backward)
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device, dtype=self.dtype)

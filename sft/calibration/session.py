@@ -1,0 +1,118 @@
+"""Measures all constants on the ranks of this launch.  Decides nothing about files.
+
+Alone, a process measures one device.  Under torchrun, the ranks also measure the links between them: those of ranks of
+one node, and with several nodes those of all ranks.
+"""
+
+import datetime
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sft.calibration import fit, steps
+from sft.calibration.kernels import Kernels
+from sft.calibration.links import Link, Links
+from sft.calibration.sizes import SIZES, Sizes
+from sft.errors import ConfigError
+from sft.estimate import gpus
+from sft.estimate.constants import Constant, Constants, Curve, assumed
+from sft.mcore import device as devices
+from sft.mcore import process_groups
+from sft.parallel.layout import Layout
+
+TIMEOUT_S = 600
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What was measured.
+
+    constants: as predictions use them; errors: (predicted - measured) / measured of the short steps, after the fit
+    """
+
+    constants: Constants
+    errors: dict[str, float]
+
+    def describe(self) -> list[str]:
+        listed = ", ".join(f"{name} {error:+.0%}" for name, error in self.errors.items())
+        return [self.constants.describe(), f"short steps, predicted against measured: {listed}"]
+
+
+def calibrate(device_type: str, sizes: Sizes | None = None, store: dist.Store | None = None) -> Calibration:
+    """Joins the ranks of the launch, measures, and leaves.  Every rank returns the same constants.  Collective.
+
+    store: as in `process_groups.start`; sizes: None: those of the device type
+    """
+    sizes = sizes or SIZES[device_type]
+    device = devices.start(device_type)
+    gpu, name = _gpu(device)
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    configs = steps.recipes(sizes, device_type, num_ranks)
+    layout = Layout.resolve(configs["layers"], num_ranks)
+    groups = process_groups.start(layout, device, seed=0, timeout_s=TIMEOUT_S, store=store)
+    source = f"measured {datetime.date.today()} on {name}, ranks {num_ranks}"
+    constants = assumed(gpu, gpu.intra_node_gb_s)
+    constants = _with_kernels(constants, Kernels(sizes, device, _dtype(device)), source, device_type)
+    constants = _with_links(constants, sizes, device, source)
+    taken = list(steps.measured(configs, groups))
+    constants = fit.fitted(constants, taken, source)
+    process_groups.stop()
+    return Calibration(constants=constants, errors=fit.errors(constants, taken))
+
+
+def _with_kernels(constants: Constants, kernels: Kernels, source: str, device_type: str) -> Constants:
+    products = Curve(kernels.products(), source)
+    forward, backward = (Curve(points, source) for points in kernels.attention())
+    changes: dict[str, Any] = {"gemm_tflops": products, "portable_forward": forward, "portable_backward": backward}
+    if device_type == "cpu":  # no data sheet says the peak in fp32
+        changes["peak_tflops"] = max(rate for _, rate in products.points)
+    return replace(constants, **changes)
+
+
+def _with_links(constants: Constants, sizes: Sizes, device: torch.device, source: str) -> Constants:
+    """Nothing of one rank but its copies to the host."""
+    num_ranks, per_node = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    changes: dict[str, Any] = {}
+    if device.type == "cuda":
+        changes["pcie_gb_s"] = Constant(Links(sizes.message, device).copied_gb_s(), source)
+    if per_node > 1:
+        node = dist.new_subgroups(per_node)[0]
+        changes |= _of_link("intra_gb_s", Links(sizes.message // (per_node - 1), device, node).measure(), source)
+    if num_ranks > per_node:  # one rank of each node; the groups measure at once, each over its own ports
+        groups = [dist.new_group(range(first, num_ranks, per_node)) for first in range(per_node)]
+        across, others = groups[dist.get_rank() % per_node], num_ranks // per_node - 1
+        between = _of_link("inter_gb_s", Links(sizes.message // others, device, across).measure(), source)
+        changes = between | changes if per_node > 1 else between
+    return replace(constants, **changes)
+
+
+def _of_link(bandwidth: str, link: Link, source: str) -> dict[str, Constant]:
+    values = {
+        bandwidth: link.gb_s,
+        "latency_us": link.latency_us,
+        "reduce_scatter": link.reduce_scatter,
+        "send": link.send,
+        "exposed": link.exposed,
+    }
+    return {name: Constant(value, source) for name, value in values.items()}
+
+
+def _gpu(device: torch.device) -> tuple[gpus.Gpu, str]:
+    """What the table knows of this device, and its own name.  Raises ConfigError for a GPU that the table lacks."""
+    if device.type == "cpu":
+        return gpus.gpu("cpu"), "the CPU"
+    name = torch.cuda.get_device_name(device)
+    gpu = gpus.of_device(name)
+    if gpu is None:
+        raise ConfigError(
+            f"{name} is not in the table of GPUs, so nothing is known of its peak and its memory.  Known GPUs: "
+            f"{', '.join(gpus.GPUS)}.  A line in sft/estimate/gpus.py adds one."
+        )
+    return gpu, name
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32

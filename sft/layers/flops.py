@@ -1,0 +1,292 @@
+"""Counts the parameters of a model and its FLOPs per token.  Arithmetic only."""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sft.config import ModelConfig
+from sft.config.model import LayerKind
+from sft.layers.adapters import EMBEDDING, HEAD, Trained
+from sft.layers.kinds import attention_widths, of_kind
+
+ASSUMED_TFLOPS = 989.0  # dense bf16 peak of an H100 SXM, if log.peak_tflops is null
+# Share of the peak that a run achieves.  Flash attention 2 has 0.31 to 0.37 of the peak of an H100; matrix products and
+# newer attention kernels have more.  So the estimate is rather too long than too short.
+ASSUMED_SHARE = 0.35
+
+
+def num_parameters(model: ModelConfig, vocab_size: int) -> int:
+    """Parameters of the whole model, with `vocab_size` rows in the embedding (no padding rows).
+
+    hidden size 4, MLP width 8, 2 heads of width 2, 1 layer, tied embeddings, 10 tokens:
+    embedding 40, qkv 48, proj 16, fc1 64, fc2 32, two norms 8, final norm 4 -> 212
+    """
+    embeddings = vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
+    layers = [*layers_of(model), *mtp_layers_of(model)]
+    return embeddings + sum(number * layer.total for layer, number in layers) + model.hidden_size
+
+
+def active_parameters(model: ModelConfig, vocab_size: int) -> int:
+    """Parameters that one token uses: all except those of experts that the token does not choose.
+
+    Qwen3-30B-A3B: 3,353,032,704 of 30,532,122,624
+    """
+    top_k, layers = model.moe.top_k or 0, [*layers_of(model), *mtp_layers_of(model)]
+    unused = sum(number * (layer.num_experts - top_k) * layer.expert for layer, number in layers)
+    return num_parameters(model, vocab_size) - unused
+
+
+def describe_parameters(model: ModelConfig, vocab_size: int) -> str:
+    """`30,532,122,624 (3,353,032,704 for a token)`"""
+    total, active = num_parameters(model, vocab_size), active_parameters(model, vocab_size)
+    return f"{total:,}" + (f" ({active:,} for a token)" if active < total else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerParameters:
+    """Parameters of a layer.
+
+    split     those that tp splits, without experts
+    whole     those that every rank of tp holds
+    expert    those of one of num_experts experts
+    products  those of split and whole in matrices, with which every token is multiplied
+    expert_products  those of one expert in matrices
+    state_products   multiplications of a token with the state of linear attention
+    """
+
+    split: int
+    whole: int
+    expert: int
+    num_experts: int
+    products: int
+    expert_products: int
+    state_products: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.split + self.whole + self.num_experts * self.expert
+
+    @staticmethod
+    def of(model: ModelConfig, kind: LayerKind = "full attention") -> "LayerParameters":
+        """The example of `num_parameters`: split 160, whole 8, products 160.
+
+        Instead of the MLP, 8 experts of width 2: split 64, whole 8 + 32 of the router, expert 24, products 96.
+        With a shared expert of width 6 and its gate: split 136, whole 44, products 172.
+        """
+        hidden, moe = model.hidden_size, model.moe
+        attention = _latent_attention if model.latent_attention.is_used else _attention
+        mixer = _linear_attention(model) if kind == "linear attention" else attention(model)
+        matrices, split_biases, whole_biases = mixer.matrices, mixer.split, mixer.whole
+        routers, expert, expert_biases = 0, 0, 0
+        if moe.num_experts is None:
+            matrices += 3 * hidden * model.ffn_hidden_size
+            split_biases += 2 * model.ffn_hidden_size * model.mlp_bias
+            whole_biases += hidden * model.mlp_bias
+        else:
+            matrices += 3 * hidden * (moe.shared_ffn_hidden_size or 0)
+            routers = hidden * (moe.num_experts + moe.shared_gate)
+            expert = 3 * hidden * model.resolved_expert_ffn
+            expert_biases = (2 * model.resolved_expert_ffn + hidden) * model.mlp_bias
+            whole_biases += moe.num_experts * moe.router_bias + (hidden + moe.num_experts) * moe.own_norms
+        return LayerParameters(
+            split=matrices + split_biases - mixer.duplicated,
+            whole=mixer.duplicated + model.num_layer_norms * hidden + routers + whole_biases,
+            expert=expert + expert_biases,
+            num_experts=moe.num_experts or 0,
+            products=matrices + routers,
+            expert_products=expert,
+            state_products=mixer.state_products,
+        )
+
+
+_latest: list[tuple[ModelConfig, list[tuple[LayerParameters, list[int]]]]] = []  # of `kinds_of`, at most one entry
+
+
+def layers_of(model: ModelConfig) -> list[tuple[LayerParameters, int]]:
+    """Each kind of layer, and how many layers are of this kind."""
+    return [(layer, len(numbers)) for layer, numbers in kinds_of(model)]
+
+
+def kinds_of(model: ModelConfig) -> list[tuple[LayerParameters, list[int]]]:
+    """Each kind of layer, and the numbers of such layers, from 1.
+
+    The answer for the latest model is kept, because a planner asks for one model thousands of times.
+    """
+    if not _latest or _latest[0][0] is not model:
+        _latest[:] = [(model, _kinds_of(model))]
+    return _latest[0][1]
+
+
+def mtp_layers_of(model: ModelConfig) -> list[tuple[LayerParameters, int]]:
+    """As `layers_of`, of the block for multi-token prediction: one more layer, a projection and three norms.
+
+    hidden size 4: `whole` is 32 + 12 more than that of the last layer, `products` 32 more
+    """
+    if not model.has_mtp:
+        return []
+    layer = LayerParameters.of(model)
+    projection, norms = 2 * model.hidden_size**2, 3 * model.hidden_size
+    return [(replace(layer, whole=layer.whole + projection + norms, products=layer.products + projection), 1)]
+
+
+def _kinds_of(model: ModelConfig) -> list[tuple[LayerParameters, list[int]]]:
+    kinds: dict[tuple[LayerKind, bool], list[int]] = {}
+    for number in range(1, model.num_layers + 1):
+        kinds.setdefault((model.kind_of(number), model.has_experts(number)), []).append(number)
+    of_kinds = [(of_kind(model, kind), kind, has, numbers) for (kind, has), numbers in kinds.items()]
+    return [(LayerParameters.of(m if has else m.without_experts, kind), numbers) for m, kind, has, numbers in of_kinds]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mixer:
+    """Parameters of what mixes tokens in a layer.
+
+    split, whole  those that are not in matrices
+    duplicated    those of matrices that every rank of tp holds
+    """
+
+    matrices: int
+    split: int
+    whole: int
+    state_products: int = 0
+    duplicated: int = 0
+
+
+def _attention(model: ModelConfig) -> _Mixer:
+    hidden, width = model.hidden_size, model.resolved_head_dim
+    queries, keys = model.num_attention_heads * width, model.resolved_query_groups * width
+    normed = queries + keys if model.qk_norm_across_heads else 2 * width
+    return _Mixer(
+        matrices=hidden
+        * (2 * queries + model.full_attention.num_kv_projections * keys + queries * model.attention_output_gate),
+        split=(queries + 2 * keys) * model.qkv_bias + model.num_attention_heads * model.attention_sinks,
+        whole=normed * model.qk_norm + hidden * model.attention_output_bias,
+    )
+
+
+def _latent_attention(model: ModelConfig) -> _Mixer:
+    """Matrices of DeepSeek-V3: queries 7168 x 1536 + 1536 x 24,576, keys and values 7168 x 576 + 512 x 32,768, output
+    16,384 x 7168"""
+    hidden, heads, latent = model.hidden_size, model.num_attention_heads, model.latent_attention
+    rank, width = latent.kv_lora_rank or 0, latent.qk_nope_head_dim + latent.v_head_dim
+    queries = heads * latent.qk_head_dim
+    down = hidden * ((latent.q_lora_rank or 0) + latent.compressed_width)
+    up = (latent.q_lora_rank or hidden) * queries + rank * heads * width
+    return _Mixer(
+        matrices=down + up + hidden * heads * latent.v_head_dim,
+        split=0,
+        whole=(latent.q_lora_rank or 0) + rank,
+        duplicated=down,
+    )
+
+
+def _linear_attention(model: ModelConfig) -> _Mixer:
+    """Matrices: q, k, v, the output's gate and the output, and a decay and beta of each value head.  Other weights: the
+    convolution, two numbers of each value head, and a norm.  The state S of a head is multiplied three times: S^T k,
+    k (v - S^T k)^T and S^T q.  (Megatron-LM 0.19 counts four, and the convolution.)"""
+    linear = model.linear_attention
+    keys, values, heads = linear.key_width, linear.value_width, linear.num_value_heads or 0
+    return _Mixer(
+        matrices=model.hidden_size * (2 * keys + 3 * values + 2 * heads),
+        split=linear.conv_kernel * (2 * keys + values) + 2 * heads,
+        whole=linear.value_head_dim,
+        state_products=3 * values * linear.key_head_dim,
+    )
+
+
+@dataclass(frozen=True)
+class AttentionCost:
+    """What attention over a document costs, in units of a token's other computation in the layers.
+
+        cost = length ** 2 / crossover + m * (2 * length - m) / window_crossover, with m = min(length, window)
+
+    crossover         length at which the layers with full attention take as many FLOPs as all other computation
+    window_crossover  the same for the layers with a sliding window, if their window were no limit
+    """
+
+    crossover: float = math.inf
+    window: int | None = None
+    window_crossover: float = math.inf
+
+    @staticmethod
+    def of(model: ModelConfig) -> "AttentionCost":
+        """Llama 8B -> AttentionCost(53,248); with a window of 4,096 in half of the layers 106,496 and 106,496"""
+        of_layers = sum(_products(model))
+        full, windows = attention_widths(model).values()
+        full += model.attention_width * model.has_mtp
+        return AttentionCost(
+            crossover=of_layers / full if full else math.inf,
+            window=model.sliding_window,
+            window_crossover=of_layers / windows if windows else math.inf,
+        )
+
+    def __call__(self, lengths: np.ndarray) -> np.ndarray:
+        """float64, in tokens.  lengths [10, 100], crossover 10, window 20, window_crossover 10 -> [20, 1360]"""
+        real = np.asarray(lengths, dtype=np.float64)
+        cost = real * (real / self.crossover)
+        if self.window is not None:
+            nearest = np.minimum(real, self.window)
+            cost = cost + nearest * ((2 * real - nearest) / self.window_crossover)
+        return cost
+
+    def equal_length(self) -> float:
+        """The length at which attention costs as much as all other computation of the layers; inf: no length does."""
+        if self.window is None:
+            return self.crossover
+        low, high = 0.0, 2.0**40
+        if self(np.array([high]))[0] < high:
+            return math.inf
+        for _ in range(100):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self(np.array([middle]))[0] >= middle else (middle, high)
+        return high
+
+
+def _products(model: ModelConfig) -> tuple[int, int]:
+    """Multiplications of a token in all layers: with weights, and with states of linear attention."""
+    layers, top_k = [*layers_of(model), *mtp_layers_of(model)], model.moe.top_k or 0
+    weights = sum(number * (layer.products + top_k * layer.expert_products) for layer, number in layers)
+    return weights, sum(number * layer.state_products for layer, number in layers)
+
+
+@dataclass(frozen=True)
+class TrainFlops:
+    """FLOPs of forward and backward.
+
+    Counts matrix products only.  Each parameter that a token uses costs 2 FLOPs in forward and 4 in backward, and a
+    frozen one 2 in backward, although backward may end above the lowest frozen layers.  Causal attention costs heads *
+    (key width + value width) FLOPs per layer and squared length in forward, and twice as many in backward.  Linear
+    attention costs the same for every token.
+
+    per_token  per token of a document, with linear and without other attention
+    per_label  per supervised token; with multi-token prediction, whose labels are almost as many, of both heads
+    cost       attention's FLOPs of a document, divided by per_token + saved
+    saved      per token, because weights are frozen
+    """
+
+    per_token: float
+    per_label: float
+    cost: AttentionCost
+    saved: float = 0.0
+
+    @staticmethod
+    def of(model: ModelConfig, vocab_size: int, trained: Trained = Trained(), rank: int = 0) -> "TrainFlops":
+        """trained: what of the model; rank: of its adapters
+
+        the example of `num_parameters` -> TrainFlops(6 * 160, 6 * 40, AttentionCost(40)): 24 per squared length"""
+        (layers, states), head = _products(model), vocab_size * model.hidden_size * (2 if model.has_mtp else 1)
+        if trained.whole is None:
+            return TrainFlops(6.0 * (layers + states), 6.0 * head, AttentionCost.of(model))
+        share = (model.moe.top_k or 0) / (model.moe.num_experts or 1)  # of the experts, which a token uses
+        matrices = [weight for weight in trained.whole if weight.layer is not None and len(weight.shape) > 1]
+        used = sum(weight.size * (share if weight.is_expert else 1.0) for weight in matrices)
+        factors = sum(weight.num_trained(rank) * (share if weight.num_experts else 1.0) for weight in trained.adapted)
+        trains_head = any(weight.key == (EMBEDDING if model.tie_embeddings else HEAD) for weight in trained.whole)
+        per_token = 4.0 * layers + 6.0 * states + 2.0 * used + 6.0 * factors
+        per_label = (6.0 if trains_head else 4.0) * head
+        return TrainFlops(per_token, per_label, AttentionCost.of(model), saved=6.0 * (layers + states) - per_token)
+
+    def attention(self, lengths: np.ndarray) -> float:
+        """Attention's FLOPs of documents of these lengths."""
+        return (self.per_token + self.saved) * float(self.cost(lengths).sum())

@@ -1,0 +1,128 @@
+"""The interface between an attention backend and the rest of the model.
+
+`selection.choose` makes one backend object per run.  No other code branches on the kind of backend.  A new kind of
+layer needs its own ModuleSpec, next to `layer_spec`, and its own field in PackedDocuments.
+
+Facts that are needed before torch is imported are elsewhere.  sft/config/attention.py defines the effect of a backend
+on the keys of a recipe, and activation_bytes.py counts the bytes that a backend saves.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import ModuleSpec
+from torch import Tensor
+
+from sft.config import Config
+from sft.layers.kinds import of_kind
+from sft.mcore.attention import rope
+from sft.mcore.attention.packed_attention import Kernel
+from sft.mcore.attention.rope import RotaryTable, Rotation
+from sft.mcore.device import send
+from sft.mcore.linear_attention.delta_rule import Kernel as DeltaKernel
+from sft.mcore.linear_attention.documents import LinearDocuments
+from sft.parallel.cp_group import CpGroup
+
+
+@dataclass
+class PackedDocuments(PackedSeqParams):
+    """The inputs of attention that describe a microbatch.  The engine makes them on every pipeline stage."""
+
+    cp: CpGroup | None = None  # the ranks that share the pack
+    num_documents: int = 0  # of the whole pack, filler documents included
+    kernels: Mapping[int | None, Kernel] = field(default_factory=dict)  # by sliding window; only with portable
+    rotation: Rotation | None = None  # of this rank's tokens, if attention itself rotates queries and keys
+    window_rotation: Rotation | None = None  # the same for layers with model.rope.window_base
+    linear: LinearDocuments | None = None  # of layers with linear attention
+
+
+class AttentionBackend(ABC):
+    """One implementation of attention.  reason: why this run uses this implementation, for the log"""
+
+    name: ClassVar[str]  # as attention.backend in the recipe
+    final_norm: ClassVar[type[torch.nn.Module]]  # after the last layer
+    has_te_kernels: ClassVar[bool]  # uses kernels of Transformer Engine; False: norms mark outputs as recomputable
+    delta_kernel: DeltaKernel | None = None  # of layers with linear attention
+    latent_attention: Callable[..., Any]  # makes what latent_attention/core_attention.py describes
+    attention_rotates: bool  # attention rotates queries and keys in plain torch; False: core does, in a fused kernel
+
+    def __init__(self, config: Config, reason: str) -> None:
+        self.config, self.reason = config, reason
+        self._ropes = {"all": config.model.rope, "windows": config.model.rope.of_windows}
+        self._models = {
+            "all": of_kind(config.model, "full attention"),
+            "windows": of_kind(config.model, "window attention"),
+        }
+        self._frequencies = {
+            layers: rope.frequencies(positions, self._models[layers].rotary_dim)
+            for layers, positions in self._ropes.items()
+            if positions is not None
+        }
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})"
+
+    @property
+    def transformer_fields(self) -> dict[str, bool]:
+        """Fields of TransformerConfig that the backend decides."""
+        experts = {} if self.config.model.moe.num_experts is None else {"moe_grouped_gemm": self.has_te_kernels}
+        return {"apply_rope_fusion": not self.attention_rotates, **experts}
+
+    @abstractmethod
+    def layer_spec(self, *, has_experts: bool) -> ModuleSpec:
+        """The modules of one transformer layer.  All backends store the same checkpoint keys."""
+
+    def rotary_table(self, device: torch.device) -> RotaryTable | None:
+        """Angles with which megatron-core rotates queries and keys; None: attention itself rotates them."""
+        return None if self.attention_rotates else RotaryTable(self.frequencies(device))
+
+    def documents(self, cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp: CpGroup) -> PackedDocuments:
+        """The inputs of attention that describe a microbatch on this rank.
+
+        cu_seqlens  int32 [documents + 1], padded boundaries of the documents of the whole pack
+        max_seqlen  tokens of the longest document of the pack, padded
+        positions   int64 [1, t] of this rank's tokens within their documents, on the device
+        cp          the ranks that share the pack
+
+        Padded and unpadded boundaries are the same tensor, because causal attention cannot see padding at the end of a
+        document.  Some Transformer Engine releases drop keys if the two boundaries differ.
+        """
+        boundaries = send(cu_seqlens, positions.device)
+        is_dynamic = self.config.parallel.dynamic_cp
+        return PackedDocuments(
+            qkv_format="thd",
+            cu_seqlens_q=boundaries,
+            cu_seqlens_kv=boundaries,
+            cu_seqlens_q_padded=boundaries,
+            cu_seqlens_kv_padded=boundaries,
+            max_seqlen_q=max_seqlen,
+            max_seqlen_kv=max_seqlen,
+            cp_group=cp.members if is_dynamic else None,  # core: size 1 without a group turns CP off
+            local_cp_size=cp.size if is_dynamic else None,  # core: None keeps the group of the run
+            cp=cp,
+            num_documents=len(cu_seqlens) - 1,
+            rotation=self._rotation("all", positions),
+            window_rotation=self._rotation("windows", positions),
+        )
+
+    def _rotation(self, layers: str, positions: Tensor) -> Rotation | None:
+        positions_config = self._ropes[layers]
+        if not self.attention_rotates or positions_config is None:
+            return None
+        frequencies = self.frequencies(positions.device, layers)
+        whole_heads = rope.rotates_whole_heads(self._models[layers])
+        dtype = params_dtype(self.config)
+        return Rotation.of(positions.flatten(), frequencies, dtype, positions_config, whole_heads=whole_heads)
+
+    def frequencies(self, device: torch.device, layers: str = "all") -> Tensor:
+        """float32 [rotary_dim / 2].  layers: "windows" are those with model.rope.window_base"""
+        self._frequencies[layers] = self._frequencies[layers].to(device)  # copied the first time only
+        return self._frequencies[layers]
+
+
+def params_dtype(config: Config) -> torch.dtype:
+    return torch.bfloat16 if config.run.precision == "bf16" else torch.float32

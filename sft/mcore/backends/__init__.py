@@ -1,0 +1,1 @@
+"""The backends of `backend.py`, and which of them a run gets."""

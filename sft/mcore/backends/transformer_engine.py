@@ -1,0 +1,167 @@
+"""The `te` backend: Transformer Engine's layers and attention, on CUDA.
+
+megatron-core builds the layers, and applies the rotary embedding with Transformer Engine's fused kernel.  If a pack may
+be too long for that kernel, attention rotates queries and keys in plain torch.  Transformer Engine does context
+parallelism, as `parallel.cp_comm` selects.
+"""
+
+import importlib.metadata
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TEDotProductAttention, TENorm
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer.identity_op import IdentityOp
+from torch import Tensor
+
+from sft.config import Config, ModelConfig
+from sft.errors import ConfigError
+from sft.layers import fused_rotary
+from sft.mcore import fp8
+from sft.mcore.attention import rope
+from sft.mcore.backend import AttentionBackend, PackedDocuments
+from sft.mcore.latent_attention.core_attention import ExpandedKeys
+
+# First release of Transformer Engine (by its source code) whose cp_comm of this name accepts packed documents.
+_PACKED_SINCE = {"a2a": (2, 10), "all_gather": (2, 18), "a2a+p2p": (2, 19)}
+INSTALL = 'Install it with: pip install --no-build-isolation "transformer-engine[pytorch]" (docs/start/install.md)'
+
+
+class TransformerEngine(AttentionBackend):
+    name = "te"
+    final_norm = TENorm
+    has_te_kernels = True
+    latent_attention = partial(ExpandedKeys, attention=TEDotProductAttention)
+
+    def __init__(self, config: Config) -> None:
+        problem = fused_rotary.why_not(config)
+        super().__init__(config, f"Transformer Engine; {problem}" if problem else "Transformer Engine")
+        self.attention_rotates = problem is not None
+
+    def layer_spec(self, *, has_experts: bool) -> ModuleSpec:
+        experts = self.config.model.moe.num_experts if has_experts else None
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=self.config.model.qk_norm
+        )
+        has_latents = self.config.model.latent_attention.is_used
+        if self.config.lora.is_used:
+            spec = with_norms_apart(spec)
+        elif has_latents:  # the norm's output has several readers
+            spec = with_norm_before_attention(spec)
+        if self.attention_rotates and not has_latents:
+            attention = spec.submodules.self_attention.submodules
+            attention.core_attention = rotating(attention.core_attention, self.config.model)
+        return spec
+
+
+def with_norms_apart(spec: ModuleSpec) -> ModuleSpec:
+    """The layer whose norms are modules of their own, under the same keys of a checkpoint.
+
+    Transformer Engine computes the norm before a projection inside the projection, where no adapter can read its
+    output.
+    """
+    layer = with_norm_before_attention(spec).submodules
+    layer.sharded_state_dict_keys_map["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    if layer.pre_mlp_layernorm is IdentityOp:  # with experts, the norm is a module of its own already
+        layer.pre_mlp_layernorm = TENorm
+        mlp = layer.mlp
+        parts = mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]  # up to core 0.18
+        parts.linear_fc1 = TEColumnParallelLinear
+    return spec
+
+
+def with_norm_before_attention(spec: ModuleSpec) -> ModuleSpec:
+    """The layer in which only the norm before attention is a module of its own."""
+    layer = spec.submodules
+    layer.input_layernorm, layer.self_attention.submodules.linear_qkv = TENorm, TEColumnParallelLinear
+    layer.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    return spec
+
+
+def rotating(attention: Any, model: ModelConfig) -> Any:
+    """A subclass of core's class for Transformer Engine's attention, which rotates queries and keys in plain torch.
+
+    Layers without rotary positions have another factor on query-key products.
+    """
+
+    class RotatingAttention(attention):
+        def __init__(self, *, layer_number: int, softmax_scale: float, **core: Any) -> None:
+            rotates = layer_number not in model.rope.skip_layers
+            scale = softmax_scale if rotates else rope.plain_scale(model)
+            super().__init__(layer_number=layer_number, softmax_scale=scale, **core)
+            self._rotates = rotates
+
+        def forward(
+            self, query: Tensor, key: Tensor, *args: Any, packed_seq_params: PackedDocuments, **core: Any
+        ) -> Any:
+            """query [t, heads, d], key [t, key heads, d]"""
+            rotation = packed_seq_params.rotation
+            assert rotation is not None
+            if self._rotates:
+                query, key = rotation.apply_to_query(query), rotation.apply(key)
+            return super().forward(query, key, *args, packed_seq_params=packed_seq_params, **core)
+
+    return RotatingAttention
+
+
+def why_not(config: Config, device_type: str) -> str | None:
+    """The reason why this run cannot use Transformer Engine; None if it can."""
+    return unfit(config, device_type) or missing()
+
+
+def unfit(config: Config, device_type: str) -> str | None:
+    """The reason why Transformer Engine cannot do what the recipe wants on this device; None if it can."""
+    if device_type != "cuda":
+        return "Transformer Engine needs CUDA, but this run is on the CPU"
+    if config.run.precision == "fp32":
+        return "Transformer Engine's attention computes in bf16, but run.precision is fp32"
+    if config.model.portable_only:
+        return f"only the portable backend has {config.model.portable_only}"
+    if (
+        config.model.latent_attention.is_used
+        and torch.cuda.is_available()
+        and torch.cuda.get_device_capability() < (9, 0)
+    ):
+        return "its attention with latents needs a GPU of compute capability 9.0 or higher"
+    if config.run.deterministic and torch.cuda.is_available() and (gpu := torch.cuda.get_device_capability())[0] != 9:
+        return (
+            "run.deterministic is true, and Transformer Engine's attention over packed documents is deterministic only "
+            f"on GPUs of compute capability 9.x, but this GPU has {gpu[0]}.{gpu[1]}"
+        )
+    return None
+
+
+def missing() -> str | None:
+    """The reason why Transformer Engine cannot be imported, with advice; None if it can."""
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except ImportError as error:
+        return f"transformer_engine cannot be imported ({error}).  {INSTALL}"
+    return None
+
+
+def check_release(config: Config) -> None:
+    """Raise ConfigError if the installed release would fail an assertion in the first step."""
+    parallel, recipe, installed = config.parallel, config.run.fp8, importlib.metadata.version("transformer-engine")
+    needed = _PACKED_SINCE.get(parallel.cp_comm, (0, 0))
+    if parallel.cp > 1 and _numbers(installed) < needed:
+        major, minor = needed
+        raise ConfigError(
+            f"parallel.cp_comm = {parallel.cp_comm} needs Transformer Engine {major}.{minor} or newer for packed "
+            f"documents, but {installed} is installed.  parallel.cp_comm=p2p works."
+        )
+    if recipe is None:
+        return
+    gpu, cuda = torch.cuda.get_device_capability(), _numbers(torch.version.cuda or "0.0")
+    problem = fp8.why_not(recipe, te=_numbers(installed), gpu=gpu, cuda=cuda)
+    if problem:
+        others = [name for name in fp8.recipes_for(gpu) if name != recipe]
+        raise ConfigError(f"run.fp8 = {recipe}: {problem}.  This GPU can run: {', '.join([*others, 'null'])}.")
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    """ "2.20.2+abc" -> (2, 20)"""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)

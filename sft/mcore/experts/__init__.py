@@ -1,0 +1,1 @@
+"""Layers of experts: router, experts, and what they compute together."""

@@ -1,0 +1,113 @@
+"""The mixture of experts: sends tokens to the experts that the router chose, and computes the outputs.
+
+megatron-core sends tokens to experts and back, and computes the experts.  `router.py` chooses the experts.  This module
+passes the document of each token to the router, and decides what backward recomputes.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.extensions.transformer_engine import te_checkpoint
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch import Tensor
+
+from sft.mcore.activations.recompute import recomputed
+from sft.mcore.experts.grouped import layer_by_layer
+from sft.mcore.modules.gated_activation import GatedActivation
+
+
+class ExpertLayer(MoELayer):
+    """Core's layer, with the document of each token passed to its router.
+
+    padding_mask holds document numbers, int32 [1, t], -1 for padding: it is the only per-token argument that core
+    passes to experts through pipeline stages, sequence parallelism and recomputation.  Core's own `forward` would
+    convert the numbers to booleans.
+
+    recompute: backward recomputes the experts from the tokens that they have received.  The tokens are not sent again,
+    and the host does not wait again for the number of tokens of each expert.
+    activation: arguments of GatedActivation; empty: core's SwiGLU
+    """
+
+    experts: Any
+
+    def __init__(
+        self, *args: Any, recompute: bool = False, activation: Mapping[str, Any] = MappingProxyType({}), **core: Any
+    ) -> None:
+        super().__init__(*args, **core)
+        self._recompute = recompute
+        if activation:
+            self.experts = layer_by_layer(self.experts, GatedActivation(**activation))
+
+    @property
+    def _recomputes(self) -> bool:
+        return self._recompute and self.training
+
+    def forward(
+        self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        """[t, 1, h] -> [t, 1, h], and no bias."""
+        assert padding_mask is not None and intermediate_tensors is None
+        shared = None if self.shared_experts is None else self._compute_shared(hidden_states)
+        return self._mixed(hidden_states, self.router(hidden_states, padding_mask), shared), None
+
+    def _mixed(self, hidden_states: Tensor, routing: tuple[Tensor, Tensor], shared: Tensor | None) -> Tensor:
+        """The weighted sum of the outputs of chosen experts, plus that of the shared expert if it is given: [t, 1, h].
+
+        routing: what `Router` returns
+        """
+        sent, weights = self.preprocess(hidden_states, *routing)
+        tokens, counts, weights = self.token_dispatcher.dispatch_postprocess(*self.dispatch(sent, weights))
+        output = self.token_dispatcher.combine_preprocess(self._compute(tokens, counts, weights))
+        combined: Tensor = self.postprocess(self.combine(output), shared)
+        self._forget_routing()
+        return combined
+
+    def _forget_routing(self) -> None:
+        """Free the weights and choices of tokens, and their order by expert.
+
+        Core would keep them on the device until the layer's next forward pass, even if they are offloaded or recomputed
+        in backward.
+        """
+        if isinstance(self.token_dispatcher, MoEAlltoAllTokenDispatcher):
+            for name in ("probs", "routing_map", "reversed_local_input_permutation_mapping"):
+                setattr(self.token_dispatcher, name, None)
+
+    def _compute_shared(self, tokens: Tensor) -> Tensor:
+        """The output of the shared expert, [t, 1, h] -> [t, 1, h].  It is a dense MLP, which tp splits."""
+        output: Tensor
+        shared = self.shared_experts
+        if not self._recomputes:
+            output = shared(tokens)
+        elif self.config.fp8:
+            output = te_checkpoint(shared, False, tensor_parallel.random.get_cuda_rng_tracker, self.tp_group, tokens)
+        else:
+            output = recomputed(shared, tokens, shared.parameters())
+        return output
+
+    def _compute(self, tokens: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
+        """tokens [n, h] that this rank has received, sorted by expert; counts [experts]; weights [n] -> [n, h]"""
+        output: Tensor
+        if not self._recomputes:
+            output, _ = self.experts(tokens, counts, weights)
+        elif self.config.fp8:  # Transformer Engine's checkpoint restores the first pass's scales
+            tracker = tensor_parallel.random.get_cuda_rng_tracker
+            output, _ = te_checkpoint(self.experts, False, tracker, self.tp_group, tokens, counts, weights)
+        else:
+            parameters = self.experts.parameters()
+            output = recomputed(lambda rows: self.experts(rows, counts, weights)[0], tokens, [weights, *parameters])
+        return output
+
+
+def reduce_apart(chunk: torch.nn.Module) -> None:
+    """Mark experts' weights, so that core reduces their gradients over the ranks that hold copies of them.
+
+    Core marks experts only if ep is above 1.  With ep 1, core treats experts like dense weights, whose tp ranks see the
+    same tokens.  The tp ranks of an expert see different tokens, so each rank would keep only a part of the gradient.
+    """
+    for name, param in chunk.named_parameters():
+        if ".experts." in name:  # not in .shared_experts., which tp splits like a dense MLP
+            param.allreduce = False  # type: ignore[attr-defined]

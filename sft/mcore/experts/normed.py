@@ -1,0 +1,64 @@
+"""A mixture of experts that is added to a dense MLP, each between norms of its own (Gemma 4).
+
+    h       the residual stream, which no norm before the mixture has changed
+    output  norm(mlp(norm(h))) + norm(experts(norm(h), router(h)))
+    logit   of an expert and a token: weight . (input_scale * unscaled norm(h) / sqrt(width of h))
+    weight  of a chosen expert: its part of the softmax over the chosen ones, times its expert_scale
+
+The dense MLP is core's shared expert: every token goes to it, and tp splits it.  The layer then norms the sum
+(`layer.py`).
+"""
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from sft.config import MoeConfig
+from sft.mcore.experts.layer import ExpertLayer
+from sft.mcore.experts.router import Router, Routing
+from sft.mcore.modules.norm import UnscaledNorm
+
+
+class NormedExperts(ExpertLayer):
+    """norm: class of its norms; the other arguments are those of ExpertLayer"""
+
+    def __init__(self, *args: Any, norm: type[torch.nn.Module], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        sizes = dict(config=self.config, hidden_size=self.config.hidden_size, eps=self.config.layernorm_epsilon)
+        self.shared_norm, self.shared_output_norm = norm(**sizes), norm(**sizes)
+        self.expert_norm, self.expert_output_norm = norm(**sizes), norm(**sizes)
+
+    def forward(
+        self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        """[t, 1, h] of the residual stream -> [t, 1, h], and no bias."""
+        assert padding_mask is not None and intermediate_tensors is None
+        shared = self._compute_shared(self.shared_norm(hidden_states))
+        routing = self.router(hidden_states, padding_mask)
+        mixed = self._mixed(self.expert_norm(hidden_states), routing, shared=None)
+        output: Tensor = self.shared_output_norm(shared) + self.expert_output_norm(mixed)
+        return output, None
+
+
+class NormedRouter(Router):
+    """A router with a norm of its own, which scales its input and the weights of experts."""
+
+    def __init__(self, config: TransformerConfig, *, moe: MoeConfig, **core: Any) -> None:
+        super().__init__(config, moe=moe, **core)
+        self.norm = UnscaledNorm(config.layernorm_epsilon)
+        self.input_scale = torch.nn.Parameter(self.weight.new_ones(config.hidden_size))
+        self.expert_scale = torch.nn.Parameter(self.weight.new_ones(self.num_experts))
+        for scale in (self.input_scale, self.expert_scale):
+            scale.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def _logits(self, tokens: Tensor, weight: Tensor | None = None) -> Tensor:
+        """The input's scale multiplies columns of the weight, so that the norm's output is all that backward saves."""
+        own = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+        own = own * (self.input_scale.to(own.dtype) / math.sqrt(tokens.shape[-1]))
+        return super()._logits(self.norm(tokens), own)
+
+    def _scaled(self, routing: Routing) -> Routing:
+        return Routing(routing.weights * self.expert_scale.to(routing.weights.dtype), routing.chosen)

@@ -1,0 +1,1 @@
+"""Adapters and frozen weights within the model."""

@@ -1,0 +1,288 @@
+"""LoRA: trains two small factors beside each frozen weight (Hu et al., 2021, arXiv:2106.09685).
+
+    output = W x + scale * B (A x)        W [out, in] frozen, A [rank, in], B [out, rank]
+
+An adapter is a pair of factors for one Linear of the Hugging Face model, such as `q_proj`.  Our weight `linear_qkv`
+consists of the rows of three such Linears and has up to three adapters, so an export is exactly what was trained.
+One factor is split over tp as the weight is, and the other factor is replicated:
+
+    column parallel (qkv, gate and up)   B holds this rank's rows, A is replicated
+    row parallel (proj, down)            A holds this rank's columns, B is replicated
+
+An adapter adds to the output of its layer, so its output must be in the same state: this rank's rows, the sum over tp,
+or this rank's tokens of that sum.
+
+The factors of all experts of a layer are one tensor, in memory and in a checkpoint (see grouped_experts.py).
+
+`sft.weights.lora.targets` selects the weights.  `checkpoint_io` stores the factors under the names of PEFT.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from sft.config.lora import LoraConfig
+from sft.layers.adapters import AdaptedWeight, Adapter, names_of
+from sft.mcore.experts.grouped import RowsOfExperts, layer_by_layer
+from sft.mcore.lora.split import Split
+from sft.mcore.process_groups import ProcessGroups
+
+PREFIX = "adapter."  # of the keys of adapters in a checkpoint
+
+
+class Factors(torch.nn.Module):
+    """This rank's parts of A and B of one adapter, or of those of its experts.
+
+    a: [rank, columns]; b: one matrix [rows, rank] for each part of our weight that the Linear consists of; those of
+    experts have one axis more, [experts, ...]
+    """
+
+    def __init__(self, adapter: Adapter, weight: AdaptedWeight, rank: int, split: Split, base: Tensor) -> None:
+        super().__init__()
+        self.adapter, self.weight, self.split, self.rank = adapter, weight, split, rank
+        num_columns = weight.num_columns // (split.size if split.by_columns else 1)
+        num_rows = [weight.part_rows[part] // (1 if split.by_columns else split.size) for part in adapter.parts]
+        stack = (len(split.experts),) if split.experts else ()
+        self.a = torch.nn.Parameter(base.new_full((*stack, rank, num_columns), math.nan))
+        self.b = torch.nn.ParameterList(base.new_full((*stack, rows, rank), math.nan) for rows in num_rows)
+        self._mark(self.a, base, is_split=split.by_columns, axis=len(stack) + 1)
+        for factor in self.b:
+            self._mark(factor, base, is_split=not split.by_columns, axis=len(stack))
+
+    def _mark(self, factor: Any, base: Any, *, is_split: bool, axis: int) -> None:
+        """Mark the factor for core: over which ranks it sums the gradient, and on which it counts it in the norm."""
+        split, of_dense = self.split, getattr(base, "allreduce", True)
+        factor.allreduce = of_dense
+        is_split = is_split and not split.is_duplicated
+        factor.sequence_parallel = split.sequence_parallel and not is_split  # each rank has seen its own tokens only
+        if of_dense:
+            is_counted = is_split and split.size > 1  # otherwise core counts it on the first rank of tp
+        else:
+            is_counted = is_split or split.group.rank() == 0
+        if is_counted:
+            set_tensor_model_parallel_attributes(factor, True, axis, 1)
+
+    def leaves(self) -> Iterator[ShardedTensor | ShardedTensorFactory]:
+        """The factors as parts of PEFT's tensors, or of stacks of these."""
+        rank = self.split.part
+        a_shape, b_shape = (self.rank, self.weight.num_columns), (self.weight.rows_of(self.adapter), self.rank)
+        column = rank * self.a.shape[-1] if self.split.by_columns else 0
+        yield self._shard("lora_A", self.a, a_shape, (0, column), is_split=self.split.by_columns)
+        first = 0
+        for part, factor in zip(self.adapter.parts, self.b):
+            if self.adapter.num_blocks > 1:
+                yield self._by_block(factor, b_shape, first // self.adapter.num_blocks)
+            else:
+                row = first if self.split.by_columns else first + rank * factor.shape[-2]
+                yield self._shard("lora_B", factor, b_shape, (row, 0), is_split=not self.split.by_columns)
+            first += self.weight.part_rows[part]
+
+    def _by_block(self, factor: Tensor, shape: tuple[int, ...], first: int) -> ShardedTensorFactory:
+        """A part of B whose rows lie apart in PEFT's tensor.  first: row of the part in each block"""
+        count = self.adapter.num_blocks // self.split.size  # blocks of this rank
+        of_block, own = shape[0] // self.adapter.num_blocks, self.split.group.rank() * count
+
+        def build(key: str, data: Tensor, replica_id: Any, flattened_range: None) -> list[ShardedTensor]:
+            parts = enumerate(data.detach().chunk(count))
+            rows = ((part, ((own + block) * of_block + first, 0)) for block, part in parts)
+            return [self._shard("lora_B", part, shape, offset, is_split=True) for part, offset in rows]
+
+        whole = self._shard("lora_B", factor, shape, (first, 0), is_split=True)
+        return ShardedTensorFactory(whole.key, factor, build, torch.cat, whole.replica_id)
+
+    def _shard(
+        self, name: str, factor: Tensor, shape: tuple[int, ...], offset: tuple[int, ...], *, is_split: bool
+    ) -> ShardedTensor:
+        is_whole = self.split.is_duplicated or not is_split
+        if experts := self.split.experts:
+            shape, offset = (self.weight.num_experts, *shape), (experts.start, *offset)
+        return ShardedTensor(
+            key=f"{PREFIX}{self.adapter.name}.{name}.weight",
+            data=factor,
+            dtype=factor.dtype,
+            local_shape=tuple(factor.shape),
+            global_shape=shape,
+            global_offset=offset,
+            axis_fragmentations=None,
+            replica_id=(0, self.split.group.rank() if is_whole else 0, self.split.replica),
+        )
+
+
+class Adapted(torch.nn.Module):
+    """A frozen layer of core with its adapters; takes the layer's place in the model."""
+
+    def __init__(self, base: Any, weight: AdaptedWeight, split: Split, lora: LoraConfig) -> None:
+        super().__init__()
+        self.base, self.weight, self.split, self.scale = base, weight, split, lora.scale
+        assert lora.rank is not None
+        like = next(base.parameters())
+        factors = [Factors(adapter, weight, lora.rank, split, like) for adapter in weight.adapters]
+        self.factors: Any = torch.nn.ModuleList(factors)
+
+    def in_rows(self, by_part: dict[int, Tensor]) -> Tensor:
+        """The outputs of the weight's parts, [..., rows of the part], in the order of the weight's rows, [..., rows].
+
+        Parts without an adapter are 0.
+        """
+        if len(self.weight.part_rows) == 1:
+            return by_part[0]
+        like = next(iter(by_part.values()))
+        ranks = 1 if self.split.by_columns else self.split.size
+        groups = max(1, self.weight.num_groups // ranks)
+        parts = []
+        for part, rows in enumerate(self.weight.part_rows):
+            output = by_part.get(part)
+            if output is None:
+                output = like.new_zeros(*like.shape[:-1], rows // ranks)
+            parts.append(output.unflatten(-1, (groups, -1)))
+        return torch.cat(parts, -1).flatten(-2)
+
+    def output_rows(self, x: Tensor, rows: slice) -> Tensor:
+        """Rows of the output, without bias; x [k, 1, in] are all tokens of every tensor-parallel rank.
+
+        Only for a column-parallel weight that is one Linear.  The gradient of x is that of this rank's rows alone.
+        """
+        (factors,) = self.factors
+        a = factors.a if self.split.sequence_parallel else self.split.summing_gradients(factors.a)  # or core sums it
+        output = torch.nn.functional.linear(x, self.base.weight[rows])
+        return output + (x @ a.t()) * self.scale @ factors.b[0][rows].t()
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Of the layer alone: `shards` describes the adapters."""
+        return self.base.sharded_state_dict(*args, **kwargs)
+
+
+class AdaptedLinear(Adapted):
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """x [t, 1, in] -> [t, 1, out] and the layer's bias, as the layer itself returns them."""
+        output, bias = self.base(x, *args, **kwargs)
+        return output + self._adapters_output(x), bias
+
+    def _adapters_output(self, x: Tensor) -> Tensor:
+        inner = self.split.project(x, torch.cat([factors.a for factors in self.factors])) * self.scale
+        by_part: dict[int, Tensor] = {}
+        for factors, of_factors in zip(self.factors, inner.split([factors.rank for factors in self.factors], -1)):
+            for part, b in zip(factors.adapter.parts, factors.b):
+                by_part[part] = of_factors @ b.t()
+        return self.in_rows(by_part)
+
+
+class AdaptedExperts(Adapted):
+    """A frozen layer of this rank's experts with their adapters, which are computed for all these experts at once.
+
+    The dispatcher of experts sums outputs and input gradients over etp.  So each rank adds its own term of these sums.
+    """
+
+    def forward(self, x: Tensor, counts: list[int], *weights: Tensor) -> tuple[Tensor, Tensor | None]:
+        """x [n, in], sorted by expert; counts: rows of each expert -> [n, out], and no bias"""
+        output, bias = self.base(x, counts, *weights)
+        return output + self._adapters_output(x, counts), bias
+
+    def _adapters_output(self, x: Tensor, counts: list[int]) -> Tensor:
+        by_columns, rows = self.split.by_columns, RowsOfExperts.of(counts, x.device)
+        by_part: dict[int, Tensor] = {}
+        for factors in self.factors:
+            a = factors.a if by_columns else self.split.summing_gradients(factors.a)
+            inner = rows.times(x, a) * self.scale
+            for part, b in zip(factors.adapter.parts, factors.b):
+                by_part[part] = rows.times(inner, self.split.summing_gradients(b) if by_columns else b)
+        return self.in_rows(by_part)
+
+
+def attach(chunk: Any, weights: Iterable[AdaptedWeight], lora: LoraConfig, groups: ProcessGroups) -> None:
+    """Give the layers of a model chunk, which is frozen, their adapters, without values.
+
+    Call this function before core allocates buffers for gradients.
+    """
+    layers = {layer.layer_number - 1: layer for layer in chunk.decoder.layers}
+    for weight in weights:
+        if weight.layer not in layers:
+            continue
+        layer, path = layers[weight.layer], weight.module
+        if weight.num_experts:
+            layer.mlp.experts = layer_by_layer(layer.mlp.experts)
+            path = path.replace(".experts.experts.", ".experts.")
+        parent, _, name = path.rpartition(".")
+        split = _split(layer.config, weight, groups)
+        adapted = (AdaptedExperts if weight.num_experts else AdaptedLinear)(
+            layer.get_submodule(path), weight, split, lora
+        )
+        setattr(layer.get_submodule(parent), name, adapted)
+
+
+def _split(core: TransformerConfig, weight: AdaptedWeight, groups: ProcessGroups) -> Split:
+    collection, is_expert = groups.collection, weight.num_experts > 0
+    group = collection.expt_tp if is_expert else collection.tp
+    count = weight.num_experts // collection.ep.size()
+    return Split(
+        group=group,
+        by_columns=not weight.is_column_parallel,
+        sequence_parallel=core.sequence_parallel and not is_expert and group.size() > 1,
+        replica=(collection.expt_dp if is_expert else collection.dp_cp).rank(),
+        is_duplicated=weight.is_duplicated,
+        experts=range(collection.ep.rank() * count, (collection.ep.rank() + 1) * count),
+    )
+
+
+def factors_of(chunks: Iterable[torch.nn.Module]) -> Iterator[Factors]:
+    """The adapters of this rank."""
+    for chunk in chunks:
+        yield from (module for module in chunk.modules() if isinstance(module, Factors))
+
+
+def sharded_tensors(chunks: Iterable[torch.nn.Module]) -> Iterator[ShardedTensor]:
+    """Every factor of this rank as a checkpoint holds it: as a part of PEFT's tensor, or of a stack of these.
+
+    The factors of the experts of a layer are one tensor [experts, ...], whose name has * for the expert's number.
+    """
+    for leaf in leaves(chunks):
+        if isinstance(leaf, ShardedTensorFactory):
+            yield from leaf.build()
+        else:
+            yield leaf
+
+
+def leaves(chunks: Iterable[torch.nn.Module]) -> Iterator[ShardedTensor | ShardedTensorFactory]:
+    """The same; a factor whose rows lie apart in PEFT's tensor is one entry, which makes several parts."""
+    for factors in factors_of(chunks):
+        yield from factors.leaves()
+
+
+def linear_tensors(chunks: Iterable[torch.nn.Module]) -> Iterator[ShardedTensor]:
+    """Every factor of this rank as a part of a tensor with PEFT's name; `data` are views of the factors."""
+    for shard in sharded_tensors(chunks):
+        if len(shard.global_shape) == 2:
+            yield shard
+            continue
+        names = names_of(shard.key, range(shard.global_offset[0], shard.global_offset[0] + shard.local_shape[0]))
+        for name, data in zip(names, shard.data.detach()):
+            shape, offset = shard.global_shape[1:], shard.global_offset[1:]
+            yield replace(
+                shard, key=name, data=data, local_shape=tuple(data.shape), global_shape=shape, global_offset=offset
+            )
+
+
+@torch.no_grad()
+def initialise(chunks: Iterable[torch.nn.Module], seed: int) -> None:
+    """Set the values of a new run: A is uniform in +-1 / sqrt(columns), as in PEFT, and B is 0.
+
+    A value is a function of (seed, name, position), so it is the same on every layout and device.
+    """
+    for shard in linear_tensors(chunks):
+        if shard.key.endswith("lora_B.weight"):
+            shard.data.zero_()
+            continue
+        digest = hashlib.sha256(f"{seed}:{shard.key}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        bound = 1 / math.sqrt(shard.global_shape[1])
+        whole = torch.empty(shard.global_shape).uniform_(-bound, bound, generator=generator)
+        first = shard.global_offset[1]
+        shard.data.copy_(whole[:, first : first + shard.data.shape[1]])

@@ -1,0 +1,49 @@
+"""Freezes the weights that a run does not train.
+
+A frozen weight requires no gradient before core allocates buffers, so it has no gradient, no fp32 copy, no optimizer
+state and no communication.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+from sft.layers.adapters import EMBEDDING, Trained
+
+
+def apply(chunk: Any, trained: Trained, *, keeps_graph: bool) -> None:
+    """Freeze all weights of a model chunk but those of `trained`.
+
+    keeps_graph: see `_require_input_gradient`
+    Call this function before core allocates buffers for gradients, and before the chunk has adapters.
+    """
+    if trained.whole is None:
+        return
+    chunk.requires_grad_(False)
+    for leaf in whole_leaves(chunk.sharded_state_dict(), trained):
+        leaf.data.requires_grad_()
+    if keeps_graph and chunk.pre_process and not trained.has(EMBEDDING, ()):
+        _require_input_gradient(chunk)
+
+
+def whole_leaves(state: Any, trained: Trained) -> Iterator[ShardedTensor | ShardedTensorFactory]:
+    """The entries of a sharded state dict that describe weights which are trained themselves."""
+    for leaf in nested_values(state):
+        if isinstance(leaf, ShardedTensor | ShardedTensorFactory) and leaf.data is not None:
+            part = leaf if isinstance(leaf, ShardedTensor) else next(iter(nested_values(leaf.build())))
+            if trained.has(part.key, tuple(part.global_offset[: part.prepend_axis_num])):
+                yield leaf
+
+
+def _require_input_gradient(chunk: Any) -> None:
+    """Make the embedding's output need a gradient, although the embedding is frozen.
+
+    Core recomputes a layer in a function of its own, which has a gradient only if one of its inputs needs one.  Core
+    also sends each pipeline stage the gradient of its output.
+    """
+    chunk.embedding.register_forward_hook(
+        lambda module, args, output: output.requires_grad_() if torch.is_grad_enabled() else output
+    )

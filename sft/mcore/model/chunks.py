@@ -1,0 +1,280 @@
+"""Builds megatron-core's GPTModel from the recipe's model config.
+
+One function builds `TransformerConfig`, which only sft/mcore uses.  The model returns hidden states, never logits.  The
+loss head (sft/mcore/loss) projects hidden states.  A new model has no weights: `initial_weights.py` draws them, or
+`checkpoint_io` loads them.
+"""
+
+import importlib.util
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+
+from sft.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from sft.config.megatron_fields import PERMUTE_FUSION
+from sft.errors import ConfigError
+from sft.layers.adapters import Trained
+from sft.mcore import fp8, pipeline
+from sft.mcore.attention import rope
+from sft.mcore.backend import AttentionBackend, params_dtype
+from sft.mcore.device import CPU_TRANSFORMER_FIELDS
+from sft.mcore.experts.layer import reduce_apart
+from sft.mcore.lora import adapted, freeze
+from sft.mcore.model.gpt import HiddenStatesGPT
+from sft.mcore.model.layer_spec import layer_spec
+from sft.mcore.model.mtp import MultiTokenPrediction
+from sft.mcore.modules.gated_activation import GatedActivation
+from sft.mcore.process_groups import ProcessGroups
+from sft.parallel.layout import Layout, padded_vocab_size
+
+# torch compiles the fused functions that Transformer Engine lacks.  With TORCHDYNAMO_DISABLE=1 they run uncompiled.
+_CUDA_TRANSFORMER_FIELDS = dict(bias_activation_fusion=True)
+
+
+def transformer_config(
+    config: Config, layout: Layout, device_type: str, backend: AttentionBackend
+) -> TransformerConfig:
+    """Build the TransformerConfig; no other function builds one."""
+    model, dtype = config.model, params_dtype(config)
+    fields: dict[str, Any] = dict(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.resolved_query_groups,
+        kv_channels=model.resolved_head_dim,
+        softmax_scale=rope.softmax_scale(model),
+        **_norm_fields(model),
+        add_bias_linear=False,
+        add_qkv_bias=model.qkv_bias,
+        attention_output_gate=model.attention_output_gate,
+        **_kinds_of_layers(model),
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method=_leave_without_value,
+        output_layer_init_method=_leave_without_value,
+        embedding_init_method=_leave_without_value,
+        use_cpu_initialization=device_type == "cpu",
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=layout.tp,
+        context_parallel_size=layout.cp,
+        **pipeline.transformer_fields(layout),
+        sequence_parallel=layout.sequence_parallel,
+        cp_comm_type=config.parallel.cp_comm,
+        **_dispatcher_fields(config.parallel, device_type),
+        **_expert_fields(model, layout),
+        deterministic_mode=config.run.deterministic,
+        calculate_per_token_loss=True,  # gradients are divided once, by the global count of supervised tokens
+        **fp8.fields(config.run.fp8),
+        **{
+            **backend.transformer_fields,
+            **dict(gradient_accumulation_fusion=fuses_gradients(config.train, backend)),
+            **(CPU_TRANSFORMER_FIELDS if device_type == "cpu" else _CUDA_TRANSFORMER_FIELDS),
+            **_activation_fields(model),
+        },
+        **_recompute_fields(config.train.recompute),
+    )
+    defaults = {PERMUTE_FUSION: backend.has_te_kernels and model.moe.num_experts is not None}
+    try:
+        return TransformerConfig(**fields, **{**defaults, **model.megatron})
+    except (AssertionError, ValueError, TypeError) as error:
+        raise ConfigError(f"megatron-core refuses this model: {error}") from error
+
+
+def _leave_without_value(weight: Tensor) -> None:
+    """Core's initialisation of a matrix: draws nothing.  A matrix that is neither loaded nor drawn is NaN."""
+    torch.nn.init.constant_(weight, math.nan)
+
+
+def fuses_gradients(train: TrainConfig, backend: AttentionBackend) -> bool:
+    """Whether the matrix product of a weight's gradient adds to the fp32 sum of gradients.
+
+    Core needs an extension of Apex for this, also with Transformer Engine.  Core marks a weight whose gradient was
+    added.  With saved-tensor hooks, backward gets a copy of the weight, so the mark would be lost.  Tiles add gradients
+    themselves.
+    """
+    has_hooks = train.offload_fraction > 0 or (train.recompute == "selective" and not backend.has_te_kernels)
+    has_kernel = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    return has_kernel and not has_hooks and train.mlp_tile is None
+
+
+def _dispatcher_fields(parallel: ParallelConfig, device_type: str) -> dict[str, Any]:
+    """How tokens are sent to experts.  Core refuses its own default with variable_seq_lengths, dense or not."""
+    if parallel.ep_comm == "alltoall":
+        return dict(moe_token_dispatcher_type="alltoall")
+    if device_type != "cuda" or importlib.util.find_spec("deep_ep") is None:
+        why = "runs on CUDA only, and this run is on the CPU" if device_type != "cuda" else "is not installed here"
+        raise ConfigError(
+            "parallel.ep_comm = deepep needs the package deep_ep (https://github.com/deepseek-ai/DeepEP), which "
+            f"{why}.  parallel.ep_comm=alltoall runs everywhere."
+        )
+    return dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="deepep")
+
+
+def _expert_fields(model: ModelConfig, layout: Layout) -> dict[str, Any]:
+    moe = model.moe
+    if moe.num_experts is None:
+        return {}
+    return dict(
+        num_moe_experts=moe.num_experts,
+        moe_ffn_hidden_size=model.resolved_expert_ffn,
+        moe_router_topk=moe.top_k,
+        moe_router_pre_softmax=not moe.normalize_top_k,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=moe.aux_loss_coef,
+        moe_z_loss_coeff=moe.z_loss_coef,
+        moe_expert_capacity_factor=moe.capacity_factor,
+        moe_shared_expert_intermediate_size=moe.shared_ffn_hidden_size,
+        moe_shared_expert_gate=moe.shared_gate,
+        moe_layer_freq=[int(model.has_experts(i + 1)) for i in range(model.num_layers)] if moe.dense_layers else 1,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+    )
+
+
+def _norm_fields(model: ModelConfig) -> dict[str, Any]:
+    return dict(
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_epsilon,
+        layernorm_zero_centered_gamma=model.norm_zero_centered,
+        qk_layernorm=model.qk_norm,
+    )
+
+
+def _kinds_of_layers(model: ModelConfig) -> dict[str, Any]:
+    """linear_attention_freq: 1 for each layer with linear attention, 0 for others."""
+    numbers = range(1, model.num_layers + 1)
+    kinds = [int(model.kind_of(number) == "linear attention") for number in numbers]
+    return dict(
+        linear_attention_freq=kinds if model.linear_attention.layers else None,
+        hetereogenous_dist_checkpoint=not model.stacks_layers,  # core then gives each layer its own tensors
+    )
+
+
+def _activation_fields(model: ModelConfig) -> dict[str, Any]:
+    """Core gives gate and up together only to activations of Transformer Engine, in whose place it builds ours."""
+    return dict(bias_activation_fusion=False, use_te_activation_func=True) if GatedActivation.fields(model) else {}
+
+
+def _recompute_fields(recompute: str) -> dict[str, Any]:
+    """Fields with which core recomputes whole layers; `layer.py` recomputes the second half of a layer."""
+    if recompute == "full":
+        return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    return {}
+
+
+def build(
+    config: Config,
+    layout: Layout,
+    groups: ProcessGroups,
+    vocab_size: int,
+    backend: AttentionBackend,
+    *,
+    trained: Trained = Trained(),
+    trains: bool = True,
+) -> list[DistributedDataParallel]:
+    """The model chunks of this rank (one, or `virtual_stages`), without weights, wrapped for data parallelism.
+
+    trains: False freezes all weights, so that core allocates no buffers for gradients
+    """
+    core = transformer_config(config, layout, groups.device.type, backend)
+    chunks = [_build_chunk(config, layout, groups, core, backend, vocab_size, i) for i in range(layout.virtual_stages)]
+    keeps_graph = config.train.recompute == "full" or config.run.fp8 is not None or layout.pp > 1
+    for chunk in chunks:
+        freeze.apply(chunk, trained, keeps_graph=keeps_graph)
+        adapted.attach(chunk, trained.adapted, config.lora, groups)
+        if not trains:
+            chunk.requires_grad_(False)
+    overlap = config.parallel.overlap and groups.device.type == "cuda" and layout.world_size > 1
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=overlap,
+        use_distributed_optimizer=config.parallel.distributed_optimizer,
+        check_for_nan_in_grad=False,  # the engine checks the norm, on all ranks at once
+    )
+    wrapped = [
+        DistributedDataParallel(core, ddp, chunk, disable_bucketing=i > 0, pg_collection=groups.collection)
+        for i, chunk in enumerate(chunks)
+    ]
+    core.no_sync_func = [c.no_sync for c in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+    if overlap:
+        core.grad_sync_func = [c.start_grad_sync for c in wrapped] if len(wrapped) > 1 else wrapped[0].start_grad_sync
+    return wrapped
+
+
+def _build_chunk(
+    config: Config,
+    layout: Layout,
+    groups: ProcessGroups,
+    core: TransformerConfig,
+    backend: AttentionBackend,
+    vocab_size: int,
+    stage: int,
+) -> HiddenStatesGPT:
+    model = config.model
+    vp_stage = stage if layout.virtual_stages > 1 else None
+    num_layers = get_num_layers_to_build(core, vp_stage=vp_stage, pp_rank=groups.pp_rank)
+    first = get_transformer_layer_offset(core, vp_stage=vp_stage, pp_rank=groups.pp_rank)
+    layers = [layer_spec(config, backend, first + number + 1) for number in range(num_layers)]
+    rotary_table = backend.rotary_table(groups.device)
+    mtp = partial(
+        MultiTokenPrediction,
+        core,
+        partial(layer_spec, config, backend, model.num_layers + 1),
+        backend.final_norm,
+        layer_number=model.num_layers + 1 - first,  # core adds `first`
+        pg_collection=groups.collection,
+        vp_stage=vp_stage,
+    )
+    chunk = HiddenStatesGPT(
+        config=core,
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=backend.final_norm),
+        vocab_size=padded_vocab_size(vocab_size, layout.tp),
+        max_sequence_length=config.data.seq_length,
+        pre_process=groups.pp_rank == 0 and stage == 0,
+        post_process=groups.is_last_stage and stage == layout.virtual_stages - 1,
+        share_embeddings_and_output_weights=model.tie_embeddings,
+        position_embedding_type="none" if rotary_table is None else "rope",
+        pg_collection=groups.collection,
+        vp_stage=vp_stage,
+        embedding_multiplier=_embedding_multiplier(model, core.params_dtype),
+        logits_scaling=model.logits_scaling,
+        mtp=mtp if model.has_mtp else None,
+        mtp_mode=config.train.mtp,
+    )
+    if rotary_table is not None:
+        chunk.rotary_pos_emb = rotary_table
+    chunk.to(groups.device)
+    if layout.tp != layout.etp:
+        reduce_apart(chunk)
+    return chunk.bfloat16() if core.bf16 else chunk
+
+
+def _embedding_multiplier(model: ModelConfig, dtype: torch.dtype) -> float:
+    """As transformers rounds that of Gemma: to fp32, then to the dtype of the weights."""
+    rounded = torch.tensor(model.embedding_multiplier, dtype=torch.float32).to(dtype)
+    return rounded.item() if model.round_embedding_multiplier else model.embedding_multiplier
+
+
+def sharded_tensors(state: dict[str, Any] | list[Any]) -> Iterator[ShardedTensor]:
+    """Every tensor of this rank that a sharded state dict describes, including the tensors that factories make."""
+    for leaf in nested_values(state):
+        if isinstance(leaf, ShardedTensorFactory):
+            yield from sharded_tensors([leaf.build()])
+        elif isinstance(leaf, ShardedTensor) and leaf.data is not None:
+            yield leaf

@@ -1,0 +1,195 @@
+"""The layer's module that takes the place of attention: Gated DeltaNet (Yang et al., 2024, arXiv:2412.06464).
+
+    q, k, v, z, b, a = projections of the token             q, k, v = silu(causal convolution of q, k, v)
+    g = -exp(A_log) * softplus(a + dt_bias)                 beta = sigmoid(b)
+    output = projection of (norm(gated delta rule of q, k, v, g, beta) * silu(z))
+
+Tensor-parallel ranks hold key heads, with the value heads that these serve.  So a rank's rows of the projection, and
+its channels of the convolution, are a part of the queries, a part of the keys, and so on, and never consecutive rows of
+the whole.  In a checkpoint each of these is a tensor of its own, under the name that Megatron-LM gives it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer import MegatronModule, ModuleSpec, TransformerConfig
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
+from torch import Tensor
+
+from sft.config import ModelConfig
+from sft.mcore.activations.recompute import recomputed
+from sft.mcore.backend import PackedDocuments
+from sft.mcore.linear_attention.delta_rule import Inputs, Kernel
+from sft.mcore.linear_attention.documents import LinearDocuments, linear_attention
+from sft.mcore.linear_attention.gated_norm import GatedNorm
+from sft.mcore.linear_attention.short_convolution import short_convolution
+
+_PROJECTIONS = ("query", "key", "value", "z", "beta", "alpha")  # as Megatron-LM names them
+
+
+def with_linear_attention(spec: ModuleSpec, model: ModelConfig, kernel: Kernel, *, recompute: bool) -> ModuleSpec:
+    """The layer `spec` with a `GatedDeltaNet`, which has linear modules of the same classes as its attention."""
+    layer = spec.submodules
+    attention = layer.self_attention.submodules
+    linears = {"in_proj": attention.linear_qkv, "out_proj": attention.linear_proj}
+    layer.self_attention = ModuleSpec(
+        GatedDeltaNet, params={"model": model, "kernel": kernel, "recompute": recompute, **linears}
+    )
+    layer.sharded_state_dict_keys_map = {
+        name: stored.replace("linear_qkv", "in_proj") for name, stored in layer.sharded_state_dict_keys_map.items()
+    }
+    return spec
+
+
+class GatedDeltaNet(MegatronModule):
+    """in_proj, out_proj: classes of the column-parallel and the row-parallel projection
+
+    recompute: the module saves only its input, and backward computes it again.  Its time is linear in the length, so
+        this costs little at any length, unlike a second pass of attention.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        model: ModelConfig,
+        kernel: Kernel,
+        recompute: bool,
+        in_proj: Any,
+        out_proj: Any,
+        pg_collection: Any,
+        **unused: Any,
+    ) -> None:
+        super().__init__(config)
+        self._recompute = recompute
+        linear, self._tp, self._kernel = model.linear_attention, pg_collection.tp, kernel
+        assert linear.num_key_heads is not None and linear.num_value_heads is not None
+        self._key_dim, self._value_dim = linear.key_head_dim, linear.value_head_dim
+        keys, values, heads = linear.key_width, linear.value_width, linear.num_value_heads
+        widths = [keys, keys, values, values, heads, heads]
+        self._widths = [width // self._tp.size() for width in widths]  # of this rank
+        common: dict[str, Any] = dict(config=config, bias=False, is_expert=False, tp_group=self._tp)
+        self.in_proj = in_proj(
+            model.hidden_size,
+            sum(widths),
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            **common,
+        )
+        self.conv1d = torch.nn.ParameterDict(
+            {"weight": self._split_weight(sum(self._widths[:3]), 1, linear.conv_kernel)}
+        )
+        self.A_log, self.dt_bias = self._split_weight(self._widths[4]), self._split_weight(self._widths[4])
+        self.out_norm = GatedNorm(linear.value_head_dim, model.norm_epsilon, config.params_dtype, self._tp)
+        self.out_proj = out_proj(
+            values,
+            model.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="fc2",
+            **common,
+        )
+
+    def _split_weight(self, *shape: int) -> torch.nn.Parameter:
+        """A weight of which tp ranks hold different rows, without value."""
+        weight = torch.nn.Parameter(torch.full(shape, torch.nan, dtype=self.config.params_dtype))
+        set_tensor_model_parallel_attributes(weight, True, 0, 1)
+        return weight
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, *, packed_seq_params: PackedDocuments, **unused: Any
+    ) -> tuple[Tensor, None]:
+        """[t, 1, h] -> [t, 1, h] and no bias; under sequence parallelism a rank has a part of the tokens."""
+        documents = packed_seq_params.linear
+        assert attention_mask is None and documents is not None
+        if self._recompute and self.training:
+            return recomputed(partial(self._compute, documents), hidden_states, self.parameters()), None
+        return self._compute(documents, hidden_states), None
+
+    def _compute(self, documents: LinearDocuments, hidden_states: Tensor) -> Tensor:
+        projected = self.in_proj(hidden_states)[0].squeeze(1)
+        z, b, a = projected.split([sum(self._widths[:3]), *self._widths[3:]], -1)[1:]
+        channels, weight = projected[:, : sum(self._widths[:3])], self.conv1d["weight"].squeeze(1)
+        mixed = short_convolution(channels, weight, documents.convolution, documents.cp.members)
+        q, k, v = mixed.split(self._widths[:3], -1)
+        inputs = Inputs(
+            q=q.unflatten(-1, (-1, self._key_dim)),
+            k=k.unflatten(-1, (-1, self._key_dim)),
+            v=v.unflatten(-1, (-1, self._value_dim)),
+            g=log_decay(a, self.A_log, self.dt_bias),
+            beta=b.sigmoid(),
+        )
+        out = linear_attention(inputs, documents, self._kernel)
+        normed = self.out_norm(out, z.unflatten(-1, (-1, self._value_dim)))
+        output: Tensor
+        output, bias = self.out_proj(normed.flatten(1).unsqueeze(1))
+        assert bias is None
+        return output
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        state: dict[str, Any] = {}
+        for name in ("in_proj", "out_norm", "out_proj"):
+            module = getattr(self, name)
+            state |= sharded_state_dict_default(
+                module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self._tp
+            )
+        own = {"A_log": self.A_log, "dt_bias": self.dt_bias, "conv1d.weight": self.conv1d["weight"]}
+        state |= make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            dict.fromkeys(own, 0),
+            sharded_offsets,
+            tp_group=self._tp,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        for name, count in (("in_proj.weight", 6), ("conv1d.weight", 3)):
+            state[prefix + name] = _by_part(state[prefix + name], self._widths[:count])
+        return state
+
+
+def log_decay(a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """g [t, heads], at most 0: the logarithm of each head's decay, in fp32, or in float64."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return -a_log.to(wide).exp() * torch.nn.functional.softplus(a.to(wide) + dt_bias.to(wide))
+
+
+def _by_part(shard: ShardedTensor, widths: Sequence[int]) -> ShardedTensorFactory:
+    """A checkpoint's entry for a weight whose rows on a rank are `widths` rows of so many tensors."""
+    build = partial(_parts, shard.without_data(), widths)
+    return ShardedTensorFactory(shard.key, shard.data, build, torch.cat, shard.replica_id)
+
+
+@torch.no_grad()
+def _parts(
+    whole: ShardedTensor, widths: Sequence[int], key: str, data: Tensor, replica_id: Any, flattened_range: None
+) -> list[ShardedTensor]:
+    assert flattened_range is None
+    axis, num_ranks = whole.prepend_axis_num, whole.global_shape[whole.prepend_axis_num] // data.shape[0]
+    rank = whole.global_offset[axis] // data.shape[0]
+    return [
+        replace(
+            whole,
+            key=f"{key}.{name}",
+            data=rows,
+            local_shape=tuple(rows.shape),
+            global_shape=(*whole.global_shape[:axis], len(rows) * num_ranks, *whole.global_shape[axis + 1 :]),
+            global_offset=(*whole.global_offset[:axis], len(rows) * rank, *whole.global_offset[axis + 1 :]),
+            replica_id=replica_id,
+        )
+        for name, rows in zip(_PROJECTIONS, data.split(list(widths)))
+    ]

@@ -1,0 +1,162 @@
+"""A GPTModel that returns hidden states, and with multi-token prediction also those that predict the token after next.
+
+With pipeline parallelism, the last stage then has a copy of the input embedding, as a tied model has one of its output.
+Both copies get the sum of both gradients, so they stay equal.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.multi_token_prediction import tie_word_embeddings_state_dict
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+from torch import Tensor
+
+from sft.config.train import MtpMode
+from sft.mcore.model.mtp import MultiTokenPrediction, NextTokens
+
+
+class Hidden(NamedTuple):
+    """Hidden states [t, 1, h], or [t / tp, 1, h] under sequence parallelism."""
+
+    of_next: Tensor  # predict the token after each
+    of_second: Tensor  # predict the one after that
+
+
+class HiddenStatesGPT(GPTModel):
+    """GPTModel whose last stage returns hidden states instead of logits.
+
+    logits_scaling: logits are divided by this number; the last stage divides its hidden states, which is the same
+    mtp: makes the block for multi-token prediction; None: the model has none.  mtp_mode: train.mtp
+    """
+
+    def __init__(
+        self,
+        *,
+        embedding_multiplier: float = 1.0,
+        logits_scaling: float = 1.0,
+        mtp: Callable[[], MultiTokenPrediction] | None = None,
+        mtp_mode: MtpMode = "off",
+        **core: Any,
+    ) -> None:
+        super().__init__(**core)
+        self._logits_scaling, self._embedding_multiplier, self._mtp_mode = (
+            logits_scaling,
+            embedding_multiplier,
+            mtp_mode,
+        )
+        if self.pre_process and embedding_multiplier != 1.0:
+            self.embedding.register_forward_hook(lambda module, args, output: output * embedding_multiplier)
+        # Core reads an attribute `mtp` as its own block.
+        self.multi_token = mtp() if mtp is not None and self.post_process else None
+        self._has_copies = False  # whether this stage and another one have the input embedding
+        if mtp is not None and self.pre_process != self.post_process:
+            self._share_embedding()
+
+    def _share_embedding(self) -> None:
+        """Give the last of several stages an embedding: the copy that a tied model has as its output, or a new one.
+
+        Core gives weights with the attribute `shared_embedding` buckets of their own, which are cut alike on all
+        stages, and counts weights with the attribute `shared` no second time in the gradient norm.
+        """
+        if self.post_process:
+            self.embedding = LanguageModelEmbedding(
+                config=self.config,
+                vocab_size=self.vocab_size,
+                max_sequence_length=self.max_sequence_length,
+                position_embedding_type=self.position_embedding_type,
+                tp_group=self.pg_collection.tp,
+            )
+        table = self.embedding.word_embeddings
+        if not self.share_embeddings_and_output_weights:
+            self._has_copies = True
+            table.weight.shared, table.weight.shared_embedding = self.post_process, True
+        elif self.post_process:
+            table.weight = self.output_layer.weight
+            table.weight.zero_out_wgrad = True  # of the two gradients that autograd adds, the head's is already added
+
+    def _postprocess(
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        labels: NextTokens | None = None,
+        rotary_pos_emb: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> Tensor | Hidden:
+        """labels: core passes the argument of `forward` on; here, the tokens that the block reads"""
+        self.decoder.set_input_tensor(None)  # core keeps the tensor that a stage received, and then its gradient
+        if self.multi_token is None or labels is None:
+            return self._scaled(hidden_states)
+        is_joint = self._mtp_mode == "joint"
+        second = self.multi_token(
+            hidden_states if is_joint else hidden_states.detach(),
+            self._embed(labels.tokens),
+            documents=labels.documents,
+            rotary_pos_emb=rotary_pos_emb,
+            packed_seq_params=packed_seq_params,
+        )
+        return Hidden(self._scaled(hidden_states), self._scaled(second))
+
+    def _scaled(self, hidden_states: Tensor) -> Tensor:
+        scales = self.post_process and self._logits_scaling != 1.0
+        return hidden_states / self._logits_scaling if scales else hidden_states
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """The embedding as the model computes it, without the hooks that observe the model's own input."""
+        is_joint, is_copy = self._mtp_mode == "joint", self._has_copies
+        with torch.set_grad_enabled(torch.is_grad_enabled() and (is_joint or is_copy)):
+            embedded: Tensor = self.embedding.forward(tokens, None)
+        if self._embedding_multiplier != 1.0:
+            embedded = embedded * self._embedding_multiplier
+        return embedded if is_joint or not is_copy else _WithoutGradient.apply(embedded)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        if self.multi_token is None or self.pre_process:
+            return state
+        key = f"{prefix}embedding.word_embeddings.weight"
+        if self.shared_embedding is None:
+            del state[key]  # the output has the same tensor
+        else:
+            groups = dict(tp_group=self.pg_collection.tp, dp_cp_group=metadata["dp_cp_group"])
+            tie_word_embeddings_state_dict(state, self.shared_embedding, key, **groups)
+        return state
+
+    @property
+    def shared_embedding(self) -> Tensor | None:
+        """The input embedding, if another stage has a copy; None: no stage has, or the output is the copy."""
+        return self.embedding.word_embeddings.weight if self._has_copies else None
+
+    def output_weight(self) -> Tensor:
+        """Output projection of the last stage, [padded vocabulary / tp, h]; if tied, the input embedding."""
+        if self.share_embeddings_and_output_weights:
+            weight: Tensor = self.shared_embedding_or_output_weight()
+            return weight
+        return self.output_layer.weight
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """Returns its input, whose gradient is 0: the copy of an embedding has a gradient, which core waits for."""
+
+    @staticmethod
+    def forward(ctx: Any, through: Tensor) -> Tensor:
+        return through.view_as(through)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.zeros_like(grad)
+
+
+def reduce_shared_embedding(chunks: Iterable[Any], group: dist.ProcessGroup | None) -> None:
+    """Add up the gradients of both copies of the embedding.  group: the first and the last stage; collective"""
+    for chunk in chunks:
+        weight = chunk.module.shared_embedding
+        if weight is not None and weight.requires_grad:
+            dist.all_reduce(weight.main_grad, group=group)

@@ -1,0 +1,104 @@
+"""Extends megatron-core's transformer layer: if the recipe says so, backward recomputes the second half of a layer.
+
+The second half is the norm, the MLP, and the residual sum.  A recomputed second half saves only its input.  The second
+half can run in tiles of tokens, forward and backward; the wide activations inside an MLP then exist for one tile at a
+time.  The first half, attention, is computed once; activations/saved_tensors.py decides how its tensors are saved.
+With experts, backward recomputes only the experts (experts.py).  With train.recompute = full, core recomputes whole
+layers.
+
+A layer also adds what core's layer lacks: norms on the outputs of attention and MLP, a factor on these outputs, and a
+factor on its own output.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.extensions.transformer_engine import te_checkpoint
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from sft.mcore.activations.recompute import recomputed
+from sft.mcore.activations.saved_tensors import SavePolicy
+from sft.mcore.backend import PackedDocuments
+from sft.mcore.experts.layer import ExpertLayer
+
+
+class Layer(TransformerLayer):
+    """recompute: backward recomputes the second half; tile: tokens per tile of the second half, None: no tiles
+
+    residual_multiplier: factor on the outputs of attention and MLP before they are added to the residual stream
+    output_norm: class of a norm on each of these outputs; None: no norm
+    has_scalar: the layer multiplies its output by a number of its own, a buffer that comes with the weights (Gemma 4)
+    """
+
+    save_policy: SavePolicy | None = None
+    layer_scalar: Tensor | None  # [1]
+
+    def __init__(
+        self,
+        config: Any,
+        *args: Any,
+        recompute: bool = False,
+        tile: int | None = None,
+        residual_multiplier: float = 1.0,
+        output_norm: type[torch.nn.Module] | None = None,
+        has_scalar: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._recompute, self._tile = recompute, tile
+        self.register_buffer("layer_scalar", torch.ones(1, dtype=config.params_dtype) if has_scalar else None)
+        self.post_self_attn_layernorm = self.post_mlp_layernorm = None
+        if output_norm is not None:
+            sizes = dict(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+            self.post_self_attn_layernorm, self.post_mlp_layernorm = output_norm(**sizes), output_norm(**sizes)
+        if output_norm is not None or residual_multiplier != 1.0:
+            self.self_attn_bda = _ResidualSum(self.post_self_attn_layernorm, residual_multiplier)
+            self.mlp_bda = _ResidualSum(self.post_mlp_layernorm, residual_multiplier)
+
+    def forward(self, *args: Any, packed_seq_params: PackedDocuments, **kwargs: Any) -> Any:
+        if self.save_policy is not None:
+            self.save_policy.start_layer()
+        if isinstance(self.mlp, ExpertLayer):  # core passes packed_seq_params to attention only
+            assert packed_seq_params.cp is not None
+            self.mlp.router.pack = (packed_seq_params.num_documents, packed_seq_params.cp.members)
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+    def _forward_mlp(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        core_forward_mlp = super()._forward_mlp
+
+        def second_half(tokens: Tensor) -> Any:
+            output = core_forward_mlp(tokens, *args, **kwargs)
+            return output if self.layer_scalar is None else output * self.layer_scalar
+
+        # Evaluation also uses tiles, because it has no more memory than training.
+        if not self._recompute or not (self.training or self._tile):
+            return second_half(hidden_states)
+        if self.config.fp8:  # FP8 excludes tiles; Transformer Engine's checkpoint restores the first pass's scales
+            tracker = tensor_parallel.random.get_cuda_rng_tracker
+            return te_checkpoint(second_half, False, tracker, self.pg_collection.tp, hidden_states)
+        modules = (self.pre_mlp_layernorm, self.mlp, self.post_mlp_layernorm)
+        weights = [weight for module in modules if module is not None for weight in module.parameters()]
+        return recomputed(second_half, hidden_states, weights, tile=self._tile)
+
+
+@dataclass(frozen=True)
+class _ResidualSum:
+    """Takes the place of core's sum, `bias_dropout_add`: residual + multiplier * norm(output + bias)."""
+
+    norm: torch.nn.Module | None
+    multiplier: float
+
+    def __call__(self, training: bool, fused: bool) -> Any:
+        return self._add
+
+    def _add(self, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        output, bias = output_and_bias
+        assert dropout == 0.0
+        if bias is not None:
+            output = output + bias
+        if self.norm is not None:
+            output = self.norm(output)
+        return torch.add(residual, output, alpha=self.multiplier)

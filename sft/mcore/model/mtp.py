@@ -1,0 +1,107 @@
+"""Multi-token prediction: a block that predicts the token after the next one (DeepSeek-V3, arXiv:2412.19437).
+
+    block(t) = norm(layer(eh_proj([enorm(embedding of token t + 1), hnorm(hidden state of token t)])))
+
+    document        a  b  c  d
+    block reads     ha hb hc -      hidden states after the model's last norm
+                    b  c  d  -      embeddings
+    block predicts  c  d  -  -
+
+The layer is like the model's last ones, and the block shares embedding and output weight with the model.  Its own
+weights have the keys of Megatron-LM's block.
+
+Megatron-core has such a block (multi_token_prediction.py), which is not used.  Each of its ranks shifts the tokens that
+it holds and asks its neighbours for the missing ones, document by document, and its loss depends on the layout: it
+divides by the tokens of a microbatch on a rank (Megatron-LM#2417, #3943).  Here, the collator finds both following
+tokens of a document before a pack is cut over ranks of context parallelism, and the loss is divided by the number of
+predicted tokens of the global batch (mtp_loss.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from torch import Tensor
+
+from sft.mcore.modules.duplicated_linear import DuplicatedLinear
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextTokens:
+    """What the block reads besides hidden states.
+
+    tokens     int64 [1, t], the token after each token of this rank; any token where the document has none
+    documents  int32 [1, t], or [1, t / tp] under sequence parallelism: the document of each token, -1 for padding and
+               for last tokens of documents; only experts read it
+    """
+
+    tokens: Tensor
+    documents: Tensor
+
+
+class MultiTokenPrediction(MegatronModule):
+    """The block.  norm: class of its norms; layer_number: of its layer, as core counts on this stage"""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_spec: Callable[[], ModuleSpec],
+        norm: type[torch.nn.Module],
+        *,
+        layer_number: int,
+        pg_collection: Any,
+        vp_stage: int | None,
+    ) -> None:
+        super().__init__(config=config)
+        hidden = config.hidden_size
+        sizes = dict(config=config, hidden_size=hidden, eps=config.layernorm_epsilon)
+        self.enorm, self.hnorm, self.final_layernorm = norm(**sizes), norm(**sizes), norm(**sizes)
+        self.eh_proj = DuplicatedLinear(config, 2 * hidden, hidden, pg_collection.tp)
+        self.transformer_layer = build_module(
+            layer_spec(), config=config, layer_number=layer_number, pg_collection=pg_collection, vp_stage=vp_stage
+        )
+
+    def forward(
+        self,
+        hidden: Tensor,
+        embedded: Tensor,
+        *,
+        documents: Tensor,
+        rotary_pos_emb: Tensor | None,
+        packed_seq_params: Any,
+    ) -> Tensor:
+        """Hidden states of tokens and embeddings of the tokens after them, [t, 1, h] each -> [t, 1, h]
+
+        Under sequence parallelism all three are this rank's slices.
+        """
+
+        def layer(hidden: Tensor, embedded: Tensor) -> Tensor:
+            joined = torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1)
+            output, _ = self.transformer_layer(
+                self.eh_proj(joined)[0],
+                attention_mask=None,
+                rotary_pos_emb=rotary_pos_emb,
+                packed_seq_params=packed_seq_params,
+                padding_mask=documents,
+            )
+            return output
+
+        output: Tensor
+        if self.training and torch.is_grad_enabled() and self.config.recompute_granularity == "full":
+            # Core recomputes a function only if one of its inputs has a gradient.
+            hidden = hidden if hidden.requires_grad else hidden.detach().requires_grad_()
+            output = tensor_parallel.checkpoint(layer, False, hidden, embedded)
+        else:
+            output = layer(hidden, embedded)
+        normed: Tensor = self.final_layernorm(output)
+        return normed
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        return super().sharded_state_dict("mtp.layers.0.", sharded_offsets, metadata)

@@ -1,0 +1,1 @@
+"""Small modules of layers: norms, biases, activations, linears that every rank holds whole."""

@@ -1,0 +1,1 @@
+"""Where the weights of a run come from, and where they go: files of models, adapters, exports."""

@@ -1,0 +1,1 @@
+"""Writes folders for transformers and PEFT from checkpoints."""

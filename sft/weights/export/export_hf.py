@@ -1,0 +1,296 @@
+"""Converts a Megatron checkpoint to a Hugging Face folder, which transformers and inference servers load.
+
+`original.py` finds the original model, from which the family, config.json, the tokenizer and the tensors that are not
+trained come.  `trained_tensors.py` puts the others together.  `proof.py` compares the written files with what they must
+contain.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sft.checkpoint import folders, manifest
+from sft.checkpoint.manifest import Entry, Manifest, Verify
+from sft.config import ModelConfig
+from sft.console import Console, size
+from sft.errors import CheckpointError
+from sft.files.folder_files import copy
+from sft.hf.architecture import Architecture, architecture, nested, read, write_back
+from sft.hf.hub import CONFIG
+from sft.hf.quantization import QUANTIZATION
+from sft.hf.safetensors_writer import NAMES, SHARD_BYTES, TYPES, write_tensors
+from sft.hf.source import Expected
+from sft.mcore.checkpoint_io import safe_reader
+from sft.mcore.checkpoint_io.megatron_arguments import expert_arguments
+from sft.weights import kept
+from sft.weights.atomic_folder import copy_companions, new_folder, refuse_existing
+from sft.weights.export.export_adapter import export_adapter
+from sft.weights.export.merged_weights import open_merged
+from sft.weights.export.model_card import write_model_card
+from sft.weights.export.model_tensors import check_stored, model_tensors
+from sft.weights.export.original import Original, describe_tokenizer, find_original
+from sft.weights.export.proof import check_export
+from sft.weights.export.trained_tensors import TrainedTensor, prefetched, put_together
+from sft.weights.exports import CHECKPOINT_DIGEST
+from sft.weights.lora import merged_adapters
+from sft.weights.serving import served_files
+from sft.weights.torch_dist import TorchDistReader
+
+# Groups of `model.*` that do not describe the model.
+_NOT_SHAPE = ("init_from", "hf", "hf_read_once", "init_std", "megatron")
+
+Finish = Callable[[Path, dict[str, Entry]], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """like: the Hugging Face folder from which the weights came; None: derived from the checkpoint
+
+    dtype   type of all trained tensors, `float32`; None: each has the type of the original
+    merged  whether adapters are added to the weights, or exported alone; None: as the recipe's lora.export says
+    """
+
+    like: Path | None = None
+    dtype: str | None = None
+    shard_bytes: int = SHARD_BYTES
+    merged: bool | None = None
+
+
+def export_hf(source: Path, target: Path, console: Console, *, verify: Verify = "full", **options: Any) -> Path:
+    """Convert the checkpoint `source`, or the newest checkpoint of the run or folder `source`, to the folder `target`.
+
+    options: those of `Options`
+    Returns the checkpoint that was converted.
+    A ConfigError or CheckpointError means that nothing was written.
+    """
+    refuse_existing(target)
+    path = folders.find([source, source / "checkpoints"], str(source))
+    with _verifying(path, verify, console) as finish_verification:
+        _convert(path, target, console, finish_verification, Options(**options))
+    return path
+
+
+def _convert(
+    path: Path, target: Path, console: Console, finish_verification: Callable[[], None], options: Options
+) -> None:
+    """Convert the checkpoint `path`.  The folder gets its name after `finish_verification` has returned."""
+    common = safe_reader.common_state(path)
+    recipe = _recipe(common)
+
+    def finish(folder: Path, files: dict[str, Entry]) -> None:
+        _write_manifest(folder, path, files)
+        finish_verification()
+
+    if recipe.get("lora.rank") is None:
+        if options.merged is not None:
+            raise CheckpointError(f"{path} holds whole weights and no adapters.  Leave out --merged and --no-merged.")
+    elif not (recipe.get("lora.export") == "merged" if options.merged is None else options.merged):
+        like, dtype = options.like, options.dtype
+        export_adapter(path, target, console, common, recipe, like=like, dtype=dtype, finish=finish)
+        return
+    _write_model(path, target, console, common, options, finish)
+
+
+def _write_model(
+    path: Path, target: Path, console: Console, common: Mapping[str, Any], options: Options, finish: Finish
+) -> None:
+    """Write the whole model, with adapters merged.  finish: called with the folder and its tensor files"""
+    recipe, has_mtp = _recipe(common), bool(getattr(common.get("args"), "mtp_num_layers", None))
+    original = find_original(path, recipe, options.like, has_mtp=has_mtp)
+    original_content = read(original.folder)
+    content = _dequantised(original_content)
+    imported = architecture(content, str(original.folder / CONFIG))
+    model, seq_length = _model(common, imported, path, console)
+    reader, tensors = TorchDistReader(path), model_tensors(imported, model, original, path)
+    if recipe.get("lora.rank") is None:
+        merging = None
+        check_stored(reader, tensors.values(), path)
+    else:
+        merging = open_merged(path, common, recipe, tensors, like=options.like, original=original, console=console)
+    expected = _expected(tensors, original, reader, options.dtype, moves_bias=_moves_bias(common))
+    names = sorted(tensors, key=lambda name: -TYPES[expected[name].dtype].itemsize)  # aligns every tensor to its type
+    untrained = original.names("passed through")
+    planned = {name: kept.on_meta(expected[name], name) for name in [*names, *untrained]}
+    dtype = _main_dtype(planned[name] for name in tensors)
+    config = write_back(content, model, str(original.folder / CONFIG), dtype=dtype, seq_length=seq_length)
+    if original.served is not None:
+        config = served_files.with_ends(config, original.served.end_ids)
+    num_bytes = sum(tensor.nbytes for tensor in planned.values())
+    with new_folder(target, num_bytes) as temporary:
+        with console.track(f"exporting {path}", num_bytes, "bytes") as progress:
+            ordered = ((name, tensors[name]) for name in names)
+            trained = merging.values(ordered, planned) if merging else put_together(reader, ordered)
+            files, digests = write_tensors(
+                temporary,
+                planned,
+                prefetched(chain(_converted(trained, planned), original.passed_through())),
+                options.shard_bytes,
+                digested=untrained,
+                advance=progress.advance,
+            )
+        unchanged = merging.digests if merging else {}
+        digests |= {name: digest for name, (kind, digest) in unchanged.items() if kind == planned[name].dtype}
+        check_export(temporary, expected, {**digests, **original.digests}, f"the export of {path}")
+        copied = _write_others(temporary, original, original_content, config)
+        if merging:
+            merged_adapters.write(temporary, merging.holds)
+        write_model_card(temporary, path, common, original)
+        served_files.check_tokenizer(temporary, str(path), original.served)
+        finish(temporary, files)
+    changed = ", ".join(_changed(original_content, config))
+    count = f"{len(tensors) - len(unchanged):,} tensors trained{' or merged' if merging else ''}, "
+    count += f"{len(unchanged):,} of {merging.base}, " if merging else ""
+    console.say(
+        f"exported {path} to {target} ({size(num_bytes)}; {count}{len(untrained):,} passed through)\n"
+        f"  config.json   {original.folder / CONFIG}, {f'changed: {changed}' if changed else 'unchanged'}\n"
+        f"  copied        {', '.join(copied) or 'nothing: the folder has no tokenizer'}"
+    )
+    if recipe:
+        console.say(describe_tokenizer(original, recipe))
+
+
+def _expected(
+    tensors: Mapping[str, TrainedTensor],
+    original: Original,
+    reader: TorchDistReader,
+    dtype: str | None,
+    *,
+    moves_bias: bool,
+) -> dict[str, Expected]:
+    """What the export must have.  moves_bias: whether the run moved the correction biases of routers"""
+    expected = dict(original.tensors or {})
+    for name, tensor in tensors.items():
+        if name not in expected:
+            expected[name] = Expected(shape=tensor.shape, dtype=NAMES[tensor.dtype(reader)], role="trained")
+        if tensor.parts[0][0].is_buffer and moves_bias:
+            expected[name] = replace(expected[name], dtype="F32")  # a step of the bias may be below a rounding of bf16
+        if dtype is not None:
+            expected[name] = replace(expected[name], dtype=NAMES[getattr(torch, dtype)])
+    return expected
+
+
+def _moves_bias(common: Mapping[str, Any]) -> bool:
+    return bool(getattr(common.get("args"), "moe_router_bias_update_rate", 0.0))
+
+
+def _converted(
+    values: Iterable[tuple[str, torch.Tensor]], planned: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in their planned types.  Raises CheckpointError if a finite number is too large for its type."""
+    for name, value in values:
+        converted = value.to(planned[name].dtype)
+        if converted is not value and not converted.isfinite().all():
+            raise CheckpointError(
+                f"{name} has numbers that {NAMES[converted.dtype]}, the type of the original, cannot hold.  Export "
+                "with --dtype float32."
+            )
+        yield name, converted
+
+
+def _write_manifest(folder: Path, checkpoint: Path, files: dict[str, Entry]) -> None:
+    others = [entry for entry in folder.iterdir() if entry.is_file() and entry.name not in files]
+    facts = {"source": str(checkpoint)}
+    if (checkpoint / manifest.NAME).exists():
+        facts[CHECKPOINT_DIGEST] = manifest.entry_of(checkpoint / manifest.NAME).sha256
+    files = files | {path.name: manifest.entry_of(path) for path in others}
+    manifest.write(folder, Manifest(files=files, facts=facts))
+
+
+def _dequantised(content: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json without its quantisation, because an export holds plain numbers."""
+    return {
+        key: _dequantised(value) if key == "text_config" and isinstance(value, dict) else value
+        for key, value in content.items()
+        if key != QUANTIZATION
+    }
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """The keys of config.json that differ."""
+    return sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
+
+
+def _write_others(folder: Path, original: Original, content: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    """Write config.json and copy tokenizer files.  Returns the names of the copied files."""
+    if config == content:
+        copy(original.folder, CONFIG, folder)
+    else:
+        (folder / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return copy_companions(original.tokenizer, folder)
+
+
+@contextmanager
+def _verifying(path: Path, verify: Verify, console: Console) -> Iterator[Callable[[], None]]:
+    """A context in which a thread compares the checkpoint's files with their digests.
+
+    Yields a function that waits for the thread and raises CheckpointError if a file differs.  An error in the context
+    may come from a damaged file; then the error of the function takes its place.
+    """
+    entries = manifest.read(path)
+    if entries is None:
+        console.say(f"{path} is not verified: the checkpoint has no manifest")
+        yield lambda: None
+        return
+    manifest.refuse(path, manifest.damage(path, entries, verify="size"))
+    thread = ThreadPoolExecutor(1, "verifying")
+    if verify == "full":
+        console.say(f"verifying {path} ({size(entries.num_bytes)})")
+    problems = thread.submit(manifest.damage, path, entries, verify=verify)
+    try:
+        yield lambda: manifest.refuse(path, problems.result())
+    except CheckpointError:
+        manifest.refuse(path, problems.result())
+        raise
+    finally:
+        thread.shutdown(wait=False)
+
+
+def _recipe(common: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The recipe of the run that wrote the checkpoint; empty if another program wrote the checkpoint."""
+    sft = common.get("sft")
+    recipe = sft.get("recipe") if isinstance(sft, dict) else None
+    return recipe if isinstance(recipe, dict) else {}
+
+
+def _model(
+    common: Mapping[str, Any], imported: Architecture, path: Path, console: Console
+) -> tuple[ModelConfig, int | None]:
+    """The trained model and the length of its packs.  If the checkpoint has no recipe, config.json gives the model."""
+    recipe = _recipe(common)
+    fields = {key[6:]: value for key, value in recipe.items() if key.startswith("model.")}
+    if fields:
+        inexpressible = ("megatron.", "moe.capacity_factor")  # transformers has no such options
+        if lost := {key for key in fields if key.startswith(inexpressible) and fields[key]}:
+            console.say(f"WARNING: config.json cannot store {', '.join(sorted(lost))}, which the run set")
+        kept = {key: value for key, value in fields.items() if key.partition(".")[0] not in _NOT_SHAPE}
+        return ModelConfig.model_validate(nested(kept)), recipe.get("data.seq_length")
+    args, model = common.get("args"), imported.model
+    expected: dict[str, Any] = {"rotary_base": model.rope.base, "norm_epsilon": model.norm_epsilon}
+    if model.moe.num_experts:
+        compared = ("topk", "pre_softmax", "score_function", "topk_scaling_factor", "group_topk", "enable_expert_bias")
+        stored = expert_arguments(model)
+        expected |= {name: stored[name] for name in (f"moe_router_{part}" for part in compared)}
+    wrong = [
+        f"{name} is {getattr(args, name)} in the checkpoint, but {value} in config.json"
+        for name, value in expected.items()
+        if getattr(args, name, value) != value
+    ]
+    if wrong:
+        raise CheckpointError(f"{path} is of another model: {'; '.join(wrong)}.")
+    return model.model_copy(update={"has_mtp": bool(getattr(args, "mtp_num_layers", None))}), None
+
+
+def _main_dtype(planned: Iterable[torch.Tensor]) -> str:
+    """The type that most bytes have, such as `bfloat16`, for config.json."""
+    num_bytes = Counter[torch.dtype]()
+    for tensor in planned:
+        num_bytes[tensor.dtype] += tensor.nbytes
+    return str(num_bytes.most_common(1)[0][0]).removeprefix("torch.")

@@ -1,0 +1,174 @@
+"""The weights of a merged export: those beside which adapters were trained, with the adapters added.
+
+    W + scale * B A      in fp32, rounded once to the type of W
+
+A checkpoint of adapters names these weights by digest.  They are read from the files of the original model, tensor by
+tensor, or from the Megatron checkpoint from which the run started.  `merged_adapters.py` keeps an export from being
+merged again.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sft.checkpoint import manifest
+from sft.config import RANDOM
+from sft.config.lora import LoraConfig
+from sft.console import Console
+from sft.errors import CheckpointError
+from sft.hf.hub import local_folder
+from sft.hf.safetensors_files import INDEX, SINGLE
+from sft.hf.safetensors_writer import NAMES
+from sft.hf.source import open_source
+from sft.hf.tensor_check import fold_by_layer
+from sft.weights import kept
+from sft.weights.export.original import Original
+from sft.weights.export.stored_adapters import A, B, StoredAdapters
+from sft.weights.export.trained_tensors import TrainedTensor, put_together
+from sft.weights.initial import find_checkpoint
+from sft.weights.lora import merged_adapters
+from sft.weights.lora.base_digest import digest_of
+from sft.weights.lora.merged_adapters import Merged
+from sft.weights.lora.peft.merge import merged
+from sft.weights.torch_dist import TorchDistReader
+
+BLOCK_BYTES = 16 << 20  # of the sum in fp32
+_WEIGHT = ".weight"
+Read = Callable[[str, TrainedTensor], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergedWeights:
+    """reader: of the checkpoint of adapters
+
+    base     folder or checkpoint of the weights beside which the adapters were trained
+    read     reads one of these weights
+    holds    the adapters that an export holds, oldest first
+    digests  type and SHA-256 of each tensor that `values` has read and not changed
+    """
+
+    base: Path
+    read: Read
+    reader: TorchDistReader
+    adapters: StoredAdapters
+    scale: float
+    holds: tuple[Merged, ...]
+    digests: dict[str, tuple[torch.dtype, str]] = field(default_factory=dict)
+
+    def values(
+        self, tensors: Iterable[tuple[str, TrainedTensor]], planned: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The values of the tensors, by name, one at a time.  planned: the type of each sum"""
+        for name, tensor in tensors:
+            if self._is_trained(tensor):
+                yield from put_together(self.reader, [(name, tensor)])
+                continue
+            weight, linear = self.read(name, tensor), name.removesuffix(_WEIGHT)
+            if linear in self.adapters.shapes:
+                yield name, self._merged(weight, linear, planned[name].dtype)
+            else:
+                self.digests[name] = weight.dtype, kept.digest_of(weight)
+                yield name, weight
+
+    def _merged(self, weight: torch.Tensor, linear: str, dtype: torch.dtype) -> torch.Tensor:
+        """The sum as `dtype`, which rounds it once.  Raises CheckpointError for numbers that are not finite in it."""
+        a, b = (self.adapters.read(linear, factor) for factor in (A, B))
+        result = torch.empty(weight.shape, dtype=dtype)
+        num_rows = max(1, BLOCK_BYTES // (4 * weight.shape[1]))
+        for first in range(0, len(weight), num_rows):
+            rows = slice(first, first + num_rows)
+            result[rows] = merged(weight[rows].to(torch.float32), a, b[rows], self.scale)
+            if not result[rows].isfinite().all():
+                raise CheckpointError(
+                    f"{linear} is not finite in {NAMES[dtype]} with its adapter.  Export with --dtype float32, or "
+                    "another checkpoint."
+                )
+        return result
+
+    def _is_trained(self, tensor: TrainedTensor) -> bool:
+        """Whether the run trained the whole tensor, beside the adapters."""
+        return all(mapping.key in self.reader.shapes for mapping, _ in tensor.parts)
+
+
+def open_merged(
+    path: Path,
+    common: Mapping[str, Any],
+    recipe: Mapping[str, Any],
+    tensors: Mapping[str, TrainedTensor],
+    *,
+    like: Path | None,
+    original: Original,
+    console: Console,
+) -> MergedWeights:
+    """The weights of the merged export of the checkpoint `path`, whose plain values are `common`.
+
+    recipe: of its run; tensors: those of the model; like: the folder that the user named as the original model
+    Raises CheckpointError if the weights beside which the adapters were trained are missing, or are others now, or if
+    they have no tensor for an adapter.
+    """
+    reader, lora = TorchDistReader(path), {key: recipe[f"lora.{key}"] for key in ("rank", "alpha", "rslora")}
+    base, wanted = _find(path, recipe, like, original), common["sft"]["base"]
+    merged_adapters.refuse(base, wanted, str(path))
+    console.say(f"comparing {base} with the weights beside which {path} was trained")
+    digest = digest_of(base, path.parent.parent)
+    if digest != wanted:
+        raise CheckpointError(
+            f"{path} has adapters of the weights {wanted[:12]}, but {base} holds {digest[:12]}.  Name the folder of "
+            "the weights with which the run trained: --hf FOLDER.  --no-merged exports the adapters alone."
+        )
+    if original.tensors is None:
+        raise CheckpointError(
+            f"{original.folder} does not say which tensors a model of these weights has.  Name the Hugging Face folder "
+            "with its safetensors files: --hf FOLDER."
+        )
+    adapters, shapes = StoredAdapters(reader), {name: tensor.shape for name, tensor in tensors.items()}
+    wrong = [linear for linear, shape in adapters.shapes.items() if shapes.get(f"{linear}{_WEIGHT}") != shape]
+    if wrong:
+        raise CheckpointError(f"{path} has adapters that fit no weight of {base}: {fold_by_layer(wrong)[0]}.")
+    sha256 = manifest.entry_of(path / manifest.NAME).sha256 if (path / manifest.NAME).exists() else None
+    entry = Merged(checkpoint=str(path), step=int(common["iteration"]), base=wanted, sha256=sha256)
+    return MergedWeights(
+        base=base,
+        read=_reads(base),
+        reader=reader,
+        adapters=adapters,
+        scale=LoraConfig(**lora).scale,
+        holds=(*merged_adapters.read(base), entry),
+    )
+
+
+def _find(path: Path, recipe: Mapping[str, Any], like: Path | None, original: Original) -> Path:
+    """The folder or checkpoint of the weights beside which the adapters of `path` were trained."""
+    init_from = recipe.get("model.init_from")
+    if init_from == RANDOM:
+        raise CheckpointError(
+            f"{path} has adapters of random weights, which no file holds, so they cannot be merged.  --no-merged "
+            "exports the adapters alone."
+        )
+    if init_from is not None:
+        return find_checkpoint(init_from)
+    folders = [like] if like else [original.origin or original.folder]
+    if not like and recipe.get("model.hf") and not _has_weights(folders[0]):
+        folders.append(local_folder(recipe["model.hf"]))
+    for folder in folders:
+        if _has_weights(folder):
+            return folder
+    raise CheckpointError(
+        f"{path} has adapters only, and {' and '.join(map(str, folders))} has no {SINGLE} or {INDEX}.  Name the folder "
+        "of the weights with which the run trained: --hf FOLDER.  --no-merged exports the adapters alone."
+    )
+
+
+def _has_weights(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (SINGLE, INDEX))
+
+
+def _reads(base: Path) -> Read:
+    if _has_weights(base):
+        source = open_source(base, compare=False)
+        return lambda name, tensor: kept.read_tensor(source, name)
+    reader = TorchDistReader(base)
+    return lambda name, tensor: next(put_together(reader, [(name, tensor)]))[1]

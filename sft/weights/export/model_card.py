@@ -1,0 +1,103 @@
+"""Writes README.md of an export: the original model, the step, how to serve it, losses of the log, and the recipe."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sft.config import yaml
+from sft.config.keys import in_schema, leaves
+from sft.files.folder_files import METRICS_BYTES, read_file
+from sft.hf.hub import CONFIG
+from sft.weights.export.original import Original
+from sft.weights.lora import merged_adapters
+from sft.weights.serving import flags
+from sft.weights.serving.served import Record
+
+NAME = "README.md"
+_ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+_METRICS = ("lm loss", "perplexity/avg", "token accuracy")
+
+
+def write_model_card(folder: Path, checkpoint: Path, common: Mapping[str, Any], original: Original) -> None:
+    """Write README.md.  common: the plain values of the checkpoint; a checkpoint of Megatron-LM has no recipe"""
+    sft = common.get("sft")
+    recipe, state = (sft["recipe"], sft["state"]) if isinstance(sft, dict) else ({}, {})
+    step = state.get("step", common.get("iteration", 0))
+    name, _, revision = original.name.partition("@")
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
+    if _ON_HUB.fullmatch(name) and not Path(name).exists():
+        lines += [f"base_model: {name}"]
+    commit = original.commit or revision
+    lines += ["---", "", f"# {Path(str(recipe.get('run.dir', checkpoint.parent))).name}, step {step}", ""]
+    lines += [f"Base model: {name}{f', revision {commit}' if commit else ''}.", ""]
+    if merged := merged_adapters.read(folder):
+        sources = ", ".join(f"{entry.checkpoint} (step {entry.step})" for entry in merged)
+        lines += [f"These weights hold the LoRA adapters of {sources}; do not add them again.", ""]
+    if state.get("num_tokens"):
+        lines += [f"Fine-tuned on {state['num_tokens']:,} supervised tokens in {step:,} steps.", ""]
+    if original.served is not None:
+        rank = None if (folder / CONFIG).exists() else recipe.get("lora.rank")
+        lines += _serving(original.served, name, rank)
+    lines += _losses(checkpoint.parent.parent / "metrics.jsonl", step)
+    if recipe:
+        lines += [
+            "## Recipe",
+            "",
+            "Keys that differ from their defaults:",
+            "",
+            "```yaml",
+            *_recipe(recipe, original.served),
+            "```",
+            "",
+        ]
+    (folder / NAME).write_text("\n".join(lines), encoding="utf-8")
+
+
+def _serving(record: Record, base: str, rank: int | None) -> list[str]:
+    """Template, defaults and ends.  rank: of adapters that are alone in the folder"""
+    lines = ["## Serving", "", *(f"- {sentence}" for sentence in flags.details(record)), ""]
+    if rank is not None:
+        command = " \\\n    ".join(flags.flags(record, base, rank))
+        lines += ["With vLLM, where ADAPTER is this folder:", "", "```bash", command, "```", ""]
+        if record.end_ids:
+            lines += [f"Without `--generation-config`, give each request `{flags.stop_ids(record)}`.", ""]
+    return lines
+
+
+def _losses(log: Path, step: int) -> list[str]:
+    """A table of the last records of the log up to this step: of training, and of each held-out set."""
+    last: dict[str, dict[str, Any]] = {}
+    try:
+        for text in read_file(log, METRICS_BYTES).decode().splitlines():
+            record = json.loads(text)
+            if record.get("kind") in ("train", "eval") and record["step"] <= step:
+                last["training" if record["kind"] == "train" else str(record.get("set"))] = record
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # no log, or a broken line
+        pass
+    if not last:
+        return []
+    rows = [
+        f"| {name} | {record['step']} | {' | '.join(_number(record.get(metric)) for metric in _METRICS)} |"
+        for name, record in last.items()
+    ]
+    return ["## Losses", "", f"| data | step | {' | '.join(_METRICS)} |", "|---|---|---|---|---|", *rows, ""]
+
+
+def _number(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else ""
+
+
+def _recipe(recipe: Mapping[str, Any], served: Record | None) -> list[str]:
+    """The keys that differ from their defaults.  config.json has the sizes of the model."""
+    schema = leaves()
+    if file := recipe.get("data.chat_template"):  # not a path of the machine that trained
+        recipe = {**recipe, "data.chat_template": served.templates[0] if served else Path(file).name}
+    return [
+        f"{key}: {yaml.write(value)}"
+        for key, value in recipe.items()
+        if not (key.startswith("model.") and key not in ("model.hf", "model.init_from"))
+        and (key if key in schema else in_schema(key)) in schema
+        and value != schema[key if key in schema else in_schema(key)].get_default(call_default_factory=True)
+    ]

@@ -1,0 +1,139 @@
+"""Finds the original Hugging Face model of a checkpoint: its config.json, tokenizer, and what it says of its tensors.
+
+A checkpoint contains neither its family nor a tokenizer, and only some keys of config.json.  A run and `sft import`
+keep them in a folder `hf/` near their checkpoints.  If there is none, the folders that model.hf and model.init_from of
+the checkpoint's recipe name are tried.  The user may name another folder with --hf.  Tokenizer and chat template are
+those of the run's own `hf/`, also beside --hf.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sft.checkpoint import manifest
+from sft.checkpoint.manifest import Manifest
+from sft.errors import CheckpointError
+from sft.hf.hub import CONFIG, IMPORTED
+from sft.hf.source import Expected, Role, open_source
+from sft.weights import kept
+from sft.weights.kept import Kept
+from sft.weights.serving import flags
+from sft.weights.serving.served import Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Original:
+    """The original model of a checkpoint.
+
+    name            as the recipe names it
+    origin          the folder from which the files were copied; None if they are no copies
+    tensors         that an export must have, by name; None if the folder has no weights and does not list them
+    digests         SHA-256 of tensors that are passed through, if they are known
+    passed_through  returns the values of the tensors that are passed through, one at a time
+    tokenizer       the folder of tokenizer, chat template and generation_config.json
+    served          what these hold of the run; None: they are those of the model
+    """
+
+    folder: Path
+    name: str
+    commit: str | None = None
+    origin: Path | None = None
+    tensors: Mapping[str, Expected] | None = None
+    digests: Mapping[str, str] = field(default_factory=dict)
+    passed_through: Callable[[], Iterable[tuple[str, torch.Tensor]]] = tuple
+    tokenizer: Path
+    served: Record | None = None
+
+    def names(self, role: Role) -> list[str]:
+        return [name for name, tensor in (self.tensors or {}).items() if tensor.role == role]
+
+
+def find_original(path: Path, recipe: Mapping[str, Any], like: Path | None, *, has_mtp: bool = False) -> Original:
+    """The original model of the checkpoint `path`.
+
+    recipe: that of the checkpoint, by dotted key; like: the folder that the user named
+    has_mtp: the checkpoint has the block for multi-token prediction
+    Raises CheckpointError if there is no such folder, or if its files are damaged.
+    """
+    folders = list(_folders(path, recipe, like))
+    for folder in folders:
+        if (folder / CONFIG).is_file():
+            original = _original(folder, str(recipe.get("model.hf") or folder), has_mtp)
+            of_run = _served_by_run(path)
+            return original if of_run is None else replace(original, tokenizer=of_run.folder, served=of_run.served)
+    if like:
+        raise CheckpointError(
+            f"--hf {like} has no {CONFIG}; --hf must name the Hugging Face folder from which the weights came."
+        )
+    raise CheckpointError(
+        f"{path} does not name its Hugging Face model, and {', '.join(map(str, folders))} has no {CONFIG}.  Give the "
+        f"folder with {CONFIG} and the tokenizer: --hf FOLDER."
+    )
+
+
+def describe_tokenizer(original: Original, recipe: Mapping[str, Any]) -> str:
+    """One line about the chat template of an export; a warning if it may not be the one of the training."""
+    if original.served is not None:
+        return f"  template      {flags.short(original.served)}"
+    if recipe.get("data.tokenizer") == "byte":
+        return f"WARNING: the run's tokenizer, byte, has no files: tokenizer and template are those of {original.name}."
+    return (
+        f"WARNING: tokenizer, chat template and end tokens are those of {original.name}, because no hf/{kept.SOURCE} "
+        "beside the checkpoint says what the run was trained with.  If the run is resumed, it writes that; then export "
+        "again."
+    )
+
+
+def _served_by_run(path: Path) -> Kept | None:
+    """The folder `hf/` of the run that wrote the checkpoint, if it holds the run's tokenizer, undamaged."""
+    parent = path.absolute().parent
+    if parent.name != "checkpoints":
+        return None
+    try:
+        files = kept.read(parent.parent / IMPORTED)
+    except CheckpointError:
+        return None
+    if files is None or files.served is None:
+        return None
+    small = {name: entry for name, entry in files.files.items() if not name.endswith(".safetensors")}
+    return None if manifest.damage(files.folder, Manifest(files=small, facts={}), verify="full") else files
+
+
+def _folders(path: Path, recipe: Mapping[str, Any], like: Path | None) -> Iterator[Path]:
+    """The folders in which config.json may be, best first."""
+    if like:
+        yield from (like, like / IMPORTED)
+        return
+    yield path.parent / IMPORTED  # of `sft import`
+    parent = path.parent if path.parent.name else path.absolute().parent
+    if parent.name == "checkpoints":
+        yield parent.parent / IMPORTED  # of a run
+    for key in ("model.hf", "model.init_from"):
+        if recipe.get(key):
+            named = Path(recipe[key])
+            yield from (named, named / IMPORTED, named.parent / IMPORTED)
+
+
+def _original(folder: Path, name: str, has_mtp: bool) -> Original:
+    files = kept.read(folder)
+    if files is not None:
+        manifest.refuse(folder, files.damage("full"))
+        return Original(
+            folder=folder,
+            name=files.name,
+            commit=files.commit,
+            origin=files.origin,
+            tensors=files.tensors,
+            digests=files.digests,
+            passed_through=files.passed_through,
+            tokenizer=folder,
+        )
+    if not any(folder.glob("*.safetensors")):
+        return Original(folder=folder, name=name, tokenizer=folder)
+    source = open_source(folder, name, compare=False, has_mtp=has_mtp)
+    passed_through = partial(kept.not_trained, source)
+    return Original(folder=folder, name=name, tensors=source.manifest, passed_through=passed_through, tokenizer=folder)

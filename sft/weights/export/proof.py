@@ -1,0 +1,46 @@
+"""Proves that a folder has exactly the tensors that an export must have.
+
+Names, types and shapes are read from the headers of the written files, and tensors that are passed through are read
+again.  So a mistake in any step of an export is found, and the folder does not get its final name.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from sft.errors import CheckpointError, first_few
+from sft.hf.safetensors_files import SafetensorsFolder
+from sft.hf.source import Expected
+from sft.hf.tensor_check import check_tensors, fold_by_layer
+from sft.weights import kept
+
+
+def check_export(folder: Path, expected: Mapping[str, Expected], digests: Mapping[str, str], subject: str) -> None:
+    """Raise CheckpointError that lists everything in which the files differ from `expected`.
+
+    digests: SHA-256 of the tensors that are passed through; subject: the subject of the error, e.g. the final name
+    """
+    written = SafetensorsFolder(folder)
+    tensors = written.tensors
+    lines = _other_types(
+        {name: (tensors[name].dtype, wanted.dtype) for name, wanted in expected.items() if name in tensors}
+    )
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    check_tensors(shapes, {name: wanted.shape for name, wanted in expected.items()}, subject, other=lines)
+    files = {name: tensors[name].file for name in digests}
+    changed = [name for name, tensor in kept.read_tensors(files) if kept.digest_of(tensor) != digests[name]]
+    if changed:
+        names = ", ".join(first_few(fold_by_layer(changed)))
+        raise CheckpointError(f"{subject}: tensors that are not trained differ from those of the original: {names}.")
+
+
+def _other_types(types: Mapping[str, tuple[str, str]]) -> list[str]:
+    """One line for each pair of types that differ.  types: by name of the tensor, written and expected"""
+    by_pair: dict[tuple[str, str], list[str]] = {}
+    for name, pair in types.items():
+        if pair[0] != pair[1]:
+            by_pair.setdefault(pair, []).append(name)
+    return [
+        f"type {written} instead of {wanted}: {line}"
+        for (written, wanted), names in by_pair.items()
+        for line in fold_by_layer(names)
+    ]

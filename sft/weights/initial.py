@@ -1,0 +1,141 @@
+"""Chooses the weights from which a new run starts: those of model.hf, a Megatron checkpoint, or random weights.
+
+`load_initial` loads them into an engine.  `describe` says what a start will find, from headers and indexes alone.
+"""
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sft.checkpoint import folders, manifest, resume
+from sft.config import RANDOM, Config
+from sft.console import Console, size
+from sft.errors import CheckpointError, ConfigError
+from sft.hf import hub
+from sft.hf.family import TensorMapping
+from sft.hf.hub import CONFIG, local_folder
+from sft.hf.hub_headers import header_folder
+from sft.hf.model_family import model_family
+from sft.hf.source import Source, open_source
+from sft.hf.tensor_check import check_tensors
+from sft.mcore import initial_weights
+from sft.mcore.checkpoint_io import engine_state, safe_reader
+from sft.mcore.engine import Engine
+from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
+from sft.weights.load import load_weights
+
+
+def load_initial(engine: Engine, config: Config, console: Console) -> str:
+    """Give `engine` the weights from which a new run starts.  Collective.  Returns which weights these are.
+
+    Raises ConfigError or CheckpointError on all ranks if these weights are missing, or are those of another model.
+    """
+    model, control = config.model, engine.groups.control
+    if model.init_from == RANDOM:
+        initial_weights.initialise(engine)
+        return f"random weights (seed {config.run.seed})"
+    if model.init_from is not None:
+        path = broadcast_from_rank0(partial(find_checkpoint, model.init_from), control)
+        point = resume.verified(path, config.checkpoint.verify, engine.groups)
+        engine_state.load_weights(engine, point.path)
+        return f"the weights of {point.path} ({point.verification})"
+    opened: list[Source] = []
+    all_gather_objects(lambda: opened.append(_open(config, compare=engine.groups.rank == 0)), control)
+    load_weights(engine, opened[0], console, read_once=model.hf_read_once)
+    return f"the weights of {_described(opened[0], config)}"
+
+
+def describe(config: Config, vocab_size: int | None) -> str:
+    """The weights from which a new run starts, from the headers and the index of the files.
+
+    vocab_size: rows of the embedding without padding, if they are known
+    Raises ConfigError or CheckpointError if these weights are missing or incomplete, or are those of another model.
+    """
+    model = config.model
+    if model.init_from == RANDOM:
+        return f"random (seed {config.run.seed})"
+    if model.init_from is None:
+        return _on_hub(model.hf or "", config) or _described(_open(config), config)
+    path = find_checkpoint(model.init_from)
+    entries = manifest.read(path)
+    if entries is not None:
+        manifest.refuse(path, manifest.damage(path, entries, verify="size"))
+    return compare_tensors(path, config, vocab_size)
+
+
+def compare_tensors(path: Path, config: Config, vocab_size: int | None) -> str:
+    """The number and bytes of the weights in a Megatron checkpoint, from its index.
+
+    vocab_size: rows of the embedding without padding, if they are known
+    Raises CheckpointError if weights are missing, or are those of another model.
+    """
+    model, stored = config.model, safe_reader.tensors(path)
+    family = model_family(model)
+    if family is None:
+        return f"{path}: not compared with the model, because no table has its tensors"
+    wanted = {
+        mapping.key: _padded_like(stored.get(mapping.key), mapping)
+        for mapping in family.mappings(model, model.vocab_size or vocab_size or 0)
+    }
+    held = {key: stored[key][0] for key in wanted if key in stored}
+    check_tensors(held, wanted, str(path))
+    num_bytes = sum(math.prod(shape) * stored[key][1].itemsize for key, shape in held.items())
+    return f"{path}: {len(wanted):,} tensors; {size(num_bytes)}"
+
+
+def find_checkpoint(init_from: str) -> Path:
+    """The Megatron checkpoint that model.init_from names.
+
+    Raises CheckpointError if there is none, and ConfigError if it is a Hugging Face folder.
+    """
+    key = f"model.init_from = {init_from}"
+    try:
+        return folders.find([Path(init_from)], key)
+    except CheckpointError:
+        if not (Path(init_from) / CONFIG).is_file():
+            raise
+    raise ConfigError(
+        f"{key} is a Hugging Face folder, but must be a Megatron checkpoint.  To start from the weights of this "
+        f"folder: model.hf={init_from} model.init_from=null."
+    )
+
+
+def _described(source: Source, config: Config) -> str:
+    """The counts of the source, and how a bf16 run changes values."""
+    wide = sorted({source.manifest[name].dtype for name in source.names("trained")} - {"BF16"})
+    if not wide or config.run.precision != "bf16":
+        return source.describe()
+    return f"{source.describe()}; {' and '.join(wide)} is rounded to BF16"
+
+
+def _on_hub(name: str, config: Config) -> str | None:
+    """The weights of a hub name that are not downloaded yet, from their headers; None if there are none."""
+    missing = hub.missing_weights(name) if hub.is_hub_name(name) else None
+    if missing is None:
+        return None
+    amount = "" if missing.num_bytes is None else f", {size(missing.num_bytes)}"
+    later = f"not downloaded yet: {len(missing.files)} files{amount}"
+    if hub.is_offline():
+        return f"{name}: {later}; HF_HUB_OFFLINE is set, so that no start can download them"
+    with header_folder(hub.snapshot(name), missing.files) as folder:
+        opened = open_source(folder, name, compare=False, has_mtp=config.model.has_mtp)
+        return f"{_described(opened, config)}; {later}"
+
+
+def _open(config: Config, *, compare: bool = True) -> Source:
+    name = config.model.hf
+    assert name is not None
+    if (Path(name) / folders.POINTER).is_file():
+        raise ConfigError(
+            f"model.hf = {name} holds a Megatron checkpoint and no safetensors files.  To start from its weights: "
+            f"model.init_from={name}."
+        )
+    return open_source(local_folder(name), name, compare=compare, has_mtp=config.model.has_mtp)
+
+
+def _padded_like(stored: tuple[tuple[int, ...], Any] | None, mapping: TensorMapping) -> tuple[int, ...]:
+    """The expected shape of our tensor.  A vocabulary may have as many rows of padding as the stored one."""
+    shape = mapping.shape()
+    is_longer = stored is not None and stored[0][0] > shape[0] and stored[0][1:] == shape[1:]
+    return stored[0] if mapping.form == "vocabulary" and is_longer and stored else shape

@@ -1,0 +1,292 @@
+"""The folder `hf/` of a run, or of an imported checkpoint: what an export needs in addition to the trained weights.
+
+    run.dir/hf/
+        config.json, generation_config.json     of the model; the latter with the end tokens of the run
+        tokenizer, chat template                those of the run (`served_files.py`), or copies of the model's
+        passed_through.safetensors      tensors that are not trained, unchanged; several files if larger than 5 GB
+        source.json                     the name of the model; types and shapes of the tensors that an export must have;
+                                        size and SHA-256 of each other file and of each tensor that is not trained;
+                                        which switches, date and end tokens the tokenizer and its templates hold
+
+A run writes the folder before its first step, because the cache of the hub may be emptied while the run trains.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from sft.checkpoint import manifest
+from sft.checkpoint.manifest import Manifest, Verify
+from sft.console import size
+from sft.errors import CheckpointError
+from sft.files.file_digest import Entry, entry_of
+from sft.files.folder_files import LIST_BYTES, check_name
+from sft.files.folder_files import copy as copy_file
+from sft.files.folder_files import matching, read_json
+from sft.hf.hub import CONFIG
+from sft.hf.safetensors_writer import SHARD_BYTES, TYPES, bytes_of, write_tensors
+from sft.hf.source import Expected, Source, open_source
+from sft.weights.atomic_folder import copy_companions, new_folder
+from sft.weights.serving import served_files
+from sft.weights.serving.served import Record, Served, read_record
+
+SOURCE, STEM = "source.json", "passed_through"
+FORMAT = "sft source 1"
+_BLOCK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """The content of source.json.
+
+    name     the model as the recipe names it
+    commit   of the hub, if the files came from its cache
+    origin   the folder from which the files were copied
+    tensors  of an export, by name; None if the weights did not come from a Hugging Face model
+    digests  SHA-256 of each tensor that is passed through
+    has_mtp  whether the block for multi-token prediction is trained
+    served   what tokenizer and template hold; None: they are copies of the model's
+    """
+
+    folder: Path
+    name: str
+    commit: str | None
+    origin: Path
+    files: dict[str, Entry]
+    tensors: dict[str, Expected] | None
+    digests: dict[str, str]
+    has_mtp: bool = False
+    served: Record | None = None
+
+    def damage(self, verify: Verify) -> list[str]:
+        """One line for each file that is missing or differs."""
+        return manifest.damage(self.folder, Manifest(files=self.files, facts={}), verify=verify)
+
+    def passed_through(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that are passed through, one at a time, in the order of `digests`."""
+        files: dict[str, Path] = {}
+        for path in matching(self.folder, f"{STEM}*.safetensors"):
+            with safe_open(path, framework="pt") as file:
+                files |= dict.fromkeys(file.keys(), path)
+        return read_tensors({name: files[name] for name in self.digests})
+
+
+def read(folder: Path) -> Kept | None:
+    """The content of source.json; None if there is no such file.  Raises CheckpointError if it is damaged."""
+    path = folder / SOURCE
+    if not path.exists():
+        return None
+    try:
+        content = read_json(folder, SOURCE, LIST_BYTES)
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is not {FORMAT}")
+        tensors = content["tensors"]
+        return Kept(
+            folder=folder,
+            name=str(content["name"]),
+            commit=None if content["commit"] is None else str(content["commit"]),
+            origin=Path(content["origin"]),
+            files={check_name(name): _entry(entry) for name, entry in content["files"].items()},
+            tensors=None if tensors is None else {name: _expected(values) for name, values in tensors.items()},
+            digests=dict(content["digests"]),
+            has_mtp=bool(content.get("has_mtp", False)),
+            served=read_record(content.get("served")),
+        )
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}).") from error
+
+
+def _entry(values: dict[str, Any]) -> Entry:
+    entry = Entry(**values)
+    if type(entry.num_bytes) is not int or entry.num_bytes < 0 or not isinstance(entry.sha256, str):
+        raise ValueError("a file has no size and SHA-256")
+    return entry
+
+
+def _expected(values: dict[str, Any]) -> Expected:
+    expected = Expected(**{**values, "shape": tuple(values["shape"])})
+    if not all(type(length) is int and length >= 0 for length in expected.shape):
+        raise ValueError("a shape is no list of lengths")
+    return expected
+
+
+def keep(source: Source, target: Path, served: Served | None = None) -> None:
+    """Write the folder `target` for a run that starts from the weights of `source`.
+
+    served: what takes the place of the tokenizer and the template of `source`
+    Raises CheckpointError if the disk has no room, or if the source cannot be read.
+    """
+    planned = {name: on_meta(source.manifest[name], name) for name in source.names("passed through")}
+    with new_folder(target, sum(tensor.nbytes for tensor in planned.values())) as folder:
+        digests: dict[str, str] = {}
+        if planned:
+            tensors = not_trained(source)
+            _, digests = write_tensors(folder, planned, tensors, SHARD_BYTES, stem=STEM, digested=planned)
+        _copy_small_files(source.folder, folder)
+        _write(
+            folder,
+            name=source.name,
+            origin=source.folder,
+            tensors=source.manifest,
+            digests=digests,
+            has_mtp=source.architecture.model.has_mtp,
+            served=served_files.write(folder, served),
+        )
+
+
+def keep_files(folder: Path, name: str, target: Path, served: Served | None = None) -> None:
+    """Write the folder `target` for a run whose weights do not come from the Hugging Face folder `folder`."""
+    with new_folder(target, 0) as temporary:
+        _copy_small_files(folder, temporary)
+        record = served_files.write(temporary, served)
+        _write(temporary, name=name, origin=folder, tensors=None, digests={}, served=record)
+
+
+def copy(kept: Kept, target: Path, served: Served | None = None) -> None:
+    """Copy the folder of another run or of an imported checkpoint.  Raises CheckpointError if it is damaged."""
+    with new_folder(target, sum(entry.num_bytes for entry in kept.files.values())) as folder:
+        for name, entry in kept.files.items():
+            copy_file(kept.folder, name, folder)
+            if entry_of(folder / name) != entry:
+                raise CheckpointError(f"{kept.folder / name} is damaged: its size or SHA-256 is another.")
+        _write(
+            folder,
+            name=kept.name,
+            origin=kept.folder,
+            tensors=kept.tensors,
+            digests=kept.digests,
+            commit=kept.commit,
+            has_mtp=kept.has_mtp,
+            served=served_files.write(folder, served),
+        )
+
+
+def restore(kept: Kept, served: Served | None = None) -> None:
+    """Replace the damaged folder by a new copy of its origin, with tokenizer and template of the run.
+
+    Raises CheckpointError, ConfigError or OSError if the origin is missing or has changed.
+    """
+    served = None if kept.served is None else served
+    remade = kept.folder.with_name(f"{kept.folder.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        if (other := read(kept.origin)) is not None:
+            copy(other, remade, served)
+        elif kept.tensors is None:
+            keep_files(kept.origin, kept.name, remade, served)
+        else:
+            keep(open_source(kept.origin, kept.name, compare=False, has_mtp=kept.has_mtp), remade, served)
+        new = read(remade)
+        if new is None or (new.files, new.tensors) != (kept.files, kept.tensors):
+            raise CheckpointError(f"{kept.origin} has changed since the run began.")
+        replace(remade, kept.folder)
+    finally:
+        shutil.rmtree(remade, ignore_errors=True)
+
+
+def serve(kept: Kept, served: Served) -> None:
+    """Put tokenizer and template of the run into a folder that an earlier version wrote without them."""
+    remade = kept.folder.with_name(f"{kept.folder.name}.tmp-{secrets.token_hex(4)}")
+    copy(kept, remade, served)
+    content = read_json(remade, SOURCE, LIST_BYTES) | {"origin": str(kept.origin)}
+    (remade / SOURCE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    replace(remade, kept.folder)
+
+
+def replace(new: Path, folder: Path) -> None:
+    """Rename the folder `new` to `folder`, and remove what had this name."""
+    old = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
+    if folder.exists():
+        os.rename(folder, old)
+    os.rename(new, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def on_meta(tensor: Expected, name: str) -> torch.Tensor:
+    """A tensor of this type and shape without values."""
+    if tensor.dtype not in TYPES:
+        raise CheckpointError(f"{name} has the type {tensor.dtype}, which cannot be copied; only {', '.join(TYPES)}.")
+    return torch.empty(tensor.shape, dtype=TYPES[tensor.dtype], device="meta")
+
+
+def not_trained(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of `source` that are passed through, one at a time.  Those in FP8 are dequantised."""
+    for name in source.names("passed through"):
+        yield name, read_tensor(source, name)
+
+
+def read_tensor(source: Source, name: str) -> torch.Tensor:
+    """A tensor of `source`, bit for bit.  One in FP8 is dequantised."""
+    expected = source.manifest[name]
+    values = torch.empty(expected.shape, dtype=TYPES[expected.dtype])
+    target, start = memoryview(bytes_of(values)).cast("B"), 0
+    for block in source.stored.raw_blocks(name, _BLOCK_BYTES):
+        target[start : start + len(block)] = block
+        start += len(block)
+    return values
+
+
+def read_tensors(file_of: Mapping[str, Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read tensors of safetensors files, one at a time.  file_of: the file of each tensor"""
+    for name, path in file_of.items():
+        with safe_open(path, framework="pt") as file:
+            yield name, file.get_tensor(name)
+
+
+def _copy_small_files(source: Path, target: Path) -> None:
+    copy_file(source, CONFIG, target)
+    copy_companions(source, target)
+
+
+def _write(
+    folder: Path,
+    *,
+    name: str,
+    origin: Path,
+    tensors: Mapping[str, Expected] | None,
+    digests: Mapping[str, str],
+    commit: str | None = None,
+    has_mtp: bool = False,
+    served: Record | None = None,
+) -> None:
+    """Write source.json, which lists all files that the folder has."""
+    origin = origin.absolute()
+    if commit is None and origin.parent.name == "snapshots":  # in the cache of the hub
+        commit = origin.name
+    files = {str(path.relative_to(folder)): entry_of(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    content = {
+        "format": FORMAT,
+        "name": name,
+        "commit": commit,
+        "origin": str(origin),
+        "files": {key: asdict(entry) for key, entry in files.items()},
+        "tensors": None if tensors is None else {key: asdict(tensor) for key, tensor in tensors.items()},
+        "digests": dict(digests),
+        **({"has_mtp": True} if has_mtp else {}),
+        **({"served": asdict(served)} if served else {}),
+    }
+    (folder / SOURCE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """SHA-256 of the bytes of a tensor."""
+    return hashlib.sha256(bytes_of(tensor)).hexdigest()
+
+
+def describe(kept: Kept) -> str:
+    """kept 341 tensors that are not trained and the files of Qwen/Qwen2.5-VL-3B in runs/a/hf (1.2 GiB), for exports"""
+    passed, num_bytes = len(kept.digests), sum(entry.num_bytes for entry in kept.files.values())
+    tensors = f"{passed:,} tensor{'s that are' if passed > 1 else ' that is'} not trained and " if passed else ""
+    return f"kept {tensors}the files of {kept.name} in {kept.folder} ({size(num_bytes)}), for exports"
+
+
+def remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)

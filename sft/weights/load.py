@@ -1,0 +1,159 @@
+"""Fills the model of this rank with the weights of a Hugging Face folder, straight from its safetensors files.
+
+A rank requests only the values that it keeps: some rows, and for weights that tp splits along rows of inputs some
+columns, of each stored tensor.  Values are copied from mapped files to parameters in blocks, so a rank needs little
+memory in addition to its parameters.  `Family` says which rows of which stored tensor a parameter consists of.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sft.console import Console
+from sft.errors import CheckpointError
+from sft.hf.family import TensorMapping
+from sft.hf.safetensors_files import SafetensorsFolder
+from sft.hf.source import Source
+from sft.hf.tensor_view import HfView
+from sft.mcore.checkpoint_io import torch_dist_files
+from sft.mcore.engine import Engine, weights_changed
+from sft.mcore.model.chunks import sharded_tensors
+from sft.parallel.collectives import all_gather_objects
+
+
+class Shard(Protocol):
+    """The fields of core's ShardedTensor: `data` is this rank's part of the tensor `key`.
+
+    global_shape, global_offset: of the whole tensor, with an axis for layers and one for experts; the first
+    `prepend_axis_num` axes are not in `data`
+    """
+
+    key: str
+    data: Any
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    prepend_axis_num: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Rows of a view that become a part of a parameter.
+
+    target: [rows] or [rows, columns, ...]; the rows are consecutive rows of the stored tensor; view: None means zeros
+    """
+
+    target: Tensor
+    view: HfView | None
+    first_row: int
+    first_column: int
+
+
+def load_weights(engine: Engine, source: Source, console: Console, *, read_once: bool = False) -> None:
+    """Load the weights of `source`.  Adam's moments, the schedule and the step keep the values of a new run.
+
+    Collective.
+    read_once: of the ranks that hold the same values, one reads them and sends them to the others
+    Raises CheckpointError on all ranks if one rank cannot read a file, or reads a value that is not finite.
+    """
+    shards = [shard for chunk in engine.chunks for shard in sharded_tensors(chunk.module.sharded_state_dict())]
+    groups = [_replicas(engine, shard) for shard in shards]
+    readers = _readers(shards, groups) if read_once else [group.rank() for group in groups]
+    own = [shard for shard, group, reader in zip(shards, groups, readers) if reader == group.rank()]
+    with torch.no_grad():
+        all_gather_objects(lambda: _fill_checked(own, source, console), engine.groups.control)
+        if read_once:
+            for shard, group, reader in zip(shards, groups, readers):
+                dist.broadcast(shard.data, dist.get_global_rank(group, reader), group=group)
+    weights_changed(engine)
+
+
+def _replicas(engine: Engine, shard: Shard) -> dist.ProcessGroup:
+    """The ranks that hold the same values as this rank.  All of them list the same shards in the same order."""
+    collection = engine.groups.collection
+    group: dist.ProcessGroup = collection.expt_dp if ".experts." in shard.key else collection.dp_cp
+    return group
+
+
+def _readers(shards: Sequence[Shard], groups: Sequence[dist.ProcessGroup]) -> list[int]:
+    """For each shard, the rank in its group that reads it: the one with the fewest bytes so far."""
+    loads: dict[dist.ProcessGroup, list[int]] = {group: [0] * group.size() for group in groups}
+    readers = []
+    for shard, group in zip(shards, groups):
+        load = loads[group]
+        readers.append(load.index(min(load)))
+        load[readers[-1]] += shard.data.nbytes
+    return readers
+
+
+def _fill_checked(shards: Sequence[Shard], source: Source, console: Console) -> None:
+    fill(shards, source, console)
+    if not torch_dist_files.are_finite([shard.data for shard in shards]):
+        wrong = next(shard.key for shard in shards if not torch_dist_files.are_finite([shard.data]))
+        raise CheckpointError(f"{source.name} holds values that are not finite, for example in {wrong}.")
+
+
+def fill(shards: Sequence[Shard], source: Source, console: Console) -> None:
+    """Give the shards their values.  Not collective."""
+    mapping_of = {(mapping.key, mapping.stack_index): mapping for mapping in source.mappings}
+    pieces = [piece for shard in shards for piece in pieces_of(shard, _mapping(shard, mapping_of, source.name))]
+    num_bytes = sum(piece.target.nbytes for piece in pieces)
+    with closing(source.stored) as stored, console.track(f"reading {source.name}", num_bytes, "bytes") as progress:
+        for piece in sorted(pieces, key=lambda piece: _position(piece, stored)):
+            if piece.view is None:
+                piece.target.zero_()
+            else:
+                stored.read_rows(
+                    piece.view.name,
+                    piece.view.row(piece.first_row),
+                    piece.target,
+                    index=piece.view.index,
+                    transposed=piece.view.transposed,
+                    step=piece.view.step,
+                    first_column=piece.first_column,
+                )
+            progress.advance(piece.target.nbytes)
+
+
+def _position(piece: Piece, stored: SafetensorsFolder) -> tuple[str, int, int]:
+    """Sorts pieces as they lie on the disk."""
+    if piece.view is None:
+        return "", 0, 0
+    tensor = stored.tensors[piece.view.name]
+    return str(tensor.file), tensor.start, piece.first_row
+
+
+def _mapping(
+    shard: Shard, mapping_of: Mapping[tuple[str, tuple[int, ...]], TensorMapping], source: str
+) -> TensorMapping:
+    axes = shard.prepend_axis_num
+    mapping = mapping_of.get((shard.key, tuple(shard.global_offset[:axes])))
+    num_rows = shard.global_shape[axes]
+    if mapping is None or mapping.shape(num_rows if mapping.form == "vocabulary" else None) != shard.global_shape:
+        held = "no such tensor" if mapping is None else f"shape {mapping.shape()}"
+        raise CheckpointError(f"{source} is of another model: {shard.key} has {shard.global_shape}, the files {held}.")
+    return mapping
+
+
+def pieces_of(shard: Shard, mapping: TensorMapping) -> Iterator[Piece]:
+    """The pieces that `shard`, a part of the tensor of `mapping`, consists of.  Together they cover it once.
+
+    rows 4 to 8 of 10 rows, of which a view has the first 6, and the others are padding:
+    view, first_row 4, target rows 0 to 2; zeros, target rows 2 to 4
+    """
+    axes = shard.prepend_axis_num
+    first, *columns = shard.global_offset[axes:]
+    end = first + shard.data.shape[0]
+    for span in mapping.spans(shard.global_shape[axes]):
+        start, stop = max(first, span.target), min(end, span.target + span.num_rows)
+        if start < stop:
+            yield Piece(
+                target=shard.data[start - first : stop - first],
+                view=None if span.source is None else mapping.sources[span.source],
+                first_row=span.start + start - span.target,
+                first_column=columns[0] if columns else 0,
+            )

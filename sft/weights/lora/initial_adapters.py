@@ -1,0 +1,279 @@
+"""Chooses the adapters with which a new run starts: those of the PEFT folder lora.init_from, or random ones.
+
+`load_new_adapters` loads them into an engine.  `describe` says what a start will find, from the headers of the folder.
+An adapter folder must have exactly the adapters of the recipe, with their rank and scale.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sft.config import Config
+from sft.config.lora import LoraConfig
+from sft.console import Console, size
+from sft.errors import CheckpointError, ConfigError
+from sft.hf.family import Family
+from sft.hf.hub import local_folder
+from sft.hf.model_family import model_family
+from sft.hf.tensor_check import fold_by_layer
+from sft.layers.adapters import EMBEDDING, HEAD, Trained, names_of
+from sft.mcore.checkpoint_io import engine_state
+from sft.mcore.engine import Engine, weights_changed
+from sft.mcore.lora import adapted, freeze
+from sft.parallel.collectives import all_gather_objects
+from sft.weights.lora import merged_adapters
+from sft.weights.lora.peft import folder
+from sft.weights.lora.peft.config import disagreements
+from sft.weights.lora.peft.targets import module_of, target_modules
+from sft.weights.lora.targets import kinds_of
+
+_SHOWN = 6  # names in an error
+_KEYS = {EMBEDDING: "train_embeddings", HEAD: "train_head"}  # keys of the recipe, by the weight that they train whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """An adapter folder, compared with a model.
+
+    module_of: the module in the folder, by the name of the Linear in the files of the base model
+    whole: the modules in the folder whose weights are trained whole, by the key of our weight
+    """
+
+    name: str
+    adapter: folder.Adapter
+    module_of: Mapping[str, str]
+    whole: Mapping[str, str]
+
+    def describe(self) -> str:
+        """out/adapter: 252 adapters of rank 16; 166 MiB"""
+        whole = "".join(f", {module}" for module in self.whole.values())
+        adapters = f"{len(self.module_of):,} adapters of rank {self.adapter.contents.config.rank}"
+        return f"{self.name}: {adapters}{whole}; {size(self.adapter.num_bytes)}"
+
+    def notes(self, config: Config) -> list[str]:
+        """What a run with this recipe does otherwise than the folder says."""
+        stored, base, notes = self.adapter.contents.config, config.model.hf or "null", []
+        if stored.base is not None and _plain(stored.base) != _plain(base):
+            notes.append(
+                f"WARNING: {self.name} was trained beside {stored.base}, but model.hf = {base}.  If these are other "
+                "weights, the adapters do not fit them."
+            )
+        if stored.dropout > 0:
+            notes.append(f"WARNING: lora_dropout = {stored.dropout} of {self.name} is not used.")
+        if config.run.precision == "bf16" and (wide := sorted(self.adapter.dtypes - {"BF16"})):
+            notes.append(f"{' and '.join(wide)} of {self.name} is rounded to BF16")
+        return notes
+
+
+def load_new_adapters(engine: Engine, config: Config, console: Console) -> str:
+    """Give the adapters of `engine` the values with which a new run starts.  Collective.  Returns which these are.
+
+    Raises ConfigError or CheckpointError on all ranks if one cannot read them, or reads a value that is not finite.
+    """
+    if config.lora.init_from is None:
+        adapted.initialise(engine.chunks, config.run.seed)
+        weights_changed(engine)
+        return f"new adapters (rank {config.lora.rank}, seed {config.run.seed})"
+    of_rank: list[Opened] = []
+    compare = engine.groups.rank == 0
+    all_gather_objects(lambda: of_rank.append(_open(config, engine.trained, compare=compare)), engine.groups.control)
+    (opened,) = of_rank
+    for note in opened.notes(config):
+        console.say(note)
+    with torch.no_grad():
+        all_gather_objects(lambda: opened.adapter.read_parts(_parts(engine, opened)), engine.groups.control)
+    weights_changed(engine)
+    return f"the adapters of {opened.describe()}"
+
+
+def describe(config: Config, trained: Trained) -> list[str]:
+    """The adapters with which a new run starts, and what it does otherwise than their folder says, one to a line.
+
+    Raises ConfigError or CheckpointError if the folder lora.init_from is damaged, or does not fit the recipe.
+    """
+    if config.lora.init_from is None:
+        return [f"new (rank {config.lora.rank}, seed {config.run.seed})"]
+    opened = _open(config, trained)
+    return [opened.describe(), *opened.notes(config)]
+
+
+def as_in_folder(config: Config, source: str) -> LoraConfig:
+    """The group `lora` for the adapters of a PEFT folder: that of the recipe, or without LoRA that of the folder."""
+    adapter = folder.read(Path(source))
+    if config.lora.is_used:
+        return config.lora.model_copy(update={"init_from": source})
+    stored, family = adapter.contents.config, _family(source, config)
+    _, targets = _matched(source, adapter, family, config)
+    whole = _whole(source, adapter, family, config)
+    return LoraConfig(
+        rank=stored.rank,
+        alpha=stored.alpha,
+        rslora=stored.rslora,
+        targets=targets,
+        train_embeddings=EMBEDDING in whole,
+        train_head=HEAD in whole,
+        init_from=source,
+    )
+
+
+def _open(config: Config, trained: Trained, *, compare: bool = True) -> Opened:
+    """The folder lora.init_from.  Raises ConfigError or CheckpointError if it does not fit the recipe.
+
+    compare: also read the two copies of a tied embedding, and refuse them if they differ
+    """
+    source = config.lora.init_from
+    assert source is not None
+    if not Path(source).is_dir():
+        raise ConfigError(
+            f"lora.init_from = {source} is no folder in {Path.cwd()}.  Give the folder of a PEFT adapter, with "
+            "adapter_config.json and adapter_model.safetensors; `hf download NAME --local-dir DIR` fetches one of the "
+            "hub."
+        )
+    adapter = folder.read(Path(source))
+    family = _family(source, config)
+    by_name, targets = _matched(source, adapter, family, config)
+    if different := disagreements(adapter.contents.config, config.lora):
+        stored = adapter.contents.config
+        raise ConfigError(
+            f"{source} has adapters that the recipe would compute differently: {'; '.join(different)}.  To continue "
+            f"them: lora.rank={stored.rank} lora.alpha={stored.alpha} lora.rslora={str(stored.rslora).lower()}."
+        )
+    shapes = {
+        name: (weight.rows_of(each), weight.num_columns)
+        for weight in trained.adapted
+        for each in weight.adapters
+        for name in names_of(each.name, range(weight.num_experts))
+    }
+    _compare(source, by_name.keys(), shapes.keys(), targets)
+    whole = _whole(source, adapter, family, config)
+    _compare_whole(source, whole.keys(), config.lora)
+    sizes = {weight.key: weight.shape for weight in trained.whole or ()}
+    saved = {module: sizes[key] for key, modules in whole.items() for module in modules}
+    try:
+        adapter.check({by_name[name]: shape for name, shape in shapes.items()}, saved)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}\n  Use an adapter of the model that model.hf names.") from None
+    if config.model.hf and config.model.init_from is None:
+        merged_adapters.refuse_adapter(local_folder(config.model.hf), Path(source))
+    for module, *copies in whole.values() if compare else ():
+        for copy in copies:
+            adapter.check_equal(module, copy)
+    return Opened(
+        name=source, adapter=adapter, module_of=by_name, whole={key: modules[0] for key, modules in whole.items()}
+    )
+
+
+def _family(source: str, config: Config) -> Family:
+    family = model_family(config.model)
+    if family is None:
+        raise ConfigError(f"{source} names Linears of a Hugging Face model, but no table has the tensors of `model`.")
+    return family
+
+
+def _matched(source: str, adapter: folder.Adapter, family: Family, config: Config) -> tuple[dict[str, str], list[str]]:
+    """As `_by_name`, and the shortest lora.targets that select exactly these Linears."""
+    linears = kinds_of(family, config.model).keys()
+    by_name = _by_name(source, adapter.contents.modules, family, linears)
+    return by_name, target_modules(by_name, linears - by_name.keys())
+
+
+def _by_name(source: str, modules: Iterable[str], family: Family, linears: Iterable[str]) -> dict[str, str]:
+    """The modules of the folder by the names of the Linears in the files of the base model.
+
+    Beside a vision tower, PEFT writes the names in the memory of some version of transformers.
+    Raises CheckpointError for names that are no Linears.
+    """
+    has_vision = family.text_config != "none"
+    linear_of = {module_of(linear, has_vision=has_vision): linear for linear in linears}
+    modules, by_name = list(modules), dict[str, str]()
+    for module in modules:
+        if linear := linear_of.get(module_of(module, has_vision=has_vision)):
+            by_name.setdefault(linear, module)
+    if unknown := sorted({*modules} - {*by_name.values()}):
+        raise CheckpointError(
+            f"{source} has adapters of {_shown(unknown)}, but this trainer adapts no Linears of these names in this "
+            "model.  Use an adapter of the model that model.hf names."
+        )
+    return by_name
+
+
+def _whole(source: str, adapter: folder.Adapter, family: Family, config: Config) -> dict[str, list[str]]:
+    """The modules of the folder whose weights are trained whole, by the key of our weight.  Two of one key are tied.
+
+    Raises CheckpointError for other weights than the embedding and the output weight, and for a tied pair apart.
+    """
+    has_vision, is_tied = family.text_config != "none", config.model.tie_embeddings
+    keys = {
+        module_of(family.embedding, has_vision=has_vision): EMBEDDING,
+        module_of(family.head, has_vision=has_vision): EMBEDDING if is_tied else HEAD,
+    }
+    stored = {module_of(module, has_vision=has_vision): module for module in adapter.contents.saved}
+    if unknown := sorted(stored.keys() - keys.keys()):
+        raise CheckpointError(
+            f"{source} holds the whole weight of {_shown(unknown)} (modules_to_save), but beside adapters this trainer "
+            "trains only the embedding and the output weight.  Use an adapter without it."
+        )
+    whole: dict[str, list[str]] = {}
+    for name in filter(stored.__contains__, keys):
+        whole.setdefault(keys[name], []).append(stored[name])
+    if whole and is_tied and not adapter.contents.config.tied:
+        raise CheckpointError(
+            f"{source} holds {' and '.join(whole[EMBEDDING])} (modules_to_save), which PEFT trained apart from the "
+            "weight to which the base model ties it.  They cannot be one weight.  Train the adapter in PEFT with "
+            "ensure_weight_tying."
+        )
+    return whole
+
+
+def _compare_whole(source: str, stored: Set[str], lora: LoraConfig) -> None:
+    """Raise ConfigError if the recipe trains other weights whole than the folder holds.  stored: keys of our weights"""
+    if any(getattr(lora, field) is not (key in stored) for key, field in _KEYS.items()):
+        shown = [f"lora.{field}={str(key in stored).lower()}" for key, field in _KEYS.items()]
+        raise ConfigError(
+            f"{source} holds {'other' if stored else 'no'} whole weights (modules_to_save) than the recipe trains.  To "
+            f"continue it: {' '.join(shown)}."
+        )
+
+
+def _compare(source: str, stored: Set[str], wanted: Set[str], targets: Sequence[str]) -> None:
+    """Raise ConfigError if the folder has other adapters than the recipe.  targets: those of the folder"""
+    if stored == wanted:
+        return
+    problems = [
+        f"{text} {_shown(sorted(names))}"
+        for text, names in (("the folder has none of", wanted - stored), ("the recipe has none of", stored - wanted))
+        if names
+    ]
+    raise ConfigError(
+        f"{source} has other adapters than the recipe: {'; '.join(problems)}.  To continue those of the folder: "
+        f"lora.targets=[{', '.join(targets)}] lora.exclude=[]."
+    )
+
+
+def _plain(name: str) -> str:
+    """org/model@main -> org/model; models/a/ -> models/a"""
+    return name.partition("@")[0].rstrip("/")
+
+
+def _shown(names: Sequence[str]) -> str:
+    """At most some names, folded by layer and expert."""
+    lines = fold_by_layer(names)
+    return ", ".join(lines[:_SHOWN]) + (f" and {len(lines) - _SHOWN} others" if len(lines) > _SHOWN else "")
+
+
+def _parts(engine: Engine, opened: Opened) -> Iterator[tuple[str, tuple[slice, ...], torch.Tensor]]:
+    """The factors of this rank: the tensor in the file, which part of it the rank holds, and where it belongs."""
+    for shard in adapted.linear_tensors(engine.chunks):
+        name, _, factor = shard.key.removeprefix(adapted.PREFIX).removesuffix(".weight").rpartition(".")
+        key_of = {"lora_A": folder.key_of_a, "lora_B": folder.key_of_b}[factor]
+        where = tuple(slice(first, first + count) for first, count in zip(shard.global_offset, shard.local_shape))
+        yield key_of(opened.module_of[name]), where, shard.data
+    for leaf in freeze.whole_leaves(engine_state.model_state(engine), engine.trained) if opened.whole else ():
+        module = opened.whole[leaf.key]
+        num_rows, width = opened.adapter.contents.saved[module]
+        first = leaf.global_offset[0]
+        count = min(len(leaf.data), num_rows - first)  # the rows behind are padding
+        if count > 0:
+            yield folder.key_of_saved(module), (slice(first, first + count), slice(0, width)), leaf.data[:count]

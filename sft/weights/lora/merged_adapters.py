@@ -1,0 +1,83 @@
+"""merged_adapters.json: which adapters the weights of a folder hold, so that nobody merges them again.
+
+    {"format": "sft merged adapters 1",
+     "adapters": [{"checkpoint": "runs/a/checkpoints/iter_0000100", "step": 100, "base": SHA-256, "sha256": SHA-256}]}
+
+`base` is the digest of the weights beside which the adapters were trained (`base_digest.py`).  These weights, and not
+the merged ones, belong to the adapters.  `sha256` is that of the checkpoint's manifest, which the manifest of a PEFT
+folder of the same adapters has, too.  transformers and inference servers do not read the file.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sft.checkpoint import manifest
+from sft.errors import CheckpointError
+from sft.files.folder_files import CONFIG_BYTES, read_json
+from sft.weights.exports import CHECKPOINT_DIGEST
+
+NAME = "merged_adapters.json"
+FORMAT = "sft merged adapters 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merged:
+    """Adapters that weights hold.
+
+    checkpoint, step, sha256: from which they came; None if the checkpoint has no manifest
+    base: digest of the weights beside which they were trained
+    """
+
+    checkpoint: str
+    step: int
+    base: str
+    sha256: str | None
+
+
+def read(folder: Path) -> list[Merged]:
+    """The adapters that the weights of a folder hold, oldest first.  Raises CheckpointError if the file is damaged."""
+    path = folder / NAME
+    if not path.exists():
+        return []
+    try:
+        content = read_json(folder, NAME, CONFIG_BYTES)
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is not {FORMAT}")
+        return [Merged(**entry) for entry in content["adapters"]]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}).  Copy it again.") from None
+
+
+def write(folder: Path, adapters: Sequence[Merged]) -> None:
+    """Write the file into the folder of the merged weights.  adapters: oldest first"""
+    content = {"format": FORMAT, "adapters": [asdict(entry) for entry in adapters]}
+    (folder / NAME).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def refuse(folder: Path, base: str | None, subject: str) -> None:
+    """Raise CheckpointError if the weights of `folder` hold adapters that were trained beside `base`.
+
+    base: digest of the weights to which the adapters of `subject` belong
+    """
+    for entry in read(folder):
+        if entry.base == base:
+            raise CheckpointError(
+                f"{subject} has adapters of the weights {entry.base[:12]}, and {folder} holds these weights with "
+                f"adapters merged already: those of {entry.checkpoint} (step {entry.step}).  They would be added "
+                "twice.  Name the folder of the weights before the merge."
+            )
+
+
+def refuse_adapter(folder: Path, adapter: Path) -> None:
+    """Raise CheckpointError if the weights of `folder` hold the adapters of `adapter`, which `sft export` wrote."""
+    holds = read(folder)
+    exported = manifest.read(adapter) if holds else None
+    digest = exported and exported.facts.get(CHECKPOINT_DIGEST)
+    for entry in holds:
+        if digest and entry.sha256 == digest:
+            raise CheckpointError(
+                f"{adapter} has the adapters of {entry.checkpoint} (step {entry.step}), which {folder} holds, merged "
+                "into its weights.  They would be added twice.  Name the folder of the weights before the merge."
+            )

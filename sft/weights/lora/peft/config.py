@@ -1,0 +1,210 @@
+"""adapter_config.json: what this trainer writes, and which options of PEFT's it can continue.
+
+An option that is absent, null, false, zero or empty is off.  Options that are on are refused unless they are known to
+leave the product of B and A as it is.  So an option of a later PEFT is refused, too.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sft.config.lora import LoraConfig
+from sft.errors import CheckpointError
+from sft.files.folder_files import CONFIG_BYTES, read_json
+from sft.weights.lora.peft.targets import expert_options
+
+CONFIG = "adapter_config.json"
+_READ = ("peft_type", "task_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "init_lora_weights")
+# Say which modules have adapters, which the tensors say, too; or nothing about numbers.
+_FREE = {
+    *("target_modules", "exclude_modules", "modules_to_save", "ensure_weight_tying", "base_model_name_or_path"),
+    *("revision", "auto_mapping", "inference_mode", "peft_version", "megatron_core", "layers_pattern"),
+    *("qalora_group_size", "eva_config"),
+}
+_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")  # leave the base weights as they are
+_WHY = {
+    "use_dora": "DoRA also scales the rows of the weight",
+    "use_qalora": "it averages inputs, for quantised weights",
+    "use_bdlora": "its factors are block-diagonal",
+    "rank_pattern": "adapters of different ranks are not supported",
+    "alpha_pattern": "adapters of different scales are not supported",
+    "target_parameters": "its stacked adapters of experts are not supported, only adapters of single experts",
+    "layers_to_transform": "name the layers in target_modules",
+    "layer_replication": "it repeats layers of the base model",
+    "lora_bias": "biases are not trained",
+    "megatron_config": "it is for models of Megatron in PEFT",
+    "loftq_config": "LoftQ quantises the base weights",
+    "trainable_token_indices": "rows of the embedding are not trained alone",
+    "fan_in_fan_out": "its weights are transposed",
+    "corda_config": "CorDA changes the base weights",
+    "lora_ga_config": "LoRA-GA changes the base weights",
+    "kasa_config": "KaSA changes the base weights",
+    "alora_invocation_tokens": "aLoRA applies the adapter to some tokens only",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """What adapter_config.json says about the numbers.
+
+    base, revision: name of the base model, as far as the file has one
+    tied: the embedding is trained, and the output weight is the same
+    """
+
+    rank: int
+    alpha: float
+    rslora: bool = False
+    dropout: float = 0.0
+    base: str | None = None
+    revision: str | None = None
+    tied: bool = False
+
+    @property
+    def scale(self) -> float:
+        """Factor on the product of B and A."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+def content_of(
+    config: AdapterConfig, adapted: Iterable[str], saved: Iterable[str], target_modules: list[str]
+) -> dict[str, Any]:
+    """adapter_config.json.  adapted, saved: modules with adapters, and modules whose weights are trained whole"""
+    alpha = int(config.alpha) if float(config.alpha).is_integer() else config.alpha  # PEFT's type is int
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": config.base,
+        "revision": config.revision,
+        "inference_mode": True,
+        "r": config.rank,
+        "lora_alpha": alpha,
+        "lora_dropout": config.dropout,
+        "use_rslora": config.rslora,
+        "use_dora": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "target_modules": target_modules,
+        "modules_to_save": sorted(saved) or None,
+        "ensure_weight_tying": config.tied,
+        **expert_options(adapted, config.rank, alpha),
+    }
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of adapter_config.json.  Raises CheckpointError if there is none, or if it is no mapping."""
+    path = folder / CONFIG
+    if not path.exists():
+        raise CheckpointError(
+            f"{folder} is no PEFT folder, because it has no {CONFIG}.  Name a folder that PEFT's save_pretrained or "
+            "`sft export` wrote."
+        )
+    try:
+        content = read_json(folder, CONFIG, CONFIG_BYTES)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}).  Copy it again.") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is damaged: it holds {_shown(content)}, not a mapping.  Copy it again.")
+    return content
+
+
+def modules_to_save(content: Mapping[str, Any]) -> list[str]:
+    """Names, or endings of names, of the modules whose weights are trained whole."""
+    names = content.get("modules_to_save")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def parsed(content: Mapping[str, Any], adapted: Iterable[str]) -> tuple[AdapterConfig | None, list[str]]:
+    """The content in our terms, and every reason why it cannot be continued.  adapted: modules with adapters"""
+    problems = [*_unsupported(content), *_wrong(content)]
+    if problems:
+        return None, problems
+    rank, alpha = content["r"], float(content["lora_alpha"])
+    config = AdapterConfig(
+        rank=rank,
+        alpha=alpha,
+        rslora=bool(content.get("use_rslora")),
+        dropout=float(content.get("lora_dropout", 0.0)),
+        base=content.get("base_model_name_or_path"),
+        revision=content.get("revision"),
+        tied=bool(content.get("ensure_weight_tying")),
+    )
+    ours = expert_options(adapted, rank, alpha)
+    for option in ("target_parameters", "rank_pattern", "alpha_pattern"):
+        value = content.get(option)
+        value = sorted(value) if isinstance(value, list) and all(isinstance(name, str) for name in value) else value
+        if value and value != ours.get(option):
+            problems.append(_refused(option, content[option]))
+    return config, problems
+
+
+def disagreements(config: AdapterConfig, lora: LoraConfig) -> list[str]:
+    """What the recipe and the folder say differently, as sentences that name both values."""
+    pairs = (
+        ("rank", lora.rank, "r", config.rank),
+        ("alpha", lora.alpha, "lora_alpha", config.alpha),
+        ("rslora", lora.rslora, "use_rslora", config.rslora),
+    )
+    return [
+        f"lora.{key} = {_shown(recipe_value)}, but {name} = {_shown(value)}"
+        for key, recipe_value, name, value in pairs
+        if recipe_value != value
+    ]
+
+
+def _unsupported(content: Mapping[str, Any]) -> list[str]:
+    """Options that are on although this trainer cannot follow them."""
+    kind, task, bias = content.get("peft_type"), content.get("task_type"), content.get("bias")
+    start = content.get("init_lora_weights")
+    problems = []
+    if kind != "LORA":
+        problems.append(f"peft_type = {_shown(kind)} is not supported, only LORA")
+    if task not in ("CAUSAL_LM", None):
+        problems.append(f"task_type = {_shown(task)} is not supported, only CAUSAL_LM")
+    if bias not in ("none", None):
+        problems.append(f"bias = {_shown(bias)} is not supported, only none: biases are not trained")
+    if not any(start is known or (isinstance(start, str) and start == known) for known in _STARTS):
+        problems.append(
+            f"init_lora_weights = {_shown(start)} is not supported, because it may change the base weights.  PEFT "
+            "converts such an adapter: save_pretrained with path_initial_model_for_weight_conversion"
+        )
+    decided_later = ("target_parameters", "rank_pattern", "alpha_pattern")
+    known = {*_READ, *_FREE, *decided_later}
+    return problems + [_refused(name, value) for name, value in content.items() if name not in known and value]
+
+
+def _wrong(content: Mapping[str, Any]) -> list[str]:
+    """Values of a wrong type or size."""
+    rank, alpha, dropout = content.get("r"), content.get("lora_alpha"), content.get("lora_dropout", 0.0)
+    names = content.get("modules_to_save")
+    problems = []
+    if type(rank) is not int or rank < 1:
+        problems.append(f"r = {_shown(rank)} is not a whole number of at least 1")
+    if not isinstance(alpha, int | float) or alpha is True or not 0.0 < alpha <= sys.float_info.max:
+        problems.append(f"lora_alpha = {_shown(alpha)} is not a number above 0")
+    if not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
+        problems.append(f"lora_dropout = {_shown(dropout)} is not a number from 0 to 1")
+    if names is not None and modules_to_save(content) != names:
+        problems.append(f"modules_to_save = {_shown(names)} is no list of names")
+    for name in ("use_rslora", "ensure_weight_tying"):
+        if content.get(name) not in (True, False, None):
+            problems.append(f"{name} = {_shown(content[name])} is neither true nor false")
+    for name in ("base_model_name_or_path", "revision"):
+        if not isinstance(content.get(name), str | None):
+            problems.append(f"{name} = {_shown(content[name])} is no text")
+    return problems
+
+
+def _refused(option: str, value: Any) -> str:
+    why = _WHY.get(option, "this trainer does not know what it means")
+    return f"{option} = {_shown(value)} is not supported: {why}"
+
+
+def _shown(value: Any) -> str:
+    """JSON of at most 80 characters."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."

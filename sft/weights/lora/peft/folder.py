@@ -1,0 +1,272 @@
+"""Writes and reads a PEFT folder, tensor by tensor.
+
+PEFT reads one file, so that no adapter is split into several.  The headers are read first: whether the tensors fit the
+configuration, and one another, is known before a number is read.  Pickle files are never opened.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from sft.config.section import listed
+from sft.errors import CheckpointError
+from sft.files.file_digest import Entry
+from sft.files.folder_files import regular_file
+from sft.hf.safetensors_files import DTYPES, as_checkpoint_error
+from sft.hf.safetensors_writer import write_tensors
+from sft.hf.tensor_check import Shape, check_tensors, fold_by_layer
+from sft.weights.atomic_folder import new_folder
+from sft.weights.lora.peft.config import CONFIG, AdapterConfig, content_of, modules_to_save, parsed, read_config
+from sft.weights.lora.peft.targets import lost_by_peft, target_modules
+
+STEM = "adapter_model"
+WEIGHTS = f"{STEM}.safetensors"
+_COMPARED_ROWS = 4096  # so many rows of an embedding are read at once
+_PREFIX, _A, _B, _WEIGHT = "base_model.model.", ".lora_A.weight", ".lora_B.weight", ".weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What an adapter holds, without the numbers.
+
+    config: its adapter_config.json
+    modules: (out, in) of the weight of each module with an adapter
+    saved: shape of each weight that is trained whole, by module
+    """
+
+    config: AdapterConfig
+    modules: Mapping[str, tuple[int, int]]
+    saved: Mapping[str, Shape] = field(default_factory=dict)
+
+    def shapes(self) -> dict[str, Shape]:
+        """The tensors of the file, in its order: base_model.model.q_proj.lora_A.weight -> (rank, in), ..."""
+        rank, shapes = self.config.rank, dict[str, Shape]()
+        for module, (num_rows, num_columns) in self.modules.items():
+            shapes[key_of_a(module)], shapes[key_of_b(module)] = (rank, num_columns), (num_rows, rank)
+        shapes |= {key_of_saved(module): shape for module, shape in self.saved.items()}
+        return dict(sorted(shapes.items()))
+
+
+def key_of_a(module: str) -> str:
+    return f"{_PREFIX}{module}{_A}"
+
+
+def key_of_b(module: str) -> str:
+    return f"{_PREFIX}{module}{_B}"
+
+
+def key_of_saved(module: str) -> str:
+    return f"{_PREFIX}{module}{_WEIGHT}"
+
+
+def write(
+    target: Path,
+    contents: Contents,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    others: Collection[str],
+    dtype: torch.dtype = torch.float32,
+    finish: Callable[[Path, dict[str, Entry]], None] = lambda folder, entries: None,
+    advance: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    """Write the new folder `target`.
+
+    tensors  names and order of `contents.shapes()`
+    others   names of all other modules of the base model
+    dtype    type of all tensors
+    finish   called with the folder and its tensor files, before the folder gets its name
+    advance  called with each tensor's size in bytes
+    Raises CheckpointError, after which there is no folder, if PEFT would not read what was trained, if a number is not
+    finite in `dtype`, and for errors of the disk.
+    """
+    if reason := lost_by_peft(contents.modules, rslora=contents.config.rslora):
+        raise CheckpointError(f"{target} was not written: {reason}.  Export the merged model instead.")
+    planned = {key: torch.empty(shape, dtype=dtype, device="meta") for key, shape in contents.shapes().items()}
+    endings = target_modules(contents.modules, others)
+    content = content_of(contents.config, contents.modules, contents.saved, endings)
+    with new_folder(target, sum(tensor.nbytes for tensor in planned.values())) as temporary:
+        (temporary / CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        entries, _ = write_tensors(
+            temporary, planned, _converted(tensors, dtype), sys.maxsize, stem=STEM, advance=advance
+        )
+        finish(temporary, entries)
+
+
+def _converted(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in tensors:
+        converted = tensor.detach().to("cpu", dtype)
+        if not converted.isfinite().all():
+            raise CheckpointError(f"{name} has numbers that are not finite in {dtype}.  Nothing was written.")
+        yield name, converted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """An adapter in a folder, whose numbers are read on request.
+
+    dtypes: names of their types in safetensors, such as F32
+    """
+
+    file: Path
+    num_bytes: int
+    contents: Contents
+    dtypes: frozenset[str]
+
+    def factors(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """A [rank, in] and B [out, rank] of a module, in the type of the file."""
+        a, b = self._read([key_of_a(module), key_of_b(module)])
+        return a, b
+
+    def saved(self, module: str) -> torch.Tensor:
+        """The weight of a module that is trained whole."""
+        return self._read([key_of_saved(module)])[0]
+
+    def read_parts(self, parts: Iterable[tuple[str, tuple[slice, ...], torch.Tensor]]) -> None:
+        """Fill tensors with parts of stored ones, of which no other numbers are read.
+
+        parts: name of the stored tensor, the slice of each axis, and the tensor of this shape to fill
+        """
+        with self._opened() as stored:
+            for key, where, target in parts:
+                target.copy_(_checked(stored.get_slice(key)[where], key, self.file))
+
+    def check_equal(self, module: str, copy: str) -> None:
+        """Raise CheckpointError unless two modules that are trained whole have the same weight."""
+        keys, num_rows = (key_of_saved(module), key_of_saved(copy)), self.contents.saved[module][0]
+        with self._opened() as stored:
+            for first in range(0, num_rows, _COMPARED_ROWS):
+                blocks = [stored.get_slice(key)[first : first + _COMPARED_ROWS] for key in keys]
+                if not torch.equal(*blocks):
+                    raise CheckpointError(
+                        f"{self.file}: {keys[0]} and {keys[1]} differ, but the base model has one weight for both "
+                        "(ensure_weight_tying).  Use another adapter."
+                    )
+
+    def check(self, modules: Mapping[str, tuple[int, int]], saved: Mapping[str, Shape]) -> None:
+        """Raise CheckpointError listing how the tensors differ from those of `modules` and `saved`, as in Contents."""
+        wanted = Contents(config=self.contents.config, modules=modules, saved=saved)
+        check_tensors(self.contents.shapes(), wanted.shapes(), str(self.file))
+
+    def _read(self, keys: Sequence[str]) -> list[torch.Tensor]:
+        with self._opened() as stored:
+            return [_checked(stored.get_tensor(key), key, self.file) for key in keys]
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        with as_checkpoint_error(self.file):
+            if self.file.stat().st_size != self.num_bytes:  # reading past the end of a mapped file kills the process
+                raise SafetensorError("its size has changed since it was opened")
+            with safe_open(self.file, framework="pt") as stored:
+                yield stored
+
+
+def _checked(tensor: torch.Tensor, key: str, file: Path) -> torch.Tensor:
+    if not tensor.isfinite().all():
+        raise CheckpointError(f"{file}: {key} has numbers that are not finite.  Use another adapter.")
+    return tensor
+
+
+def read(folder: Path) -> Adapter:
+    """Open the adapter in a folder.
+
+    Raises CheckpointError if there is none, or listing everything in it that this trainer cannot continue.
+    """
+    content = read_config(folder)
+    file = _weights(folder)
+    shapes, dtypes, problems = _headers(file)
+    adapted = {
+        key.removeprefix(_PREFIX).removesuffix(suffix)
+        for key in shapes
+        for suffix in (_A, _B)
+        if key.startswith(_PREFIX) and key.endswith(suffix)
+    }
+    config, unsupported = parsed(content, adapted)
+    keys = {key for module in adapted for key in (key_of_a(module), key_of_b(module))}
+    saved = {key: shape for key, shape in shapes.items() if key not in keys and _is_saved(key, content)}
+    problems += [f"{line} is missing" for line in fold_by_layer(sorted(keys - shapes.keys()))]
+    problems += [
+        f"{line} is no part of a LoRA adapter" for line in fold_by_layer(sorted(shapes.keys() - keys - saved.keys()))
+    ]
+    if not adapted:
+        problems.append(f"{WEIGHTS} holds no pair of factors A and B")
+    for name in modules_to_save(content):
+        if not any(_ends_with(_saved_module(key), name) for key in saved):
+            problems.append(f"{WEIGHTS} lacks the weight of {name}, which modules_to_save names")
+    if config is not None and not unsupported:
+        problems += _misshapen(shapes, keys, config.rank)
+    if config is None or unsupported or problems:
+        reasons = listed([*unsupported, *problems])
+        raise CheckpointError(f"{folder} is an adapter that cannot be continued: {reasons}.")
+    modules = {module: (shapes[key_of_b(module)][0], shapes[key_of_a(module)][1]) for module in sorted(adapted)}
+    contents = Contents(
+        config=config, modules=modules, saved={_saved_module(key): shape for key, shape in saved.items()}
+    )
+    return Adapter(file=file, num_bytes=file.stat().st_size, contents=contents, dtypes=frozenset(dtypes))
+
+
+def _weights(folder: Path) -> Path:
+    """The file of the tensors.  Raises CheckpointError."""
+    file = folder / WEIGHTS
+    if os.path.lexists(file):
+        with as_checkpoint_error(file):
+            return regular_file(folder, WEIGHTS)
+    if (folder / f"{STEM}.bin").exists():
+        raise CheckpointError(
+            f"{folder} has {STEM}.bin, a pickle file.  Pickle files can run code, so this trainer does not open them.  "
+            f"PEFT converts it: save_pretrained writes {WEIGHTS}."
+        )
+    raise CheckpointError(f"{folder} is no complete PEFT folder, because it has no {WEIGHTS}.  Copy it again.")
+
+
+def _headers(file: Path) -> tuple[dict[str, Shape], set[str], list[str]]:
+    """The shape of each tensor, all types, and the tensors whose types are not supported.  Raises CheckpointError."""
+    shapes: dict[str, Shape] = {}
+    dtypes, problems = set(), []
+    with as_checkpoint_error(file), safe_open(file, framework="pt") as stored:
+        for key in stored.keys():
+            tensor = stored.get_slice(key)
+            shapes[key] = tuple(tensor.get_shape())
+            dtypes.add(tensor.get_dtype())
+            if tensor.get_dtype() not in DTYPES:
+                problems.append(f"{key} has the type {tensor.get_dtype()}, but {', '.join(DTYPES)} are supported")
+    return shapes, dtypes, problems
+
+
+def _is_saved(key: str, content: Mapping[str, Any]) -> bool:
+    """Whether a tensor is a weight that PEFT trains whole: modules_to_save names it, or it is a tied output weight."""
+    if not (key.startswith(_PREFIX) and key.endswith(_WEIGHT)):
+        return False
+    names = modules_to_save(content)
+    tied = ["lm_head"] if names and content.get("ensure_weight_tying") else []
+    return any(_ends_with(_saved_module(key), name) for name in [*names, *tied])
+
+
+def _saved_module(key: str) -> str:
+    return key.removeprefix(_PREFIX).removesuffix(_WEIGHT)
+
+
+def _ends_with(module: str, name: str) -> bool:
+    """Whether PEFT matches the name with the module: model.embed_tokens and embed_tokens"""
+    return module == name or module.endswith(f".{name}")
+
+
+def _misshapen(shapes: Mapping[str, Shape], keys: set[str], rank: int) -> list[str]:
+    """The factors whose shapes do not fit the rank."""
+    wrong: dict[Shape, list[str]] = {}
+    for key in sorted(keys & shapes.keys()):
+        shape = shapes[key]
+        if len(shape) != 2 or shape[0 if key.endswith(_A) else 1] != rank or 0 in shape:
+            wrong.setdefault(shape, []).append(key)
+    return [
+        f"{line} is {' x '.join(map(str, shape))}, which does not fit r = {rank}"
+        for shape, names in wrong.items()
+        for line in fold_by_layer(names)
+    ]

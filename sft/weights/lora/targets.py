@@ -1,0 +1,205 @@
+"""Selects the weights that LoRA adapts, by the names that Hugging Face gives the Linears of a model.
+
+    q_proj                 every Linear of this name
+    self_attn.q_proj       the end of a name
+    layers.0.*_proj        a pattern: * stands for any characters, ? for one, [..] for one of several
+    all-linear             every Linear but the output, as in PEFT; the weights of experts are no Linears there
+
+Every Linear has an adapter of its own, also where several of them are one weight of our model.
+"""
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from sft.config import Config, ModelConfig
+from sft.config.lora import ALL_LINEAR, LoraConfig
+from sft.errors import ConfigError
+from sft.hf.family import Family, TensorMapping
+from sft.hf.model_family import model_family
+from sft.hf.tensor_view import HfView
+from sft.layers.adapters import AdaptedWeight, Adapter, names_of
+from sft.weights.lora.peft.targets import lost_by_peft
+
+_WEIGHT = ".weight"
+_LAYERS = "decoder.layers."
+_IN_PROJ, _OUT_PROJ = "self_attention.in_proj.weight", "self_attention.out_proj.weight"  # of linear attention
+_ROUTER = "router.proj.weight"  # the router of Gemma 4, which is a Linear in transformers
+_SHARED_GATE = "shared_experts.gate_weight"
+_LINEARS = (
+    "linear_qkv.weight",
+    "linear_proj.weight",
+    *(f"linear_{name}_proj.weight" for name in ("q", "q_down", "q_up", "kv_down", "kv_up")),  # of latent attention
+    "linear_fc1.weight",
+    "linear_fc2.weight",
+    _SHARED_GATE,
+    _IN_PROJ,
+    _OUT_PROJ,
+)
+_WILD = set("*?[")
+
+
+def adapted_weights(config: Config, vocab_size: int) -> list[AdaptedWeight]:
+    """The weights to which the recipe gives adapters; none without LoRA.
+
+    Raises ConfigError if a target matches nothing, or if the model has no names of Hugging Face.
+    """
+    if not config.lora.is_used:
+        return []
+    weights = select(config.lora, _family(config.model), config.model, vocab_size)
+    names = [name for weight in weights for name in weight.linears()]
+    lost = lost_by_peft(names, rslora=config.lora.rslora)
+    if lost is not None and config.checkpoint.export_hf != "none" and config.lora.export == "adapter":
+        raise ConfigError(
+            f"checkpoint.export_hf = {config.checkpoint.export_hf} would write a PEFT folder, but {lost}.  "
+            "lora.export=merged writes whole models."
+        )
+    return weights
+
+
+def select(lora: LoraConfig, family: Family, model: ModelConfig, vocab_size: int) -> list[AdaptedWeight]:
+    """The weights with adapters, in the order of the layers.  Raises ConfigError if a target matches nothing."""
+    mappings, kinds = _of_linears(family, model, vocab_size), kinds_of(family, model)
+    chosen = _chosen(lora, kinds)
+    if refused := [name for name, kind in kinds.items() if name in chosen and kind not in ("linear", "expert")]:
+        raise ConfigError(
+            f"LoRA cannot adapt {refused[0]}: {kinds[refused[0]]}.  lora.exclude can name it, to train without it."
+        )
+    by_parameter: dict[tuple[str, int | None], list[TensorMapping]] = {}
+    for mapping in mappings:
+        if not mapping.expert:  # one expert stands for all
+            by_parameter.setdefault((mapping.parameter, mapping.layer), []).append(mapping)
+    weights = (_adapted(of_parameter, model, chosen) for of_parameter in by_parameter.values())
+    return [weight for weight in weights if weight.adapters]
+
+
+def kinds_of(family: Family, model: ModelConfig) -> dict[str, str]:
+    """Every Linear by name: `linear`, `expert`, or the reason why it cannot have an adapter."""
+    return {name: _kind(mapping) for mapping in _of_linears(family, model) for name in _linears(mapping.sources)}
+
+
+def not_adaptable(model: ModelConfig) -> list[str]:
+    """Values for lora.exclude: ends of the names of the Linears that all-linear means and that cannot have an adapter.
+
+    Qwen3.6-35B-A3B -> ["shared_expert_gate"]       Gemma 4 with experts -> ["router.proj"], as others are a proj, too
+
+    Raises ConfigError if the model has no names of Hugging Face.
+    """
+    kinds = kinds_of(_family(model), model)
+    refused = [name for name in _matches(ALL_LINEAR, kinds, "lora.targets") if kinds[name] != "linear"]
+    parts = [name.split(".") for name in refused]
+    return sorted({part[-1] if "_" in part[-1] else ".".join(part[-2:]) for part in parts})
+
+
+def _family(model: ModelConfig) -> Family:
+    family = model_family(model)
+    if family is None:
+        raise ConfigError(
+            "lora.targets names Linears of a Hugging Face model, but no table has the tensors of `model`."
+        )
+    return family
+
+
+def _of_linears(family: Family, model: ModelConfig, vocab_size: int = 0) -> list[TensorMapping]:
+    """Those of the weights of Linears.  Most families' routers are no Linears in transformers."""
+    return [
+        mapping
+        for mapping in family.mappings(model, vocab_size)
+        if mapping.parameter.endswith(_LINEARS) or mapping.sources[0].name.endswith(_ROUTER)
+    ]
+
+
+def _kind(mapping: TensorMapping) -> str:
+    """`linear`, `expert`, or the reason why the weight cannot have an adapter."""
+    if mapping.sources[0].name.endswith(_ROUTER):
+        return "the router multiplies with this weight in fp32, outside of a linear layer"
+    if mapping.key.endswith(_SHARED_GATE):
+        return "megatron-core multiplies with this weight outside of a linear layer"
+    if mapping.expert is not None:
+        is_stacked = any(view.index for view in mapping.sources)
+        return "the files of this model hold all experts in one tensor" if is_stacked else "expert"
+    return "linear"
+
+
+def _linears(sources: Iterable[HfView]) -> dict[str, tuple[int, ...]]:
+    """The Linears whose rows a weight consists of, each with the parts of the weight that are its rows."""
+    parts: dict[str, tuple[int, ...]] = {}
+    for part, view in enumerate(sources):
+        name = view.name.removesuffix(_WEIGHT)
+        parts[name] = (*parts.get(name, ()), part)
+    return parts
+
+
+def _chosen(lora: LoraConfig, kinds: Mapping[str, str]) -> set[str]:
+    """The names that the recipe means.  kinds: of all names"""
+    chosen = {name for target in lora.targets for name in _matches(target, kinds, "lora.targets")}
+    excluded = {name for target in lora.exclude for name in _matches(target, kinds, "lora.exclude")}
+    if not chosen - excluded:
+        raise ConfigError("lora.exclude excludes everything that lora.targets names, so that nothing would be trained.")
+    return chosen - excluded
+
+
+def _matches(target: str, kinds: Mapping[str, str], key: str) -> list[str]:
+    """The names that a target means.  Raises ConfigError if there are none."""
+    if target == ALL_LINEAR:
+        return [name for name, kind in kinds.items() if "expert" not in kind]
+    names = list(kinds)
+    if matches := [name for name in names if is_match(target, name)]:
+        return matches
+    leaves = sorted({name.rpartition(".")[2] for name in names})
+    raise ConfigError(
+        f"{key} names {target!r}, which matches no Linear of this model.{nearest(target, leaves)}  The model has "
+        f"{', '.join(leaves)} in its layers, for example {names[0]}."
+    )
+
+
+def nearest(target: str, leaves: Iterable[str]) -> str:
+    """A sentence that names those of the last parts of names that are like the target; "" if there are none."""
+    near = difflib.get_close_matches(target.rpartition(".")[2], list(leaves), n=2, cutoff=0.5)
+    return f"  Nearest: {', '.join(near)}." if near else ""
+
+
+def is_match(target: str, name: str) -> bool:
+    """Whether the target is the Linear `name`, or the end of its name, or a pattern of one of these."""
+    if _WILD.isdisjoint(target):
+        return name == target or name.endswith(f".{target}")
+    return fnmatchcase(name, target) or fnmatchcase(name, f"*.{target}")
+
+
+def _adapted(mappings: Sequence[TensorMapping], model: ModelConfig, chosen: Collection[str]) -> AdaptedWeight:
+    """mappings: those of a weight outside of experts, or of the first expert of a layer, in the order of its rows"""
+    mapping, sources = mappings[0], [view for mapping in mappings for view in mapping.sources]
+    num_experts = 0 if mapping.expert is None else model.moe.num_experts or 0
+    assert mapping.layer is not None
+    adapters = (
+        Adapter(name=_of_all(name), parts=parts, num_blocks=sources[parts[0]].num_blocks)
+        for name, parts in _linears(sources).items()
+    )
+    return AdaptedWeight(
+        module=mapping.parameter.removeprefix(_LAYERS).removeprefix(f"{mapping.layer}.").removesuffix(_WEIGHT),
+        layer=mapping.layer,
+        num_experts=num_experts,
+        part_rows=tuple(view.num_rows for view in sources),
+        num_columns=mapping.row_shape[0],
+        num_groups=mapping.num_groups if mapping.form == "groups" else 1,
+        adapters=tuple(adapter for adapter in adapters if _is_chosen(adapter.name, num_experts, chosen)),
+    )
+
+
+def _of_all(name: str) -> str:
+    """The name of an adapter of all experts, from that of the first expert's Linear; other names stay."""
+    return name.replace(".experts.0.", ".experts.*.")
+
+
+def _is_chosen(name: str, num_experts: int, chosen: Collection[str]) -> bool:
+    """Raises ConfigError if only some experts of the layer are chosen."""
+    linears = names_of(name, range(num_experts))
+    adapted = [linear for linear in linears if linear in chosen]
+    if adapted and len(adapted) < len(linears):
+        other = next(linear for linear in linears if linear not in chosen)
+        raise ConfigError(
+            f"lora.targets and lora.exclude give {adapted[0]} an adapter, but not {other}.  The adapters of a layer's "
+            f"experts are stored, and exported, together: name all experts, for example with "
+            f"experts.*.{name.rpartition('.')[2]}."
+        )
+    return bool(adapted)

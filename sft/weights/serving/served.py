@@ -1,0 +1,115 @@
+"""What a server needs to prompt and to stop a model as it was trained: tokenizer, chat templates, end tokens.
+
+`served_of` decides it for a run.  `served_template.py` makes a template that servers can render without our settings,
+`served_files.py` writes the files, and `flags.py` words it for users.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sft.config import Config
+from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer, FolderTokenizer
+from sft.hf.hub import local_folder
+
+DEFAULT = "default"  # transformers' name of the template for chats without tools
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """The tokenizer and the templates of a run, before anything is written.
+
+    tokenizer_folder  all files of the tokenizer
+    own_templates     the templates that this folder has by itself, by transformers' names
+    templates         the templates trained with, by the same names; {}: the run has none
+    special_tokens    what each template gets from the tokenizer: {"eos_token": "<|endoftext|>"}
+    switches          data.chat_template_kwargs, the same in all rows
+    date              what a template gets that asks for today's date
+    ends              the tokens after which a template never continues the same message, the usual one first
+    end_ids           their ids
+    eos_token         of the tokenizer for servers; None: it stays as it is
+    row_switches      names of variables that rows gave themselves
+    is_other          whether the tokenizer is not that of model.hf
+    """
+
+    tokenizer_folder: Path
+    own_templates: Mapping[str, str]
+    templates: Mapping[str, str]
+    special_tokens: Mapping[str, Any] = field(default_factory=dict)
+    switches: Mapping[str, Any] = field(default_factory=dict)
+    date: str | None = None
+    ends: tuple[str, ...] = ()
+    end_ids: tuple[int, ...] = ()
+    eos_token: str | None = None
+    row_switches: tuple[str, ...] = ()
+    is_other: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What was written, as source.json keeps it.
+
+    templates  the files of the templates
+    defaults   switches that are defaults in the templates
+    requests   switches that each request must give, because the template would write another text with a default
+    date       in the templates; None: they do not ask for it
+    asks_for_today  whether a template still asks the server for today's date
+    """
+
+    templates: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    requests: Mapping[str, Any]
+    date: str | None
+    ends: tuple[str, ...]
+    end_ids: tuple[int, ...]
+    row_switches: tuple[str, ...]
+    is_other: bool
+    asks_for_today: bool = False
+    has_marks: bool = False
+
+
+def read_record(values: dict[str, Any] | None) -> Record | None:
+    """The inverse of `asdict`, after JSON.  Raises TypeError for keys of another version."""
+    if values is None:
+        return None
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    return Record(**fields)
+
+
+def served_of(config: Config, tokenizer: ChatTokenizer, row_switches: Sequence[str] = ()) -> Served | None:
+    """What a server needs of this run; None for the byte tokenizer, which has no files."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return None
+    own = _own_templates(tokenizer)
+    template = tokenizer.chat_template
+    templates = {} if template is None else own if config.data.chat_template is None else {DEFAULT: template.source}
+    ends = tokenizer.habits.stops if template else ()
+    turn_ends = [end for end in ends if end in tokenizer.habits.last_ends.values()]
+    eos = tokenizer.files.special_tokens.get("eos_token")
+    if eos is not None and eos not in ends and not _writes_eos(templates, eos):
+        ends += (eos,)  # ends plain texts
+    replaces_eos = bool(turn_ends) and eos not in turn_ends and not _writes_eos(templates, eos)
+    return Served(
+        tokenizer_folder=local_folder(config.tokenizer),
+        own_templates=own,
+        templates=templates,
+        special_tokens={} if template is None else template.special_tokens,
+        switches=config.data.chat_template_kwargs,
+        date=config.data.date,
+        ends=ends,
+        end_ids=tuple(tokenizer.files.added_ids[end] for end in ends if end in tokenizer.files.added_ids),
+        eos_token=turn_ends[0] if replaces_eos else None,
+        row_switches=tuple(row_switches),
+        is_other=config.tokenizer != config.model.hf,
+    )
+
+
+def _own_templates(tokenizer: FolderTokenizer) -> dict[str, str]:
+    """The templates of the tokenizer's folder, as AutoTokenizer reads them."""
+    return dict(tokenizer.files.templates)
+
+
+def _writes_eos(templates: Mapping[str, str], eos: str | None) -> bool:
+    """Whether a template may write the tokenizer's own end token at a place that ends no turn."""
+    return any("eos_token" in source or (eos or "eos_token") in source for source in templates.values())

@@ -1,0 +1,128 @@
+"""Selects what a run trains: all weights, or those that train.freeze does not name, or with LoRA adapters.
+
+train.freeze names tensors of Hugging Face, as lora.targets names Linears: by name, end of a name, or pattern.  The name
+of a module, such as `embed_tokens` or `q_proj`, means its weight and its bias.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from sft.config import Config, ModelConfig
+from sft.errors import ConfigError
+from sft.hf.families import FAMILIES
+from sft.hf.family import Family, TensorMapping
+from sft.hf.model_family import model_family
+from sft.layers.adapters import EMBEDDING, HEAD, Trained, Weight
+from sft.weights.lora.targets import adapted_weights, is_match, nearest
+
+
+def trained_weights(config: Config, vocab_size: int) -> Trained:
+    """What the recipe trains.
+
+    Raises ConfigError if a name matches nothing, or if the model has no names of Hugging Face.
+    """
+    lora, model = config.lora, config.model
+    if model.has_mtp:
+        _check_mtp(config)
+    if not lora.is_used and not config.train.freeze:
+        return Trained()
+    adapted = adapted_weights(config, vocab_size)
+    family = model_family(model)
+    if family is None:
+        raise ConfigError(
+            "train.freeze names tensors of a Hugging Face model, but no table has the tensors of `model`."
+        )
+    if not lora.is_used:
+        return Trained(whole=unfrozen(config.train.freeze, family, model, vocab_size))
+    keys = {EMBEDDING: lora.train_embeddings, HEAD: lora.train_head}
+    mappings = family.mappings(model, vocab_size)
+    return Trained(adapted=adapted, whole=[_weight(mapping) for mapping in mappings if keys.get(mapping.key)])
+
+
+def trained_names(config: Config, vocab_size: int) -> set[str]:
+    """The keys of the weights that the recipe trains, and the names of the Linears with an adapter.
+
+    "decoder.layers.mlp.linear_fc1.weight[3]": of layer 3; "model.layers.3.self_attn.q_proj": an adapter
+    Raises ConfigError as `trained_weights` does.
+    """
+    trained, family = trained_weights(config, vocab_size), model_family(config.model)
+    whole = trained.whole
+    if whole is None:
+        whole = [] if family is None else unfrozen((), family, config.model, vocab_size)
+    adapters = {adapter.name for weight in trained.adapted for adapter in weight.adapters}
+    return adapters | {f"{weight.key}{list(weight.index) or ''}" for weight in whole}
+
+
+def _check_mtp(config: Config) -> None:
+    """Raise ConfigError if the family's table has no block for multi-token prediction."""
+    family = model_family(config.model)
+    if family is None or family.mtp is None:
+        known = ", ".join(name for name, other in FAMILIES.items() if other.mtp is not None)
+        of = "no family of Hugging Face has the tensors of `model`" if family is None else f"the model is {family.name}"
+        raise ConfigError(
+            f"train.mtp = {config.train.mtp} trains the block for multi-token prediction that files of some models "
+            f"have, but {of}.  These families have one that is known here: {known}.  Use train.mtp = off; the files' "
+            "tensors that are not trained pass through to exports."
+        )
+
+
+def unfrozen(patterns: Sequence[str], family: Family, model: ModelConfig, vocab_size: int) -> list[Weight]:
+    """The weights that no pattern names.
+
+    Raises ConfigError if a pattern matches nothing, if nothing is left, or if only a part of one of our weights is
+    frozen.
+    """
+    mappings = [mapping for mapping in family.mappings(model, vocab_size) if not mapping.is_buffer]
+    names = list(dict.fromkeys(name for mapping in mappings for name in _names(mapping)))
+    frozen = {name for pattern in patterns for name in _matches(pattern, names, family, model)}
+    names_of: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for mapping in mappings:
+        names_of.setdefault((mapping.parameter, mapping.stack_index), []).extend(_names(mapping))
+    for (parameter, _), of_parameter in names_of.items():
+        _check_whole(parameter, list(dict.fromkeys(of_parameter)), frozen)
+    weights = [_weight(mapping) for mapping in mappings if frozen.isdisjoint(_names(mapping))]
+    if not weights:
+        raise ConfigError("train.freeze freezes every weight, so that nothing would be trained.  Name fewer weights.")
+    return weights
+
+
+def _weight(mapping: TensorMapping) -> Weight:
+    return Weight(key=mapping.key, index=mapping.stack_index, shape=(mapping.num_rows, *mapping.row_shape))
+
+
+def _names(mapping: TensorMapping) -> list[str]:
+    """The tensors of Hugging Face of which our weight consists: of linear_qkv those of q, k and v."""
+    return list(dict.fromkeys(view.name for view in mapping.sources))
+
+
+def _module(name: str) -> str:
+    """model.norm.weight -> model.norm; a stacked tensor of experts, such as experts.down_proj, is no module"""
+    return name.removesuffix(".weight").removesuffix(".bias")
+
+
+def _matches(pattern: str, names: Sequence[str], family: Family, model: ModelConfig) -> list[str]:
+    """The tensors that a pattern means.  Raises ConfigError if there are none."""
+    if matches := [name for name in names if is_match(pattern, name) or is_match(pattern, _module(name))]:
+        return matches
+    if model.tie_embeddings and is_match(pattern, _module(family.head)):
+        raise ConfigError(
+            f"train.freeze names {pattern!r}, but the output weight of this model is its embedding "
+            f"(model.tie_embeddings).  {_module(family.embedding)} freezes both."
+        )
+    leaves = sorted({_module(name).rpartition(".")[2] for name in names})
+    raise ConfigError(
+        f"train.freeze names {pattern!r}, which matches no tensor of this model.{nearest(pattern, leaves)}  The model "
+        f"has {', '.join(leaves)}, for example {names[-1]}."
+    )
+
+
+def _check_whole(parameter: str, names: Sequence[str], frozen: Iterable[str]) -> None:
+    """Raise ConfigError if only some of the tensors of which our weight consists are frozen."""
+    inside = [name for name in names if name in frozen]
+    if not inside or inside == names:
+        return
+    outside = [name for name in names if name not in inside]
+    raise ConfigError(
+        f"train.freeze names {', '.join(inside)}, but not {', '.join(outside)}.  These are rows of one weight here, "
+        f"{parameter.removeprefix('decoder.layers.')}, which is frozen or trained as a whole.  Name all of "
+        f"{', '.join(_module(name).rpartition('.')[2] for name in names)}, or none of them."
+    )

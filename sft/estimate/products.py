@@ -10,7 +10,8 @@ from typing import NamedTuple
 from sft.config import Config, ModelConfig
 from sft.config.model import LayerKind
 from sft.layers.kinds import attention_widths
-from sft.layers.matrices import DUPLICATED, EXPANDED, LayerWeights, ModelProducts
+from sft.layers.matrices import LayerWeights, ModelProducts
+from sft.layers.weights import DUPLICATED, EXPANDED
 from sft.parallel.layout import Layout, padded_vocab_size
 
 
@@ -86,8 +87,8 @@ def _of_weights(
         rows, copies, size = _of_experts(config.model, layout, tokens, copies)
     elif part in ("router", "shared gate", DUPLICATED) and layout.sequence_parallel:
         rows = tokens / layout.tp
-    columns = matrix.rows / (size if matrix.splits == "rows" else 1)
-    inner = matrix.columns / (size if matrix.splits == "columns" else 1)
+    columns = matrix.rows / (size if matrix.split == "rows" else 1)
+    inner = matrix.columns / (size if matrix.split == "columns" else 1)
     repeated = _repeated(config, part)
     if part == EXPANDED and config.shares_latents:
         rows, repeated = tokens * layout.cp, repeated + 1.0  # every rank expands the latents of the pack, twice
@@ -101,9 +102,9 @@ def _of_weights(
         own = rows / (layout.tp if layout.sequence_parallel and part != "experts" else 1)
         a, b = weights.factor_a / rank, weights.factor_b / rank
         rows_a, rows_b = rows, rows
-        if matrix.splits == "rows":
+        if matrix.split == "rows":
             rows_a, b = own, b / size
-        elif matrix.splits == "columns":
+        elif matrix.split == "columns":
             rows_b, a = own, a / size
         yield Product(part, rows_a, rank, a, copies, **passes)
         yield Product(part, rows_b, b, rank, copies, repeated=passes["repeated"])

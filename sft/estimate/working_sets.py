@@ -39,7 +39,7 @@ class StageWork:
     """A pipeline stage.  Backward of its last model chunk comes first.
 
     chunks   numbers of the layers of its model chunks, from 1
-    kinds    of layers of the whole model
+    kinds    of layers of the whole model; first that of its last layer, which the block of multi-token prediction has
     pack     tokens of a pack; tokens: those of this rank
     hidden   bytes of the hidden states of the rank's tokens between layers
     rows     of the output weight on this rank

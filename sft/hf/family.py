@@ -1,9 +1,8 @@
 """A family of models, with a table that maps its Hugging Face tensors to Megatron's.  Import and export use this table.
 
 A rule names one tensor of our model, and the parts of Hugging Face tensors that our tensor consists of.  Our names are
-those of Transformer Engine, where a norm belongs to the projection that follows it.  `tensor_view.py` explains the
-letters of a shape.  If all layers are of one kind, our tensors stack them along the first axis.  If not, each layer has
-its own tensors, under the names that megatron-core gives them in such models.  The experts of a layer are stacked.
+those of `layers/weights.py`, which also explains the letters of a shape.  If all layers are of one kind, our tensors
+stack them along the first axis; if not, each layer has its own.  The experts of a layer are stacked.
 
 `TensorMapping.spans` gives the offsets of Hugging Face rows in our tensor.  `families/` declares the families.
 """
@@ -18,8 +17,9 @@ from typing import Any, Literal, get_args
 from sft.config import ModelConfig
 from sft.config.model import LayerKind
 from sft.hf.model_keys import PLAIN, Computed
-from sft.hf.tensor_view import EXPERT, LAYER, HfTensor, HfView, View, sizes_of
+from sft.hf.tensor_view import EXPERT, LAYER, HfTensor, HfView, View
 from sft.layers.kinds import of_kind
+from sft.layers.weights import sizes_of
 
 _LAYERS, _MTP_LAYER = "decoder.layers.", "mtp.layers.0.transformer_layer."
 _NUMBER = re.compile(r"model\.layers\.(\d+)\.")  # of a layer

@@ -1,25 +1,11 @@
 """Tensors as they are stored in Hugging Face files, and views of their rows.
 
-Names and shapes are those of the files, which may differ from those in the memory of transformers.  Letters stand for
-the sizes in a shape:
-
-    v vocabulary    h hidden size    f MLP width    x experts    e width of an expert's MLP
-    q query heads * head width    k key heads * head width    d head width    s width of the shared expert    1 one
-    a query heads    g key heads    X experts, as the axis of a tensor that has a matrix or a vector for each expert
-
-    of layers with linear attention:
-    K key heads * key width    V value heads * value width    n key heads    m value heads    u value width
-    c kernel of the convolution
-
-    of latent attention:
-    Q width of the latent of queries    L width of the latent of keys and values    C that and the rotary key
-    B heads * (part of a key that is not rotated, value)    O heads * value width
+Names and shapes are those of the files, which may differ from those in the memory of transformers.  The letters of a
+shape are those of `sft/layers/weights.py`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from sft.config import ModelConfig
 
 # Placeholders in Hugging Face names: the number of a layer, and the number of an expert in a layer.
 LAYER, EXPERT = "{i}", "{e}"
@@ -138,34 +124,3 @@ class View:
             transposed=self.transposed,
             num_blocks=num_blocks,
         )
-
-
-def sizes_of(model: ModelConfig, vocab_size: int) -> dict[str, int]:
-    """The sizes of a model, by letter."""
-    linear, latent = model.linear_attention, model.latent_attention
-    return {
-        "v": vocab_size,
-        "h": model.hidden_size,
-        "f": model.ffn_hidden_size,
-        "x": model.moe.num_experts or 0,
-        "X": model.moe.num_experts or 0,
-        "e": model.resolved_expert_ffn,
-        "q": model.num_attention_heads * model.resolved_head_dim,
-        "k": model.resolved_query_groups * model.resolved_head_dim,
-        "d": model.resolved_head_dim,
-        "a": model.num_attention_heads,
-        "g": model.resolved_query_groups,
-        "s": model.moe.shared_ffn_hidden_size or 0,
-        "K": linear.key_width,
-        "V": linear.value_width,
-        "n": linear.num_key_heads or 0,
-        "m": linear.num_value_heads or 0,
-        "u": linear.value_head_dim,
-        "c": linear.conv_kernel,
-        "Q": latent.q_lora_rank or 0,
-        "L": latent.kv_lora_rank or 0,
-        "C": latent.compressed_width,
-        "B": model.num_attention_heads * (latent.qk_nope_head_dim + latent.v_head_dim),
-        "O": model.num_attention_heads * model.value_head_dim,
-        "1": 1,
-    }

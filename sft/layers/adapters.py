@@ -9,19 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+from sft.layers.weights import is_of_layer, weight_of
+
 _ANY = ".*."  # of a name: stands for the number of an expert
-_LAYERS, _EXPERTS = "decoder.layers.", ".experts.experts."  # of keys
+_LAYERS = "decoder.layers."  # of keys
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-# The other weights, such as norms and routers, are whole on every tensor-parallel rank.
-_SPLIT = (
-    *(EMBEDDING, HEAD, "linear_qkv.weight", "linear_qkv.bias", "linear_proj.weight"),
-    *("linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "softmax_offset"),
-    *("linear_q_proj.weight", "linear_q_up_proj.weight", "linear_kv_up_proj.weight"),
-    *("self_attention.out_proj.weight", "self_attention.A_log", "self_attention.dt_bias"),
-)
-_SPLIT_PARTS = ("self_attention.in_proj.weight.", "self_attention.conv1d.weight.")  # of linear attention
-_COLUMN_PARALLEL = ("linear_qkv", "linear_fc1", "in_proj", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
-_DUPLICATED = ("linear_q_down_proj", "linear_kv_down_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +55,12 @@ class AdaptedWeight:
     @property
     def is_column_parallel(self) -> bool:
         """Whether tensor-parallel ranks hold rows of the weight; False: columns."""
-        return self.module.endswith(_COLUMN_PARALLEL)
+        return weight_of(f"{self.module}.weight").split == "rows"
 
     @property
     def is_duplicated(self) -> bool:
         """Whether every tensor-parallel rank holds the whole weight."""
-        return self.module.endswith(_DUPLICATED)
+        return weight_of(f"{self.module}.weight").split == ""
 
     def num_trained(self, rank: int, tp: int = 1) -> float:
         """Numbers in the factors that one of `tp` ranks holds, if it holds all experts.
@@ -126,12 +118,12 @@ class Weight:
 
     @property
     def is_expert(self) -> bool:
-        return _EXPERTS in self.key
+        return is_of_layer(self.key) and weight_of(self.key).is_of_expert
 
     @property
     def is_split(self) -> bool:
         """Whether each tensor-parallel rank holds a part of the weight."""
-        return self.key.endswith(_SPLIT) or any(weight in self.key for weight in _SPLIT_PARTS)
+        return self.key in (EMBEDDING, HEAD) or (is_of_layer(self.key) and weight_of(self.key).split != "")
 
 
 @dataclass(frozen=True, kw_only=True)

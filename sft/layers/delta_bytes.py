@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from sft.config import Config
+from sft.config import Config, ModelConfig
 from sft.layers.model_bytes import FP32, RankShare
 from sft.layers.softmax_bytes import AttentionBytes
 from sft.parallel.fragments import HeadSizes
@@ -33,13 +33,13 @@ class LinearAttentionBytes(AttentionBytes):
     block_numbers: int
 
     @staticmethod
-    def of(config: Config, layout: Layout, pack: float) -> "LinearAttentionBytes":
+    def of(model: ModelConfig, config: Config, layout: Layout, pack: float) -> "LinearAttentionBytes":
         rank = RankShare.of(config, layout)
         return LinearAttentionBytes(
-            model=config.model.model_copy(update={"qk_norm": False}),
+            model=model.model_copy(update={"qk_norm": False}),
             rank=rank,
             cp=layout.cp,
-            heads=HeadSizes.of(config.model.linear_attention, layout.tp, rank.width),
+            heads=HeadSizes.of(model.linear_attention, layout.tp, rank.width),
             tokens=pack / layout.cp,
             block_numbers=BLOCK_NUMBERS["cpu" if config.run.device == "cpu" else "cuda"],
         )

@@ -8,7 +8,8 @@ import numpy as np
 from sft.config import ModelConfig
 from sft.config.model import LayerKind
 from sft.layers.adapters import EMBEDDING, HEAD, Trained
-from sft.layers.kinds import attention_widths, of_kind
+from sft.layers.kinds import attention_widths, layer_groups
+from sft.layers.weights import sizes_of, weights_of
 
 ASSUMED_TFLOPS = 989.0  # dense bf16 peak of an H100 SXM, if log.peak_tflops is null
 # Share of the peak that a run achieves.  Flash attention 2 has 0.31 to 0.37 of the peak of an H100; matrix products and
@@ -74,29 +75,21 @@ class LayerParameters:
         Instead of the MLP, 8 experts of width 2: split 64, whole 8 + 32 of the router, expert 24, products 96.
         With a shared expert of width 6 and its gate: split 136, whole 44, products 172.
         """
-        hidden, moe = model.hidden_size, model.moe
-        attention = _latent_attention if model.latent_attention.is_used else _attention
-        mixer = _linear_attention(model) if kind == "linear attention" else attention(model)
-        matrices, split_biases, whole_biases = mixer.matrices, mixer.split, mixer.whole
-        routers, expert, expert_biases = 0, 0, 0
-        if moe.num_experts is None:
-            matrices += 3 * hidden * model.ffn_hidden_size
-            split_biases += 2 * model.ffn_hidden_size * model.mlp_bias
-            whole_biases += hidden * model.mlp_bias
-        else:
-            matrices += 3 * hidden * (moe.shared_ffn_hidden_size or 0)
-            routers = hidden * (moe.num_experts + moe.shared_gate)
-            expert = 3 * hidden * model.resolved_expert_ffn
-            expert_biases = (2 * model.resolved_expert_ffn + hidden) * model.mlp_bias
-            whole_biases += moe.num_experts * moe.router_bias + (hidden + moe.num_experts) * moe.own_norms
+        sizes = sizes_of(model)
+        weights = [(weight, weight.size(sizes)) for weight in weights_of(model, kind) if not weight.is_buffer]
+        own = [(weight, size) for weight, size in weights if not weight.is_of_expert]
+        of_expert = [(weight, size) for weight, size in weights if weight.is_of_expert]
+        linear = model.linear_attention
         return LayerParameters(
-            split=matrices + split_biases - mixer.duplicated,
-            whole=mixer.duplicated + model.num_layer_norms * hidden + routers + whole_biases,
-            expert=expert + expert_biases,
-            num_experts=moe.num_experts or 0,
-            products=matrices + routers,
-            expert_products=expert,
-            state_products=mixer.state_products,
+            split=sum(size for weight, size in own if weight.split),
+            whole=sum(size for weight, size in own if not weight.split),
+            expert=sum(size for _, size in of_expert),
+            num_experts=model.moe.num_experts or 0,
+            products=sum(size for weight, size in own if weight.role == "matrix"),
+            expert_products=sum(size for weight, size in of_expert if weight.role == "matrix"),
+            # The state S of a head is multiplied three times: S^T k, k (v - S^T k)^T and S^T q.  (Megatron-LM 0.19
+            # counts four, and the convolution.)
+            state_products=3 * linear.value_width * linear.key_head_dim if kind == "linear attention" else 0,
         )
 
 
@@ -114,7 +107,8 @@ def kinds_of(model: ModelConfig) -> list[tuple[LayerParameters, list[int]]]:
     The answer for the latest model is kept, because a planner asks for one model thousands of times.
     """
     if not _latest or _latest[0][0] is not model:
-        _latest[:] = [(model, _kinds_of(model))]
+        groups = [(LayerParameters.of(group.model, group.kind), list(group.numbers)) for group in layer_groups(model)]
+        _latest[:] = [(model, groups)]
     return _latest[0][1]
 
 
@@ -128,71 +122,6 @@ def mtp_layers_of(model: ModelConfig) -> list[tuple[LayerParameters, int]]:
     layer = LayerParameters.of(model)
     projection, norms = 2 * model.hidden_size**2, 3 * model.hidden_size
     return [(replace(layer, whole=layer.whole + projection + norms, products=layer.products + projection), 1)]
-
-
-def _kinds_of(model: ModelConfig) -> list[tuple[LayerParameters, list[int]]]:
-    kinds: dict[tuple[LayerKind, bool], list[int]] = {}
-    for number in range(1, model.num_layers + 1):
-        kinds.setdefault((model.kind_of(number), model.has_experts(number)), []).append(number)
-    of_kinds = [(of_kind(model, kind), kind, has, numbers) for (kind, has), numbers in kinds.items()]
-    return [(LayerParameters.of(m if has else m.without_experts, kind), numbers) for m, kind, has, numbers in of_kinds]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Mixer:
-    """Parameters of what mixes tokens in a layer.
-
-    split, whole  those that are not in matrices
-    duplicated    those of matrices that every rank of tp holds
-    """
-
-    matrices: int
-    split: int
-    whole: int
-    state_products: int = 0
-    duplicated: int = 0
-
-
-def _attention(model: ModelConfig) -> _Mixer:
-    hidden, width = model.hidden_size, model.resolved_head_dim
-    queries, keys = model.num_attention_heads * width, model.resolved_query_groups * width
-    normed = queries + keys if model.qk_norm_across_heads else 2 * width
-    return _Mixer(
-        matrices=hidden
-        * (2 * queries + model.full_attention.num_kv_projections * keys + queries * model.attention_output_gate),
-        split=(queries + 2 * keys) * model.qkv_bias + model.num_attention_heads * model.attention_sinks,
-        whole=normed * model.qk_norm + hidden * model.attention_output_bias,
-    )
-
-
-def _latent_attention(model: ModelConfig) -> _Mixer:
-    """Matrices of DeepSeek-V3: queries 7168 x 1536 + 1536 x 24,576, keys and values 7168 x 576 + 512 x 32,768, output
-    16,384 x 7168"""
-    hidden, heads, latent = model.hidden_size, model.num_attention_heads, model.latent_attention
-    rank, width = latent.kv_lora_rank or 0, latent.qk_nope_head_dim + latent.v_head_dim
-    queries = heads * latent.qk_head_dim
-    down = hidden * ((latent.q_lora_rank or 0) + latent.compressed_width)
-    up = (latent.q_lora_rank or hidden) * queries + rank * heads * width
-    return _Mixer(
-        matrices=down + up + hidden * heads * latent.v_head_dim,
-        split=0,
-        whole=(latent.q_lora_rank or 0) + rank,
-        duplicated=down,
-    )
-
-
-def _linear_attention(model: ModelConfig) -> _Mixer:
-    """Matrices: q, k, v, the output's gate and the output, and a decay and beta of each value head.  Other weights: the
-    convolution, two numbers of each value head, and a norm.  The state S of a head is multiplied three times: S^T k,
-    k (v - S^T k)^T and S^T q.  (Megatron-LM 0.19 counts four, and the convolution.)"""
-    linear = model.linear_attention
-    keys, values, heads = linear.key_width, linear.value_width, linear.num_value_heads or 0
-    return _Mixer(
-        matrices=model.hidden_size * (2 * keys + 3 * values + 2 * heads),
-        split=linear.conv_kernel * (2 * keys + values) + 2 * heads,
-        whole=linear.value_head_dim,
-        state_products=3 * values * linear.key_head_dim,
-    )
 
 
 @dataclass(frozen=True)

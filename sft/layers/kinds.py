@@ -1,8 +1,11 @@
-"""The kinds of a model's layers: which heads, window and positions attention has in each.
+"""The kinds of a model's layers: which heads, window and positions attention has in each, and which have experts.
 
-`of_kind` is the one table of these sizes.  It answers with a model whose layers are all of one kind, so that code about
-one layer reads `head_dim` and `num_query_groups` as it does of any other model.
+A layer is what mixes tokens (`LayerKind`), and an MLP or experts.  `layer_groups` lists the combinations of a model.
+`of_kind` is the one table of sizes by kind.  It answers with a model whose layers are all of one kind, so that code
+about one layer reads `head_dim` and `num_query_groups` as it does of any other model.
 """
+
+from typing import NamedTuple
 
 from sft.config.full_attention import FullAttentionConfig
 from sft.config.model import LayerKind, ModelConfig
@@ -45,3 +48,30 @@ def numbers_of(model: ModelConfig, kind: LayerKind) -> list[int]:
 def attention_widths(model: ModelConfig) -> dict[LayerKind, float]:
     """The sum of `attention_width` over the layers of each kind with a softmax."""
     return {kind: len(numbers_of(model, kind)) * of_kind(model, kind).attention_width for kind in SOFTMAX}
+
+
+class LayerGroup(NamedTuple):
+    """The layers of a model that are alike.
+
+    model    a model whose layers are all like these
+    numbers  of the layers, from 1
+    """
+
+    kind: LayerKind
+    model: ModelConfig
+    numbers: tuple[int, ...]
+
+
+def layer_groups(model: ModelConfig) -> list[LayerGroup]:
+    """The groups of a model, in the order of their first layers.
+
+    Groups whose layers differ in nothing but the window have the same `model`, unless `full_attention` is used.
+    """
+    numbers: dict[tuple[LayerKind, bool], list[int]] = {}
+    for number in range(1, model.num_layers + 1):
+        numbers.setdefault((model.kind_of(number), model.has_experts(number)), []).append(number)
+    dense = model.without_experts if model.moe.num_experts is not None else model
+    return [
+        LayerGroup(kind, of_kind(model if has_experts else dense, kind), tuple(of_group))
+        for (kind, has_experts), of_group in numbers.items()
+    ]

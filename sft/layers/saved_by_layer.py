@@ -1,7 +1,7 @@
 """Computes the bytes of activations that layers of each kind save for backward, per local token.  Arithmetic only.
 
-The files *_bytes.py beside this one give the bytes of parts of a layer.  This module
-chooses those that train.recompute and train.mlp_tile leave; sft/estimate/memory.py sums them over layers.
+The files *_bytes.py beside this one give the bytes of parts of a layer.  This module chooses those that
+train.recompute and train.mlp_tile leave; sft/estimate/memory.py sums them over layers.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from sft.config import Config
 from sft.layers import model_bytes
 from sft.layers.delta_bytes import LinearAttentionBytes
-from sft.layers.kinds import SOFTMAX, numbers_of, of_kind
+from sft.layers.kinds import layer_groups
 from sft.layers.latent_bytes import softmax_attention_bytes
 from sft.layers.softmax_bytes import GATED, AttentionBytes
 from sft.parallel.layout import Layout
@@ -102,18 +102,18 @@ class LayerKind:
 
 
 def kinds_of(config: Config, layout: Layout, pack: float) -> list[LayerKind]:
-    """Kinds with layers, in any order."""
-    model = config.model
-    linear, dense = model.linear_attention.layers, range(1, 1 + model.moe.dense_layers)
-    full = softmax_attention_bytes(config, layout)
-    by_backend: list[tuple[AttentionBytes, Iterable[int]]]
-    if model.full_attention.is_used:
-        by_backend = [(replace(full, model=of_kind(model, kind)), numbers_of(model, kind)) for kind in SOFTMAX]
-    else:
-        others = [number for number in range(1, 1 + model.num_layers) if number not in dense and number not in linear]
-        by_backend = [(full, others)] if others else []
-        if dense:
-            by_backend.append((replace(full, model=model.without_experts), dense))
-        if linear:
-            by_backend.append((LinearAttentionBytes.of(config, layout, pack), linear))
-    return [LayerKind.of(backend, layers, config) for backend, layers in by_backend]
+    """The kinds of layers that save different bytes; that of the model's last layer is the first."""
+    softmax = softmax_attention_bytes(config, layout)
+    kinds: list[tuple[AttentionBytes, list[int]]] = []
+    for group in layer_groups(config.model):
+        if group.kind == "linear attention":
+            backend: AttentionBytes = LinearAttentionBytes.of(group.model, config, layout, pack)
+        else:
+            backend = replace(softmax, model=group.model)
+        alike = next((numbers for other, numbers in kinds if other.model is backend.model), None)
+        if alike is None:
+            kinds.append((backend, list(group.numbers)))
+        else:  # layers with and without a window save the same
+            alike += group.numbers
+    ordered = sorted(kinds, key=lambda kind: -max(kind[1]))
+    return [LayerKind.of(backend, sorted(layers), config) for backend, layers in ordered]

@@ -18,19 +18,15 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from sft.config import ModelConfig
+from sft.layers.weights import is_of_layer, weight_of
 from sft.mcore.engine import Engine, weights_changed
 from sft.mcore.model.chunks import sharded_tensors
 
 # Values per block.  One GPU kernel draws a block.  A data-centre GPU has a thread for each of 131,072 values; with more
 # values, torch's values would depend on the number of threads.
 _BLOCK_SIZE = {"cpu": 1 << 22, "cuda": 1 << 17}
-_DRAWN = ("softmax_offset", "router.bias")  # vectors with random values
 _CPU = torch.device("cpu")
-_RESIDUAL = ("linear_proj", "linear_fc2", "self_attention.out_proj")  # matrices that write to the residual stream
-# Linear attention: exp(A_log) is uniform; dt_bias and the gated norm, whose weight is no offset, are 1.  So are the
-# scalars of layers and the scales of routers (Gemma 4).
-_DECAY, _DECAY_RANGE = ".A_log", (0.01, 16.0)
-_PLAIN_ONES = (".dt_bias", ".out_norm.weight", ".layer_scalar", ".router.input_scale", ".router.expert_scale")
+_DECAY_RANGE = (0.01, 16.0)  # of exp(A_log)
 _VECTOR = 16  # torch on a CPU draws 16 values at once, so blocks of other sizes would give other values
 
 
@@ -51,18 +47,17 @@ def initialise(engine: Engine) -> None:
 def _set_part(shard: ShardedTensor, model: ModelConfig, seed: int) -> None:
     part, axes = shard.data, shard.prepend_axis_num
     name = f"{seed}:{shard.key}{shard.global_offset[:axes]}"  # with the indices of layer, expert, gate or up
-    is_drawn = part.dim() > 1 or shard.key.endswith(_DRAWN)
-    if shard.key.endswith(_DECAY):
+    weight = weight_of(shard.key) if is_of_layer(shard.key) else None
+    role = weight.role if weight else "matrix" if part.dim() > 1 else "norm"
+    if role == "decay":
         whole = torch.empty(shard.global_shape[axes:]).uniform_(*_DECAY_RANGE, generator=_generator(_CPU, name))
         part.copy_(whole.log_()[shard.global_offset[axes] :][: len(part)])
-    elif shard.key.endswith(_PLAIN_ONES):
-        part.fill_(1.0)
-    elif "bias" in shard.key and not is_drawn:
+    elif role == "bias":
         part.zero_()
-    elif not is_drawn:
-        part.fill_(0.0 if model.norm_zero_centered else 1.0)
+    elif role in ("ones", "norm"):
+        part.fill_(0.0 if role == "norm" and model.norm_zero_centered else 1.0)
     else:
-        writes_residual = any(projection in shard.key for projection in _RESIDUAL)
+        writes_residual = weight is not None and weight.writes_residual
         std = model.init_std / math.sqrt(2 * model.num_layers) if writes_residual else model.init_std
         draw = draw_in_sequence if part.device.type == "cpu" else draw_by_block
         draw(part, name, std, shape=shard.global_shape[axes:], offset=shard.global_offset[axes:])

@@ -93,7 +93,7 @@ def test_what_linear_attention_keeps() -> None:
     config, layout = of(model={**TINY, **sizes, "num_layers": 2, "qk_norm": True}, train={"recompute": "selective"})
     model = config.model.model_copy(update={"linear_attention": DELTA})
     mixed = config.model_copy(update={"model": model})
-    delta = LinearAttentionBytes.of(mixed, layout, 512)
+    delta = LinearAttentionBytes.of(mixed.model, mixed, layout, 512)
     kept = {"layer's input": 128, "norms' scales": 4, "MLP's norm input": 128}
     assert LayerBytes.of(delta, "selective").by_name == kept
     kept |= {"queries, keys, values": 384, "decays and beta": 56, "states": 16, "delta rule's output": 256}
@@ -107,9 +107,9 @@ def test_what_linear_attention_keeps() -> None:
     assert delta.local(512) == 512 * 2 * 384 + 6 * 4 * 512 * 192
     assert delta.local(2**20) == 2**20 * 2 * 384 + 6 * 4 * 2**24
     cpu = mixed.model_copy(update={"run": mixed.run.model_copy(update={"device": "cpu"})})
-    assert LinearAttentionBytes.of(cpu, layout, 512).local(2**20) == 2**20 * 2 * 384 + 6 * 4 * 2**20
+    assert LinearAttentionBytes.of(cpu.model, cpu, layout, 512).local(2**20) == 2**20 * 2 * 384 + 6 * 4 * 2**20
     # Over cp, A and the states before two fragments: 2 x 4 x (16 x 16 + 16 x 32) numbers for 128 tokens.
-    over_cp = LinearAttentionBytes.of(mixed, of(4, model={**TINY, **sizes}, parallel={"cp": 4})[1], 512)
+    over_cp = LinearAttentionBytes.of(mixed.model, mixed, of(4, model={**TINY, **sizes}, parallel={"cp": 4})[1], 512)
     assert over_cp.saved["maps"] == 2 * 4 * (16 * 16 + 16 * 32) * 4 / 128
     full = LayerBytes.of(PortableBytes(model=config.model), "selective").total
     before, after = (estimate(one, layout, 10, 512).layers for one in (config, mixed))
@@ -357,7 +357,8 @@ def test_an_adapter_of_gate_and_up_has_outputs_of_their_width() -> None:
 
     lora: dict[str, Any] = {"lora": {"rank": 2}, "train": {"recompute": "selective"}}
     of_gate, of_proj = (
-        most(estimate(*of(**lora), 10, 1024, trained(module)), MLP) for module in ("mlp.linear_fc1", "self_attention.x")
+        most(estimate(*of(**lora), 10, 1024, trained(module)), MLP)
+        for module in ("mlp.linear_fc1", "self_attention.linear_proj")
     )
     assert of_gate == 1024 * (8 + 3 * 32 + 2 * 8) and of_proj == 1024 * (12 + 32 + 16 + 32 + 2 * 8)
 

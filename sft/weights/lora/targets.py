@@ -19,23 +19,12 @@ from sft.hf.family import Family, TensorMapping
 from sft.hf.model_family import model_family
 from sft.hf.tensor_view import HfView
 from sft.layers.adapters import AdaptedWeight, Adapter, names_of
+from sft.layers.weights import is_of_layer, weight_of
 from sft.weights.lora.peft.targets import lost_by_peft
 
 _WEIGHT = ".weight"
 _LAYERS = "decoder.layers."
-_IN_PROJ, _OUT_PROJ = "self_attention.in_proj.weight", "self_attention.out_proj.weight"  # of linear attention
 _ROUTER = "router.proj.weight"  # the router of Gemma 4, which is a Linear in transformers
-_SHARED_GATE = "shared_experts.gate_weight"
-_LINEARS = (
-    "linear_qkv.weight",
-    "linear_proj.weight",
-    *(f"linear_{name}_proj.weight" for name in ("q", "q_down", "q_up", "kv_down", "kv_up")),  # of latent attention
-    "linear_fc1.weight",
-    "linear_fc2.weight",
-    _SHARED_GATE,
-    _IN_PROJ,
-    _OUT_PROJ,
-)
 _WILD = set("*?[")
 
 
@@ -105,15 +94,19 @@ def _of_linears(family: Family, model: ModelConfig, vocab_size: int = 0) -> list
     return [
         mapping
         for mapping in family.mappings(model, vocab_size)
-        if mapping.parameter.endswith(_LINEARS) or mapping.sources[0].name.endswith(_ROUTER)
+        if _is_linear(mapping.parameter) or mapping.sources[0].name.endswith(_ROUTER)
     ]
+
+
+def _is_linear(key: str) -> bool:
+    return is_of_layer(key) and weight_of(key).is_linear
 
 
 def _kind(mapping: TensorMapping) -> str:
     """`linear`, `expert`, or the reason why the weight cannot have an adapter."""
     if mapping.sources[0].name.endswith(_ROUTER):
         return "the router multiplies with this weight in fp32, outside of a linear layer"
-    if mapping.key.endswith(_SHARED_GATE):
+    if weight_of(mapping.parameter).part == "shared gate":
         return "megatron-core multiplies with this weight outside of a linear layer"
     if mapping.expert is not None:
         is_stacked = any(view.index for view in mapping.sources)

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from sft import __version__
 from sft.commands import check, convert, data, evaluate, plan, probe, results, status, train
-from sft.errors import ConfigError, SftError, StorageError
+from sft.errors import MAY_SUCCEED, ConfigError, SftError
 from sft.files.atomic_files import explained
 
 _SECONDS_FOR_RANK_0 = 10.0
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except SftError as error:
         _report(error, is_run=words[:1] in _RUNS)
-        return 1 if isinstance(error, StorageError) else 2
+        return _exit_code(error)
     except KeyboardInterrupt:
         return 130
 
@@ -95,6 +95,10 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(1 if name == "stdout" else 2, "w", encoding="utf-8", closefd=False))
 
 
+def _exit_code(error: SftError) -> int:
+    return 1 if isinstance(error, MAY_SUCCEED) else 2
+
+
 def _report(error: SftError, *, is_run: bool) -> None:
     """Print `error`.  In a run only rank 0 prints, because every rank finds the same mistake.
 
@@ -106,7 +110,7 @@ def _report(error: SftError, *, is_run: bool) -> None:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         _report_to_torchrun(f"{type(error).__name__}: {error}")
     elif "TORCHELASTIC_RUN_ID" in os.environ:
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(_exit_code(error)))
         time.sleep(_SECONDS_FOR_RANK_0)
         # torchrun has not ended this process, so rank 0 did not find this mistake: this rank reports it.
         print(f"rank {os.environ['RANK']}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)

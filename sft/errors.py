@@ -1,7 +1,7 @@
 """Errors that a user or a disk can cause.  Every other error is a bug in this code and keeps its traceback.
 
-For each SftError, rank 0 prints one paragraph.  The exit code is 2, or 1 for a StorageError.  A message names the
-setting or file and its value, says why the value does not work, and which value would work.
+For each SftError, rank 0 prints one paragraph.  The exit code is 2, or 1 if another start may succeed (`MAY_SUCCEED`).
+A message names the setting or file and its value, says why the value does not work, and which value would work.
 
 Messages and lines of the console hold text of files, which strangers may have written.  So this module also makes text
 safe to show: no control characters, and no more than a page or two.
@@ -65,5 +65,12 @@ class StorageError(SftError):
     """A disk that is full or a file system that fails while a run writes to it.  Another start may succeed."""
 
 
+class PeerError(SftError):
+    """A rank that others wait for does not answer, because it ended or was never there.  Another start may succeed."""
+
+
 class TrainingError(SftError):
     """A loss or gradient that is not finite, in too many steps in a row or on a held-out set."""
+
+
+MAY_SUCCEED = (StorageError, PeerError)  # in another start, without a change

@@ -126,7 +126,7 @@ def error_table() -> str:
     rows = ["| class | exit code | meaning |", "|---|---|---|"]
     for name, kind in vars(errors).items():
         if inspect.isclass(kind) and issubclass(kind, errors.SftError) and kind is not errors.SftError:
-            code = 1 if issubclass(kind, errors.StorageError) else 2
+            code = 1 if kind in errors.MAY_SUCCEED else 2
             about = " ".join(inspect.cleandoc(kind.__doc__ or "").split()).partition(". ")[0].rstrip(".")
             rows.append(f"| `{name}` | {code} | {about} |")
     return "\n".join(rows) + "\n"

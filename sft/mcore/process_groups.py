@@ -59,6 +59,7 @@ def check_etp(layout: Layout, device: torch.device) -> None:
         raise ConfigError(f"parallel.etp = {layout.etp} {ETP_NEEDS_NCCL}")
 
 
+@rendezvous.meeting()
 def start(
     layout: Layout, device: torch.device, *, seed: int, timeout_s: int, store: dist.Store | None = None
 ) -> ProcessGroups:

@@ -7,14 +7,16 @@ By default, gloo takes the address to which the node's own hostname resolves.  O
 import datetime
 import ipaddress
 import os
+import resource
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import psutil
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from sft.errors import ConfigError
+from sft.errors import ConfigError, PeerError, StorageError
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 INTERFACES = (NCCL, GLOO)
@@ -35,6 +37,27 @@ def join(backend: str, *, timeout_s: int, store: dist.Store | None = None) -> No
         choose_interface(store)
     store = dist.HashStore() if store is None else store
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+
+
+@contextmanager
+def meeting() -> Iterator[None]:
+    """Replace what torch raises where ranks do not find each other by one sentence: PeerError, StorageError."""
+    try:
+        yield
+    except dist.DistStoreError as error:
+        raise PeerError(
+            f"rank {os.environ.get('RANK', '0')} waits in vain for another rank while the run starts "
+            f"({str(error).splitlines()[0]}).  The other rank has ended, and its own output says why, or its machine "
+            "cannot be reached.  Start the run again when this is mended."
+        ) from error
+    except RuntimeError as error:  # gloo's
+        if "Too many open files" not in str(error):
+            raise
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise StorageError(
+            f"the ranks cannot connect: this process has as many open files as it may have (ulimit -n {limit:,}).  "
+            "Raise the limit, for example with ulimit -n 65536, and start the run again."
+        ) from error
 
 
 def shared_store(timeout_s: int) -> dist.Store:

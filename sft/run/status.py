@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from sft.errors import ConfigError, SftError, StorageError
+from sft.errors import MAY_SUCCEED, ConfigError, SftError
 from sft.files.atomic_files import flush, replace_text
 from sft.files.folder_files import CONFIG_BYTES, read_file
 from sft.parallel.messages import message
@@ -109,8 +109,8 @@ def fail(folder: Path, start_id: str | None, error: BaseException, *, rank: int,
     before = _known(folder, step)
     if before.status != "running" or _is_of_another(before, start_id):
         return
-    # After a mistake of the user another start would fail in the same way; after a failing disk it may succeed.
-    is_mistake = isinstance(error, SftError) and not isinstance(error, StorageError)
+    # After a mistake of the user another start would fail in the same way; without a disk or a rank it may succeed.
+    is_mistake = isinstance(error, SftError) and not isinstance(error, MAY_SUCCEED)
     failed = replace(
         before,
         status="failed-fatal" if is_mistake else "failed-retryable",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sft.console import size
 from sft.errors import CheckpointError
-from sft.files.atomic_files import flush
+from sft.files.atomic_files import flush, unusable
 from sft.files.folder_files import LIST_BYTES, UnsafeFileError, copy, matching
 
 # Files that are copied in addition to config.json.  Weights of other formats and code are not copied.
@@ -45,7 +45,8 @@ def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
     """A context manager for an empty folder, which is renamed to `target` at the end, or removed after an error.
 
     num_bytes: approximate size of the folder
-    Raises CheckpointError if the target exists, if the disk has no room, and for disk errors inside the block.
+    Raises CheckpointError if the target exists or the disk has no room, and StorageError or CheckpointError for disk
+    errors inside the block: the first if another try may succeed.
     """
     refuse_existing(target)
     parent = target.absolute().parent
@@ -69,7 +70,9 @@ def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
         flush(parent)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError | UnsafeFileError):
+        if isinstance(error, OSError):
+            raise unusable(f"{target} was not written", parent, error, CheckpointError) from error
+        if isinstance(error, UnsafeFileError):
             raise CheckpointError(f"{target} was not written: {error}.") from error
         raise
 

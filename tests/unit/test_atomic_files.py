@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from sft.errors import CheckpointError, SftError, StorageError
 from sft.files import atomic_files
 from sft.files.atomic_files import replace_text, why_not_written
 from sft.weights.atomic_folder import new_folder
@@ -57,6 +58,24 @@ def test_a_new_folder_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monk
     name = temporary.name
     assert calls == ["fsync file", "fsync below", "fsync beside", f"fsync {name}", f"rename {name} -> target",
                      f"fsync {tmp_path.name}"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "number, kind, words",
+    [
+        (errno.ENOSPC, StorageError, "the disk is full (OSError: [Errno 28] No space left on device)"),
+        (errno.EIO, StorageError, "the disk reports an I/O error (OSError: [Errno 5] Input/output error)"),
+        (errno.EISDIR, CheckpointError, "[Errno 21] Is a directory"),
+    ],
+)
+def test_a_new_folder_that_a_disk_refuses(tmp_path: Path, number: int, kind: type[SftError], words: str) -> None:
+    """An export on a full disk may succeed in another try; nothing of it stays."""
+    with pytest.raises(kind) as caught:
+        with new_folder(tmp_path / "target", 10) as temporary:
+            (temporary / "file").write_text("x")
+            raise failed_with(number)
+    assert str(caught.value).startswith(f"{tmp_path}/target was not written: {words}.")
+    assert type(caught.value) is kind and not [*tmp_path.iterdir()]
 
 
 def failed_with(number: int) -> OSError:

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from sft.cli import main
-from sft.errors import StorageError, TrainingError
+from sft.errors import PeerError, StorageError, TrainingError
 from sft.parallel.layout import Layout
 from sft.recipe.resolved import Recipe
 from sft.run import environment
@@ -214,6 +214,7 @@ def broken(error: BaseException) -> types.SimpleNamespace:
         (KeyboardInterrupt(), 130, ""),
         (TrainingError("step 3: loss nan."), 2, "TrainingError: step 3: loss nan.\n"),
         (StorageError("the disk is full."), 1, "StorageError: the disk is full.\n"),  # another start may succeed
+        (PeerError("rank 1 waits."), 1, "PeerError: rank 1 waits.\n"),
     ],
 )
 def test_how_a_run_ends(

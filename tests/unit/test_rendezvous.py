@@ -1,6 +1,7 @@
 """Over which network interface gloo and NCCL connect the nodes of a run."""
 
 import os
+import resource
 import socket
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from sft.errors import ConfigError
+from sft.errors import ConfigError, PeerError, StorageError
 from sft.parallel import rendezvous
 from tests.launching import environments
 
@@ -103,3 +104,23 @@ def test_a_port_of_another_job_is_refused_in_a_paragraph(monkeypatch: pytest.Mon
     message = str(refused.value)
     assert message.startswith(f"the ranks cannot meet at MASTER_ADDR 127.0.0.1, MASTER_PORT {port}: ")
     assert "address already in use.  If another job" in message and "\n" not in message
+
+
+def test_a_rank_that_never_comes_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has ended before it reached the store."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(PeerError) as caught, rendezvous.meeting():
+        rendezvous.join("gloo", timeout_s=1, store=dist.HashStore())
+    assert str(caught.value).startswith("rank 1 waits in vain for another rank while the run starts (")
+    assert str(caught.value).endswith("Start the run again when this is mended.")
+    assert not dist.is_initialized()
+
+
+def test_too_many_open_files_are_no_traceback() -> None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with pytest.raises(StorageError) as caught, rendezvous.meeting():
+        raise RuntimeError("[enforce fail at loop.cc:48] rv != -1. -1 vs -1. pipe: Too many open files")
+    assert f"as many open files as it may have (ulimit -n {limit:,})" in str(caught.value)
+    with pytest.raises(RuntimeError, match="a bug"), rendezvous.meeting():
+        raise RuntimeError("a bug of ours")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.errors import ConfigError, DataError, StorageError
+from sft.errors import ConfigError, DataError, PeerError, StorageError
 from sft.run import status
 from sft.run.status import Kind, Status, begin, describe, end, fail, progress, read, verdict
 
@@ -73,6 +73,7 @@ def test_a_start_that_lost_its_folder_says_nothing_more(tmp_path: Path) -> None:
     [
         (RuntimeError("CUDA error:\n  no memory"), "failed-retryable", "rank 3: RuntimeError: CUDA error: no memory"),
         (StorageError("no room"), "failed-retryable", "rank 3: StorageError: no room"),
+        (PeerError("nobody"), "failed-retryable", "rank 3: PeerError: nobody"),
         (DataError("chat.jsonl:7: no."), "failed-fatal", "rank 3: DataError: chat.jsonl:7: no."),
         (KeyboardInterrupt(), "failed-retryable", "rank 3: KeyboardInterrupt:"),
     ],

@@ -172,7 +172,7 @@ def test_slurm_starts_one_torchrun_per_node(tmp_path: Path) -> None:
     assert run.of("torchrun") == [
         [
             *["--nnodes", "3", "--nproc-per-node", "4"],
-            *["--rdzv-backend", "c10d", "--rdzv-endpoint", "node07:21234", "--rdzv-id", "31234.0"],
+            *["--node-rank", str(node), "--master-addr", "node07", "--master-port", "21234", "--rdzv-id", "31234.0"],
             *["--local-addr", name, "--max-restarts", "0", "--signals-to-handle", SIGNALS],
             *["--log-dir", f"logs/31234/start-0/node-{node}"],
             *["--tee", "3", "--local-ranks-filter", "0", "-m", "sft", "train", *recipe],
@@ -219,7 +219,7 @@ def test_slurm_takes_processes_port_and_log_folder_from_the_environment(tmp_path
     run = launch(tmp_path, "slurm.sbatch", "r.yaml", env=SLURM | {"NPROC": "2", "PORT": "4000", "LOG_DIR": "my logs"})
     first = run.of("torchrun")[0]
     assert first[first.index("--nproc-per-node") + 1] == "2"
-    assert first[first.index("--rdzv-endpoint") + 1] == "node07:4000"
+    assert first[first.index("--master-port") + 1] == "4000"
     assert first[first.index("--log-dir") + 1] == "my logs/start-0/node-0"
     assert "6" in run.of("python")[0]  # 3 nodes x 2
 

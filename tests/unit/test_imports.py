@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from setuptools import find_packages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +32,9 @@ BREACHES = {  # module: lines added to it
     "sft/batch.py": "from megatron.core import parallel_state",
     "sft/data/chat/encode_chat.py": "import transformer_engine.pytorch",
     "sft/mcore/engine.py": "import sft.data",
+    "sft/layers/kinds.py": "import torch",
+    "sft/weights/kept.py": "import sft.weights.export.export_hf",
+    "sft/mcore/modules/norm.py": "import sft.mcore.model.layer",
     "sft/errors.py": "import tools.bench.cp_index\ndef late():\n    import tests.conftest",
     "sft/somewhere_new.py": "",
 }
@@ -40,6 +44,9 @@ REPORTED = [
     "sft.data.chat.encode_chat -> transformer_engine ",
     "sft.mcore.engine -> sft.data ",
     "sft.mcore and sft.data meet only at sft.batch BROKEN",
+    "sft.layers is not allowed to import torch:",
+    "sft.weights.kept -> sft.weights.export.export_hf ",
+    "sft.mcore.modules.norm -> sft.mcore.model.layer ",
     "sft.errors -> tools ",
     "sft.errors -> tests ",
     "The following modules are not listed as layers:\n\n- sft.somewhere_new\n",
@@ -69,6 +76,24 @@ def test_nothing_heavy_is_imported_before_it_is_used() -> None:
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["check", "recipes/demo.yaml", "--no-data", "--world-size", "2"],
+        ["plan", "--model", "{model}", "--gpus", "8", "--seq-length", "65536"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_predictions_need_no_torch(command: list[str], tmp_path: Path) -> None:
+    """A laptop without torch can check a recipe and plan a layout."""
+    shutil.copy(ROOT / "tests/unit/fixtures/released/qwen3_8b.json", tmp_path / "config.json")
+    words = [word.format(model=tmp_path) for word in command]
+    program = f"import sys; sys.modules['torch'] = None; from sft.cli import main; code = main({words!r}); "
+    program += "print('imported', code, [name for name in sys.modules if name.startswith('sft.mcore')])"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.stdout.splitlines()[-1:] == ["imported 0 []"], done.stdout + done.stderr
 
 
 def test_a_wheel_holds_every_module_and_command() -> None:

@@ -7,7 +7,7 @@ Decides which texts of a message are its author's own, and which belong to a hea
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from json import dumps
 
 from sft.data.template.rendering import Rendering, Run, is_of_template
@@ -101,6 +101,8 @@ class Reading:
         hidden = "\0".join(self.text[run.start : run.end] for run in self.unknown)
         missing = []
         for field in self.fields:
+            if field.path == ("role",):  # the template has words of its own for it
+                continue
             gaps = _gaps(field.text, written.get(field, ()))
             if not gaps or (hidden and field.text.strip() in hidden):
                 continue
@@ -170,12 +172,26 @@ def is_in(run: Run, others: Sequence[Run]) -> bool:
     return any(other.source is run.source and other.first <= run.first and run.last <= other.last for other in others)
 
 
+@lru_cache(maxsize=1_000)
+def _last_tokens(shown: str, control: re.Pattern[str]) -> list[int]:
+    """Where the last two control tokens begin, or the last one."""
+    return [match.start() for match in control.finditer(shown)][-2:]
+
+
 def after_header_end(between: str, shown: str, control: re.Pattern[str]) -> int:
     """The position after the last two control tokens of a prompt, or the last one: it may show instructions first."""
-    for last in [match.start() for match in control.finditer(shown)][-2:]:
+    for last in _last_tokens(shown, control):
         if shown[last:].strip() and (at := between.rfind(shown[last:])) >= 0:
             return at + len(shown) - last
     return 0
+
+
+@lru_cache(maxsize=1_000)
+def _ends_within(header: str, control: re.Pattern[str]) -> list[int]:
+    """Where lines and tokens of a header begin and end, without its edges, the last first."""
+    ends = {at for match in control.finditer(header) for at in match.span()}
+    ends |= {at + 1 for at, letter in enumerate(header) if letter == "\n"}
+    return sorted(ends - {0, len(header)}, reverse=True)
 
 
 def after_header(text: str, length: int, header: str, control: re.Pattern[str]) -> int:
@@ -186,9 +202,7 @@ def after_header(text: str, length: int, header: str, control: re.Pattern[str]) 
     """
     if header.strip() and (at := text.rfind(header, 0, length + len(header) - 1)) >= 0:
         return at + len(header)
-    ends = {at for match in control.finditer(header) for at in match.span()}
-    ends |= {at + 1 for at, letter in enumerate(header) if letter == "\n"}
-    for end in sorted(ends - {0, len(header)}, reverse=True):
+    for end in _ends_within(header, control):
         if header[:end].strip() and (at := text.rfind(header[:end], 0, length)) >= 0:
             return at + end
     return 0

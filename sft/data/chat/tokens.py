@@ -159,7 +159,7 @@ def find_token_spans(
         first, end, end_start = firsts[number], stops[number], firsts[number + len(turns)]
         wanted = text[start : turn.end]
         # A control token may cover the spaces after it, including spaces at the start of the turn (Phi-3).
-        first += bool(tokenizer.is_control[encoded.ids[first]] and encoded.starts[first] < start)
+        first += bool(tokenizer.is_control[encoded.ids[first]] and encoded.begins_before(first, start))
         decoded = tokenizer.decode(encoded.ids[first:end])
         if decoded != wanted and decoded.strip() not in (wanted.strip(), tokenizer.normalize(wanted).strip()):
             raise DataError(

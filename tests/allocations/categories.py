@@ -50,7 +50,7 @@ def category_of(frames: tuple[Frame, ...]) -> str:
         return SAVED
     if not _is_forward(frames):
         return WORKING
-    if _in(files, "attention/rope.py") and not _in(files, "mcore/layer.py"):
+    if _in(files, "attention/rope.py") and not _in(files, "mcore/model/layer.py"):
         return ROTARY
     return SAVED if _in(files, *_LAYERS) else WORKING
 

@@ -24,6 +24,7 @@ _PURE = (
     nodes.Compare, nodes.Operand, nodes.CondExpr, nodes.And, nodes.Or, nodes.Not, nodes.Filter,
 )  # fmt: skip
 _MARKS = ("defined", "undefined", "none")  # tests that a shape answers
+_LOOP = ("index", "index0", "revindex", "revindex0", "first", "last", "length")  # of a loop over messages
 _Conditions = tuple[nodes.Node | None, ...]  # of what a statement does; None: a condition that is not recognised
 
 
@@ -61,6 +62,9 @@ class _Assignments:
         self.blocks: list[tuple[nodes.If, _Conditions]] = []
         self.messages: set[str] = set()
         self.has_jumps = False  # break, continue: further conditions of what follows them
+        attributes = {id(node.node) for node in tree.find_all(nodes.Getattr)}
+        # Names that are read as a whole.  Of a namespace, another name could then be set to it, and change it.
+        self.whole = {n.name for n in tree.find_all(nodes.Name) if n.ctx == "load" and id(n) not in attributes}
         self._statements(tree.body, ())
 
     def _statements(self, statements: Iterable[nodes.Node], conditions: _Conditions) -> None:
@@ -152,7 +156,7 @@ class _Reads:
             case nodes.For():
                 over_messages = _is_name(condition.iter, "messages") and "messages" not in self.assignments.values
                 self.shapes = True
-                return condition.test is None and (over_messages or self._is_key(condition.iter))
+                return condition.test is None and over_messages  # no shape says how many calls a message has
             case nodes.And() | nodes.Or():
                 return self._decides(condition.left) and self._decides(condition.right)
             case nodes.Not():
@@ -173,9 +177,10 @@ class _Reads:
                 key = _key(value)
                 if _is_name(value.node, "loop"):
                     self.shapes = True
-                    return True
+                    return key in _LOOP
                 if isinstance(value.node, nodes.Name) and f"{value.node.name}.{key}" in self.assignments.values:
-                    return self._is_set_to_known(f"{value.node.name}.{key}")
+                    is_whole = value.node.name in self.assignments.whole
+                    return not is_whole and self._is_set_to_known(f"{value.node.name}.{key}")
                 return key == "role" and self._is_message(value.node)
             case nodes.And() | nodes.Or() | nodes.Not():
                 return self._decides(value) and all(self._is_known(node) for node in value.iter_child_nodes())

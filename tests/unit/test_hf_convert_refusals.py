@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sft.console import QUIET
-from sft.errors import CheckpointError
+from sft.errors import CheckpointError, SftError, StorageError
 from sft.hf.architecture import architecture, read
 from sft.hf.tensor_check import fold_by_layer
 from sft.weights.export.export_hf import _model, export_hf
@@ -24,17 +24,17 @@ from tests.unit.fixtures import hf
 from tests.unit.fixtures.hf import Make, same, tensors
 
 
-def refused(work: Callable[[], object], target: Path) -> str:
+def refused(work: Callable[[], object], target: Path, expected: type[SftError] = CheckpointError) -> str:
     before = sorted(target.parent.rglob("*"))
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(expected) as error:
         work()
     assert sorted(target.parent.rglob("*")) == before
     return str(error.value)
 
 
-def import_refused(source: Path) -> str:
+def import_refused(source: Path, expected: type[SftError] = CheckpointError) -> str:
     target = source.parent / "there"
-    return refused(lambda: import_hf(source, target, QUIET), target)
+    return refused(lambda: import_hf(source, target, QUIET), target, expected)
 
 
 def test_missing_surplus_and_misshapen_tensors_are_told_at_once(made: Make) -> None:
@@ -201,8 +201,9 @@ def test_a_disk_too_small_or_full(made: Make, tmp_path: Path, monkeypatch: pytes
 
     with monkeypatch.context() as patch:
         patch.setattr("sft.files.file_digest.HashingFile._put", full)
-        assert "was not written: [Errno 28] No space left on device" in import_refused(source)
-        assert "No space left" in refused(lambda: export_hf(tmp_path / "imported", target, QUIET), target)
+        told = "was not written: the disk is full (OSError: [Errno 28] No space left on device)"
+        assert told in import_refused(source, StorageError)
+        assert told in refused(lambda: export_hf(tmp_path / "imported", target, QUIET), target, StorageError)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 30, (1 << 30) - 4096, 4096))
     assert "has 4.0 KiB free; nothing was written" in import_refused(source)

@@ -13,7 +13,7 @@ import torch
 
 from sft.cli import main
 from sft.console import QUIET
-from sft.errors import CheckpointError
+from sft.errors import CheckpointError, SftError, StorageError
 from sft.hf.architecture import read
 from sft.recipe.load import parse_recipe
 from sft.weights.export import export_hf as exporting
@@ -142,9 +142,9 @@ def test_a_weight_without_an_adapter_cannot_change(tmp_path: Path, monkeypatch: 
 # --- refusals ----------------------------------------------------------------------------------------------
 
 
-def refused(work: Callable[[], object], folder: Path) -> str:
+def refused(work: Callable[[], object], folder: Path, expected: type[SftError] = CheckpointError) -> str:
     before = sorted(folder.rglob("*"))
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(expected) as error:
         work()
     assert sorted(folder.rglob("*")) == before
     return str(error.value)
@@ -233,4 +233,4 @@ def test_what_cannot_be_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         "sft.weights.export.export_hf.write_model_card", lambda *a: (_ for _ in ()).throw(OSError(28, "No space"))
     )
-    assert "No space" in refused(lambda: export_hf(tmp_path / "run", target, QUIET), tmp_path)
+    assert "No space" in refused(lambda: export_hf(tmp_path / "run", target, QUIET), tmp_path, StorageError)

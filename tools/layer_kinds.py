@@ -1,6 +1,6 @@
 """Makes the table of docs/concepts/layer-kinds.md: bytes over cp and saved bytes of a layer of each kind.
 
-Nothing is measured: sft/layers/cp_bytes.py and sft/estimate compute the bytes, and tests count them on real ranks.
+Nothing is measured: sft/parallel/cp_bytes.py and sft/estimate compute the bytes, and tests count them on real ranks.
 `python -m tools.pages` writes the page.
 """
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from sft.config import Config
-from sft.layers.cp_bytes import CpBytes
-from sft.layers.saved_by_layer import kinds_of
+from sft.estimate.saved_by_layer import saving_layers
+from sft.parallel.cp_bytes import CpBytes
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
 from tools import marked_tables
@@ -59,7 +59,7 @@ def received(sizes: str, length: int, number: int) -> float:
 def saved(sizes: str, recompute: str) -> float:
     """KiB that the attention half of the layer saves for a token, with the input of the MLP half."""
     recipe = config(sizes, recompute)
-    (kind,) = kinds_of(recipe, Layout.resolve(recipe, CP), LONG)
+    (kind,) = saving_layers(recipe, Layout.resolve(recipe, CP), LONG)
     return sum(kind.kept.attention.values()) / KIB
 
 

@@ -19,8 +19,9 @@ import numpy as np
 from sft.config import Config
 from sft.estimate.layer_work import uses_portable
 from sft.estimate.parameters import parameters
-from sft.layers.cp_bytes import sent_numbers
-from sft.parallel.fragments import HeadSizes, bytes_over_cp
+from sft.layers.kinds import layer_groups
+from sft.layers.mixers.delta import HeadSizes
+from sft.parallel.fragments import bytes_over_cp
 from sft.parallel.halo import num_halo_tokens
 from sft.parallel.layout import Layout
 from sft.recipe.load import load_recipe
@@ -61,7 +62,9 @@ def of(config: Config, layout: Layout) -> Iterator[Traffic]:
     tokens = config.data.seq_length / cp * layout.num_microbatches
     layers = model.num_layers / layout.pp
     queries = BF16 * tokens * model.num_attention_heads * model.resolved_head_dim / tp
-    pairs = BF16 * tokens * sent_numbers(config)  # keys and values, or a latent
+    pairs = (
+        BF16 * tokens * max(group.mixer.sent(config) for group in layer_groups(model))
+    )  # keys and values, or a latent
     is_portable = uses_portable(config)
     heads = 1 if is_portable else layout.cp_a2a or 1
     ring = 1 if is_portable else cp // heads

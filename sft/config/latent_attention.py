@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from sft.config.section import Positive, Section
+from sft.config.mixer_section import MixerSection
+from sft.config.section import Positive
 
 if TYPE_CHECKING:
     from sft.config.model import ModelConfig
 
 
-class LatentAttentionConfig(Section):
+class LatentAttentionConfig(MixerSection):
+    kind = "latent attention"
     kv_lora_rank: Positive | None = None
     """Width of the latent of keys and values; null means ordinary attention."""
     q_lora_rank: Positive | None = None
@@ -32,6 +34,9 @@ class LatentAttentionConfig(Section):
     @property
     def is_used(self) -> bool:
         return self.kv_lora_rank is not None
+
+    def has_layer(self, number: int) -> bool:
+        return self.is_used
 
     @property
     def projects_queries(self) -> bool:
@@ -73,7 +78,6 @@ class LatentAttentionConfig(Section):
             yield "qk_rope_head_dim", "must be even, because rotary positions rotate pairs of numbers"
 
     def conflicts_with(self, model: "ModelConfig") -> Iterator[tuple[str, str]]:
-        """Keys of `model` that latent attention excludes."""
         if not self.is_used:
             return
         if model.head_dim is not None:

@@ -9,6 +9,7 @@ from sft.config import megatron_fields
 from sft.config.full_attention import FullAttentionConfig
 from sft.config.latent_attention import LatentAttentionConfig
 from sft.config.linear_attention import LinearAttentionConfig
+from sft.config.mixer_section import MixerSection
 from sft.config.moe import MoeConfig
 from sft.config.rope import RopeConfig
 from sft.config.section import UNREPORTED, Path, Positive, Section, divisors
@@ -16,7 +17,8 @@ from sft.config.section import UNREPORTED, Path, Positive, Section, divisors
 MOST_LAYERS = 4096  # 126 in Llama 3.1 405B; each layer is work for this trainer before it reads a weight
 _MOST_IN_ALL = 1_000_000  # experts of all layers: 23,424 in Kimi K2
 RANDOM = "random"  # of init_from; a folder of this name is ./random
-LayerKind = Literal["full attention", "window attention", "linear attention"]
+LayerKind = Literal["full attention", "window attention", "linear attention", "latent attention"]
+_MIXERS = ("linear_attention", "latent_attention")  # groups of keys of layers that have no attention of the usual form
 
 
 class ModelConfig(Section):
@@ -142,16 +144,10 @@ class ModelConfig(Section):
             yield "rope.skip_layers", f"names layer {self.rope.skip_layers[-1]} of {self.num_layers}"
         if self.moe.dense_layers >= self.num_layers:
             yield "moe.dense_layers", f"leaves no layer of {self.num_layers} for experts; use moe.num_experts = null"
-        linear = self.linear_attention.layers
-        if linear and linear[-1] > self.num_layers:
-            yield "linear_attention.layers", f"names layer {linear[-1]} of {self.num_layers}"
-        if linear and self.sliding_window is not None:
-            yield "sliding_window", "is not supported with linear_attention.layers; use null"
-        if linear and self.moe.dense_layers:
-            yield "moe.dense_layers", "is not supported with linear_attention.layers; use 0"
-        if linear and self.norm_placement != "pre":
-            yield "norm_placement", "must be pre with linear_attention.layers"
-        yield from self.latent_attention.conflicts_with(self)
+        for name, section in self.mixers.items():
+            if section.named and section.named[-1] > self.num_layers:
+                yield f"{name}.layers", f"names layer {section.named[-1]} of {self.num_layers}"
+            yield from section.conflicts_with(self)
         yield from self.full_attention.conflicts_with(self)
         if self.moe.own_norms and self.norm_placement != "both":
             yield "moe.own_norms", "needs norm_placement = both, whose norm on the output follows those of its parts"
@@ -192,12 +188,6 @@ class ModelConfig(Section):
         return self.latent_attention.v_head_dim if self.latent_attention.is_used else self.resolved_head_dim
 
     @property
-    def attention_width(self) -> float:
-        """Half of the numbers in all queries and outputs of a token: attention costs so many products for each pair of
-        tokens, twice."""
-        return self.num_attention_heads * (self.resolved_head_dim + self.value_head_dim) / 2
-
-    @property
     def rotary_dim(self) -> int:
         """Numbers of a head that are rotated; of proportional positions all, some of them by an angle of 0."""
         latent = self.latent_attention
@@ -217,8 +207,9 @@ class ModelConfig(Section):
 
     def kind_of(self, layer_number: int) -> LayerKind:
         """The kind of a layer, counted from 1."""
-        if layer_number in self.linear_attention.layers:
-            return "linear attention"
+        for section in self.mixers.values():
+            if section.has_layer(layer_number):
+                return section.kind
         return "full attention" if self.window_of(layer_number) is None else "window attention"
 
     def has_experts(self, layer_number: int) -> bool:
@@ -231,16 +222,22 @@ class ModelConfig(Section):
         return self.model_copy(update={"moe": MoeConfig()})
 
     @property
+    def mixers(self) -> dict[str, MixerSection]:
+        """The groups of keys of layers that have no attention of the usual form, by name."""
+        return {name: getattr(self, name) for name in _MIXERS}
+
+    @property
     def stacks_layers(self) -> bool:
         """Whether a checkpoint has one tensor for the same weight of all layers: only if all are of one kind."""
-        return not (self.linear_attention.layers or self.moe.dense_layers or self.full_attention.is_used)
+        is_mixed = any(section.named for section in self.mixers.values())
+        return not (is_mixed or self.moe.dense_layers or self.full_attention.is_used)
 
     @property
     def num_window_layers(self) -> int:
         """Layers with a sliding window."""
         if self.sliding_window is None:
             return 0
-        return sum(self.window_of(number + 1) is not None for number in range(self.num_layers))
+        return sum(self.kind_of(number + 1) == "window attention" for number in range(self.num_layers))
 
     @property
     def portable_only(self) -> str | None:
@@ -250,7 +247,7 @@ class ModelConfig(Section):
             "model.qk_norm_across_heads": self.qk_norm_across_heads,
             "model.sliding_window": self.sliding_window is not None,
             "model.attention_output_gate": self.attention_output_gate,
-            "model.linear_attention": bool(self.linear_attention.layers),
+            **{f"model.{name}": bool(section.named) for name, section in self.mixers.items()},
             "model.rope.interleaved": self.rope.interleaved and not self.latent_attention.is_used,
             "model.rope.scaling = proportional": self.rope.is_proportional,
             "model.full_attention": self.full_attention.is_used,

@@ -5,20 +5,19 @@ attention         causal FLOPs of each document / the rate of the document's tok
 elementwise       bytes that norms, rotary positions, activations and residual sums read and write / bandwidth
 """
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from sft.config import Config, ModelConfig
-from sft.config.model import LayerKind
+from sft.config import Config
 from sft.estimate.constants import Constants
 from sft.estimate.lengths import Lengths
 from sft.estimate.products import Product, attention_flops
-from sft.layers.kinds import of_kind
-from sft.layers.saved_by_layer import kinds_of
-from sft.layers.softmax_bytes import MAX_FLASH_HEAD
+from sft.estimate.saved_by_layer import saving_layers
+from sft.layers.kinds import layer_groups
+from sft.layers.mixer import Mixer
+from sft.layers.mixers.softmax import MAX_FLASH_HEAD
 from sft.parallel.layout import Layout
 
 GRADIENT_SUM_BYTES = 10  # per parameter and microbatch: a bf16 gradient is read, its fp32 sum read and written
@@ -94,45 +93,34 @@ class LayerWork:
         backward = constants.portable_backward if self.is_portable else constants.attention_backward
         total = [0.0, 0.0]
         for length, count, cp_size in zip(tokens.tolist(), counts.tolist(), cp_sizes(layout, tokens, self.config)):
-            for kind, keys, flops in attention_flops(self.config.model, length):
-                size, of_rank = min(length / cp_size, keys), flops * share * count * self._slowdown(kind)
+            for mixer, keys, flops in attention_flops(self.config.model, length):
+                size, of_rank = min(length / cp_size, keys), flops * share * count * self._slowdown(mixer)
                 total[0] += of_rank / (forward.at(size) * 1e12)
                 total[1] += 2 * of_rank / (backward.at(size) * 1e12)
         return total[0], total[1]
 
-    def _slowdown(self, kind: LayerKind) -> float:
-        """How many times as long attention of this kind of layer takes as the portable backend's flash kernel."""
-        has_flash = of_kind(self.config.model, kind).resolved_head_dim <= MAX_FLASH_HEAD
+    def _slowdown(self, mixer: Mixer) -> float:
+        """How many times as long attention of these layers takes as the portable backend's flash kernel."""
+        has_flash = mixer.model.resolved_head_dim <= MAX_FLASH_HEAD
         return 1.0 if has_flash or not self.is_portable or self.constants.gpu == "cpu" else PLAIN_SLOWDOWN
 
     def _states(self) -> float:
         """Seconds of the delta rule forward."""
-        linear, layout = self.config.model.linear_attention, self.layout
-        if not linear.layers:
-            return 0.0
-        products = 3 * linear.value_width * linear.key_head_dim * len(linear.layers)
+        layout, groups = self.layout, layer_groups(self.config.model)
+        products = sum(len(group.numbers) * group.mixer.state_products for group in groups)
         tokens = self.config.data.seq_length / layout.cp
         return 2.0 * products * tokens / (layout.pp * layout.tp * self.constants.linear_attention.value * 1e12)
 
     def _elementwise(self) -> float:
         """Seconds of norms, rotary positions, activations and residual sums forward."""
-        model, layout = self.config.model, self.layout
-        width = 2 if self.config.run.precision == "bf16" else 4
-        sequence = layout.tp if layout.sequence_parallel else 1
-        hidden = (2 * model.num_layer_norms + 6) * model.hidden_size / sequence
-        kinds = Counter(model.kind_of(number + 1) for number in range(model.num_layers))
-        rotated = sum(_rotated(of_kind(model, kind)) * layers for kind, layers in kinds.items()) / model.num_layers
-        heads = rotated * (2 + 2 * model.qk_norm) / layout.tp
-        ffn = 3 * model.ffn_hidden_size / layout.tp
-        if model.moe.num_experts is not None:
-            sent = (model.moe.top_k or 0) / sequence * layout.etp
-            experts = sent * (3 * model.resolved_expert_ffn / layout.etp + 4 * model.hidden_size)
-            experts += 3 * (model.moe.shared_ffn_hidden_size or 0) / layout.tp
-            dense = model.moe.dense_layers / model.num_layers
-            ffn = dense * ffn + (1 - dense) * experts
+        model, layout, rank = self.config.model, self.layout, self.layout.share(self.config)
+        hidden = (2 * model.num_layer_norms + 6) * model.hidden_size * rank.sequence
+        numbers = 0.0
+        for group in layer_groups(model):
+            heads = group.mixer.rotated * (2 + 2 * model.qk_norm) / layout.tp
+            numbers += len(group.numbers) * (hidden + heads + group.mlp.moved(rank))
         tokens = self.config.data.seq_length / layout.cp
-        num_bytes = width * (hidden + heads + ffn) * tokens * model.num_layers / layout.pp
-        return num_bytes / (self.constants.elementwise_gb_s.value * 1e9)
+        return rank.width * numbers * tokens / layout.pp / (self.constants.elementwise_gb_s.value * 1e9)
 
     def gradient_sums(self, num_trained: float) -> float:
         """Seconds in which the gradients of a microbatch are added to their fp32 sums."""
@@ -144,15 +132,10 @@ class LayerWork:
         if fraction == 0.0:
             return 0.0
         pack = self.config.data.seq_length
-        of_token = sum(kind.number * kind.kept.total for kind in kinds_of(self.config, self.layout, pack))
+        of_token = sum(alike.number * alike.kept.total for alike in saving_layers(self.config, self.layout, pack))
         num_bytes = fraction * of_token * pack / self.layout.cp / self.layout.pp
         copied = num_bytes / (self.constants.pcie_gb_s.value * 1e9)
         return max(0.0, copied - forward_s) + max(0.0, copied - backward_s)
-
-
-def _rotated(model: ModelConfig) -> int:
-    """Numbers in the queries and keys of a token in one layer."""
-    return (model.num_attention_heads + model.resolved_query_groups) * model.resolved_head_dim
 
 
 def uses_portable(config: Config) -> bool:

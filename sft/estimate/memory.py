@@ -2,8 +2,8 @@
 
     device = weights + gradients + optimizer + layers + ends + the largest of the working sets
 
-sft/layers/model_bytes.py and sft/layers/softmax_bytes.py give the bytes of parts of the model.  This module
-adds up these bytes over a layer, a stage and a run.  `layers` are tensors that layers save for backward, `ends` rotary
+The files of sft/layers give the bytes of the halves of a layer.  This module adds up bytes over a layer, a stage and a
+run.  `layers` are tensors that layers save for backward, `ends` rotary
 tables.  A working set is what the loss head, or backward of an MLP or of attention, holds (working_sets.py).  Numbers
 are for CUDA, with fused activations and torch's flash kernel; with run.device = cpu, for the plain operations of a CPU.
 The estimate leaves out CUDA itself, NCCL (communicators.py) and gaps between allocations.
@@ -13,11 +13,13 @@ from dataclasses import dataclass
 
 from sft.config import Config
 from sft.console import size
+from sft.estimate import model_bytes
 from sft.estimate.parameters import Numbers, of_stage, vocab_rows
+from sft.estimate.saved_by_layer import saving_layers
 from sft.estimate.working_sets import StageWork, WorkingSet
-from sft.layers import model_bytes
 from sft.layers.adapters import Trained
-from sft.layers.saved_by_layer import kinds_of
+from sft.layers.kinds import layer_groups
+from sft.layers.offload import num_offloaded_layers, num_resident_layers
 from sft.parallel.layout import Layout
 
 CARD_BYTES = 80e9  # 74.5 GiB; `describe` reports the longest context on an 80-GB card, which has 79 GiB less CUDA's own
@@ -132,12 +134,12 @@ def _layers(config: Config, layout: Layout, stage: int, layer: float) -> tuple[f
     """Bytes that all layers of a rank save on the device and in host memory.  layer: bytes per layer and microbatch"""
     num_layers = config.model.num_layers / layout.pp / layout.virtual_stages  # layers of one model chunk
     is_last = stage == layout.pp - 1
-    num_offloaded = model_bytes.num_offloaded_layers(
+    num_offloaded = num_offloaded_layers(
         config.train.offload_fraction, num_layers, backward_is_next=is_last and layout.virtual_stages == 1
     )
     of_passes = layer * _num_waiting(layout, stage)
     return (
-        of_passes * model_bytes.num_resident_layers(num_offloaded, num_layers),
+        of_passes * num_resident_layers(num_offloaded, num_layers),
         of_passes * num_offloaded,
     )
 
@@ -145,9 +147,9 @@ def _layers(config: Config, layout: Layout, stage: int, layer: float) -> tuple[f
 def _stage(
     config: Config, layout: Layout, vocab_size: int, pack: int, stage: int, trained: Trained = Trained()
 ) -> Memory:
-    model, rank, kinds = config.model, model_bytes.RankShare.of(config, layout), kinds_of(config, layout, pack)
+    model, rank, kinds = config.model, layout.share(config), saving_layers(config, layout, pack)
     is_last, waiting = stage == layout.pp - 1, _num_waiting(layout, stage)
-    hidden = model_bytes.hidden_state(model, rank) * pack / layout.cp
+    hidden = rank.hidden(model) * pack / layout.cp
     work = StageWork(
         config=config,
         layout=layout,
@@ -161,7 +163,7 @@ def _stage(
     )
     layers, host_layers = _layers(config, layout, stage, work.saved_by_layer())
     block = work.saved_by_mtp() * (waiting if layout.virtual_stages == 1 else 1)
-    rotary = (sum if model.full_attention.is_used else max)(kind.backend.rotary(pack) for kind in kinds)
+    rotary = (sum if model.full_attention.is_used else max)(kind.mixer.rotary(pack) for kind in kinds)
     return Memory(
         stage=stage,
         **_state(config, layout, vocab_size, stage, rank.width, trained),
@@ -184,10 +186,8 @@ def estimate(
     tokens: length of a pack; None: data.seq_length.
     """
     pack = config.data.seq_length if tokens is None else tokens
-    differ = (
-        config.model.moe.dense_layers or config.model.linear_attention.layers or config.model.full_attention.is_used
-    )
-    numbers = range(layout.pp) if differ else sorted({0, layout.pp - 1})
+    models = {id(group.model) for group in layer_groups(config.model)}
+    numbers = range(layout.pp) if len(models) > 1 else sorted({0, layout.pp - 1})
     stages = (_stage(config, layout, vocab_size, pack, stage, trained) for stage in numbers)
     return max(stages, key=lambda memory: memory.device)
 

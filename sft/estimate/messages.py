@@ -1,7 +1,7 @@
 """Seconds of messages between GPUs that computation does not hide.
 
     tp    all-gathers and reduce-scatters before and after each half of a layer; of backward, those beside products hide
-    cp    the bytes of sft/layers/cp_bytes.py; a ring hides behind attention, an all-to-all behind nothing
+    cp    the bytes of sft/parallel/cp_bytes.py; a ring hides behind attention, an all-to-all behind nothing
     ep    tokens to experts and back; hide behind nothing
     pp    hidden states between stages; hide behind nothing without virtual stages
     dp    gradients and weights; gradients hide behind the last backward pass with parallel.overlap
@@ -19,13 +19,11 @@ from sft.estimate.constants import Constants
 from sft.estimate.layer_work import Seconds, cp_sizes, uses_portable
 from sft.estimate.lengths import Lengths
 from sft.estimate.parameters import OfStage
-from sft.layers.cp_bytes import CpBytes
-from sft.layers.kinds import of_kind
-from sft.layers.softmax_bytes import num_head_groups
+from sft.layers.kinds import layer_groups
+from sft.layers.rank_share import FP32
 from sft.parallel.alignment import aligned
+from sft.parallel.cp_bytes import CpBytes
 from sft.parallel.layout import Layout
-
-FP32 = 4
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,8 @@ class Messages:
         # Share of the layers with an MLP that tp splits: a dense one, or a shared expert.
         has_mlp = 1.0 if model.moe.shared_ffn_hidden_size is not None else 1 - expert_share(model)
         blocks = 1 + has_mlp
-        repeated = {"none": 0, "selective": has_mlp + bool(model.linear_attention.layers) / 2, "full": blocks}
+        repeats_mixers = any(group.mixer.is_recomputed for group in layer_groups(model))
+        repeated = {"none": 0, "selective": has_mlp + repeats_mixers / 2, "full": blocks}
         num = blocks + repeated[recompute]  # forward and repeated, each with a gather and a scatter
         # Backward gathers the gradients of outputs, which nothing hides.  Beside products it gathers inputs again, and
         # scatters their gradients.
@@ -126,17 +125,14 @@ class Messages:
         widths = model.resolved_head_dim + model.value_head_dim
         numbers = (model.num_attention_heads + model.resolved_query_groups) * widths / layout.tp
         num_bytes = self._tokens * numbers * self._width * (heads - 1) / heads
-        full = (model.num_layers - len(model.linear_attention.layers)) / layout.pp
-        return full * passes * self._seconds(num_bytes, self._link(heads * layout.tp), 2)
+        attending = sum(len(group.numbers) for group in layer_groups(model) if group.mixer.pair_width) / layout.pp
+        return attending * passes * self._seconds(num_bytes, self._link(heads * layout.tp), 2)
 
     def _ring(self, messages_s: float, attention_s: float) -> float:
         parallel = self.config.parallel
-        if uses_portable(self.config):  # of the head groups, the messages of all but one hide
-            if self.config.model.latent_attention.is_used:  # keys of all heads are made of what comes first
-                return messages_s
-            full = of_kind(self.config.model, "full attention")
-            groups = num_head_groups(full.resolved_query_groups // self.layout.tp)
-            first = messages_s / groups
+        if uses_portable(self.config):
+            shares = [group.mixer.first_share(self.layout.tp) for group in layer_groups(self.config.model)]
+            first = messages_s * min(shares)
             return first + unhidden(self.constants, messages_s - first, attention_s)
         if parallel.cp_comm == "all_gather":
             return messages_s

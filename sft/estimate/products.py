@@ -8,11 +8,18 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from sft.config import Config, ModelConfig
-from sft.config.model import LayerKind
-from sft.layers.kinds import attention_widths
+from sft.layers.kinds import layer_groups
 from sft.layers.matrices import LayerWeights, ModelProducts
-from sft.layers.weights import DUPLICATED, EXPANDED
+from sft.layers.mixer import Mixer
+from sft.layers.mixers import MIXERS
+from sft.layers.mixers.latent import DUPLICATED, EXPANDED
 from sft.parallel.layout import Layout, padded_vocab_size
+
+# Parts of a layer that train.recompute = selective recomputes.
+_RECOMPUTED = {"mlp", "experts", "shared", "shared gate"}
+_RECOMPUTED |= {
+    weight.part for mixer in MIXERS.values() if mixer.is_recomputed for weight in mixer.weights if weight.part
+}
 
 
 class Product(NamedTuple):
@@ -121,25 +128,24 @@ def _of_experts(model: ModelConfig, layout: Layout, tokens: float, layers: float
 def _repeated(config: Config, part: str) -> float:
     """Forward passes of backward."""
     recompute, is_tiled = config.train.recompute, config.train.mlp_tile is not None
-    halves = ("mlp", "experts", "shared", "shared gate", "linear attention")
-    repeated = 1.0 if recompute == "full" or (recompute == "selective" and part in halves) else 0.0
+    repeated = 1.0 if recompute == "full" or (recompute == "selective" and part in _RECOMPUTED) else 0.0
     if part == "mlp" and is_tiled:
         return 2.0 if recompute == "full" else 1.0
     return repeated
 
 
-def attention_flops(model: ModelConfig, length: float) -> Iterator[tuple[LayerKind, float, float]]:
-    """The FLOPs of causal attention over one document, forward, of all layers without a window and of all with one.
+def attention_flops(model: ModelConfig, length: float) -> Iterator[tuple[Mixer, float, float]]:
+    """The FLOPs of causal attention over one document, forward, of all layers of each kind.
 
-    Each with the kind of its layers and the number of keys of the last query.  Backward has twice the FLOPs; kernels
+    Each with the mixer of its layers and the number of keys of the last query.  Backward has twice the FLOPs; kernels
     that compute the scores again execute 5 products there instead of 4.
 
-    1 layer, 2 heads of 3, 10 tokens: a query sees 5 keys on average, 10 x 5 x 2 x 2 x 6 -> ("full attention", 10, 1200)
+    1 layer, 2 heads of 3, 10 tokens: a query sees 5 keys on average, 10 x 5 x 2 x 2 x 6 -> full attention, 10, 1200
     """
-    for kind, queries in attention_widths(model).items():
-        if queries:
-            keys = length if kind == "full attention" else min(length, model.sliding_window or length)
-            yield kind, keys, 2.0 * queries * keys * (2 * length - keys)
+    for group in layer_groups(model):
+        if width := len(group.numbers) * group.mixer.pair_width:
+            keys = min(length, group.mixer.window or length)
+            yield group.mixer, keys, 2.0 * width * keys * (2 * length - keys)
 
 
 def head_product(config: Config, layout: Layout, of_model: ModelProducts, vocab_size: int, labels: float) -> Product:

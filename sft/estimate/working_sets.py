@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from sft.config import Config
+from sft.estimate import model_bytes
 from sft.estimate.parameters import trains_layers
-from sft.layers import model_bytes
+from sft.estimate.saved_by_layer import SavingLayers
 from sft.layers.adapters import EMBEDDING, Trained
-from sft.layers.saved_by_layer import LayerKind
+from sft.layers.rank_share import RankShare
+from sft.layers.second_half import MlpBackward
 from sft.parallel.layout import Layout
 
 MLP, ATTENTION, HEAD = "MLP in backward", "attention in backward", "loss head"
@@ -48,7 +50,7 @@ class StageWork:
     config: Config
     layout: Layout
     chunks: list[range]
-    kinds: list[LayerKind]
+    kinds: list[SavingLayers]
     pack: float
     hidden: float
     rows: float
@@ -107,62 +109,33 @@ class StageWork:
             return 0.0
         return sum(kind.number_in(layers) * kind.kept.total for kind in self.kinds) * self.tokens
 
-    def _layer(self, kind: LayerKind, freed: float, more: float) -> Iterator[WorkingSet]:
+    def _layer(self, kind: SavingLayers, freed: float, more: float) -> Iterator[WorkingSet]:
         """freed: by backward of what follows the layer; more: bytes held"""
-        # The gradient of a dense MLP's gated activation takes the place of the activation, if that was saved.
-        gated = 0.0 if kind.has_experts else kind.kept.mlp.get("gated", 0.0) * self.tokens
-        yield WorkingSet({MLP: self._mlp(kind) + gated + more}, freed + gated)
+        work = self._mlp_backward(kind)
+        replaced = kind.mlp.replaced(work)
+        yield WorkingSet({MLP: kind.mlp.in_backward(work) + replaced + more}, freed + replaced)
         # The gradient of the residual stream; with `full`, also the layer's output that was computed again.
         waits = kind.recomputed_attention * self.tokens + (2 if self._is_full else 1) * self.hidden
-        local = kind.backend.local(self.tokens) + waits + self._widest_gradient() + more
-        gathered = kind.backend.gathered(self.pack)
+        local = kind.mixer.local(self.tokens) + waits + self._widest_gradient() + more
+        gathered = kind.mixer.gathered(self.pack)
         held = {ATTENTION: local, GATHERED: gathered} if gathered else {ATTENTION: local}
         yield WorkingSet(held, freed + kind.freed_before_attention * self.tokens)
 
-    def _mlp(self, kind: LayerKind) -> float:
-        """Bytes while backward computes the MLP of a layer: recomputed activations, and gradients.
-
-        A token in experts counts top_k times.  With `full`, three tensors as wide as what was sent are in memory when
-        recomputation of experts ends, and so is the recomputed attention.  An adapter's output has the width of gate
-        and up, and is in memory together with the weight's output and the sum.  train.mlp_tile limits the number of
-        tokens.
-        """
-        mlp, recompute = kind.everything.mlp, self.config.train.recompute
-        if kind.has_experts and recompute != "full":
-            return (self._recomputed_experts(kind) if recompute == "selective" else self._experts(kind)) + self.hidden
-        recomputed = sum(value for name, value in mlp.items() if name not in kind.kept.mlp)
-        sent, gate_up = mlp.get("sent to experts", 0.0), mlp["gate and up"]
-        inside = recomputed + max(gate_up + sent, 3 * sent)
-        adapts_gate_and_up = any(weight.module.endswith("linear_fc1") for weight in self.trained.adapted)
-        if adapts_gate_and_up and recompute != "none":
-            inside = max(inside, mlp[model_bytes.MLP_NORM] + 3 * gate_up)
-        waits = kind.recomputed_attention if self._is_full else 0.0
-        of_tile = inside * min(self.tokens, self.config.train.mlp_tile or self.tokens)
-        around = (1 if recompute == "none" else 2) * self.hidden  # gradients of the output, and of a recomputed input
-        return of_tile + waits * self.tokens + around + self._widest_gradient()
-
-    def _recomputed_experts(self, kind: LayerKind) -> float:
-        """Bytes while backward computes experts that alone are recomputed.
-
-        Their output, its gradient and that of their input are in memory all the time.  When recomputation ends, the
-        output is there in one piece and by expert; when backward ends, so is the gradient of the input, with those of
-        all weights.  Kernels for all experts at once hold the gradient of gate and up for all of them.
-        """
-        mlp, trained = kind.everything.mlp, self.trained
-        sent, gate_up = mlp["sent to experts"], mlp["gate and up"]
-        gated = mlp["gated"] + mlp.get(model_bytes.UNFUSED, 0.0)
-        end = gate_up + gated + 4 * sent
-        if self._computes_experts_at_once:
-            end = max(end, 2 * gate_up + gated + 3 * sent)
-        weights = model_bytes.gradients_of_experts(self.config.model, self._rank) if trains_layers(trained) else 0.0
-        return max(end * self.tokens, 5 * sent * self.tokens + weights)
-
-    def _experts(self, kind: LayerKind) -> float:
-        """Bytes while backward computes experts without recomputation: at first the gradient of their output, in one
-        piece and by expert; then, with kernels for all experts at once, gradients inside."""
-        mlp = kind.everything.mlp
-        sent, inside = mlp["sent to experts"], mlp["gate and up"] + mlp["gated"]
-        return (max(2 * sent, inside + sent) if self._computes_experts_at_once else 2 * sent) * self.tokens
+    def _mlp_backward(self, kind: SavingLayers) -> MlpBackward:
+        trains = trains_layers(self.trained)
+        return MlpBackward(
+            tokens=self.tokens,
+            hidden=self.hidden,
+            saved=kind.everything.mlp,
+            kept=frozenset(kind.kept.mlp),
+            recompute=self.config.train.recompute,
+            tile=self.config.train.mlp_tile,
+            recomputed_attention=kind.recomputed_attention,
+            widest_gradient=self._widest_gradient(),
+            adapts_gate_and_up=any(weight.module.endswith("linear_fc1") for weight in self.trained.adapted),
+            computes_at_once=self._computes_experts_at_once,
+            weight_gradients=model_bytes.gradients_of_experts(self.config.model, self._rank) if trains else 0.0,
+        )
 
     @property
     def _computes_experts_at_once(self) -> bool:
@@ -171,8 +144,8 @@ class StageWork:
         return not is_portable or self.config.model.activation != "swiglu" or bool(self.trained.adapted)
 
     @property
-    def _rank(self) -> model_bytes.RankShare:
-        return model_bytes.RankShare.of(self.config, self.layout)
+    def _rank(self) -> RankShare:
+        return self.layout.share(self.config)
 
     def _widest_gradient(self) -> float:
         return model_bytes.widest_gradient(self.config.model, self._rank) if trains_layers(self.trained) else 0.0

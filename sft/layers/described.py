@@ -3,7 +3,7 @@
 from collections import Counter
 
 from sft.config import ModelConfig
-from sft.layers.kinds import of_kind
+from sft.layers.mixers import MIXERS
 
 PLAIN = "full attention"
 
@@ -18,17 +18,9 @@ def describe(model: ModelConfig) -> str | None:
 
 
 def _kind(model: ModelConfig, number: int) -> str:
-    window = model.window_of(number)
-    if number in model.linear_attention.layers:
-        return "linear attention"
-    kind = PLAIN if window is None else f"windows of {window:,} tokens"
-    if window is None and model.full_attention.is_used:
-        own = of_kind(model, "full attention")
-        values = ", which are also values" if own.full_attention.keys_as_values else ""
-        return f"{kind} of {own.resolved_query_groups} keys of {own.resolved_head_dim}{values}"
-    if window is not None and model.rope.window_base is not None:
-        return f"{kind} and rope.base {model.rope.window_base:g}"
-    return f"{kind} without rotary positions" if number in model.rope.skip_layers else kind
+    mixer = MIXERS[model.kind_of(number)]
+    skips = mixer.has_positions and number in model.rope.skip_layers
+    return mixer.described(model) + (" without rotary positions" if skips else "")
 
 
 def _marks(model: ModelConfig) -> list[str]:

@@ -1,14 +1,14 @@
 """Counts the parameters of a model and its FLOPs per token.  Arithmetic only."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from sft.config import ModelConfig
-from sft.config.model import LayerKind
 from sft.layers.adapters import EMBEDDING, HEAD, Trained
-from sft.layers.kinds import attention_widths, layer_groups
+from sft.layers.kinds import LayerGroup, layer_groups, mtp_groups
 from sft.layers.weights import sizes_of, weights_of
 
 ASSUMED_TFLOPS = 989.0  # dense bf16 peak of an H100 SXM, if log.peak_tflops is null
@@ -69,31 +69,28 @@ class LayerParameters:
         return self.split + self.whole + self.num_experts * self.expert
 
     @staticmethod
-    def of(model: ModelConfig, kind: LayerKind = "full attention") -> "LayerParameters":
+    def of(layers: LayerGroup) -> "LayerParameters":
         """The example of `num_parameters`: split 160, whole 8, products 160.
 
         Instead of the MLP, 8 experts of width 2: split 64, whole 8 + 32 of the router, expert 24, products 96.
         With a shared expert of width 6 and its gate: split 136, whole 44, products 172.
         """
-        sizes = sizes_of(model)
-        weights = [(weight, weight.size(sizes)) for weight in weights_of(model, kind) if not weight.is_buffer]
+        sizes = sizes_of(layers.model)
+        weights = [(weight, weight.size(sizes)) for weight in weights_of(layers) if not weight.is_buffer]
         own = [(weight, size) for weight, size in weights if not weight.is_of_expert]
         of_expert = [(weight, size) for weight, size in weights if weight.is_of_expert]
-        linear = model.linear_attention
         return LayerParameters(
             split=sum(size for weight, size in own if weight.split),
             whole=sum(size for weight, size in own if not weight.split),
             expert=sum(size for _, size in of_expert),
-            num_experts=model.moe.num_experts or 0,
+            num_experts=layers.mlp.num_experts,
             products=sum(size for weight, size in own if weight.role == "matrix"),
             expert_products=sum(size for weight, size in of_expert if weight.role == "matrix"),
-            # The state S of a head is multiplied three times: S^T k, k (v - S^T k)^T and S^T q.  (Megatron-LM 0.19
-            # counts four, and the convolution.)
-            state_products=3 * linear.value_width * linear.key_head_dim if kind == "linear attention" else 0,
+            state_products=layers.mixer.state_products,
         )
 
 
-_latest: list[tuple[ModelConfig, list[tuple[LayerParameters, list[int]]]]] = []  # of `kinds_of`, at most one entry
+_latest: list[tuple[ModelConfig, list[tuple[LayerParameters, Sequence[int]]]]] = []  # of `kinds_of`, at most one
 
 
 def layers_of(model: ModelConfig) -> list[tuple[LayerParameters, int]]:
@@ -101,14 +98,13 @@ def layers_of(model: ModelConfig) -> list[tuple[LayerParameters, int]]:
     return [(layer, len(numbers)) for layer, numbers in kinds_of(model)]
 
 
-def kinds_of(model: ModelConfig) -> list[tuple[LayerParameters, list[int]]]:
+def kinds_of(model: ModelConfig) -> list[tuple[LayerParameters, Sequence[int]]]:
     """Each kind of layer, and the numbers of such layers, from 1.
 
     The answer for the latest model is kept, because a planner asks for one model thousands of times.
     """
     if not _latest or _latest[0][0] is not model:
-        groups = [(LayerParameters.of(group.model, group.kind), list(group.numbers)) for group in layer_groups(model)]
-        _latest[:] = [(model, groups)]
+        _latest[:] = [(model, [(LayerParameters.of(group), group.numbers) for group in layer_groups(model)])]
     return _latest[0][1]
 
 
@@ -117,11 +113,12 @@ def mtp_layers_of(model: ModelConfig) -> list[tuple[LayerParameters, int]]:
 
     hidden size 4: `whole` is 32 + 12 more than that of the last layer, `products` 32 more
     """
-    if not model.has_mtp:
-        return []
-    layer = LayerParameters.of(model)
     projection, norms = 2 * model.hidden_size**2, 3 * model.hidden_size
-    return [(replace(layer, whole=layer.whole + projection + norms, products=layer.products + projection), 1)]
+    layers = [LayerParameters.of(group) for group in mtp_groups(model)]
+    return [
+        (replace(layer, whole=layer.whole + projection + norms, products=layer.products + projection), 1)
+        for layer in layers
+    ]
 
 
 @dataclass(frozen=True)
@@ -141,9 +138,13 @@ class AttentionCost:
     @staticmethod
     def of(model: ModelConfig) -> "AttentionCost":
         """Llama 8B -> AttentionCost(53,248); with a window of 4,096 in half of the layers 106,496 and 106,496"""
-        of_layers = sum(_products(model))
-        full, windows = attention_widths(model).values()
-        full += model.attention_width * model.has_mtp
+        of_layers, full, windows = sum(_products(model)), 0.0, 0.0
+        for group in (*layer_groups(model), *mtp_groups(model)):
+            width = len(group.numbers) * group.mixer.pair_width
+            if group.mixer.window is None:
+                full += width
+            else:
+                windows += width
         return AttentionCost(
             crossover=of_layers / full if full else math.inf,
             window=model.sliding_window,

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sft.config import ModelConfig
-from sft.config.model import LayerKind
 from sft.layers.adapters import EMBEDDING, HEAD, AdaptedWeight, Trained, Weight
-from sft.layers.kinds import layer_groups
-from sft.layers.weights import Split, sizes_of, weight_of, weights_of
+from sft.layers.kinds import LayerGroup, layer_groups
+from sft.layers.weight import LAST, LAST_OF_ATTENTION, Split
+from sft.layers.weights import sizes_of, weight_of, weights_of
 
 
 class Matrix(NamedTuple):
     """A matrix of a layer, [rows, columns], of one expert.  key: the first part of its name in checkpoints
 
-    The other fields are those of `weights.LayerWeight`.
+    The other fields are those of `weight.LayerWeight`.
     """
 
     part: str
@@ -25,10 +25,10 @@ class Matrix(NamedTuple):
     step: int
 
 
-def matrices(model: ModelConfig, kind: LayerKind) -> list[Matrix]:
-    """The matrices with which a layer of this kind multiplies tokens, experts once."""
-    sizes, listed = sizes_of(model), []
-    for weight in weights_of(model, kind):
+def matrices(layers: LayerGroup) -> list[Matrix]:
+    """The matrices with which one of these layers multiplies tokens, experts once."""
+    sizes, listed = sizes_of(layers.model), []
+    for weight in weights_of(layers):
         if weight.role == "matrix":
             rows, columns = weight.sizes(sizes)
             key = weight.key.removesuffix("weight")
@@ -71,7 +71,7 @@ class ModelProducts:
         of_kinds = [
             (matrix, [number - 1 for number in group.numbers])
             for group in layer_groups(model)
-            for matrix in matrices(group.model, group.kind)
+            for matrix in matrices(group)
         ]
         if trained.whole is None:
             return ModelProducts(weights=tuple(LayerWeights(matrix, len(numbers)) for matrix, numbers in of_kinds))
@@ -89,7 +89,7 @@ def _of_matrix(
 ) -> LayerWeights:
     copies = (model.moe.num_experts or 1) if matrix.part == "experts" else 1
     numbers = len(layers)
-    half = _LAST_OF_ATTENTION if "attention" in matrix.part else _LAST
+    half = LAST_OF_ATTENTION if matrix.step <= LAST_OF_ATTENTION else LAST
     adapted = [w for w in trained.adapted if matrix.key in f"{w.module}." and w.layer in layers]
     return LayerWeights(
         matrix=matrix,
@@ -109,9 +109,6 @@ def _num_trained(matrix: Matrix, layers: list[int], whole: Iterable[Weight]) -> 
 
 def _rows(weight: AdaptedWeight) -> int:
     return sum(map(weight.rows_of, weight.adapters))
-
-
-_LAST_OF_ATTENTION, _LAST = 3, 7  # steps of a layer
 
 
 def _steps(trained: Trained) -> Iterable[tuple[int, int]]:

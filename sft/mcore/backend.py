@@ -1,10 +1,10 @@
 """The interface between an attention backend and the rest of the model.
 
 `selection.choose` makes one backend object per run.  No other code branches on the kind of backend.  A new kind of
-layer needs its own ModuleSpec, next to `layer_spec`, and its own field in PackedDocuments.
+layer has an entry in model/mixers.py.
 
 Facts that are needed before torch is imported are elsewhere.  sft/config/attention.py defines the effect of a backend
-on the keys of a recipe, and activation_bytes.py counts the bytes that a backend saves.
+on the keys of a recipe, and the files of sft/layers/mixers count the bytes that a backend saves.
 """
 
 from abc import ABC, abstractmethod
@@ -18,13 +18,13 @@ from megatron.core.transformer import ModuleSpec
 from torch import Tensor
 
 from sft.config import Config
+from sft.config.model import LayerKind
 from sft.layers.kinds import of_kind
 from sft.mcore.attention import rope
 from sft.mcore.attention.packed_attention import Kernel
 from sft.mcore.attention.rope import RotaryTable, Rotation
 from sft.mcore.device import send
 from sft.mcore.linear_attention.delta_rule import Kernel as DeltaKernel
-from sft.mcore.linear_attention.documents import LinearDocuments
 from sft.parallel.cp_group import CpGroup
 
 
@@ -37,7 +37,7 @@ class PackedDocuments(PackedSeqParams):
     kernels: Mapping[int | None, Kernel] = field(default_factory=dict)  # by sliding window; only with portable
     rotation: Rotation | None = None  # of this rank's tokens, if attention itself rotates queries and keys
     window_rotation: Rotation | None = None  # the same for layers with model.rope.window_base
-    linear: LinearDocuments | None = None  # of layers with linear attention
+    own: Mapping[LayerKind, Any] = field(default_factory=dict)  # what the mixer of a kind of layer needs besides
 
 
 class AttentionBackend(ABC):

@@ -19,7 +19,6 @@ from torch import Tensor
 from sft.batch import Microbatch
 from sft.config import Config
 from sft.layers.adapters import Trained
-from sft.layers.cp_bytes import CpBytes
 from sft.layers.flops import TrainFlops
 from sft.mcore import device, pipeline
 from sft.mcore.activations.offload import PinnedMemory
@@ -30,11 +29,13 @@ from sft.mcore.loss import RowStatistics, Targets, VocabShard, lm_loss
 from sft.mcore.loss.mtp import MtpLoss, next_tokens
 from sft.mcore.model import chunks as model
 from sft.mcore.model.gpt import Hidden, reduce_shared_embedding
+from sft.mcore.model.mixers import packed_documents
 from sft.mcore.optimizer import build, host_threads
 from sft.mcore.process_groups import ProcessGroups
 from sft.mcore.progress import Passes, named
 from sft.metrics.accumulator import Accumulator, SupervisedTokens
 from sft.metrics.totals import ExpertLoad, StepResult, Totals
+from sft.parallel.cp_bytes import CpBytes
 from sft.parallel.layout import Layout
 
 
@@ -226,7 +227,7 @@ class Engine:
         self._passes.begin(f"forward of {name}")
         tokens, positions = (device.send(x, self.groups.device) for x in (mb.tokens, mb.position_ids))
         cp = self.groups.cp_group(mb.cp_size)
-        documents = self.backend.documents(mb.cu_seqlens, mb.max_seqlen, positions, cp)
+        documents = packed_documents(self.backend, mb.cu_seqlens, mb.max_seqlen, positions, cp)
         document_of_token = self._document_of_token(mb, chunk) if self.config.model.moe.num_experts else None
         with self._save_policy.forward_pass(len(chunk.module.decoder.layers)):
             of_mtp = {} if chunk.module.multi_token is None else {"labels": next_tokens(mb, self.layout, self.groups)}

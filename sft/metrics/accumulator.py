@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from sft.batch import Microbatch
-from sft.layers.cp_bytes import CpBytes
 from sft.layers.flops import TrainFlops
 from sft.metrics.totals import Totals, quantities
+from sft.parallel.cp_bytes import CpBytes
 from sft.parallel.cp_group import CpGroup
 
 

@@ -20,58 +20,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sft.config.linear_attention import LinearAttentionConfig
+from sft.layers.mixers.delta import HeadSizes
 from sft.parallel.context_parallel import document_chunks, gathered_positions, runs
 from sft.parallel.halo import num_halo_tokens
 
 FP32 = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadSizes:
-    """Sizes of the heads that a tensor-parallel rank holds.
-
-    key_dim, value_dim  K and V: width of a query or key, and of a value; a state has K x V numbers per value head
-    width               bytes of a number of queries, keys, values, beta and outputs; g, states and maps are in fp32
-    """
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    width: int = 2
-
-    @staticmethod
-    def of(linear: LinearAttentionConfig, tp: int, width: int) -> "HeadSizes":
-        """The heads of a rank of tp, which divides the key heads."""
-        assert linear.num_key_heads is not None and linear.num_value_heads is not None
-        return HeadSizes(
-            key_heads=linear.num_key_heads // tp,
-            value_heads=linear.num_value_heads // tp,
-            key_dim=linear.key_head_dim,
-            value_dim=linear.value_head_dim,
-            width=width,
-        )
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of a token on its way to another rank (q, k, v, g, beta) and back (output)."""
-        numbers = 2 * self.key_heads * self.key_dim + self.value_heads * (2 * self.value_dim + 1)
-        return self.width * numbers + FP32 * self.value_heads
-
-    @property
-    def map_bytes(self) -> int:
-        """Bytes of a fragment's map, [K, K] and [K, V], and of the state that comes back, [K, V]."""
-        return FP32 * self.value_heads * self.key_dim * (self.key_dim + 2 * self.value_dim)
-
-    def max_short(self, cp_size: int) -> int:
-        """Tokens of the longest document whose tokens are fewer bytes than the maps of its 2 * cp_size fragments.
-
-        Of L tokens, L (cp - 1) / cp travel; of 2 cp maps, the share (cp - 1) / cp.  So L < 2 cp * maps / tokens.
-
-            16 key heads, 48 value heads, K = V = 128, bf16: 1,141 tokens at cp 2, 2,283 at cp 4
-        """
-        return 0 if cp_size == 1 else (2 * cp_size * self.map_bytes - 1) // self.token_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

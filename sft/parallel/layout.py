@@ -11,6 +11,7 @@ from math import lcm
 
 from sft.config import Config, ModelConfig, listed
 from sft.errors import ConfigError
+from sft.layers.rank_share import FP32, RankShare
 from sft.parallel.alignment import FP8_TOKENS, misfits, pack_multiple, smallest_world
 from sft.parallel.cp_group import cp_sizes
 
@@ -71,6 +72,18 @@ class Layout:
             cp_sizes=cp_sizes(parallel.cp) if parallel.dynamic_cp else (),
             cp_a2a=parallel.cp_a2a if config.attention.may_read_cp_comm(config.run.device) else None,
             fp8=config.run.fp8,
+        )
+
+    def share(self, config: Config) -> RankShare:
+        """The part of a layer's tensors that one rank holds."""
+        return RankShare(
+            tp=self.tp,
+            cp=self.cp,
+            etp=self.etp,
+            ep=self.ep,
+            sequence=1 / self.tp if self.sequence_parallel else 1.0,
+            width=2 if config.run.precision == "bf16" else FP32,
+            is_fused=config.run.device != "cpu",
         )
 
     def chunks(self, num_layers: int, stage: int) -> list[range]:

@@ -13,6 +13,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -28,6 +29,8 @@ from sft.hf.hub import IMPORTED
 from sft.hf.nested_config import text_part
 from sft.hf.safetensors_files import DTYPES, SafetensorsFolder
 from sft.hf.source import open_source
+from sft.layers.kinds import layer_groups
+from sft.layers.weights import weights_of
 from sft.mcore.checkpoint_io.engine_state import CHECKPOINT_VERSION, write_common
 from sft.mcore.checkpoint_io.megatron_arguments import model_arguments
 from sft.parallel.layout import padded_vocab_size
@@ -37,15 +40,8 @@ from sft.weights.torch_dist import TorchDistWriter
 
 BLOCK_BYTES = 256 << 20  # largest block in memory and largest stored chunk; to read a row, a resume loads its chunk
 
-# Modules of a layer for which Megatron stores an extra state: FP8 scales, or None.  Norms have one only with
-# Transformer Engine.  Megatron ignores extra states that it does not request.
-_ATTENTION = ("self_attention.linear_qkv", "self_attention.linear_proj")
-_LINEAR_ATTENTION = ("self_attention.in_proj", "self_attention.out_norm", "self_attention.out_proj")
-_QK_NORM = ("self_attention.q_layernorm", "self_attention.k_layernorm")
-_MLP = ("mlp.linear_fc1", "mlp.linear_fc2")
-_BEFORE_EXPERTS = ("pre_mlp_layernorm",)
-_EXPERT = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
-_SHARED_EXPERT = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
+# Parts whose weights are no modules of Transformer Engine.
+_PLAIN_PARTS = ("router", "shared gate")
 
 
 def import_hf(source: Path, target: Path, console: Console, name: str = "") -> None:
@@ -169,31 +165,22 @@ def _write_common(folder: Path, model: ModelConfig, *, padded_vocab_size: int, p
 
 
 def _extra_state_keys(model: ModelConfig) -> list[str]:
-    """Keys of the objects that Megatron-LM expects in addition to the tensors."""
-    if not model.stacks_layers:
-        return _extra_state_keys_by_layer(model)
-    layers, experts = range(model.num_layers), range(model.moe.num_experts or 0)
-    modules = (*_ATTENTION, *(_QK_NORM if model.qk_norm else ()), *(_BEFORE_EXPERTS if experts else _MLP))
-    modules += _SHARED_EXPERT if model.moe.shared_ffn_hidden_size else ()
-    of_layers = [f"{layer}_{len(layers)}" for layer in layers]
-    of_experts = [f"{layer}.{expert}_{len(layers)}.{len(experts)}" for layer in layers for expert in experts]
-    shards = [*((module, of_layers) for module in modules), *((module, of_experts) for module in _EXPERT)]
-    keys = [f"decoder.layers.{module}._extra_state/shard_{shard}" for module, numbers in shards for shard in numbers]
-    return ["decoder.final_layernorm._extra_state/shard_0_1", *keys]
+    """Keys of the objects that Megatron-LM expects in addition to the tensors: FP8 scales, or None.
 
-
-def _extra_state_keys_by_layer(model: ModelConfig) -> list[str]:
-    """The same for a model whose layers are of several kinds, each with objects of its own."""
-    experts = range(model.moe.num_experts or 0)
-    keys = ["decoder.final_layernorm._extra_state/shard_0_1"]
-    for layer in range(model.num_layers):
-        is_linear = model.kind_of(layer + 1) == "linear attention"
-        modules: tuple[str, ...] = _LINEAR_ATTENTION if is_linear else _ATTENTION
-        modules += _QK_NORM if model.qk_norm and not is_linear else ()
-        has_experts = model.has_experts(layer + 1)
-        modules += _BEFORE_EXPERTS if has_experts else _MLP
-        modules += _SHARED_EXPERT if has_experts and model.moe.shared_ffn_hidden_size else ()
-        keys += [f"decoder.layers.{layer}.{module}._extra_state/shard_0_1" for module in modules]
-        for module in _EXPERT if has_experts else ():
-            keys += [f"decoder.layers.{layer}.{module}._extra_state/shard_{e}_{len(experts)}" for e in experts]
+    Megatron ignores those that it does not request; norms have one only with Transformer Engine.
+    """
+    keys, count = ["decoder.final_layernorm._extra_state/shard_0_1"], model.num_layers
+    for group in layer_groups(model):
+        rows = [row for row in weights_of(group) if row.key.endswith(".weight") and row.part not in _PLAIN_PARTS]
+        modules = dict.fromkeys((row.module, row.is_of_expert) for row in rows if row.role != "kernel")
+        for number, (module, is_of_expert) in product(group.numbers, modules):
+            layer, shard = (f"{number - 1}.", "0_1") if not model.stacks_layers else ("", f"{number - 1}_{count}")
+            key = f"decoder.layers.{layer}{module}._extra_state/shard_"
+            experts = group.mlp.num_experts
+            if not is_of_expert:
+                keys.append(key + shard)
+            elif model.stacks_layers:
+                keys += [f"{key}{number - 1}.{expert}_{count}.{experts}" for expert in range(experts)]
+            else:
+                keys += [f"{key}{expert}_{experts}" for expert in range(experts)]
     return keys

@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sft.layers.mixers.delta import HeadSizes
 from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
 from sft.mcore.linear_attention.documents import LinearDocuments, linear_attention
 from sft.mcore.linear_attention.short_convolution import short_convolution
 from sft.mcore.linear_attention.torch_kernel import TorchKernel
 from sft.parallel.context_parallel import local_indices
 from sft.parallel.cp_group import CpGroup
-from sft.parallel.fragments import HeadSizes, boundaries, bytes_over_cp
+from sft.parallel.fragments import boundaries, bytes_over_cp
 from tests.ranks.pool import RankPool, join
 
 Ranks = Callable[[int], RankPool]

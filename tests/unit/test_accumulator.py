@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from sft.batch import Sample
 from sft.data.packing.pack import local_part, make_pack
-from sft.layers.cp_bytes import CpBytes
 from sft.layers.flops import AttentionCost, TrainFlops
 from sft.metrics.accumulator import Accumulator, SupervisedTokens
 from sft.metrics.totals import Peak, Totals, quantity
+from sft.parallel.cp_bytes import CpBytes
 from sft.parallel.cp_group import CpGroup
 from tests.builders import answer
 

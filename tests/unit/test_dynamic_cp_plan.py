@@ -14,8 +14,8 @@ from sft.data.packing.cp_grid import Grid, Slot, fixed
 from sft.data.packing.cp_prediction import bound, predict
 from sft.data.packing.cp_rows import _even, _Shelves
 from sft.data.packing.dynamic_cp import _of_groups, assign, unless_longer
-from sft.layers.cp_bytes import halo_tokens
 from sft.layers.flops import AttentionCost
+from sft.layers.traffic import HaloTraffic, halo_tokens
 from sft.parallel.alignment import aligned
 from sft.parallel.cp_group import cp_sizes
 from sft.parallel.halo import num_halo_tokens
@@ -193,7 +193,7 @@ def test_costs_of_a_recipe() -> None:
     """Llama 8B on tp 2 and cp 8, two nodes: 4 key heads of 128 numbers a rank, twice in bf16 and once in fp32."""
     cost = CpCost.of(layout_config(model=LLAMA_8B, parallel={"tp": 2, "cp": 8}))
     assert cost.attention == AttentionCost.of(layout_config(model=LLAMA_8B).model) and cost.wait_ranks == 1
-    assert cost.kv_bytes == 32 * 2 * 4 * 128 * (2 * 2 + 4) and cost.halo_bytes == 0 and cost.linear is None
+    assert cost.kv_bytes == 32 * 2 * 4 * 128 * (2 * 2 + 4) and cost.others == ()
     assert cost.token_ns == pytest.approx(6 * 6_979_321_856 * 1e9 / (2 * 989e12 * 0.35))
     assert [cost.gb_s(size) for size in (2, 4, 8)] == [300.0, 300.0, 40.0]
     full = {"train": {"num_steps": 1, "global_batch_size": 16, "recompute": "full"}}
@@ -202,7 +202,8 @@ def test_costs_of_a_recipe() -> None:
     assert again.token_ns == pytest.approx(6 * 6_979_321_856 * (4 / 3) * 1e9 / (2 * 989e12 * 0.35))
     assert again.microbatch_ns == cost.microbatch_ns / 2
     windows = CpCost.of(layout_config(model={**LLAMA_8B, "sliding_window": 64, "sliding_window_layers": [1, 2, 3]}))
-    assert windows.halo_bytes == 3 * windows.kv_bytes / 29 and windows.kv_bytes == 29 * 2 * 8 * 128 * 8
+    assert windows.kv_bytes == 29 * 2 * 8 * 128 * 8
+    assert windows.others == ((3.0, HaloTraffic(token_bytes=2 * 8 * 128 * 8, window=64)),)
 
 
 def test_halos_are_those_of_the_messages() -> None:

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from sft.layers.mixers.delta import HeadSizes
 from sft.parallel.context_parallel import local_indices
-from sft.parallel.fragments import FragmentPlan, HeadSizes, boundaries, bytes_over_cp, owners
+from sft.parallel.fragments import FragmentPlan, boundaries, bytes_over_cp, owners
 from sft.parallel.taps import Taps
 
 PACKS = ([64, 8, 16], [24, 0, 48, 24, 120], [48], [24] * 7, [240, 72, 0])

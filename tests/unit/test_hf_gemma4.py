@@ -14,7 +14,7 @@ from sft.config.lora import LoraConfig
 from sft.errors import ConfigError
 from sft.hf.architecture import architecture, nested, write_back
 from sft.layers.flops import active_parameters, num_parameters
-from sft.layers.kinds import numbers_of, of_kind, of_layer
+from sft.layers.kinds import layer_groups, of_kind, of_layer
 from sft.weights.lora.targets import select
 from tests.builders import RECIPE, parsed, refusal_lines
 from tests.unit.fixtures.hf import refusal, released
@@ -41,7 +41,10 @@ def test_the_31b() -> None:
     assert (model.num_layers, model.hidden_size, model.ffn_hidden_size, model.vocab_size) == (60, 5376, 21504, 262144)
     assert model.full_attention == FullAttentionConfig(head_dim=512, num_query_groups=4, keys_as_values=True)
     assert model.rope == RopeConfig(base=1e6, scaling="proportional", fraction=0.25, window_base=1e4)
-    assert (model.sliding_window, len(numbers_of(model, "full attention"))) == (1024, 10)
+    assert (model.sliding_window, [len(g.numbers) for g in layer_groups(model) if g.mixer.window is None]) == (
+        1024,
+        [10],
+    )
     assert (model.qk_norm, model.value_norm, model.layer_scalar, model.attention_multiplier) == (True, True, True, 1.0)
     assert (model.norm_placement, model.norm_zero_centered, model.activation) == ("both", False, "geglu")
     assert model.logits_softcap == 30.0 and model.tie_embeddings and model.moe.num_experts is None

@@ -19,10 +19,9 @@ from sft.config import Config, ModelConfig, RopeConfig
 from sft.config.latent_attention import LatentAttentionConfig
 from sft.estimate.layer_work import uses_portable
 from sft.estimate.products import ModelProducts, layer_products
-from sft.layers.cp_bytes import CpBytes, sent_numbers
+from sft.estimate.saved_by_layer import LayerBytes
 from sft.layers.flops import AttentionCost, TrainFlops, num_parameters
-from sft.layers.latent_bytes import softmax_attention_bytes
-from sft.layers.saved_by_layer import LayerBytes
+from sft.layers.mixers.latent import LatentAttention
 from sft.mcore.attention import flash_kernel, rope
 from sft.mcore.attention.torch_kernel import TorchKernel
 from sft.mcore.backends import selection, transformer_engine
@@ -33,6 +32,7 @@ from sft.mcore.latent_attention.shared_latent import (
     latent_attention,
 )
 from sft.parallel.alignment import misfits
+from sft.parallel.cp_bytes import CpBytes
 from sft.parallel.layout import Layout
 from tests.builders import layout_config
 from tests.plain_flash import PLAIN as PLAIN_FLASH
@@ -61,6 +61,10 @@ def model(sizes: dict[str, Any], **changes: Any) -> ModelConfig:
 
 def with_tp(sizes: ModelConfig, tp: int, **sections: Any) -> Config:
     return layout_config(parallel={"tp": tp}, **sections).model_copy(update={"model": sizes})
+
+
+def sent(config: Config) -> int:
+    return LatentAttention(config.model).sent(config)
 
 
 def test_parameters_and_flops_counted_by_hand() -> None:
@@ -94,19 +98,19 @@ def test_the_planner_knows_the_products(sizes: dict[str, Any]) -> None:
 def test_the_latent_travels_where_it_is_narrower() -> None:
     """Of DeepSeek-V3 and Moonlight it has 576 numbers; of a head, key and value have 320."""
     deepseek, moonlight = model(DEEPSEEK_V3), model(MOONLIGHT)
-    assert [sent_numbers(with_tp(deepseek, tp)) for tp in (1, 8, 64, 128)] == [
+    assert [sent(with_tp(deepseek, tp)) for tp in (1, 8, 64, 128)] == [
         576,
         576,
         576,
         320,
     ]
-    assert [sent_numbers(with_tp(moonlight, tp)) for tp in (1, 8, 16)] == [
+    assert [sent(with_tp(moonlight, tp)) for tp in (1, 8, 16)] == [
         576,
         576,
         320,
     ]
     te = {"attention": {"backend": "te"}}  # sends keys and values always: 16 heads of 192 + 128 numbers
-    assert [sent_numbers(with_tp(moonlight, tp, **te)) for tp in (1, 8, 16)] == [
+    assert [sent(with_tp(moonlight, tp, **te)) for tp in (1, 8, 16)] == [
         5120,
         640,
         320,
@@ -140,7 +144,7 @@ def test_what_a_token_leaves_by_name() -> None:
         "queries": 2 * 128 * 192, "latent and rotary key": 1152, "attention's output": 32_768, "log-sum-exp": 512,
         "latents before their norms": 2 * (1536 + 512) + 8,
     }  # fmt: skip
-    found = softmax_attention_bytes(config, Layout.resolve(config, 1))
+    found = LatentAttention(config.model).bytes(config, Layout.resolve(config, 1).share(config), 1024)
     assert LayerBytes.of(found, "selective").by_name == kept
     assert LayerBytes.of(found, "none").attention == kept | {
         "normed input": 14_336,
@@ -151,7 +155,7 @@ def test_what_a_token_leaves_by_name() -> None:
 def test_what_a_token_leaves_by_name_on_te() -> None:
     """Keys and values of 128 heads, 80 KiB, in place of the latent, and the inputs of both projections up."""
     config = with_tp(model(DEEPSEEK_V3), 1, attention={"backend": "te"})
-    found = softmax_attention_bytes(config, Layout.resolve(config, 1))
+    found = LatentAttention(config.model).bytes(config, Layout.resolve(config, 1).share(config), 1024)
     kept = {
         "layer's input": 14_336, "norms' scales": 4, "MLP's norm input": 14_336, "normed input": 14_336,
         "queries": 2 * 128 * 192, "keys and values": 2 * 128 * 320, "attention's output": 32_768, "log-sum-exp": 512,

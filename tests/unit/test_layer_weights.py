@@ -12,7 +12,7 @@ from sft.config.moe import MoeConfig
 from sft.hf.architecture import architecture
 from sft.hf.families import FAMILIES
 from sft.layers import weights
-from sft.layers.kinds import of_layer
+from sft.layers.kinds import layer_groups
 from sft.layers.weights import sizes_of, weight_of, weights_of
 from tests.unit.fixtures import hf
 
@@ -22,10 +22,9 @@ TINY = ModelConfig(num_layers=1, hidden_size=4, ffn_hidden_size=8, num_attention
 
 def in_table(model: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     """Shapes of the weights of a layer, counted from 1, as the table has them."""
-    own = of_layer(model, layer)
-    own = own if model.has_experts(layer) else own.without_experts
-    sizes = sizes_of(own)
-    return {weight.key: weight.sizes(sizes) for weight in weights_of(own, model.kind_of(layer))}
+    group = next(group for group in layer_groups(model) if layer in group.numbers)
+    sizes = sizes_of(group.model)
+    return {weight.key: weight.sizes(sizes) for weight in weights_of(group)}
 
 
 @pytest.mark.parametrize("file", RELEASED, ids=[file.stem for file in RELEASED])

@@ -12,12 +12,12 @@ from sft.estimate import memory
 from sft.estimate.communicators import communicators
 from sft.estimate.memory import Memory, estimate, longest_context
 from sft.estimate.parameters import Numbers, parameters
+from sft.estimate.saved_by_layer import LayerBytes
 from sft.estimate.working_sets import ATTENTION, GATHERED, HEAD, MLP
 from sft.layers.adapters import AdaptedWeight, Adapter, Trained
-from sft.layers.delta_bytes import STATE_INTERVAL, LinearAttentionBytes
-from sft.layers.model_bytes import RankShare
-from sft.layers.saved_by_layer import LayerBytes
-from sft.layers.softmax_bytes import SCORE_TILE, PortableBytes, TransformerEngineBytes
+from sft.layers.mixers.delta import STATE_INTERVAL, DeltaBytes
+from sft.layers.mixers.softmax import SCORE_TILE, PortableBytes, TransformerEngineBytes
+from sft.layers.rank_share import RankShare
 from sft.mcore.attention import torch_kernel
 from sft.mcore.linear_attention import schedule
 from sft.parallel.layout import Layout
@@ -93,7 +93,7 @@ def test_what_linear_attention_keeps() -> None:
     config, layout = of(model={**TINY, **sizes, "num_layers": 2, "qk_norm": True}, train={"recompute": "selective"})
     model = config.model.model_copy(update={"linear_attention": DELTA})
     mixed = config.model_copy(update={"model": model})
-    delta = LinearAttentionBytes.of(mixed.model, mixed, layout, 512)
+    delta = DeltaBytes.of(model, layout.share(mixed), 512)
     kept = {"layer's input": 128, "norms' scales": 4, "MLP's norm input": 128}
     assert LayerBytes.of(delta, "selective").by_name == kept
     kept |= {"queries, keys, values": 384, "decays and beta": 56, "states": 16, "delta rule's output": 256}
@@ -107,9 +107,10 @@ def test_what_linear_attention_keeps() -> None:
     assert delta.local(512) == 512 * 2 * 384 + 6 * 4 * 512 * 192
     assert delta.local(2**20) == 2**20 * 2 * 384 + 6 * 4 * 2**24
     cpu = mixed.model_copy(update={"run": mixed.run.model_copy(update={"device": "cpu"})})
-    assert LinearAttentionBytes.of(cpu.model, cpu, layout, 512).local(2**20) == 2**20 * 2 * 384 + 6 * 4 * 2**20
+    assert DeltaBytes.of(model, layout.share(cpu), 512).local(2**20) == 2**20 * 2 * 384 + 6 * 4 * 2**20
     # Over cp, A and the states before two fragments: 2 x 4 x (16 x 16 + 16 x 32) numbers for 128 tokens.
-    over_cp = LinearAttentionBytes.of(mixed.model, mixed, of(4, model={**TINY, **sizes}, parallel={"cp": 4})[1], 512)
+    four = of(4, model={**TINY, **sizes}, parallel={"cp": 4})[1]
+    over_cp = DeltaBytes.of(model, four.share(mixed), 512)
     assert over_cp.saved["maps"] == 2 * 4 * (16 * 16 + 16 * 32) * 4 / 128
     full = LayerBytes.of(PortableBytes(model=config.model), "selective").total
     before, after = (estimate(one, layout, 10, 512).layers for one in (config, mixed))

@@ -6,7 +6,7 @@ Computation is that of `flops.py`: padded tokens, squares in layers with full at
 other ranks arrive while attention computes (sft/mcore/attention/packed_attention.py), so of their transfer only the
 part counts that takes longer than attention.  Halos of windows and states of linear attention hide behind nothing.
 
-`layers/cp_bytes.py` counts the bytes.  Nothing is measured: bandwidths come from the recipe, and the speed of
+`parallel/cp_bytes.py` counts the bytes.  Nothing is measured: bandwidths come from the recipe, and the speed of
 computation from an assumed share of the peak.
 """
 
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from sft.config import Config
-from sft.layers.cp_bytes import CpBytes
 from sft.layers.flops import ASSUMED_SHARE, ASSUMED_TFLOPS, AttentionCost, TrainFlops
 from sft.parallel.alignment import aligned
+from sft.parallel.cp_bytes import CpBytes
 
 NS = 1e9
 # Time of a microbatch in each layer besides its tokens: its kernels are started, weights and gradients are read.  An

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sft.layers.model_bytes import num_offloaded_layers
+from sft.layers.offload import num_offloaded_layers
 from sft.mcore.activations.offload import OffloadedLayers, PinnedMemory
 
 MIN_OFFLOADED_BYTES = 1 << 20  # smaller tensors stay on the device

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sft.layers.softmax_bytes import MAX_FLASH_HEAD
+from sft.layers.mixers.softmax import MAX_FLASH_HEAD
 from sft.mcore.attention.key_source import AllGatheredKeys, HaloKeys, KeySource, LocalKeys
 from sft.mcore.device import send
 from sft.parallel import context_parallel

@@ -22,14 +22,12 @@ from sft.layers.kinds import of_layer
 from sft.mcore.attention import rope
 from sft.mcore.attention.flash_kernel import FlashKernel
 from sft.mcore.attention.packed_attention import Kernel, packed_attention
-from sft.mcore.backend import AttentionBackend, PackedDocuments, params_dtype
+from sft.mcore.backend import AttentionBackend, PackedDocuments
 from sft.mcore.latent_attention.core_attention import SharedLatents
 from sft.mcore.linear_attention.delta_rule import Kernel as DeltaKernel
-from sft.mcore.linear_attention.documents import LinearDocuments
 from sft.mcore.modules.norm import RMSNorm
 from sft.mcore.modules.qk_norm import KeyNorm, QueryNorm
 from sft.parallel.cp_group import CpGroup
-from sft.parallel.fragments import HeadSizes
 
 MakeKernel = Callable[..., Kernel]  # cu_seqlens of the whole pack, cp size, cp rank, device; window
 
@@ -89,11 +87,6 @@ class Portable(AttentionBackend):
             window: self._make_kernel(boundaries, cp.size, cp.rank, positions.device, window=window)
             for window in self._windows
         }
-        linear = self.config.model.linear_attention
-        if linear.layers:
-            sizes = HeadSizes.of(linear, self.config.parallel.tp, params_dtype(self.config).itemsize)
-            taps, max_short = linear.conv_kernel, sizes.max_short(cp.size)
-            packed.linear = LinearDocuments.of(boundaries, cp, positions.device, num_taps=taps, max_short=max_short)
         return packed
 
 

@@ -3,12 +3,13 @@
 from typing import Any
 
 from sft.config import ModelConfig
+from sft.mcore.model.mixers import MIXER_MODULES
 
 
 def model_arguments(model: ModelConfig, *, padded_vocab_size: int, positions: int, bf16: bool) -> dict[str, Any]:
     """The arguments of Megatron-LM that describe the model.  positions: the length of its longest sequence"""
     skipped = model.rope.skip_layers
-    return dict(
+    arguments: dict[str, Any] = dict(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
@@ -16,7 +17,7 @@ def model_arguments(model: ModelConfig, *, padded_vocab_size: int, positions: in
         num_query_groups=model.resolved_query_groups,
         group_query_attention=model.resolved_query_groups != model.num_attention_heads,
         kv_channels=model.resolved_head_dim,
-        qk_layernorm=model.qk_norm or model.latent_attention.is_used,
+        qk_layernorm=model.qk_norm,
         add_qkv_bias=model.qkv_bias,
         add_bias_linear=model.attention_output_bias and model.mlp_bias,  # Megatron-LM has one switch for both
         softmax_type="learnable" if model.attention_sinks else "vanilla",
@@ -38,10 +39,11 @@ def model_arguments(model: ModelConfig, *, padded_vocab_size: int, positions: in
         mtp_num_layers=1 if model.has_mtp else None,
         **_activation_arguments(model),
         **_window_arguments(model),
-        **_linear_attention_arguments(model),
-        **_latent_attention_arguments(model),
         **expert_arguments(model),
     )
+    for module in MIXER_MODULES.values():
+        arguments |= module.arguments(model)
+    return arguments
 
 
 def _activation_arguments(model: ModelConfig) -> dict[str, Any]:
@@ -82,46 +84,4 @@ def expert_arguments(model: ModelConfig) -> dict[str, Any]:
         moe_router_group_topk=None if moe.num_groups == 1 else moe.top_groups,
         moe_router_enable_expert_bias=moe.correction_bias,
         moe_router_bias_update_rate=moe.bias_update_rate,
-    )
-
-
-def _latent_attention_arguments(model: ModelConfig) -> dict[str, Any]:
-    """Megatron-LM always rotates neighbouring numbers here.  Its qk_layernorm are norms of latents."""
-    latent, rope = model.latent_attention, model.rope
-    if not latent.is_used:
-        return {}
-    sizes = dict(
-        multi_latent_attention=True,
-        q_lora_rank=latent.q_lora_rank,
-        kv_lora_rank=latent.kv_lora_rank,
-        qk_head_dim=latent.qk_nope_head_dim,
-        qk_pos_emb_head_dim=latent.qk_rope_head_dim,
-        v_head_dim=latent.v_head_dim,
-    )
-    if rope.scaling != "yarn":
-        return dict(sizes, rope_type="rope")
-    return dict(
-        sizes,
-        rope_type="yarn",
-        rotary_scaling_factor=rope.factor,
-        original_max_position_embeddings=rope.original_max_position,
-        beta_fast=rope.beta_fast,
-        beta_slow=rope.beta_slow,
-        mscale=rope.mscale,
-        mscale_all_dim=rope.mscale_all_dim or 0.0,
-    )
-
-
-def _linear_attention_arguments(model: ModelConfig) -> dict[str, Any]:
-    linear = model.linear_attention
-    if not linear.layers:
-        return {}
-    return dict(
-        experimental_attention_variant="gated_delta_net",
-        linear_attention_freq=[int(number + 1 in linear.layers) for number in range(model.num_layers)],
-        linear_num_key_heads=linear.num_key_heads,
-        linear_num_value_heads=linear.num_value_heads,
-        linear_key_head_dim=linear.key_head_dim,
-        linear_value_head_dim=linear.value_head_dim,
-        linear_conv_kernel_dim=linear.conv_kernel,
     )

@@ -19,8 +19,8 @@ from megatron.core.transformer import MegatronModule, ModuleSpec, TransformerCon
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, sharded_state_dict_default
 from torch import Tensor
 
-from sft.config import ModelConfig
-from sft.mcore.backend import PackedDocuments
+from sft.config import Config, ModelConfig
+from sft.mcore.backend import AttentionBackend, PackedDocuments
 from sft.mcore.latent_attention.core_attention import MakeCoreAttention
 from sft.mcore.modules.duplicated_linear import DuplicatedLinear
 
@@ -31,7 +31,7 @@ _STORED = {
 }
 
 
-def with_latent_attention(spec: ModuleSpec, model: ModelConfig, core_attention: MakeCoreAttention) -> ModuleSpec:
+def install(spec: ModuleSpec, config: Config, model: ModelConfig, backend: AttentionBackend) -> ModuleSpec:
     """The layer `spec` with a `MultiLatentAttention`, which has linear modules of the same classes as its attention."""
     layer = spec.submodules
     attention, keys = layer.self_attention.submodules, layer.sharded_state_dict_keys_map
@@ -39,7 +39,7 @@ def with_latent_attention(spec: ModuleSpec, model: ModelConfig, core_attention: 
         MultiLatentAttention,
         params={
             "model": model,
-            "core_attention": core_attention,
+            "core_attention": backend.latent_attention,
             "column_parallel": attention.linear_qkv,
             "row_parallel": attention.linear_proj,
             "norm": layer.input_layernorm,
@@ -49,6 +49,34 @@ def with_latent_attention(spec: ModuleSpec, model: ModelConfig, core_attention: 
     kept = {name: stored for name, stored in keys.items() if not name.startswith("input_layernorm")}
     layer.sharded_state_dict_keys_map = kept | _STORED
     return spec
+
+
+def megatron_arguments(model: ModelConfig) -> dict[str, Any]:
+    """Megatron-LM always rotates neighbouring numbers here.  Its qk_layernorm are norms of latents."""
+    latent, rope = model.latent_attention, model.rope
+    if not latent.is_used:
+        return {}
+    sizes = dict(
+        multi_latent_attention=True,
+        qk_layernorm=True,
+        q_lora_rank=latent.q_lora_rank,
+        kv_lora_rank=latent.kv_lora_rank,
+        qk_head_dim=latent.qk_nope_head_dim,
+        qk_pos_emb_head_dim=latent.qk_rope_head_dim,
+        v_head_dim=latent.v_head_dim,
+    )
+    if rope.scaling != "yarn":
+        return dict(sizes, rope_type="rope")
+    return dict(
+        sizes,
+        rope_type="yarn",
+        rotary_scaling_factor=rope.factor,
+        original_max_position_embeddings=rope.original_max_position,
+        beta_fast=rope.beta_fast,
+        beta_slow=rope.beta_slow,
+        mscale=rope.mscale,
+        mscale_all_dim=rope.mscale_all_dim or 0.0,
+    )
 
 
 class MultiLatentAttention(MegatronModule):

@@ -10,7 +10,7 @@ import torch
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from torch import Tensor
 
-from sft.layers.delta_bytes import BLOCK_NUMBERS
+from sft.layers.mixers.delta import BLOCK_NUMBERS
 from sft.mcore.activations.saved_tensors import SavePolicy
 
 

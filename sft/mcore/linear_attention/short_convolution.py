@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sft.layers.delta_bytes import BLOCK_NUMBERS
+from sft.layers.mixers.delta import BLOCK_NUMBERS
 from sft.mcore.device import send
 from sft.parallel.taps import Taps
 

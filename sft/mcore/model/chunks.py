@@ -58,7 +58,7 @@ def transformer_config(
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
         attention_output_gate=model.attention_output_gate,
-        **_kinds_of_layers(model),
+        hetereogenous_dist_checkpoint=not model.stacks_layers,  # core then gives each layer its own tensors
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         hidden_dropout=0.0,
@@ -153,16 +153,6 @@ def _norm_fields(model: ModelConfig) -> dict[str, Any]:
         layernorm_epsilon=model.norm_epsilon,
         layernorm_zero_centered_gamma=model.norm_zero_centered,
         qk_layernorm=model.qk_norm,
-    )
-
-
-def _kinds_of_layers(model: ModelConfig) -> dict[str, Any]:
-    """linear_attention_freq: 1 for each layer with linear attention, 0 for others."""
-    numbers = range(1, model.num_layers + 1)
-    kinds = [int(model.kind_of(number) == "linear attention") for number in numbers]
-    return dict(
-        linear_attention_freq=kinds if model.linear_attention.layers else None,
-        hetereogenous_dist_checkpoint=not model.stacks_layers,  # core then gives each layer its own tensors
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -25,29 +26,55 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
-from sft.config import ModelConfig
+from sft.config import Config, ModelConfig
+from sft.layers.mixers.delta import HeadSizes
 from sft.mcore.activations.recompute import recomputed
-from sft.mcore.backend import PackedDocuments
+from sft.mcore.backend import AttentionBackend, PackedDocuments, params_dtype
 from sft.mcore.linear_attention.delta_rule import Inputs, Kernel
 from sft.mcore.linear_attention.documents import LinearDocuments, linear_attention
 from sft.mcore.linear_attention.gated_norm import GatedNorm
 from sft.mcore.linear_attention.short_convolution import short_convolution
+from sft.parallel.cp_group import CpGroup
 
 _PROJECTIONS = ("query", "key", "value", "z", "beta", "alpha")  # as Megatron-LM names them
 
 
-def with_linear_attention(spec: ModuleSpec, model: ModelConfig, kernel: Kernel, *, recompute: bool) -> ModuleSpec:
+def install(spec: ModuleSpec, config: Config, model: ModelConfig, backend: AttentionBackend) -> ModuleSpec:
     """The layer `spec` with a `GatedDeltaNet`, which has linear modules of the same classes as its attention."""
-    layer = spec.submodules
+    assert backend.delta_kernel is not None
+    layer, recompute = spec.submodules, config.train.recompute == "selective"
     attention = layer.self_attention.submodules
     linears = {"in_proj": attention.linear_qkv, "out_proj": attention.linear_proj}
     layer.self_attention = ModuleSpec(
-        GatedDeltaNet, params={"model": model, "kernel": kernel, "recompute": recompute, **linears}
+        GatedDeltaNet, params={"model": model, "kernel": backend.delta_kernel, "recompute": recompute, **linears}
     )
     layer.sharded_state_dict_keys_map = {
         name: stored.replace("linear_qkv", "in_proj") for name, stored in layer.sharded_state_dict_keys_map.items()
     }
     return spec
+
+
+def documents(config: Config, cu_seqlens: np.ndarray, cp: CpGroup, device: torch.device) -> LinearDocuments:
+    """The fragments of a microbatch on this rank.  cu_seqlens: padded boundaries of the whole pack"""
+    linear = config.model.linear_attention
+    sizes = HeadSizes.of(linear, config.parallel.tp, params_dtype(config).itemsize)
+    max_short = sizes.max_short(cp.size)
+    return LinearDocuments.of(cu_seqlens, cp, device, num_taps=linear.conv_kernel, max_short=max_short)
+
+
+def megatron_arguments(model: ModelConfig) -> dict[str, Any]:
+    linear = model.linear_attention
+    if not linear.layers:
+        return {}
+    return dict(
+        experimental_attention_variant="gated_delta_net",
+        linear_attention_freq=[int(number + 1 in linear.layers) for number in range(model.num_layers)],
+        linear_num_key_heads=linear.num_key_heads,
+        linear_num_value_heads=linear.num_value_heads,
+        linear_key_head_dim=linear.key_head_dim,
+        linear_value_head_dim=linear.value_head_dim,
+        linear_conv_kernel_dim=linear.conv_kernel,
+    )
 
 
 class GatedDeltaNet(MegatronModule):
@@ -112,8 +139,8 @@ class GatedDeltaNet(MegatronModule):
         self, hidden_states: Tensor, attention_mask: Tensor | None, *, packed_seq_params: PackedDocuments, **unused: Any
     ) -> tuple[Tensor, None]:
         """[t, 1, h] -> [t, 1, h] and no bias; under sequence parallelism a rank has a part of the tokens."""
-        documents = packed_seq_params.linear
-        assert attention_mask is None and documents is not None
+        documents = packed_seq_params.own["linear attention"]
+        assert attention_mask is None
         if self._recompute and self.training:
             return recomputed(partial(self._compute, documents), hidden_states, self.parameters()), None
         return self._compute(documents, hidden_states), None

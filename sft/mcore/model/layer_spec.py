@@ -8,15 +8,12 @@ from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.identity_op import IdentityOp
 
 from sft.config import Config, ModelConfig
-from sft.layers.kinds import of_layer
 from sft.mcore.backend import AttentionBackend
 from sft.mcore.experts.layer import ExpertLayer
 from sft.mcore.experts.normed import NormedExperts, NormedRouter
 from sft.mcore.experts.router import Router
-from sft.mcore.latent_attention.multi_latent_attention import with_latent_attention
-from sft.mcore.model import gated_delta_net
 from sft.mcore.model.layer import Layer
-from sft.mcore.model.own_heads import with_own_heads
+from sft.mcore.model.mixers import with_mixer
 from sft.mcore.modules.biases import bias_mlp, submodules_of, with_bias, with_submodules
 from sft.mcore.modules.gated_activation import GatedActivation
 
@@ -26,13 +23,7 @@ def layer_spec(config: Config, backend: AttentionBackend, layer_number: int) -> 
     model, train = config.model, config.train
     is_selective, has_experts = train.recompute == "selective", model.has_experts(layer_number)
     spec = backend.layer_spec(has_experts=has_experts)
-    if model.kind_of(layer_number) == "linear attention":
-        assert backend.delta_kernel is not None
-        spec = gated_delta_net.with_linear_attention(spec, model, backend.delta_kernel, recompute=is_selective)
-    elif model.latent_attention.is_used:
-        spec = with_latent_attention(spec, model, backend.latent_attention)
-    elif model.full_attention.is_used or model.value_norm:
-        spec = with_own_heads(spec, of_layer(model, layer_number))
+    spec = with_mixer(spec, config, backend, layer_number)
     spec.module = Layer
     spec.params = {
         "residual_multiplier": model.residual_multiplier,

@@ -1,26 +1,43 @@
-"""Computes how many bytes a layer with latent attention saves and how many it holds temporarily, without torch.
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values are projections of a latent.
 
-By backend: `portable` saves latents, te the keys and values that it makes of them.
+By backend: `portable` saves and sends latents, te the keys and values that it makes of them.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sft.config import Config
-from sft.layers.model_bytes import FP32, RankShare
-from sft.layers.softmax_bytes import (
-    AttentionBytes,
-    TransformerEngineBytes,
-    attention_bytes,
-    num_head_groups,
+from sft.config import Config, ModelConfig
+from sft.layers.mixer import Mixer, MixerBytes
+from sft.layers.mixers.softmax import TransformerEngineBytes, num_head_groups
+from sft.layers.rank_share import FP32, RankShare
+from sft.layers.weight import LayerWeight, has_input_norms
+
+# Parts of latent attention: products that every rank of tp computes, and the one that makes keys of latents.
+DUPLICATED, EXPANDED = "latent attention, duplicated", "latent attention, keys and values"
+_A, _QUERY_LATENT = "self_attention", "latent_attention.q_lora_rank"
+_WEIGHTS = (
+    LayerWeight("input_layernorm.weight", "h", "norm", step=0, has=has_input_norms),
+    LayerWeight(
+        f"{_A}.linear_q_proj.weight", "q h", "matrix", "rows", "attention", 1, "latent_attention.projects_queries"
+    ),
+    LayerWeight(f"{_A}.linear_q_down_proj.weight", "Q h", "matrix", "", DUPLICATED, 1, _QUERY_LATENT),
+    LayerWeight(f"{_A}.linear_q_up_proj.layer_norm_weight", "Q", "norm", step=2, has=_QUERY_LATENT),
+    LayerWeight(f"{_A}.linear_q_up_proj.weight", "q Q", "matrix", "rows", "attention", 2, _QUERY_LATENT),
+    LayerWeight(f"{_A}.linear_kv_down_proj.weight", "C h", "matrix", "", DUPLICATED, 1),
+    LayerWeight(f"{_A}.linear_kv_up_proj.layer_norm_weight", "L", "norm", step=2),
+    LayerWeight(f"{_A}.linear_kv_up_proj.weight", "B L", "matrix", "rows", EXPANDED, 2),
+    LayerWeight(f"{_A}.linear_proj.weight", "h O", "matrix", "columns", "attention", 3),
 )
-from sft.parallel.layout import Layout
+
+
+def _rotary(of: MixerBytes, pack: float) -> float:
+    """Bytes of cosine and sine of the local tokens."""
+    return 2.0 * of.rank.width * (pack / of.rank.cp) * of.model.rotary_dim
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentBytes(AttentionBytes):
+class LatentBytes(MixerBytes):
     """Bytes of multi_latent_attention.py.  `saved` is exact: tests/ranks/test_saved_tensors.py counts these bytes."""
-
-    norm_outputs_are_saved = False
 
     @property
     def saved(self) -> dict[str, float]:
@@ -41,8 +58,7 @@ class LatentBytes(AttentionBytes):
         return {"normed latent of queries": self.rank.width * self.rank.sequence * (latent.q_lora_rank or 0)}
 
     def rotary(self, pack: float) -> float:
-        """Bytes of cosine and sine of the local tokens."""
-        return 2.0 * self.rank.width * (pack / self.cp) * self.model.rotary_dim
+        return _rotary(self, pack)
 
     def local(self, tokens: float) -> float:
         """The gradients of the output and of queries.  Of one head group also copies of its queries, output and
@@ -55,12 +71,19 @@ class LatentBytes(AttentionBytes):
         """Latents and their gradient, in fp32 by key and by token.  Of one head group what the latents expand to, and
         while the kernel runs keys, values and their gradients, all as wide as keys; after it the gradients, and those
         of what was expanded."""
-        num_keys = pack * (1 + 1 / (2 * self.cp) if self.cp > 1 else 1)  # both chunks need a document's early keys
+        num_keys = pack * (
+            1 + 1 / (2 * self.rank.cp) if self.rank.cp > 1 else 1
+        )  # both chunks need a document's early keys
         width, latent = self.rank.width, self.model.latent_attention
         expanded = self._heads * (latent.qk_nope_head_dim + latent.v_head_dim)
         of_group = width * max(expanded + 4 * self.queries, 2 * (expanded + self.queries)) / self._groups
         of_latents = (2 * width + FP32) * latent.compressed_width
-        return num_keys * (of_group + of_latents) + FP32 * latent.compressed_width * pack * (self.cp > 1)
+        return num_keys * (of_group + of_latents) + FP32 * latent.compressed_width * pack * (self.rank.cp > 1)
+
+    @property
+    def queries(self) -> float:
+        """Numbers of a token's queries."""
+        return self.model.num_attention_heads * self.model.resolved_head_dim / self.rank.tp
 
     @property
     def _heads(self) -> int:
@@ -108,8 +131,7 @@ class ExpandedBytes(TransformerEngineBytes):
         )
 
     def rotary(self, pack: float) -> float:
-        """Bytes of cosine and sine of the local tokens."""
-        return 2.0 * self.rank.width * (pack / self.cp) * self.model.rotary_dim
+        return _rotary(self, pack)
 
     def local(self, tokens: float) -> float:
         """The gradients of output, queries (also in fp32), keys and values."""
@@ -121,11 +143,42 @@ class ExpandedBytes(TransformerEngineBytes):
         return self.model.num_attention_heads * self.model.value_head_dim / self.rank.tp
 
 
-def softmax_attention_bytes(config: Config, layout: Layout) -> AttentionBytes:
-    """Bytes of layers with a softmax: those of latent attention, or those of the backend that the recipe names."""
-    if config.model.latent_attention.is_used:
-        model, rank = config.model, RankShare.of(config, layout)
+@dataclass(frozen=True)
+class LatentAttention(Mixer):
+    """Letters: Q width of the latent of queries    L of the latent of keys and values    C that and the rotary key
+    B heads * (part of a key that is not rotated, value)    O heads * value width
+    """
+
+    kind = "latent attention"
+    weights = _WEIGHTS
+
+    @staticmethod
+    def sizes(model: ModelConfig) -> Mapping[str, int]:
+        latent, heads = model.latent_attention, model.num_attention_heads
+        return {
+            "Q": latent.q_lora_rank or 0,
+            "L": latent.kv_lora_rank or 0,
+            "C": latent.compressed_width,
+            "B": heads * (latent.qk_nope_head_dim + latent.v_head_dim),
+            "O": heads * model.value_head_dim,
+        }
+
+    @classmethod
+    def described(cls, model: ModelConfig) -> str:
+        return "full attention"
+
+    def bytes(self, config: Config, rank: RankShare, pack: float) -> MixerBytes:
         if config.attention.may_share_latents:
-            return LatentBytes(model=model, rank=rank, cp=layout.cp)
-        return ExpandedBytes(model=model, rank=rank, cp=layout.cp, cp_comm=config.parallel.cp_comm)
-    return attention_bytes(config, layout)
+            return LatentBytes(model=self.model, rank=rank)
+        return ExpandedBytes(model=self.model, rank=rank, cp_comm=config.parallel.cp_comm)
+
+    @property
+    def pair_width(self) -> float:
+        return self.model.num_attention_heads * (self.model.resolved_head_dim + self.model.value_head_dim) / 2
+
+    def sent(self, config: Config) -> int:
+        """DeepSeek-V3: 576"""
+        if config.shares_latents:
+            return self.model.latent_attention.compressed_width
+        widths = self.model.resolved_head_dim + self.model.value_head_dim
+        return self.model.num_attention_heads // config.parallel.tp * widths

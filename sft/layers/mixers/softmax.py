@@ -1,12 +1,16 @@
-"""Computes how many bytes attention saves per token and how many it holds temporarily, by backend, without torch."""
+"""Attention with a softmax, over all tokens before (`FullAttention`) or over a window of them (`WindowAttention`).
 
-from abc import ABC, abstractmethod
+Both save the same.  The bytes are those of a backend: `portable` gathers keys and values, te sends them in a ring.
+"""
+
 from dataclasses import dataclass
-from typing import ClassVar
 
 from sft.config import Config, ModelConfig
-from sft.layers.model_bytes import FP32, RankShare
-from sft.parallel.layout import Layout
+from sft.config.full_attention import FullAttentionConfig
+from sft.layers.mixer import Mixer, MixerBytes
+from sft.layers.rank_share import FP32, RankShare
+from sft.layers.traffic import HaloTraffic, Passes
+from sft.layers.weight import LayerWeight, has_input_norms
 
 MAX_FLASH_HEAD = 256  # width of the widest heads that torch's flash kernel has
 MAX_HEAD_GROUPS = 4  # with more, kernels and messages become small
@@ -22,23 +26,30 @@ def num_head_groups(num_key_heads: int) -> int:
     return max(n for n in range(1, MAX_HEAD_GROUPS + 1) if num_key_heads % n == 0)
 
 
+_A = "self_attention"
+
+
+def _norms_heads(model: ModelConfig) -> bool:
+    return model.qk_norm and not model.qk_norm_across_heads
+
+
+_WEIGHTS = (
+    LayerWeight(f"{_A}.linear_qkv.layer_norm_weight", "h", "norm", step=0, has=has_input_norms),
+    LayerWeight(f"{_A}.linear_qkv.weight", "P h", "matrix", "rows", "attention", 1),
+    LayerWeight(f"{_A}.linear_qkv.bias", "P", "bias", "rows", step=1, has="qkv_bias"),
+    LayerWeight(f"{_A}.q_layernorm.weight", "d", "norm", step=2, has=_norms_heads),
+    LayerWeight(f"{_A}.k_layernorm.weight", "d", "norm", step=2, has=_norms_heads),
+    LayerWeight(f"{_A}.q_layernorm.weight", "q", "norm", step=2, has="qk_norm_across_heads"),
+    LayerWeight(f"{_A}.k_layernorm.weight", "k", "norm", step=2, has="qk_norm_across_heads"),
+    LayerWeight(f"{_A}.core_attention.softmax_offset", "a", "kernel", "rows", step=2, has="attention_sinks"),
+    LayerWeight(f"{_A}.linear_proj.weight", "h q", "matrix", "columns", "attention", 3),
+    LayerWeight(f"{_A}.linear_proj.bias", "h", "bias", step=3, has="attention_output_bias"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
-class AttentionBytes(ABC):
-    """Bytes of one backend, in one layer of this model on one rank."""
-
-    model: ModelConfig
-    rank: RankShare = RankShare()
-    cp: int = 1
-    norm_outputs_are_saved: ClassVar[bool]  # even if train.recompute is selective
-    is_recomputed: ClassVar[bool] = False  # by selective
-
-    @abstractmethod
-    def rotary(self, pack: float) -> float:
-        """Bytes of the rotary table or the rotation.  pack: number of tokens of a pack"""
-
-    @abstractmethod
-    def gathered(self, pack: float) -> float:
-        """Peak bytes of gathered keys and values while backward computes attention; 0 with cp 1."""
+class SoftmaxBytes(MixerBytes):
+    """What the bytes of both backends have in common."""
 
     @property
     def num_saved_outputs(self) -> int:
@@ -47,7 +58,6 @@ class AttentionBytes(ABC):
 
     @property
     def saved(self) -> dict[str, float]:
-        """Bytes that a layer saves per token for backward, by name."""
         queries, pairs = (self.rank.width * numbers for numbers in (self.queries, self.pairs))
         projected = pairs * self.model.full_attention.num_kv_projections / 2
         # On a GPU the gate's product is compiled, and computes the gate in fp32 again.
@@ -61,12 +71,17 @@ class AttentionBytes(ABC):
 
     @property
     def norm_outputs(self) -> dict[str, float]:
-        """Bytes per token of the outputs of norms inside attention, if a layer saves them."""
         normed = {
             "normed queries and keys": (self.queries + self.pairs / 2) * self.model.qk_norm,
             "normed values": self.pairs / 2 * self.model.value_norm,
         }
         return {name: self.rank.width * numbers for name, numbers in normed.items() if numbers}
+
+    @property
+    def norm_scales(self) -> float:
+        groups = self.model.resolved_query_groups / self.rank.tp
+        rows = 2 if self.model.qk_norm_across_heads else self.model.num_attention_heads / self.rank.tp + groups
+        return FP32 * (self.model.qk_norm * rows + self.model.value_norm * groups)
 
     def local(self, tokens: float) -> float:
         """Bytes of local tokens while backward computes attention for all heads at once: rotated queries and keys, the
@@ -74,6 +89,10 @@ class AttentionBytes(ABC):
         of_queries = (self.rank.width + FP32) * self.queries
         of_pairs = self.rank.width * (self.pairs + self.unsummed)
         return tokens * (self.rotated + of_queries + of_pairs)
+
+    @property
+    def freed(self) -> tuple[str, ...]:
+        return (GATED,)
 
     @property
     def queries(self) -> float:
@@ -98,22 +117,20 @@ class AttentionBytes(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PortableBytes(AttentionBytes):
+class PortableBytes(SoftmaxBytes):
     """Bytes of the portable backend.  `saved` is exact: tests/ranks/test_saved_tensors.py counts these bytes."""
-
-    norm_outputs_are_saved = False
 
     def rotary(self, pack: float) -> float:
         """Bytes of cosine and sine of the local tokens, for one or two bases."""
         return (
             (2.0 if self.model.rope.window_base is None else 4.0)
             * self.rank.width
-            * (pack / self.cp)
+            * (pack / self.rank.cp)
             * self.model.rotary_dim
         )
 
     def local(self, tokens: float) -> float:
-        return self._working(tokens * self.cp)[0]
+        return self._working(tokens * self.rank.cp)[0]
 
     def gathered(self, pack: float) -> float:
         return self._working(pack)[1]
@@ -127,19 +144,21 @@ class PortableBytes(AttentionBytes):
     def _full_layer(self, pack: float) -> tuple[float, float]:
         """Gathered: one head group in the kernel's order and what the kernel makes of it.  Also the next group, and the
         fp32 sums of the gradients of the previous group, which are in transfer."""
-        tokens, groups = pack / self.cp, num_head_groups(self.model.resolved_query_groups // self.rank.tp)
-        if self.cp == 1:
+        tokens, groups = pack / self.rank.cp, num_head_groups(self.model.resolved_query_groups // self.rank.tp)
+        if self.rank.cp == 1:
             return self._kernel(tokens, tokens, 1), 0.0
         in_transfer = self.rank.width * (groups > 2) + FP32 * (groups > 1)
         before = FP32 * self.pairs * (groups - 1) / groups  # local gradients of keys and values of other groups
-        num_keys = pack * (1 + 1 / (2 * self.cp) if self._has_flash else 1)  # both chunks need a document's early keys
+        num_keys = pack * (
+            1 + 1 / (2 * self.rank.cp) if self._has_flash else 1
+        )  # both chunks need a document's early keys
         gathered = self._keys(num_keys, pack * (groups == 1)) + in_transfer * self.pairs * pack
         return self._kernel(tokens, 0.0, groups) + before * tokens, gathered / groups
 
     def _window_layer(self, pack: float) -> tuple[float, float]:
         """The same with the halo of one document instead of gathered keys, for all heads at once."""
-        tokens = pack / self.cp
-        if self.cp == 1:
+        tokens = pack / self.rank.cp
+        if self.rank.cp == 1:
             return self._full_layer(pack)
         num_keys = min(pack, tokens + 2 * (self.model.sliding_window or 0))
         return self._kernel(tokens, 0.0, 1), self._keys(num_keys, num_keys)
@@ -174,7 +193,7 @@ class PortableBytes(AttentionBytes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerEngineBytes(AttentionBytes):
+class TransformerEngineBytes(SoftmaxBytes):
     """Bytes of the te backend, from its source; torch's allocator measured the total (docs/numbers/performance.md)."""
 
     cp_comm: str = "p2p"
@@ -183,7 +202,7 @@ class TransformerEngineBytes(AttentionBytes):
     @property
     def num_saved_outputs(self) -> int:
         """2 with a2a (the kernel's output and the output after the all-to-all), otherwise 1."""
-        return 2 if self.cp > 1 and self.cp_comm.startswith("a2a") else 1
+        return 2 if self.rank.cp > 1 and self.cp_comm.startswith("a2a") else 1
 
     def rotary(self, pack: float) -> float:
         """Bytes of the fp32 angles of the longest document, which may be the whole pack."""
@@ -194,14 +213,91 @@ class TransformerEngineBytes(AttentionBytes):
 
         all_gather holds several copies of the whole pack.  Measured: 6.5 copies at cp 2, 7.8 at cp 4, no more at cp 8.
         """
-        if self.cp == 1:
+        if self.rank.cp == 1:
             return 0.0
-        return self.rank.width * self.pairs * (8.0 if self.cp_comm == "all_gather" else 4 / self.cp) * pack
+        return self.rank.width * self.pairs * (8.0 if self.cp_comm == "all_gather" else 4 / self.rank.cp) * pack
 
 
-def attention_bytes(config: Config, layout: Layout) -> AttentionBytes:
-    """Bytes of the backend that the recipe names.  auto counts as portable, the only one that runs everywhere."""
-    model, rank = config.model, RankShare.of(config, layout)
-    portable = PortableBytes(model=model, rank=rank, cp=layout.cp)
-    te = TransformerEngineBytes(model=model, rank=rank, cp=layout.cp, cp_comm=config.parallel.cp_comm)
-    return {"te": te, "portable": portable, "auto": portable}[config.attention.backend]
+@dataclass(frozen=True)
+class SoftmaxAttention(Mixer):
+    """What layers with and without a window have in common."""
+
+    weights = _WEIGHTS
+
+    def bytes(self, config: Config, rank: RankShare, pack: float) -> SoftmaxBytes:
+        """auto counts as portable, the only backend that runs everywhere."""
+        if config.attention.backend == "te":
+            return TransformerEngineBytes(model=self.model, rank=rank, cp_comm=config.parallel.cp_comm)
+        return PortableBytes(model=self.model, rank=rank)
+
+    @property
+    def pair_width(self) -> float:
+        return self.model.num_attention_heads * (self.model.resolved_head_dim + self.model.value_head_dim) / 2
+
+    def sent(self, config: Config) -> int:
+        """Llama 8B on tp 2: 4 x 2 x 128 -> 1024"""
+        widths = self.model.resolved_head_dim + self.model.value_head_dim
+        return self.model.resolved_query_groups // config.parallel.tp * widths
+
+
+@dataclass(frozen=True)
+class FullAttention(SoftmaxAttention):
+    kind = "full attention"
+
+    @staticmethod
+    def narrowed(model: ModelConfig) -> ModelConfig:
+        full = model.full_attention
+        if not full.is_used:
+            return model
+        return model.model_copy(
+            update={
+                "sliding_window_layers": None,
+                "sliding_window": None,
+                "head_dim": full.head_dim or model.head_dim,
+                "num_query_groups": full.num_query_groups or model.num_query_groups,
+                "full_attention": FullAttentionConfig(keys_as_values=full.keys_as_values),
+                "rope": model.rope.model_copy(update={"window_base": None}),
+            }
+        )
+
+    @classmethod
+    def described(cls, model: ModelConfig) -> str:
+        if not model.full_attention.is_used:
+            return cls.kind
+        own = cls.narrowed(model)
+        values = ", which are also values" if own.full_attention.keys_as_values else ""
+        return f"{cls.kind} of {own.resolved_query_groups} keys of {own.resolved_head_dim}{values}"
+
+    def first_share(self, tp: int) -> float:
+        """The keys and values of the first head group; those of the others travel while attention computes."""
+        return 1 / num_head_groups(self.model.resolved_query_groups // tp)
+
+
+@dataclass(frozen=True)
+class WindowAttention(SoftmaxAttention):
+    kind = "window attention"
+
+    @staticmethod
+    def narrowed(model: ModelConfig) -> ModelConfig:
+        if not model.full_attention.is_used:
+            return model
+        return model.model_copy(
+            update={
+                "sliding_window_layers": None,
+                "full_attention": FullAttentionConfig(),
+                "rope": model.rope.of_windows or model.rope,
+            }
+        )
+
+    @classmethod
+    def described(cls, model: ModelConfig) -> str:
+        base = "" if model.rope.window_base is None else f" and rope.base {model.rope.window_base:g}"
+        return f"windows of {model.sliding_window:,} tokens{base}"
+
+    @property
+    def window(self) -> int | None:
+        return self.model.sliding_window
+
+    def traffic(self, config: Config, passes: Passes) -> HaloTraffic:
+        assert self.window is not None
+        return HaloTraffic(token_bytes=self.sent(config) * passes.of_key, window=self.window)

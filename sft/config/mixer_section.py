@@ -1,0 +1,26 @@
+"""The base class of the groups of keys of layers whose mixer is no attention of the usual form."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+from sft.config.section import Section
+
+if TYPE_CHECKING:
+    from sft.config.model import LayerKind, ModelConfig
+
+
+class MixerSection(Section):
+    kind: ClassVar["LayerKind"]
+
+    @property
+    def named(self) -> list[int]:
+        """The layers that a key names by number, from 1; []: all layers are of this kind, or none."""
+        return []
+
+    def has_layer(self, number: int) -> bool:
+        """Whether the layer of this number, from 1, is of this kind."""
+        return number in self.named
+
+    def conflicts_with(self, model: "ModelConfig") -> Iterator[tuple[str, str]]:
+        """Keys of `model` that layers of this kind exclude."""
+        yield from ()

@@ -1,0 +1,120 @@
+"""Computes the bytes of activations that layers save for backward, per local token.  Arithmetic only.
+
+The files of sft/layers give the bytes of the halves of a layer.  This module chooses those that train.recompute and
+train.mlp_tile leave; memory.py sums them over layers.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sft.config import Config
+from sft.layers.kinds import layer_groups
+from sft.layers.mixer import MixerBytes
+from sft.layers.mlps import mlp_of
+from sft.layers.rank_share import FP32
+from sft.layers.second_half import RESIDUAL, Mlp
+from sft.parallel.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerBytes:
+    """Bytes of activations that one layer saves for backward, per local token, by name.
+
+    attention  saved by the attention block, with the input of the MLP block
+    mlp        saved by the MLP block
+    """
+
+    attention: dict[str, float]
+    mlp: dict[str, float]
+
+    @staticmethod
+    def of(mixer: MixerBytes, recompute: str) -> "LayerBytes":
+        """The bytes that one layer saves with train.recompute = `recompute`.
+
+        Llama-8B: full 8 KiB; selective 36 KiB and none 136 KiB, each plus a few bytes per head
+        """
+        model, rank = mixer.model, mixer.rank
+        hidden = rank.hidden(model)
+        attention = {"layer's input": hidden}
+        if recompute == "full":
+            return LayerBytes(attention=attention, mlp={})
+        if recompute == "none" or not mixer.is_recomputed:
+            attention |= mixer.saved
+        scales = FP32 * rank.sequence * model.num_layer_norms / 2 + mixer.norm_scales
+        attention |= {"norms' scales": scales, RESIDUAL: hidden}
+        if model.norm_placement != "pre":
+            attention["attention's projected output"] = hidden  # the input of the norm
+        if model.norm_placement != "post" and (recompute == "none" or mixer.norm_outputs_are_saved):
+            attention["normed input"] = hidden
+        if recompute == "none" or mixer.norm_outputs_are_saved:
+            attention |= mixer.norm_outputs
+        half = mlp_of(model)
+        mlp = half.saved(rank)
+        if recompute == "selective":
+            kept = half.kept_by_selective(norm_outputs_are_saved=mixer.norm_outputs_are_saved)
+            mlp = {name: mlp[name] for name in mlp if name in kept}
+        return LayerBytes(attention=attention, mlp=mlp)
+
+    @property
+    def by_name(self) -> dict[str, float]:
+        return {**self.attention, **self.mlp}
+
+    @property
+    def total(self) -> float:
+        return sum(self.by_name.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavingLayers:
+    """Layers that save the same bytes: their numbers from 1, and what each saves with the recipe, and without
+    recomputation."""
+
+    mixer: MixerBytes
+    mlp: Mlp
+    layers: tuple[int, ...]
+    kept: LayerBytes
+    everything: LayerBytes
+
+    @staticmethod
+    def of(mixer: MixerBytes, layers: Iterable[int], config: Config) -> "SavingLayers":
+        kept, everything = (LayerBytes.of(mixer, recompute) for recompute in (config.train.recompute, "none"))
+        if config.train.mlp_tile is not None:
+            kept = LayerBytes(attention=kept.attention, mlp={})
+        return SavingLayers(
+            mixer=mixer, mlp=mlp_of(mixer.model), layers=tuple(layers), kept=kept, everything=everything
+        )
+
+    @property
+    def number(self) -> int:
+        return len(self.layers)
+
+    def number_in(self, *layers: range) -> int:
+        return sum(number in chunk for chunk in layers for number in self.layers)
+
+    @property
+    def recomputed_attention(self) -> float:
+        """Bytes per token."""
+        return sum(value for name, value in self.everything.attention.items() if name not in self.kept.attention)
+
+    @property
+    def freed_before_attention(self) -> float:
+        """Bytes per token that are free while backward computes attention: of what follows it in the layer."""
+        kept = self.kept.attention
+        return sum(kept.get(name, 0.0) for name in (RESIDUAL, *self.mixer.freed)) + sum(self.kept.mlp.values())
+
+
+def saving_layers(config: Config, layout: Layout, pack: float) -> list[SavingLayers]:
+    """The layers of a model by what they save; first those of the kind of the model's last layer.
+
+    pack: tokens of a pack
+    """
+    alike: list[tuple[MixerBytes, list[int]]] = []
+    for group in layer_groups(config.model):
+        own = group.mixer.bytes(config, layout.share(config), pack)
+        same = next((n for other, n in alike if type(other) is type(own) and other.model is own.model), None)
+        if same is None:
+            alike.append((own, list(group.numbers)))
+        else:  # layers with and without a window save the same
+            same += group.numbers
+    alike.sort(key=lambda layers: -max(layers[1]))
+    return [SavingLayers.of(mixer, sorted(layers), config) for mixer, layers in alike]

@@ -1,0 +1,205 @@
+"""Linear attention with the gated delta rule (Yang et al., 2024, arXiv:2412.06464).
+
+A token reads a state that each token before it has changed, so the cost of a token does not grow with the length.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from sft.config import Config, ModelConfig
+from sft.config.linear_attention import LinearAttentionConfig
+from sft.layers.mixer import Mixer, MixerBytes
+from sft.layers.rank_share import FP32, RankShare
+from sft.layers.traffic import Passes, Traffic, halo_tokens
+from sft.layers.weight import LayerWeight, has_input_norms
+
+STATE_INTERVAL = 512  # tokens, for which torch_kernel.py saves one state: schedule.CHUNK * schedule.INTERVAL
+# Numbers of a block of short_convolution.py, which has BLOCKS fp32 copies of it at one time.  Blocks of the gated norm
+# and of the delta rule take no more.  On a CPU they fit the cache: 8,192 tokens of 2,048 channels took half the time of
+# blocks of 16 times the size.  On CUDA a block is 64 MiB.
+BLOCK_NUMBERS = {"cpu": 2**20, "cuda": 2**24}
+BLOCKS = 6
+_A = "self_attention"
+_WEIGHTS = (
+    LayerWeight(f"{_A}.in_proj.layer_norm_weight", "h", "norm", step=0, has=has_input_norms),
+    LayerWeight(f"{_A}.in_proj.weight", "K+K+V+V+m+m h", "matrix", "rows", "linear attention", 1),
+    LayerWeight(f"{_A}.conv1d.weight", "K+K+V 1 c", "kernel", "rows", step=2),
+    LayerWeight(f"{_A}.A_log", "m", "decay", "rows", step=2),
+    LayerWeight(f"{_A}.dt_bias", "m", "ones", "rows", step=2),
+    LayerWeight(f"{_A}.out_norm.weight", "u", "ones", step=2),
+    LayerWeight(f"{_A}.out_proj.weight", "h V", "matrix", "columns", "linear attention", 3),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSizes:
+    """Sizes of the heads that a tensor-parallel rank holds.
+
+    key_dim, value_dim  K and V: width of a query or key, and of a value; a state has K x V numbers per value head
+    width               bytes of a number of queries, keys, values, beta and outputs; g, states and maps are in fp32
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int = 2
+
+    @staticmethod
+    def of(linear: LinearAttentionConfig, tp: int, width: int) -> "HeadSizes":
+        """The heads of a rank of tp, which divides the key heads."""
+        assert linear.num_key_heads is not None and linear.num_value_heads is not None
+        return HeadSizes(
+            key_heads=linear.num_key_heads // tp,
+            value_heads=linear.num_value_heads // tp,
+            key_dim=linear.key_head_dim,
+            value_dim=linear.value_head_dim,
+            width=width,
+        )
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: numbers of a token's q, k and v."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token on its way to another rank (q, k, v, g, beta) and back (output)."""
+        numbers = 2 * self.key_heads * self.key_dim + self.value_heads * (2 * self.value_dim + 1)
+        return self.width * numbers + FP32 * self.value_heads
+
+    @property
+    def map_bytes(self) -> int:
+        """Bytes of a fragment's map, [K, K] and [K, V], and of the state that comes back, [K, V]."""
+        return FP32 * self.value_heads * self.key_dim * (self.key_dim + 2 * self.value_dim)
+
+    def max_short(self, cp_size: int) -> int:
+        """Tokens of the longest document whose tokens are fewer bytes than the maps of its 2 * cp_size fragments.
+
+        Of L tokens, L (cp - 1) / cp travel; of 2 cp maps, the share (cp - 1) / cp.  So L < 2 cp * maps / tokens.
+
+            16 key heads, 48 value heads, K = V = 128, bf16: 1,141 tokens at cp 2, 2,283 at cp 4
+        """
+        return 0 if cp_size == 1 else (2 * cp_size * self.map_bytes - 1) // self.token_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaBytes(MixerBytes):
+    """Bytes of Gated DeltaNet in plain torch.  `saved` is exact up to the states, which are rounded down to whole
+    intervals of each fragment: tests/ranks/test_saved_tensors.py counts these bytes.
+
+    heads          of this rank
+    tokens         of this rank, of one document
+    block_numbers  of BLOCK_NUMBERS
+    """
+
+    is_recomputed = True
+    heads: HeadSizes
+    tokens: float
+    block_numbers: int
+
+    @staticmethod
+    def of(model: ModelConfig, rank: RankShare, pack: float) -> "DeltaBytes":
+        """pack: tokens of a pack"""
+        return DeltaBytes(
+            model=model,
+            rank=rank,
+            heads=HeadSizes.of(model.linear_attention, rank.tp, rank.width),
+            tokens=pack / rank.cp,
+            block_numbers=BLOCK_NUMBERS["cuda" if rank.is_fused else "cpu"],
+        )
+
+    @property
+    def saved(self) -> dict[str, float]:
+        width, values, of_heads = self.rank.width, self._values, self.heads.value_heads
+        state = FP32 * values * self.heads.key_dim
+        saved = {
+            "projections": width * (self.heads.channels + values + 2 * of_heads),
+            "queries, keys, values": width * self.heads.channels,
+            "decays and beta": (3 * FP32 + width) * of_heads,  # the decay's logarithm, and softplus with its input
+            "states": state / STATE_INTERVAL,
+            "delta rule's output": width * values,
+            "gated norm's scale": FP32 * of_heads,
+        }
+        if self.rank.cp > 1:  # of two fragments, A and the states before them
+            saved["maps"] = 2 * state * (1 + self.heads.key_dim / self.heads.value_dim) / self.tokens
+        return saved
+
+    @property
+    def norm_outputs(self) -> dict[str, float]:
+        return {"gated norm's output": self.rank.width * self._values}
+
+    def local(self, tokens: float) -> float:
+        """Gradients while the backward of the gated norm or of the delta rule runs, and fp32 blocks.
+
+        The gated norm has those of its output, its input and the gate.  Then the norm's input and output are free, and
+        the delta rule has those of its output and the gate, and makes those of q, k and v.  Of the two fragments of a
+        document there are A, B and states, as made, sent and received.
+        """
+        gradients = max(3 * self._values, self._values + self.heads.channels)
+        fragments = 0 if self.rank.cp == 1 else 3 * 2 * self.heads.map_bytes
+        blocks = BLOCKS * FP32 * min(self.block_numbers, tokens * self.heads.channels)
+        return tokens * self.rank.width * gradients + blocks + fragments
+
+    @property
+    def _values(self) -> int:
+        return self.heads.value_heads * self.heads.value_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateTraffic(Traffic):
+    """Bytes of states, of short documents, and of the convolution's halos, in `num_passes` passes.
+
+    As `fragments.bytes_over_cp` counts them for one pack
+    """
+
+    heads: HeadSizes
+    conv_kernel: int
+    num_passes: int
+
+    def others(self, padded: np.ndarray, cp_size: int) -> np.ndarray:
+        heads = self.heads
+        is_short = padded <= heads.max_short(cp_size)
+        tokens = padded * (cp_size - 1) // cp_size * heads.token_bytes
+        halo = halo_tokens(padded, self.conv_kernel, cp_size) * heads.channels * heads.width
+        return self.num_passes * (np.where(is_short, tokens, 2 * (cp_size - 1) * heads.map_bytes) + halo)
+
+
+@dataclass(frozen=True)
+class DeltaRule(Mixer):
+    """Letters: K key heads * key width    V value heads * value width    n key heads    m value heads
+    u value width    c kernel of the convolution
+    """
+
+    kind = "linear attention"
+    weights = _WEIGHTS
+    is_recomputed = DeltaBytes.is_recomputed
+    has_positions = False
+
+    @staticmethod
+    def sizes(model: ModelConfig) -> Mapping[str, int]:
+        linear = model.linear_attention
+        return {
+            "K": linear.key_width,
+            "V": linear.value_width,
+            "n": linear.num_key_heads or 0,
+            "m": linear.num_value_heads or 0,
+            "u": linear.value_head_dim,
+            "c": linear.conv_kernel,
+        }
+
+    def bytes(self, config: Config, rank: RankShare, pack: float) -> DeltaBytes:
+        return DeltaBytes.of(self.model, rank, pack)
+
+    def traffic(self, config: Config, passes: Passes) -> StateTraffic:
+        linear = self.model.linear_attention
+        heads = HeadSizes.of(linear, config.parallel.tp, passes.width)
+        return StateTraffic(heads=heads, conv_kernel=linear.conv_kernel, num_passes=passes.num)
+
+    @property
+    def state_products(self) -> int:
+        """The state S of a head is multiplied three times: S^T k, k (v - S^T k)^T and S^T q.  (Megatron-LM 0.19 counts
+        four, and the convolution.)"""
+        return 3 * self.model.linear_attention.value_width * self.model.linear_attention.key_head_dim

@@ -1,0 +1,13 @@
+"""The second halves of layers: a dense MLP, and experts."""
+
+from sft.config import ModelConfig
+from sft.layers.mlps.dense import DenseMlp
+from sft.layers.mlps.experts import Experts
+from sft.layers.second_half import Mlp
+
+MLPS: tuple[type[Mlp], ...] = (DenseMlp, Experts)
+
+
+def mlp_of(model: ModelConfig) -> Mlp:
+    """The second half of each layer of a model whose layers all have experts, or none."""
+    return DenseMlp(model) if model.moe.num_experts is None else Experts(model)

@@ -1,0 +1,45 @@
+"""A gated MLP: activation(gate) * up, each a projection of the token, and a projection of the product."""
+
+from dataclasses import dataclass
+
+from sft.layers.rank_share import RankShare
+from sft.layers.second_half import MLP_NORM, Mlp, MlpBackward
+from sft.layers.weight import LayerWeight, has_input_norms
+
+_M = "mlp"
+
+
+@dataclass(frozen=True)
+class DenseMlp(Mlp):
+    weights = (
+        LayerWeight(f"{_M}.linear_fc1.layer_norm_weight", "h", "norm", step=4, has=has_input_norms),
+        LayerWeight(f"{_M}.linear_fc1.weight", "f+f h", "matrix", "rows", "mlp", 5),
+        LayerWeight(f"{_M}.linear_fc1.bias", "f+f", "bias", "rows", step=5, has="mlp_bias"),
+        LayerWeight(f"{_M}.linear_fc2.weight", "h f", "matrix", "columns", "mlp", 6),
+        LayerWeight(f"{_M}.linear_fc2.bias", "h", "bias", step=6, has="mlp_bias"),
+    )
+    num_experts = 0
+
+    def saved_inside(self, rank: RankShare) -> dict[str, float]:
+        ffn = rank.width * self.model.ffn_hidden_size / rank.tp
+        unfused = {} if rank.is_fused or self.model.activation != "swiglu" else {"silu and up": 2 * ffn}
+        return {"gate and up": 2 * ffn, "gated": ffn, **unfused}
+
+    def kept_by_selective(self, *, norm_outputs_are_saved: bool) -> set[str]:
+        return set()
+
+    def in_backward(self, work: MlpBackward) -> float:
+        """An adapter's output has the width of gate and up, and is in memory together with the weight's output and the
+        sum."""
+        gate_up = work.saved["gate and up"]
+        inside = work.recomputed + gate_up
+        if work.adapts_gate_and_up and work.recompute != "none":
+            inside = max(inside, work.saved[MLP_NORM] + 3 * gate_up)
+        return work.with_hidden(inside)
+
+    def replaced(self, work: MlpBackward) -> float:
+        """The gradient of the gated activation takes the place of the activation, if that was saved."""
+        return (work.saved["gated"] if "gated" in work.kept else 0.0) * work.tokens
+
+    def moved(self, rank: RankShare) -> float:
+        return 3 * self.model.ffn_hidden_size / rank.tp

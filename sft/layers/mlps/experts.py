@@ -1,0 +1,124 @@
+"""A mixture of experts: a router, experts of which each token goes to top_k, and at most one shared expert.
+
+Bytes are an approximation: each token goes to top_k experts, and each rank gets an equal share.
+"""
+
+from dataclasses import dataclass
+
+from sft.config import ModelConfig
+from sft.layers.rank_share import FP32, RankShare
+from sft.layers.second_half import MLP_NORM, MLP_OUTPUT, NORM_SCALE, Mlp, MlpBackward
+from sft.layers.weight import LayerWeight, has_input_norms
+
+_M, _X, _SHARED = "mlp", "mlp.experts.experts", "moe.shared_ffn_hidden_size"
+UNFUSED = "silu, up and product"  # of experts on a CPU, whose activation and weighting are three operations
+OWN_NORMS = ("other normed inputs", "outputs of MLP and experts")  # the second are inputs of norms
+
+
+def _has_norm_of_all(model: ModelConfig) -> bool:
+    return has_input_norms(model) and not model.moe.own_norms
+
+
+@dataclass(frozen=True)
+class Experts(Mlp):
+    weights = (
+        LayerWeight("pre_mlp_layernorm.weight", "h", "norm", step=4, has=_has_norm_of_all),
+        LayerWeight(f"{_M}.router.weight", "x h", "matrix", "", "router", 5),
+        LayerWeight(f"{_M}.router.bias", "x", "kernel", step=5, has="moe.router_bias"),
+        LayerWeight(f"{_M}.router.expert_bias", "x", "bias", step=5, has="moe.correction_bias", is_buffer=True),
+        LayerWeight(f"{_M}.router.input_scale", "h", "ones", step=5, has="moe.own_norms"),
+        LayerWeight(f"{_M}.router.expert_scale", "x", "ones", step=5, has="moe.own_norms"),
+        LayerWeight(f"{_M}.expert_norm.weight", "h", "norm", step=5, has="moe.own_norms"),
+        LayerWeight(f"{_X}.linear_fc1.weight", "e+e h", "matrix", "rows", "experts", 5),
+        LayerWeight(f"{_X}.linear_fc1.bias", "e+e", "bias", "rows", step=5, has="mlp_bias"),
+        LayerWeight(f"{_X}.linear_fc2.weight", "h e", "matrix", "columns", "experts", 6),
+        LayerWeight(f"{_X}.linear_fc2.bias", "h", "bias", step=6, has="mlp_bias"),
+        LayerWeight(f"{_M}.expert_output_norm.weight", "h", "norm", step=5, has="moe.own_norms"),
+        LayerWeight(f"{_M}.shared_norm.weight", "h", "norm", step=5, has="moe.own_norms"),
+        LayerWeight(f"{_M}.shared_experts.linear_fc1.weight", "s+s h", "matrix", "rows", "shared", 5, _SHARED),
+        LayerWeight(f"{_M}.shared_experts.linear_fc2.weight", "h s", "matrix", "columns", "shared", 6, _SHARED),
+        LayerWeight(f"{_M}.shared_experts.gate_weight", "1 h", "matrix", "", "shared gate", 5, "moe.shared_gate"),
+        LayerWeight(f"{_M}.shared_output_norm.weight", "h", "norm", step=5, has="moe.own_norms"),
+    )
+
+    @property
+    def num_experts(self) -> int:
+        return self.model.moe.num_experts or 0
+
+    def saved_inside(self, rank: RankShare) -> dict[str, float]:
+        model, top_k = self.model, self.model.moe.top_k or 0
+        sent = rank.sequence * top_k * rank.width * model.hidden_size
+        ffn = rank.sequence * top_k * rank.width * model.resolved_expert_ffn
+        return {
+            # Scores, probabilities and weights, and two masks; of each choice, two indices and two numbers.
+            "router": rank.sequence * ((3 * FP32 + 2) * self.num_experts + 24 * top_k),
+            "sent to experts": sent * rank.etp,  # each etp rank sees all tokens of its expert, and a part of its width
+            "gate and up": 2 * ffn,
+            "gated": ffn,
+            **({} if rank.is_fused or model.activation != "swiglu" else {UNFUSED: 3 * ffn}),
+            **self._shared_expert(rank),
+            **self._own_norms(rank),
+        }
+
+    def _shared_expert(self, rank: RankShare) -> dict[str, float]:
+        """Bytes of the shared expert, without its input, which the router saves."""
+        model = self.model
+        if model.moe.shared_ffn_hidden_size is None:
+            return {}
+        ffn = rank.width * model.moe.shared_ffn_hidden_size / rank.tp
+        gate = {"shared expert's output and gate": rank.hidden(model) + rank.width * rank.sequence}
+        return {"shared gate and up": 2 * ffn, "shared gated": ffn, **(gate if model.moe.shared_gate else {})}
+
+    def _own_norms(self, rank: RankShare) -> dict[str, float]:
+        """Bytes of the norms of moe.own_norms: of the router's, and of those on the outputs of shared expert and
+        experts.
+
+        The residual stream, their input, is `RESIDUAL`; the first of three normed ones is MLP_NORM.
+        """
+        if not self.model.moe.own_norms:
+            return {}
+        hidden = rank.hidden(self.model)
+        return {OWN_NORMS[0]: 2 * hidden, OWN_NORMS[1]: 2 * hidden, "router's norm's scale": FP32 * rank.sequence}
+
+    def kept_by_selective(self, *, norm_outputs_are_saved: bool) -> set[str]:
+        """Among others the tokens that a rank has received, so that no token is sent again."""
+        saves_norm = norm_outputs_are_saved or self.model.norm_placement == "post"
+        kept = {NORM_SCALE, MLP_OUTPUT, "router", "sent to experts", OWN_NORMS[1], "router's norm's scale"}
+        return kept | ({MLP_NORM, OWN_NORMS[0]} if saves_norm else set())
+
+    def in_backward(self, work: MlpBackward) -> float:
+        """A token counts top_k times.  With `full`, three tensors as wide as what was sent are in memory when
+        recomputation ends."""
+        if work.recompute != "full":
+            return (self._recomputed(work) if work.recompute == "selective" else self._all_saved(work)) + work.hidden
+        sent, gate_up = work.saved["sent to experts"], work.saved["gate and up"]
+        inside = work.recomputed + max(gate_up + sent, 3 * sent)
+        if work.adapts_gate_and_up:
+            inside = max(inside, work.saved[MLP_NORM] + 3 * gate_up)
+        return work.with_hidden(inside)
+
+    def _recomputed(self, work: MlpBackward) -> float:
+        """Bytes while backward computes experts that alone are recomputed.
+
+        Their output, its gradient and that of their input are in memory all the time.  When recomputation ends, the
+        output is there in one piece and by expert; when backward ends, so is the gradient of the input, with those of
+        all weights.  Kernels for all experts at once hold the gradient of gate and up for all of them.
+        """
+        sent, gate_up = work.saved["sent to experts"], work.saved["gate and up"]
+        gated = work.saved["gated"] + work.saved.get(UNFUSED, 0.0)
+        end = gate_up + gated + 4 * sent
+        if work.computes_at_once:
+            end = max(end, 2 * gate_up + gated + 3 * sent)
+        return max(end * work.tokens, 5 * sent * work.tokens + work.weight_gradients)
+
+    def _all_saved(self, work: MlpBackward) -> float:
+        """Bytes while backward computes experts without recomputation: at first the gradient of their output, in one
+        piece and by expert; then, with kernels for all experts at once, gradients inside."""
+        sent, inside = work.saved["sent to experts"], work.saved["gate and up"] + work.saved["gated"]
+        return (max(2 * sent, inside + sent) if work.computes_at_once else 2 * sent) * work.tokens
+
+    def moved(self, rank: RankShare) -> float:
+        model = self.model
+        sent = (model.moe.top_k or 0) * rank.sequence * rank.etp
+        experts = sent * (3 * model.resolved_expert_ffn / rank.etp + 4 * model.hidden_size)
+        return experts + 3 * (model.moe.shared_ffn_hidden_size or 0) / rank.tp

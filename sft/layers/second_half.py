@@ -1,0 +1,101 @@
+"""What the second half of a layer is: the interface of the files in `mlps/`, a dense MLP or experts."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sft.config import ModelConfig
+from sft.layers.rank_share import FP32, RankShare
+from sft.layers.weight import LayerWeight
+
+RESIDUAL = "MLP's norm input"  # the residual stream between the halves of a layer
+MLP_NORM = "MLP's normed input"  # with norm_placement = post, the output of the MLP, which the norm saves
+MLP_OUTPUT = "MLP's output"  # with norm_placement = both, saved by the norm on it
+NORM_SCALE = "MLP norm's scale"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpBackward:
+    """What the bytes of an MLP in backward depend on, besides the MLP.
+
+    tokens     of this rank
+    hidden     bytes of the hidden states of these tokens
+    saved      bytes per token that the MLP saves without recomputation, by name; kept: names of those that it saves
+    recompute, tile       of the recipe
+    recomputed_attention  bytes of attention that train.recompute = full computes again before
+    widest_gradient       bytes of the largest gradient of a weight, before it is added to the fp32 gradient
+    adapts_gate_and_up    whether adapters are on gate and up
+    computes_at_once      whether kernels compute all experts at once; False: one after the other
+    weight_gradients      bytes of the gradients of the experts of this rank
+    """
+
+    tokens: float
+    hidden: float
+    saved: dict[str, float]
+    kept: frozenset[str]
+    recompute: str
+    tile: int | None
+    recomputed_attention: float
+    widest_gradient: float
+    adapts_gate_and_up: bool
+    computes_at_once: bool
+    weight_gradients: float
+
+    @property
+    def recomputed(self) -> float:
+        """Bytes per token that backward computes again."""
+        return sum(value for name, value in self.saved.items() if name not in self.kept)
+
+    def with_hidden(self, inside: float) -> float:
+        """Bytes of all tokens, or of a tile.  inside: bytes of a token
+
+        Around them are the gradient of the output, that of a recomputed input, and recomputed attention.
+        """
+        around = (1 if self.recompute == "none" else 2) * self.hidden
+        waits = self.recomputed_attention if self.recompute == "full" else 0.0
+        of_tile = inside * min(self.tokens, self.tile or self.tokens)
+        return of_tile + waits * self.tokens + around + self.widest_gradient
+
+
+@dataclass(frozen=True)
+class Mlp(ABC):
+    """The MLP or the experts of a layer, in a model whose layers all have it."""
+
+    model: ModelConfig
+    weights: ClassVar[tuple[LayerWeight, ...]]  # its rows of the table of weights, with the norm on its input
+
+    def saved(self, rank: RankShare) -> dict[str, float]:
+        """Bytes per token that the second half of a layer saves in addition to its input, by name.
+
+        On a GPU the gated activation is one kernel.  On a CPU, core's SwiGLU saves 2 * ffn_hidden_size numbers more:
+        the gate after silu, and a second copy of up.
+        """
+        model, hidden = self.model, rank.hidden(self.model)
+        saved = {NORM_SCALE: FP32 * rank.sequence * model.num_layer_norms / 2, MLP_NORM: hidden}
+        saved |= {MLP_OUTPUT: hidden} if model.norm_placement == "both" else {}
+        return saved | self.saved_inside(rank)
+
+    @abstractmethod
+    def saved_inside(self, rank: RankShare) -> dict[str, float]:
+        """The bytes of `saved` without those of the norms."""
+
+    @abstractmethod
+    def kept_by_selective(self, *, norm_outputs_are_saved: bool) -> set[str]:
+        """Names of the bytes of `saved` that train.recompute = selective does not recompute."""
+
+    @abstractmethod
+    def in_backward(self, work: MlpBackward) -> float:
+        """Bytes while backward computes the MLP: recomputed activations, and gradients."""
+
+    def replaced(self, work: MlpBackward) -> float:
+        """Bytes of what the MLP saved, whose place gradients of `in_backward` take."""
+        return 0.0
+
+    @abstractmethod
+    def moved(self, rank: RankShare) -> float:
+        """Numbers of a token that activations, and copies to experts and back, read and write."""
+
+    @property
+    @abstractmethod
+    def num_experts(self) -> int:
+        """0: a dense MLP"""

@@ -1,0 +1,72 @@
+"""The module of each kind of layer: what takes the place of attention in a layer of the backend.
+
+sft/layers/mixers says what a kind of layer is; here is what computes it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from megatron.core.transformer import ModuleSpec
+from torch import Tensor
+
+from sft.config import Config, ModelConfig
+from sft.config.model import LayerKind
+from sft.layers.kinds import layer_groups, of_kind
+from sft.mcore.backend import AttentionBackend, PackedDocuments
+from sft.mcore.latent_attention import multi_latent_attention
+from sft.mcore.model import gated_delta_net
+from sft.mcore.model.own_heads import with_own_heads
+from sft.parallel.cp_group import CpGroup
+
+# cu_seqlens of the whole pack (numpy, int32), the ranks that share it, device -> the mixer's own input
+MakeDocuments = Callable[[Config, np.ndarray, CpGroup, torch.device], Any]
+
+
+class MixerModule(NamedTuple):
+    """The module of one kind of layer.
+
+    install    puts it into the layer of a backend.  Its model is that of the layer (`of_kind`)
+    documents  makes `PackedDocuments.own` of a microbatch; None: the mixer needs nothing of its own
+    arguments  those of Megatron-LM that describe it in a checkpoint.  Its model is the whole model
+    """
+
+    install: Callable[[ModuleSpec, Config, ModelConfig, AttentionBackend], ModuleSpec]
+    documents: MakeDocuments | None = None
+    arguments: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
+
+
+def _softmax(spec: ModuleSpec, config: Config, model: ModelConfig, backend: AttentionBackend) -> ModuleSpec:
+    has_own_heads = config.model.full_attention.is_used or model.value_norm
+    return with_own_heads(spec, model) if has_own_heads else spec
+
+
+MIXER_MODULES: Mapping[LayerKind, MixerModule] = {
+    "full attention": MixerModule(_softmax),
+    "window attention": MixerModule(_softmax),
+    "linear attention": MixerModule(
+        gated_delta_net.install, gated_delta_net.documents, gated_delta_net.megatron_arguments
+    ),
+    "latent attention": MixerModule(
+        multi_latent_attention.install, arguments=multi_latent_attention.megatron_arguments
+    ),
+}
+
+
+def with_mixer(spec: ModuleSpec, config: Config, backend: AttentionBackend, layer_number: int) -> ModuleSpec:
+    """The layer `spec` with the mixer of this layer, counted from 1."""
+    kind = config.model.kind_of(layer_number)
+    return MIXER_MODULES[kind].install(spec, config, of_kind(config.model, kind), backend)
+
+
+def packed_documents(
+    backend: AttentionBackend, cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp: CpGroup
+) -> PackedDocuments:
+    """What the layers of a model need to know about a microbatch; the arguments are those of `backend.documents`."""
+    packed = backend.documents(cu_seqlens, max_seqlen, positions, cp)
+    kinds = {group.mixer.kind for group in layer_groups(backend.config.model)}
+    makers = {kind: make for kind, (_, make, _) in MIXER_MODULES.items() if make is not None and kind in kinds}
+    boundaries = cu_seqlens.cpu().numpy()
+    packed.own = {kind: make(backend.config, boundaries, cp, positions.device) for kind, make in makers.items()}
+    return packed

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 class MixerSection(Section):
     kind: ClassVar["LayerKind"]
+    switch: ClassVar[str] = "layers"  # the key without which no layer is of this kind
 
     @property
     def named(self) -> list[int]:

@@ -18,7 +18,11 @@ MOST_LAYERS = 4096  # 126 in Llama 3.1 405B; each layer is work for this trainer
 _MOST_IN_ALL = 1_000_000  # experts of all layers: 23,424 in Kimi K2
 RANDOM = "random"  # of init_from; a folder of this name is ./random
 LayerKind = Literal["full attention", "window attention", "linear attention", "latent attention"]
-_MIXERS = ("linear_attention", "latent_attention")  # groups of keys of layers that have no attention of the usual form
+# Groups of keys of layers that have no attention of the usual form.
+MIXER_SECTIONS: dict[str, type[MixerSection]] = {
+    "linear_attention": LinearAttentionConfig,
+    "latent_attention": LatentAttentionConfig,
+}
 
 
 class ModelConfig(Section):
@@ -224,7 +228,7 @@ class ModelConfig(Section):
     @property
     def mixers(self) -> dict[str, MixerSection]:
         """The groups of keys of layers that have no attention of the usual form, by name."""
-        return {name: getattr(self, name) for name in _MIXERS}
+        return {name: getattr(self, name) for name in MIXER_SECTIONS}
 
     @property
     def stacks_layers(self) -> bool:

@@ -20,7 +20,7 @@ from sft.errors import ConfigError
 from sft.files.folder_files import CONFIG_BYTES, read_json
 from sft.hf.families import family_of
 from sft.hf.families.unsupported import unsupported
-from sft.hf.families.windows import LAYER_KINDS, LINEAR_KINDS
+from sft.hf.families.windows import FULL
 from sft.hf.family import Family
 from sft.hf.hub import CONFIG, is_hub_name, local_folder
 from sft.hf.nested_config import located, put_back, text_part
@@ -238,8 +238,8 @@ def _options(content: Mapping[str, Any], family: Family) -> list[str]:
                 f"{' or '.join(json.dumps(option) for option in allowed)}"
             )
     kinds = content.get("layer_types") or []
-    supported = LAYER_KINDS if "sliding_window_layers" in family.computed else LAYER_KINDS[:1]
-    supported = LINEAR_KINDS if "linear_attention.layers" in family.computed else supported
+    read = (computed.layer_types for computed in family.computed.values())
+    supported = next(filter(None, read), (FULL,))
     other = sorted({str(kind) for kind in kinds if kind not in supported}) if isinstance(kinds, list) else [kinds]
     if other:
         problems.append(f"layer_types has {other[0]}; only {' and '.join(supported)} is supported")

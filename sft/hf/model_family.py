@@ -34,15 +34,16 @@ def model_family(model: ModelConfig) -> Family | None:
     def has_same_tensors(family: Family) -> bool:
         may_have_experts = "moe.num_experts" in family.computed  # or none
         has_experts = (model.moe.num_experts is not None) == ("moe.num_experts" in family.keys)
-        has_linear = bool(model.linear_attention.layers) == ("linear_attention.layers" in family.computed)
-        has_latents = model.latent_attention.is_used == family.has_latents
         named = {*family.keys, *family.computed}
+        has_mixers = all(
+            bool(getattr(section, section.switch)) == (f"{name}.{section.switch}" in named)
+            for name, section in model.mixers.items()
+        )
         named |= {"full_attention.is_used"} if "full_attention.keys_as_values" in named else set()
         usual = {key: value for key, value in _USUAL.items() if key not in named}
         return (
             (has_experts or may_have_experts)
-            and has_linear
-            and has_latents
+            and has_mixers
             and all(attrgetter(key)(model) == value for key, value in (usual | dict(family.implied)).items())
         )
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sft.config.keys import leaves
+from sft.config.model import MIXER_SECTIONS
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Computed:
     source: str  # key of config.json, for messages
     read: Callable[[Mapping[str, Any]], Any]
     write: Callable[[Any, int], dict[str, Any]]
+    layer_types: tuple[str, ...] = ()  # names in config.json's layer_types that it reads
 
 
 # Values of keys that a family has only if its table names the keys: the defaults of recipes.
@@ -46,11 +48,10 @@ PLAIN: dict[str, Any] = {
             "rope.skip_layers",
             "rope.query_scale_beta",
             "attention_output_gate",
-            "linear_attention.layers",
             "rope.window_base",
             "rope.interleaved",
             "rope.mscale_all_dim",
-            "latent_attention.kv_lora_rank",
         ),
+        *(f"{name}.{section.switch}" for name, section in MIXER_SECTIONS.items()),
     )
 }

@@ -88,6 +88,17 @@ class Mixer(ABC):
     def bytes(self, config: Config, rank: RankShare, pack: float) -> MixerBytes:
         """Bytes of activations with the implementation that the recipe names.  pack: tokens of a pack"""
 
+    # --- tensor parallelism --------------------------------------------------------------------------------------
+
+    @staticmethod
+    def divided_by_tp(model: ModelConfig) -> dict[str, int]:
+        """Sizes that tp must divide, by key of the recipe.  model: the whole model"""
+        return {}
+
+    def te_widths(self, tp: int) -> dict[str, int]:
+        """Rows and columns of a rank's parts of weights in Transformer Engine, by their formula."""
+        return {}
+
     # --- messages ------------------------------------------------------------------------------------------------
 
     def sent(self, config: Config) -> int:

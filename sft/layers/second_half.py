@@ -95,6 +95,15 @@ class Mlp(ABC):
     def moved(self, rank: RankShare) -> float:
         """Numbers of a token that activations, and copies to experts and back, read and write."""
 
+    @staticmethod
+    @abstractmethod
+    def divided_by_tp(model: ModelConfig) -> dict[str, int]:
+        """Sizes that tp must divide, by key of the recipe.  model: the whole model"""
+
+    @abstractmethod
+    def te_widths(self, tp: int, etp: int) -> dict[str, int]:
+        """Rows and columns of a rank's parts of weights in Transformer Engine, by their formula."""
+
     @property
     @abstractmethod
     def num_experts(self) -> int:

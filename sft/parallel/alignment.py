@@ -8,6 +8,9 @@ from math import lcm
 from typing import TYPE_CHECKING, TypeVar
 
 from sft.config import Config, ModelConfig, divisors
+from sft.layers.kinds import layer_groups
+from sft.layers.mixers import MIXERS, softmax
+from sft.layers.mlps import MLPS
 
 if TYPE_CHECKING:
     import numpy as np  # only for types: mistakes in a recipe are reported before numpy is imported
@@ -97,7 +100,7 @@ def _cp_fits(config: Config, cp: int) -> bool:
 
 
 def _tp_fits(config: Config, tp: int) -> bool:
-    return all(size % tp == 0 for size in _split_by_tp(config.model).values())
+    return all(size % tp == 0 for size in _divided_by_tp(config.model).values())
 
 
 def _pp_fits(config: Config, pp: int) -> bool:
@@ -105,27 +108,17 @@ def _pp_fits(config: Config, pp: int) -> bool:
     return config.model.num_layers % (pp * virtual) == 0 and (pp > 1 or virtual == 1)
 
 
-def _heads(model: ModelConfig) -> dict[str, int]:
-    heads = {
-        "model.num_attention_heads": model.num_attention_heads,
-        "model.num_query_groups": model.resolved_query_groups,
-    }
-    of_full_layers = model.full_attention.num_query_groups
-    return heads | ({"model.full_attention.num_query_groups": of_full_layers} if of_full_layers else {})
-
-
-def _split_by_tp(model: ModelConfig) -> dict[str, int]:
-    heads, shared = _heads(model), model.moe.shared_ffn_hidden_size
-    if model.linear_attention.num_key_heads:
-        heads["model.linear_attention.num_key_heads"] = model.linear_attention.num_key_heads
-    if model.moe.num_experts:
-        heads |= {"model.moe.shared_ffn_hidden_size": shared} if shared else {}
-        return heads | ({"model.ffn_hidden_size": model.ffn_hidden_size} if model.moe.dense_layers else {})
-    return {**heads, "model.ffn_hidden_size": model.ffn_hidden_size}
+def _divided_by_tp(model: ModelConfig) -> dict[str, int]:
+    groups = layer_groups(model)
+    mixers = {type(group.mixer) for group in groups}
+    sizes = {key: n for mixer in MIXERS.values() if mixer in mixers for key, n in mixer.divided_by_tp(model).items()}
+    for mlp in MLPS:
+        sizes |= mlp.divided_by_tp(model) if any(isinstance(group.mlp, mlp) for group in groups) else {}
+    return sizes
 
 
 def _tensor(config: Config) -> Iterator[str]:
-    tp, split = config.parallel.tp, _split_by_tp(config.model)
+    tp, split = config.parallel.tp, _divided_by_tp(config.model)
     uneven = [f"{key} = {size}" for key, size in split.items() if size % tp]
     if uneven:
         names = ", ".join(uneven)
@@ -138,7 +131,7 @@ def _tensor(config: Config) -> Iterator[str]:
 
 def _heads_by_all_to_all(config: Config) -> Iterator[str]:
     """cp_comm a2a distributes whole heads over all cp ranks, a2a+p2p over the cp ranks of one group."""
-    parallel, heads = config.parallel, _heads(config.model)
+    parallel, heads = config.parallel, softmax.heads(config.model)
     applies = config.attention.may_read_cp_comm(config.run.device)
     if not applies or parallel.cp_comm not in ("a2a", "a2a+p2p"):
         return
@@ -168,36 +161,12 @@ def _uneven_widths(config: Config) -> Iterator[str]:
 
 def _widths(config: Config, tp: int) -> dict[str, int]:
     """Numbers of rows and columns of one rank's parts of the weights in Transformer Engine."""
-    model, etp = config.model, config.parallel.etp
-    if model.moe.num_experts:
-        feed_forward = {"the width of an expert / etp": model.resolved_expert_ffn // etp}
-        if model.moe.shared_ffn_hidden_size:
-            feed_forward["model.moe.shared_ffn_hidden_size / tp"] = model.moe.shared_ffn_hidden_size // tp
-    else:
-        feed_forward = {}
-    if not model.moe.num_experts or model.moe.dense_layers:
-        feed_forward["model.ffn_hidden_size / tp"] = model.ffn_hidden_size // tp
-    return {"model.hidden_size": model.hidden_size, **_widths_of_attention(model, tp), **feed_forward}
-
-
-def _widths_of_attention(model: ModelConfig, tp: int) -> dict[str, int]:
-    heads, groups, width = model.num_attention_heads, model.resolved_query_groups, model.resolved_head_dim
-    latent = model.latent_attention
-    if not latent.is_used:
-        return {
-            "num_attention_heads x head_dim / tp": heads * width // tp,
-            "(num_attention_heads + 2 x num_query_groups) x head_dim / tp": (heads + 2 * groups) * width // tp,
-        }
-    widths = {  # the projections down are no layers of Transformer Engine
-        "kv_lora_rank": latent.kv_lora_rank,
-        "q_lora_rank": latent.q_lora_rank,
-        "num_attention_heads x (qk_nope_head_dim + qk_rope_head_dim) / tp": heads * width // tp,
-        "num_attention_heads x (qk_nope_head_dim + v_head_dim) / tp": heads
-        * (latent.qk_nope_head_dim + latent.v_head_dim)
-        // tp,
-        "num_attention_heads x v_head_dim / tp": heads * latent.v_head_dim // tp,
-    }
-    return {name: number for name, number in widths.items() if number is not None}
+    widths, groups = {"model.hidden_size": config.model.hidden_size}, layer_groups(config.model)
+    for group in groups:
+        widths |= group.mixer.te_widths(tp)
+    for group in sorted(groups, key=lambda group: -group.mlp.num_experts):
+        widths |= group.mlp.te_widths(tp, config.parallel.etp)
+    return widths
 
 
 def _pipeline(config: Config) -> Iterator[str]:

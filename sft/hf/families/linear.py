@@ -27,7 +27,7 @@ from sft.hf.families.rules import (
     shared_expert,
     stacked_experts,
 )
-from sft.hf.families.windows import FULL, LINEAR
+from sft.hf.families.windows import FULL, LINEAR, LINEAR_KINDS
 from sft.hf.family import Family, Rule
 from sft.hf.model_keys import Computed
 from sft.hf.tensor_view import LAYER, View
@@ -61,7 +61,7 @@ def _layer_types(layers: list[int], count: int) -> dict[str, Any]:
     return {_TYPES: [LINEAR if number in layers else FULL for number in range(1, count + 1)]}
 
 
-_LAYERS = Computed(_TYPES, _linear_layers, _layer_types)
+_LAYERS = Computed(_TYPES, _linear_layers, _layer_types, LINEAR_KINDS)
 
 
 def _rule(ours: str, *views: View) -> Rule:

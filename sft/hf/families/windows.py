@@ -79,5 +79,5 @@ def _computed(
 
     return {
         "sliding_window": Computed(_WINDOW, lambda content: read(content)[0], write_window),
-        "sliding_window_layers": Computed(_TYPES, lambda content: read(content)[1], write_layers),
+        "sliding_window_layers": Computed(_TYPES, lambda content: read(content)[1], write_layers, LAYER_KINDS),
     }

@@ -190,6 +190,11 @@ class DeltaRule(Mixer):
             "c": linear.conv_kernel,
         }
 
+    @staticmethod
+    def divided_by_tp(model: ModelConfig) -> dict[str, int]:
+        heads = model.linear_attention.num_key_heads
+        return {"model.linear_attention.num_key_heads": heads} if heads else {}
+
     def bytes(self, config: Config, rank: RankShare, pack: float) -> DeltaBytes:
         return DeltaBytes.of(self.model, rank, pack)
 

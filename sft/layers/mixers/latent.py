@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sft.config import Config, ModelConfig
 from sft.layers.mixer import Mixer, MixerBytes
-from sft.layers.mixers.softmax import TransformerEngineBytes, num_head_groups
+from sft.layers.mixers.softmax import TransformerEngineBytes, heads, num_head_groups
 from sft.layers.rank_share import FP32, RankShare
 from sft.layers.weight import LayerWeight, has_input_norms
 
@@ -171,6 +171,23 @@ class LatentAttention(Mixer):
         if config.attention.may_share_latents:
             return LatentBytes(model=self.model, rank=rank)
         return ExpandedBytes(model=self.model, rank=rank, cp_comm=config.parallel.cp_comm)
+
+    @staticmethod
+    def divided_by_tp(model: ModelConfig) -> dict[str, int]:
+        return heads(model)
+
+    def te_widths(self, tp: int) -> dict[str, int]:
+        """Without the projections down, which are no modules of Transformer Engine."""
+        latent, num_heads = self.model.latent_attention, self.model.num_attention_heads
+        queries, keys = latent.qk_head_dim, latent.qk_nope_head_dim + latent.v_head_dim
+        widths = {
+            "kv_lora_rank": latent.kv_lora_rank,
+            "q_lora_rank": latent.q_lora_rank,
+            "num_attention_heads x (qk_nope_head_dim + qk_rope_head_dim) / tp": num_heads * queries // tp,
+            "num_attention_heads x (qk_nope_head_dim + v_head_dim) / tp": num_heads * keys // tp,
+            "num_attention_heads x v_head_dim / tp": num_heads * latent.v_head_dim // tp,
+        }
+        return {name: number for name, number in widths.items() if number is not None}
 
     @property
     def pair_width(self) -> float:

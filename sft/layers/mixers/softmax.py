@@ -1,4 +1,4 @@
-"""Attention with a softmax, over all tokens before (`FullAttention`) or over a window of them (`WindowAttention`).
+"""Attention with a softmax over all tokens before, and what attention over a window (`window.py`) has in common with it.
 
 Both save the same.  The bytes are those of a backend: `portable` gathers keys and values, te sends them in a ring.
 """
@@ -9,7 +9,6 @@ from sft.config import Config, ModelConfig
 from sft.config.full_attention import FullAttentionConfig
 from sft.layers.mixer import Mixer, MixerBytes
 from sft.layers.rank_share import FP32, RankShare
-from sft.layers.traffic import HaloTraffic, Passes
 from sft.layers.weight import LayerWeight, has_input_norms
 
 MAX_FLASH_HEAD = 256  # width of the widest heads that torch's flash kernel has
@@ -218,6 +217,16 @@ class TransformerEngineBytes(SoftmaxBytes):
         return self.rank.width * self.pairs * (8.0 if self.cp_comm == "all_gather" else 4 / self.rank.cp) * pack
 
 
+def heads(model: ModelConfig) -> dict[str, int]:
+    """The numbers of heads of a model, by key of the recipe."""
+    numbers = {
+        "model.num_attention_heads": model.num_attention_heads,
+        "model.num_query_groups": model.resolved_query_groups,
+    }
+    of_full = model.full_attention.num_query_groups
+    return numbers | ({"model.full_attention.num_query_groups": of_full} if of_full else {})
+
+
 @dataclass(frozen=True)
 class SoftmaxAttention(Mixer):
     """What layers with and without a window have in common."""
@@ -229,6 +238,21 @@ class SoftmaxAttention(Mixer):
         if config.attention.backend == "te":
             return TransformerEngineBytes(model=self.model, rank=rank, cp_comm=config.parallel.cp_comm)
         return PortableBytes(model=self.model, rank=rank)
+
+    @staticmethod
+    def divided_by_tp(model: ModelConfig) -> dict[str, int]:
+        return heads(model)
+
+    def te_widths(self, tp: int) -> dict[str, int]:
+        num_heads, groups, width = (
+            self.model.num_attention_heads,
+            self.model.resolved_query_groups,
+            self.model.resolved_head_dim,
+        )
+        return {
+            "num_attention_heads x head_dim / tp": num_heads * width // tp,
+            "(num_attention_heads + 2 x num_query_groups) x head_dim / tp": (num_heads + 2 * groups) * width // tp,
+        }
 
     @property
     def pair_width(self) -> float:
@@ -271,33 +295,3 @@ class FullAttention(SoftmaxAttention):
     def first_share(self, tp: int) -> float:
         """The keys and values of the first head group; those of the others travel while attention computes."""
         return 1 / num_head_groups(self.model.resolved_query_groups // tp)
-
-
-@dataclass(frozen=True)
-class WindowAttention(SoftmaxAttention):
-    kind = "window attention"
-
-    @staticmethod
-    def narrowed(model: ModelConfig) -> ModelConfig:
-        if not model.full_attention.is_used:
-            return model
-        return model.model_copy(
-            update={
-                "sliding_window_layers": None,
-                "full_attention": FullAttentionConfig(),
-                "rope": model.rope.of_windows or model.rope,
-            }
-        )
-
-    @classmethod
-    def described(cls, model: ModelConfig) -> str:
-        base = "" if model.rope.window_base is None else f" and rope.base {model.rope.window_base:g}"
-        return f"windows of {model.sliding_window:,} tokens{base}"
-
-    @property
-    def window(self) -> int | None:
-        return self.model.sliding_window
-
-    def traffic(self, config: Config, passes: Passes) -> HaloTraffic:
-        assert self.window is not None
-        return HaloTraffic(token_bytes=self.sent(config) * passes.of_key, window=self.window)

@@ -5,7 +5,7 @@ from sft.layers.mlps.dense import DenseMlp
 from sft.layers.mlps.experts import Experts
 from sft.layers.second_half import Mlp
 
-MLPS: tuple[type[Mlp], ...] = (DenseMlp, Experts)
+MLPS: tuple[type[Mlp], ...] = (Experts, DenseMlp)
 
 
 def mlp_of(model: ModelConfig) -> Mlp:

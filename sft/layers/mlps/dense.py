@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from sft.config import ModelConfig
 from sft.layers.rank_share import RankShare
 from sft.layers.second_half import MLP_NORM, Mlp, MlpBackward
 from sft.layers.weight import LayerWeight, has_input_norms
@@ -40,6 +41,13 @@ class DenseMlp(Mlp):
     def replaced(self, work: MlpBackward) -> float:
         """The gradient of the gated activation takes the place of the activation, if that was saved."""
         return (work.saved["gated"] if "gated" in work.kept else 0.0) * work.tokens
+
+    @staticmethod
+    def divided_by_tp(model: ModelConfig) -> dict[str, int]:
+        return {"model.ffn_hidden_size": model.ffn_hidden_size}
+
+    def te_widths(self, tp: int, etp: int) -> dict[str, int]:
+        return {"model.ffn_hidden_size / tp": self.model.ffn_hidden_size // tp}
 
     def moved(self, rank: RankShare) -> float:
         return 3 * self.model.ffn_hidden_size / rank.tp

@@ -117,6 +117,17 @@ class Experts(Mlp):
         sent, inside = work.saved["sent to experts"], work.saved["gate and up"] + work.saved["gated"]
         return (max(2 * sent, inside + sent) if work.computes_at_once else 2 * sent) * work.tokens
 
+    @staticmethod
+    def divided_by_tp(model: ModelConfig) -> dict[str, int]:
+        shared = model.moe.shared_ffn_hidden_size
+        return {"model.moe.shared_ffn_hidden_size": shared} if shared else {}
+
+    def te_widths(self, tp: int, etp: int) -> dict[str, int]:
+        widths = {"the width of an expert / etp": self.model.resolved_expert_ffn // etp}
+        if shared := self.model.moe.shared_ffn_hidden_size:
+            widths["model.moe.shared_ffn_hidden_size / tp"] = shared // tp
+        return widths
+
     def moved(self, rank: RankShare) -> float:
         model = self.model
         sent = (model.moe.top_k or 0) * rank.sequence * rank.etp

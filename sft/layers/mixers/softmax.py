@@ -1,4 +1,4 @@
-"""Attention with a softmax over all tokens before, and what attention over a window (`window.py`) has in common with it.
+"""Attention with a softmax over all tokens before, and what attention over a window (`window.py`) shares with it.
 
 Both save the same.  The bytes are those of a backend: `portable` gathers keys and values, te sends them in a ring.
 """

@@ -1,7 +1,8 @@
 """The interface between an attention backend and the rest of the model.
 
-`selection.choose` makes one backend object per run.  No other code branches on the kind of backend.  A new kind of
-layer has an entry in model/mixers.py.
+Whose modules a layer is made of (`modules/library.py`) and which kernel computes the attention of each kind of layer
+(`backends/kernels.py`) are two questions.  `selection.choose` makes one backend object per run.  No other code branches
+on the kind of backend.  A new kind of layer has an entry in model/mixers.py.
 
 Facts that are needed before torch is imported are elsewhere.  sft/config/attention.py defines the effect of a backend
 on the keys of a recipe, and the files of sft/layers/mixers count the bytes that a backend saves.
@@ -24,7 +25,7 @@ from sft.mcore.attention import rope
 from sft.mcore.attention.packed_attention import Kernel
 from sft.mcore.attention.rope import RotaryTable, Rotation
 from sft.mcore.device import send
-from sft.mcore.linear_attention.delta_rule import Kernel as DeltaKernel
+from sft.mcore.modules.library import ModuleLibrary
 from sft.parallel.cp_group import CpGroup
 
 
@@ -34,24 +35,28 @@ class PackedDocuments(PackedSeqParams):
 
     cp: CpGroup | None = None  # the ranks that share the pack
     num_documents: int = 0  # of the whole pack, filler documents included
-    kernels: Mapping[int | None, Kernel] = field(default_factory=dict)  # by sliding window; only with portable
+    kernels: Mapping[LayerKind, Kernel] = field(default_factory=dict)  # of layers with a softmax; only with portable
     rotation: Rotation | None = None  # of this rank's tokens, if attention itself rotates queries and keys
     window_rotation: Rotation | None = None  # the same for layers with model.rope.window_base
     own: Mapping[LayerKind, Any] = field(default_factory=dict)  # what the mixer of a kind of layer needs besides
 
 
 class AttentionBackend(ABC):
-    """One implementation of attention.  reason: why this run uses this implementation, for the log"""
+    """One implementation of attention.
+
+    reason   why this run uses this implementation, for the log
+    library  whose modules the layers are made of
+    kernels  by kind of layer, for kinds whose kernel the backend does not bring itself
+    """
 
     name: ClassVar[str]  # as attention.backend in the recipe
-    final_norm: ClassVar[type[torch.nn.Module]]  # after the last layer
-    has_te_kernels: ClassVar[bool]  # uses kernels of Transformer Engine; False: norms mark outputs as recomputable
-    delta_kernel: DeltaKernel | None = None  # of layers with linear attention
     latent_attention: Callable[..., Any]  # makes what latent_attention/core_attention.py describes
     attention_rotates: bool  # attention rotates queries and keys in plain torch; False: core does, in a fused kernel
 
-    def __init__(self, config: Config, reason: str) -> None:
-        self.config, self.reason = config, reason
+    def __init__(
+        self, config: Config, reason: str, library: ModuleLibrary, kernels: Mapping[LayerKind, Any] | None = None
+    ) -> None:
+        self.config, self.reason, self.library, self.kernels = config, reason, library, kernels or {}
         self._ropes = {"all": config.model.rope, "windows": config.model.rope.of_windows}
         self._models = {
             "all": of_kind(config.model, "full attention"),
@@ -69,12 +74,11 @@ class AttentionBackend(ABC):
     @property
     def transformer_fields(self) -> dict[str, bool]:
         """Fields of TransformerConfig that the backend decides."""
-        experts = {} if self.config.model.moe.num_experts is None else {"moe_grouped_gemm": self.has_te_kernels}
-        return {"apply_rope_fusion": not self.attention_rotates, **experts}
+        return {"apply_rope_fusion": not self.attention_rotates, **self.library.transformer_fields}
 
     @abstractmethod
-    def layer_spec(self, *, has_experts: bool) -> ModuleSpec:
-        """The modules of one transformer layer.  All backends store the same checkpoint keys."""
+    def with_attention(self, spec: ModuleSpec) -> ModuleSpec:
+        """The layer `spec` of the library with this backend's attention."""
 
     def rotary_table(self, device: torch.device) -> RotaryTable | None:
         """Angles with which megatron-core rotates queries and keys; None: attention itself rotates them."""

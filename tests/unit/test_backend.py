@@ -44,7 +44,8 @@ def test_a_soft_cap_takes_the_plain_kernel() -> None:
     found = choose(config("model.attention_softcap=50", "attention.backend=portable"), "cuda")
     assert str(found) == "portable (plain torch, no flash kernel: it has no model.attention_softcap)"
     positions = torch.arange(8)[None]
-    kernel = found.documents(torch.tensor([0, 8], dtype=torch.int32), 8, positions, CpGroup(1, 0, None)).kernels[None]
+    kernels = found.documents(torch.tensor([0, 8], dtype=torch.int32), 8, positions, CpGroup(1, 0, None)).kernels
+    kernel = kernels["full attention"]
     assert isinstance(kernel, TorchKernel) and kernel.softcap == 50.0
 
 
@@ -82,7 +83,7 @@ def test_kinds_of_layers_that_only_portable_has(te: None, kind: str) -> None:
 def test_without_transformer_engine() -> None:
     """Not installed here."""
     found = choose(config(), "cuda")
-    assert isinstance(found, Portable) and found.has_flash_kernel
+    assert isinstance(found, Portable) and found.kernels == {"full attention": FlashKernel.of}
     assert str(found).startswith("portable (torch's flash kernel; not te: transformer_engine cannot be imported (")
     assert str(choose(config("attention.backend=portable"), "cuda")) == "portable (torch's flash kernel)"
     with pytest.raises(ConfigError) as caught:
@@ -101,15 +102,15 @@ WIDE += ["model.rope.window_base=1e4"]
 def test_heads_that_are_too_wide_for_the_flash_kernel() -> None:
     """Layers without a window have heads of 512, those with one have heads that the kernel takes."""
     found = choose(config(*WIDE, "attention.backend=portable"), "cuda")
-    assert isinstance(found, Portable) and not found.has_flash_kernel
+    assert isinstance(found, Portable)
     assert str(found) == (
         "portable (torch's flash kernel in layers with a window, plain torch in layers without one: it has heads of up "
         "to 256 in multiples of 8, but heads of this model are 512 wide)"
     )
-    makers: Any = found._make_kernel
     lengths = np.array([0, 128], dtype=np.int32)
-    kernels = {window: makers(lengths, 1, 0, torch.device("cpu"), window=window) for window in (None, 64)}
-    assert isinstance(kernels[None], TorchKernel) and isinstance(kernels[64], FlashKernel)
+    make: Any = found.kernels["full attention"]
+    assert isinstance(make(lengths, 1, 0, torch.device("cpu"), window=None), TorchKernel)
+    assert found.kernels["window attention"] is FlashKernel.of
     assert "plain torch, no flash kernel" in str(choose(config(*WIDE), "cpu"))
 
 

@@ -57,7 +57,7 @@ transformer_engine.pytorch.utils._get_device_compute_capability = lambda device:
 from sft.weights.lora.targets import adapted_weights
 from sft.mcore import fp8, lora, model, process_groups
 from sft.mcore.backends.portable import Portable
-from sft.mcore.attention.torch_kernel import TorchKernel
+from sft.mcore.backends import kernels
 from sft.mcore.backends.transformer_engine import TransformerEngine
 from sft.mcore.checkpoint_io import fp8_state
 from sft.parallel.layout import Layout
@@ -67,7 +67,7 @@ from tests.builders import RECIPE
 def built(name, overrides):
     config = parse_recipe(RECIPE, "a.yaml", ["run.device=cuda", *overrides]).config
     layout = Layout.resolve(config, 1)
-    backend = TransformerEngine(config) if name == "te" else Portable(config, "", TorchKernel.of)
+    backend = TransformerEngine(config) if name == "te" else Portable(config, "", kernels.choose(config, "cpu"))
     core = model.transformer_config(config, layout, "cuda", backend)
     core.use_cpu_initialization = True
     return config, core, model._build_chunk(config, layout, place, core, backend, 300, 0)

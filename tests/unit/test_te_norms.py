@@ -9,7 +9,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.identity_op import IdentityOp
 
 from sft.mcore.backends import transformer_engine
-from sft.mcore.backends.transformer_engine import with_norms_apart
+from sft.mcore.modules.library import with_norms_apart
 from sft.recipe.load import parse_recipe
 from tests.builders import RECIPE
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sft.errors import ConfigError
-from sft.mcore.attention.torch_kernel import TorchKernel
+from sft.mcore.backends import kernels
 from sft.mcore.backends.portable import Portable
 from sft.mcore.backends.transformer_engine import TransformerEngine
 from sft.mcore.checkpoint_io import megatron_arguments
@@ -23,7 +23,7 @@ def fields(monkeypatch: pytest.MonkeyPatch, device_type: str, *overrides: str) -
     """The arguments of TransformerConfig, which without Transformer Engine would refuse its kernels."""
     config = parsed(*overrides).config
     te = device_type == "cuda" and config.attention.backend != "portable"
-    backend = TransformerEngine(config) if te else Portable(config, "", TorchKernel.of)
+    backend = TransformerEngine(config) if te else Portable(config, "", kernels.choose(config, device_type))
     with monkeypatch.context() as patch:
         patch.setattr(chunks, "TransformerConfig", lambda **named: named)
         layout = Layout.resolve(config, config.parallel.cp)

@@ -4,88 +4,53 @@ The kernel is torch's own flash kernel (CUDA in bf16) or plain torch (everywhere
 (core does not), and all-gathers keys and values over the context-parallel group (packed_attention.py).
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from sft.config import Config, ModelConfig
-from sft.layers.kinds import of_layer
+from sft.config.model import LayerKind
+from sft.layers.kinds import layer_groups, mtp_groups, of_layer
 from sft.mcore.attention import rope
-from sft.mcore.attention.flash_kernel import FlashKernel
-from sft.mcore.attention.packed_attention import Kernel, packed_attention
+from sft.mcore.attention.packed_attention import packed_attention
 from sft.mcore.backend import AttentionBackend, PackedDocuments
+from sft.mcore.backends.kernels import Chosen
 from sft.mcore.latent_attention.core_attention import SharedLatents
-from sft.mcore.linear_attention.delta_rule import Kernel as DeltaKernel
-from sft.mcore.modules.norm import RMSNorm
-from sft.mcore.modules.qk_norm import KeyNorm, QueryNorm
+from sft.mcore.modules.library import LocalLibrary
 from sft.parallel.cp_group import CpGroup
-
-MakeKernel = Callable[..., Kernel]  # cu_seqlens of the whole pack, cp size, cp rank, device; window
-
-
-@dataclass(frozen=True)
-class KernelByWindow:
-    """A `MakeKernel` for layers whose kernels differ.  makers: by sliding window; None: no window"""
-
-    makers: Mapping[int | None, MakeKernel]
-
-    def __call__(self, *args: Any, window: int | None) -> Kernel:
-        return self.makers[window](*args, window=window)
 
 
 class Portable(AttentionBackend):
-    """make_kernel: makes the kernel of a microbatch, `FlashKernel.of`, `TorchKernel.of`, or one of them by the window
-
-    delta_kernel: of layers with linear attention; None: there are none
-    """
+    """kernels: of each kind of layer that the model has"""
 
     name = "portable"
-    final_norm = RMSNorm
-    has_te_kernels = False
     latent_attention = SharedLatents
     attention_rotates = True
 
-    def __init__(
-        self, config: Config, reason: str, make_kernel: MakeKernel, delta_kernel: DeltaKernel | None = None
-    ) -> None:
-        super().__init__(config, f"{reason}; linear attention on {delta_kernel}" if delta_kernel else reason)
-        self.delta_kernel = delta_kernel
-        self._make_kernel, model = make_kernel, config.model
-        self._windows = {model.window_of(number + 1) for number in range(model.num_layers)}
-
-    @property
-    def has_flash_kernel(self) -> bool:
-        return self._make_kernel is FlashKernel.of
-
-    def layer_spec(self, *, has_experts: bool) -> ModuleSpec:
-        model = self.config.model
-        spec = get_gpt_layer_local_spec(
-            num_experts=model.moe.num_experts if has_experts else None, qk_layernorm=model.qk_norm
+    def __init__(self, config: Config, reason: str, kernels: Mapping[LayerKind, Chosen]) -> None:
+        super().__init__(
+            config, reason, LocalLibrary(config), {kind: chosen.kernel for kind, chosen in kernels.items()}
         )
-        input_norm = IdentityOp if model.norm_placement == "post" else RMSNorm
-        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = input_norm
+        groups = (*layer_groups(config.model), *mtp_groups(config.model))
+        self._windows = {group.mixer.kind: group.mixer.window for group in groups if group.mixer.pair_width}
+
+    def with_attention(self, spec: ModuleSpec) -> ModuleSpec:
         attention = spec.submodules.self_attention.submodules
-        attention.core_attention = partial(PortableAttention, model=model)
-        if model.qk_norm:
-            across = model.qk_norm_across_heads
-            attention.q_layernorm, attention.k_layernorm = (QueryNorm, KeyNorm) if across else (RMSNorm, RMSNorm)
+        attention.core_attention = partial(PortableAttention, model=self.config.model)
         return spec
 
     def documents(self, cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp: CpGroup) -> PackedDocuments:
         packed = super().documents(cu_seqlens, max_seqlen, positions, cp)
         boundaries = cu_seqlens.cpu().numpy()
         packed.kernels = {
-            window: self._make_kernel(boundaries, cp.size, cp.rank, positions.device, window=window)
-            for window in self._windows
+            kind: self.kernels[kind](boundaries, cp.size, cp.rank, positions.device, window=window)
+            for kind, window in self._windows.items()
         }
         return packed
 
@@ -104,9 +69,9 @@ class PortableAttention(torch.nn.Module):
         **unused: Any,
     ) -> None:
         super().__init__()
-        self.window = model.window_of(layer_number)
+        self.kind = model.kind_of(layer_number)
         self.rotates = layer_number not in model.rope.skip_layers
-        self.has_own_base = self.window is not None and model.rope.window_base is not None
+        self.has_own_base = self.kind == "window attention" and model.rope.window_base is not None
         is_scaled = self.rotates and not self.has_own_base
         self.scale = softmax_scale if is_scaled else rope.plain_scale(of_layer(model, layer_number))
         self._tp_group = pg_collection.tp
@@ -130,7 +95,7 @@ class PortableAttention(torch.nn.Module):
     ) -> Tensor:
         documents = packed_seq_params
         assert documents is not None and documents.cp is not None and attention_mask is None and attention_bias is None
-        rotation, kernel = None, documents.kernels[self.window]
+        rotation, kernel = None, documents.kernels[self.kind]
         if self.rotates:
             rotation = documents.window_rotation if self.has_own_base else documents.rotation
             assert rotation is not None

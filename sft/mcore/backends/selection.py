@@ -1,21 +1,19 @@
 """Chooses the attention backend of a run from `attention.backend` and the software and devices of this machine."""
 
-from functools import partial
+from collections.abc import Mapping
 
 import torch
 
-from sft.config import Config, ModelConfig
+from sft.config import Config
 from sft.config.model import LayerKind
 from sft.errors import ConfigError
-from sft.layers.kinds import of_kind
-from sft.mcore.attention import flash_kernel
-from sft.mcore.attention.flash_kernel import FlashKernel
-from sft.mcore.attention.torch_kernel import TorchKernel
-from sft.mcore.backend import AttentionBackend, params_dtype
-from sft.mcore.backends import delta_rule, transformer_engine
-from sft.mcore.backends.portable import KernelByWindow, Portable
+from sft.mcore.backend import AttentionBackend
+from sft.mcore.backends import kernels, transformer_engine
+from sft.mcore.backends.kernels import Chosen
+from sft.mcore.backends.portable import Portable
 from sft.mcore.backends.transformer_engine import TransformerEngine
 
+_LINEAR: LayerKind = "linear attention"
 HOPPER = (9, 0)  # first compute capability with attention kernels that torch's flash kernel does not have
 
 
@@ -61,34 +59,21 @@ def slower_than_possible(config: Config, backend: AttentionBackend, device_type:
 
 
 def _portable(config: Config, device_type: str, why_not_te: str) -> Portable:
-    model = config.model
-    delta_kernel = delta_rule.choose(config, device_type) if model.linear_attention.layers else None
-    plain = partial(TorchKernel.of, softcap=model.attention_softcap)
-    why_not = {window: _why_not_flash(config, kind, device_type) for window, kind in _kinds_by_window(model).items()}
-    problems = {problem for problem in why_not.values() if problem}
+    chosen = kernels.choose(config, device_type)
+    linear = f"; linear attention on {chosen[_LINEAR].name}" if _LINEAR in chosen else ""
+    return Portable(config, f"{_softmax_kernels(chosen)}{why_not_te}{linear}", chosen)
+
+
+def _softmax_kernels(chosen: Mapping[LayerKind, Chosen]) -> str:
+    """`torch's flash kernel in layers with a window, plain torch in layers without one: its heads are 512 wide`"""
+    of_softmax = {kind: kernel for kind, kernel in chosen.items() if kind != _LINEAR}
+    names = {kind: kernel.name for kind, kernel in of_softmax.items()}
+    problems = {kernel.why_not for kernel in of_softmax.values() if kernel.why_not}
     if not problems:
-        return Portable(config, f"torch's flash kernel{why_not_te}", FlashKernel.of, delta_kernel)
-    problem, *others = sorted(problems)
-    assert not others
-    if all(why_not.values()):
-        return Portable(config, f"plain torch, no flash kernel: {problem}{why_not_te}", plain, delta_kernel)
-    makers = {window: plain if why_not[window] else FlashKernel.of for window in why_not}
-    fast, slow = ("with a window", "without one") if why_not[None] else ("without a window", "with one")
-    reason = f"torch's flash kernel in layers {fast}, plain torch in layers {slow}: {problem}{why_not_te}"
-    return Portable(config, reason, KernelByWindow(makers), delta_kernel)
-
-
-def _kinds_by_window(model: ModelConfig) -> dict[int | None, LayerKind]:
-    """The kind of the layers with each window; None: no window."""
-    numbers = range(1, model.num_layers + 1)
-    return {model.window_of(number): model.kind_of(number) for number in numbers}
-
-
-def _why_not_flash(config: Config, kind: LayerKind, device_type: str) -> str | None:
-    """The reason why layers of this kind cannot use the flash kernel; None if they can."""
-    model = of_kind(config.model, kind)
-    if model.attention_softcap is not None:
-        return "it has no model.attention_softcap"
-    if model.value_head_dim > model.resolved_head_dim:
-        return "it has no values that are wider than keys"
-    return flash_kernel.why_not(model.resolved_head_dim, params_dtype(config), device_type)
+        return kernels.FLASH if names else "no layers with a softmax"
+    (problem,) = problems
+    if len(set(names.values())) == 1:
+        return f"plain torch, no flash kernel: {problem}"
+    has_fast_windows = names["window attention"] == kernels.FLASH
+    fast, slow = ("with a window", "without one") if has_fast_windows else ("without a window", "with one")
+    return f"{kernels.FLASH} in layers {fast}, {kernels.PLAIN} in layers {slow}: {problem}"

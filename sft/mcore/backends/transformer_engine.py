@@ -1,4 +1,4 @@
-"""The `te` backend: Transformer Engine's layers and attention, on CUDA.
+"""The `te` backend: Transformer Engine's attention in layers of its modules, on CUDA.
 
 megatron-core builds the layers, and applies the rotary embedding with Transformer Engine's fused kernel.  If a pack may
 be too long for that kernel, attention rotates queries and keys in plain torch.  Transformer Engine does context
@@ -10,10 +10,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TEDotProductAttention, TENorm
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.transformer import ModuleSpec
-from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 from sft.config import Config, ModelConfig
@@ -23,6 +21,7 @@ from sft.mcore import fp8
 from sft.mcore.attention import rope
 from sft.mcore.backend import AttentionBackend, PackedDocuments
 from sft.mcore.latent_attention.core_attention import ExpandedKeys
+from sft.mcore.modules.library import TransformerEngineLibrary
 
 # First release of Transformer Engine (by its source code) whose cp_comm of this name accepts packed documents.
 _PACKED_SINCE = {"a2a": (2, 10), "all_gather": (2, 18), "a2a+p2p": (2, 19)}
@@ -31,53 +30,19 @@ INSTALL = 'Install it with: pip install --no-build-isolation "transformer-engine
 
 class TransformerEngine(AttentionBackend):
     name = "te"
-    final_norm = TENorm
-    has_te_kernels = True
     latent_attention = partial(ExpandedKeys, attention=TEDotProductAttention)
 
     def __init__(self, config: Config) -> None:
         problem = fused_rotary.why_not(config)
-        super().__init__(config, f"Transformer Engine; {problem}" if problem else "Transformer Engine")
+        reason = f"Transformer Engine; {problem}" if problem else "Transformer Engine"
+        super().__init__(config, reason, TransformerEngineLibrary(config))
         self.attention_rotates = problem is not None
 
-    def layer_spec(self, *, has_experts: bool) -> ModuleSpec:
-        experts = self.config.model.moe.num_experts if has_experts else None
-        spec = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=self.config.model.qk_norm
-        )
-        has_latents = self.config.model.latent_attention.is_used
-        if self.config.lora.is_used:
-            spec = with_norms_apart(spec)
-        elif has_latents:  # the norm's output has several readers
-            spec = with_norm_before_attention(spec)
-        if self.attention_rotates and not has_latents:
+    def with_attention(self, spec: ModuleSpec) -> ModuleSpec:
+        if self.attention_rotates and not self.config.model.latent_attention.is_used:
             attention = spec.submodules.self_attention.submodules
             attention.core_attention = rotating(attention.core_attention, self.config.model)
         return spec
-
-
-def with_norms_apart(spec: ModuleSpec) -> ModuleSpec:
-    """The layer whose norms are modules of their own, under the same keys of a checkpoint.
-
-    Transformer Engine computes the norm before a projection inside the projection, where no adapter can read its
-    output.
-    """
-    layer = with_norm_before_attention(spec).submodules
-    layer.sharded_state_dict_keys_map["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-    if layer.pre_mlp_layernorm is IdentityOp:  # with experts, the norm is a module of its own already
-        layer.pre_mlp_layernorm = TENorm
-        mlp = layer.mlp
-        parts = mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]  # up to core 0.18
-        parts.linear_fc1 = TEColumnParallelLinear
-    return spec
-
-
-def with_norm_before_attention(spec: ModuleSpec) -> ModuleSpec:
-    """The layer in which only the norm before attention is a module of its own."""
-    layer = spec.submodules
-    layer.input_layernorm, layer.self_attention.submodules.linear_qkv = TENorm, TEColumnParallelLinear
-    layer.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    return spec
 
 
 def rotating(attention: Any, model: ModelConfig) -> Any:

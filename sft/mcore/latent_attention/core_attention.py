@@ -87,7 +87,7 @@ class SharedLatents:
     ) -> Tensor:
         assert documents.cp is not None
         setting = Setting(
-            kernel=documents.kernels[None],
+            kernel=documents.kernels["latent attention"],
             scale=self._scale,
             cp_group=documents.cp.members,
             expand=lambda latents, heads: self._expand(latents, heads, up_projection),
@@ -103,7 +103,9 @@ class SharedLatents:
         assert documents.cp is not None
         expanded = self._expand(latent, self._heads, up_projection)
         key, value = keys_and_values(expanded, rotary_key, self._sizes.qk_nope_head_dim)
-        return packed_attention(query, key, value, documents.kernels[None], self._scale, documents.cp.members)
+        return packed_attention(
+            query, key, value, documents.kernels["latent attention"], self._scale, documents.cp.members
+        )
 
     def _expand(self, latents: Tensor, heads: slice, up_projection: Any) -> Tensor:
         """[k, 1, rank] -> [k, heads, part of a key that is not rotated and value]"""

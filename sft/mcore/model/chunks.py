@@ -88,7 +88,7 @@ def transformer_config(
         },
         **_recompute_fields(config.train.recompute),
     )
-    defaults = {PERMUTE_FUSION: backend.has_te_kernels and model.moe.num_experts is not None}
+    defaults = {PERMUTE_FUSION: backend.library.is_te and model.moe.num_experts is not None}
     try:
         return TransformerConfig(**fields, **{**defaults, **model.megatron})
     except (AssertionError, ValueError, TypeError) as error:
@@ -107,7 +107,7 @@ def fuses_gradients(train: TrainConfig, backend: AttentionBackend) -> bool:
     added.  With saved-tensor hooks, backward gets a copy of the weight, so the mark would be lost.  Tiles add gradients
     themselves.
     """
-    has_hooks = train.offload_fraction > 0 or (train.recompute == "selective" and not backend.has_te_kernels)
+    has_hooks = train.offload_fraction > 0 or (train.recompute == "selective" and not backend.library.is_te)
     has_kernel = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     return has_kernel and not has_hooks and train.mlp_tile is None
 
@@ -226,14 +226,14 @@ def _build_chunk(
         MultiTokenPrediction,
         core,
         partial(layer_spec, config, backend, model.num_layers + 1),
-        backend.final_norm,
+        backend.library.final_norm,
         layer_number=model.num_layers + 1 - first,  # core adds `first`
         pg_collection=groups.collection,
         vp_stage=vp_stage,
     )
     chunk = HiddenStatesGPT(
         config=core,
-        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=backend.final_norm),
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=backend.library.final_norm),
         vocab_size=padded_vocab_size(vocab_size, layout.tp),
         max_sequence_length=config.data.seq_length,
         pre_process=groups.pp_rank == 0 and stage == 0,

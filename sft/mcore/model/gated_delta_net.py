@@ -41,12 +41,12 @@ _PROJECTIONS = ("query", "key", "value", "z", "beta", "alpha")  # as Megatron-LM
 
 def install(spec: ModuleSpec, config: Config, model: ModelConfig, backend: AttentionBackend) -> ModuleSpec:
     """The layer `spec` with a `GatedDeltaNet`, which has linear modules of the same classes as its attention."""
-    assert backend.delta_kernel is not None
     layer, recompute = spec.submodules, config.train.recompute == "selective"
     attention = layer.self_attention.submodules
     linears = {"in_proj": attention.linear_qkv, "out_proj": attention.linear_proj}
     layer.self_attention = ModuleSpec(
-        GatedDeltaNet, params={"model": model, "kernel": backend.delta_kernel, "recompute": recompute, **linears}
+        GatedDeltaNet,
+        params={"model": model, "kernel": backend.kernels["linear attention"], "recompute": recompute, **linears},
     )
     layer.sharded_state_dict_keys_map = {
         name: stored.replace("linear_qkv", "in_proj") for name, stored in layer.sharded_state_dict_keys_map.items()

@@ -22,12 +22,12 @@ def layer_spec(config: Config, backend: AttentionBackend, layer_number: int) -> 
     """The modules of one transformer layer.  layer_number: counted from 1"""
     model, train = config.model, config.train
     is_selective, has_experts = train.recompute == "selective", model.has_experts(layer_number)
-    spec = backend.layer_spec(has_experts=has_experts)
+    spec = backend.with_attention(backend.library.layer_spec(has_experts=has_experts))
     spec = with_mixer(spec, config, backend, layer_number)
     spec.module = Layer
     spec.params = {
         "residual_multiplier": model.residual_multiplier,
-        "output_norm": None if model.norm_placement == "pre" else backend.final_norm,
+        "output_norm": None if model.norm_placement == "pre" else backend.library.final_norm,
         "has_scalar": model.layer_scalar,
     }
     if model.attention_output_bias:
@@ -55,7 +55,7 @@ def _with_experts(spec: ModuleSpec, model: ModelConfig, backend: AttentionBacken
     layer: type[ExpertLayer] = ExpertLayer
     if model.moe.own_norms:
         spec.submodules.pre_mlp_layernorm = IdentityOp
-        layer, of_experts = NormedExperts, of_experts | {"norm": backend.final_norm}
+        layer, of_experts = NormedExperts, of_experts | {"norm": backend.library.final_norm}
     if isinstance(mlp, ModuleSpec):  # up to core 0.18
         mlp.module, mlp.params = layer, of_experts
     else:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from sft.config.optimizers import ADAM, OptimizerStates
 from sft.config.section import Fraction, NonNegative, Positive, Section
 
 MtpMode = Literal["off", "detached", "joint"]
@@ -101,6 +102,11 @@ class OptimConfig(Section):
     """Maximum gradient norm; 0 disables clipping."""
     offload_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Share of Adam's states in host memory (16 bytes per parameter); needs bf16 and distributed_optimizer."""
+
+    @property
+    def optimizer(self) -> OptimizerStates:
+        """What the optimizer keeps for each parameter."""
+        return ADAM
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         steps, fraction = self.warmup_steps, self.warmup_fraction

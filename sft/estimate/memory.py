@@ -20,6 +20,7 @@ from sft.estimate.working_sets import StageWork, WorkingSet
 from sft.layers.adapters import Trained
 from sft.layers.kinds import layer_groups
 from sft.layers.offload import num_offloaded_layers, num_resident_layers
+from sft.layers.rank_share import FP32
 from sft.parallel.layout import Layout
 
 CARD_BYTES = 80e9  # 74.5 GiB; `describe` reports the longest context on an 80-GB card, which has 79 GiB less CUDA's own
@@ -85,7 +86,7 @@ def _state(
         parameters=own.trained.total,
         owned=_owned(own.trained, layout) if config.parallel.distributed_optimizer else own.trained.total,
         width=width,
-        offload_fraction=config.optim.offload_fraction,
+        optim=config.optim,
     )
     return state | {"weights": width * own.all.total}
 
@@ -102,9 +103,10 @@ def _copied(config: Config, layout: Layout, vocab_size: int, stage: int, width: 
     if not checkpoint.async_save or (checkpoint.save_every is None and checkpoint.save_every_minutes is None):
         return 0.0
     own = of_stage(config, layout, vocab_size, stage, trained)
-    fp32_tensors = 3 if sharded or width == 2 else 2  # two moments, and weights of the optimizer's own
+    has_own_weights = sharded or width == 2
     weights = own.trained if config.lora.is_used else own.all
-    return width * _owned(weights, layout) + 4 * fp32_tensors * _owned(own.trained, layout)
+    of_optimizer = config.optim.optimizer.moment_bytes + FP32 * has_own_weights
+    return width * _owned(weights, layout) + of_optimizer * _owned(own.trained, layout)
 
 
 def _num_waiting(layout: Layout, stage: int) -> int:

@@ -2,7 +2,7 @@
 
 import math
 
-from sft.config import LossConfig, ModelConfig
+from sft.config import LossConfig, ModelConfig, OptimConfig
 from sft.layers.rank_share import FP32, RankShare
 
 
@@ -30,18 +30,18 @@ def loss_head(loss: LossConfig, model: ModelConfig, rank: RankShare, *, vocab_ro
     return max(loss.chunk(math.ceil(tokens)), model.hidden_size) * vocab_rows * rank.width + gradient
 
 
-def state(*, parameters: float, owned: float, width: int, offload_fraction: float) -> dict[str, float]:
+def state(*, parameters: float, owned: float, width: int, optim: OptimConfig) -> dict[str, float]:
     """Bytes of weights, gradients and optimizer on the device, and of the optimizer in host memory.
 
     parameters: on this rank; owned: parameters whose optimizer states this rank has; width: bytes of a weight
     bf16 weights take 18 bytes per parameter.  With the distributed optimizer they take 6 + 12 / (dp x cp), and weights
     of an expert 6 + 12 / its copies.
     """
-    moments, main_weight = 2 * FP32, FP32 if width < FP32 else 0
-    offloaded = 4 * FP32  # main weight, moments, and the gradient in transfer
+    optimizer, fraction = optim.optimizer, optim.offload_fraction
+    main_weight = FP32 if width < FP32 else 0
     return {
         "weights": width * parameters,
         "gradients": FP32 * parameters,
-        "optimizer": (1 - offload_fraction) * (moments + main_weight) * owned,
-        "host_optimizer": offload_fraction * offloaded * owned,
+        "optimizer": (1 - fraction) * (optimizer.moment_bytes + main_weight) * owned,
+        "host_optimizer": fraction * optimizer.host_bytes * owned,
     }

@@ -26,7 +26,6 @@ PARTS = (
     *("linear", "attention", "head", "elementwise", "recompute", "tp", "cp", "ep", "pp", "dp"),
     *("bubble", "optimizer", "offload", "overhead"),
 )
-ADAM_BYTES = 28  # per owned parameter: gradient, weight and two moments in fp32, read; all but the gradient written
 GRADIENT_BYTES = 16  # per parameter: the norm reads the fp32 gradients, the division reads and writes, they are zeroed
 TRANSFER_BYTES = 8  # per parameter of an optimizer in host memory: a gradient there and a weight back, in fp32
 
@@ -128,8 +127,8 @@ def _update(config: Config, layout: Layout, own: OfStage, constants: Constants) 
     if config.parallel.distributed_optimizer:
         copies = layout.tp * layout.cp * layout.dp / (layout.ep * layout.etp)
         owned = trained.dense / (layout.dp * layout.cp) + trained.experts / copies
-    fraction = config.optim.offload_fraction
-    on_device = (1 - fraction) * owned * ADAM_BYTES + trained.total * GRADIENT_BYTES
-    on_host = fraction * owned * ADAM_BYTES / constants.host_optimizer_gb_s.value
+    fraction, moved = config.optim.offload_fraction, config.optim.optimizer.moved_bytes
+    on_device = (1 - fraction) * owned * moved + trained.total * GRADIENT_BYTES
+    on_host = fraction * owned * moved / constants.host_optimizer_gb_s.value
     transferred = fraction * owned * TRANSFER_BYTES / constants.pcie_gb_s.value
     return on_device / constants.optimizer_gb_s.value / 1e9, (on_host + transferred) / 1e9

@@ -27,6 +27,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from sft.config.optimizers import ADAM
 from sft.mcore.model.chunks import sharded_tensors
 from sft.mcore.optimizer.offload import (
     adam_instances,
@@ -37,7 +38,7 @@ from sft.mcore.optimizer.offload import (
     new_step,
 )
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ADAM.moments
 MAIN = "param"  # the fp32 weights that the optimizer updates
 PREFIX = "optimizer.state."
 # Prefix of the fp32 weights, with and without core's distributed optimizer.

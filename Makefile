@@ -23,6 +23,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 export OMP_NUM_THREADS ?= 1
+# Tests start hundreds of processes.  Without bytecode on disk each compiles torch and megatron-core for about 7 s again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv demo demo-text demo-retrieval test test-faults test-mutations test-triton test-slurm test-standin test-gpu gpu-hour test-all test-py312 test-all-versions test-docs lint fmt docs pages clean python
 

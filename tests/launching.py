@@ -1,4 +1,4 @@
-"""Runs as processes, as a user starts them: their data, their ranks, and what they leave."""
+"""Runs as processes: their data, their ranks, which a rank server forks, and what they leave."""
 
 import contextlib
 import fcntl
@@ -6,16 +6,17 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 from sft.cli import main
+from tests.rank_server import rank_server
 
 GOOD = json.dumps({"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]})
 PORTS, LAST_PORT = range(15_000, 32_000), Path(tempfile.gettempdir()) / "sft-tests-last-port"
+TIMEOUT_S = 240.0  # of a whole run
 RECIPE = """
 run: {{dir: {folder}/run, device: cpu, precision: fp32}}
 model: {{num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 4, init_from: random}}
@@ -26,16 +27,37 @@ optim: {{lr: 1e-3}}
 """
 
 
-def launch(folder: Path, overrides: list[str], world_size: int = 2) -> list[subprocess.Popen]:
-    """`python -m sft train` as torchrun would start it, without torchrun's own report, on prepared data."""
+class Rank:
+    """A rank of a run, forked by the rank server.  Its output is in files of a temporary folder."""
+
+    def __init__(self, words: list[str], environ: dict[str, str]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="rank-")
+        self._out, self._err = (Path(self._folder.name) / name for name in ("out", "err"))
+        self.pid = rank_server().fork("sft", words, environ, out=self._out, err=self._err)
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        return rank_server().code(self.pid)
+
+    def kill(self) -> None:
+        """The rank and what it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        while self.poll() is None:
+            time.sleep(0.01)
+
+    def output(self) -> tuple[str, str]:
+        """What it printed to stdout and stderr."""
+        return self._out.read_text(), self._err.read_text()
+
+
+def launch(folder: Path, overrides: list[str], world_size: int = 2) -> list[Rank]:
+    """The ranks of `sft train` as torchrun would start them, without torchrun's own report, on prepared data."""
     recipe = folder / "recipe.yaml"
     recipe.write_text(RECIPE.format(folder=folder))
     main(["data", "prepare", str(recipe), *overrides])  # a mistake it finds is found once more
-    command = [sys.executable, "-m", "sft", "train", str(recipe), *overrides]
-    return [
-        subprocess.Popen(command, env={**os.environ, **env}, stdout=-1, stderr=-1, text=True, start_new_session=True)
-        for env in environments(world_size)
-    ]
+    words = ["train", str(recipe), *overrides]
+    return [Rank(words, {**os.environ, **environ}) for environ in environments(world_size)]
 
 
 def free_port() -> int:
@@ -66,24 +88,25 @@ def environments(world_size: int) -> list[dict[str, str]]:
     return [{**size, **master, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
 
 
-def kill(processes: list[subprocess.Popen]) -> list[tuple[str, str]]:
+def kill(ranks: list[Rank]) -> list[tuple[str, str]]:
     """The ranks and what they started; returns what each rank printed."""
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    return [process.communicate() for process in processes]
+    for rank in ranks:
+        rank.kill()
+    return [rank.output() for rank in ranks]
 
 
 def start(folder: Path, overrides: list[str], world_size: int = 2) -> list[tuple[int, str, str]]:
     """A run to its end: (exit code, out, err) per rank."""
-    processes = launch(folder, overrides, world_size)
+    ranks = launch(folder, overrides, world_size)
     try:
-        outputs = [process.communicate(timeout=240) for process in processes]
-    except subprocess.TimeoutExpired:  # the rank that waits says little: the others' words tell why
-        raise AssertionError(f"a rank waits for ever: {kill(processes)}") from None
+        deadline = time.monotonic() + TIMEOUT_S
+        while None in (codes := [rank.poll() for rank in ranks]):
+            # The rank that waits says little: the others' words tell why.
+            assert time.monotonic() < deadline, f"a rank waits for ever: {codes} {kill(ranks)}"
+            time.sleep(0.02)
     finally:
-        kill(processes)
-    return [(process.returncode, out, err) for process, (out, err) in zip(processes, outputs)]
+        outputs = kill(ranks)
+    return [(code, out, err) for code, (out, err) in zip(codes, outputs, strict=True) if code is not None]
 
 
 TIMED = (

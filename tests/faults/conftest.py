@@ -13,7 +13,8 @@ import pytest
 
 from tests.builders import chats
 from tests.faults.matrix import Matrix
-from tests.faults.runs import RECIPE, STEP, Case, End, Hit, MakeCase, Nursery, text_of
+from tests.faults.runs import RECIPE, STEP, Case, End, Hit, MakeCase, text_of
+from tests.rank_server import RankServer
 
 MATRIX = pytest.StashKey[Matrix]()
 HITS = pytest.StashKey[Counter[str]]()
@@ -60,9 +61,9 @@ def matrix(request: pytest.FixtureRequest) -> Matrix:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
+def server() -> Iterator[RankServer]:
     before = _shared_memory()
-    one = Nursery()
+    one = RankServer()
     yield one
     one.close()
     deadline = time.monotonic() + 10
@@ -95,20 +96,20 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def reference(nursery: Nursery, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> End:
+def reference(server: RankServer, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> End:
     """Of a run of 12 steps, as a user starts it, that nobody disturbs."""
-    undisturbed = Case(nursery, recipe, tmp_path_factory.mktemp("undisturbed"))
+    undisturbed = Case(server, recipe, tmp_path_factory.mktemp("undisturbed"))
     undisturbed.torchrun().ends(0)
     return undisturbed.end()
 
 
 @pytest.fixture
-def case(nursery: Nursery, recipe: Path, reference: End, tmp_path: Path) -> Iterator[MakeCase]:
+def case(server: RankServer, recipe: Path, reference: End, tmp_path: Path) -> Iterator[MakeCase]:
     """`case("checkpoint.async_save=true")`: a run in a folder of its own."""
     made: list[Case] = []
 
     def make(*overrides: str) -> Case:
-        made.append(Case(nursery, recipe, tmp_path / str(len(made)), overrides))
+        made.append(Case(server, recipe, tmp_path / str(len(made)), overrides))
         made[-1].reference = reference
         return made[-1]
 
@@ -118,9 +119,9 @@ def case(nursery: Nursery, recipe: Path, reference: End, tmp_path: Path) -> Iter
 
 
 @pytest.fixture(scope="session")
-def cut_off(nursery: Nursery, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Case:
+def cut_off(server: RankServer, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Case:
     """A run that was killed in step 7: with checkpoints of the steps 1 to 6."""
-    case = Case(nursery, recipe, tmp_path_factory.mktemp("cut_off"))
+    case = Case(server, recipe, tmp_path_factory.mktemp("cut_off"))
     start = case.start({"at": STEP, "call": 7, "do": "kill-all", "rank": 0}).ends(-9)
     assert case.steps() == [1, 2, 3, 4, 5, 6], start.told()
     return case

@@ -1,6 +1,6 @@
 """Runs to disturb: how one is started, waited for and ended, and what has to be left of it: as if nothing had happened.
 
-A `Case` is a run's folder and its command.  `start` starts it once, as forks of the nursery or, as a user does, by
+A `Case` is a run's folder and its command.  `start` starts it once, as forks of the rank server or, as a user does, by
 torchrun; the same command again goes on.  The files of a run are read by themselves, without the code that wrote them.
 """
 
@@ -12,7 +12,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -30,6 +29,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.faults.inject import FAULTS, LOG
 from tests.launching import environments, records
+from tests.rank_server import RankServer
 
 TOKEN = "SFT_FAULTS_TOKEN"  # in the environment of all that belongs to one start
 _OPTIONS = "SFT_FAULTS_TORCHRUN"
@@ -51,29 +51,6 @@ STEP = "sft.mcore.engine:Engine.train_step"
 # something is broken, not even on a busy machine.
 END_OF_TEST = 240.0
 Fault = dict[str, Any]
-
-
-class Nursery:
-    """The process that forks ranks; may be asked from several threads."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "tests.faults.nursery"]
-        self._process = subprocess.Popen(command, stdin=-1, stdout=-1, text=True, start_new_session=True)
-        self._lock = threading.Lock()
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "ready\n"
-
-    def ask(self, **what: Any) -> Any:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with self._lock:
-            self._process.stdin.write(json.dumps(what) + "\n")
-            self._process.stdin.flush()
-            return json.loads(self._process.stdout.readline())
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=END_OF_TEST)
 
 
 @dataclass(frozen=True)
@@ -100,8 +77,8 @@ class Case:
 
     reference: End  # of the run that nobody disturbed
 
-    def __init__(self, nursery: Nursery, recipe: Path, folder: Path, overrides: Sequence[str] = ()) -> None:
-        self.nursery, self.recipe, self.folder = nursery, recipe, folder
+    def __init__(self, server: RankServer, recipe: Path, folder: Path, overrides: Sequence[str] = ()) -> None:
+        self.server, self.recipe, self.folder = server, recipe, folder
         self.run, self.checkpoints = folder / "run", folder / "run" / "checkpoints"
         self.pointer = self.checkpoints / "latest_checkpointed_iteration.txt"
         self.overrides = [f"run.dir={self.run}", *overrides]
@@ -300,16 +277,16 @@ class Start(ABC):
 
 
 class Forked(Start):
-    """By the nursery, which is no launcher: nobody ends the other ranks when one is gone."""
+    """By the rank server, which is no launcher: nobody ends the other ranks when one is gone."""
 
     def _launch(self, words: list[str], env: dict[str, str]) -> None:
         for rank, place in enumerate(environments(self.world_size)):
-            files = {kind: f"{self.log}.{kind}.{rank}" for kind in ("out", "err")}
-            pid = self.case.nursery.ask(argv=words, env={**env, **place}, **files)
+            out, err = (Path(f"{self.log}.{kind}.{rank}") for kind in ("out", "err"))
+            pid = self.case.server.fork("tests.faults.inject", words, {**env, **place}, out=out, err=err)
             self.pids[pid] = _born(pid)
 
     def codes(self) -> list[int | None]:
-        return [self.case.nursery.ask(of=pid) for pid in self.pids]
+        return [self.case.server.code(pid) for pid in self.pids]
 
 
 class Launched(Start):

@@ -1,0 +1,123 @@
+"""Ranks without the wait for their imports: forks of a process that has imported what a rank imports.
+
+    server = rank_server()          # the one of this test process
+    pid = server.fork("sft", ["train", ...], environ, out=folder / "out", err=folder / "err")
+    server.code(pid)                # its exit code (-9: it was killed), or None while it runs
+
+A rank is in the state in which `python -m sft` is once its imports are done: own session, own environment, its output
+in files.  The server is `python -m tests.rank_server`.  It has one thread, reads requests from stdin as JSON, one a
+line, and ends with the process that started it.
+"""
+
+import atexit
+import functools
+import gc
+import json
+import os
+import runpy
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 240.0  # of the end of the server, after all ranks
+
+
+class RankServer:
+    """The test's side of a server.  Several threads may use it."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "tests.rank_server"]
+        environ = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1]), "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(command, env=environ, stdin=-1, stdout=-1, text=True, start_new_session=True)
+        self._lock = threading.Lock()
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
+
+    def fork(self, module: str, words: Sequence[str], environ: Mapping[str, str], *, out: Path, err: Path) -> int:
+        """Start `python -m module words` in the working folder of the caller; returns the number of the process.
+
+        What it prints is appended to the files `out` and `err`.
+        """
+        files = {"out": str(out), "err": str(err), "folder": os.getcwd()}
+        return int(self._ask(module=module, words=[*words], environ={**environ}, **files))
+
+    def code(self, pid: int) -> int | None:
+        """The exit code of a process, minus the number of the signal that ended it, or None while it runs."""
+        code: int | None = self._ask(of=pid)
+        return code
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=TIMEOUT_S)
+
+    def _ask(self, **request: Any) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with self._lock:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            return json.loads(self._process.stdout.readline())
+
+
+@functools.cache
+def rank_server() -> RankServer:
+    """The server of this process, started at the first call; it ends with this process."""
+    server = RankServer()
+    atexit.register(server.close)
+    return server
+
+
+def serve() -> None:
+    """Answer requests until the end of stdin."""
+    import torch.utils.tensorboard  # noqa: F401
+
+    import sft.trainer  # noqa: F401
+
+    assert os.listdir("/proc/self/task") == [str(os.getpid())], "a fork has none of the other threads"
+    gc.freeze()  # a fork then writes to fewer pages
+    codes: dict[int, int] = {}
+    print("ready", flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "module" in request:
+            answer: int | None = os.fork()
+            if answer == 0:
+                _become(request)
+            codes.pop(answer or 0, None)  # the system uses numbers of processes again
+        else:
+            answer = _code(request["of"], codes)
+        print(json.dumps(answer), flush=True)
+
+
+def _become(request: dict[str, Any]) -> None:
+    try:
+        os.setsid()
+        os.chdir(request["folder"])
+        for number, path in ((0, os.devnull), (1, request["out"]), (2, request["err"])):
+            flags = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            os.dup2(os.open(path, flags, 0o644), number)
+        os.environ.clear()
+        os.environ.update(request["environ"])
+        sys.argv = ["sft", *request["words"]]
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(99)
+
+
+def _code(pid: int, codes: dict[int, int]) -> int | None:
+    if pid not in codes:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended == 0:
+            return None
+        codes[pid] = os.waitstatus_to_exitcode(status)
+    return codes[pid]
+
+
+if __name__ == "__main__":
+    serve()

@@ -141,7 +141,7 @@ test-slurm: $(READY)
 	$(BIN)/python -m pytest tests/slurm $(PYTEST_FLAGS)
 
 test-py312:
-	$(MAKE) test PYTHON='$(PYTHON312)' TESTS='$(TESTS_312)' PYTEST_FLAGS='$(PYTEST_FLAGS)'
+	$(MAKE) test PYTHON='$(PYTHON312)' TESTS='$(TESTS_312)' PYTEST_FLAGS='-m "not one_version" $(PYTEST_FLAGS)'
 
 # Full grids of layouts and all rows of the fault matrix, where make test takes covering sets and the quick rows.
 test-all: $(READY)

@@ -1,8 +1,6 @@
 """What the fault tests share: prepared data, a process that forks ranks, the undisturbed run, and the table."""
 
 import shutil
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -11,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from sft.cli import main
 from tests.builders import chats
 from tests.faults.matrix import Matrix
 from tests.faults.runs import RECIPE, STEP, Case, End, Hit, MakeCase, text_of
-from tests.rank_server import RankServer
+from tests.rank_server import RankServer, rank_server
 
 MATRIX = pytest.StashKey[Matrix]()
 HITS = pytest.StashKey[Counter[str]]()
@@ -63,7 +62,7 @@ def matrix(request: pytest.FixtureRequest) -> Matrix:
 @pytest.fixture(scope="session")
 def server() -> Iterator[RankServer]:
     before = _shared_memory()
-    one = RankServer()
+    one = rank_server()
     yield one
     one.close()
     deadline = time.monotonic() + 10
@@ -91,7 +90,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chats(folder, 7, "held_out.jsonl")
     path = folder / "recipe.yaml"
     path.write_text(RECIPE.format(folder=folder))
-    subprocess.run([sys.executable, "-m", "sft", "data", "prepare", str(path)], check=True, capture_output=True)
+    assert main(["data", "prepare", str(path)]) == 0
     return path
 
 

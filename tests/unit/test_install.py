@@ -103,3 +103,12 @@ def test_constraints_name_every_package_that_is_asked_for() -> None:
     wanted = re.findall(r"^([\w-]+)", "\n".join([setup["options"]["install_requires"], *extras]), re.MULTILINE)
     pinned = re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert {*map(str.lower, wanted), "setuptools", "wheel", "ninja"} - {*pinned} == set()
+
+
+def test_make_lets_python_keep_bytecode() -> None:
+    """Without it each process that a test starts compiles torch and megatron-core again."""
+    show = "include Makefile\nshow:\n\t@printenv PYTHONDONTWRITEBYTECODE || echo unset\n"
+    command = ["make", "--silent", "--file=-", "show"]
+    environ = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, input=show, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout == "unset\n"

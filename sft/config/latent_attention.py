@@ -92,7 +92,6 @@ class LatentAttentionConfig(MixerSection):
             "attention_output_gate": model.attention_output_gate,
             "attention_sinks": model.attention_sinks,
             "sliding_window": model.sliding_window is not None,
-            "linear_attention.layers": bool(model.linear_attention.layers),
             "norm_zero_centered": model.norm_zero_centered,
             "norm_placement": model.norm_placement != "pre",
             "rope.fraction": model.rope.fraction != 1.0,

@@ -1,13 +1,9 @@
 """Keys of layers with linear attention: the gated delta rule (Yang et al., 2024, arXiv:2412.06464)."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from sft.config.mixer_section import MixerSection
 from sft.config.section import Positive, divisors
-
-if TYPE_CHECKING:
-    from sft.config.model import ModelConfig
 
 
 class LinearAttentionConfig(MixerSection):
@@ -41,14 +37,6 @@ class LinearAttentionConfig(MixerSection):
         if keys and values and values % keys:
             fitting = ", ".join(map(str, divisors(values)))
             yield "num_key_heads", f"does not divide {values} value heads; use one of {fitting}"
-
-    def conflicts_with(self, model: "ModelConfig") -> Iterator[tuple[str, str]]:
-        if self.layers and model.sliding_window is not None:
-            yield "sliding_window", "is not supported with linear_attention.layers; use null"
-        if self.layers and model.moe.dense_layers:
-            yield "moe.dense_layers", "is not supported with linear_attention.layers; use 0"
-        if self.layers and model.norm_placement != "pre":
-            yield "norm_placement", "must be pre with linear_attention.layers"
 
     @property
     def named(self) -> list[int]:

@@ -1,0 +1,238 @@
+"""Kinds of layers cross freely: models that mix them have the losses and gradients of a float64 loop over layers.
+
+No released model has these mixtures, so the reference is written out below, by our names of weights.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sft.batch import Sample
+from sft.mcore.linear_attention.delta_rule import Inputs
+from tests.ranks import scenarios
+from tests.ranks.hf_models import MEAN_LOSS_TOLERANCE, TOKEN_LOSS_TOLERANCE, losses_of
+from tests.ranks.pool import RankPool
+from tests.unit.fixtures.recurrence import recurrence
+
+Ranks = Callable[[int], RankPool]
+HEADS, GROUPS, DIM, EPS = 8, 4, 4, 1e-5  # of RECIPE
+KEY_HEADS, VALUE_HEADS, K, V = 2, 4, 6, 5
+LATENT, PLAIN, ROTARY, VALUE = 12, 6, 4, 5
+WINDOW, EXPERTS, TOP_K = 24, 4, 2
+# Of a gradient's norm, of four layers in fp32; measured at most 1.8e-5, and 5.2e-5 of decays, whose sums over all tokens
+# cancel.  A window of one token less is an error of 1e-2.
+GRADIENT_TOLERANCE = 4e-5
+DECAYS, DECAY_TOLERANCE = (".A_log", ".dt_bias"), 1.5e-4
+
+LINEAR = [
+    "model.init_std=0.08",  # so that decays matter
+    f"model.linear_attention.num_key_heads={KEY_HEADS}",
+    f"model.linear_attention.num_value_heads={VALUE_HEADS}",
+    f"model.linear_attention.key_head_dim={K}",
+    f"model.linear_attention.value_head_dim={V}",
+]
+MODELS: dict[str, list[str]] = {
+    # linear, window, linear, full; norms before and after; the first without experts
+    "linear x windows x experts": [
+        *LINEAR,
+        "model.linear_attention.layers=[1,3]",
+        f"model.sliding_window={WINDOW}",
+        "model.sliding_window_layers=[2]",
+        "model.norm_placement=both",
+        f"model.moe.num_experts={EXPERTS}",
+        f"model.moe.top_k={TOP_K}",
+        "model.moe.dense_layers=1",
+        "model.qkv_bias=false",
+    ],
+    # linear, latent, latent, linear
+    "linear x latent": [
+        *LINEAR,
+        "model.linear_attention.layers=[1,4]",
+        f"model.latent_attention.kv_lora_rank={LATENT}",
+        f"model.latent_attention.qk_nope_head_dim={PLAIN}",
+        f"model.latent_attention.qk_rope_head_dim={ROTARY}",
+        f"model.latent_attention.v_head_dim={VALUE}",
+        "model.num_query_groups=null",
+        "model.qk_norm=false",
+        "model.qkv_bias=false",
+    ],
+}
+SP = ["parallel.tp=2", "parallel.sequence_parallel=true"]
+LAYOUTS = {
+    "tp_cp": (4, [*SP, "parallel.cp=2", "train.recompute=selective"]),
+    "pp_cp": (4, ["parallel.pp=2", "parallel.cp=2", "train.recompute=full"]),
+}
+
+
+# --- the reference -----------------------------------------------------------------------------------------------
+
+
+class Layer:
+    """One layer, in float64, of one document.  weights: by their names within the layer"""
+
+    def __init__(self, weights: Mapping[str, Tensor], window: int | None) -> None:
+        self.weights, self.window = weights, window
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x + self.after("post_self_attn_layernorm", self.mix(self.norm("input_layernorm", x)))
+        return x + self.after("post_mlp_layernorm", self.mlp(self.norm("pre_mlp_layernorm", x)))
+
+    def norm(self, name: str, x: Tensor, eps: float = EPS) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * self.weights[f"{name}.weight"]
+
+    def after(self, name: str, x: Tensor) -> Tensor:
+        return self.norm(name, x) if f"{name}.weight" in self.weights else x
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        return x @ self.weights[f"{name}.weight"].T
+
+    def mix(self, x: Tensor) -> Tensor:
+        if "self_attention.in_proj.weight" in self.weights:
+            return self.delta_rule(x)
+        return self.latent(x) if "self_attention.linear_q_proj.weight" in self.weights else self.softmax(x)
+
+    def softmax(self, x: Tensor) -> Tensor:
+        rows = self.linear("self_attention.linear_qkv", x).view(len(x), GROUPS, -1, DIM)
+        q, k, v = rows[:, :, :-2].flatten(1, 2), rows[:, :, -2], rows[:, :, -1]
+        q, k = self.norm("self_attention.q_layernorm", q), self.norm("self_attention.k_layernorm", k)
+        q, k = (rotated(each) for each in (q, k))
+        k, v = (each.repeat_interleave(HEADS // GROUPS, 1) for each in (k, v))
+        return self.linear("self_attention.linear_proj", attend(q, k, v, self.window))
+
+    def latent(self, x: Tensor) -> Tensor:
+        q = self.linear("self_attention.linear_q_proj", x).view(len(x), HEADS, PLAIN + ROTARY)
+        latent, rotary = self.linear("self_attention.linear_kv_down_proj", x).split([LATENT, ROTARY], -1)
+        up = self.linear("self_attention.linear_kv_up_proj", self.norm("self_attention.kv_layernorm", latent, 1e-6))
+        k, v = up.view(len(x), HEADS, PLAIN + VALUE).split([PLAIN, VALUE], -1)
+        q = torch.cat((q[..., :PLAIN], rotated(q[..., PLAIN:])), -1)
+        k = torch.cat((k, rotated(rotary[:, None]).expand(-1, HEADS, -1)), -1)
+        return self.linear("self_attention.linear_proj", attend(q, k, v, None))
+
+    def delta_rule(self, x: Tensor) -> Tensor:
+        keys, values = KEY_HEADS * K, VALUE_HEADS * V
+        widths = [2 * keys + values, values, VALUE_HEADS, VALUE_HEADS]
+        mixed, z, b, a = self.linear("self_attention.in_proj", x).split(widths, -1)
+        kernel = self.weights["self_attention.conv1d.weight"]
+        mixed = F.silu(F.conv1d(F.pad(mixed.T, (kernel.shape[-1] - 1, 0)), kernel, groups=len(kernel)).T)
+        q, k, v = mixed.split([keys, keys, values], -1)
+        a_log, bias = (self.weights[f"self_attention.{name}"] for name in ("A_log", "dt_bias"))
+        inputs = Inputs(
+            q=q.view(-1, KEY_HEADS, K),
+            k=k.view(-1, KEY_HEADS, K),
+            v=v.view(-1, VALUE_HEADS, V),
+            g=-a_log.exp() * F.softplus(a + bias),
+            beta=b.sigmoid(),
+        )
+        out, _ = recurrence(inputs, [0, len(x)], [None])
+        gated = self.norm("self_attention.out_norm", out) * F.silu(z.view(-1, VALUE_HEADS, V))
+        return self.linear("self_attention.out_proj", gated.flatten(1))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        if "mlp.router.weight" not in self.weights:
+            return self.gated("mlp", x)
+        scores = self.linear("mlp.router", x).softmax(-1)
+        top, chosen = scores.topk(TOP_K, -1)
+        share = torch.zeros_like(scores).scatter(-1, chosen, top / top.sum(-1, keepdim=True))
+        outputs = [self.gated(f"mlp.experts.local_experts.{number}", x) for number in range(EXPERTS)]
+        return (share[..., None] * torch.stack(outputs, 1)).sum(1)
+
+    def gated(self, name: str, x: Tensor) -> Tensor:
+        gate, up = self.linear(f"{name}.linear_fc1", x).chunk(2, -1)
+        return self.linear(f"{name}.linear_fc2", F.silu(gate) * up)
+
+
+def rotated(x: Tensor) -> Tensor:
+    """[t, heads, d], the first half of a head with the second"""
+    half = x.shape[-1] // 2
+    angles = torch.outer(torch.arange(len(x)).double(), 10_000.0 ** (-torch.arange(half).double() / half))[:, None]
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()), -1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
+    distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+    hidden = (distance < 0) | (distance >= (window or len(q)))
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v).flatten(1)
+
+
+def reference_losses(weights: Mapping[str, Tensor], tokens: np.ndarray, windows: Mapping[int, int]) -> Tensor:
+    """-log p of each token but the first of one document."""
+    ids = torch.from_numpy(tokens.astype(np.int64))
+    x = weights["embedding.word_embeddings.weight"][ids]
+    for number in range(4):
+        first = f"decoder.layers.{number}."
+        own = {name.removeprefix(first): weight for name, weight in weights.items() if name.startswith(first)}
+        x = Layer(own, windows.get(number + 1))(x)
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weights["decoder.final_layernorm.weight"]
+    logits = x[:-1] @ weights["output_layer.weight"][: scenarios.VOCAB].T
+    return F.cross_entropy(logits, ids[1:], reduction="none")
+
+
+# --- ours --------------------------------------------------------------------------------------------------------
+
+
+def weights_and_gradients(overrides: Sequence[str], packs: Sequence[Sequence[Sample]]) -> dict[str, Any]:
+    with scenarios.running(overrides) as engine:
+        (chunk,) = engine.chunks
+        weights = {name: param.detach().numpy().copy() for name, param in chunk.module.named_parameters()}
+        losses = losses_of(engine, packs)
+        chunk.train()
+        chunk.zero_grad_buffer()
+        totals = engine._run([scenarios.microbatch_of(engine, samples) for samples in packs], forward_only=False)
+        grads = {name: param.main_grad.numpy().copy() for name, param in chunk.module.named_parameters()}
+        return {"weights": weights, "losses": losses, "gradients": grads, "loss": totals.objective / totals.num_tokens}
+
+
+def losses(overrides: Sequence[str], packs: Sequence[Sequence[Sample]]) -> list[Any]:
+    with scenarios.running(overrides) as engine:
+        return losses_of(engine, packs)
+
+
+def whole(results: Sequence[list[Any]], pack: int, samples: Sequence[Sample]) -> list[np.ndarray]:
+    """Of each sample the losses of its labels, whichever rank has them."""
+    aligned = [-(-len(sample.tokens) // 32) * 32 for sample in samples]
+    values = np.full(sum(aligned), np.nan)
+    for result in results:
+        if result[pack] is not None:
+            where, found = result[pack]
+            values[where] = found
+    starts = np.cumsum([0, *aligned])
+    return [values[start : start + len(sample.tokens) - 1] for start, sample in zip(starts, samples)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_crossed_kinds_have_the_losses_and_gradients_of_a_loop(ranks: Ranks, name: str) -> None:
+    corpus = scenarios.SkewedCorpus((90, 37, 64, 5))
+    packs = [[corpus.sample(0), corpus.sample(1)], [corpus.sample(2), corpus.sample(3)]]
+    (one,) = ranks(1).run(weights_and_gradients, MODELS[name], packs)
+    weights = {key: torch.from_numpy(value).double().requires_grad_() for key, value in one["weights"].items()}
+    windows = {2: WINDOW} if "windows" in name else {}
+    expected = [[reference_losses(weights, sample.tokens, windows) for sample in pack] for pack in packs]
+    for number, pack in enumerate(packs):
+        for found, loss in zip(whole([one["losses"]], number, pack), expected[number]):
+            np.testing.assert_allclose(found, loss.detach().numpy(), rtol=0, atol=TOKEN_LOSS_TOLERANCE)
+    masks = [[torch.from_numpy(sample.weights[1:] > 0) for sample in pack] for pack in packs]
+    pairs = [(loss, mask) for pack, own in zip(expected, masks) for loss, mask in zip(pack, own)]
+    mean = torch.stack([loss[mask].sum() for loss, mask in pairs]).sum() / sum(int(mask.sum()) for _, mask in pairs)
+    assert one["loss"] == pytest.approx(float(mean.detach()), rel=MEAN_LOSS_TOLERANCE)
+    mean.backward()
+    wrong = {}
+    for key, weight in weights.items():
+        assert weight.grad is not None, key
+        error = float((torch.from_numpy(one["gradients"][key]) - weight.grad).norm() / weight.grad.norm())
+        if not error <= (DECAY_TOLERANCE if key.endswith(DECAYS) else GRADIENT_TOLERANCE):
+            wrong[key] = error
+    assert not wrong
+    for layout, (world_size, overrides) in LAYOUTS.items():
+        results = ranks(world_size).run(losses, [*MODELS[name], *overrides], packs)
+        for number, pack in enumerate(packs):
+            for found, loss in zip(whole(results, number, pack), expected[number]):
+                np.testing.assert_allclose(
+                    found, loss.detach().numpy(), rtol=0, atol=TOKEN_LOSS_TOLERANCE, err_msg=layout
+                )

@@ -43,7 +43,7 @@ def test_folder(folder: Path) -> None:
     # Each character belongs to exactly one token: the saved post-processor would drop the spaces.
     assert encoded.starts.tolist() == [0, *encoded.ends[:-1].tolist()]
     assert encoded.ends[-1] == 17
-    assert encoded.token_spans([0], [13]) == ([0], [2])
+    assert encoded.token_spans([0], [13]) == [(0, 2, True)]
     stand_ins = "\U000f0000" * 10
     as_text = tokenizer.encode_as_text("<|im_end|>", stand_ins, tokenizer.encode(stand_ins).ids)
     assert as_text is not None and len(as_text.ids) > 1 and not tokenizer.is_control[as_text.ids].any()

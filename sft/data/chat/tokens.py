@@ -153,20 +153,26 @@ def find_token_spans(
     turns = [turn for turn in turns if (turn.start if inserted else turn.inserted) < turn.end]
     starts = [turn.start if inserted else turn.inserted for turn in turns]
     ends = [turn.end for turn in turns]
-    firsts, stops = encoded.token_spans([*starts, *(turn.text_end for turn in turns)], [*ends, *ends])
+    covered = encoded.token_spans([*starts, *(turn.text_end for turn in turns)], [*ends, *ends])
     spans = []
     for number, (turn, start) in enumerate(zip(turns, starts, strict=True)):
-        first, end, end_start = firsts[number], stops[number], firsts[number + len(turns)]
-        wanted = text[start : turn.end]
-        # A control token may cover the spaces after it, including spaces at the start of the turn (Phi-3).
-        first += bool(tokenizer.is_control[encoded.ids[first]] and encoded.begins_before(first, start))
-        decoded = tokenizer.decode(encoded.ids[first:end])
-        if decoded != wanted and decoded.strip() not in (wanted.strip(), tokenizer.normalize(wanted).strip()):
-            raise DataError(
-                f"the tokenizer of {tokenizer.name} turns an assistant turn into other text: {quoted(wanted)} became "
-                f"{quoted(decoded)}.  The tokenizer cannot represent this turn, or merges it with the text around it."
-            )
+        first, end, is_proven = covered[number]
+        end_start = covered[number + len(turns)][0]
+        if not is_proven:
+            # A control token may cover the spaces after it, including spaces at the start of the turn (Phi-3).
+            first += bool(tokenizer.is_control[encoded.ids[first]] and encoded.begins_before(first, start))
+            _check_decoded(text[start : turn.end], encoded.ids[first:end], tokenizer)
         spans.append(
             TokenSpan(turn.message, first, end, end_start if turn.text_end < turn.end else end, turn.is_end_usual)
         )
     return spans
+
+
+def _check_decoded(wanted: str, ids: np.ndarray, tokenizer: FolderTokenizer) -> None:
+    """Raises DataError if the tokens of a turn decode to other text."""
+    decoded = tokenizer.decode(ids)
+    if decoded != wanted and decoded.strip() not in (wanted.strip(), tokenizer.normalize(wanted).strip()):
+        raise DataError(
+            f"the tokenizer of {tokenizer.name} turns an assistant turn into other text: {quoted(wanted)} became "
+            f"{quoted(decoded)}.  The tokenizer cannot represent this turn, or merges it with the text around it."
+        )

@@ -174,7 +174,7 @@ def _with_final_end(
             "learn to stop, and generation_config.json names no token with which its turns end.  Set data.final_end "
             f"to a control token, or to null for none.  Tokens that end turns of this template: {ends}."
         )
-    ids = np.append(ids, np.int32(tokenizer.files.added_ids[end]))
+    ids = np.concatenate([ids, np.array([tokenizer.files.added_ids[end]], np.int32)])
     span = next(span for span in reversed(spans) if span.message == last.message)
     whole = span._replace(end=len(ids), end_start=len(ids) - 1, is_end_usual=True)
     return ids, [whole if other is span else other for other in spans]

@@ -37,14 +37,18 @@ def start_of(reading: Reading, run: Run, message: Message, asked: int, habits: H
     shown = prompt_after(asked, begin, run.start) if asked else None
     common = 0 if shown is None else common_length(reading.text[begin : begin + len(shown)], shown)
     if shown is None or common < len(shown):
-        is_shared = shown is not None and common >= len(between)
-        common = len(between) if is_shared else _whole_tokens(between, common, habits)
-        usual = after_header(reading.text[begin : run.start + len(habits.header)], len(between), habits.header, control)
-        common = max(common, usual, after_header_end(between, shown or habits.header, control))
-    end_before = habits.first_end(between)
-    if common < (end_before[1] if end_before else int(shown is None and bool(between.strip()))):
-        # Neither this prompt nor the usual header: the turn begins after the last token that starts messages.
-        common = max((match.end() for match in control.finditer(between)), default=0)
+        whole = reading.text[begin : run.start + len(habits.header)]
+        header = after_header(whole, len(between), habits.header, control)
+        if shown is not None and common >= len(between):
+            common = max(len(between), header)  # the prompt goes on where this message's text begins
+        else:
+            end = after_header_end(between, shown or habits.header, control)
+            common = max(_whole_tokens(between, common, habits), header, end)
+    if common < len(between):
+        end_before = habits.first_end(between)
+        if common < (end_before[1] if end_before else int(shown is None and bool(between.strip()))):
+            # Neither this prompt nor the usual header: the turn begins after the last token that starts messages.
+            common = max((match.end() for match in control.finditer(between)), default=0)
     start = begin + common
     return Start(start, _inserted(reading, run, message, start, asked, habits))
 

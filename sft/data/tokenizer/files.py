@@ -10,7 +10,6 @@ This module does not decide which template a chat gets (`tokenizer.py`), nor wha
 
 import hashlib
 import json
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -154,7 +153,7 @@ def encode(backend: Tokenizer, text: str, *, as_text: bool = False, offsets: boo
         return backend.encode_batch_fast([text], add_special_tokens=False)[0]
 
 
-def failing_at(text: str) -> AbstractContextManager[None]:
+def failing_at(text: str) -> refusing:
     """Raises DataError with the beginning of the text if native code fails at it."""
     return refusing(
         lambda why: f"the tokenizer fails at a text of {len(text):,} characters, {json.dumps(text[:20])}...: {why}.  "

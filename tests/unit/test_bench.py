@@ -32,11 +32,7 @@ NUM_ROWS = {  # of a tiny run
         "balance": 1,
         "dynamic_cp": 1,
         "dynamic_cp_step": 1,
-        "plan_ranking": 2,
-        "collate": 1,
         "tokenize": 2,
-        "cp_index": 3,
-        "metrics": 1,
         "checkpoint": 11,
         "load_hf": 8,
         "convert": 4,
@@ -51,7 +47,6 @@ SLOW = [
     "convert",
     "loss_head",
     "dynamic_cp_step",
-    "plan_ranking",
 ]  # beside `step`, or with tests of their own
 IN_TURN = """
 import sys
@@ -147,7 +142,7 @@ def test_what_cannot_be_measured(arguments: str, message: str, capsys: pytest.Ca
 
 @pytest.fixture
 def subject(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """`cp_index` is another subject, with cases a, b and c; the list is what was measured."""
+    """`packing` is another subject, with cases a, b and c; the list is what was measured."""
     measured: list[str] = []
 
     def measure(case: str, options: argparse.Namespace) -> Iterator[Row]:
@@ -175,7 +170,7 @@ def subject(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_table_its_notes_and_its_bars(subject: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert bench.main(["cp_index", "--check", "--json", str(tmp_path / "rows.jsonl")]) == 1
+    assert bench.main(["packing", "--check", "--json", str(tmp_path / "rows.jsonl")]) == 1
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[4] == "| case | ms | MiB |"
     assert lines[6:10] == [
@@ -192,23 +187,23 @@ def test_a_table_its_notes_and_its_bars(subject: list[str], capsys: pytest.Captu
         "not measured b",
         "1 of 4 bars met, 1 missed",
     ]
-    assert bench.main(["cp_index"]) == 0  # bars are judged where that is asked for
-    assert bench.main(["cp_index", "--cases", "a", "--check"]) == 0
-    assert bench.main(["cp_index", "--judge", str(tmp_path / "rows.jsonl")]) == 1
+    assert bench.main(["packing"]) == 0  # bars are judged where that is asked for
+    assert bench.main(["packing", "--cases", "a", "--check"]) == 0
+    assert bench.main(["packing", "--judge", str(tmp_path / "rows.jsonl")]) == 1
     assert subject == ["a", "b", "a", "b", "a"]
 
 
 def test_a_failure_and_a_refusal_are_exit_codes(subject: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(["cp_index", "--fail", "--cases", "a"]) == 1
-    assert bench.main(["cp_index", "--cases", "c,a"]) == 2
-    assert capsys.readouterr().err == "cp_index: c is wrong\n" and subject == ["a", "c"]
+    assert bench.main(["packing", "--fail", "--cases", "a"]) == 1
+    assert bench.main(["packing", "--cases", "c,a"]) == 2
+    assert capsys.readouterr().err == "packing: c is wrong\n" and subject == ["a", "c"]
 
 
 @pytest.mark.usefixtures("subject")
 def test_tiny_sizes_are_defaults_that_can_be_changed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (bench.parse(["cp_index"]).size, bench.parse(["cp_index", "--tiny"]).size) == (100, 7)
-    options = bench.parse(["cp_index", "--tiny", "--size", "8"])
+    assert (bench.parse(["packing"]).size, bench.parse(["packing", "--tiny"]).size) == (100, 7)
+    options = bench.parse(["packing", "--tiny", "--size", "8"])
     assert (options.size, options.names) == (8, ["a"])
     with pytest.raises(SystemExit):
-        bench.parse(["cp_index", "--help"])
+        bench.parse(["packing", "--help"])
     assert "in % (100)" in capsys.readouterr().out

@@ -2,7 +2,7 @@
 
 A subject, one module of this folder, declares its cases, columns and bars, and measures one case at a time:
 
-    python -m tools.bench cp_index --tiny
+    python -m tools.bench packing --tiny
 
     | case   | tokens  | indices ms | inverse ms | sum ms |
     |--------|--------:|-----------:|-----------:|-------:|

@@ -96,7 +96,7 @@ def score(engine: Engine, data: HeldOutData, console: Console, step: int) -> dic
 
 
 def _chosen(config: Config, source: str | None, tokenizer: ChatTokenizer, console: Console) -> tuple[Path | None, str]:
-    """What `choose` returns, in a form that rank 0 can send."""
+    """The result of `choose`, in a form that rank 0 can send."""
     checkpoint, start = choose(config, source, tokenizer, console)
     return checkpoint, start.model_dump_json()
 

@@ -34,7 +34,7 @@ class PreparedSet:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What `prepare` has made or found.
+    """The result of `prepare`: token caches, made by this call or by an earlier one.
 
     cache_dir  folder of the tokens (data.cache_dir)
     train      the training data

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What the search has found.  All its numbers are predictions.
+    """The result of `plan`: proposals of layouts.  All numbers are predictions.
 
     model    the model or recipe, as it was named
     recipe   the recipe whose layout was searched
@@ -61,7 +61,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What `plan` assumes: the hardware, and what a step trains on.  The names are those of the options of `sft plan`.
+    """Assumptions of `plan`: the hardware, and what a step trains on.  Names are those of the options of `sft plan`.
 
     gpu                type of GPU, such as "h200"; gpus_per_node: GPUs of a node
     fabric             network between nodes: ib400, roce200, ..., or the GB/s that a GPU receives, as a text

@@ -15,7 +15,7 @@ MOST_CALLS = 200  # of a sample
 
 
 def seconds(call: Callable[[], Any], device: torch.device, samples: int = SAMPLES) -> float:
-    """Of one call; the same number on every rank.  The first call is a warm-up.  Collective."""
+    """Time of one call, equal on all ranks.  The first call is a warm-up.  Collective."""
 
     def sample(number: int) -> float:
         dist.barrier()

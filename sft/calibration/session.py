@@ -28,7 +28,7 @@ TIMEOUT_S = 600
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What was measured.
+    """The measured constants of a type of device.
 
     constants: as predictions use them; errors: (predicted - measured) / measured of the short steps, after the fit
     """
@@ -101,7 +101,7 @@ def _of_link(bandwidth: str, link: Link, source: str) -> dict[str, Constant]:
 
 
 def _gpu(device: torch.device) -> tuple[gpus.Gpu, str]:
-    """What the table knows of this device, and its own name.  Raises ConfigError for a GPU that the table lacks."""
+    """The row of the table for this device, and the device's name.  Raises ConfigError if the table lacks the GPU."""
     if device.type == "cpu":
         return gpus.gpu("cpu"), "the CPU"
     name = torch.cuda.get_device_name(device)

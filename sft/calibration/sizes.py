@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is measured on a type of device.
+    """The sizes of all measurements on a type of device.
 
     products      smallest sizes of matrix products, of `rows` rows
     documents     lengths at which attention is measured, in packs of the longest; `heads` of width `head_dim`

@@ -42,7 +42,7 @@ class Step(NamedTuple):
 
 
 def recipes(sizes: Sizes, device_type: str, num_ranks: int) -> dict[str, Config]:
-    """By the part that takes most of the time.  Each rank has 8, 1 or 2 packs."""
+    """The recipes to time, by the part of a step that dominates.  Each rank has 8, 1 or 2 packs."""
     hidden = sizes.hidden_size
     long = {"seq_length": sizes.seq_length, "packs": 2}
     changes: dict[str, dict[str, Any]] = {

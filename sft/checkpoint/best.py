@@ -15,7 +15,7 @@ _NOT_RECORDED = ""  # the metric of a value from a version that recorded neither
 @message
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """How a run compares its checkpoints, and the best one so far.  All values are JSON types."""
+    """The best checkpoint of a run so far, and the metric that decides.  All values are JSON types."""
 
     metric: str  # checkpoint.keep_best: held-out set and metric
     lower_is_better: bool
@@ -37,12 +37,12 @@ class Best:
         return None if best is None else Best(**best)
 
     def judged(self, step: int, value: float) -> "Best":
-        """With this checkpoint as the best one, if no earlier one is as good."""
+        """This record with the checkpoint of `step` as the best one, if no earlier one is as good."""
         is_better = self.value is None or (value < self.value if self.lower_is_better else value > self.value)
         return replace(self, step=step, value=value) if is_better else self
 
     def differences(self, now: "Best") -> Iterator[str]:
-        """Why values of `now` do not compare with this value."""
+        """Reasons, as phrases, for which values of `now` do not compare with this value."""
         if self.metric == _NOT_RECORDED:
             yield "an earlier version recorded the best value without its metric and its held-out set"
             return

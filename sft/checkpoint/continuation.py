@@ -1,4 +1,4 @@
-"""What a run would continue from, and what its recipe may change there.
+"""Finds the checkpoint from which a run would continue, and checks what its recipe may change there.
 
 `sft check`, `sft status` and every start of a run ask `check`, so they refuse the same runs with the same sentences.
 The facts of a checkpoint are in its manifest.json; only those of an older version are in a pickle, which the safe
@@ -217,7 +217,7 @@ def _schedule(recipe: Mapping[str, Any], steps_of: Callable[[int], int] | None) 
 
 
 def lines(resumed: Continuation | None, num_steps: int | None = None) -> list[str]:
-    """What the run continues from, and what changed.  num_steps: steps of the whole run, if they are known"""
+    """Lines that name the checkpoint and the changed settings.  num_steps: steps of the whole run, if they are known"""
     if resumed is None:
         return ["a new run starts"]
     of = "" if num_steps is None else f" of {num_steps:,}"

@@ -1,4 +1,4 @@
-"""What `sft check` and `sft status` say about the checkpoint from which a run would continue."""
+"""The lines of `sft check` and `sft status` about the checkpoint from which a run would continue."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ def with_data(recipe: Recipe, layout: Layout, corpus: "Corpus", loader: "Loader"
 
 
 def without_data(recipe: Recipe, layout: Layout) -> ResumeLines:
-    """As `with_data`, without what follows from data, and of the files of the run those that are on this machine."""
+    """Compares what needs no data, with those files of the run that are on this machine."""
     config, folder = recipe.config, Path(recipe.config.run.dir) / "checkpoints"
     resume = config.checkpoint.resume
     is_named = resume not in resume_setting.WORDS and Path(resume).exists()

@@ -245,7 +245,7 @@ class ModelConfig(Section):
 
     @property
     def portable_only(self) -> str | None:
-        """What the model has and only some attention backends have (`BackendTraits.has_all_layers`); None: nothing."""
+        """The first key of the model that only some backends support (`BackendTraits.has_all_layers`), or None."""
         kinds = {
             f"model.norm_placement = {self.norm_placement}": self.norm_placement != "pre",
             "model.qk_norm_across_heads": self.qk_norm_across_heads,

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for each parameter, for the estimate and for checkpoints.  `mcore/optimizer` runs it."""
+"""States of an optimizer for each parameter, for the estimate and for checkpoints.  `mcore/optimizer` runs it."""
 
 from dataclasses import dataclass
 

@@ -49,5 +49,5 @@ class Schedule:
 
 
 def _product(fraction: float, num_steps: int) -> Decimal:
-    """Of the number as it is written: 0.07 * 100 is 7, but 7.000000000000001 in floats, whose ceiling is 8."""
+    """fraction * num_steps in decimal: 0.07 * 100 is 7, but 7.000000000000001 in floats, whose ceiling is 8."""
     return Decimal(repr(float(fraction))) * num_steps

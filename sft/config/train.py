@@ -105,7 +105,7 @@ class OptimConfig(Section):
 
     @property
     def optimizer(self) -> OptimizerStates:
-        """What the optimizer keeps for each parameter."""
+        """The states that the optimizer keeps for each parameter."""
         return ADAM
 
     def conflicts(self) -> Iterator[tuple[str, str]]:

@@ -51,12 +51,12 @@ class LimitReached(Exception):
 
     @property
     def advice(self) -> str:
-        """What to look for; empty if another process has sent SIGKILL."""
+        """Advice to the user; empty if another process has sent SIGKILL."""
         return "" if "SIGKILL" in self.why and not self.is_memory else f"  {ADVICE}"
 
 
 class _Outcome(NamedTuple):
-    """What a child sends: a result, or an error."""
+    """The answer of a child process: a result, or an error."""
 
     result: Any = None
     error: BaseException | None = None
@@ -136,7 +136,7 @@ def _set(limit: int, value: int) -> None:
 
 
 def _data_bytes() -> int:
-    """What RLIMIT_DATA counts of this process."""
+    """Bytes of this process that RLIMIT_DATA counts."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[5]) * resource.getpagesize()

@@ -100,7 +100,7 @@ def fault_of(error: OSError) -> str | None:
 
 
 def _missing_permission(path: str | bytes | int | None) -> str:
-    """What this user may not do with `path`.  The errno does not say whether a read or a write has failed."""
+    """The missing permission for `path`, as a phrase.  The errno does not say whether a read or a write has failed."""
     missing = []
     if path is not None and os.access(path, os.F_OK):
         missing = [name for name, mode in (("read", os.R_OK), ("write", os.W_OK)) if not os.access(path, mode)]

@@ -108,7 +108,7 @@ def check_commits(of_ranks: Sequence[dict[str, str]]) -> None:
 
 
 def missing_weights(name: str) -> MissingWeights | None:
-    """What `download_weights` would download; None if the cache has all weights.
+    """The files that `download_weights` would download; None if the cache has all weights.
 
     Raises ConfigError if the repository has no safetensors files.
     """
@@ -240,7 +240,7 @@ def _weight_files(snap: Snapshot, sizes: dict[str, int] | None) -> list[str]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without the progress bars of huggingface_hub: one console shows the progress of a run."""
+    """Disables the progress bars of huggingface_hub: one console shows the progress of a run."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     were_enabled = not are_progress_bars_disabled()

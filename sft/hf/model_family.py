@@ -26,7 +26,7 @@ _USUAL = {
 
 
 def model_family(model: ModelConfig) -> Family | None:
-    """That of model.hf; else the first family that has the tensors of `model`; None if there is no such family."""
+    """The family of model.hf; else the first family that has the tensors of `model`; None if there is none."""
     if model.hf is not None:
         folder = local_folder(model.hf)
         return architecture(read(folder), str(folder / CONFIG)).family

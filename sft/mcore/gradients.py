@@ -11,7 +11,7 @@ from sft.mcore.checkpoint_io.engine_state import trained_state
 from sft.mcore.checkpoint_io.optimizer_shards import MAIN, OptimizerSlice, optimizer_slices, sharded_slices
 from sft.mcore.engine import Engine
 
-_OF_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _STACKED = re.compile(r"decoder\.layers\.(?!\d)")  # the first axis of such a tensor is the layer
 
 
@@ -49,8 +49,8 @@ def gradient_chunks(engine: Engine) -> Iterator[GradientChunk]:
 def chunk_of(shard: ShardedTensor) -> GradientChunk:
     """The shard under the name of its layer."""
     name, skipped = shard.key, 0
-    if of_layer := _OF_LAYER.match(name):
-        name = f"layer {int(of_layer[1]) + 1} {_OF_LAYER.sub('', name)}"
+    if layer := _LAYER.match(name):
+        name = f"layer {int(layer[1]) + 1} {_LAYER.sub('', name)}"
     elif _STACKED.match(name):
         name, skipped = f"layer {shard.global_offset[0] + 1} {_STACKED.sub('', name)}", 1
     return GradientChunk(

@@ -112,8 +112,8 @@ def _smaller_cp(layout: Layout, timeout_s: int, control: dist.ProcessGroup) -> d
     check_order(all_gather_objects(lambda: list(members.values()), control))
     timeout = datetime.timedelta(seconds=timeout_s)
     return {
-        size: dist.new_group(of_size, timeout=timeout, use_local_synchronization=True, group_desc=f"dynamic CP {size}")
-        for size, of_size in members.items()
+        size: dist.new_group(own, timeout=timeout, use_local_synchronization=True, group_desc=f"dynamic CP {size}")
+        for size, own in members.items()
     }
 
 

@@ -47,7 +47,7 @@ class Relayout:
 
 @dataclass(frozen=True, kw_only=True)
 class FragmentPlan:
-    """What one rank computes in one microbatch.  Empty documents have no fragments.
+    """The fragments of one rank in one microbatch.  Empty documents have no fragments.
 
     boundaries  int64 [fragments + 1], in the tokens that this rank computes: first the fragments of long documents, of
                 each the early chunk and then the late one; then the short documents of this rank

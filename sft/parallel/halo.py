@@ -20,7 +20,7 @@ from sft.parallel.context_parallel import Chunk, document_chunks, local_chunks, 
 
 @dataclass(frozen=True, kw_only=True)
 class Halo:
-    """What one rank sends and receives for one microbatch, and the keys that its chunks need.
+    """Tokens that one rank sends and receives for one microbatch, and the keys that its chunks need.
 
     send          int64, indices of local tokens: those for rank 0 first, then those for rank 1, ...
     num_sent      tokens sent to each rank
@@ -66,7 +66,7 @@ class Halo:
 
 @dataclass(frozen=True)
 class _Needs:
-    """Of one rank, for each document: its two chunks, and two runs of keys that it needs and does not hold.
+    """The two chunks of one rank in each document, and two runs of keys that it needs and does not have.
 
     Each array is int64 [documents, 2]: where runs start, and where they end, in the pack.
     """

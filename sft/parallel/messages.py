@@ -76,7 +76,7 @@ def message(kind: C) -> C:
 
 
 def of_error(error: Exception, rank: int) -> list[Any]:
-    """What the other ranks need to raise `error`.  An error that is a bug is sent as text with `rank`."""
+    """A message from which other ranks raise `error` (`to_error`).  A bug is sent as text with `rank`."""
     if isinstance(error, SftError):
         names = [kind.__name__ for kind in type(error).__mro__ if issubclass(kind, SftError)]
         return ["SftError", names, str(error)]
@@ -113,7 +113,7 @@ def _errors(base: type[SftError]) -> Iterator[type[SftError]]:
 
 
 def _node(value: Any) -> Any:
-    """What JSON writes for a value."""
+    """The JSON form of a value."""
     if type(value) in _PLAIN:
         return value
     if type(value) is dict and all(type(key) is str for key in value):

@@ -20,7 +20,7 @@ from sft.parallel.halo import Halo
 
 @dataclass(frozen=True, kw_only=True)
 class Taps:
-    """What the convolution of one microbatch reads on one rank.
+    """Tokens that the convolution of one microbatch reads on one rank.
 
     edges     int64, the local rows that are among the first n - 1 of their chunk
     rows      for each shift 1..n-1, int64: the edges whose document has a token `shift` tokens earlier

@@ -1,4 +1,4 @@
-"""What does every rank receive, as text, and does it agree with the samples?
+"""Shows what every rank receives, as text, and compares it with the samples.
 
 No model is built.  Ranks that differ only in tp or pp receive the same microbatch, which is shown once.
 """

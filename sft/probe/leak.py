@@ -239,7 +239,7 @@ def _forward_leaks(
 def _gradient_leaks(
     s: Session, engine: Engine, subject: Subject, replaced: str, first: int, reached: set[int]
 ) -> list[Leak]:
-    """Also adds to `reached` the layers that have a gradient at all."""
+    """Finds gradients at tokens that must have none, and adds every layer with a gradient to `reached`."""
     mb, stays = subject.microbatch, subject.stays(first)
     tokens = torch.arange(mb.tokens.shape[1])[rows_of(engine, mb.tokens.shape[1])]
     leaks: list[Leak] = []

@@ -14,7 +14,7 @@ from sft.files.atomic_files import replace_text
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The same on every rank.
+    """The result of a probe, equal on all ranks.
 
     problems  what the probe found; empty: the probe passed
     checked   what was checked, for the verdict of a probe that passed

@@ -1,4 +1,4 @@
-"""What a recipe needs on this machine: files, packages and weights, checked before heavy modules are imported."""
+"""Checks files, packages and weights that a recipe needs on this machine, before heavy modules are imported."""
 
 import glob
 import re

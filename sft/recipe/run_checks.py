@@ -22,7 +22,7 @@ _FEW_STEPS = 10  # in a run of fewer steps, a last step without an update is a c
 
 @dataclass(frozen=True, kw_only=True)
 class RunLength:
-    """What the data say about a run.
+    """The length of a run, and facts about its data.
 
     num_steps  steps of the whole run; None if the data, which decide it, are not read
     num_packs  packs of the first epoch, and tokens of the longest document; None if the data are not read

@@ -31,7 +31,7 @@ def same_ids(a: ChatTokenizer, b: ChatTokenizer) -> bool:
 
 
 def _of_text(tokenizer: FolderTokenizer) -> dict[str, Any]:
-    """What decides the ids of a text; that an added token is special does not."""
+    """The fields of the tokenizer that decide the ids of a text; whether an added token is special does not."""
     content = json.loads(tokenizer.files.backend.to_str())
     added = [{key: value for key, value in token.items() if key != "special"} for token in content["added_tokens"]]
     return {**{part: content[part] for part in ("model", "normalizer", "pre_tokenizer")}, "added_tokens": added}

@@ -16,7 +16,7 @@ from sft.weights.lora.targets import adapted_weights, is_match, nearest
 
 
 def trained_weights(config: Config, vocab_size: int) -> Trained:
-    """What the recipe trains.
+    """The weights that the recipe trains.
 
     Raises ConfigError if a name matches nothing, or if the model has no names of Hugging Face.
     """

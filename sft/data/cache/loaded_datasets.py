@@ -27,7 +27,7 @@ FOLDER = "datasets"
 
 
 class _Memo(NamedTuple):
-    """What was loaded under a name.  folder: the digest of a local folder when it was loaded; None for the hub."""
+    """A data set loaded by name.  folder: the digest of a local folder when it was loaded; None for the hub."""
 
     dataset: LoadedDataset
     folder: str | None

@@ -43,7 +43,7 @@ class RowOmission(NamedTuple):
         return json.dumps(dict(zip(self._fields[:5], self[:5], strict=True))) + "\n"
 
     def of_file(self) -> "FileOmission":
-        """The same omission as a FileOmission with one row."""
+        """This omission as a FileOmission with one row."""
         row, message, role, kind, num, said, why = self
         return FileOmission(role=role, kind=kind, count=num, chats=1, rows=(row,), message=message, said=said, why=why)
 

@@ -44,7 +44,7 @@ class Reject(NamedTuple):
 
 @dataclass(kw_only=True)
 class RowCounts:
-    """What a file's table of samples does not show of its rows.  Lists are in the order of the file."""
+    """Counts of a file's rows that its table of samples does not show.  Lists are in the order of the file."""
 
     rejects: list[Reject] = field(default_factory=list)
     omitted: tuple[FileOmission, ...] = ()

@@ -1,4 +1,4 @@
-"""What a document costs on a group of context-parallel ranks, by the size of the group: time and bytes.
+"""Time and bytes of a document on a group of context-parallel ranks, by the size of the group.
 
     time on each rank = (computation + communication that computation does not hide) / cp_size
 

@@ -224,7 +224,7 @@ def _read_part(part: object, role: str, where: str) -> dict[str, str]:
 
 
 def _not_text(value: object) -> str:
-    """What a value is, for an error; for a time also how it came to be one."""
+    """The type of a value, for an error message; for a time, also the reason, and two ways to keep it a text."""
     if not isinstance(value, date | time | timedelta):
         return type_name(value)
     return (

@@ -131,7 +131,7 @@ def _by_number(key: str, values: np.ndarray, num_tokens: int) -> np.ndarray:
 
 
 def _by_bounds(key: str, values: np.ndarray, num_tokens: int, *, expected: str) -> np.ndarray:
-    """By the first token of each document, and then the end of the last one."""
+    """Numbers of documents from the first token of each document, followed by the end of the last one."""
     rises = (np.diff(values) > 0).all() and len(values) > 1
     if values[0] != 0 or not rises or values[-1] > num_tokens:
         shown = ", ".join(map(str, values[:20].tolist())) + (", ..." if len(values) > 20 else "")

@@ -1,4 +1,4 @@
-"""What every module knows of a message: its roles and keys, its tool calls, its texts, and how errors quote it.
+"""Roles, keys, tool calls and texts of a message, and how errors quote it, for all modules that read chats.
 
 Decides which tool calls are valid, and which weights.  The arguments of a call stay as the row has them, text or
 object, because templates differ in the form that they need (`with_arguments`).  `checked_messages.py` checks messages.

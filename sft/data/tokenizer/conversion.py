@@ -13,7 +13,7 @@ from sft.errors import DataError
 
 
 def load(folder: Path, *, fix_mistral_regex: bool = False) -> Any:
-    """What AutoTokenizer makes of a folder, from its files alone.  Raises any error, also a panic of Rust.
+    """The tokenizer that AutoTokenizer makes from the files of a folder alone.  Raises any error, also a panic of Rust.
 
     With a value of fix_mistral_regex, an installed mistral-common does not take over Mistral's folders.
     """

@@ -40,7 +40,7 @@ _ADVICE = (
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFiles:
-    """What a tokenizer folder holds.
+    """The contents of a tokenizer folder.
 
     backend          the tokenizer of tokenizer.json, with the added tokens of the other files; without a length limit,
                      padding and post-processor
@@ -162,7 +162,7 @@ def failing_at(text: str) -> refusing:
 
 
 def around_text(name: str, backend: Tokenizer) -> tuple[Ids, Ids]:
-    """What the post-processor puts before and after a text.  Raises DataError if no text gets a token."""
+    """The ids that the post-processor puts before and after a text.  Raises DataError if no text gets a token."""
     for text in _TEXTS:
         with refusing(lambda why: f"the tokenizer of {name} fails at {text!r}: {why}.  Give another data.tokenizer."):
             encoding = backend.encode(text, add_special_tokens=True)

@@ -103,7 +103,7 @@ def _rules(model: str = "model") -> tuple[Rule, ...]:
 
 
 def _mixture(model: str) -> tuple[Rule, ...]:
-    """What follows attention in models with enable_moe_block: an MLP, router and experts, with their norms."""
+    """Rules after those of attention, in models with enable_moe_block: an MLP, router and experts, with their norms."""
     layer, ours = f"{model}.layers.{LAYER}", "decoder.layers.mlp"
 
     def rule(name: str, stored: str, shape: str) -> Rule:

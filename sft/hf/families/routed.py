@@ -51,7 +51,7 @@ def of_layers(mlp: Literal["dense", "experts"], *rules: Rule) -> tuple[Rule, ...
 
 
 def routed(model: str = "model") -> tuple[Rule, ...]:
-    """What follows attention: an MLP in the first layers; router, experts and shared expert in the others."""
+    """Rules after those of attention: an MLP in the first layers; router, experts and shared expert in the others."""
     return (
         *of_layers("dense", *mlp(model)),
         *of_layers(

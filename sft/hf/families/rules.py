@@ -1,4 +1,4 @@
-"""What families share: rules for tensors, keys of config.json, defaults, and options.
+"""Rules for tensors, keys of config.json, defaults and options that families share.
 
 The argument `model` is the first part of Hugging Face names.
 `sft/hf/tensor_view.py` explains the letters of a shape.

@@ -1,4 +1,4 @@
-"""What this trainer lacks for families that it does not support, for the error message."""
+"""Families that are not supported, and for each one the missing parts of this trainer, for the error message."""
 
 import json
 from collections.abc import Mapping

@@ -27,7 +27,7 @@ class Transfer(Protocol):
     def wait(self) -> None: ...
 
     def result(self) -> Any:
-        """What arrived.  Call it once; it frees the buffer."""
+        """The received tensors.  Call it once; it frees the buffer."""
 
 
 class KeySource(Protocol):
@@ -185,11 +185,11 @@ class _HaloReturn:
     def __init__(self, dkeys: Tensor, dvalues: Tensor, keys: HaloKeys, num_tokens: int, cp_group: Any) -> None:
         self._widths = [dkeys.shape[-1], dvalues.shape[-1]]
         total = _summed(dkeys, dvalues, keys.key_order, num_tokens + sum(keys.num_received))
-        self._local, of_others = total[:num_tokens], total[num_tokens:]
+        self._local, dreceived = total[:num_tokens], total[num_tokens:]
         self._send = keys.send
         self._returned = total.new_empty((len(keys.send), *total.shape[1:]))
         self._work: Any = dist.all_to_all_single(
-            self._returned, of_others, keys.num_sent, keys.num_received, group=cp_group, async_op=True
+            self._returned, dreceived, keys.num_sent, keys.num_received, group=cp_group, async_op=True
         )
 
     def wait(self) -> None:

@@ -69,7 +69,7 @@ def packed_attention(
 
 @dataclass(frozen=True)
 class _Setting:
-    """What attention needs besides tensors with gradients."""
+    """Arguments of attention that are no tensors with gradients."""
 
     kernel: Kernel
     scale: float

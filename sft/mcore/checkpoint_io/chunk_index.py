@@ -57,7 +57,7 @@ class ChunkIndex:
         return items
 
     def fault(self) -> str:
-        """What is wrong with the chunks; empty if every element of the tensor is in exactly one chunk."""
+        """Describes a fault of the chunks; empty if every element of the tensor is in exactly one chunk."""
         size, chunks = self._entry.size, self._entry.chunks
         for chunk in chunks:
             if any(o < 0 or o + n > end for o, n, end in zip(chunk.offsets, chunk.sizes, size, strict=True)):

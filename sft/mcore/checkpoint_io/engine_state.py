@@ -42,11 +42,13 @@ def snapshot(engine: Engine, plain: dict[str, Any], plans: SavePlans | None = No
     model = trained_state(engine)
     slices = list(optimizer_shards.optimizer_slices(engine.optimizer))
     main = optimizer_shards.MAIN_PREFIX[engine.config.parallel.distributed_optimizer]
-    of_optimizer = partial_stacks.for_save(optimizer_shards.sharded_slices(slices, model, main=main), engine.trained)
-    tensors = [*sharded_tensors(model), *of_optimizer]
+    optimizer_tensors = partial_stacks.for_save(
+        optimizer_shards.sharded_slices(slices, model, main=main), engine.trained
+    )
+    tensors = [*sharded_tensors(model), *optimizer_tensors]
     # Modules store objects as well as tensors: Transformer Engine stores its scaling factors.
-    of_modules = [entry for entry in nested_values(model) if isinstance(entry, ShardedObject)]
-    objects = [*of_modules, rng.describe(engine.groups)]
+    module_objects = [entry for entry in nested_values(model) if isinstance(entry, ShardedObject)]
+    objects = [*module_objects, rng.describe(engine.groups)]
     common = _common(engine, plain)
     return torch_dist_files.select_shards(tensors, objects, engine.groups, common, plans or SavePlans())
 
@@ -131,7 +133,7 @@ def is_finite(engine: Engine) -> bool:
 
 
 def trained_state(engine: Engine) -> dict[str, Any]:
-    """What a checkpoint holds of the model: everything, or with LoRA the adapters and weights trained beside them.
+    """The state of the model in a checkpoint: all of it, or with LoRA the adapters and weights trained beside them.
 
     With delayed scaling, also the FP8 scales of frozen layers, which depend on earlier steps.
     """

@@ -26,8 +26,8 @@ def describe(groups: ProcessGroups) -> ShardedObject:
 
     Collective.  Every rank of Megatron-LM reads the first state, or its own with --data-parallel-random-init.
     """
-    of_all = all_gather_objects(_state, groups.control)
-    return _object(groups, [of_all[rank] for rank in dist.get_process_group_ranks(groups.collection.dp_cp)])
+    states = all_gather_objects(_state, groups.control)
+    return _object(groups, [states[rank] for rank in dist.get_process_group_ranks(groups.collection.dp_cp)])
 
 
 def key_of(groups: ProcessGroups) -> str:

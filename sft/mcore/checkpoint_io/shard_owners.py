@@ -53,7 +53,7 @@ def writers(shards: Sequence[ShardedTensor], groups: ProcessGroups) -> ShardDist
     if groups.collection.dp_cp.size() == 1:
         return None
     held = _held_by_all(shards, groups)
-    main = {of.shard for of_rank in held for of in of_rank if of.is_main}
+    main = {entry.shard for entries in held for entry in entries if entry.is_main}
     holders = {shard: ranks for shard, ranks in _holders(held).items() if shard in main}
     return ShardDistribution(_chosen(held, holders, main), main, {}, holders)
 
@@ -61,9 +61,9 @@ def writers(shards: Sequence[ShardedTensor], groups: ProcessGroups) -> ShardDist
 def readers(shards: Sequence[ShardedTensor], groups: ProcessGroups) -> dict[ShardId, Reader]:
     """The rank of dp_cp that reads each shard that a rank of this group holds; equal on all of them.  Collective."""
     held = _held_by_all(shards, groups)
-    main = {of.shard for of_rank in held for of in of_rank if of.is_main}
+    main = {entry.shard for entries in held for entry in entries if entry.is_main}
     holders = _holders(held)
-    described = {of.shard: of for of_rank in held for of in of_rank}
+    described = {entry.shard: entry for entries in held for entry in entries}
     return {
         shard: Reader(rank, described[shard].shape, described[shard].dtype, is_shared=len(holders[shard]) > 1)
         for shard, rank in _chosen(held, holders, main).items()
@@ -71,25 +71,25 @@ def readers(shards: Sequence[ShardedTensor], groups: ProcessGroups) -> dict[Shar
 
 
 def _held_by_all(shards: Sequence[ShardedTensor], groups: ProcessGroups) -> list[list[_Held]]:
-    """What each rank of dp_cp holds.  Sent over gloo to all ranks of the run."""
+    """The shards of each rank of dp_cp.  Sent over gloo to all ranks of the run."""
     own = {
         shard_id(s): _Held(shard_id(s), tuple(s.local_shape), s.dtype, is_main_replica(s.replica_id)) for s in shards
     }
-    of_all = all_gather_objects(lambda: list(own.values()), groups.control)
-    return [of_all[rank] for rank in dist.get_process_group_ranks(groups.collection.dp_cp)]
+    by_rank = all_gather_objects(lambda: list(own.values()), groups.control)
+    return [by_rank[rank] for rank in dist.get_process_group_ranks(groups.collection.dp_cp)]
 
 
 def _holders(held: Sequence[Sequence[_Held]]) -> dict[ShardId, list[int]]:
     holders: dict[ShardId, list[int]] = {}
-    for rank, of_rank in enumerate(held):
-        for of in of_rank:
-            holders.setdefault(of.shard, []).append(rank)
+    for rank, entries in enumerate(held):
+        for entry in entries:
+            holders.setdefault(entry.shard, []).append(rank)
     return holders
 
 
 def _chosen(
     held: Sequence[Sequence[_Held]], holders: dict[ShardId, list[int]], main: set[ShardId]
 ) -> dict[ShardId, int]:
-    sizes = {of.shard: of.num_bytes for of_rank in held for of in of_rank}
+    sizes = {entry.shard: entry.num_bytes for entries in held for entry in entries}
     chosen: dict[ShardId, int] = distribute_shards_to_ranks(holders, sizes, len(held), set(holders) - main)
     return chosen

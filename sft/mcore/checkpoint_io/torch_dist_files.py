@@ -155,25 +155,25 @@ def write(snapshot: Snapshot, folder: Path, group: dist.ProcessGroup, plans: Sav
         writer.set_up_storage_writer(is_rank_0, rank=dist.get_rank(), use_collectives=True)
         return writer.prepare_local_plan(planner.create_local_plan())
 
-    def plan_all(of_ranks: list[SavePlan]) -> list[SavePlan]:
-        planned, metadata = planner.create_global_plan(of_ranks)
+    def plan_all(rank_plans: list[SavePlan]) -> list[SavePlan]:
+        planned, metadata = planner.create_global_plan(rank_plans)
         index.append(metadata)
         return writer.prepare_global_plan(planned)
 
-    def finish(of_ranks: list[list[WriteResult]]) -> list[None]:
-        writer.finish(index[0], of_ranks)
-        return [None for _ in of_ranks]
+    def finish(results: list[list[WriteResult]]) -> list[None]:
+        writer.finish(index[0], results)
+        return [None for _ in results]
 
     try:
-        planned = through_rank0(partial(_of_rank, plan), partial(_of_rank, plan_all), group)
+        planned = through_rank0(partial(_naming_rank, plan), partial(_naming_rank, plan_all), group)
         write_own = lambda: writer.write_data(planner.finish_plan(planned), planner).wait()  # noqa: E731
-        through_rank0(partial(_of_rank, write_own), partial(_of_rank, finish), group)
+        through_rank0(partial(_naming_rank, write_own), partial(_naming_rank, finish), group)
     except StorageError as error:
         raise StorageError(f"{folder.name} was not written: {error}") from error
     return writer.files.entries
 
 
-def _of_rank(step: Callable[..., T], *arguments: Any) -> T:
+def _naming_rank(step: Callable[..., T], *arguments: Any) -> T:
     """The result of `step`.  Every error is raised as a StorageError that names the rank."""
     try:
         return step(*arguments)
@@ -260,7 +260,7 @@ def read_replicated(shards: Sequence[ShardedTensor], reader: safe_reader.SafeRea
 
 
 def _with_all_axes(shard: ShardedTensor) -> ShardedTensor:
-    """The same shard with all axes of the whole tensor, and without core's grid of equal shards."""
+    """A copy of `shard` with all axes of the whole tensor, and without core's grid of equal shards."""
     axes, data = shard.prepend_axis_num, shard.data.detach()
     data = data.view((1,) * axes + tuple(data.shape))
     return replace(shard, data=data, local_shape=tuple(data.shape), axis_fragmentations=None, prepend_axis_num=0)

@@ -66,14 +66,14 @@ class GroupedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, matrices, ends = ctx.saved_tensors
-        grad, of_x, of_matrices = grad.contiguous(), None, None
+        grad, dx, dmatrices = grad.contiguous(), None, None
         if ctx.needs_input_grad[0]:
-            of_x = torch.nn.functional.grouped_mm(grad, matrices, offs=ends)
+            dx = torch.nn.functional.grouped_mm(grad, matrices, offs=ends)
         if ctx.needs_input_grad[1]:
-            of_matrices = torch.nn.functional.grouped_mm(grad.t(), x, offs=ends)
+            dmatrices = torch.nn.functional.grouped_mm(grad.t(), x, offs=ends)
             starts = torch.nn.functional.pad(ends, (1, 0))[:-1]
-            of_matrices.masked_fill_((starts == ends)[:, None, None], 0.0)  # experts without rows
-        return of_x, of_matrices, None
+            dmatrices.masked_fill_((starts == ends)[:, None, None], 0.0)  # experts without rows
+        return dx, dmatrices, None
 
 
 def layer_by_layer(experts: Any, activation: GatedActivation | None = None) -> Any:
@@ -120,7 +120,7 @@ class LayerByLayer(torch.nn.Module):
 
 
 class _EachExpert(torch.nn.Module):
-    """The same layer of all experts."""
+    """One linear layer of every expert of this rank, applied expert by expert."""
 
     def __init__(self, layers: Iterable[Any]) -> None:
         super().__init__()

@@ -67,7 +67,7 @@ class Router(TopKRouter):
         self.totals: Tensor | None = None  # float64 [experts + 4], of this rank and step
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch moves and converts a module, but the correction bias stays in fp32."""
+        """Moves and converts the module as torch does, but keeps the correction bias in fp32."""
         bias = self.expert_bias
         super()._apply(*args, **kwargs)
         if bias is not None:
@@ -183,7 +183,7 @@ def by_sigmoid(logits: Tensor, moe: MoeConfig, bias: Tensor | None) -> Routing:
     scores = logits.sigmoid()
     ranked = scores.detach() if bias is None else scores.detach() + bias
     if moe.num_groups > 1:
-        ranked = _of_best_groups(ranked, moe)
+        ranked = _within_best_groups(ranked, moe)
     chosen = _among_largest(ranked, moe.top_k)
     weights = torch.where(chosen, scores, 0.0)
     if moe.normalize_top_k:
@@ -191,7 +191,7 @@ def by_sigmoid(logits: Tensor, moe: MoeConfig, bias: Tensor | None) -> Routing:
     return Routing(weights * moe.scaling_factor, chosen)
 
 
-def _of_best_groups(ranked: Tensor, moe: MoeConfig) -> Tensor:
+def _within_best_groups(ranked: Tensor, moe: MoeConfig) -> Tensor:
     """[t, experts], with -inf outside of the groups whose two best experts have the largest sums.
 
     0.9 0.1 | 0.6 0.5 | 0.3 0.2, the best one of three groups -> -inf -inf | 0.6 0.5 | -inf -inf
@@ -257,12 +257,12 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, through: Tensor, loss: Tensor, scale: float) -> Tensor:
-        ctx.of_loss = torch.full_like(loss, scale)
+        ctx.dloss = torch.full_like(loss, scale)
         return through.view_as(through)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, ctx.of_loss, None
+        return grad, ctx.dloss, None
 
 
 def begin(chunks: Iterable[torch.nn.Module], *, loss_scale: float) -> None:

@@ -168,5 +168,5 @@ class ExpandedKeys(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None
     ) -> Any:
-        """As if this module were the attention, under the key that Megatron-LM gives it."""
+        """The entries of the inner attention, under the key that Megatron-LM uses for it."""
         return self.attention.sharded_state_dict(prefix, sharded_offsets, metadata)

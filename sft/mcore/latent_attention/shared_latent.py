@@ -25,7 +25,7 @@ Expand = Callable[[Tensor, slice], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What attention needs besides tensors with gradients.
+    """Arguments of attention that are no tensors with gradients.
 
     rank        width of the latent; the rotary key follows it
     key_width   width of the part of a key that is made of the latent
@@ -92,10 +92,10 @@ class _LatentAttention(torch.autograd.Function):
             drotary += dkeys[..., setting.key_width :].sum(1, keepdim=True, dtype=wide)
             dexpanded = torch.cat((dkeys[..., : setting.key_width], dvalues), dim=-1).to(expanded.dtype)
             del dkeys, dvalues
-            of_latents, *of_weights = torch.autograd.grad(expanded, (source, *weights), dexpanded)
-            dlatents += of_latents
-            for dweight, of_group in zip(dweights, of_weights):
-                dweight += of_group
+            group_dlatents, *group_dweights = torch.autograd.grad(expanded, (source, *weights), dexpanded)
+            dlatents += group_dlatents
+            for dweight, group_dweight in zip(dweights, group_dweights):
+                dweight += group_dweight
         transfer = setting.kernel.key_source.start_return(dlatents, drotary, len(query), setting.cp_group)
         dcompressed = torch.cat(transfer.result(), dim=-1).squeeze(1)
         return None, dquery, dcompressed.to(compressed.dtype), *dweights

@@ -26,26 +26,26 @@ def gradients(chunks: Chunks, state: Tensor, grad: Tensor, dstate: Tensor) -> In
     dstates, dupdates = chunks.reverse_scan(grad, dstate)
     dv = chunks.beta * dupdates
     # d(Q S) S^T, d(K S) S^T and the gradient of K through the next state
-    of_queries = (chunks.from_start * grad) @ states.mT
-    of_keys = (-chunks.from_start * dv) @ states.mT
-    of_updates = (chunks.to_end * values) @ dstates.mT
+    dqueries = (chunks.from_start * grad) @ states.mT
+    dkeys = (-chunks.from_start * dv) @ states.mT
+    dkeys_next = (chunks.to_end * values) @ dstates.mT
 
-    from_key = (chunks.keys * of_updates).sum(-1)
-    ds = (chunks.queries * of_queries).sum(-1) + (chunks.keys * of_keys).sum(-1) - from_key
+    from_key = (chunks.keys * dkeys_next).sum(-1)
+    ds = (chunks.queries * dqueries).sum(-1) + (chunks.keys * dkeys).sum(-1) - from_key
     ds[..., -1] += from_key.sum(-1) + chunks.from_start[:, :, -1, 0] * (states * dstates).sum((-2, -1))
 
     # Gradients of Q K^T and K K^T per value head, from here on times D
     dweights = (grad @ values.mT).mul_(chunks.decay)
     dsystem = (dupdates @ values.mT).mul_(chunks.decay).tril_(-1).neg_()
-    of_pairs = chunks.times(dsystem, chunks.key_products)
-    dbeta = (dupdates * errors).sum(-1) + of_pairs.sum(-1)
-    of_pairs = of_pairs.mul_(chunks.beta).add_(chunks.times(dweights, chunks.query_products))
-    ds += of_pairs.sum(-1) - of_pairs.sum(-2)
+    products = chunks.times(dsystem, chunks.key_products)
+    dbeta = (dupdates * errors).sum(-1) + products.sum(-1)
+    products = products.mul_(chunks.beta).add_(chunks.times(dweights, chunks.query_products))
+    ds += products.sum(-1) - products.sum(-2)
 
     dweights = chunks.per_key_head(dweights)
     dpairs = chunks.per_key_head(dsystem.mul_(chunks.beta))
-    dq = chunks.per_key_head(of_queries) + dweights @ chunks.k
-    dk = chunks.per_key_head(of_keys.add_(of_updates)) + dweights.mT @ chunks.q + (dpairs + dpairs.mT) @ chunks.k
+    dq = chunks.per_key_head(dqueries) + dweights @ chunks.k
+    dk = chunks.per_key_head(dkeys.add_(dkeys_next)) + dweights.mT @ chunks.q + (dpairs + dpairs.mT) @ chunks.k
     dq = chunks.q_scale * (dq - chunks.q * (chunks.q * dq).sum(-1, keepdim=True) * chunks.q.shape[-1])
     dk = chunks.k_scale * (dk - chunks.k * (chunks.k * dk).sum(-1, keepdim=True))
     return Inputs(dq, dk, dv, sums_to_end(ds), dbeta)

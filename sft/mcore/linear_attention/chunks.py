@@ -140,7 +140,7 @@ class Chunks:
         """
         dstates = dstate.new_empty(len(self.v), *dstate.shape[1:])
         dvalues = self.weights.mT @ grad
-        of_queries = self.queries.mT @ (self.from_start * grad)
+        from_outputs = self.queries.mT @ (self.from_start * grad)
         dupdates = torch.empty_like(self.v)
         ends, factor = self.from_start[:, :, -1:], -self.beta * self.from_start
         for step in reversed(self.block.steps):
@@ -148,7 +148,7 @@ class Chunks:
             dstates[step] = active
             dvalue = torch.addcmul(dvalues[step], self.to_end[step], self.keys[step] @ active)
             torch.matmul(self.solution[step].mT, dvalue, out=dupdates[step])
-            active.mul_(ends[step]).add_(of_queries[step])
+            active.mul_(ends[step]).add_(from_outputs[step])
             add_product(active, self.keys[step].mT, factor[step] * dupdates[step])
         return dstates, dupdates
 
@@ -183,9 +183,9 @@ def without_padding(x: Tensor, block: Block) -> Tensor:
     return x if block.padding is None else x.masked_fill(block.padding[:, None, :, None], 0)
 
 
-def scatter(x: Tensor, of_block: Tensor, block: Block) -> None:
+def scatter(x: Tensor, values: Tensor, block: Block) -> None:
     """Writes [n, heads, c, ...] to the block's tokens of x [t, heads, ...], in the dtype of x; padding is dropped."""
-    by_token, tokens = of_block.transpose(1, 2).flatten(0, 1), block.tokens
+    by_token, tokens = values.transpose(1, 2).flatten(0, 1), block.tokens
     if block.kept is not None:
         by_token, tokens = by_token[block.kept], tokens[block.kept]
     x.index_copy_(0, tokens, by_token.to(x.dtype))

@@ -23,7 +23,7 @@ NORM_EPS = 1e-6  # added to the squared norm of q and k, as in transformers and 
 
 
 class Inputs(NamedTuple):
-    """What a kernel reads for the t tokens of a rank, or the gradients of it.
+    """Inputs of a kernel for the t tokens of a rank, or their gradients.
 
     q, k  [t, key heads, K], not normalised
     v     [t, value heads, V]
@@ -39,7 +39,7 @@ class Inputs(NamedTuple):
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """Of states, maps and decays: float64 for float64 values, otherwise float32."""
+        """Dtype of states, maps and decays: float64 for float64 values, otherwise float32."""
         return torch.float64 if self.v.dtype == torch.float64 else torch.float32
 
     def zero_states(self, count: int) -> Tensor:

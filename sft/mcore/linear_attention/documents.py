@@ -26,7 +26,7 @@ from sft.parallel.taps import Taps
 
 @dataclass(frozen=True, kw_only=True)
 class LinearDocuments:
-    """What layers of linear attention need to know about a microbatch.  Made once; the same in every layer."""
+    """Documents and fragments of a microbatch, for layers of linear attention.  Made once, shared by all layers."""
 
     cp: CpGroup  # the ranks that share the pack
     fragments: Fragments

@@ -38,7 +38,10 @@ Operator = Callable[..., tuple[Tensor, Tensor | None]]  # fla.ops.gated_delta_ru
 
 @dataclass(frozen=True)
 class FlaKernel:
-    """As `delta_rule.Kernel`.  If fragments are linked, it holds a first state for every fragment of the rank."""
+    """Implements `delta_rule.Kernel` with kernels of FLA.
+
+    If fragments are linked, it holds a first state for every fragment of the rank.
+    """
 
     operator: Operator
     reason: str = ""
@@ -63,7 +66,7 @@ class FlaKernel:
     def forward(self, inputs: Inputs, fragments: Fragments, states: Tensor | None) -> tuple[Tensor, Tensor]:
         out = inputs.v
         if len(out):  # FLA does not take empty inputs
-            out, _ = self._run(inputs, fragments, _of_all(states, inputs, fragments), False)
+            out, _ = self._run(inputs, fragments, _all_states(states, inputs, fragments), False)
         return out, inputs.v.new_empty(0)
 
     def state_gradients(self, grad: Tensor, inputs: Inputs, fragments: Fragments) -> Tensor:
@@ -90,8 +93,10 @@ class FlaKernel:
         leaves = Inputs(*(x.detach().requires_grad_() for x in inputs))
         has_last = last_gradients is not None
         with torch.enable_grad():
-            out, last = self._run(leaves, fragments, _of_all(states, inputs, fragments), has_last)
-        results, grads = ((out, last), (grad, _of_all(last_gradients, inputs, fragments))) if has_last else (out, grad)
+            out, last = self._run(leaves, fragments, _all_states(states, inputs, fragments), has_last)
+        results, grads = (
+            ((out, last), (grad, _all_states(last_gradients, inputs, fragments))) if has_last else (out, grad)
+        )
         return Inputs(*torch.autograd.grad(results, leaves, grads))
 
     def _run(self, inputs: Inputs, fragments: Fragments, first: Tensor | None, has_last: bool) -> tuple[Tensor, Tensor]:
@@ -112,7 +117,7 @@ class FlaKernel:
         return out[0], out.new_empty(0) if last is None else last
 
 
-def _of_all(states: Tensor | None, inputs: Inputs, fragments: Fragments) -> Tensor | None:
+def _all_states(states: Tensor | None, inputs: Inputs, fragments: Fragments) -> Tensor | None:
     """States of the linked fragments -> states of all fragments, which are zero for the others."""
     if states is None:
         return None

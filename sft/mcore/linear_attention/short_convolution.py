@@ -97,11 +97,11 @@ def _received(x: Tensor, plan: ConvolutionPlan, cp_group: Any) -> Tensor:
 
 def _returned(dheld: Tensor, num_tokens: int, plan: ConvolutionPlan, cp_group: Any) -> Tensor:
     """dheld: gradients of concat(local tokens, received tokens) from this rank -> of local tokens, from all ranks"""
-    dx, of_others = dheld[:num_tokens], dheld[num_tokens:]
+    dx, dreceived = dheld[:num_tokens], dheld[num_tokens:]
     if plan.halo_rows is None:
         return dx
     returned = dx.new_empty((len(plan.halo_rows), dx.shape[1]))
-    dist.all_to_all_single(returned, of_others, plan.num_sent, plan.num_received, group=cp_group)
+    dist.all_to_all_single(returned, dreceived, plan.num_sent, plan.num_received, group=cp_group)
     return dx.index_add_(0, plan.halo_rows, returned)
 
 
@@ -131,7 +131,7 @@ def _preactivation(held: Tensor, taps: Tensor, plan: ConvolutionPlan) -> Tensor:
 
 
 def _gradient_of_tokens(dz: Tensor, taps: Tensor, num_held: int, plan: ConvolutionPlan) -> Tensor:
-    """Of concat(local tokens, received tokens), [num_held, block]."""
+    """Gradient of concat(local tokens, received tokens), [num_held, block]."""
     dheld = dz.new_zeros((num_held, dz.shape[1]))
     torch.mul(dz, taps[0], out=dheld[: len(dz)])
     inner = dz.index_fill(0, plan.edges, 0.0)
@@ -146,8 +146,8 @@ def _gradient_of_weight(dz: Tensor, held: Tensor, plan: ConvolutionPlan) -> Tens
     dtaps = [(dz * held[: len(dz)]).sum(0)]
     inner = dz.index_fill(0, plan.edges, 0.0)
     for shift, (rows, sources) in enumerate(zip(plan.rows, plan.sources), start=1):
-        of_edges = dz.index_select(0, rows) * held.index_select(0, sources)
-        dtaps.append((inner[shift:] * held[: max(len(dz) - shift, 0)]).sum(0) + of_edges.sum(0))
+        edge_products = dz.index_select(0, rows) * held.index_select(0, sources)
+        dtaps.append((inner[shift:] * held[: max(len(dz) - shift, 0)]).sum(0) + edge_products.sum(0))
     return torch.stack(dtaps).flip(0).t()
 
 

@@ -26,7 +26,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class HeadwisePassing:
-    """The two fragments that each rank holds of every long document, in order: [early, late, early, late, ...]."""
+    """Passes states and their gradients between fragments of long documents on different CP ranks.
+
+    Each rank has two fragments of every long document, in the order [early, late, early, late, ...], n in all.  It
+    composes the maps of its share of the heads.
+    """
 
     cp_group: Any
 
@@ -47,7 +51,7 @@ class HeadwisePassing:
 
 
 def _carried(maps: Tensor, offsets: Tensor, cp_group: Any, *, reverse: bool) -> Tensor:
-    """What reaches each of this rank's fragments from those before it, or with `reverse` from those after it."""
+    """The state before each local fragment, or with `reverse`, the gradient of the state after it, [n, heads, K, V]."""
     num_heads, key_dim = maps.shape[1:3]
     size, rank = cp_group.size(), cp_group.rank()
     shares = [num_heads // size + (other < num_heads % size) for other in range(size)]  # heads that a rank composes

@@ -19,7 +19,7 @@ from sft.mcore.linear_attention.schedule import Block, Group, Schedule
 
 @dataclass(frozen=True)
 class TorchKernel:
-    """As `delta_rule.Kernel`.  reason: why this run uses this kernel, for the log"""
+    """Implements `delta_rule.Kernel` in torch.  reason: why this run uses this kernel, for the log"""
 
     reason: str = "plain torch"
 
@@ -46,7 +46,7 @@ class TorchKernel:
         schedule, out = _schedule(inputs, fragments), torch.empty_like(inputs.v)
         saved = inputs.zero_states(schedule.num_saved)
         for group in schedule.groups:
-            state = _of_group(states, group, inputs)
+            state = _group_states(states, group, inputs)
             for block in group.blocks:
                 if block.saved is not None:
                     saved[block.saved] = state[: block.steps[0].stop]
@@ -61,7 +61,7 @@ class TorchKernel:
             if group.linked is not None:
                 dstate = dstates[group.linked]
                 for block in reversed(group.blocks):
-                    Chunks.of(inputs, block).reverse_scan(_of_outputs(grad, inputs, block), dstate)
+                    Chunks.of(inputs, block).reverse_scan(_output_gradients(grad, inputs, block), dstate)
                 dstates[group.linked] = dstate
         return dstates
 
@@ -76,13 +76,13 @@ class TorchKernel:
     ) -> Inputs:
         results = Inputs(*map(torch.empty_like, inputs))
         for group in _schedule(inputs, fragments).groups:
-            dstate = _of_group(last_gradients, group, inputs)
+            dstate = _group_states(last_gradients, group, inputs)
             for block in reversed(group.blocks):
                 is_first = block.saved is None
-                state = _of_group(states, group, inputs) if is_first else saved[block.saved].clone()
+                state = _group_states(states, group, inputs) if is_first else saved[block.saved].clone()
                 chunks = Chunks.of(inputs, block)
-                for x, of_block in zip(results, gradients(chunks, state, _of_outputs(grad, inputs, block), dstate)):
-                    scatter(x, of_block, block)
+                for x, values in zip(results, gradients(chunks, state, _output_gradients(grad, inputs, block), dstate)):
+                    scatter(x, values, block)
         return results
 
 
@@ -91,12 +91,12 @@ def _schedule(inputs: Inputs, fragments: Fragments) -> Schedule:
     return Schedule.of(fragments, inputs.v.shape[1], inputs.v.device)
 
 
-def _of_group(states: Tensor | None, group: Group, inputs: Inputs) -> Tensor:
+def _group_states(states: Tensor | None, group: Group, inputs: Inputs) -> Tensor:
     """A copy of the states of the group's fragments, or zeros."""
     if states is None or group.linked is None:
         return inputs.zero_states(group.num_fragments)
     return states[group.linked]
 
 
-def _of_outputs(grad: Tensor, inputs: Inputs, block: Block) -> Tensor:
+def _output_gradients(grad: Tensor, inputs: Inputs, block: Block) -> Tensor:
     return without_padding(gathered(grad, block), block).to(inputs.state_dtype)

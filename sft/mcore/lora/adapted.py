@@ -59,11 +59,11 @@ class Factors(torch.nn.Module):
 
     def _mark(self, factor: Any, base: Any, *, is_split: bool, axis: int) -> None:
         """Mark the factor for core: over which ranks it sums the gradient, and on which it counts it in the norm."""
-        split, of_dense = self.split, getattr(base, "allreduce", True)
-        factor.allreduce = of_dense
+        split, is_dense = self.split, getattr(base, "allreduce", True)
+        factor.allreduce = is_dense
         is_split = is_split and not split.is_duplicated
         factor.sequence_parallel = split.sequence_parallel and not is_split  # each rank has seen its own tokens only
-        if of_dense:
+        if is_dense:
             is_counted = is_split and split.size > 1  # otherwise core counts it on the first rank of tp
         else:
             is_counted = is_split or split.group.rank() == 0
@@ -88,11 +88,11 @@ class Factors(torch.nn.Module):
     def _by_block(self, factor: Tensor, shape: tuple[int, ...], first: int) -> ShardedTensorFactory:
         """A part of B whose rows lie apart in PEFT's tensor.  first: row of the part in each block"""
         count = self.adapter.num_blocks // self.split.size  # blocks of this rank
-        of_block, own = shape[0] // self.adapter.num_blocks, self.split.group.rank() * count
+        block_rows, own = shape[0] // self.adapter.num_blocks, self.split.group.rank() * count
 
         def build(key: str, data: Tensor, replica_id: Any, flattened_range: None) -> list[ShardedTensor]:
             parts = enumerate(data.detach().chunk(count))
-            rows = ((part, ((own + block) * of_block + first, 0)) for block, part in parts)
+            rows = ((part, ((own + block) * block_rows + first, 0)) for block, part in parts)
             return [self._shard("lora_B", part, shape, offset, is_split=True) for part, offset in rows]
 
         whole = self._shard("lora_B", factor, shape, (first, 0), is_split=True)
@@ -156,7 +156,7 @@ class Adapted(torch.nn.Module):
         return output + (x @ a.t()) * self.scale @ factors.b[0][rows].t()
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Of the layer alone: `shards` describes the adapters."""
+        """The entries of the base layer alone; `leaves` describes the adapters."""
         return self.base.sharded_state_dict(*args, **kwargs)
 
 
@@ -169,9 +169,9 @@ class AdaptedLinear(Adapted):
     def _adapters_output(self, x: Tensor) -> Tensor:
         inner = self.split.project(x, torch.cat([factors.a for factors in self.factors])) * self.scale
         by_part: dict[int, Tensor] = {}
-        for factors, of_factors in zip(self.factors, inner.split([factors.rank for factors in self.factors], -1)):
+        for factors, projected in zip(self.factors, inner.split([factors.rank for factors in self.factors], -1)):
             for part, b in zip(factors.adapter.parts, factors.b):
-                by_part[part] = of_factors @ b.t()
+                by_part[part] = projected @ b.t()
         return self.in_rows(by_part)
 
 
@@ -251,7 +251,7 @@ def sharded_tensors(chunks: Iterable[torch.nn.Module]) -> Iterator[ShardedTensor
 
 
 def leaves(chunks: Iterable[torch.nn.Module]) -> Iterator[ShardedTensor | ShardedTensorFactory]:
-    """The same; a factor whose rows lie apart in PEFT's tensor is one entry, which makes several parts."""
+    """Every factor of this rank; one whose rows lie apart in PEFT's tensor is a factory of several parts."""
     for factors in factors_of(chunks):
         yield from factors.leaves()
 

@@ -186,7 +186,7 @@ class _WeightGradient:
         self._uninitialised = False
 
     def finish(self, upstream: Tensor | None) -> Tensor:
-        """What autograd returns for the weight; `upstream` is None if the sum is in `main_grad`."""
+        """The gradient of the weight for autograd; `upstream` is None if the sum is in `main_grad`."""
         weight = self._weight
         if self.in_main_grad:
             # As in core's layers: DistributedDataParallel waits for a gradient, and ignores its value if the flag is

@@ -35,7 +35,10 @@ class MtpLoss:
         self._nll.clear()
 
     def set_scale(self, denominator: float, num_predicted: float) -> None:
-        """Both of the global batch.  denominator: the engine divides the gradients of the whole objective by it"""
+        """Sets the scale of the term for the next step; both arguments are those of the global batch.
+
+        denominator: the engine divides the gradients of the whole objective by it
+        """
         self._scale = self._weight * denominator / max(1.0, num_predicted)
 
     def term(self, hidden: Tensor, shard: VocabShard, microbatch: Microbatch) -> Tensor:
@@ -60,7 +63,7 @@ class MtpLoss:
 
 
 def next_tokens(microbatch: Microbatch, layout: Layout, groups: ProcessGroups) -> NextTokens:
-    """What the block reads: labels are the tokens after each token.  Last tokens of documents count as padding."""
+    """The inputs of the block: labels are the tokens after each token.  Last tokens of documents count as padding."""
     lengths = torch.from_numpy(microbatch.lengths)
     is_last = microbatch.position_ids >= lengths[microbatch.documents] - 1
     documents = send(microbatch.documents.masked_fill(is_last, -1), groups.device)

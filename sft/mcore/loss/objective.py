@@ -118,15 +118,15 @@ def objective_coefficients(rows: RowStatistics, weights: Tensor, loss: LossConfi
 
 
 def upstream_coefficients(
-    rows: RowStatistics, of_logprob: Tensor | None, of_lse: Tensor | None, of_entropy: Tensor | None, *_: Tensor | None
+    rows: RowStatistics, dlogprob: Tensor | None, dlse: Tensor | None, dentropy: Tensor | None, *_: Tensor | None
 ) -> GradientCoefficients:
     """Gradient coefficients for upstream gradients of logprob, lse and entropy; None means zeros."""
     zeros = torch.zeros_like(rows.logprob)
-    label = zeros if of_logprob is None else of_logprob
-    softmax = (zeros if of_lse is None else of_lse) - label
+    label = zeros if dlogprob is None else dlogprob
+    softmax = (zeros if dlse is None else dlse) - label
     entropy = None
-    if of_entropy is not None:
+    if dentropy is not None:
         assert rows.entropy is not None
-        entropy = -of_entropy
-        softmax = softmax - of_entropy * rows.entropy
+        entropy = -dentropy
+        softmax = softmax - dentropy * rows.entropy
     return GradientCoefficients(softmax=softmax, entropy=entropy, label=label)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class DuplicatedLinear(torch.nn.Module):
-    """Without bias.  Under sequence parallelism a rank applies it to its own tokens.
+    """A linear layer without bias, whole on every rank.  With sequence parallelism a rank computes its own tokens.
 
     The attribute `sequence_parallel` of the weight makes core sum the weight's gradient over these ranks.
     """

@@ -45,7 +45,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class UnscaledNorm(torch.nn.Module):
-    """The same without a weight, over the last axis."""
+    """RMSNorm without a weight, over the last axis."""
 
     save_policy: SavePolicy | None = None
 

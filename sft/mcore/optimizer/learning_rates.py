@@ -19,6 +19,6 @@ def overrides_of(config: Config, chunks: list[DistributedDataParallel]) -> dict[
     ratio = config.lora.lr_ratio
     if ratio == 1.0:
         return {}
-    of_b = {id(b) for factors in adapted.factors_of(chunks) for b in factors.b}
-    key = ParamKey(predicate=ParamPredicate(name="lora_B", fn=lambda param: id(param) in of_b))
+    b_ids = {id(b) for factors in adapted.factors_of(chunks) for b in factors.b}
+    key = ParamKey(predicate=ParamPredicate(name="lora_B", fn=lambda param: id(param) in b_ids))
     return {key: {"max_lr": config.optim.lr * ratio, "min_lr": config.optim.min_lr * ratio}}

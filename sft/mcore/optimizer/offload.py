@@ -82,7 +82,7 @@ def chained_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 
 def all_chained(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """As many optimizers as on every other rank, also empty ones."""
+    """All chained optimizers, empty ones too, so that every rank runs the same collectives."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 

@@ -165,7 +165,7 @@ def _expected(
     *,
     moves_bias: bool,
 ) -> dict[str, Expected]:
-    """What the export must have.  moves_bias: whether the run moved the correction biases of routers"""
+    """The tensors that the export must have.  moves_bias: whether the run moved the correction biases of routers"""
     expected = dict(original.tensors or {})
     for name, tensor in tensors.items():
         if name not in expected:

@@ -48,7 +48,7 @@ def put_together(
 
 
 def prefetched(values: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same values.  A thread makes the next one while the caller uses the current one."""
+    """Yields `values` unchanged.  A thread makes the next value while the caller uses the current one."""
     with ThreadPoolExecutor(1, "reading ahead") as thread:
         following = thread.submit(next, values, None)
         while (value := following.result()) is not None:

@@ -53,7 +53,7 @@ class Opened:
         return f"{self.name}: {adapters}{whole}; {size(self.adapter.num_bytes)}"
 
     def notes(self, config: Config) -> list[str]:
-        """What a run with this recipe does otherwise than the folder says."""
+        """Differences between the recipe and the folder, one line each."""
         stored, base, notes = self.adapter.contents.config, config.model.hf or "null", []
         if stored.base is not None and _plain(stored.base) != _plain(base):
             notes.append(
@@ -173,7 +173,7 @@ def _family(source: str, config: Config) -> Family:
 
 
 def _matched(source: str, adapter: folder.Adapter, family: Family, config: Config) -> tuple[dict[str, str], list[str]]:
-    """As `_by_name`, and the shortest lora.targets that select exactly these Linears."""
+    """The result of `_by_name`, and the shortest lora.targets that select exactly these Linears."""
     linears = kinds_of(family, config.model).keys()
     by_name = _by_name(source, adapter.contents.modules, family, linears)
     return by_name, target_modules(by_name, linears - by_name.keys())

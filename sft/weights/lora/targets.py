@@ -90,7 +90,7 @@ def _family(model: ModelConfig) -> Family:
 
 
 def _of_linears(family: Family, model: ModelConfig, vocab_size: int = 0) -> list[TensorMapping]:
-    """Those of the weights of Linears.  Most families' routers are no Linears in transformers."""
+    """Mappings of weights that are nn.Linear in transformers, and of routers, most of which are not."""
     return [
         mapping
         for mapping in family.mappings(model, vocab_size)

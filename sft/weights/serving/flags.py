@@ -68,7 +68,7 @@ def flags(record: Record, base: str, rank: int) -> list[str]:
 
 
 def stop_ids(record: Record) -> str:
-    """For servers, or requests, that take no generation_config.json."""
+    """The key with stop ids, for servers or requests that take no generation_config.json."""
     return f'"stop_token_ids": {_json(list(record.end_ids))}'
 
 

@@ -1,4 +1,4 @@
-"""What a server needs to prompt and to stop a model as it was trained: tokenizer, chat templates, end tokens.
+"""Tokenizer, chat templates and end tokens with which a server prompts and stops a model as it was trained.
 
 `served_of` decides it for a run.  `served_template.py` makes a template that servers can render without our settings,
 `served_files.py` writes the files, and `flags.py` words it for users.
@@ -48,7 +48,7 @@ class Served:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What was written, as source.json keeps it.
+    """The written files and template settings, as source.json keeps them.
 
     templates  the files of the templates
     defaults   switches that are defaults in the templates
@@ -78,7 +78,7 @@ def read_record(values: dict[str, Any] | None) -> Record | None:
 
 
 def served_of(config: Config, tokenizer: ChatTokenizer, row_switches: Sequence[str] = ()) -> Served | None:
-    """What a server needs of this run; None for the byte tokenizer, which has no files."""
+    """The files and settings that a server needs of this run; None for the byte tokenizer, which has no files."""
     if isinstance(tokenizer, ByteTokenizer):
         return None
     own = _own_templates(tokenizer)

@@ -69,7 +69,7 @@ def _mend(source: Path, folder: Path) -> None:
 
 
 def record_of(served: Served) -> Record:
-    """What `write` would write."""
+    """The record of the files that `write` would write."""
     return _record(served, _made(served))
 
 

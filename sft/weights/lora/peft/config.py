@@ -49,7 +49,7 @@ _WHY = {
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """What adapter_config.json says about the numbers.
+    """The fields of adapter_config.json that decide values and shapes.
 
     base, revision: name of the base model, as far as the file has one
     tied: the embedding is trained, and the output weight is the same
@@ -143,7 +143,7 @@ def parsed(content: Mapping[str, Any], adapted: Iterable[str]) -> tuple[AdapterC
 
 
 def disagreements(config: AdapterConfig, lora: LoraConfig) -> list[str]:
-    """What the recipe and the folder say differently, as sentences that name both values."""
+    """Differences between the recipe and the folder, as sentences that name both values."""
     pairs = (
         ("rank", lora.rank, "r", config.rank),
         ("alpha", lora.alpha, "lora_alpha", config.alpha),

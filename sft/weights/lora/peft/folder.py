@@ -35,7 +35,7 @@ _PREFIX, _A, _B, _WEIGHT = "base_model.model.", ".lora_A.weight", ".lora_B.weigh
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What an adapter holds, without the numbers.
+    """The configuration and the shapes of an adapter, without its values.
 
     config: its adapter_config.json
     modules: (out, in) of the weight of each module with an adapter

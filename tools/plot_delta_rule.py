@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
 from sft.mcore.linear_attention.schedule import CHUNK
-from sft.mcore.linear_attention.torch_kernel import TorchKernel
+from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/pictures/delta-rule.svg"
 TOKENS, KEY_HEADS, VALUE_HEADS, WIDTH = 131_072, 1, 2, 64
@@ -34,7 +34,7 @@ LINES = {
 BOTTOM, TOP = -7, -1  # powers of ten
 PANEL, HEIGHT, LEFT, UPPER = 330, 220, 50, 30
 
-KERNEL = TorchKernel()
+KERNEL = TorchDeltaKernel()
 
 
 def random_inputs(correlated: bool, log_decay: float, logit: float) -> Inputs:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sft.calibration.clock import seconds
-from sft.calibration.sizes import Sizes
+from sft.calibration.sizes import MeasuredSizes
 from sft.mcore.attention import flash_kernel
 from sft.mcore.attention.flash_kernel import FlashKernel
 from sft.mcore.attention.packed_attention import packed_attention
@@ -23,7 +23,7 @@ COLUMNS = 3  # columns of a product / its inner size, about those of the first p
 
 @dataclass(frozen=True)
 class Kernels:
-    sizes: Sizes
+    sizes: MeasuredSizes
     device: torch.device
     dtype: torch.dtype
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from sft.calibration import fit, steps
 from sft.calibration.kernels import Kernels
 from sft.calibration.links import Link, Links
-from sft.calibration.sizes import SIZES, Sizes
+from sft.calibration.sizes import SIZES, MeasuredSizes
 from sft.errors import ConfigError
 from sft.estimate import gpus
 from sft.estimate.constants import Constant, Constants, Curve, assumed
@@ -41,7 +41,7 @@ class Calibration:
         return [self.constants.describe(), f"short steps, predicted against measured: {listed}"]
 
 
-def calibrate(device_type: str, sizes: Sizes | None = None, store: dist.Store | None = None) -> Calibration:
+def calibrate(device_type: str, sizes: MeasuredSizes | None = None, store: dist.Store | None = None) -> Calibration:
     """Joins the ranks of the launch, measures, and leaves.  Every rank returns the same constants.  Collective.
 
     store: as in `process_groups.start`; sizes: None: those of the device type
@@ -72,7 +72,7 @@ def _with_kernels(constants: Constants, kernels: Kernels, source: str, device_ty
     return replace(constants, **changes)
 
 
-def _with_links(constants: Constants, sizes: Sizes, device: torch.device, source: str) -> Constants:
+def _with_links(constants: Constants, sizes: MeasuredSizes, device: torch.device, source: str) -> Constants:
     """Nothing of one rank but its copies to the host."""
     num_ranks, per_node = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     changes: dict[str, Any] = {}

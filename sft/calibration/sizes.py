@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class MeasuredSizes:
     """The sizes of all measurements on a type of device.
 
     products      smallest sizes of matrix products, of `rows` rows
@@ -25,8 +25,8 @@ class Sizes:
     vocab_size: int
 
 
-SIZES: Mapping[str, Sizes] = {
-    "cpu": Sizes(
+SIZES: Mapping[str, MeasuredSizes] = {
+    "cpu": MeasuredSizes(
         products=(16, 64, 128, 256, 512, 1024),
         rows=1024,
         documents=(64, 256, 1024, 2048),
@@ -37,7 +37,7 @@ SIZES: Mapping[str, Sizes] = {
         seq_length=1024,
         vocab_size=16384,
     ),
-    "cuda": Sizes(
+    "cuda": MeasuredSizes(
         products=(16, 64, 256, 512, 1024, 2048, 4096, 8192),
         rows=8192,
         documents=(512, 2048, 8192, 32768),
@@ -49,7 +49,7 @@ SIZES: Mapping[str, Sizes] = {
         vocab_size=131072,
     ),
 }
-TINY = Sizes(
+TINY = MeasuredSizes(
     products=(16, 64),
     rows=64,
     documents=(32, 64),

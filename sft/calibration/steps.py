@@ -11,7 +11,7 @@ import numpy as np
 
 from sft.batch import Microbatch, Sample
 from sft.calibration.clock import seconds
-from sft.calibration.sizes import Sizes
+from sft.calibration.sizes import MeasuredSizes
 from sft.config import Config
 from sft.data.packing.pack import Collator
 from sft.mcore.engine import Engine, release
@@ -41,7 +41,7 @@ class Step(NamedTuple):
     seconds: float
 
 
-def recipes(sizes: Sizes, device_type: str, num_ranks: int) -> dict[str, Config]:
+def recipes(sizes: MeasuredSizes, device_type: str, num_ranks: int) -> dict[str, Config]:
     """The recipes to time, by the part of a step that dominates.  Each rank has 8, 1 or 2 packs."""
     hidden = sizes.hidden_size
     long = {"seq_length": sizes.seq_length, "packs": 2}
@@ -57,7 +57,7 @@ def recipes(sizes: Sizes, device_type: str, num_ranks: int) -> dict[str, Config]
 
 
 def _config(
-    sizes: Sizes,
+    sizes: MeasuredSizes,
     device_type: str,
     num_ranks: int,
     *,

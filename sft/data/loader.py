@@ -17,7 +17,7 @@ from sft.data.packing.cp_cost import CpCost
 from sft.data.packing.cp_grid import Grid, Slot, fixed
 from sft.data.packing.mixture import Mixture
 from sft.data.packing.pack import Collator
-from sft.data.packing.plan import EpochPlans, Plan
+from sft.data.packing.plan import EpochPlans, PackingPlan
 from sft.data.packing.plan_files import replayed_plans
 from sft.layers.flops import AttentionCost
 from sft.parallel.alignment import pack_multiple
@@ -50,7 +50,7 @@ class Loader:
         self._corpus, self._collators, self._layout = corpus, collators, layout
         self._seq_length, self._attention, self._cp_cost = seq_length, attention, cp_cost
         self._grid_rank = dp_rank * layout.cp + collators[layout.cp].cp_rank
-        self._eval_plan: Plan | None = None
+        self._eval_plan: PackingPlan | None = None
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -88,7 +88,7 @@ class Loader:
         for batch in range(self._eval_plan.num_batches(self.plans.global_batch_size)):
             yield self.microbatches_of(self._grid(self._eval_plan, batch))
 
-    def _located(self, step: int) -> tuple[Plan, int]:
+    def _located(self, step: int) -> tuple[PackingPlan, int]:
         epoch, batch = self.plans.locate(step)
         return self.plans.plan(epoch), batch
 
@@ -96,7 +96,7 @@ class Loader:
         """The samples of a pack, in order."""
         return [self._corpus.sample(i) for i in slot.samples]
 
-    def _grid(self, plan: Plan, batch: int) -> Grid:
+    def _grid(self, plan: PackingPlan, batch: int) -> Grid:
         layout, cost, lengths = self._layout, self._cp_cost, self._corpus.lengths
 
         def fixed_cp() -> Grid:
@@ -118,7 +118,7 @@ class Loader:
         sizes = {"cp": layout.cp, "doc_multiple": layout.doc_multiple}
         return dynamic_cp.unless_longer(grid, samples, lengths, fixed_cp, **sizes, cost=cost)
 
-    def _slots(self, plan: Plan, batch: int) -> Slots:
+    def _slots(self, plan: PackingPlan, batch: int) -> Slots:
         return assign(
             plan.batch(batch, self.plans.global_batch_size),
             self._corpus.lengths,

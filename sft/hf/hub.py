@@ -34,11 +34,11 @@ _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _IN_FOLDERS = ["*/*"]
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"[\w.-]{1,250}\.safetensors")  # a file that an index may name
-_snapshots: dict[str, "Snapshot"] = {}
+_snapshots: dict[str, "HubSnapshot"] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Snapshot:
+class HubSnapshot:
     """A commit of a repository in the local cache.  Weights are there only after `download_weights`."""
 
     name: str  # as the recipe has it
@@ -73,14 +73,14 @@ def local_folder(name: str) -> Path:
     return folder
 
 
-def snapshot(name: str) -> Snapshot:
+def snapshot(name: str) -> HubSnapshot:
     """The commit of a hub name, with all files but the weights.  Raises ConfigError if it cannot be had."""
     if name not in _snapshots:
         match = _HUB_NAME.fullmatch(name)
         assert match is not None, name
         repo, revision = match[1], match[2]
         folder = Path(once_per_node(f"look up {name}", lambda: str(_look_up(name, repo, revision))))
-        _snapshots[name] = Snapshot(name=name, repo=repo, commit=folder.name, folder=folder)
+        _snapshots[name] = HubSnapshot(name=name, repo=repo, commit=folder.name, folder=folder)
     return _snapshots[name]
 
 
@@ -175,7 +175,7 @@ def _look_up(name: str, repo: str, revision: str | None) -> Path:
         return folder
 
 
-def _download(snap: Snapshot) -> Path:
+def _download(snap: HubSnapshot) -> Path:
     from huggingface_hub import constants, snapshot_download
 
     sizes = _listing(snap)
@@ -204,7 +204,7 @@ def _download(snap: Snapshot) -> Path:
         return Path(snapshot_download(snap.repo, revision=snap.commit, allow_patterns=files))
 
 
-def _listing(snap: Snapshot) -> dict[str, int] | None:
+def _listing(snap: HubSnapshot) -> dict[str, int] | None:
     """Sizes in bytes of the files of a commit; None if the cache does not know them, and the hub cannot be asked."""
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
@@ -215,7 +215,7 @@ def _listing(snap: Snapshot) -> dict[str, int] | None:
         return None
 
 
-def _weight_files(snap: Snapshot, sizes: dict[str, int] | None) -> list[str]:
+def _weight_files(snap: HubSnapshot, sizes: dict[str, int] | None) -> list[str]:
     """The safetensors files of a model: those that the index names, or the single one."""
     index = snap.folder / _INDEX
     if not index.exists():

@@ -14,14 +14,14 @@ from typing import Any
 
 from sft.files.folder_files import LIST_BYTES, copy, regular_file
 from sft.hf import hub_errors
-from sft.hf.hub import CONFIG, Snapshot
+from sft.hf.hub import CONFIG, HubSnapshot
 from sft.hf.safetensors_files import INDEX
 
 _REQUESTS_AT_ONCE = 8
 
 
 @contextmanager
-def header_folder(snapshot: Snapshot, files: Sequence[str]) -> Iterator[Path]:
+def header_folder(snapshot: HubSnapshot, files: Sequence[str]) -> Iterator[Path]:
     """A temporary folder with the small files of a model, and with the headers of its safetensors files `files`.
 
     Raises ConfigError if the hub does not give the headers.
@@ -46,7 +46,7 @@ def _stored_header(path: Path) -> dict[str, Any]:
     return {name: tensor for name, tensor in header.items() if name != "__metadata__"}
 
 
-def _header(snapshot: Snapshot, file: str) -> dict[str, Any]:
+def _header(snapshot: HubSnapshot, file: str) -> dict[str, Any]:
     """{"lm_head.weight": {"dtype": "BF16", "shape": [8, 4], "data_offsets": [0, 64]}, ...}"""
     from huggingface_hub import HfApi
 

@@ -22,7 +22,7 @@ from sft.config import Config
 from sft.config.model import LayerKind
 from sft.layers.kinds import of_kind
 from sft.mcore.attention import rope
-from sft.mcore.attention.packed_attention import Kernel
+from sft.mcore.attention.packed_attention import AttentionKernel
 from sft.mcore.attention.rope import RotaryTable, Rotation
 from sft.mcore.device import send
 from sft.mcore.modules.library import ModuleLibrary
@@ -35,7 +35,7 @@ class PackedDocuments(PackedSeqParams):
 
     cp: CpGroup | None = None  # the ranks that share the pack
     num_documents: int = 0  # of the whole pack, filler documents included
-    kernels: Mapping[LayerKind, Kernel] = field(default_factory=dict)  # of layers with a softmax; only with portable
+    kernels: Mapping[LayerKind, AttentionKernel] = field(default_factory=dict)  # with a softmax; portable only
     rotation: Rotation | None = None  # of this rank's tokens, if attention itself rotates queries and keys
     window_rotation: Rotation | None = None  # the same for layers with model.rope.window_base
     own: Mapping[LayerKind, Any] = field(default_factory=dict)  # what the mixer of a kind of layer needs besides

@@ -15,7 +15,7 @@ SCHEMA = 8  # version of the schema of metrics.jsonl
 
 
 @dataclass(frozen=True)
-class Source:
+class Formula:
     """Computes a number from the totals of a step or a held-out pass, and from the facts of the run.
 
     kind  says over which ranks the number is combined (docs/reference/metrics.md); "" if it is not combined over ranks
@@ -37,7 +37,7 @@ class Row:
     records: tuple[str, ...]  # the kinds of records that contain the row
     unit: str
     layout: str  # how the number differs between two layouts: docs/reference/metrics.md, "What the layout changes"
-    source: str | Source | None  # a field of Totals or StepResult; None: the caller of `_record` gives the value
+    source: str | Formula | None  # a field of Totals or StepResult; None: the caller of `_record` gives the value
     json: Mapping[str, Any]
     meaning: str
     _: KW_ONLY
@@ -59,7 +59,7 @@ class Row:
 _KINDS = {name: quantity.kind for name, quantity in quantities(Totals).items()}
 
 
-def ratio(numerator: str, denominator: str) -> Source:
+def ratio(numerator: str, denominator: str) -> Formula:
     """One quantity divided by another, after both are added up over all ranks; None if the denominator is 0."""
 
     def value(totals: Any, run: RunFacts) -> Any:
@@ -68,7 +68,7 @@ def ratio(numerator: str, denominator: str) -> Source:
             return {name: above[name] / count if count else None for name, count in below.items()}
         return above / below if below else None
 
-    return Source("PerSequence" if _KINDS[numerator] == "PerSequence" else "Ratio", value)
+    return Formula("PerSequence" if _KINDS[numerator] == "PerSequence" else "Ratio", value)
 
 
 START, TRAIN, EVAL = ("start",), ("train",), ("eval",)
@@ -87,13 +87,13 @@ NUMBER = {"type": ["number", "null"]}  # null: a number that is not finite, or a
 AMOUNT_OR_NULL = {**AMOUNT, **NUMBER}
 
 
-def _fact(make: Callable[[RunFacts], float]) -> Source:
+def _fact(make: Callable[[RunFacts], float]) -> Formula:
     """A number that depends on the facts of the run alone."""
-    return Source("", lambda totals, run: make(run))
+    return Formula("", lambda totals, run: make(run))
 
 
-def _per_second(quantity: str) -> Source:
-    return Source("Ratio", lambda step, run: getattr(step, quantity) / run.seconds)
+def _per_second(quantity: str) -> Formula:
+    return Formula("Ratio", lambda step, run: getattr(step, quantity) / run.seconds)
 
 
 def _loss_by(name: str, meaning: str) -> tuple[Row, Row]:
@@ -117,8 +117,8 @@ def _has_mtp(totals: Totals, run: RunFacts) -> bool:
     return run.config.model.has_mtp
 
 
-def _experts(make: Callable[[ExpertLoad], float]) -> Source:
-    return Source("Sum", lambda step, run: make(step.experts))
+def _experts(make: Callable[[ExpertLoad], float]) -> Formula:
+    return Formula("Sum", lambda step, run: make(step.experts))
 
 
 def _has_experts(step: StepResult, run: RunFacts) -> bool:
@@ -140,8 +140,8 @@ def _memory(name: str) -> tuple[Row, Row]:
     def is_measured(step: StepResult, run: RunFacts) -> bool:
         return bool(getattr(step, field).value)
 
-    gib = Source("Max", lambda step, run: getattr(step, field).value / 2**30)
-    rank = Source("Max", lambda step, run: getattr(step, field).rank)
+    gib = Formula("Max", lambda step, run: getattr(step, field).value / 2**30)
+    rank = Formula("Max", lambda step, run: getattr(step, field).rank)
     return (
         Row(f"{key}-gib", TRAIN, "GiB", MACHINE, gib, ABOVE_0, "largest peak of ranks; CUDA only", only_if=is_measured),
         Row(f"{key}-rank", TRAIN, "rank", MACHINE, rank, COUNT, "rank with this peak; CUDA only", only_if=is_measured),
@@ -213,14 +213,14 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "real tokens, padded per document to `data.doc_multiple`"),
         Row("tokens/padded", BOTH, "tokens", PACKS, "num_padded_tokens", COUNT,
             "computed tokens: aligned tokens and filler documents"),
-        Row("tokens/capacity", TRAIN, "tokens", PACKS, Source("Replicated", lambda step, run: run.capacity(step)), SIZE,
-            "largest number of tokens that the packs can hold"),
+        Row("tokens/capacity", TRAIN, "tokens", PACKS, Formula("Replicated", lambda step, run: run.capacity(step)),
+            SIZE, "largest number of tokens that the packs can hold"),
         Row("padding/alignment", TRAIN, "tokens", SAME,
-            Source("", lambda step, run: step.num_aligned_tokens - step.num_real_tokens), COUNT, "aligned - real"),
+            Formula("", lambda step, run: step.num_aligned_tokens - step.num_real_tokens), COUNT, "aligned - real"),
         Row("padding/filler", TRAIN, "tokens", PACKS,
-            Source("", lambda step, run: step.num_padded_tokens - step.num_aligned_tokens), COUNT, "padded - aligned"),
+            Formula("", lambda step, run: step.num_padded_tokens - step.num_aligned_tokens), COUNT, "padded - aligned"),
         Row("padding/tail", TRAIN, "tokens", PACKS,
-            Source("", lambda step, run: run.capacity(step) - step.num_padded_tokens), COUNT, "capacity - padded"),
+            Formula("", lambda step, run: run.capacity(step) - step.num_padded_tokens), COUNT, "capacity - padded"),
     ),
     "Speed": (
         Row("work-imbalance", TRAIN, "", PACKS, "work_imbalance", ABOVE_0,
@@ -228,29 +228,29 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row("tokens-per-second", TRAIN, "tokens / s", MACHINE, _per_second("num_real_tokens"), AMOUNT,
             "real tokens of all ranks"),
         Row("tokens-per-second-per-rank", TRAIN, "tokens / s", MACHINE,
-            Source("Ratio", lambda step, run: step.num_real_tokens / run.seconds / run.layout.world_size), AMOUNT,
+            Formula("Ratio", lambda step, run: step.num_real_tokens / run.seconds / run.layout.world_size), AMOUNT,
             "real tokens divided by the number of ranks"),
         Row("tokens-per-second-supervised", TRAIN, "tokens / s", MACHINE, _per_second("num_tokens"), AMOUNT,
             "supervised tokens of all ranks"),
         Row("data-wait-share", TRAIN, "share", MACHINE,
-            Source("Max", lambda step, run: step.data_wait_s.value / run.seconds), AMOUNT,
+            Formula("Max", lambda step, run: step.data_wait_s.value / run.seconds), AMOUNT,
             "longest wait of a rank for data, divided by the step time"),
         Row("step-time-s", TRAIN, "s", MACHINE, _fact(lambda run: run.seconds), ABOVE_0,
             "duration of the step by rank 0's clock"),
-        Row("tflops-per-rank", TRAIN, "TFLOP/s", MACHINE, Source("Ratio", lambda step, run: run.tflops_per_rank(step)),
+        Row("tflops-per-rank", TRAIN, "TFLOP/s", MACHINE, Formula("Ratio", lambda step, run: run.tflops_per_rank(step)),
             AMOUNT, "model FLOPs of real tokens"),
-        Row("mfu", TRAIN, "share", MACHINE, Source("Ratio", lambda step, run: run.mfu(step)), AMOUNT,
+        Row("mfu", TRAIN, "share", MACHINE, Formula("Ratio", lambda step, run: run.mfu(step)), AMOUNT,
             "`tflops-per-rank` / `log.peak_tflops`, if it is set", only_if=lambda step, run: run.mfu(step) is not None),
         Row("eval-time-s", EVAL, "s", MACHINE, _fact(lambda run: run.seconds), AMOUNT,
             "duration of the held-out pass by rank 0's clock"), ),
     "Dynamic CP": (
-        Row("microbatches", TRAIN, "packs", PACKS, Source("Replicated", lambda step, run: run.num_microbatches(step)),
+        Row("microbatches", TRAIN, "packs", PACKS, Formula("Replicated", lambda step, run: run.num_microbatches(step)),
             SIZE, "number of packs on each rank, filler included", only_if=_is_dynamic),
-        Row("cp-size", TRAIN, "ranks", PACKS, Source("Ratio", lambda step, run: run.cp_size(step)), AMOUNT,
+        Row("cp-size", TRAIN, "ranks", PACKS, Formula("Ratio", lambda step, run: run.cp_size(step)), AMOUNT,
             "mean over aligned tokens of the CP size of their packs", only_if=_is_dynamic),
-        Row("cp-bytes", TRAIN, "bytes", PACKS, Source("Replicated", lambda x, run: run.of_all_ranks(x.cp_bytes)), COUNT,
-            "what ranks that share packs sent each other, over all ranks", only_if=_is_dynamic),
-        Row("cp-bytes-fixed", TRAIN, "bytes", PACKS, Source("Replicated", lambda x, run: run.of_all_ranks(
+        Row("cp-bytes", TRAIN, "bytes", PACKS, Formula("Replicated", lambda x, run: run.of_all_ranks(x.cp_bytes)),
+            COUNT, "what ranks that share packs sent each other, over all ranks", only_if=_is_dynamic),
+        Row("cp-bytes-fixed", TRAIN, "bytes", PACKS, Formula("Replicated", lambda x, run: run.of_all_ranks(
             x.cp_bytes_fixed)), COUNT, "the same if all packs were on `parallel.cp` ranks", only_if=_is_dynamic),
         Row("by cp size/NAME/packs", TRAIN, "packs", PACKS, "num_packs_by_cp_size", COUNT, "packs on NAME ranks",
             only_if=_is_dynamic, nested=True),

@@ -15,7 +15,7 @@ from sft.data.inspect.report import visible
 from sft.parallel.collectives import all_gather_objects
 from sft.parallel.layout import Layout
 from sft.probe import inputs
-from sft.probe.report import Report
+from sft.probe.report import ProbeReport
 from sft.probe.session import Session, session
 from sft.recipe.resolved import Recipe
 from sft.recipe.tokenizer import tokenizer_of
@@ -24,7 +24,7 @@ _CHARACTERS = 60  # shown at each end of a text without --full
 _RUNS = 6  # runs shown at each end of a microbatch without --full
 
 
-def run(recipe: Recipe, layout: Layout, *, step: int, full: bool) -> Report:
+def run(recipe: Recipe, layout: Layout, *, step: int, full: bool) -> ProbeReport:
     """Show and check the microbatches of step `step`, counted from 1.  Collective."""
     with session(recipe, layout) as s:
         batch, samples = s.data.batch(step - 1), s.data.train.samples(step - 1)
@@ -35,7 +35,7 @@ def run(recipe: Recipe, layout: Layout, *, step: int, full: bool) -> Report:
         parts = [_described(s, tokenizer, *numbered) for numbered in enumerate(batch.microbatches) if shows]
         gathered = [part for of_rank in all_gather_objects(lambda: parts, s.groups.control) for part in of_rank]
     gathered.sort(key=lambda part: (part["dp_rank"], part["microbatch"], part["cp_rank"]))
-    return Report(
+    return ProbeReport(
         probe="data",
         problems=problems,
         checked=f"{len(batch.samples)} samples, each exactly once, with the right tokens, labels, masks and positions",

@@ -23,7 +23,7 @@ NameOf = Callable[[Sample], str]  # the name of a sample's row
 class _Part:
     """One microbatch on one rank, as its description for the other ranks."""
 
-    position: tuple[int, int, int]  # dp rank, microbatch, cp rank
+    location: tuple[int, int, int]  # dp rank, microbatch, cp rank
     cp_size: int  # number of ranks that share the pack
     digest: str  # of every tensor
     runs: list[tuple[int, int, int]]  # document, first position and end of each run of consecutive positions
@@ -42,7 +42,7 @@ def problems_of(
     def describe() -> list[_Part]:
         return [
             _Part(
-                position=(position.dp_rank, index, position.cp_rank),
+                location=(position.dp_rank, index, position.cp_rank),
                 cp_size=mb.cp_size,
                 digest=_digest(mb),
                 runs=runs(mb),
@@ -55,7 +55,7 @@ def problems_of(
     parts = [part for of_rank in all_gather_objects(describe, position.control) for part in of_rank]
     local: dict[str, None] = {}  # in order, and once for all ranks that hold the same part
     for part in parts:
-        dp_rank, index, cp_rank = part.position
+        dp_rank, index, cp_rank = part.location
         for problem in part.problems:
             local[f"dp rank {dp_rank}, microbatch {index + 1}, cp rank {cp_rank}: {problem}"] = None
     return [*local, *_disagreements(parts)]
@@ -105,7 +105,7 @@ def _disagreements(parts: Sequence[_Part]) -> Iterator[str]:
     """Faults that only show when all ranks are compared: a pack must exist exactly once over its cp ranks."""
     by_pack: dict[tuple[int, int, range], dict[int, _Part]] = {}
     for part in parts:
-        dp_rank, index, cp_rank = part.position
+        dp_rank, index, cp_rank = part.location
         first = cp_rank // part.cp_size * part.cp_size
         holders = by_pack.setdefault((dp_rank, index, range(first, first + part.cp_size)), {})
         if holders.setdefault(cp_rank, part).digest != part.digest:

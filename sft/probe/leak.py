@@ -25,7 +25,7 @@ from sft.parallel.collectives import all_gather_objects
 from sft.parallel.layout import Layout
 from sft.parallel.messages import message
 from sft.probe import inputs
-from sft.probe.report import Report
+from sft.probe.report import ProbeReport
 from sft.probe.session import Session, model, session
 from sft.recipe.resolved import Recipe
 
@@ -93,7 +93,7 @@ class Leak:
 Observation = dict[int, tuple[Tensor, Tensor]]  # by layer: indices of local tokens [m], and float64 [m, n] of each
 
 
-def run(recipe: Recipe, layout: Layout, *, step: int, document: int | None) -> Report:
+def run(recipe: Recipe, layout: Layout, *, step: int, document: int | None) -> ProbeReport:
     """Probe one pack of step `step`, counted from 1, on every data-parallel rank.  Collective.
 
     document: number of the document in its pack, counted from 0; None: the one in the middle
@@ -107,7 +107,7 @@ def run(recipe: Recipe, layout: Layout, *, step: int, document: int | None) -> R
     num_layers = recipe.config.model.num_layers
     first = {(x.dp_rank, x.direction, x.replaced, x.document): x for x in reversed(leaks)}
     problems += [*blind, *(leak.sentence(num_layers) for leak in reversed(first.values()))]
-    return Report(
+    return ProbeReport(
         probe="leak",
         problems=problems,
         checked=f"no token depends on {'another document or ' if largest > 1 else ''}a later token "

@@ -22,13 +22,13 @@ from sft.parallel.collectives import all_gather_objects
 from sft.parallel.layout import Layout
 from sft.parallel.rendezvous import shared_store
 from sft.probe.gradients import whole_gradients
-from sft.probe.report import Report
+from sft.probe.report import ProbeReport
 from sft.probe.session import Session, model, session
 from sft.recipe.resolved import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tolerance:
+class LayoutTolerance:
     """Largest relative differences between two right layouts."""
 
     loss: float
@@ -41,9 +41,9 @@ class Tolerance:
 # bf16: a number has 8 significant bits, so each of the roundings that a layout moves changes it by up to 0.4%.
 # fp8: e4m3 has 4 significant bits, a rounding of up to 6%; not measured.
 TOLERANCES = {
-    "fp32": Tolerance(loss=1e-5, grad_norm=1e-5, gradient=1e-4, hidden=1e-4),
-    "bf16": Tolerance(loss=2e-3, grad_norm=2e-2, gradient=1e-1, hidden=5e-2),
-    "fp8": Tolerance(loss=2e-2, grad_norm=1e-1, gradient=3e-1, hidden=2e-1),
+    "fp32": LayoutTolerance(loss=1e-5, grad_norm=1e-5, gradient=1e-4, hidden=1e-4),
+    "bf16": LayoutTolerance(loss=2e-3, grad_norm=2e-2, gradient=1e-1, hidden=5e-2),
+    "fp8": LayoutTolerance(loss=2e-2, grad_norm=1e-1, gradient=3e-1, hidden=2e-1),
 }
 # The smallest scale of a difference, as a share of the norm of all gradients.  A smaller gradient may consist of
 # rounding errors, like that of a weight on which the loss does not depend.
@@ -76,7 +76,7 @@ class Parameter:
         return f"{self.name} ({self.difference:.1e}, norm {self.norm_difference:+.1e}, cosine {self.cosine:.9f})"
 
 
-def run(recipe: Recipe, layout: Layout, against: Recipe, against_layout: Layout, *, step: int) -> Report:
+def run(recipe: Recipe, layout: Layout, against: Recipe, against_layout: Layout, *, step: int) -> ProbeReport:
     """Compare step `step`, counted from 1, of two recipes on the same processes.  Collective."""
     if _model_of(recipe) != _model_of(against):
         raise ConfigError("--against changes the model.  Only layouts and backends of one model can be compared.")
@@ -191,9 +191,9 @@ def _report(
     layouts: tuple[Layout, Layout],
     passes: tuple[Pass, Pass],
     parameters: list[Parameter],
-    allowed: Tolerance,
+    allowed: LayoutTolerance,
     step: int,
-) -> Report:
+) -> ProbeReport:
     first, second = passes
     hidden = ((second.hidden - first.hidden).flatten(1).norm(dim=1) / first.hidden.flatten(1).norm(dim=1)).tolist()
     layer = next((i for i, difference in enumerate(hidden) if not difference <= allowed.hidden), None)
@@ -217,7 +217,7 @@ def _report(
     ]
     texts = [f"{name}: relative {size:.1e}, allowed {most:.0e}: {detail}" for name, size, most, detail in checks]
     sizes = [" ".join(f"{key} {value}" for key, value in layout.sizes.items()) for layout in layouts]
-    return Report(
+    return ProbeReport(
         probe="parity",
         problems=[text for text, (_, size, most, _) in zip(texts, checks) if not size <= most],  # also if NaN
         checked=f"loss, gradient norm, {len(hidden) - 1} layers and {len(parameters)} gradients agree",

@@ -13,7 +13,7 @@ from sft.files.atomic_files import replace_text
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class ProbeReport:
     """The result of a probe, equal on all ranks.
 
     problems  what the probe found; empty: the probe passed
@@ -42,7 +42,7 @@ def check_path(path: Path | None) -> None:
         raise ConfigError(f"--json {path} cannot be written.  Give a file in an existing folder that is writable.")
 
 
-def publish(report: Report, path: Path | None) -> int:
+def publish(report: ProbeReport, path: Path | None) -> int:
     """On rank 0 print the report, the verdict last, and write `path`.  Returns the exit code: 1 after FAIL."""
     if _is_rank0():
         Console(0, sys.stdout).say("\n".join([*report.lines, *(f"  {p}" for p in report.problems), report.verdict]))

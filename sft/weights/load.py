@@ -41,7 +41,7 @@ class Shard(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class WeightPiece:
     """Rows of a view that become a part of a parameter.
 
     target: [rows] or [rows, columns, ...]; the rows are consecutive rows of the stored tensor; view: None means zeros
@@ -119,7 +119,7 @@ def fill(shards: Sequence[Shard], source: Source, console: Console) -> None:
             progress.advance(piece.target.nbytes)
 
 
-def _position(piece: Piece, stored: SafetensorsFolder) -> tuple[str, int, int]:
+def _position(piece: WeightPiece, stored: SafetensorsFolder) -> tuple[str, int, int]:
     """Sorts pieces as they lie on the disk."""
     if piece.view is None:
         return "", 0, 0
@@ -139,7 +139,7 @@ def _mapping(
     return mapping
 
 
-def pieces_of(shard: Shard, mapping: TensorMapping) -> Iterator[Piece]:
+def pieces_of(shard: Shard, mapping: TensorMapping) -> Iterator[WeightPiece]:
     """The pieces that `shard`, a part of the tensor of `mapping`, consists of.  Together they cover it once.
 
     rows 4 to 8 of 10 rows, of which a view has the first 6, and the others are padding:
@@ -151,7 +151,7 @@ def pieces_of(shard: Shard, mapping: TensorMapping) -> Iterator[Piece]:
     for span in mapping.spans(shard.global_shape[axes]):
         start, stop = max(first, span.target), min(end, span.target + span.num_rows)
         if start < stop:
-            yield Piece(
+            yield WeightPiece(
                 target=shard.data[start - first : stop - first],
                 view=None if span.source is None else mapping.sources[span.source],
                 first_row=span.start + start - span.target,

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
 from sft.mcore.linear_attention.fla_kernel import FlaKernel, operator, wrong_triton
-from sft.mcore.linear_attention.torch_kernel import TorchKernel
+from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 
 pytest.importorskip("fla", reason="fla-core is not installed here")
 if reason := wrong_triton():
@@ -40,7 +40,7 @@ def test_fla_computes_what_plain_torch_does(mix: str) -> None:
     results = []
     for kernel, x, dout in (
         (FlaKernel(operator()), narrow, grad),
-        (TorchKernel(), Inputs(*(x.float() for x in narrow)), grad.float()),
+        (TorchDeltaKernel(), Inputs(*(x.float() for x in narrow)), grad.float()),
     ):
         out, saved = kernel.forward(x, fragments, states)
         gradients = kernel.backward(dout, x, fragments, states, saved, last)

@@ -80,8 +80,8 @@ def count(overrides: list[str], samples: Sequence[Sample]) -> dict[str, dict[str
         with (
             counted.within(torch_kernel.TorchKernel, "forward", "attention"),
             counted.within(torch_kernel.TorchKernel, "backward", "attention gradients"),
-            counted.within(delta_kernel.TorchKernel, "forward", "states"),
-            counted.within(delta_kernel.TorchKernel, "backward", "states"),
+            counted.within(delta_kernel.TorchDeltaKernel, "forward", "states"),
+            counted.within(delta_kernel.TorchDeltaKernel, "backward", "states"),
             counted.within(fused._Loss, "forward", "head"),
             counted,
         ):

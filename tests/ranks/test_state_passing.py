@@ -19,7 +19,7 @@ from sft.layers.mixers.delta import HeadSizes
 from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
 from sft.mcore.linear_attention.documents import LinearDocuments, linear_attention
 from sft.mcore.linear_attention.short_convolution import short_convolution
-from sft.mcore.linear_attention.torch_kernel import TorchKernel
+from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 from sft.parallel.context_parallel import local_indices
 from sft.parallel.cp_group import CpGroup
 from sft.parallel.fragments import boundaries, bytes_over_cp
@@ -152,7 +152,7 @@ def attend_jointly(
     with Sent() as sent:
         mixed = short_convolution(*leaves[:2], documents.convolution, dist.group.WORLD)
         inputs = Inputs(*divided(mixed, sizes), *leaves[2:])
-        out = linear_attention(inputs, documents, TorchKernel())
+        out = linear_attention(inputs, documents, TorchDeltaKernel())
         forward = sent.num_bytes
         gradients = torch.autograd.grad(out, leaves, grad[local_rows])
     backward = sent.num_bytes - forward
@@ -304,7 +304,7 @@ def bytes_of_a_layer(lengths: Sequence[int]) -> tuple[int, int]:
 def test_the_bytes_of_qwen_at_64k(ranks: Ranks) -> None:
     """Of one document: maps and states of 8 fragments go to 3 of 4 ranks, a halo of 3 tokens to 6 fragments.
 
-    Then of documents that are long, and of documents that travel as tokens.  `TorchKernel` sends as many bytes.
+    Then of documents that are long, and of documents that travel as tokens.  `TorchDeltaKernel` sends as many bytes.
     """
     maps, halo = 8 * 48 * 128 * (128 + 128 + 128) * 4 * 3 // 4, 6 * 3 * CHANNELS * BF16
     for lengths in ([LENGTH], [8192] * 8, [1024] * 64):

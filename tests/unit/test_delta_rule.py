@@ -11,8 +11,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta
 from sft.mcore.linear_attention import schedule
 from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
 from sft.mcore.linear_attention.gated_delta import gated_delta_rule
-from sft.mcore.linear_attention.schedule import Schedule
-from sft.mcore.linear_attention.torch_kernel import TorchKernel
+from sft.mcore.linear_attention.schedule import ChunkSchedule
+from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 from tests.unit.fixtures.recurrence import VALUE_HEADS, K, OneProcess, V, random_inputs, recurrence
 
 LENGTHS = [1, 63, 64, 0, 65, 130, 2, 330]  # of fragments; a chunk has 64 tokens
@@ -20,7 +20,7 @@ FLOAT64_TOLERANCE = 1e-11
 FP32_TOLERANCE = 1e-5  # to transformers' fp32, which rounds in another order
 STATE_TOLERANCE = 1e-6  # share of the norm, in fp32: 16 roundings
 BF16_ROUNDING = 2**-8  # relative, half of the distance of two numbers
-KERNEL = TorchKernel()
+KERNEL = TorchDeltaKernel()
 
 
 @pytest.fixture(params=["one block", "small blocks"])
@@ -196,8 +196,8 @@ def test_the_longest_fragments_come_first_and_linked_ones_apart(monkeypatch: pyt
     monkeypatch.setattr(schedule, "INTERVAL", 2)
     monkeypatch.setattr(schedule, "BLOCK_CHUNKS", 8)
     fragments = Fragments.of(boundaries_of([64, 200, 0, 130, 10, 65]), linked=[1, 5])
-    made = Schedule.of(fragments, heads=2, device=torch.device("cpu"))
-    assert made is Schedule.of(fragments, heads=2, device=torch.device("cpu")) and made.num_saved == 2
+    made = ChunkSchedule.of(fragments, heads=2, device=torch.device("cpu"))
+    assert made is ChunkSchedule.of(fragments, heads=2, device=torch.device("cpu")) and made.num_saved == 2
     linked, long, short = made.groups
     assert linked.linked is not None and linked.linked.tolist() == [0, 1] and linked.num_fragments == 2
     assert [block.steps for block in linked.blocks] == [(slice(0, 2), slice(2, 4)), (slice(0, 1), slice(1, 2))]

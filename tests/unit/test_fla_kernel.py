@@ -15,7 +15,7 @@ from sft.mcore.backends.delta_rule import choose
 from sft.mcore.linear_attention import fla_kernel
 from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
 from sft.mcore.linear_attention.fla_kernel import FlaKernel
-from sft.mcore.linear_attention.torch_kernel import TorchKernel
+from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 from sft.recipe.load import parse_recipe
 from tests.builders import RECIPE
 from tests.unit.fixtures.recurrence import VALUE_HEADS, K, V, random_inputs, recurrence
@@ -62,7 +62,7 @@ def test_maps_outputs_and_gradients_are_those_of_plain_torch(boundaries: list[in
     states, dlast = (random(len(linked), VALUE_HEADS, K, V) for _ in "ab") if linked else (None, None)
     grad = random(*inputs.v.shape)
     results = []
-    for kernel in (FlaKernel(replacement), TorchKernel()):
+    for kernel in (FlaKernel(replacement), TorchDeltaKernel()):
         out, saved = kernel.forward(inputs, fragments, states)
         gradients = kernel.backward(grad, inputs, fragments, states, saved, dlast)
         maps = kernel.transitions(inputs, fragments)
@@ -90,7 +90,7 @@ def test_without_fla() -> None:
     assert str(choose(config(), "cpu")) == "torch (plain torch)"
     assert str(choose(config("attention.delta_rule=torch"), "cuda")) == "torch (attention.delta_rule = torch)"
     found = choose(config(), "cuda")
-    assert isinstance(found, TorchKernel)
+    assert isinstance(found, TorchDeltaKernel)
     assert str(found).startswith("torch (plain torch, slow on GPUs; not fla: fla cannot be imported (")
     with pytest.raises(ConfigError) as caught:
         choose(config("attention.delta_rule=fla"), "cuda")

@@ -80,7 +80,7 @@ def names_of_safetensors_index(folder: Path, name: str) -> None:
 
 def names_of_hub_index(folder: Path, name: str) -> None:
     write_json(folder / "model.safetensors.index.json", {"weight_map": {"w": name}})
-    snapshot = hub.Snapshot(name="o/m", repo="o/m", commit="1" * 40, folder=folder)
+    snapshot = hub.HubSnapshot(name="o/m", repo="o/m", commit="1" * 40, folder=folder)
     hub._weight_files(snapshot, {name: 1})
 
 
@@ -142,7 +142,7 @@ def tokenizer(folder: Path) -> None:
 
 
 def index_of_hub(folder: Path) -> None:
-    hub._weight_files(hub.Snapshot(name="o/m", repo="o/m", commit="1" * 40, folder=folder), None)
+    hub._weight_files(hub.HubSnapshot(name="o/m", repo="o/m", commit="1" * 40, folder=folder), None)
 
 
 def weights_of_adapter(folder: Path) -> None:

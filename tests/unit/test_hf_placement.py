@@ -10,7 +10,7 @@ import torch
 from sft.config import ModelConfig
 from sft.hf.families import FAMILIES
 from sft.hf.family import TensorMapping, views_by_tensor
-from sft.weights.load import Piece, pieces_of
+from sft.weights.load import WeightPiece, pieces_of
 
 QWEN3_8B = ModelConfig(
     num_layers=36,
@@ -51,7 +51,7 @@ def parts_of(mapping: TensorMapping, rank: int) -> Iterator[Any]:
 MAPPINGS = list(FAMILIES["qwen3"].mappings(QWEN3_8B, VOCAB))
 
 
-def pieces(rank: int, key: str = "", layer: int | None = None) -> list[Piece]:
+def pieces(rank: int, key: str = "", layer: int | None = None) -> list[WeightPiece]:
     found = [mapping for mapping in MAPPINGS if key in mapping.key and layer in (None, *mapping.stack_index)]
     return [piece for mapping in found for part in parts_of(mapping, rank) for piece in pieces_of(part, mapping)]
 

@@ -31,7 +31,7 @@ from sft.run.status import Status
 
 ENTRY = Entry(num_bytes=7, sha256="ab")
 LEAK = Leak(dp_rank=0, direction="forward", replaced="end", document=1, layer=2, stage=0, tokens=3, size=0.5)
-PART = _Part(position=(0, 1, 2), cp_size=2, digest="x", runs=[(0, 1, 2)], sizes=[8], problems=["p"])
+PART = _Part(location=(0, 1, 2), cp_size=2, digest="x", runs=[(0, 1, 2)], sizes=[8], problems=["p"])
 DATASET = LoadedDataset(name="a b", commit=None, slices=(TableSlice(Path("a"), 0, 3),), columns=(("messages", "c"),))
 STATUS = Status("running", 1, None, 1, 1, "id", 1, None, None, 0.5, None, "now", "host", None)
 INDEX = md.MetadataIndex("a.weight", torch.Size([0, 4]), 1)

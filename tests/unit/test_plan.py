@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sft.config import SourceConfig
 from sft.data.packing.mixture import Mixture, wanted_tokens
-from sft.data.packing.plan import VERSION, Plan, plan_epoch
+from sft.data.packing.plan import VERSION, PackingPlan, plan_epoch
 from sft.data.packing.plan_files import compare_plans, read_plans, write_plans
 from sft.data.packing.shuffle import mix
 from sft.errors import ConfigError, DataError
@@ -21,11 +21,11 @@ from sft.errors import ConfigError, DataError
 LENGTHS = st.lists(st.integers(1, 256), min_size=1, max_size=200).map(np.array)
 
 
-def plan(lengths: list[int] | np.ndarray, *, shuffle: bool = False, epoch: int = 0, capacity: int = 128) -> Plan:
+def plan(lengths: list[int] | np.ndarray, *, shuffle: bool = False, epoch: int = 0, capacity: int = 128) -> PackingPlan:
     return plan_epoch(np.array(lengths), capacity=capacity, doc_multiple=32, seed=1234, epoch=epoch, shuffle=shuffle)
 
 
-def packs(plan: Plan) -> list[tuple[int, ...]]:
+def packs(plan: PackingPlan) -> list[tuple[int, ...]]:
     return [plan.pack(index) for index in range(len(plan))]
 
 
@@ -115,11 +115,11 @@ EIGHT = np.array([64, 40, 20, 64, 33, 10, 64, 5])
 HEADER = {"data": "abc", "data.seq_length": 64, "data.doc_multiple": 8, "train.global_batch_size": 2, "run.seed": 1}
 
 
-def drawn(seed: int, epoch: int = 0) -> Plan:
+def drawn(seed: int, epoch: int = 0) -> PackingPlan:
     return plan_epoch(EIGHT, capacity=64, doc_multiple=8, seed=seed, epoch=epoch, shuffle=True)
 
 
-def write(path: Path, *plans: Plan, **header: Any) -> Path:
+def write(path: Path, *plans: PackingPlan, **header: Any) -> Path:
     write_plans(path, {**HEADER, **header}, plans, 2)
     return path
 

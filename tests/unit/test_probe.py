@@ -12,7 +12,7 @@ from sft.mcore.hidden_states import sketch
 from sft.parallel.context_parallel import local_indices
 from sft.probe.answer import overrides_of
 from sft.probe.inputs import runs
-from sft.probe.report import Report, check_path
+from sft.probe.report import ProbeReport, check_path
 from tests.builders import sample
 
 # The norm of a sketch of 8 projections varies by a quarter.  Over 1,000 hidden states the mean varies by 1%.
@@ -61,7 +61,7 @@ def test_a_result_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 
 def test_verdicts() -> None:
-    passed = Report(probe="leak", problems=[], checked="nothing leaks", lines=[], facts={})
+    passed = ProbeReport(probe="leak", problems=[], checked="nothing leaks", lines=[], facts={})
     assert passed.verdict == "leak: PASS: nothing leaks"
-    failed = Report(probe="leak", problems=["one", "two"], checked="nothing leaks", lines=[], facts={})
+    failed = ProbeReport(probe="leak", problems=["one", "two"], checked="nothing leaks", lines=[], facts={})
     assert failed.verdict == "leak: FAIL: one (and 1 more)"

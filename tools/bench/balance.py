@@ -17,7 +17,7 @@ import numpy as np
 
 from sft.data.inspect.forecast import bounds
 from sft.data.packing.balance import assign, costs, efficiency
-from sft.data.packing.plan import Plan
+from sft.data.packing.plan import PackingPlan
 from sft.layers.flops import AttentionCost
 from tools.bench.clock import cpu_time
 from tools.bench.harness import Option, Subject
@@ -44,7 +44,7 @@ def read(name: str) -> Case:
 
 
 @cache
-def plans_of(mix: str, num_lengths: int) -> tuple[np.ndarray, list[Plan]]:
+def plans_of(mix: str, num_lengths: int) -> tuple[np.ndarray, list[PackingPlan]]:
     """The lengths of a mix, and their plan by each method in WAYS."""
     lengths = lengths_of(mix, num_lengths)
     return lengths, [way(lengths, SEQ_LENGTHS[mix]) for way in WAYS.values()]

@@ -22,7 +22,7 @@ from sft.mcore.linear_attention import fla_kernel
 from sft.mcore.linear_attention.delta_rule import Fragments, Inputs, Kernel
 from sft.mcore.linear_attention.fla_kernel import FlaKernel
 from sft.mcore.linear_attention.gated_delta import gated_delta_rule
-from sft.mcore.linear_attention.torch_kernel import TorchKernel
+from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 from tools.bench.clock import check_close, cpu_time, medians, time_on
 from tools.bench.harness import Option, Subject
 from tools.bench.mixes import MIXES, boundaries_of, read_length
@@ -70,7 +70,10 @@ def by_transformers(boundaries: Sequence[int], inputs: Inputs) -> Tensor:
 
 def ways_of(boundaries: Sequence[int], names: Sequence[str]) -> dict[str, Way]:
     """The baseline comes first."""
-    kernels: dict[str, Callable[[], Kernel]] = {"torch": TorchKernel, "fla": lambda: FlaKernel(fla_kernel.operator())}
+    kernels: dict[str, Callable[[], Kernel]] = {
+        "torch": TorchDeltaKernel,
+        "fla": lambda: FlaKernel(fla_kernel.operator()),
+    }
     ways: dict[str, Way] = {BASELINE: partial(by_transformers, boundaries)}
     for name in filter(names.__contains__, kernels):
         ways[name] = partial(gated_delta_rule, fragments=Fragments.of(boundaries), kernel=kernels[name]())

@@ -29,7 +29,7 @@ from sft.data.packing.cp_documents import Documents
 from sft.data.packing.cp_grid import Grid, fixed
 from sft.data.packing.cp_prediction import bound, predict
 from sft.data.packing.dynamic_cp import assign, unless_longer
-from sft.data.packing.plan import Plan
+from sft.data.packing.plan import PackingPlan
 from sft.layers.flops import AttentionCost
 from sft.parallel.cp_group import cp_sizes
 from tools.bench.balance import CROSSOVERS
@@ -70,7 +70,7 @@ def read(name: str) -> Case:
 
 
 @cache
-def plan_of(mix: str, num_lengths: int) -> tuple[np.ndarray, Plan]:
+def plan_of(mix: str, num_lengths: int) -> tuple[np.ndarray, PackingPlan]:
     lengths = lengths_of(mix, num_lengths)
     return lengths, ours(lengths, (SEQ_LENGTHS | TRACES)[mix])
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from sft.data.packing.plan import Plan, plan_epoch, plan_of
+from sft.data.packing.plan import PackingPlan, plan_epoch, plan_of
 from sft.data.packing.shuffle import shuffled
 from sft.parallel.alignment import aligned
 from tools.bench.clock import cpu_time
@@ -20,11 +20,11 @@ MULTIPLE = 32
 FILL_BAR, PLAN_BAR_S = 0.994, 1.0  # seconds per million lengths
 
 
-def ours(lengths: np.ndarray, seq_length: int) -> Plan:
+def ours(lengths: np.ndarray, seq_length: int) -> PackingPlan:
     return plan_epoch(lengths, capacity=seq_length, doc_multiple=MULTIPLE, seed=0, epoch=0, shuffle=True)
 
 
-def next_fit(lengths: np.ndarray, seq_length: int) -> Plan:
+def next_fit(lengths: np.ndarray, seq_length: int) -> PackingPlan:
     """Packs in order, and opens a new pack if a length does not fit into the last one."""
     counts, free = [0], seq_length
     for size in aligned(lengths, MULTIPLE).tolist():
@@ -36,7 +36,7 @@ def next_fit(lengths: np.ndarray, seq_length: int) -> Plan:
     return plan_of(np.arange(len(lengths)), np.array(counts), lengths, seq_length, MULTIPLE)
 
 
-def best_fit_decreasing(lengths: np.ndarray, seq_length: int) -> Plan:
+def best_fit_decreasing(lengths: np.ndarray, seq_length: int) -> PackingPlan:
     """Puts each length, longest first, into the fullest pack with room.  The fill is that of first-fit decreasing."""
     order = np.argsort(-lengths, kind="stable")
     packs_by_free: list[list[int]] = [[] for _ in range(seq_length // MULTIPLE + 1)]
@@ -55,7 +55,7 @@ def best_fit_decreasing(lengths: np.ndarray, seq_length: int) -> Plan:
     return plan_of(order[np.argsort(packs, kind="stable")], np.bincount(packs), lengths, seq_length, MULTIPLE)
 
 
-WAYS: dict[str, Callable[[np.ndarray, int], Plan]] = {
+WAYS: dict[str, Callable[[np.ndarray, int], PackingPlan]] = {
     "ours": ours,
     "next-fit in order": next_fit,
     "best-fit decreasing": best_fit_decreasing,
@@ -65,7 +65,7 @@ WAYS: dict[str, Callable[[np.ndarray, int], Plan]] = {
 def measure(mix: str, options: argparse.Namespace) -> Iterator[Row]:
     lengths, seq_length = lengths_of(mix, options.samples), SEQ_LENGTHS[mix]
     for name, way in WAYS.items():
-        plans: list[Plan] = []
+        plans: list[PackingPlan] = []
         repeats = 3 if name == "ours" else 1
         seconds = min(cpu_time(lambda: plans.append(way(lengths, seq_length))) for _ in range(repeats))
         yield {

@@ -62,7 +62,7 @@ class Retention:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counts:
+class FileCounts:
     """Counts of the rows of one data file, or of several.
 
     samples, tokens, supervised          training data; tokens_repeated of the tokens repeat those of an earlier window
@@ -113,7 +113,7 @@ class Counts:
     spelled: tuple[tuple[str, int], ...]  # control tokens that stayed text, and numbers of rows
 
 
-def of_files(data: DataSet) -> list[Counts]:
+def of_files(data: DataSet) -> list[FileCounts]:
     """The counts of each file, in order."""
     sources: Sequence[str | None] = data.sources or [None] * len(data.paths)
     return [
@@ -122,7 +122,7 @@ def of_files(data: DataSet) -> list[Counts]:
     ]
 
 
-def of_sources(data: DataSet) -> list[Counts]:
+def of_sources(data: DataSet) -> list[FileCounts]:
     """The counts of each named source, over all files of the source, in order."""
     sources = data.sources or []
     return [
@@ -133,7 +133,7 @@ def of_sources(data: DataSet) -> list[Counts]:
 
 def counts_of(
     data: DataSet, chosen: Sequence[int], *, name: str = "all", path: str | None = None, source: str | None = None
-) -> Counts:
+) -> FileCounts:
     """The counts over the files data.paths[i] for all i in `chosen`."""
     reports = [data.corpus.row_reports[data.paths[i]] for i in chosen]
     full = np.concatenate([data.rows[i]["full_tokens"] for i in chosen])
@@ -148,7 +148,7 @@ def counts_of(
         reasons.update(dict(report.reasons))
         unused.add(report.unused)
         spelled.update(dict(report.spelled))
-    return Counts(
+    return FileCounts(
         name=name,
         path=path,
         part=data.part,

@@ -18,7 +18,7 @@ from sft.data.inspect import cp_forecast
 from sft.data.loader import Loader, make_loader
 from sft.data.packing.balance import costs, efficiency
 from sft.data.packing.mixture import Mixture
-from sft.data.packing.plan import Plan
+from sft.data.packing.plan import PackingPlan
 from sft.data.packing.plan_files import follows_from, write_plans
 from sft.layers.flops import AttentionCost
 from sft.parallel.alignment import aligned, smallest_world
@@ -80,7 +80,7 @@ def write_run(path: Path, config: Config, layout: Layout, corpus: Corpus) -> str
     return f"{path}: {of}; a run follows it with data.plan={path}"
 
 
-def _packs(config: Config, plan: Plan, corpus: Corpus) -> list[str]:
+def _packs(config: Config, plan: PackingPlan, corpus: Corpus) -> list[str]:
     """Lines about packs and the use of their capacity; the shares add up to 1."""
     packs, size, batch = len(plan), config.data.seq_length, config.train.global_batch_size
     missing = -packs % batch
@@ -100,7 +100,7 @@ def _packs(config: Config, plan: Plan, corpus: Corpus) -> list[str]:
     ]
 
 
-def length_lines(config: Config, plan: Plan) -> list[str]:
+def length_lines(config: Config, plan: PackingPlan) -> list[str]:
     """Lines about the number of steps per epoch and the number of epochs of the run."""
     batch = config.train.global_batch_size
     steps = plan.num_batches(batch)
@@ -110,7 +110,7 @@ def length_lines(config: Config, plan: Plan) -> list[str]:
     return lines
 
 
-def _steps(config: Config, plan: Plan, corpus: Corpus) -> list[str]:
+def _steps(config: Config, plan: PackingPlan, corpus: Corpus) -> list[str]:
     lines, firsts = length_lines(config, plan), plan.starts[: -1 : config.train.global_batch_size]
     for name, of_sample in (("tokens", corpus.lengths), ("supervised tokens", corpus.num_supervised)):
         counts = np.add.reduceat(of_sample[plan.samples], firsts)  # sum of each step
@@ -119,7 +119,7 @@ def _steps(config: Config, plan: Plan, corpus: Corpus) -> list[str]:
     return lines
 
 
-def _sources(config: Config, plan: Plan, corpus: Corpus) -> list[str]:
+def _sources(config: Config, plan: PackingPlan, corpus: Corpus) -> list[str]:
     """One line per source, such as "chat has 70.01% of the tokens (recipe: 70.00%); each sample is used 1.75 times"."""
     sources, lengths = corpus.source_ids, corpus.lengths
     taken = np.bincount(sources[plan.samples], weights=lengths[plan.samples], minlength=len(corpus.sources))

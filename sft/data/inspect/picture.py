@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
 
-from sft.data.inspect.counts import Counts
+from sft.data.inspect.counts import FileCounts
 from sft.data.inspect.survey import Survey
 
 _COLORS = ["#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#17becf", "#e377c2", "#7f7f7f"]
@@ -79,7 +79,7 @@ def _fits(axes: Axes, survey: Survey) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1))
 
 
-def _share(axes: Axes, bars: list[Counts], kind: str) -> None:
+def _share(axes: Axes, bars: list[FileCounts], kind: str) -> None:
     shares = [counts.supervised_share for counts in bars]
     names = [_short(_name(counts)) + ("" if counts.part == "train" else f" ({counts.part})") for counts in bars]
     axes.barh(range(len(bars)), shares, 0.7, color="#2ca02c")
@@ -95,13 +95,13 @@ def _share(axes: Axes, bars: list[Counts], kind: str) -> None:
     axes.set_xlabel(f"supervised tokens, share of a {kind}'s tokens")
 
 
-def _shown(survey: Survey) -> list[Counts]:
+def _shown(survey: Survey) -> list[FileCounts]:
     """The files or sources in the lowest panel: all of them, or the largest if there are many."""
     bars = [*_trained(survey), *(counts for counts in survey.files if counts.part != "train")]
     return bars if len(bars) <= _MOST_BARS else sorted(bars, key=lambda counts: -counts.tokens)[:_MOST_BARS]
 
 
-def _trained(survey: Survey) -> list[Counts]:
+def _trained(survey: Survey) -> list[FileCounts]:
     return list(survey.sources) or [counts for counts in survey.files if counts.part == "train"]
 
 
@@ -109,7 +109,7 @@ def _kind(survey: Survey) -> str:
     return "source" if survey.sources else "file"
 
 
-def _name(counts: Counts) -> str:
+def _name(counts: FileCounts) -> str:
     """The name of a source, or of a file without a source."""
     return counts.source or counts.name
 

@@ -16,7 +16,7 @@ _FIRST_PIECES, _LAST_PIECES = 8, 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class TokenRun:
     """Neighbouring tokens, either all supervised or all not.  A gap is a piece that is not shown and has no text."""
 
     text: str
@@ -33,7 +33,7 @@ class Preview:
     why: str
     tokens: int
     supervised: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TokenRun, ...]
 
 
 def preview(sample: Sample, name: str, why: str, tokenizer: ChatTokenizer) -> Preview:
@@ -47,18 +47,18 @@ def preview(sample: Sample, name: str, why: str, tokenizer: ChatTokenizer) -> Pr
     left_out = spans[_FIRST_PIECES:-_LAST_PIECES]
     shown = [piece for span in spans[:_FIRST_PIECES] for piece in _pieces(sample, *span, tokenizer)]
     if left_out:
-        shown.append(Piece(text="", is_supervised=False, tokens=left_out[-1][1] - left_out[0][0], is_gap=True))
+        shown.append(TokenRun(text="", is_supervised=False, tokens=left_out[-1][1] - left_out[0][0], is_gap=True))
     rest = spans[max(_FIRST_PIECES, len(spans) - _LAST_PIECES) :]
     shown += [piece for span in rest for piece in _pieces(sample, *span, tokenizer)]
     return Preview(name=name, why=why, tokens=len(sample.tokens), supervised=sample.num_supervised, pieces=tuple(shown))
 
 
-def _pieces(sample: Sample, start: int, end: int, tokenizer: ChatTokenizer) -> list[Piece]:
+def _pieces(sample: Sample, start: int, end: int, tokenizer: ChatTokenizer) -> list[TokenRun]:
     """The tokens from start to end as one piece, or as two pieces with a gap between them."""
     is_supervised = start > 0 and bool(sample.weights[start] > 0)
     tokens = sample.tokens[start:end]
     if len(tokens) <= 2 * _CHARACTERS and len(text := tokenizer.decode(tokens)) <= 2 * _CHARACTERS:
-        return [Piece(text=text, is_supervised=is_supervised, tokens=len(tokens))]
+        return [TokenRun(text=text, is_supervised=is_supervised, tokens=len(tokens))]
     reach = min(_CHARACTERS, len(tokens) // 2)
     # Show as many whole tokens as fit into _CHARACTERS; most tokens have about four characters.
     while reach > 1 and max(len(tokenizer.decode(part)) for part in (tokens[:reach], tokens[-reach:])) > _CHARACTERS:
@@ -66,7 +66,7 @@ def _pieces(sample: Sample, start: int, end: int, tokenizer: ChatTokenizer) -> l
     # A character of several tokens that was cut decodes to U+FFFD, which is not shown.
     head, tail = tokenizer.decode(tokens[:reach]).rstrip("\ufffd"), tokenizer.decode(tokens[-reach:]).lstrip("\ufffd")
     return [
-        Piece(text=head, is_supervised=is_supervised, tokens=reach),
-        Piece(text="", is_supervised=is_supervised, tokens=len(tokens) - 2 * reach, is_gap=True),
-        Piece(text=tail, is_supervised=is_supervised, tokens=reach),
+        TokenRun(text=head, is_supervised=is_supervised, tokens=reach),
+        TokenRun(text="", is_supervised=is_supervised, tokens=len(tokens) - 2 * reach, is_gap=True),
+        TokenRun(text=tail, is_supervised=is_supervised, tokens=reach),
     ]

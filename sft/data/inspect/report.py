@@ -11,9 +11,9 @@ from itertools import groupby
 
 from sft.data.cache.row_report import describe_packed, describe_padding
 from sft.data.cache.unused_keys import describe_spelled, describe_unused
-from sft.data.inspect.counts import Counts
+from sft.data.inspect.counts import FileCounts
 from sft.data.inspect.findings import Finding
-from sft.data.inspect.preview import Piece, Preview
+from sft.data.inspect.preview import Preview, TokenRun
 from sft.data.inspect.survey import Survey, TokenizerFacts
 
 _BAR = 40
@@ -155,7 +155,7 @@ def _files(survey: Survey) -> Iterator[str]:
             yield f"{_file(counts)}: {visible(describe_spelled(counts.spelled))}"
 
 
-def _losses(counts: Counts) -> Iterator[str]:
+def _losses(counts: FileCounts) -> Iterator[str]:
     """Lines about rows of a file that data.over_long or data.on_bad_row changes or drops."""
     name = _file(counts)
     if counts.rows_packed:
@@ -186,7 +186,7 @@ def _losses(counts: Counts) -> Iterator[str]:
         yield f"{name}: the chat template leaves out {omitted.describe(counts.chats)}; {visible(omitted.why)}"
 
 
-def _file(counts: Counts) -> str:
+def _file(counts: FileCounts) -> str:
     return counts.name if counts.part == "train" else f"{counts.name} ({counts.part})"
 
 
@@ -194,7 +194,7 @@ def _rows(count: int) -> str:
     return f"{count:,} {'row' if count == 1 else 'rows'}"
 
 
-def _lengths(total: Counts) -> Iterator[str]:
+def _lengths(total: FileCounts) -> Iterator[str]:
     most = max(bucket.rows for bucket in total.histogram)
     rows = [["from", "to", "rows", "", "tokens"]]
     for bucket in total.histogram:
@@ -287,6 +287,6 @@ def _marked(text: str, *, is_supervised: bool, color: bool) -> str:
     return "\n".join(f"{start}{line}{_RESET}" if line else "" for line in text.split("\n"))
 
 
-def _shown(piece: Piece) -> str:
+def _shown(piece: TokenRun) -> str:
     """The text of a piece; for a gap, its number of tokens."""
     return f"\n[... {piece.tokens:,} tokens ...]\n" if piece.is_gap else visible(piece.text)

@@ -39,7 +39,7 @@ class Role:
     supervised_share: float
 
 
-class Messages(NamedTuple):
+class MessageCounts(NamedTuple):
     """Counts of messages.  is_exact: tokens of roles were counted, not estimated from characters."""
 
     roles: tuple[Role, ...]
@@ -49,7 +49,7 @@ class Messages(NamedTuple):
     findings: list[Finding]
 
 
-def count_messages(data: DataSet, tokenizer: ChatTokenizer, supervise: Supervise, console: Console) -> Messages:
+def count_messages(data: DataSet, tokenizer: ChatTokenizer, supervise: Supervise, console: Console) -> MessageCounts:
     """Counts messages over all rows of the files, including rows that data.over_long drops.
 
     user "hé", assistant "yes", byte tokenizer -> user: 1 message, 3 tokens; assistant: 1 message, 3 tokens, all of
@@ -74,7 +74,7 @@ def count_messages(data: DataSet, tokenizer: ChatTokenizer, supervise: Supervise
         if chat.messages[-1]["role"] != "assistant":
             unanswered.add(path, number)
         num_chats += 1
-    return Messages(
+    return MessageCounts(
         roles=tuple(counter.role(name) for name, counter in counters.items() if counter.messages),
         is_exact=isinstance(tokenizer, ByteTokenizer),
         num_texts=num_texts,

@@ -22,7 +22,7 @@ from sft.data.cache.prepare import prepare
 from sft.data.cache.tokenizer_notes import say_notes
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer
 from sft.data.inspect import findings
-from sft.data.inspect.counts import Counts, DataSet, Retention, counts_of, of_files, of_sources, retention
+from sft.data.inspect.counts import DataSet, FileCounts, Retention, counts_of, of_files, of_sources, retention
 from sft.data.inspect.findings import Finding, Scan, scan
 from sft.data.inspect.preview import Preview, preview
 from sft.data.inspect.roles import Role, count_messages
@@ -59,9 +59,9 @@ class Survey:
     over_long: str
     on_bad_row: str
     refused: str | None  # why the trainer would refuse the data; null if it would accept them
-    files: tuple[Counts, ...]  # counts of files of data.train, then of the held-out sets
-    sources: tuple[Counts, ...]  # counts of each source that data.train names; empty without named sources
-    total: Counts  # counts over all training files
+    files: tuple[FileCounts, ...]  # counts of files of data.train, then of the held-out sets
+    sources: tuple[FileCounts, ...]  # counts of each source that data.train names; empty without named sources
+    total: FileCounts  # counts over all training files
     retention: tuple[Retention, ...]
     roles: tuple[Role, ...]
     roles_exact: bool

@@ -30,7 +30,7 @@ _NUM_CACHED = 2  # plans kept in memory; the plan of a million samples takes 16 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class PackingPlan:
     """The packs of an epoch: pack k holds samples[starts[k]:starts[k + 1]] in this order."""
 
     samples: np.ndarray  # int64 [n]
@@ -64,7 +64,7 @@ def plan_epoch(
     epoch: int,
     shuffle: bool,
     mixture: Mixture | None = None,
-) -> Plan:
+) -> PackingPlan:
     """Packs every sample once, or as often as `mixture` says, into the fullest open pack with room for it, padded.
 
         lengths [40, 70, 20, 60, 10], capacity 128, doc_multiple 32, in order (padded: 64 96 32 64 32)
@@ -94,10 +94,12 @@ def plan_epoch(
     return plan_of(order[np.argsort(pack_of, kind="stable")], counts, lengths, capacity, doc_multiple)
 
 
-def plan_of(samples: np.ndarray, counts: np.ndarray, lengths: np.ndarray, capacity: int, doc_multiple: int) -> Plan:
+def plan_of(
+    samples: np.ndarray, counts: np.ndarray, lengths: np.ndarray, capacity: int, doc_multiple: int
+) -> PackingPlan:
     """The plan whose first pack holds the first counts[0] of `samples`, the second pack the next counts[1], ..."""
     padded = int(aligned(lengths[samples], doc_multiple).sum())
-    return Plan(
+    return PackingPlan(
         samples=samples,
         starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         fill=padded / (len(counts) * capacity),
@@ -147,15 +149,15 @@ class EpochPlans:
         seed: int,
         global_batch_size: int,
         mixture: Mixture | None = None,
-        replayed: Sequence[Plan] | None = None,
+        replayed: Sequence[PackingPlan] | None = None,
     ) -> None:
         self._lengths, self._data, self._seed = lengths, data, seed
         self._mixture, self._replayed = mixture, replayed
         self.global_batch_size = global_batch_size
         self._ends = [0]  # ends[e]: number of steps of the first e epochs, for epochs that have been planned
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, PackingPlan] = {}
 
-    def plan(self, epoch: int) -> Plan:
+    def plan(self, epoch: int) -> PackingPlan:
         """The plan of an epoch, counted from 0.  Raises ConfigError if the replayed plans end before the epoch."""
         if self._replayed is not None:
             if epoch >= len(self._replayed):
@@ -169,7 +171,7 @@ class EpochPlans:
             self._plans = {**dict(cached), epoch: self._make(epoch, self._data.shuffle, self._mixture)}
         return self._plans[epoch]
 
-    def unshuffled(self) -> Plan:
+    def unshuffled(self) -> PackingPlan:
         """A plan for held-out data: every sample once, in the order of the files."""
         return self._make(0, shuffle=False, mixture=None)
 
@@ -225,7 +227,7 @@ class EpochPlans:
             self._ends.append(self._ends[-1] + steps)
         return self._ends[epoch]
 
-    def _make(self, epoch: int, shuffle: bool, mixture: Mixture | None) -> Plan:
+    def _make(self, epoch: int, shuffle: bool, mixture: Mixture | None) -> PackingPlan:
         return plan_epoch(
             self._lengths,
             capacity=self._data.seq_length,

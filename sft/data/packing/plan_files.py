@@ -22,7 +22,7 @@ import numpy as np
 
 from sft.config import Config
 from sft.data.cache.corpus import Corpus
-from sft.data.packing.plan import VERSION, Plan, plan_of
+from sft.data.packing.plan import VERSION, PackingPlan, plan_of
 from sft.errors import ConfigError, DataError
 from sft.files.folder_files import LIST_BYTES, UnsafeFileError, open_file
 from sft.parallel.alignment import aligned
@@ -66,7 +66,7 @@ def _digest(file: Path) -> str:
         raise DataError(f"data.plan = {file} cannot be read: {_reason(error)}.") from error
 
 
-def write_plans(path: Path, header: Mapping[str, Any], plans: Sequence[Plan], global_batch_size: int) -> None:
+def write_plans(path: Path, header: Mapping[str, Any], plans: Sequence[PackingPlan], global_batch_size: int) -> None:
     """Write the plans of epochs 0, 1, ... to `path`."""
     lines: list[Any] = [{"format": FORMAT, **header}]
     for epoch, plan in enumerate(plans):
@@ -79,14 +79,14 @@ def write_plans(path: Path, header: Mapping[str, Any], plans: Sequence[Plan], gl
         raise ConfigError(f"the plan cannot be written to {path}: {error.strerror}.") from error
 
 
-def replayed_plans(config: Config, corpus: Corpus) -> list[Plan] | None:
+def replayed_plans(config: Config, corpus: Corpus) -> list[PackingPlan] | None:
     """The plans of the file that data.plan names; None if the recipe names no file."""
     if config.data.plan is None:
         return None
     return read_plans(Path(config.data.plan), follows_from(config, corpus), corpus.lengths)
 
 
-def read_plans(path: Path, header: Mapping[str, Any], lengths: np.ndarray) -> list[Plan]:
+def read_plans(path: Path, header: Mapping[str, Any], lengths: np.ndarray) -> list[PackingPlan]:
     """The plans of a file, for a run whose data and sizes are in `header`.
 
     Raises DataError if the file was written for other data or sizes, or is not a valid plan.

@@ -99,7 +99,7 @@ class FlashKernel:
         )
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Implements `Kernel.forward`."""
+        """Implements `AttentionKernel.forward`."""
         padded = _padded(values, keys)
         out, lse = self.operators.forward(query, keys, padded, *self._boundaries, scale=scale, **self._options)
         return out[..., : values.shape[-1]], lse

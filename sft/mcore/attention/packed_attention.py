@@ -29,7 +29,7 @@ from sft.mcore.attention.rope import Rotation
 SINK_TOKENS = 4096  # whose outputs and gradients of outputs are in fp32 at a time
 
 
-class Kernel(Protocol):
+class AttentionKernel(Protocol):
     """Attention of this rank's queries in one microbatch to the keys that `key_source` gets."""
 
     @property
@@ -51,7 +51,7 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    kernel: Kernel,
+    kernel: AttentionKernel,
     scale: float,
     cp_group: Any,
     rotation: Rotation | None = None,
@@ -71,7 +71,7 @@ def packed_attention(
 class _Setting:
     """Arguments of attention that are no tensors with gradients."""
 
-    kernel: Kernel
+    kernel: AttentionKernel
     scale: float
     cp_group: Any
     rotation: Rotation | None
@@ -178,7 +178,7 @@ def _rotated_keys(key: Tensor, rotation: Rotation | None) -> Tensor:
 
 
 def _gathered(
-    key: Tensor, value: Tensor, kernel: Kernel, cp_group: Any, num_groups: int
+    key: Tensor, value: Tensor, kernel: AttentionKernel, cp_group: Any, num_groups: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Keys and values [k, key heads / num_groups, d] in the kernel's order, one head group after the other.
 

@@ -67,7 +67,7 @@ class TorchKernel:
         return TorchKernel(chunks=moved, key_source=HaloKeys.of(halo, device), window=window, softcap=softcap)
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Implements `Kernel.forward`."""
+        """Implements `AttentionKernel.forward`."""
         out = query.new_empty((*query.shape[:2], values.shape[-1]))
         lse = torch.empty(query.shape[1::-1], dtype=_compute_dtype(query), device=query.device)
         for tile in self._tiles():

@@ -5,7 +5,7 @@ from sft.errors import ConfigError
 from sft.mcore.linear_attention import fla_kernel
 from sft.mcore.linear_attention.delta_rule import Kernel
 from sft.mcore.linear_attention.fla_kernel import FlaKernel
-from sft.mcore.linear_attention.torch_kernel import TorchKernel
+from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 
 
 def choose(config: Config, device_type: str) -> Kernel:
@@ -15,10 +15,10 @@ def choose(config: Config, device_type: str) -> Kernel:
     """
     wanted = config.attention.delta_rule
     if wanted == "torch":
-        return TorchKernel("attention.delta_rule = torch")
+        return TorchDeltaKernel("attention.delta_rule = torch")
     problem = fla_kernel.why_not(config, device_type)
     if problem is None:
         return FlaKernel(fla_kernel.operator(), "flash-linear-attention")
     if wanted == "fla":
         raise ConfigError(f"attention.delta_rule = fla: {problem}.  attention.delta_rule=torch runs everywhere.")
-    return TorchKernel("plain torch" if device_type == "cpu" else f"plain torch, slow on GPUs; not fla: {problem}")
+    return TorchDeltaKernel("plain torch" if device_type == "cpu" else f"plain torch, slow on GPUs; not fla: {problem}")

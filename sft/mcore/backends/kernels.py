@@ -9,13 +9,13 @@ from sft.config.model import LayerKind
 from sft.layers.kinds import layer_groups, mtp_groups
 from sft.mcore.attention import flash_kernel
 from sft.mcore.attention.flash_kernel import FlashKernel
-from sft.mcore.attention.packed_attention import Kernel
+from sft.mcore.attention.packed_attention import AttentionKernel
 from sft.mcore.attention.torch_kernel import TorchKernel
 from sft.mcore.backend import params_dtype
 from sft.mcore.backends import delta_rule
 
 # cu_seqlens of the whole pack, cp size, cp rank, device; window -> the kernel of a microbatch
-MakeKernel = Callable[..., Kernel]
+MakeKernel = Callable[..., AttentionKernel]
 
 
 class Chosen(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sft.layers.mixers.softmax import num_head_groups
-from sft.mcore.attention.packed_attention import Kernel
+from sft.mcore.attention.packed_attention import AttentionKernel
 
 # latents [k, 1, rank], heads of this rank -> [k, heads, d]: the part of a key that is not rotated, and the value
 Expand = Callable[[Tensor, slice], Tensor]
@@ -31,7 +31,7 @@ class Setting:
     key_width   width of the part of a key that is made of the latent
     """
 
-    kernel: Kernel
+    kernel: AttentionKernel
     scale: float
     cp_group: Any
     expand: Expand

@@ -60,21 +60,21 @@ class Group:
 
 
 @dataclass(frozen=True, eq=False)
-class Schedule:
+class ChunkSchedule:
     groups: tuple[Group, ...]
     num_saved: int
 
     @staticmethod
-    def of(fragments: Fragments, heads: int, device: torch.device) -> "Schedule":
+    def of(fragments: Fragments, heads: int, device: torch.device) -> "ChunkSchedule":
         """The schedule of a microbatch, made by the first layer that asks for it."""
         key = ("schedule", heads, device)
         if key not in fragments.prepared:
             fragments.prepared[key] = _make(fragments, heads, device)
-        schedule: Schedule = fragments.prepared[key]
+        schedule: ChunkSchedule = fragments.prepared[key]
         return schedule
 
 
-def _make(fragments: Fragments, heads: int, device: torch.device) -> Schedule:
+def _make(fragments: Fragments, heads: int, device: torch.device) -> ChunkSchedule:
     num_chunks = -(-fragments.lengths // CHUNK)
     linked = np.full(len(num_chunks), -1, dtype=np.int64)
     linked[fragments.linked] = np.arange(len(fragments.linked))
@@ -88,7 +88,7 @@ def _make(fragments: Fragments, heads: int, device: torch.device) -> Schedule:
             blocks.append(_block(fragments, members, start, active, saved, device))
         indices = send(torch.from_numpy(linked[members]), device) if linked[members[0]] >= 0 else None
         groups.append(Group(len(members), indices, tuple(blocks)))
-    return Schedule(tuple(groups), num_saved)
+    return ChunkSchedule(tuple(groups), num_saved)
 
 
 def _groups(num_chunks: np.ndarray, is_linked: np.ndarray, heads: int) -> Iterator[np.ndarray]:

@@ -14,11 +14,11 @@ from torch.nn.functional import pad
 from sft.mcore.linear_attention.chunk_gradients import gradients
 from sft.mcore.linear_attention.chunks import Chunks, gathered, scatter, without_padding
 from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
-from sft.mcore.linear_attention.schedule import Block, Group, Schedule
+from sft.mcore.linear_attention.schedule import Block, ChunkSchedule, Group
 
 
 @dataclass(frozen=True)
-class TorchKernel:
+class TorchDeltaKernel:
     """Implements `delta_rule.Kernel` in torch.  reason: why this run uses this kernel, for the log"""
 
     reason: str = "plain torch"
@@ -86,9 +86,9 @@ class TorchKernel:
         return results
 
 
-def _schedule(inputs: Inputs, fragments: Fragments) -> Schedule:
+def _schedule(inputs: Inputs, fragments: Fragments) -> ChunkSchedule:
     assert len(inputs.v) == fragments.boundaries[-1], f"{len(inputs.v)} tokens, fragments of {fragments.boundaries[-1]}"
-    return Schedule.of(fragments, inputs.v.shape[1], inputs.v.device)
+    return ChunkSchedule.of(fragments, inputs.v.shape[1], inputs.v.device)
 
 
 def _group_states(states: Tensor | None, group: Group, inputs: Inputs) -> Tensor:

@@ -16,7 +16,16 @@ step counts.
 
 from collections.abc import Sequence
 
-from sft.metrics.results.differences import Metrics, Row, Tolerance, compare, extent, is_timed, spans, table
+from sft.metrics.results.differences import (
+    MetricDifference,
+    Metrics,
+    Tolerance,
+    compare,
+    extent,
+    is_timed,
+    spans,
+    table,
+)
 from sft.metrics.results.records import RunError, RunMetrics, kinds_of
 
 
@@ -57,7 +66,7 @@ def report(
             f"{a.path} and {b.path} have no step in common: A has {extent(a.records)}, B has {extent(b.records)}. "
             "Give two runs that did the same steps."
         )
-    rows, missing, lines, skipped = list[Row](), 0, list[str](), dict[str, None]()
+    rows, missing, lines, skipped = list[MetricDifference](), 0, list[str](), dict[str, None]()
     for kind in kinds:
         messages, num_inside = alone_steps(kind, a, b)
         names = [list(dict.fromkeys(name for pair in pairs[kind].values() for name in pair[i])) for i in (0, 1)]

@@ -24,7 +24,7 @@ class Tolerance:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class MetricDifference:
     """The comparison of one metric over the steps of which both runs have a record.
 
     first     step and both values, as text, of the first difference; None if there is none
@@ -63,7 +63,7 @@ def distance(a: Value, b: Value) -> tuple[float, float] | None:
 
 def compare(
     kind: str, name: str, pairs: dict[int, tuple[Metrics, Metrics]], tolerance: Tolerance, ignore_missing: bool
-) -> Row:
+) -> MetricDifference:
     """Compares one metric over the common steps in order.  Ignores steps of which neither record has the metric."""
     num_steps, different, distances = 0, list[tuple[int, str, str]](), list[tuple[float, float]]()
     for step, (left, right) in pairs.items():
@@ -77,7 +77,7 @@ def compare(
         if is_different:
             different.append((step, shown(left, name), shown(right, name)))
     largest = (max(d for d, _ in distances), max(r for _, r in distances)) if distances else None
-    return Row(
+    return MetricDifference(
         kind=kind,
         name=name,
         num_steps=num_steps,
@@ -109,7 +109,7 @@ def short(number: float) -> str:
     return str(number) if isinstance(number, int) else f"{number:.3g}"
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table(rows: Sequence[MetricDifference]) -> list[str]:
     """One aligned line per metric."""
     cells = [("kind", "metric", "differs", "first at step", "A", "B", "largest", "relative")]
     for row in rows:

@@ -42,7 +42,7 @@ class Opened:
     """
 
     name: str
-    adapter: folder.Adapter
+    adapter: folder.PeftAdapter
     module_of: Mapping[str, str]
     whole: Mapping[str, str]
 
@@ -172,7 +172,9 @@ def _family(source: str, config: Config) -> Family:
     return family
 
 
-def _matched(source: str, adapter: folder.Adapter, family: Family, config: Config) -> tuple[dict[str, str], list[str]]:
+def _matched(
+    source: str, adapter: folder.PeftAdapter, family: Family, config: Config
+) -> tuple[dict[str, str], list[str]]:
     """The result of `_by_name`, and the shortest lora.targets that select exactly these Linears."""
     linears = kinds_of(family, config.model).keys()
     by_name = _by_name(source, adapter.contents.modules, family, linears)
@@ -199,7 +201,7 @@ def _by_name(source: str, modules: Iterable[str], family: Family, linears: Itera
     return by_name
 
 
-def _whole(source: str, adapter: folder.Adapter, family: Family, config: Config) -> dict[str, list[str]]:
+def _whole(source: str, adapter: folder.PeftAdapter, family: Family, config: Config) -> dict[str, list[str]]:
     """The modules of the folder whose weights are trained whole, by the key of our weight.  Two of one key are tied.
 
     Raises CheckpointError for other weights than the embedding and the output weight, and for a tied pair apart.

@@ -109,7 +109,7 @@ def _converted(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adapter:
+class PeftAdapter:
     """An adapter in a folder, whose numbers are read on request.
 
     dtypes: names of their types in safetensors, such as F32
@@ -174,7 +174,7 @@ def _checked(tensor: torch.Tensor, key: str, file: Path) -> torch.Tensor:
     return tensor
 
 
-def read(folder: Path) -> Adapter:
+def read(folder: Path) -> PeftAdapter:
     """Open the adapter in a folder.
 
     Raises CheckpointError if there is none, or listing everything in it that this trainer cannot continue.
@@ -209,7 +209,7 @@ def read(folder: Path) -> Adapter:
     contents = Contents(
         config=config, modules=modules, saved={_saved_module(key): shape for key, shape in saved.items()}
     )
-    return Adapter(file=file, num_bytes=file.stat().st_size, contents=contents, dtypes=frozenset(dtypes))
+    return PeftAdapter(file=file, num_bytes=file.stat().st_size, contents=contents, dtypes=frozenset(dtypes))
 
 
 def _weights(folder: Path) -> Path:

@@ -49,6 +49,31 @@ def test_retired_words(tmp_path: Path, text: str, expected: str) -> None:
     assert fault.startswith(expected)
 
 
+@pytest.mark.parametrize(
+    "docstring", ["Of one call.", "Those of the file.", "The same\n  on all ranks.", "As `f`.", "What x is."]
+)
+def test_docstrings_that_do_not_name_the_thing(tmp_path: Path, docstring: str) -> None:
+    (fault,) = faults(tmp_path, sft__a_py=f'class A:\n    def f(self):\n        """{docstring}"""\n')
+    assert fault.startswith('sft/a.py:3: word: docstring begins with "')
+    assert faults(tmp_path, tests__a_py=f'"""{docstring}"""\n', sft__planner__a_py=f'"""{docstring}"""\n') == []
+
+
+def test_docstrings_that_name_the_thing(tmp_path: Path) -> None:
+    code = (
+        '"""Offsets of rows."""\ndef f():\n    """Assigns x.  Of y, the first."""\ndef g():\n    """Whatever fits."""\n'
+    )
+    assert faults(tmp_path, sft__a_py=code) == []
+
+
+def test_a_class_name_in_two_modules(tmp_path: Path) -> None:
+    """Private names and tests are free."""
+    private = "class _A: ...\n"
+    (fault,) = faults(
+        tmp_path, sft__a_py="class Pack: ...\n" + private, sft__b_py=private, tests__b_py="class Pack: ...\n"
+    )
+    assert fault == "sft/a.py:1: word: class Pack is also in sft/batch.py; say what it is of"
+
+
 def test_words_that_stay(tmp_path: Path) -> None:
     """Files on disk, rows of data, plain English where only a name is retired, and other words that begin alike."""
     code = "# Again: a spare place.\nfiles = 'seen.jsonl', 'ledger.json'\non_bad_row = 'feed-forward'\nstellar = 0\n"
@@ -65,6 +90,47 @@ def test_stale_references(tmp_path: Path, stale: str) -> None:
     assert in_page.startswith("docs/b.md:3: reference: ")
 
 
+OTHER = """import functools
+from sft.batch import Pack
+class Bin(Pack):
+    def fill(self):
+        self.rest = 0
+class Base(functools.partial): ...
+SIZE, _limit = 1, 2
+"""
+
+
+@pytest.mark.parametrize(
+    "stale", ["batch.Bin", "other.Pack", "Pack.fill", "batch.Pack.rest", "other.gone()", "sft.fill"]
+)
+def test_a_dotted_name_of_another_module(tmp_path: Path, stale: str) -> None:
+    """Each name exists somewhere, but not in the module or class before the dot."""
+    (fault,) = faults(tmp_path, sft__other_py=OTHER, docs__b_md=f"# B\n\nSee `{stale}`.\n")
+    assert fault == f"docs/b.md:3: reference: `{stale.removesuffix('()')}` does not exist; use the current name"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["other.Bin", "Bin.rest", "other.Bin.fill", "sft.other.Bin", "Bin.size", "Base.args", "other._limit", "sft.batch",
+     "functools.wraps", "other.SIZE.real", "data.SOURCE"],
+)  # fmt: skip
+def test_a_dotted_name_of_its_module(tmp_path: Path, name: str) -> None:
+    """Defined there, inherited there from a class of ours, or by a base class of other software."""
+    assert faults(tmp_path, sft__other_py=OTHER, docs__b_md=f"# B\n\nSee `{name}`.\n") == []
+
+
+def test_an_attribute_of_a_variable_is_not_a_name_of_a_module(tmp_path: Path) -> None:
+    """The comment means the parameter `batch`; a class is never an attribute of it."""
+    code = "def f(batch):\n    # `batch.lengths`\n    # `batch.Bin`\n    return batch.lengths\n"
+    (fault,) = faults(tmp_path, sft__a_py=code, sft__other_py=OTHER)
+    assert fault.startswith("sft/a.py:3: reference: `batch.Bin` does not exist")
+
+
+def test_names_of_tests_are_for_tests(tmp_path: Path) -> None:
+    (fault,) = faults(tmp_path, tests__cases_py="def case(): ...\n# `cases.case`\n", docs__b_md="`cases.case`\n")
+    assert fault.startswith("docs/b.md:1: reference: `cases.case` does not exist")
+
+
 def test_a_page_that_the_site_does_not_list(tmp_path: Path) -> None:
     (tmp_path / "mkdocs.yml").write_text("nav:\n  - A page: page.md\n")
     assert faults(tmp_path) == []
@@ -73,7 +139,7 @@ def test_a_page_that_the_site_does_not_list(tmp_path: Path) -> None:
 
 
 def test_stale_references_in_code(tmp_path: Path) -> None:
-    in_docstring, in_comment = faults(tmp_path, sft__a_py='"""As `Bin`."""\n# As sft/gone.py.\n')
+    in_docstring, in_comment = faults(tmp_path, sft__a_py='"""Like `Bin`."""\n# Like sft/gone.py.\n')
     assert in_docstring.startswith("sft/a.py:1: reference: ")
     assert in_comment.startswith("sft/a.py:2: reference: ")
 

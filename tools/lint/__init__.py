@@ -5,6 +5,7 @@
     python -m tools.lint --report      print only the numbers of faults, by folder and kind
 
 words        retired words, in code and docs
+definitions  docstrings that do not name the thing, and class names that two classes have
 references   names, paths and links in prose whose targets do not exist
 limits       lines of functions, files and docs; parameters; methods; entries at the top of sft/
 """

@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from tools.lint import limits, references, words
+from tools.lint import definitions, limits, references, words
 from tools.lint.source import Fault, Source
 
 EXEMPT = ("CHANGELOG.md", "tools/lint/words.py", "tests/unit/test_lint_house.py")  # these quote retired words
@@ -22,7 +22,8 @@ def sources(root: Path) -> list[Source]:
 def check(root: Path, files: list[Source]) -> list[Fault]:
     """All faults, sorted by file and line."""
     checked = [file for file in files if file.path not in EXEMPT]
-    faults = [*words.check(checked), *references.check(root, checked, files), *limits.check(checked)]
+    faults = [*words.check(checked), *definitions.check(checked), *limits.check(checked)]
+    faults += references.check(root, checked, files)
     return sorted(faults, key=lambda fault: (fault.path, fault.line, fault.text))
 
 

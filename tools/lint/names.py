@@ -1,8 +1,12 @@
-"""Collects the names in our code, with which the names in prose are compared."""
+"""Collects the names in our code, with which the names in prose are compared.
+
+`Names.uses` holds every name that occurs.  A `Scope` holds the names that one module, package or class defines, so that
+a dotted name in prose resolves in the module that it names and in no other.
+"""
 
 import ast
 import builtins
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tools.lint.source import Source
@@ -10,15 +14,34 @@ from tools.lint.source import Source
 # Names from other software and from files of users.
 FOREIGN = """GraceTime KillWait PreemptMode JobRequeue PreemptParameters TransformerConfig ParallelDims
 HybridDeviceOptimizer _extra_state _communicate_shapes lm_head.weight Dataset.save_to_disk""".split()
+_OURS = {"", "sft", "tests", "tools"}
+# Base classes that give a class no attribute that prose names.
+_PLAIN_BASES = "object ABC Enum Generic NamedTuple Protocol Exception RuntimeError ValueError".split()
+
+
+@dataclass
+class Scope:
+    """The names that a module, a package or a class defines; `inner` are the modules and classes among them.
+
+    bases  names of the base classes of a class, which also has their names
+    """
+
+    names: set[str] = field(default_factory=set)
+    inner: dict[str, "Scope"] = field(default_factory=dict)
+    bases: list[str] = field(default_factory=list)
 
 
 @dataclass
 class Names:
-    """Names in our code: `uses` holds all names, `attributes` the names inside each module, package and class."""
+    """Names in our code: `uses` holds all of them, `scopes` the modules, packages and classes of each name."""
 
     uses: set[str] = field(default_factory=lambda: {*dir(builtins), *FOREIGN})
     imported: set[str] = field(default_factory=set)  # imported names and packages
-    attributes: dict[str, set[str]] = field(default_factory=dict)
+    foreign: set[str] = field(default_factory=set)  # packages of other software
+    scopes: dict[str, list[Scope]] = field(default_factory=dict)
+    tests: dict[str, list[Scope]] = field(default_factory=dict)  # those of tests/, which only tests mean
+    local: dict[str, set[str]] = field(default_factory=dict)  # by path, the parameters and variables of a module
+    _modules: dict[str, Scope] = field(default_factory=dict)  # by path without .py
 
     @classmethod
     def of(cls, files: list[Source]) -> "Names":
@@ -28,19 +51,96 @@ class Names:
                 names._add_module(file)
         return names
 
+    def has(self, dotted: str, *, in_tests: bool) -> bool:
+        """Whether each name of `dotted` is defined in the scope that the names before it name.
+
+        `batch.Microbatch.tokens`: a module batch, in it a class Microbatch, in it a field tokens.
+        """
+        first, *rest = dotted.split(".")
+        return any(self._has(scope, rest) for scope in self._scopes_of(first, in_tests=in_tests))
+
+    def has_scope(self, name: str, *, in_tests: bool) -> bool:
+        return bool(self._scopes_of(name, in_tests=in_tests))
+
+    def _scopes_of(self, name: str, *, in_tests: bool) -> list[Scope]:
+        return [*self.scopes.get(name, ()), *(self.tests.get(name, ()) if in_tests else ())]
+
+    def _has(self, scope: Scope, rest: list[str]) -> bool:
+        if not rest:
+            return True
+        name, *further = rest
+        if name in scope.inner:
+            return self._has(scope.inner[name], further)
+        if name in scope.names:
+            return True  # attributes of a value have no scope
+        bases = [(base, self._scopes_of(base, in_tests=True)) for base in scope.bases if base not in _PLAIN_BASES]
+        return any(not known or any(self._has(scope, rest) for scope in known) for _, known in bases)
+
     def _add_module(self, file: Source) -> None:
-        *packages, name = file.path.removesuffix(".py").split("/")
-        for package, child in zip(packages, [*packages[1:], name], strict=True):
-            self.attributes.setdefault(package, set()).add(child)
-        module = self.attributes.setdefault(packages[-1] if name == "__init__" and packages else name, set())
-        module |= set(_identifiers(file.tree))
-        self.uses |= module | {name}
+        path = file.path.removesuffix(".py").removesuffix("/__init__")
+        is_package = file.path.endswith("/__init__.py")
+        module = self._module(path)
+        _fill(module, file.tree.body, with_imports=is_package)
+        self.local[file.path] = set(_variables(file.tree))
+        self.uses |= {*_identifiers(file.tree), path.rpartition("/")[2]}
         for node in ast.walk(file.tree):
             if isinstance(node, ast.ClassDef):
-                self.attributes.setdefault(node.name, set()).update(_identifiers(node))
+                self._register(node.name, _class(node), file.path)
             elif isinstance(node, ast.Import | ast.ImportFrom):
                 self.imported |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
-                self.imported |= set((getattr(node, "module", None) or "").split(".")[:1])
+                modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [n.name for n in node.names]
+                self.foreign |= {name.split(".")[0] for name in modules} - _OURS
+
+    def _module(self, path: str) -> Scope:
+        """The scope of a module or package, made with those of the packages around it."""
+        if path not in self._modules:
+            self._modules[path] = scope = Scope()
+            parent, _, name = path.rpartition("/")
+            self._register(name, scope, path)
+            if parent:
+                self._module(parent).inner[name] = scope
+        return self._modules[path]
+
+    def _register(self, name: str, scope: Scope, path: str) -> None:
+        (self.tests if path.startswith("tests") else self.scopes).setdefault(name, []).append(scope)
+
+
+def _class(node: ast.ClassDef) -> Scope:
+    scope = Scope(bases=[ast.unparse(base).split("[")[0].rpartition(".")[2] for base in node.bases])
+    _fill(scope, node.body, with_imports=False)
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Attribute) and ast.unparse(inner.value) in ("self", "cls", "ctx"):
+            scope.names.add(inner.attr)
+    return scope
+
+
+def _fill(scope: Scope, body: Iterable[ast.stmt], *, with_imports: bool) -> None:
+    """Adds the names that the statements define, also those inside of if, try and with."""
+    for node in body:
+        match node:
+            case ast.ClassDef(name=name):
+                scope.inner[name] = _class(node)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                scope.names.add(name)
+            case ast.Import() | ast.ImportFrom():
+                scope.names |= {alias.asname or alias.name for alias in node.names} if with_imports else set()
+            case ast.Assign() | ast.AnnAssign() | ast.AugAssign():
+                scope.names |= {
+                    inner.id
+                    for inner in ast.walk(node)
+                    if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)
+                }
+            case ast.If() | ast.Try() | ast.With() | ast.For():
+                inner = [child for child in ast.walk(node) if isinstance(child, ast.stmt) and child is not node]
+                _fill(scope, inner, with_imports=with_imports)
+
+
+def _variables(tree: ast.AST) -> Iterator[str]:
+    """Parameters and variables, whose attributes a comment may name."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+                yield name
 
 
 def _identifiers(tree: ast.AST) -> Iterator[str]:

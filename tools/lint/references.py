@@ -3,7 +3,8 @@
 The form of a word in backticks decides how it is checked:
 
     `sft/batch.py` `pack.py` `data/packing/`      a path: the file or folder must exist
-    `batch.Microbatch` `data.seq_length`          a dotted name of a module, a class or a group of a recipe: must exist
+    `batch.Microbatch` `data.seq_length`          a dotted name: the module or class `batch` must define `Microbatch`,
+                                                  or a recipe must have the key
     `Microbatch` `_resolves` `check(files)`       a class, a private name, a call: our code must contain the name
     [text](page.md#heading)                       a link: the page and its heading must exist
 
@@ -28,7 +29,7 @@ _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _CALL = re.compile(r"([A-Za-z_][\w.]*)\(.*\)", re.DOTALL)
 _CLASS = re.compile(r"[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")
 _PRIVATE = re.compile(r"_[a-z]\w*")
-_FILE_ENDINGS = "json jsonl jinja yaml md png svg txt pt parquet gz lock log sbatch cfg html".split()
+_FILE_ENDINGS = "model json jsonl jinja yaml md png svg txt pt parquet gz lock log sbatch cfg html".split()
 
 
 def check(root: Path, checked: list[Source], files: list[Source]) -> list[Fault]:
@@ -58,11 +59,11 @@ def _stale_names(root: Path, file: Source, text: str, names: Names) -> Iterator[
             continue
         if call := _CALL.fullmatch(ticked):
             ticked = call[1]
-            is_stale = ticked.rpartition(".")[2] not in names.uses and ticked not in names.uses
+            is_stale = not _resolves(ticked, names, file) if "." in ticked else ticked not in names.uses
         elif _PATH.fullmatch(ticked):
             is_stale = not _exists(root, file, ticked)
         elif _DOTTED.fullmatch(ticked):
-            is_stale = not _resolves(ticked, names, on_page=not file.is_python)
+            is_stale = not _resolves(ticked, names, file)
         else:
             is_stale = bool(_CLASS.fullmatch(ticked) and not ticked.isupper() or _PRIVATE.fullmatch(ticked))
             is_stale = is_stale and ticked not in names.uses
@@ -82,22 +83,19 @@ def _exists(root: Path, file: Source, path: str) -> bool:
     return not is_ours
 
 
-def _resolves(dotted: str, names: Names, *, on_page: bool) -> bool:
-    """Whether `dotted` exists.  Comments may begin with any name in our code, pages only with imported names."""
-    first, *rest = dotted.split(".")
-    if rest[-1] in _FILE_ENDINGS or dotted in names.uses:
+def _resolves(dotted: str, names: Names, file: Source) -> bool:
+    """Whether `dotted` exists.  A comment may name attributes of the variables of its module, but no class of them."""
+    first, second, *_ = parts = dotted.split(".")
+    is_of_variable = first in names.local.get(file.path, ()) and not second.lstrip("_")[:1].isupper()
+    if parts[-1] in _FILE_ENDINGS or dotted in names.uses or is_of_variable or first in names.foreign:
         return True
-    if first in sections():
-        is_key = in_schema(dotted) in leaves() or dotted in RENAMED or dotted in sections() or dotted.startswith(OPEN)
-        if is_key or not dotted.islower():
-            return True
-    if first not in names.attributes:
-        return first in (names.imported if on_page else names.uses)
-    for name in rest:
-        if name not in names.attributes.get(first, ()) and name not in names.attributes:
-            return False
-        first = name
-    return True
+    is_key = in_schema(dotted) in leaves() or dotted in RENAMED or dotted in sections() or dotted.startswith(OPEN)
+    if first in sections() and (is_key or parts[-1].isupper()):  # `train.SOURCE` stands for many keys
+        return True
+    in_tests = file.path.startswith("tests/")
+    if names.has_scope(first, in_tests=in_tests):
+        return names.has(dotted, in_tests=in_tests)
+    return first in (names.uses if file.is_python else names.imported)
 
 
 def _stale_paths(root: Path, file: Source, text: str) -> Iterator[str]:

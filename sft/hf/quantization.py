@@ -93,7 +93,7 @@ def _unknown(config: Mapping[str, Any], known: Collection[str]) -> list[str]:
 
 
 def _compressed(config: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """The block, and the problems, of all groups of compressed-tensors."""
+    """The block size that all groups of compressed-tensors share, and the problems of these groups."""
     problems = [
         f"{QUANTIZATION}.{key} = {json.dumps(config[key])} is not supported"
         for key in ("kv_cache_scheme", "sparsity_config", "transform_config")

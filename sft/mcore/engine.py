@@ -32,7 +32,7 @@ from sft.mcore.model.gpt import Hidden, reduce_shared_embedding
 from sft.mcore.model.mixers import packed_documents
 from sft.mcore.optimizer import build, host_threads
 from sft.mcore.process_groups import ProcessGroups
-from sft.mcore.progress import Passes, named
+from sft.mcore.progress import PassProgress, named
 from sft.metrics.accumulator import Accumulator, SupervisedTokens
 from sft.metrics.totals import ExpertLoad, StepResult, Totals
 from sft.parallel.cp_bytes import CpBytes
@@ -81,7 +81,7 @@ class Engine:
             self.core_config.grad_scale_func = self.optimizer.scale_loss
             self.core_config.finalize_model_grads_func = self._finalize
         self._progress = progress
-        self._passes = Passes(progress, torch.cuda.Event if groups.device.type == "cuda" else None)
+        self._passes = PassProgress(progress, torch.cuda.Event if groups.device.type == "cuda" else None)
         self._denominator = 0.0  # of the global batch of this step
         self._mtp_loss = MtpLoss(config)
         self.local_losses: list[float] = []

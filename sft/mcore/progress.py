@@ -37,8 +37,8 @@ class Event(Protocol):
     def synchronize(self) -> None: ...
 
 
-class Passes:
-    """The passes of one engine.
+class PassProgress:
+    """Reports the passes of one engine: which one the host queues, and which one the GPU computes.
 
     report     called with the name of the pass that the host queues, or whose end on the GPU the host waits for
     new_event  None on a CPU

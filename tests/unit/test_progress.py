@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sft.mcore.progress import Event, Passes
+from sft.mcore.progress import Event, PassProgress
 
 
 @dataclass
@@ -31,7 +31,7 @@ def events(log: list[str], *, are_done: bool) -> Callable[[], Event]:
     return new
 
 
-def step(passes: Passes, log: list[str]) -> list[str]:
+def step(passes: PassProgress, log: list[str]) -> list[str]:
     for name in ("forward 1", "backward 1", "forward 2", "backward 2"):
         passes.begin(name)
     passes.finish()
@@ -48,7 +48,7 @@ def test_the_host_is_at_most_two_passes_ahead() -> None:
         "forward 1, on the GPU", "wait 2", "record 4", "backward 2",
         "backward 1, on the GPU", "wait 3", "forward 2, on the GPU", "wait 4", "backward 2",
     ]  # fmt: skip
-    passes = Passes(log.append, events(log, are_done=False))
+    passes = PassProgress(log.append, events(log, are_done=False))
     assert step(passes, log) == expected
     log.clear()
     assert step(passes, log) == expected  # the next step begins anew
@@ -56,7 +56,7 @@ def test_the_host_is_at_most_two_passes_ahead() -> None:
 
 def test_the_host_does_not_wait_for_a_pass_that_has_begun() -> None:
     log: list[str] = []
-    assert step(Passes(log.append, events(log, are_done=True)), log) == [
+    assert step(PassProgress(log.append, events(log, are_done=True)), log) == [
         "record 1", "forward 1", "record 2", "backward 1", "record 3", "forward 2", "record 4", "backward 2",
         "backward 2",
     ]  # fmt: skip
@@ -64,4 +64,4 @@ def test_the_host_does_not_wait_for_a_pass_that_has_begun() -> None:
 
 def test_a_cpu_has_no_events() -> None:
     log: list[str] = []
-    assert step(Passes(log.append, None), log) == ["forward 1", "backward 1", "forward 2", "backward 2"]
+    assert step(PassProgress(log.append, None), log) == ["forward 1", "backward 1", "forward 2", "backward 2"]

@@ -39,7 +39,7 @@ def open_inputs(inputs: Sequence[Input], cache_dir: Path, console: Console) -> l
 
 
 def find_inputs(inputs: Sequence[Input], cache_dir: Path, *, command: str) -> list[DataFile]:
-    """The files, checked, and the datasets as `command` loaded them last.  Raises DataError if it has not."""
+    """Checked paths of files, and datasets that `command` has loaded.  Raises DataError if it has not loaded one."""
     return [_find(entry, cache_dir, command) if isinstance(entry, NamedDataset) else _file(entry) for entry in inputs]
 
 

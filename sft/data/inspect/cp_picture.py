@@ -18,7 +18,7 @@ from sft.parallel.layout import Layout
 WIDTH, LEFT, RIGHT, TOP, HEIGHT = 760, 64, 14, 30, 260  # HEIGHT: of the rows of a panel, up to 130 ranks
 ROW, LABEL = 18, 12  # heights of a rank, at most, and of its label
 NARROW = 3.0  # blocks below this width have no border, which would hide their colour
-SHADES = ("#cfe1f2", "#9ecae1", "#6aaed6", "#3787c0", "#1c5fa5", "#08306b")  # the last is of the largest CP size
+SHADES = ("#cfe1f2", "#9ecae1", "#6aaed6", "#3787c0", "#1c5fa5", "#08306b")  # by CP size, the largest last
 FILLER, IDLE, END = "#a6a6a6", "#e9e9e9", "#c00000"
 
 

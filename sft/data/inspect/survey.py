@@ -164,7 +164,7 @@ def tokenizer_facts(tokenizer: ChatTokenizer) -> TokenizerFacts:
         eos, eos_id = tokenizer.files.special_tokens.get("eos_token"), tokenizer.eos_id
         if tokenizer.chat_template is not None:
             usual = tokenizer.end_of_turn
-            names = dict.fromkeys((usual, *tokenizer.habits.ends))  # the usual one first
+            names = dict.fromkeys((usual, *tokenizer.habits.ends))  # the usual end of a turn first
             ends = tuple(tokenizer.ids[end] for end in names if end in tokenizer.ids)
             masks = "sources of characters"
     return TokenizerFacts(

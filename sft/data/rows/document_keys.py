@@ -80,7 +80,7 @@ def find_documents(row: dict[str, Any], tokens: str, is_supervised: np.ndarray) 
             f"{_TYPES} has other numbers than 0, which mark images or a second text.  They are not supported.  Remove "
             "the row."
         )
-    if _MASK in claims and claims[_MASK].max() == 1:  # of documents it says nothing
+    if _MASK in claims and claims[_MASK].max() == 1:  # 0 and 1 mark padding, not documents
         del claims[_MASK]
     starts = {key: _changes(numbers[positions]) for key, numbers in claims.items()}
     starts |= {key: _restarts(key, keys[key], positions) for key in _POSITIONS if key in keys}

@@ -56,7 +56,7 @@ def flags(record: Record, base: str, rank: int) -> list[str]:
     lines = [f"vllm serve {base}", "--enable-lora", "--lora-modules NAME=ADAPTER"]
     if rank > _DEFAULT_RANK:
         lines.append(f"--max-lora-rank {next((size for size in _RANKS if size >= rank), rank)}")
-    if record.is_other or len(record.templates) > 1:  # several templates are chosen from by the tokenizer
+    if record.is_other or len(record.templates) > 1:  # the tokenizer chooses one of several templates
         lines.append("--tokenizer ADAPTER")
     if record.templates == (TEMPLATE,):
         lines.append(f"--chat-template ADAPTER/{TEMPLATE}")

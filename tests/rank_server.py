@@ -15,6 +15,7 @@ import gc
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import threading
@@ -26,13 +27,21 @@ from typing import Any
 TIMEOUT_S = 240.0  # of the end of the server, after all ranks
 
 
+def default_signals() -> None:
+    """For a new process: `nohup` and a shell that starts a job in the background make their children ignore these."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class RankServer:
     """The test's side of a server.  Several threads may use it."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "tests.rank_server"]
         environ = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1]), "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(command, env=environ, stdin=-1, stdout=-1, text=True, start_new_session=True)
+        self._process = subprocess.Popen(
+            command, env=environ, stdin=-1, stdout=-1, text=True, start_new_session=True, preexec_fn=default_signals
+        )
         self._lock = threading.Lock()
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"

@@ -12,8 +12,8 @@ call   at which call, from 1 (default) on, counted in this process among those t
 step   only during this step of training
 match  only calls whose arguments, printed, contain this regular expression
 every  also at all later calls
-do     kill, kill-all, stop, term, usr1, int, exit-0, sleep (s: seconds), full, memory, error, missing: what happens
-       there; or one of `_TURNS`, instead of the call
+do     kill, kill-all, stop, term, usr1, int, hup, quit, exit-0, sleep (s: seconds), full, memory, error, missing: what
+       happens there; or one of `_TURNS`, instead of the call
 
 Every fault that strikes adds a line to the file SFT_FAULTS_LOG, so that a test knows it did.
 """
@@ -39,6 +39,8 @@ _SIGNALS = {
     "term": signal.SIGTERM,
     "usr1": signal.SIGUSR1,
     "int": signal.SIGINT,
+    "hup": signal.SIGHUP,
+    "quit": signal.SIGQUIT,
 }
 _ERRORS: dict[str, Callable[[], BaseException]] = {
     "full": lambda: OSError(errno.ENOSPC, "No space left on device"),

@@ -109,7 +109,7 @@ ROWS = {
     "N2": Row("gradient of one rank is infinite", (HERE,)),
     "N3": Row("loss spike", _unit("test_loss_spikes.py")),
     "N4": Row("a bit of a replica's weight flips in memory", (), "not built: no periodic digest across replicas"),
-    "G1": Row("SIGTERM, SIGUSR1, SIGINT to launcher or a rank", (HERE,)),
+    "G1": Row("SIGTERM, USR1, INT, HUP, QUIT to launcher or a rank", (HERE,)),
     "G2": Row("two signals", (HERE,)),
     "G3": Row("signal during load, evaluation, save, start", (HERE,)),
     "G4": Row("run.exit_after_minutes, end of the SLURM job", (HERE,)),

@@ -5,6 +5,7 @@ torchrun; the same command again goes on.  The files of a run are read by themse
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -29,10 +30,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.faults.inject import FAULTS, LOG
 from tests.launching import environments, records
-from tests.rank_server import RankServer
+from tests.rank_server import RankServer, default_signals
 
 TOKEN = "SFT_FAULTS_TOKEN"  # in the environment of all that belongs to one start
-_OPTIONS = "SFT_FAULTS_TORCHRUN"
 RECIPE = """
 run: {{dir: runs/none, device: cpu, precision: fp32, timeout_s: 900, progress_timeout_s: 900, grace_s: 30}}
 model: {{num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 4, init_from: random}}
@@ -45,7 +45,7 @@ log: {{tensorboard: false}}
 """
 # What a run that is over may leave in its folder.
 KEPT = {"checkpoints", "data.json", "metrics.jsonl", "recipe.yaml", "run_state.json", "seen.jsonl", "tensorboard"}
-KEPT |= {"bad_steps", "stacks"}
+KEPT |= {"bad_steps", "stacks", "traces"}
 STEP = "sft.mcore.engine:Engine.train_step"
 # Seconds; shorter than both timeouts above, so that what waits for one of them fails.  Nothing takes that long unless
 # something is broken, not even on a busy machine.
@@ -93,7 +93,12 @@ class Case:
 
     def torchrun(self, *faults: Fault, more: Sequence[str] = (), options: Sequence[str] = ()) -> "Launched":
         """As a user starts it, on two processes.  `options` of torchrun itself."""
-        return self._started(Launched, faults, more, 2, {_OPTIONS: " ".join(options)})
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options]
+        return self.launch([*command, "-m", "tests.faults.inject" if faults else "sft", "train"], *faults, more=more)
+
+    def launch(self, command: Sequence[str], *faults: Fault, more: Sequence[str] = ()) -> "Launched":
+        """By a command that starts two ranks; the recipe and the overrides are its last words."""
+        return self._started(functools.partial(Launched, command), faults, more, 2, None)
 
     def finish(self, *faults: Fault, **how: Any) -> "Start":
         """The same command once more; it has to come to the end of the run."""
@@ -164,7 +169,7 @@ class Case:
     def _started(self, kind: Any, faults: Any, more: Sequence[str], world_size: int, env: Any) -> Any:
         for before in self.starts:
             before.end()
-        words = ["train", str(self.recipe), *self.overrides, *more]
+        words = [str(self.recipe), *self.overrides, *more]
         log = self.folder / f"faults.{len(self.starts)}"
         env = {**os.environ, "OMP_NUM_THREADS": "1", TOKEN: uuid.uuid4().hex, FAULTS: json.dumps(faults), **(env or {})}
         env[LOG] = str(log)
@@ -282,7 +287,7 @@ class Forked(Start):
     def _launch(self, words: list[str], env: dict[str, str]) -> None:
         for rank, place in enumerate(environments(self.world_size)):
             out, err = (Path(f"{self.log}.{kind}.{rank}") for kind in ("out", "err"))
-            pid = self.case.server.fork("tests.faults.inject", words, {**env, **place}, out=out, err=err)
+            pid = self.case.server.fork("tests.faults.inject", ["train", *words], {**env, **place}, out=out, err=err)
             self.pids[pid] = _born(pid)
 
     def codes(self) -> list[int | None]:
@@ -290,16 +295,17 @@ class Forked(Start):
 
 
 class Launched(Start):
-    """By torchrun; what the ranks print comes through it, into the files of rank 0."""
+    """By a launcher; what the ranks print comes through it, into the files of rank 0."""
+
+    def __init__(self, command: Sequence[str], *of_start: Any) -> None:
+        self._command = command
+        super().__init__(*of_start)
 
     def _launch(self, words: list[str], env: dict[str, str]) -> None:
-        module = "sft" if env[FAULTS] == "[]" else "tests.faults.inject"
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        launcher += env.pop(_OPTIONS).split()
         with open(f"{self.log}.out.0", "ab") as out, open(f"{self.log}.err.0", "ab") as err:
             self.process = subprocess.Popen(
-                [*launcher, "-m", module, *words], env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
-                start_new_session=True,
+                [*self._command, *words], env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                start_new_session=True, preexec_fn=default_signals,
             )  # fmt: skip
 
     def codes(self) -> list[int | None]:

@@ -1,12 +1,20 @@
 """G: a run that is asked to stop: all ranks save once, after the same step, and the same command goes on."""
 
+import itertools
+import os
 import signal
+import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from tests.faults.runs import STEP, Case, Hit, MakeCase
+from tests.faults.runs import STEP, Case, Hit, MakeCase, Start, text_of
 
+ROOT = Path(__file__).resolve().parents[2]
+ENDLESS = ["train.num_steps=1000000"]
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 SLOW = {"at": STEP, "do": "sleep", "s": 0.3, "every": True}
 
 
@@ -20,32 +28,56 @@ def assert_preempted(one: Case, step: int | None = None) -> None:
 @pytest.mark.quick
 @pytest.mark.row("G1")
 def test_signals_to_one_worker(case: MakeCase, hit: Hit) -> None:
-    """In step 3, 6 and 9: saved once, though no save is due then."""
+    """In every second step: saved once, though no save is due then."""
     one = case("checkpoint.save_every=100")
-    for do, rank, step in (("term", 1, 3), ("usr1", 0, 6), ("int", 1, 9)):
+    for do, rank, step in (("term", 1, 2), ("usr1", 0, 4), ("int", 1, 6), ("hup", 0, 8), ("quit", 1, 10)):
         start = one.start({"at": STEP, "step": step, "rank": rank, "do": do}).ends(75)
         assert_preempted(one, step)
         assert start.says("the same command resumes the run").out().count("saved ") == 1
         hit("G1")
-    assert one.steps() == [3, 6, 9]
+    assert one.steps() == [2, 4, 6, 8, 10]
     one.finish_the_same()
+
+
+def by_torchrun(one: Case, number: int) -> Start:
+    """torchrun forwards SIGUSR1, which SLURM sends, only with an option.  Its exit code is 1."""
+    as_slurm = ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
+    return one.torchrun(more=ENDLESS, options=as_slurm if number == signal.SIGUSR1 else [])
+
+
+def by_processes(one: Case, number: int) -> Start:
+    return one.launch([sys.executable, "-m", "sft", "train"], more=[*ENDLESS, "--processes", "2"])
+
+
+def by_script(one: Case, number: int) -> Start:
+    return one.launch([str(ROOT / "launch/local.sh"), "2"], more=ENDLESS)
+
+
+QUICK = [(by_torchrun, signal.SIGHUP), (by_processes, signal.SIGQUIT), (by_script, signal.SIGHUP)]
+LAUNCHES = [
+    pytest.param(*pair, id=f"{pair[0].__name__}-{pair[1].name}", marks=[pytest.mark.quick] if pair in QUICK else [])
+    for pair in itertools.product((by_torchrun, by_processes, by_script), SIGNALS)
+]
 
 
 @pytest.mark.row("G1")
-def test_signals_to_the_launcher(case: MakeCase, hit: Hit) -> None:
-    """torchrun hands SIGTERM and SIGINT on to the workers, which have until its own timeout (30 s); SIGUSR1, which
-    SLURM sends, where it is told to."""
-    one = case("checkpoint.save_every=100")
-    as_slurm = ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
-    for number, options in ((signal.SIGTERM, []), (signal.SIGINT, []), (signal.SIGUSR1, as_slurm)):
-        start = one.torchrun(SLOW, options=options)
-        start.until(lambda: "\nstep " in start.out())
-        start.process.send_signal(number)
-        assert start.wait() != [0], start.told()
-        assert_preempted(one)
-        hit("G1")
-    assert len(one.steps()) == 3
-    one.finish_the_same()
+@pytest.mark.parametrize("launch, number", LAUNCHES)
+def test_signals_to_the_launcher(
+    case: MakeCase, monkeypatch: pytest.MonkeyPatch, launch: Callable, number: signal.Signals
+) -> None:
+    """A terminal sends its signals to all processes of the command; others get to the launcher alone."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    one = case("checkpoint.save_every=null")
+    start = launch(one, number)
+    start.until(lambda: '"kind": "train"' in text_of(one.run / "metrics.jsonl"))
+    send = os.killpg if number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT) else os.kill
+    send(start.process.pid, number)
+    start.ends(1 if launch is by_torchrun else 75).says(f"{number.name}: the run finishes this step, saves and exits")
+    assert_preempted(one)
+    step = one.status()["step"]
+    again = one.start({"at": STEP, "rank": 0, "do": "kill-all"}, more=ENDLESS).ends(-9)
+    again.says(f"resumed step {step} from {one.checkpoint(step)}")
+    assert one.steps() == [step]
 
 
 @pytest.mark.row("G2")

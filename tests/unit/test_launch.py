@@ -5,13 +5,14 @@ On a real SLURM: tests/slurm.
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.rank_server import default_signals
 
 ROOT = Path(__file__).resolve().parents[2]
 AWKWARD = "data.train=[my file.jsonl, $HOME.jsonl]"  # spaces and a dollar must arrive as they are
@@ -95,11 +96,10 @@ def launch(tmp_path: Path, script: str, *args: str, env: dict[str, str] | None =
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     clean |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(calls)} | (env or {})
     command = [str(ROOT / "launch" / script), *args]
-    # A shell cannot trap a signal that it was started to ignore, and a test run in the background ignores SIGINT.
+    # A shell cannot trap a signal that it was started to ignore.
     with subprocess.Popen(
-        command, cwd=work, env=clean, stdout=-1, stderr=-1, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as script_process:  # fmt: skip
+        command, cwd=work, env=clean, stdout=-1, stderr=-1, text=True, preexec_fn=default_signals
+    ) as script_process:
         out, err = script_process.communicate(timeout=240)
     made = [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
     return Launch(code=script_process.returncode, pid=script_process.pid, stdout=out, stderr=err, calls=made)

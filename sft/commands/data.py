@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sft.commands.arguments import read_recipe, recipe_command
-from sft.commands.output import need_matplotlib, print_group, progress, show
+from sft.commands.output import need_matplotlib, picture_file, print_group, progress, show
 from sft.console import size
 from sft.errors import ConfigError
 
@@ -89,10 +89,8 @@ def inspect(arguments: Namespace) -> None:
     if picture is not None:
         from sft.data.inspect.picture import draw
 
-        try:
-            draw(survey, picture)
-        except OSError as error:
-            raise ConfigError(f"--png {picture} cannot be written: {error.strerror}.") from error
+        with picture_file("--png", picture) as temporary:
+            draw(survey, temporary)
         console.say(f"picture {picture}")
     if arguments.json:
         text = json.dumps(asdict(survey), indent=1)
@@ -131,10 +129,9 @@ def plan(arguments: Namespace) -> int:
     if arguments.svg is not None:
         from sft.data.inspect.cp_picture import draw_step
 
-        try:
-            print_group("picture", [draw_step(arguments.svg, recipe.config, layout, corpus)])
-        except OSError as error:
-            raise ConfigError(f"--svg {arguments.svg} cannot be written: {error.strerror}.") from error
+        with picture_file("--svg", arguments.svg) as temporary:
+            line = draw_step(temporary, recipe.config, layout, corpus)
+        print_group("picture", [f"{arguments.svg}: {line}"])
     return 0
 
 

@@ -1,11 +1,14 @@
 """How commands print their results (on stdout) and their progress (on stderr)."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 
 from sft.console import Console
 from sft.errors import ConfigError, printable
+from sft.files.atomic_files import replacing, unusable
 
 
 def show(text: str) -> None:
@@ -21,6 +24,19 @@ def print_group(name: str, lines: Sequence[str]) -> None:
 def progress() -> Console:
     """A console on stderr for progress: stdout is for results."""
     return Console(0, sys.stderr)
+
+
+@contextmanager
+def picture_file(option: str, file: Path) -> Iterator[Path]:
+    """A temporary file for a picture.  It becomes `file`, the value of `option`, at the end of the block.
+
+    Raises StorageError if another try may succeed, as after a full disk, and ConfigError if the file cannot be made.
+    """
+    try:
+        with replacing(file) as temporary:
+            yield temporary
+    except OSError as error:
+        raise unusable(f"{option} {file} cannot be written", file.parent, error) from error
 
 
 def need_matplotlib(user: str) -> None:

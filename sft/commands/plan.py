@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sft.commands.output import need_matplotlib, print_group, progress
+from sft.commands.output import need_matplotlib, picture_file, print_group, progress
 from sft.errors import ConfigError
 from sft.estimate.gpus import HOST_GIB
 
@@ -101,8 +101,6 @@ def _check_outputs(arguments: Namespace, counts: list[int]) -> None:
 def _draw(reports: "Sequence[Report]", file: Path) -> None:
     from sft.planner.picture import draw
 
-    try:
-        draw(reports, file)
-    except OSError as error:
-        raise ConfigError(f"--picture {file} cannot be written: {error.strerror}.") from error
+    with picture_file("--picture", file) as temporary:
+        draw(reports, temporary)
     progress().say(f"picture {file}")

@@ -6,7 +6,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from sft.commands.output import need_matplotlib, show
+from sft.commands.output import need_matplotlib, picture_file, show
+from sft.errors import ConfigError
 
 
 def add(commands: Any) -> None:
@@ -22,7 +23,7 @@ def add(commands: Any) -> None:
 
     plot_ = commands.add_parser("plot", help="draw the curves of one or several runs into one picture")
     plot_.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder (with metrics.jsonl)")
-    about = "PNG to write; default: plot.png in the folder of the first run"
+    about = "picture to write, .png or .svg; default: plot.png in the folder of the first run"
     plot_.add_argument("--out", metavar="FILE", type=Path, help=about)
     about = "token accuracy of a guess, from 0 to 1; drawn as a line where held-out token accuracy is drawn"
     plot_.add_argument("--chance", metavar="SHARE", type=_share, help=about)
@@ -49,7 +50,11 @@ def plot(arguments: Namespace) -> None:
     from sft.metrics.results.plot import draw
 
     out = arguments.out or arguments.runs[0] / "plot.png"
-    draw([read_run(folder) for folder in arguments.runs], out, arguments.chance)
+    if out.suffix not in (".png", ".svg"):
+        raise ConfigError(f"--out {out} does not end in .png or .svg.")
+    runs = [read_run(folder) for folder in arguments.runs]
+    with picture_file("--out", out) as temporary:
+        draw(runs, temporary, arguments.chance)
     show(str(out))
 
 

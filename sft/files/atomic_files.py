@@ -8,7 +8,7 @@ open, it may (StorageError).  After a wrong path or a missing permission it does
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import RawIOBase
 from pathlib import Path
 
@@ -44,6 +44,22 @@ def replace_text(path: Path, content: str, *, sync: bool = False) -> None:
     os.replace(temporary, path)
     if sync:
         flush(path.parent)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary file in the folder of `path`, which is made if needed.  It replaces `path` at the end of the block.
+
+    After an error, also of the caller, `path` is what it was, and no temporary file is left.
+    """
+    temporary = path.with_name(f".{path.name}.tmp{path.suffix}")  # a library may go by the ending
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def flush(path: Path) -> None:

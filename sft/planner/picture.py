@@ -22,14 +22,13 @@ _MOST_LETTERS = 34  # in a line of a label
 
 
 def draw(reports: Sequence[Report], out: Path) -> None:
-    """Write the picture, as PNG or SVG by its ending, and make its folder if needed.  One pair of panels a report."""
+    """Write the picture, as PNG or SVG by its ending.  One pair of panels a report."""
     heights = [1.9 + 0.62 * max(1, len(report.proposals)) for report in reports]
     figure = Figure(figsize=(13, sum(heights)), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.12))
     panels = figure.subplots(len(reports), 2, squeeze=False, height_ratios=heights)
     for (memory, time), report in zip(panels, reports, strict=True):
         _memory(memory, report)
         _time(time, report)
-    out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=120, format=out.suffix[1:])
 
 

@@ -8,18 +8,22 @@ Every rank makes its own folders, because nodes need not share a file system.  A
 one line and never ends the run.
 """
 
-import os
+import errno
+import gzip
 import re
+import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from sft.config import MemoryProfile, ProfileConfig, TorchProfile
 from sft.console import Console
+from sft.files.atomic_files import replacing
 from sft.parallel.position import Position
 
 
@@ -82,7 +86,7 @@ class Profiler:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         with torch.profiler.profile(activities=activities) as trace:
             yield
-        self._write("traces", f"step_{number}", ".json.gz", trace.export_chrome_trace)
+        self._write("traces", f"step_{number}", ".json.gz", partial(_export, trace))
 
     def _snapshot(self, step: str) -> None:
         self._write("memory_snapshots", step, ".pickle", torch.cuda.memory._dump_snapshot)
@@ -94,16 +98,10 @@ class Profiler:
                 torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write(self, kind: str, step: str, suffix: str, save: Callable[[str], None]) -> None:
-        """Write to a partial file and rename it, so that a file with its final name is complete."""
+        """Write a temporary file and rename it, so that a file with its final name is complete."""
         path = self._folder / kind / step / (name(self._position) + suffix)
-        partial = path.with_name("." + path.name)
-        with self._best_effort(f"{path} was not written"):
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                save(str(partial))
-                os.replace(partial, path)
-            finally:
-                partial.unlink(missing_ok=True)
+        with self._best_effort(f"{path} was not written"), replacing(path) as temporary:
+            save(str(temporary))
 
     @contextmanager
     def _best_effort(self, failure: str) -> Iterator[None]:
@@ -114,6 +112,23 @@ class Profiler:
             why = " ".join(f"{type(error).__name__}: {error}".split())
             with suppress(OSError):
                 print(f"rank {self._position.rank}: {failure}: {why}", file=sys.stderr, flush=True)
+
+
+def _export(trace: torch.profiler.profile, path: str) -> None:
+    """Write the trace, compressed.  Raises OSError if the disk is full.
+
+    torch itself would write the text into the system's temporary folder, and report no error of that disk.
+    """
+    text = Path(f"{path}.json")
+    try:
+        trace.export_chrome_trace(str(text))
+        if not text.exists():
+            raise OSError(errno.ENOSPC, "torch could not write the trace, as on a full disk")
+        with text.open("rb") as plain, gzip.open(path, "wb") as packed:
+            shutil.copyfileobj(plain, packed)
+    finally:
+        for file in (text, Path(f"{text}.tmp")):  # the latter is of torch, which renames it when it is complete
+            file.unlink(missing_ok=True)
 
 
 def name(position: Position) -> str:

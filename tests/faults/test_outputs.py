@@ -47,6 +47,16 @@ def test_a_full_disk_under_tensorboard(case: MakeCase) -> None:
     one.finish_the_same()
 
 
+@pytest.mark.row("O2")
+def test_a_full_disk_under_traces(case: MakeCase) -> None:
+    """Each trace is lost with one line, and the run goes on."""
+    one = case("profile.torch.steps=[1,3]", "profile.torch.ranks=[0]")
+    with mounted(one.run / "traces", "-t", "tmpfs", "-o", "size=8k", "tmpfs"):
+        start = one.finish()
+        assert start.err().count(".json.gz was not written: OSError: [Errno 28] ") == 2, start.told()
+    one.finish_the_same()
+
+
 @pytest.mark.row("O3")
 def test_a_clock_that_goes_back(case: MakeCase, hit: Hit) -> None:
     """An hour, in step 3 and ever after; and the next start in another time zone."""

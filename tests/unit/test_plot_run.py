@@ -1,5 +1,6 @@
 """`sft plot`: what it reads from metrics.jsonl, and what it says when it cannot."""
 
+import errno
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,6 +44,31 @@ def test_a_run_becomes_a_png_in_its_folder(tmp_path: Path, capsys: pytest.Captur
     assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_full_disk_leaves_the_picture_that_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(figure: Figure, out: Path, **how: object) -> None:
+        out.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = write(tmp_path / "demo", START, train(1, 5.5))
+    (folder / "plot.png").write_bytes(b"old")
+    monkeypatch.setattr(Figure, "savefig", full)
+    assert main(["plot", str(folder)]) == 1
+    assert capsys.readouterr().err == (
+        f"StorageError: --out {folder}/plot.png cannot be written: the disk is full (OSError: [Errno 28] No space left "
+        "on device).  Start the command again when this is mended.\n"
+    )
+    assert (folder / "plot.png").read_bytes() == b"old"
+    assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl", "plot.png"]
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a"])
+def test_an_ending_that_is_no_picture_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert main(["plot", str(tmp_path), "--out", name]) == 2
+    assert capsys.readouterr().err == f"ConfigError: --out {name} does not end in .png or .svg.\n"
+
+
 def test_smoothing() -> None:
     few = np.array([5.0, 3.0, 4.0])
     assert smoothed(few).tolist() == [5.0, 3.0, 4.0]
@@ -58,11 +84,11 @@ def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *runs: list[dict], mor
     more  arguments of the command line
     """
     figures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, out, **_: figures.append(figure) or out.touch())
     folders = [write(tmp_path / name, START, *records) for name, records in zip("abc", runs, strict=False)]
     out = tmp_path / "pictures" / "plot.png"
     assert main(["plot", *map(str, folders), "--out", str(out), *more]) == 0
-    assert out.parent.is_dir()
+    assert list(out.parent.iterdir()) == [out]
     return figures[0].get_axes()
 
 

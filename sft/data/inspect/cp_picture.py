@@ -12,7 +12,6 @@ from sft.data.loader import make_loader
 from sft.data.packing.cp_cost import CpCost
 from sft.data.packing.cp_grid import Grid, fixed
 from sft.data.packing.cp_timeline import TimedPack, timeline
-from sft.files.atomic_files import replace_text
 from sft.parallel.layout import Layout
 
 WIDTH, LEFT, RIGHT, TOP, HEIGHT = 760, 64, 14, 30, 260  # HEIGHT: of the rows of a panel, up to 130 ranks
@@ -27,8 +26,8 @@ def draw_step(path: Path, config: Config, layout: Layout, corpus: Corpus, step: 
     loader, cost = make_loader(config, layout, corpus, pad_id=0), CpCost.of(config)
     grids: list[Grid] = [fixed(loader.slots(step), layout.cp), loader.grid(step)]
     panels = [timeline(grid, corpus.lengths, doc_multiple=layout.doc_multiple, cost=cost) for grid in grids]
-    replace_text(path, svg(*panels, num_ranks=layout.dp * layout.cp, cp_sizes=layout.cp_sizes))
-    return f"{path}: step {step + 1} with cp {layout.cp} and with dynamic CP, {layout.dp * layout.cp} ranks of dp x cp"
+    path.write_text(svg(*panels, num_ranks=layout.dp * layout.cp, cp_sizes=layout.cp_sizes), encoding="utf-8")
+    return f"step {step + 1} with cp {layout.cp} and with dynamic CP, {layout.dp * layout.cp} ranks of dp x cp"
 
 
 def svg(

@@ -26,7 +26,7 @@ _RECIPE = "#d62728"
 
 
 def draw(survey: Survey, out: Path) -> None:
-    """Writes the PNG file `out`, and makes its folder if needed."""
+    """Writes the PNG file `out`."""
     bars = _shown(survey)
     heights = [3.2, 3.2, 0.8 + 0.32 * len(bars)]  # inches
     figure = Figure(figsize=(11, sum(heights) + 1), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
@@ -40,7 +40,6 @@ def draw(survey: Survey, out: Path) -> None:
         axes.grid(alpha=0.25, axis="x" if axes is panels[2] else "both")
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-    out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=120, format="png")
 
 

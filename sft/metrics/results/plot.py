@@ -119,7 +119,9 @@ def finish(axes: Axes, title: str, unit: str) -> None:
 
 
 def draw(runs: Sequence[PlottedRun], out: Path, chance: float | None = None) -> None:
-    """Draws all runs into one PNG.  Earlier runs have wider lines, so equal curves remain visible.
+    """Draws all runs into one picture, PNG or SVG by its ending.
+
+    Earlier runs have wider lines, so equal curves remain visible.
 
     chance  token accuracy of a guess; None: not drawn
     """
@@ -146,5 +148,4 @@ def draw(runs: Sequence[PlottedRun], out: Path, chance: float | None = None) -> 
         if key != "lm loss":
             axes.set_ylim(bottom=0)
     panels[0].legend(frameon=False)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=120)
+    figure.savefig(out, dpi=120, format=out.suffix[1:])

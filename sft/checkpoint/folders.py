@@ -43,11 +43,19 @@ def step_of(path: Path) -> int | None:
 
 
 def published(folder: Path) -> list[Path]:
-    """Checkpoints with a final name, lowest step first.  Only complete checkpoints get a final name."""
+    """Checkpoints with a final name, lowest step first.  Only complete checkpoints get a final name.
+
+    Raises CheckpointError if a link has such a name: what it leads to is not in the folder, and is not removed with it.
+    """
     if not folder.is_dir():
         return []
-    checkpoints = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
-    return [path for _, path in sorted(checkpoints)]
+    named = sorted((step, path) for path in folder.iterdir() if (step := step_of(path)) is not None)
+    if link := next((path for _, path in named if path.is_symlink()), None):
+        raise CheckpointError(
+            f"{link} is a link, but a run renames and removes the checkpoints in its folder.  Move the checkpoint to "
+            "this name, or remove the link and name the checkpoint with checkpoint.resume=PATH in a new run.dir."
+        )
+    return [path for _, path in named if path.is_dir()]
 
 
 def read_pointer(folder: Path) -> int | None:
@@ -106,14 +114,14 @@ def publish(written: Path, step: int) -> Path:
     folder, final = written.parent, written.with_name(name_of(step))
     flush(written)
     replaced = None
-    if final.exists():  # a run was killed after the rename and before it moved the pointer
+    if os.path.lexists(final):  # a run was killed after the rename and before it moved the pointer
         replaced = folder / f"{final.name}.replaced-{secrets.token_hex(4)}"
         os.rename(final, replaced)
     os.rename(written, final)
     flush(folder)
     write_pointer(folder, step)
     if replaced:
-        shutil.rmtree(replaced, ignore_errors=True)
+        _remove(replaced)
     return final
 
 
@@ -136,8 +144,16 @@ def remove_leftovers(folder: Path) -> list[Path]:
     """Remove the folders that killed saves left.  Returns their paths."""
     leftovers = [path for path in folder.iterdir() if _LEFT_OVER.fullmatch(path.name)] if folder.is_dir() else []
     for path in leftovers:
-        shutil.rmtree(path, ignore_errors=True)
+        _remove(path)
     return leftovers
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or a link, but not what it leads to."""
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def quarantine(path: Path) -> Path:
@@ -163,7 +179,10 @@ def remove_old(
     """
     if keep_last is None:
         return
-    older = [path for path in published(folder) if int(path.name[5:]) < step]
+    try:
+        older = [path for path in published(folder) if int(path.name[5:]) < step]
+    except CheckpointError as error:  # the link was made while the run trained
+        return report(f"warning: no checkpoint is removed: {error}")
     for path in older[: max(0, len(older) - (keep_last - 1))]:
         older_step = int(path.name[5:])
         if older_step in keep_steps or (keep_every and older_step % keep_every == 0):

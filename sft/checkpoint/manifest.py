@@ -132,6 +132,8 @@ def _size_problem(path: Path, entry: Entry) -> str | None:
         raise
     if not stat.S_ISREG(status.st_mode):
         return f"{path} is not a plain file"
+    if not os.access(path, os.R_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     if status.st_size != entry.num_bytes:
         return f"{path} has {status.st_size:,} bytes; the save wrote {entry.num_bytes:,}"
     return None

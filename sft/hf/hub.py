@@ -26,7 +26,7 @@ from sft.hf import hub_errors
 from sft.hf.once_per_node import once_per_node
 
 CONFIG = "config.json"
-IMPORTED = "hf"  # folder of config.json in an imported checkpoint
+IMPORTED = "hf"  # folder of config.json in an imported checkpoint, and in a run
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w.][\w./-]*))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Everything beside the weights that a model or a tokenizer needs.  Files in folders of a repository are other formats.
@@ -68,9 +68,20 @@ def local_folder(name: str) -> Path:
     if is_hub_name(name):
         return snapshot(name).folder
     folder = Path(name)
-    if not (folder / CONFIG).exists() and (folder / IMPORTED / CONFIG).exists():
+    if not (folder / CONFIG).exists() and (imported(folder) / CONFIG).exists():
         return folder / IMPORTED
     return folder
+
+
+def imported(folder: Path) -> Path:
+    """The folder hf/ of a run or an imported checkpoint.  Raises ConfigError if it is a link to the files of a model.
+
+    They could be of a model of the user, and would become a part of an export.
+    """
+    path = folder / IMPORTED
+    if path.is_symlink() and any((path / name).exists() for name in (CONFIG, "source.json")):
+        raise ConfigError(f"{path} is a link to the files of a model.  Replace it by a copy of them, or remove it.")
+    return path
 
 
 def snapshot(name: str) -> HubSnapshot:

@@ -11,7 +11,7 @@ from sft.checkpoint.manifest import Verify
 from sft.config import RANDOM, CheckpointConfig, ModelConfig
 from sft.console import Console
 from sft.errors import CheckpointError, ConfigError
-from sft.hf.hub import CONFIG, IMPORTED, local_folder
+from sft.hf.hub import CONFIG, IMPORTED, imported, local_folder
 from sft.hf.source import open_source
 from sft.weights import kept
 from sft.weights.kept import Kept
@@ -32,9 +32,9 @@ def prepare(
     """Write the folder `hf/` of a new run, or check that of a resumed run.
 
     served: tokenizer and template of the run; None: those of the model
-    Raises ConfigError like `check_exports`, and CheckpointError if the folder cannot be written.
+    Raises ConfigError like `check_exports` and `imported`, and CheckpointError if the folder cannot be written.
     """
-    folder = run / IMPORTED
+    folder = imported(run)
     if folder.is_dir() and not is_new:
         check(run, console, served, verify="full")
         _complete(folder, served, console)
@@ -55,8 +55,8 @@ def prepare(
 
 
 def check_exports(run: Path, model: ModelConfig, checkpoint: CheckpointConfig, *, is_new: bool) -> None:
-    """Raise ConfigError if the run exports its checkpoints, but is of no Hugging Face model."""
-    has_folder = (run / IMPORTED).is_dir() and not is_new
+    """Raise ConfigError if the run exports its checkpoints, but is of no Hugging Face model, or if hf/ is a link."""
+    has_folder = imported(run).is_dir() and not is_new
     if checkpoint.export_hf == "none" or model.hf is not None or has_folder:
         return
     if _kept_beside(_sources(model, checkpoint)) is None:
@@ -88,7 +88,7 @@ def check(run: Path, console: Console, served: Served | None = None, *, verify: 
     folder = run / IMPORTED
     problems: list[str] = []
     try:
-        kept_files = kept.read(folder)
+        kept_files = kept.read(imported(run))
         if kept_files is None:
             if folder.is_dir():
                 console.say(f"WARNING: {folder / kept.SOURCE} is missing.  An export needs --hf FOLDER.")
@@ -112,7 +112,7 @@ def _kept_beside(paths: list[Path]) -> Kept | None:
     for path in paths:
         checkpoint = folders.find([path], str(path)).absolute()
         for parent in (checkpoint.parent, checkpoint.parent.parent):
-            if (other := kept.read(parent / IMPORTED)) is not None:
+            if (other := kept.read(imported(parent))) is not None:
                 return other
     return None
 

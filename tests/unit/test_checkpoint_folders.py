@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from sft.checkpoint import folders
+from sft.errors import CheckpointError
 from tests.unit.fixtures.disk import watch_disk
 
 
@@ -124,3 +125,45 @@ def test_the_disk_has_a_checkpoint_before_the_pointer_names_it(tmp_path: Path, m
     pointer, root = folders.POINTER, f"fsync {tmp_path.name}"
     assert calls == [f"fsync {written.name}", f"rename {written.name} -> iter_0000100", root,
                      f"fsync {pointer}.tmp", f"rename {pointer}.tmp -> {pointer}", root]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_link_with_the_name_of_a_checkpoint_is_refused(tmp_path: Path, is_there: bool) -> None:
+    """Nothing is read behind it, however new it seems, and no older checkpoint is taken in its stead."""
+    outside, root = tmp_path / "outside", tmp_path / "checkpoints"
+    root.mkdir(), outside.mkdir()
+    folder_of(root, 1)
+    if is_there:
+        folder_of(outside, 2)
+    (root / "iter_0000002").symlink_to(outside / "iter_0000002")
+    for ask in (folders.published, folders.candidates, lambda path: folders.find([path], "checkpoint.resume")):
+        with pytest.raises(CheckpointError) as refused:
+            ask(root)
+        assert str(refused.value) == (
+            f"{root}/iter_0000002 is a link, but a run renames and removes the checkpoints in its folder.  Move the "
+            "checkpoint to this name, or remove the link and name the checkpoint with checkpoint.resume=PATH in a new "
+            "run.dir."
+        )
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_what_a_link_leads_to_is_neither_replaced_nor_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_there: bool
+) -> None:
+    """Links that are made while a run trains, with the names of a new, an old and a half removed checkpoint."""
+    outside, root = tmp_path / "outside", tmp_path / "checkpoints"
+    root.mkdir(), outside.mkdir()
+    if is_there:
+        for step in (1, 2, 3):
+            folder_of(outside, step)
+    for step, name in ((1, "iter_0000001.retired-ab"), (2, "iter_0000002"), (3, "iter_0000003")):
+        (root / name).symlink_to(outside / f"iter_{step:07d}")
+    publish(root, 3, keep_last=1)
+    assert (root / "iter_0000003" / "metadata.json").read_text() == "new" and not (root / "iter_0000003").is_symlink()
+    assert f"warning: no checkpoint is removed: {root}/iter_0000002 is a link" in capsys.readouterr().out
+    folders.remove_leftovers(root)
+    names = ["iter_0000002", "iter_0000003", "latest_checkpointed_iteration.txt"]
+    assert sorted(path.name for path in root.iterdir()) == names
+    left = sorted(str(path.relative_to(outside)) for path in outside.glob("*/*"))
+    assert left == [f"iter_{step:07d}/metadata.json" for step in (1, 2, 3) if is_there]
+    assert all((outside / name).read_text() == "" for name in left)

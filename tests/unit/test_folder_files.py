@@ -15,7 +15,7 @@ from sft.checkpoint import manifest
 from sft.config import CheckpointConfig, ModelConfig
 from sft.console import QUIET
 from sft.data.tokenizer.files import read_tokenizer
-from sft.errors import SftError
+from sft.errors import ConfigError, SftError
 from sft.files import folder_files
 from sft.files.folder_files import UnsafeFileError
 from sft.hf import architecture, hub
@@ -25,6 +25,7 @@ from sft.metrics.results.records import read_records
 from sft.recipe.load import load_recipe
 from sft.weights import kept, run_folder
 from sft.weights.atomic_folder import copy_companions, new_folder
+from sft.weights.export.original import find_original
 from sft.weights.lora import base_digest, merged_adapters
 from sft.weights.lora.peft.config import read_config
 from sft.weights.lora.peft.folder import read as read_adapter
@@ -316,6 +317,47 @@ def test_tensors_behind_a_link_are_not_passed_through(tmp_path: Path) -> None:
     assert known is not None
     with pytest.raises(UnsafeFileError, match="out of the folder"):
         known.passed_through()
+
+
+@pytest.mark.parametrize("key", ["checkpoint.resume", "model.init_from", "model.hf", "run.dir", "run.dir, resumed"])
+def test_a_link_named_hf_takes_no_model_along(key: str, tmp_path: Path) -> None:
+    """An unpacked checkpoint has a link hf to a model of the user.  So has the folder of a run."""
+    private, archive, run = tmp_path / "private", tmp_path / "archive", tmp_path / "run"
+    source_json(private, "tokenizer.json")
+    (private / "tokenizer.json").write_text(SECRET)
+    for folder in (archive / "iter_0000001", run):
+        folder.mkdir(parents=True)
+    (archive / "iter_0000001" / "metadata.json").write_text("{}")
+    link = (run if key.startswith("run.dir") else archive) / "hf"
+    link.symlink_to(private)
+    before = sorted(os.listdir(tmp_path)), sorted(os.listdir(run)), sorted(os.listdir(private))
+    model = {"model.init_from": {"init_from": str(archive)}, "model.hf": {"hf": str(archive)}}.get(key, {})
+    resume = str(archive) if key == "checkpoint.resume" else "auto"
+    config = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=64, num_attention_heads=8, **model)
+    with pytest.raises(ConfigError) as refused:
+        run_folder.prepare(run, config, CheckpointConfig(resume=resume), QUIET, is_new="resumed" not in key)
+    words = "is a link to the files of a model.  Replace it by a copy of them, or remove it."
+    assert str(refused.value) == f"{link} {words}"
+    assert (sorted(os.listdir(tmp_path)), sorted(os.listdir(run)), sorted(os.listdir(private))) == before
+
+
+@pytest.mark.parametrize("named", ["", "like", "model.hf"])
+def test_an_export_takes_nothing_from_a_link_named_hf(named: str, tmp_path: Path) -> None:
+    """A link that is not needed, because a better folder comes first, is in nobody's way."""
+    private, archive = tmp_path / "private", tmp_path / "archive"
+    write_json(private / "config.json", {})
+    (archive / "iter_0000001").mkdir(parents=True)
+    (archive / "hf").symlink_to(private)
+    write_json(tmp_path / "models" / "m" / "config.json", {})
+    (tmp_path / "models" / "hf").symlink_to(private)
+    model = tmp_path / "models" / "m"
+    recipe = {"model.hf": str(model)} if named == "model.hf" else {}
+    checkpoint = archive / "iter_0000001" if named != "model.hf" else tmp_path / "iter_0000001"
+    if named:
+        assert find_original(checkpoint, recipe, model if named == "like" else None).folder == model
+    else:
+        with pytest.raises(ConfigError, match=f"^{archive}/hf is a link to the files of a model"):
+            find_original(checkpoint, recipe, None)
 
 
 # --- files that the user names ---------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 from sft.checkpoint import manifest
 from sft.checkpoint.manifest import Manifest
 from sft.errors import CheckpointError
-from sft.hf.hub import CONFIG, IMPORTED
+from sft.hf.hub import CONFIG, imported
 from sft.hf.source import Expected, Role, open_source
 from sft.weights import kept
 from sft.weights.kept import Kept
@@ -57,10 +57,11 @@ def find_original(path: Path, recipe: Mapping[str, Any], like: Path | None, *, h
 
     recipe: that of the checkpoint, by dotted key; like: the folder that the user named
     has_mtp: the checkpoint has the block for multi-token prediction
-    Raises CheckpointError if there is no such folder, or if its files are damaged.
+    Raises CheckpointError if there is no such folder, or if its files are damaged, and ConfigError like `imported`.
     """
-    folders = list(_folders(path, recipe, like))
-    for folder in folders:
+    folders = []
+    for folder in _folders(path, recipe, like):
+        folders.append(folder)
         if (folder / CONFIG).is_file():
             original = _original(folder, str(recipe.get("model.hf") or folder), has_mtp)
             of_run = _served_by_run(path)
@@ -94,7 +95,7 @@ def _served_by_run(path: Path) -> Kept | None:
     if parent.name != "checkpoints":
         return None
     try:
-        files = kept.read(parent.parent / IMPORTED)
+        files = kept.read(imported(parent.parent))
     except CheckpointError:
         return None
     if files is None or files.served is None:
@@ -106,16 +107,19 @@ def _served_by_run(path: Path) -> Kept | None:
 def _folders(path: Path, recipe: Mapping[str, Any], like: Path | None) -> Iterator[Path]:
     """The folders in which config.json may be, best first."""
     if like:
-        yield from (like, like / IMPORTED)
+        yield like
+        yield imported(like)
         return
-    yield path.parent / IMPORTED  # of `sft import`
+    yield imported(path.parent)  # of `sft import`
     parent = path.parent if path.parent.name else path.absolute().parent
     if parent.name == "checkpoints":
-        yield parent.parent / IMPORTED  # of a run
+        yield imported(parent.parent)  # of a run
     for key in ("model.hf", "model.init_from"):
         if recipe.get(key):
             named = Path(recipe[key])
-            yield from (named, named / IMPORTED, named.parent / IMPORTED)
+            yield named
+            yield imported(named)
+            yield imported(named.parent)
 
 
 def _original(folder: Path, name: str, has_mtp: bool) -> Original:

@@ -13,18 +13,24 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, models
 
 from sft.checkpoint import manifest
 from sft.config import yaml
 from sft.console import QUIET
 from sft.data.read.strict_json import parse_json
 from sft.data.rows.formats import read_row
-from sft.errors import SftError
+from sft.data.tokenizer import files
+from sft.errors import CheckpointError, SftError
 from sft.hf.safetensors_files import SafetensorsFolder
 from sft.hf.tensor_check import check_tensors
 from sft.metrics.results.records import read_records
 from sft.metrics.writers import JsonLines
+from sft.recipe.load import parse_recipe
+from sft.recipe.needs import check_paths
 from sft.run.sample_log import SampleLog
+from sft.weights.lora.peft.folder import read as read_adapter
+from tests.builders import RECIPE
 from tests.unit.fixtures.calls import calls
 
 TURN = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "reasoning_content": "r"}]
@@ -105,7 +111,55 @@ def sample_log(count: int, folder: Path) -> Callable[[], Any]:
     return lambda: SampleLog(path, count, "c").close()
 
 
+def added_tokens(count: int, folder: Path) -> Callable[[], Any]:
+    """Half of them are in tokenizer.json, and all in tokenizer_config.json, twice."""
+    backend = Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
+    tokens = [f"<t{i}>" for i in range(count)]
+    backend.add_tokens(tokens[::2])
+    backend.save(str(folder / "tokenizer.json"))
+    decoder = {str(i + 2): {"content": token, "special": i % 3 == 0} for i, token in enumerate(tokens)}
+    settings = {"added_tokens_decoder": decoder, "additional_special_tokens": tokens}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+    def read() -> None:
+        assert len(files._read("t", folder).added_ids) == count
+
+    return read
+
+
+def missing_data_files(count: int, folder: Path) -> Callable[[], Any]:
+    names = ", ".join(f"{folder}/a{i}.jsonl" for i in range(count))
+    return lambda: check_paths(parse_recipe(RECIPE, "tests", [f"data.train=[{names}]"]))
+
+
+def data_files(count: int, folder: Path) -> Callable[[], Any]:
+    names = [f"{folder}/a{i}.jsonl" for i in range(count)]
+    for name in names:
+        Path(name).touch()
+    return lambda: check_paths(parse_recipe(RECIPE, "tests", [f"data.train=[{', '.join(names)}]", "data.eval=null"]))
+
+
+def weights_of_an_adapter(count: int, folder: Path) -> Callable[[], Any]:
+    """Modules that are trained whole: half of the weights have no name, and half of the names have no weight."""
+    save_file(
+        {f"base_model.model.m{i}.weight": torch.zeros(1) for i in range(count)}, folder / "adapter_model.safetensors"
+    )
+    names = [f"m{i}" for i in range(count // 2, count + count // 2)]
+    content = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "modules_to_save": names}
+    (folder / "adapter_config.json").write_text(json.dumps(content))
+
+    def read() -> None:
+        with pytest.raises(CheckpointError, match="is an adapter that cannot be continued"):
+            read_adapter(folder)
+
+    return read
+
+
 READERS = [
+    added_tokens,
+    missing_data_files,
+    data_files,
+    weights_of_an_adapter,
     object_with_keys,
     chat,
     user_turns,

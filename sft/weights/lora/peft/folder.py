@@ -7,7 +7,7 @@ configuration, and one another, is known before a number is read.  Pickle files 
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from sft.hf.safetensors_writer import write_tensors
 from sft.hf.tensor_check import Shape, check_tensors, fold_by_layer
 from sft.weights.atomic_folder import new_folder
 from sft.weights.lora.peft.config import CONFIG, AdapterConfig, content_of, modules_to_save, parsed, read_config
-from sft.weights.lora.peft.targets import lost_by_peft, target_modules
+from sft.weights.lora.peft.targets import endings, lost_by_peft, target_modules
 
 STEM = "adapter_model"
 WEIGHTS = f"{STEM}.safetensors"
@@ -190,16 +190,20 @@ def read(folder: Path) -> PeftAdapter:
     }
     config, unsupported = parsed(content, adapted)
     keys = {key for module in adapted for key in (key_of_a(module), key_of_b(module))}
-    saved = {key: shape for key, shape in shapes.items() if key not in keys and _is_saved(key, content)}
+    names = {*modules_to_save(content)}
+    tied = {"lm_head"} if names and content.get("ensure_weight_tying") else set()  # PEFT trains a tied output weight
+    whole = {key: _names_of(key, names | tied) for key in shapes.keys() - keys}
+    saved = {key: shape for key, shape in shapes.items() if whole.get(key)}
     problems += [f"{line} is missing" for line in fold_by_layer(sorted(keys - shapes.keys()))]
     problems += [
         f"{line} is no part of a LoRA adapter" for line in fold_by_layer(sorted(shapes.keys() - keys - saved.keys()))
     ]
     if not adapted:
         problems.append(f"{WEIGHTS} holds no pair of factors A and B")
-    for name in modules_to_save(content):
-        if not any(_ends_with(_saved_module(key), name) for key in saved):
-            problems.append(f"{WEIGHTS} lacks the weight of {name}, which modules_to_save names")
+    problems += [
+        f"{WEIGHTS} lacks the weight of {name}, which modules_to_save names"
+        for name in sorted(names.difference(*whole.values()))
+    ]
     if config is not None and not unsupported:
         problems += _misshapen(shapes, keys, config.rank)
     if config is None or unsupported or problems:
@@ -240,22 +244,15 @@ def _headers(file: Path) -> tuple[dict[str, Shape], set[str], list[str]]:
     return shapes, dtypes, problems
 
 
-def _is_saved(key: str, content: Mapping[str, Any]) -> bool:
-    """Whether a tensor is a weight that PEFT trains whole: modules_to_save names it, or it is a tied output weight."""
+def _names_of(key: str, names: Set[str]) -> set[str]:
+    """Those of `names` whose module has the tensor as its weight: embed_tokens or model.embed_tokens."""
     if not (key.startswith(_PREFIX) and key.endswith(_WEIGHT)):
-        return False
-    names = modules_to_save(content)
-    tied = ["lm_head"] if names and content.get("ensure_weight_tying") else []
-    return any(_ends_with(_saved_module(key), name) for name in [*names, *tied])
+        return set()
+    return {ending for ending in endings(_saved_module(key)) if ending in names}
 
 
 def _saved_module(key: str) -> str:
     return key.removeprefix(_PREFIX).removesuffix(_WEIGHT)
-
-
-def _ends_with(module: str, name: str) -> bool:
-    """Whether PEFT matches the name with the module: model.embed_tokens and embed_tokens"""
-    return module == name or module.endswith(f".{name}")
 
 
 def _misshapen(shapes: Mapping[str, Shape], keys: set[str], rank: int) -> list[str]:

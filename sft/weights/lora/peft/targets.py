@@ -6,7 +6,7 @@ twice the rank, whose B has blocks of gate and up on its diagonal, and experts.d
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
@@ -36,14 +36,14 @@ def target_modules(adapted: Iterable[str], others: Iterable[str]) -> list[str]:
     a.1.q_proj; others a.0.q_proj -> 1.q_proj
     An ending is matched as a whole name or after a dot.  A name that is the ending of another one stays whole.
     """
-    taken = {ending for name in others for ending in _endings(name)}
-    return sorted({next((ending for ending in _endings(name) if ending not in taken), name) for name in adapted})
+    taken = {ending for name in others for ending in endings(name)}
+    return sorted({next((ending for ending in endings(name) if ending not in taken), name) for name in adapted})
 
 
-def _endings(name: str) -> list[str]:
+def endings(name: str) -> Iterator[str]:
     """a.0.q -> q, 0.q, a.0.q"""
     parts = name.split(".")
-    return [".".join(parts[i:]) for i in reversed(range(len(parts)))]
+    return (".".join(parts[i:]) for i in reversed(range(len(parts))))
 
 
 def expert_options(modules: Iterable[str], rank: int, alpha: float) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """S: what can happen to a save.  At any instant there is a checkpoint that is whole, and it is the one gone on from."""
 
 import subprocess
+import sys
 
 import pytest
 
@@ -109,6 +110,30 @@ def test_a_disk_that_is_really_full(case: MakeCase, hit: Hit) -> None:
             hit("S2", 3)
         subprocess.run(["mount", "-o", "remount,size=50m", str(one.checkpoints)], check=True)
         one.finish_the_same()
+
+
+@pytest.mark.row("S2")
+def test_a_full_shared_memory(case: MakeCase) -> None:
+    """Neither the preparation of two files by two processes nor the ranks need any of /dev/shm."""
+    fill = "mount -t tmpfs -o size=4k tmpfs /dev/shm && head -c 4096 /dev/zero > /dev/shm/full"
+    private = ["unshare", "--mount", "sh", "-c", f'{fill} && exec "$@"', "sh"]  # the mount ends with the process
+    if subprocess.run([*private, "true"], capture_output=True).returncode:
+        pytest.skip("cannot mount")
+    one = case("checkpoint.async_save=true")
+    files = [str(one.recipe.with_name(name)) for name in ("chat.jsonl", "held_out.jsonl")]
+    prepare = [
+        *private,
+        sys.executable,
+        "-m",
+        "sft",
+        "data",
+        "prepare",
+        str(one.recipe),
+        f"data.cache_dir={one.folder}",
+    ]
+    subprocess.run([*prepare, f"data.train=[{', '.join(files)}]", "data.num_workers=2"], check=True)
+    one.launch([*private, sys.executable, "-m", "sft", "train"], more=["--processes", "2"]).ends(0)
+    one.assert_same_end()
 
 
 @pytest.mark.row("S3")

@@ -24,8 +24,8 @@ HEADS, GROUPS, DIM, EPS = 8, 4, 4, 1e-5  # of RECIPE
 KEY_HEADS, VALUE_HEADS, K, V = 2, 4, 6, 5
 LATENT, PLAIN, ROTARY, VALUE = 12, 6, 4, 5
 WINDOW, EXPERTS, TOP_K = 24, 4, 2
-# Of a gradient's norm, of four layers in fp32; measured at most 1.8e-5, and 5.2e-5 of decays, whose sums over all tokens
-# cancel.  A window of one token less is an error of 1e-2.
+# Of a gradient's norm, of four layers in fp32; measured at most 1.8e-5, and 5.2e-5 of decays, whose sums over all
+# tokens cancel.  With a window of one token less, losses differ by 1e-2.
 GRADIENT_TOLERANCE = 4e-5
 DECAYS, DECAY_TOLERANCE = (".A_log", ".dt_bias"), 1.5e-4
 

@@ -5,8 +5,7 @@ A token reads a state that each token before it has changed, so the cost of a to
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from sft.config import Config, ModelConfig
 from sft.config.linear_attention import LinearAttentionConfig
@@ -14,6 +13,9 @@ from sft.layers.mixer import Mixer, MixerBytes
 from sft.layers.rank_share import FP32, RankShare
 from sft.layers.traffic import Passes, Traffic, halo_tokens
 from sft.layers.weight import LayerWeight, has_input_norms
+
+if TYPE_CHECKING:
+    import numpy as np
 
 STATE_INTERVAL = 512  # tokens, for which torch_kernel.py saves one state: schedule.CHUNK * schedule.INTERVAL
 # Numbers of a block of short_convolution.py, which has BLOCKS fp32 copies of it at one time.  Blocks of the gated norm
@@ -159,12 +161,13 @@ class StateTraffic(Traffic):
     conv_kernel: int
     num_passes: int
 
-    def others(self, padded: np.ndarray, cp_size: int) -> np.ndarray:
+    def others(self, padded: "np.ndarray", cp_size: int) -> "np.ndarray":
         heads = self.heads
         is_short = padded <= heads.max_short(cp_size)
         tokens = padded * (cp_size - 1) // cp_size * heads.token_bytes
         halo = halo_tokens(padded, self.conv_kernel, cp_size) * heads.channels * heads.width
-        return self.num_passes * (np.where(is_short, tokens, 2 * (cp_size - 1) * heads.map_bytes) + halo)
+        maps = 2 * (cp_size - 1) * heads.map_bytes
+        return self.num_passes * (is_short * tokens + ~is_short * maps + halo)
 
 
 @dataclass(frozen=True)

@@ -245,7 +245,7 @@ def _headers(file: Path) -> tuple[dict[str, Shape], set[str], list[str]]:
 
 
 def _names_of(key: str, names: Set[str]) -> set[str]:
-    """Those of `names` whose module has the tensor as its weight: embed_tokens or model.embed_tokens."""
+    """Names among `names` whose module has the tensor as its weight: embed_tokens or model.embed_tokens."""
     if not (key.startswith(_PREFIX) and key.endswith(_WEIGHT)):
         return set()
     return {ending for ending in endings(_saved_module(key)) if ending in names}

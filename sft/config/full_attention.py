@@ -36,11 +36,9 @@ class FullAttentionConfig(Section):
             yield f"full_attention.{first}", "needs layers of both kinds: set sliding_window and sliding_window_layers"
         for name, is_used in {
             "latent_attention.kv_lora_rank": model.latent_attention.is_used,
-            "linear_attention.layers": bool(model.linear_attention.layers),
             "qk_norm_across_heads": model.qk_norm_across_heads,
             "attention_output_gate": model.attention_output_gate,
             "has_mtp": model.has_mtp,
-            "moe.dense_layers": bool(model.moe.dense_layers),
         }.items():
             if is_used:
                 yield name, "is not supported with full_attention: no released model has both"

@@ -20,10 +20,10 @@ from tests.ranks.pool import RankPool
 from tests.unit.fixtures.recurrence import recurrence
 
 Ranks = Callable[[int], RankPool]
-HEADS, GROUPS, DIM, EPS = 8, 4, 4, 1e-5  # of RECIPE
+HEADS, DIM, EPS = 8, 4, 1e-5  # of RECIPE
 KEY_HEADS, VALUE_HEADS, K, V = 2, 4, 6, 5
 LATENT, PLAIN, ROTARY, VALUE = 12, 6, 4, 5
-WINDOW, EXPERTS, TOP_K = 24, 4, 2
+WINDOW, WINDOW_BASE, EXPERTS, TOP_K = 24, 500.0, 4, 2
 # Of a gradient's norm, of four layers in fp32; measured at most 1.8e-5, and 5.2e-5 of decays, whose sums over all
 # tokens cancel.  With a window of one token less, losses differ by 1e-2.
 GRADIENT_TOLERANCE = 4e-5
@@ -44,6 +44,21 @@ MODELS: dict[str, list[str]] = {
         f"model.sliding_window={WINDOW}",
         "model.sliding_window_layers=[2]",
         "model.norm_placement=both",
+        f"model.moe.num_experts={EXPERTS}",
+        f"model.moe.top_k={TOP_K}",
+        "model.moe.dense_layers=1",
+        "model.qkv_bias=false",
+    ],
+    # window without experts, full, linear, full; layers without a window have wider heads, and fewer of them
+    "own heads x linear x experts": [
+        *LINEAR,
+        "model.linear_attention.layers=[3]",
+        f"model.sliding_window={WINDOW}",
+        "model.sliding_window_layers=[1]",
+        f"model.head_dim={DIM}",
+        "model.full_attention.head_dim=8",
+        "model.full_attention.num_query_groups=2",
+        f"model.rope.window_base={WINDOW_BASE}",
         f"model.moe.num_experts={EXPERTS}",
         f"model.moe.top_k={TOP_K}",
         "model.moe.dense_layers=1",
@@ -73,10 +88,13 @@ LAYOUTS = {
 
 
 class Layer:
-    """One layer, in float64, of one document.  weights: by their names within the layer"""
+    """One layer, in float64, of one document.
 
-    def __init__(self, weights: Mapping[str, Tensor], window: int | None) -> None:
-        self.weights, self.window = weights, window
+    weights: by their names within the layer; base: of rotary positions
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], window: int | None, base: float) -> None:
+        self.weights, self.window, self.base = weights, window, base
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x + self.after("post_self_attn_layernorm", self.mix(self.norm("input_layernorm", x)))
@@ -97,11 +115,14 @@ class Layer:
         return self.latent(x) if "self_attention.linear_q_proj.weight" in self.weights else self.softmax(x)
 
     def softmax(self, x: Tensor) -> Tensor:
-        rows = self.linear("self_attention.linear_qkv", x).view(len(x), GROUPS, -1, DIM)
+        projected = self.linear("self_attention.linear_qkv", x)
+        dim = len(self.weights["self_attention.q_layernorm.weight"])
+        groups = (projected.shape[1] // dim - HEADS) // 2
+        rows = projected.view(len(x), groups, -1, dim)
         q, k, v = rows[:, :, :-2].flatten(1, 2), rows[:, :, -2], rows[:, :, -1]
         q, k = self.norm("self_attention.q_layernorm", q), self.norm("self_attention.k_layernorm", k)
-        q, k = (rotated(each) for each in (q, k))
-        k, v = (each.repeat_interleave(HEADS // GROUPS, 1) for each in (k, v))
+        q, k = (rotated(each, self.base) for each in (q, k))
+        k, v = (each.repeat_interleave(HEADS // groups, 1) for each in (k, v))
         return self.linear("self_attention.linear_proj", attend(q, k, v, self.window))
 
     def latent(self, x: Tensor) -> Tensor:
@@ -109,8 +130,8 @@ class Layer:
         latent, rotary = self.linear("self_attention.linear_kv_down_proj", x).split([LATENT, ROTARY], -1)
         up = self.linear("self_attention.linear_kv_up_proj", self.norm("self_attention.kv_layernorm", latent, 1e-6))
         k, v = up.view(len(x), HEADS, PLAIN + VALUE).split([PLAIN, VALUE], -1)
-        q = torch.cat((q[..., :PLAIN], rotated(q[..., PLAIN:])), -1)
-        k = torch.cat((k, rotated(rotary[:, None]).expand(-1, HEADS, -1)), -1)
+        q = torch.cat((q[..., :PLAIN], rotated(q[..., PLAIN:], self.base)), -1)
+        k = torch.cat((k, rotated(rotary[:, None], self.base).expand(-1, HEADS, -1)), -1)
         return self.linear("self_attention.linear_proj", attend(q, k, v, None))
 
     def delta_rule(self, x: Tensor) -> Tensor:
@@ -146,10 +167,10 @@ class Layer:
         return self.linear(f"{name}.linear_fc2", F.silu(gate) * up)
 
 
-def rotated(x: Tensor) -> Tensor:
+def rotated(x: Tensor, base: float) -> Tensor:
     """[t, heads, d], the first half of a head with the second"""
     half = x.shape[-1] // 2
-    angles = torch.outer(torch.arange(len(x)).double(), 10_000.0 ** (-torch.arange(half).double() / half))[:, None]
+    angles = torch.outer(torch.arange(len(x)).double(), base ** (-torch.arange(half).double() / half))[:, None]
     first, second = x.chunk(2, -1)
     return torch.cat((first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()), -1)
 
@@ -161,14 +182,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v).flatten(1)
 
 
-def reference_losses(weights: Mapping[str, Tensor], tokens: np.ndarray, windows: Mapping[int, int]) -> Tensor:
-    """-log p of each token but the first of one document."""
+def reference_losses(weights: Mapping[str, Tensor], tokens: np.ndarray, bases: Mapping[int, float]) -> Tensor:
+    """-log p of each token but the first of one document.  bases: of the layers with a window, counted from 1"""
     ids = torch.from_numpy(tokens.astype(np.int64))
     x = weights["embedding.word_embeddings.weight"][ids]
     for number in range(4):
         first = f"decoder.layers.{number}."
         own = {name.removeprefix(first): weight for name, weight in weights.items() if name.startswith(first)}
-        x = Layer(own, windows.get(number + 1))(x)
+        x = Layer(own, WINDOW if number + 1 in bases else None, bases.get(number + 1, 10_000.0))(x)
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weights["decoder.final_layernorm.weight"]
     logits = x[:-1] @ weights["output_layer.weight"][: scenarios.VOCAB].T
     return F.cross_entropy(logits, ids[1:], reduction="none")
@@ -212,8 +233,10 @@ def test_crossed_kinds_have_the_losses_and_gradients_of_a_loop(ranks: Ranks, nam
     packs = [[corpus.sample(0), corpus.sample(1)], [corpus.sample(2), corpus.sample(3)]]
     (one,) = ranks(1).run(weights_and_gradients, MODELS[name], packs)
     weights = {key: torch.from_numpy(value).double().requires_grad_() for key, value in one["weights"].items()}
-    windows = {2: WINDOW} if "windows" in name else {}
-    expected = [[reference_losses(weights, sample.tokens, windows) for sample in pack] for pack in packs]
+    bases = {"linear x windows x experts": {2: 10_000.0}, "own heads x linear x experts": {1: WINDOW_BASE}}.get(
+        name, {}
+    )
+    expected = [[reference_losses(weights, sample.tokens, bases) for sample in pack] for pack in packs]
     for number, pack in enumerate(packs):
         for found, loss in zip(whole([one["losses"]], number, pack), expected[number]):
             np.testing.assert_allclose(found, loss.detach().numpy(), rtol=0, atol=TOKEN_LOSS_TOLERANCE)

@@ -220,12 +220,12 @@ def _build_chunk(
     vp_stage = stage if layout.virtual_stages > 1 else None
     num_layers = get_num_layers_to_build(core, vp_stage=vp_stage, pp_rank=groups.pp_rank)
     first = get_transformer_layer_offset(core, vp_stage=vp_stage, pp_rank=groups.pp_rank)
-    layers = [layer_spec(config, backend, first + number + 1) for number in range(num_layers)]
+    layers = [layer_spec(config, backend, groups.collection.tp, first + number + 1) for number in range(num_layers)]
     rotary_table = backend.rotary_table(groups.device)
     mtp = partial(
         MultiTokenPrediction,
         core,
-        partial(layer_spec, config, backend, model.num_layers + 1),
+        partial(layer_spec, config, backend, groups.collection.tp, model.num_layers + 1),
         backend.library.final_norm,
         layer_number=model.num_layers + 1 - first,  # core adds `first`
         pg_collection=groups.collection,

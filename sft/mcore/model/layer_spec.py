@@ -18,11 +18,11 @@ from sft.mcore.modules.biases import bias_mlp, submodules_of, with_bias, with_su
 from sft.mcore.modules.gated_activation import GatedActivation
 
 
-def layer_spec(config: Config, backend: AttentionBackend, layer_number: int) -> ModuleSpec:
+def layer_spec(config: Config, backend: AttentionBackend, tp_group: Any, layer_number: int) -> ModuleSpec:
     """The modules of one transformer layer.  layer_number: counted from 1"""
     model, train = config.model, config.train
     is_selective, has_experts = train.recompute == "selective", model.has_experts(layer_number)
-    spec = backend.with_attention(backend.library.layer_spec(has_experts=has_experts))
+    spec = backend.with_attention(backend.library.layer_spec(has_experts=has_experts, tp_group=tp_group))
     spec = with_mixer(spec, config, backend, layer_number)
     spec.module = Layer
     spec.params = {

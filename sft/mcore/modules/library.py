@@ -17,7 +17,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 
 from sft.config import Config
 from sft.mcore.modules.norm import RMSNorm
-from sft.mcore.modules.qk_norm import KeyNorm, QueryNorm
+from sft.mcore.modules.qk_norm import norms_over
 
 
 class ModuleLibrary(ABC):
@@ -30,7 +30,7 @@ class ModuleLibrary(ABC):
         self.config = config
 
     @abstractmethod
-    def layer_spec(self, *, has_experts: bool) -> ModuleSpec:
+    def layer_spec(self, *, has_experts: bool, tp_group: Any) -> ModuleSpec:
         """The modules of one transformer layer, with core's own attention."""
 
     @property
@@ -45,7 +45,7 @@ class LocalLibrary(ModuleLibrary):
     final_norm = RMSNorm
     is_te = False
 
-    def layer_spec(self, *, has_experts: bool) -> ModuleSpec:
+    def layer_spec(self, *, has_experts: bool, tp_group: Any) -> ModuleSpec:
         model = self.config.model
         spec = get_gpt_layer_local_spec(
             num_experts=model.moe.num_experts if has_experts else None, qk_layernorm=model.qk_norm
@@ -54,7 +54,7 @@ class LocalLibrary(ModuleLibrary):
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = input_norm
         if model.qk_norm:
             attention, across = spec.submodules.self_attention.submodules, model.qk_norm_across_heads
-            attention.q_layernorm, attention.k_layernorm = (QueryNorm, KeyNorm) if across else (RMSNorm, RMSNorm)
+            attention.q_layernorm, attention.k_layernorm = norms_over(tp_group) if across else (RMSNorm, RMSNorm)
         return spec
 
 
@@ -64,7 +64,7 @@ class TransformerEngineLibrary(ModuleLibrary):
     final_norm = TENorm
     is_te = True
 
-    def layer_spec(self, *, has_experts: bool) -> ModuleSpec:
+    def layer_spec(self, *, has_experts: bool, tp_group: Any) -> ModuleSpec:
         model = self.config.model
         spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=model.moe.num_experts if has_experts else None,

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -23,11 +22,12 @@ class _AcrossHeadsNorm(torch.nn.Module):
     """
 
     save_policy: SavePolicy | None = None
+    tp_group: Any  # of a subclass, `norms_over`
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         """hidden_size: width of a head"""
         super().__init__()
-        self.eps, self._group = eps, parallel_state.get_tensor_model_parallel_group()
+        self.eps, self._group = eps, self.tp_group
         self.weight = torch.nn.Parameter(torch.ones(self._num_heads(config) * hidden_size, dtype=config.params_dtype))
 
     @staticmethod
@@ -58,6 +58,12 @@ class KeyNorm(_AcrossHeadsNorm):
     def _num_heads(config: TransformerConfig) -> int:
         assert config.num_query_groups is not None
         return config.num_query_groups
+
+
+def norms_over(tp_group: Any) -> tuple[type[QueryNorm], type[KeyNorm]]:
+    """The norms over the heads of the ranks of this group: classes, because core makes the modules itself."""
+    of_group = {"tp_group": tp_group}
+    return type("QueryNorm", (QueryNorm,), of_group), type("KeyNorm", (KeyNorm,), of_group)
 
 
 class _Norm(torch.autograd.Function):

@@ -41,9 +41,10 @@ class Rank:
 
     def kill(self) -> None:
         """The rank and what it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
         while self.poll() is None:
+            for kill in (os.killpg, os.kill):  # just after its fork, it has no group of its own yet
+                with contextlib.suppress(ProcessLookupError):
+                    kill(self.pid, signal.SIGKILL)
             time.sleep(0.01)
 
     def output(self) -> tuple[str, str]:

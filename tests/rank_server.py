@@ -24,7 +24,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 240.0  # of the end of the server, after all ranks
+import numpy as np
+
+TIMEOUT_S = 240.0  # of the end of the server; ranks that still run are not waited for
+_ENVIRON, _ROOT = dict(os.environ), Path(__file__).resolve().parents[1]  # before a test changes them
 
 
 def default_signals() -> None:
@@ -38,9 +41,16 @@ class RankServer:
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "tests.rank_server"]
-        environ = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1]), "OMP_NUM_THREADS": "1"}
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         self._process = subprocess.Popen(
-            command, env=environ, stdin=-1, stdout=-1, text=True, start_new_session=True, preexec_fn=default_signals
+            command,
+            cwd=_ROOT,
+            env={**_ENVIRON, "PYTHONPATH": str(_ROOT), **threads},
+            stdin=-1,
+            stdout=-1,
+            text=True,
+            start_new_session=True,
+            preexec_fn=default_signals,
         )
         self._lock = threading.Lock()
         assert self._process.stdout is not None
@@ -69,7 +79,9 @@ class RankServer:
         with self._lock:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
-            return json.loads(self._process.stdout.readline())
+            answer = self._process.stdout.readline()
+        assert answer, f"the rank server ended with {self._process.wait()}"
+        return json.loads(answer)
 
 
 @functools.cache
@@ -111,7 +123,8 @@ def _become(request: dict[str, Any]) -> None:
             os.dup2(os.open(path, flags, 0o644), number)
         os.environ.clear()
         os.environ.update(request["environ"])
-        sys.argv = ["sft", *request["words"]]
+        sys.argv, sys.path[0] = ["sft", *request["words"]], request["folder"]
+        np.random.seed()  # else all ranks, and a run and its continuation, draw the same numbers unseeded
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
     except BaseException:
         traceback.print_exc()

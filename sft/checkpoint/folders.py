@@ -47,15 +47,20 @@ def published(folder: Path) -> list[Path]:
 
     Raises CheckpointError if a link has such a name: what it leads to is not in the folder, and is not removed with it.
     """
-    if not folder.is_dir():
-        return []
-    named = sorted((step, path) for path in folder.iterdir() if (step := step_of(path)) is not None)
-    if link := next((path for _, path in named if path.is_symlink()), None):
+    named = _named(folder)
+    if link := next((path for path in named if path.is_symlink()), None):
         raise CheckpointError(
             f"{link} is a link, but a run renames and removes the checkpoints in its folder.  Move the checkpoint to "
-            "this name, or remove the link and name the checkpoint with checkpoint.resume=PATH in a new run.dir."
+            "this name, or remove the link and name the checkpoint itself: a new run reads it by model.init_from or "
+            "checkpoint.resume."
         )
-    return [path for _, path in named if path.is_dir()]
+    return [path for path in named if path.is_dir()]
+
+
+def _named(folder: Path) -> list[Path]:
+    """The entries of the folder with names of checkpoints, lowest step first."""
+    named = [path for path in folder.iterdir() if step_of(path) is not None] if folder.is_dir() else []
+    return sorted(named, key=lambda path: int(path.name[5:]))
 
 
 def read_pointer(folder: Path) -> int | None:
@@ -131,10 +136,13 @@ def write_pointer(folder: Path, step: int) -> None:
 
 def rename_abandoned(folder: Path, *, after: int, keep: int) -> list[Path]:
     """Rename checkpoints later than step `after`, from which the run resumed, except step `keep`.  The checkpoints that
-    keep their names then belong to one history.  Returns the new paths."""
+    keep their names then belong to one history.  Returns the new paths.
+
+    A link, which was made while the run trained, keeps its name: the next start refuses it.
+    """
     renamed = []
-    for path in published(folder):
-        if after < int(path.name[5:]) != keep:
+    for path in _named(folder):
+        if after < int(path.name[5:]) != keep and path.is_dir() and not path.is_symlink():
             renamed.append(path.with_name(f"{path.name}.given-up-{secrets.token_hex(4)}"))
             os.rename(path, renamed[-1])
     return renamed

@@ -36,7 +36,8 @@ def picture_file(option: str, file: Path) -> Iterator[Path]:
         with replacing(file) as temporary:
             yield temporary
     except OSError as error:
-        raise unusable(f"{option} {file} cannot be written", file.parent, error) from error
+        plain = OSError(error.errno, error.strerror or str(error))  # without the name of the temporary file
+        raise unusable(f"{option} {file} cannot be written", file.parent, plain) from error
 
 
 def need_matplotlib(user: str) -> None:

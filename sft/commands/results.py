@@ -9,6 +9,8 @@ from typing import Any
 from sft.commands.output import need_matplotlib, picture_file, show
 from sft.errors import ConfigError
 
+_PICTURES = (".png", ".svg", ".pdf")
+
 
 def add(commands: Any) -> None:
     compare_ = commands.add_parser("compare", help="find the first step at which two runs differ (exit code 1)")
@@ -23,7 +25,7 @@ def add(commands: Any) -> None:
 
     plot_ = commands.add_parser("plot", help="draw the curves of one or several runs into one picture")
     plot_.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder (with metrics.jsonl)")
-    about = "picture to write, .png or .svg; default: plot.png in the folder of the first run"
+    about = "picture to write, .png, .svg or .pdf; default: plot.png in the folder of the first run"
     plot_.add_argument("--out", metavar="FILE", type=Path, help=about)
     about = "token accuracy of a guess, from 0 to 1; drawn as a line where held-out token accuracy is drawn"
     plot_.add_argument("--chance", metavar="SHARE", type=_share, help=about)
@@ -50,8 +52,8 @@ def plot(arguments: Namespace) -> None:
     from sft.metrics.results.plot import draw
 
     out = arguments.out or arguments.runs[0] / "plot.png"
-    if out.suffix not in (".png", ".svg"):
-        raise ConfigError(f"--out {out} does not end in .png or .svg.")
+    if out.suffix.lower() not in _PICTURES:
+        raise ConfigError(f"--out {out} does not end in {', '.join(_PICTURES[:-1])} or {_PICTURES[-1]}.")
     runs = [read_run(folder) for folder in arguments.runs]
     with picture_file("--out", out) as temporary:
         draw(runs, temporary, arguments.chance)

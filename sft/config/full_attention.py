@@ -32,7 +32,8 @@ class FullAttentionConfig(Section):
         if not self.is_used:
             return
         first = next(name for name in type(self).model_fields if getattr(self, name) is not None)
-        if model.sliding_window is None or model.num_window_layers in (0, model.num_layers):
+        kinds = {model.kind_of(number + 1) for number in range(model.num_layers)}
+        if not {"full attention", "window attention"} <= kinds:
             yield f"full_attention.{first}", "needs layers of both kinds: set sliding_window and sliding_window_layers"
         for name, is_used in {
             "latent_attention.kv_lora_rank": model.latent_attention.is_used,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class LatentAttentionConfig(MixerSection):
     kind = "latent attention"
     switch = "kv_lora_rank"
+    has_te = True
     kv_lora_rank: Positive | None = None
     """Width of the latent of keys and values; null means ordinary attention."""
     q_lora_rank: Positive | None = None

@@ -1,9 +1,13 @@
 """Keys of layers with linear attention: the gated delta rule (Yang et al., 2024, arXiv:2412.06464)."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from sft.config.mixer_section import MixerSection
 from sft.config.section import Positive, divisors
+
+if TYPE_CHECKING:
+    from sft.config.model import ModelConfig
 
 
 class LinearAttentionConfig(MixerSection):
@@ -37,6 +41,14 @@ class LinearAttentionConfig(MixerSection):
         if keys and values and values % keys:
             fitting = ", ".join(map(str, divisors(values)))
             yield "num_key_heads", f"does not divide {values} value heads; use one of {fitting}"
+
+    def conflicts_with(self, model: "ModelConfig") -> Iterator[tuple[str, str]]:
+        both = sorted({*self.layers} & {*(model.sliding_window_layers or ())})
+        if both:
+            named = ", ".join(map(str, both))
+            yield "sliding_window_layers", f"names layers that linear_attention.layers names, too: {named}"
+        elif self.layers and model.sliding_window is not None and not model.num_window_layers:
+            yield "sliding_window", "has no effect: linear_attention.layers names all layers; use null"
 
     @property
     def named(self) -> list[int]:

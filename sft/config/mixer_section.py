@@ -12,11 +12,17 @@ if TYPE_CHECKING:
 class MixerSection(Section):
     kind: ClassVar["LayerKind"]
     switch: ClassVar[str] = "layers"  # the key without which no layer is of this kind
+    has_te: ClassVar[bool] = False  # Transformer Engine computes such layers
 
     @property
     def named(self) -> list[int]:
         """The layers that a key names by number, from 1; []: all layers are of this kind, or none."""
         return []
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there are layers of this kind."""
+        return bool(self.named)
 
     def has_layer(self, number: int) -> bool:
         """Whether the layer of this number, from 1, is of this kind."""

@@ -18,7 +18,8 @@ MOST_LAYERS = 4096  # 126 in Llama 3.1 405B; each layer is work for this trainer
 _MOST_IN_ALL = 1_000_000  # experts of all layers: 23,424 in Kimi K2
 RANDOM = "random"  # of init_from; a folder of this name is ./random
 LayerKind = Literal["full attention", "window attention", "linear attention", "latent attention"]
-# Groups of keys of layers that have no attention of the usual form.
+# Groups of keys of layers that have no attention of the usual form.  A layer is of the first kind that has it, so one
+# that may have all layers comes last.
 MIXER_SECTIONS: dict[str, type[MixerSection]] = {
     "linear_attention": LinearAttentionConfig,
     "latent_attention": LatentAttentionConfig,
@@ -87,7 +88,7 @@ class ModelConfig(Section):
     sliding_window: Positive | None = None
     """Size w of the sliding window: a token attends to itself and to the w - 1 tokens before it; null: no window."""
     sliding_window_layers: list[Positive] | None = None
-    """Layers with a sliding window, counted from 1; null means all layers, if sliding_window is set."""
+    """Layers with a sliding window, counted from 1; null means all that have no linear attention."""
     full_attention: FullAttentionConfig = FullAttentionConfig()
     """Sizes of layers without a sliding window, where they differ from those of layers with one."""
     attention_softcap: Annotated[float, Field(gt=0.0)] | None = None
@@ -97,7 +98,7 @@ class ModelConfig(Section):
     linear_attention: LinearAttentionConfig = LinearAttentionConfig()
     """Layers with linear attention (Gated DeltaNet)."""
     latent_attention: LatentAttentionConfig = LatentAttentionConfig()
-    """Multi-head latent attention in all layers (DeepSeek-V3)."""
+    """Multi-head latent attention (DeepSeek-V3), in all layers but those of linear_attention."""
     rope: RopeConfig = RopeConfig()
     """Rotary position embedding."""
     moe: MoeConfig = MoeConfig()
@@ -245,13 +246,13 @@ class ModelConfig(Section):
 
     @property
     def portable_only(self) -> str | None:
-        """The first key of the model that only some backends support (`BackendTraits.has_all_layers`), or None."""
+        """Keys of the model that only some backends support (`BackendTraits.has_all_layers`), as text; None: none."""
         kinds = {
             f"model.norm_placement = {self.norm_placement}": self.norm_placement != "pre",
             "model.qk_norm_across_heads": self.qk_norm_across_heads,
             "model.sliding_window": self.sliding_window is not None,
             "model.attention_output_gate": self.attention_output_gate,
-            **{f"model.{name}": bool(section.named) for name, section in self.mixers.items()},
+            **{f"model.{name}": section.is_used and not section.has_te for name, section in self.mixers.items()},
             "model.rope.interleaved": self.rope.interleaved and not self.latent_attention.is_used,
             "model.rope.scaling = proportional": self.rope.is_proportional,
             "model.full_attention": self.full_attention.is_used,

@@ -15,10 +15,9 @@ from sft.config import Config
 from sft.console import size
 from sft.estimate import model_bytes
 from sft.estimate.parameters import Numbers, of_stage, vocab_rows
-from sft.estimate.saved_by_layer import saving_layers
+from sft.estimate.saved_by_layer import SavingLayers, saving_layers, saving_mtp
 from sft.estimate.working_sets import StageWork, WorkingSet
 from sft.layers.adapters import Trained
-from sft.layers.kinds import layer_groups
 from sft.layers.offload import num_offloaded_layers, num_resident_layers
 from sft.layers.rank_share import FP32
 from sft.parallel.layout import Layout
@@ -157,6 +156,7 @@ def _stage(
         layout=layout,
         chunks=layout.chunks(model.num_layers, stage),
         kinds=kinds,
+        block=saving_mtp(config, layout, pack) if is_last else None,
         pack=pack,
         hidden=hidden,
         rows=vocab_rows(vocab_size, layout.tp),
@@ -165,16 +165,24 @@ def _stage(
     )
     layers, host_layers = _layers(config, layout, stage, work.saved_by_layer())
     block = work.saved_by_mtp() * (waiting if layout.virtual_stages == 1 else 1)
-    rotary = (sum if model.full_attention.is_used else max)(kind.mixer.rotary(pack) for kind in kinds)
     return Memory(
         stage=stage,
         **_state(config, layout, vocab_size, stage, rank.width, trained),
         layers=layers + block + _sent(layout, stage, hidden),
-        ends=rotary * waiting,
+        ends=_rotary(kinds, pack) * waiting,
         sets=tuple(work.all()),
         host_layers=host_layers,
         host_copy=_copied(config, layout, vocab_size, stage, rank.width, trained),
     )
+
+
+def _rotary(kinds: list[SavingLayers], pack: int) -> float:
+    """Bytes of all rotary tables; layers whose positions have the same base and width share one."""
+    tables: dict[tuple[int, str], float] = {}
+    for kind in kinds:
+        table = (kind.mixer.model.rotary_dim, repr(kind.mixer.model.rope))
+        tables[table] = max(tables.get(table, 0.0), kind.mixer.rotary(pack))
+    return sum(tables.values())
 
 
 # --- a run -------------------------------------------------------------------------------------------------------
@@ -188,8 +196,7 @@ def estimate(
     tokens: length of a pack; None: data.seq_length.
     """
     pack = config.data.seq_length if tokens is None else tokens
-    models = {id(group.model) for group in layer_groups(config.model)}
-    numbers = range(layout.pp) if len(models) > 1 else sorted({0, layout.pp - 1})
+    numbers = sorted({0, layout.pp - 1}) if config.model.stacks_layers else range(layout.pp)
     stages = (_stage(config, layout, vocab_size, pack, stage, trained) for stage in numbers)
     return max(stages, key=lambda memory: memory.device)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sft.config import Config
-from sft.layers.kinds import layer_groups
+from sft.layers.kinds import layer_groups, mtp_groups
 from sft.layers.mixer import MixerBytes
 from sft.layers.mlps import mlp_of
 from sft.layers.rank_share import FP32
@@ -104,7 +104,7 @@ class SavingLayers:
 
 
 def saving_layers(config: Config, layout: Layout, pack: float) -> list[SavingLayers]:
-    """The layers of a model by what they save; first those of the kind of the model's last layer.
+    """The layers of a model by what they save; first those of the last layer, which backward reaches first.
 
     pack: tokens of a pack
     """
@@ -118,3 +118,10 @@ def saving_layers(config: Config, layout: Layout, pack: float) -> list[SavingLay
             same += group.numbers
     alike.sort(key=lambda layers: -max(layers[1]))
     return [SavingLayers.of(mixer, sorted(layers), config) for mixer, layers in alike]
+
+
+def saving_mtp(config: Config, layout: Layout, pack: float) -> SavingLayers | None:
+    """The layer of the block for multi-token prediction; None without a block."""
+    for group in mtp_groups(config.model):
+        return SavingLayers.of(group.mixer.bytes(config, layout.share(config), pack), group.numbers, config)
+    return None

@@ -41,7 +41,8 @@ class StageWork:
     """A pipeline stage.  Backward of its last model chunk comes first.
 
     chunks   numbers of the layers of its model chunks, from 1
-    kinds    of layers of the whole model; first that of its last layer, which the block of multi-token prediction has
+    kinds    of layers of the whole model
+    block    the layer of the block for multi-token prediction; None: this stage has no block
     pack     tokens of a pack; tokens: those of this rank
     hidden   bytes of the hidden states of the rank's tokens between layers
     rows     of the output weight on this rank
@@ -51,6 +52,7 @@ class StageWork:
     layout: Layout
     chunks: list[range]
     kinds: list[SavingLayers]
+    block: SavingLayers | None
     pack: float
     hidden: float
     rows: float
@@ -61,21 +63,17 @@ class StageWork:
     def tokens(self) -> float:
         return self.pack / self.layout.cp
 
-    @property
-    def has_mtp(self) -> bool:
-        return self.is_last and self.config.model.has_mtp
-
     def all(self) -> Iterator[WorkingSet]:
         """The sets of the loss head, of the block for multi-token prediction, and of each kind of layer."""
         if self.is_last:
             # The last layer's output, the input of the final norm, counts as saved by layers.
             yield WorkingSet({HEAD: self._head()}, freed=-self.hidden)
         block = self.saved_by_mtp()
-        if self.has_mtp:
+        if self.block is not None:
             # The gradient of the first head waits, and with pp that of a tied table, for that of the block's embedding.
             # With `full`, what comes before the layer is recomputed: two normed inputs, both as one, their product.
             table = self._table() if self.layout.pp == 1 or self.config.train.mtp == "joint" else 0.0
-            yield from self._layer(self.kinds[0], 0.0, (6 if self._is_full else 1) * self.hidden + table)
+            yield from self._layer(self.block, 0.0, (6 if self._is_full else 1) * self.hidden + table)
         # On one stage, autograd adds the table's gradient by the input to that by the output at the end.
         table = self._table() if self.layout.pp == 1 else 0.0
         last_chunk = self.chunks[-1]
@@ -90,9 +88,9 @@ class StageWork:
         Its layer, the embedding, the projection's input of twice the width, and the input of the last norm; with
         train.recompute = full, the layer's input stands for all but the last.
         """
-        if not self.has_mtp:
+        if self.block is None:
             return 0.0
-        return self.kinds[0].kept.total * self.tokens + (2 if self._is_full else 4) * self.hidden
+        return self.block.kept.total * self.tokens + (2 if self._is_full else 4) * self.hidden
 
     def saved_by_layer(self) -> float:
         """Bytes that a layer of this stage saves for a pack: the mean."""
@@ -161,4 +159,4 @@ class StageWork:
         computes, the first one's gradient and hidden states wait."""
         model = self.config.model
         head = model_bytes.loss_head(self.config.loss, model, self._rank, vocab_rows=self.rows, tokens=self.tokens)
-        return head + (3 if self.has_mtp else 1) * self.hidden
+        return head + (1 if self.block is None else 3) * self.hidden

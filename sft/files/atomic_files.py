@@ -7,6 +7,7 @@ open, it may (StorageError).  After a wrong path or a missing permission it does
 
 import errno
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import RawIOBase
@@ -52,7 +53,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
     After an error, also of the caller, `path` is what it was, and no temporary file is left.
     """
-    temporary = path.with_name(f".{path.name}.tmp{path.suffix}")  # a library may go by the ending
+    path = path.resolve() if path.is_symlink() else path  # what a link leads to is replaced, not the link
+    temporary = path.with_name(
+        f".{path.name}.tmp-{secrets.token_hex(4)}{path.suffix}"
+    )  # a library may go by the ending
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary

@@ -61,7 +61,7 @@ class MixerBytes(ABC):
 
 @dataclass(frozen=True)
 class Mixer(ABC):
-    """A kind of layer, in a model whose layers are all of this kind (`narrowed`)."""
+    """A kind of layer, in a model that has the sizes of this kind where kinds differ (`narrowed`)."""
 
     model: ModelConfig
     kind: ClassVar[LayerKind]
@@ -71,7 +71,7 @@ class Mixer(ABC):
 
     @staticmethod
     def narrowed(model: ModelConfig) -> ModelConfig:
-        """A model whose layers are all like those of this kind; the model itself if nothing differs."""
+        """A model with the sizes of layers of this kind; the model itself if nothing differs."""
         return model
 
     @staticmethod

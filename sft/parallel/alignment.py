@@ -8,7 +8,7 @@ from math import lcm
 from typing import TYPE_CHECKING, TypeVar
 
 from sft.config import Config, ModelConfig, divisors
-from sft.layers.kinds import layer_groups
+from sft.layers.kinds import layer_groups, mtp_groups
 from sft.layers.mixers import MIXERS, softmax
 from sft.layers.mlps import MLPS
 
@@ -109,9 +109,10 @@ def _pp_fits(config: Config, pp: int) -> bool:
 
 
 def _divided_by_tp(model: ModelConfig) -> dict[str, int]:
-    groups = layer_groups(model)
-    mixers = {type(group.mixer) for group in groups}
-    sizes = {key: n for mixer in MIXERS.values() if mixer in mixers for key, n in mixer.divided_by_tp(model).items()}
+    groups = (*layer_groups(model), *mtp_groups(model))
+    mixers, sizes = {type(group.mixer) for group in groups}, softmax.heads(model)  # core divides heads in any case
+    for mixer in MIXERS.values():
+        sizes |= mixer.divided_by_tp(model) if mixer in mixers else {}
     for mlp in MLPS:
         sizes |= mlp.divided_by_tp(model) if any(isinstance(group.mlp, mlp) for group in groups) else {}
     return sizes

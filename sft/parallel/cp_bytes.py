@@ -47,7 +47,7 @@ class CpBytes:
         ]
         return CpBytes(
             kv_bytes=sum(number * traffic.gathered for number, traffic in layers),
-            others=tuple((number, traffic) for number, traffic in layers if not traffic.gathered),
+            others=tuple((number, traffic) for number, traffic in layers if type(traffic) is not Traffic),
         )
 
     def num_bytes(self, lengths: np.ndarray, doc_multiple: int, cp_size: int) -> np.ndarray:

@@ -24,8 +24,6 @@ from sft.layers.mixers.delta import HeadSizes
 from sft.parallel.context_parallel import document_chunks, gathered_positions, runs
 from sft.parallel.halo import num_halo_tokens
 
-FP32 = 4
-
 
 @dataclass(frozen=True, kw_only=True)
 class Relayout:
@@ -112,6 +110,5 @@ def bytes_over_cp(cu_seqlens: np.ndarray, sizes: HeadSizes, kernel_size: int, cp
     is_short = lengths <= sizes.max_short(cp_size)
     tokens = int(lengths[is_short].sum()) * (cp_size - 1) // cp_size * sizes.token_bytes
     maps = int((~is_short).sum()) * 2 * (cp_size - 1) * sizes.map_bytes
-    channels = 2 * sizes.key_heads * sizes.key_dim + sizes.value_heads * sizes.value_dim
-    halo = num_halo_tokens(cu_seqlens, kernel_size, cp_size) * channels * sizes.width
+    halo = num_halo_tokens(cu_seqlens, kernel_size, cp_size) * sizes.channels * sizes.width
     return tokens + maps + halo

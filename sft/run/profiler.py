@@ -10,6 +10,7 @@ one line and never ends the run.
 
 import errno
 import gzip
+import os
 import re
 import shutil
 import socket
@@ -122,13 +123,20 @@ def _export(trace: torch.profiler.profile, path: str) -> None:
     text = Path(f"{path}.json")
     try:
         trace.export_chrome_trace(str(text))
-        if not text.exists():
+        if not text.exists() or not _ends(text):
             raise OSError(errno.ENOSPC, "torch could not write the trace, as on a full disk")
         with text.open("rb") as plain, gzip.open(path, "wb") as packed:
             shutil.copyfileobj(plain, packed)
     finally:
         for file in (text, Path(f"{text}.tmp")):  # the latter is of torch, which renames it when it is complete
             file.unlink(missing_ok=True)
+
+
+def _ends(text: Path) -> bool:
+    """Whether the text of a trace has its end: torch reports no error of its last write."""
+    with text.open("rb") as file:
+        file.seek(-min(16, text.stat().st_size), os.SEEK_END)
+        return file.read().rstrip().endswith(b"}")
 
 
 def name(position: Position) -> str:

@@ -32,7 +32,7 @@ from sft.files.file_digest import Entry, entry_of
 from sft.files.folder_files import LIST_BYTES, check_name
 from sft.files.folder_files import copy as copy_file
 from sft.files.folder_files import matching, read_json
-from sft.hf.hub import CONFIG
+from sft.hf.hub import CONFIG, IMPORTED, imported
 from sft.hf.safetensors_writer import SHARD_BYTES, TYPES, bytes_of, write_tensors
 from sft.hf.source import Expected, Source, open_source
 from sft.weights.atomic_folder import copy_companions, new_folder
@@ -78,6 +78,11 @@ class Kept:
             with safe_open(path, framework="pt") as file:
                 files |= dict.fromkeys(file.keys(), path)
         return read_tensors({name: files[name] for name in self.digests})
+
+
+def read_beside(parent: Path) -> "Kept | None":
+    """The folder hf/ of a run or an imported checkpoint; None if it has not this form, whatever else it is."""
+    return read(imported(parent)) if (parent / IMPORTED / SOURCE).exists() else None
 
 
 def read(folder: Path) -> Kept | None:

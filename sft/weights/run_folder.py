@@ -112,7 +112,7 @@ def _kept_beside(paths: list[Path]) -> Kept | None:
     for path in paths:
         checkpoint = folders.find([path], str(path)).absolute()
         for parent in (checkpoint.parent, checkpoint.parent.parent):
-            if (other := kept.read(imported(parent))) is not None:
+            if (other := kept.read_beside(parent)) is not None:
                 return other
     return None
 

@@ -141,8 +141,8 @@ def test_a_link_with_the_name_of_a_checkpoint_is_refused(tmp_path: Path, is_ther
             ask(root)
         assert str(refused.value) == (
             f"{root}/iter_0000002 is a link, but a run renames and removes the checkpoints in its folder.  Move the "
-            "checkpoint to this name, or remove the link and name the checkpoint with checkpoint.resume=PATH in a new "
-            "run.dir."
+            "checkpoint to this name, or remove the link and name the checkpoint itself: a new run reads it by "
+            "model.init_from or checkpoint.resume."
         )
 
 
@@ -167,3 +167,16 @@ def test_what_a_link_leads_to_is_neither_replaced_nor_removed(
     left = sorted(str(path.relative_to(outside)) for path in outside.glob("*/*"))
     assert left == [f"iter_{step:07d}/metadata.json" for step in (1, 2, 3) if is_there]
     assert all((outside / name).read_text() == "" for name in left)
+
+
+def test_a_link_does_not_stop_the_first_save_after_a_resume(tmp_path: Path) -> None:
+    """It was made after the start, which would have refused it; it keeps its name."""
+    outside, root = tmp_path / "outside", tmp_path / "checkpoints"
+    outside.mkdir(), root.mkdir()
+    folder_of(outside, 4)
+    for step in (1, 3):
+        folder_of(root, step)
+    (root / "iter_0000004").symlink_to(outside / "iter_0000004")
+    (renamed,) = folders.rename_abandoned(root, after=1, keep=2)
+    assert renamed.name.startswith("iter_0000003.given-up-")
+    assert (root / "iter_0000004").is_symlink() and (outside / "iter_0000004" / "metadata.json").exists()

@@ -13,6 +13,7 @@ from sft.hf.architecture import architecture
 from sft.hf.families import FAMILIES
 from sft.layers import weights
 from sft.layers.kinds import layer_groups
+from sft.layers.mixers import MIXERS
 from sft.layers.weights import sizes_of, weight_of, weights_of
 from tests.unit.fixtures import hf
 
@@ -122,3 +123,8 @@ def test_only_matrices_are_products() -> None:
             weight.module.endswith(("linear_proj", "linear_fc2", "out_proj")) and bool(weight.part)
         )
     assert prod(weight_of("mlp.linear_fc2.weight").sizes(sizes_of(TINY))) == 32
+
+
+def test_no_two_kinds_of_layers_use_a_letter_for_two_sizes() -> None:
+    letters = [letter for mixer in MIXERS.values() for letter in mixer.sizes(TINY)]
+    assert len(letters) == len(set(letters))

@@ -264,6 +264,14 @@ def test_a_stage_has_the_parameters_of_its_own_layers() -> None:
 # --- activations -------------------------------------------------------------------------------------------------
 
 
+def test_a_middle_stage_may_need_most() -> None:
+    """Only layers 3 and 4 of 8 have linear attention, with 64 value heads: the second of four stages saves most."""
+    linear = {"layers": [3, 4], "num_key_heads": 16, "num_value_heads": 64}
+    model = {**TINY, "num_layers": 8, "hidden_size": 64, "linear_attention": linear}
+    config, layout = of(4, model=model, parallel={"pp": 4}, train={"recompute": "none"})
+    assert estimate(config, layout, 10, 1024).stage == 1
+
+
 def test_layers_of_llama_8b() -> None:
     """1024 tokens in 32 layers: 36 KiB and 132 bytes each."""
     found = estimate(*of(1, LLAMA_8B, train={"recompute": "selective"}), 128_256, 1024)

@@ -66,7 +66,7 @@ def test_a_full_disk_leaves_the_picture_that_is_there(
 @pytest.mark.parametrize("name", ["a.jpg", "a"])
 def test_an_ending_that_is_no_picture_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert main(["plot", str(tmp_path), "--out", name]) == 2
-    assert capsys.readouterr().err == f"ConfigError: --out {name} does not end in .png or .svg.\n"
+    assert capsys.readouterr().err == f"ConfigError: --out {name} does not end in .png, .svg or .pdf.\n"
 
 
 def test_smoothing() -> None:

@@ -19,7 +19,6 @@ UNCHECKED = (  # files and folders with docstrings that are not rewritten yet
     "sft/mcore/model/",
     "sft/planner/",
     "sft/run/",
-    "sft/trainer.py",
 )
 TWICE = ("Constant", "Inputs", "Text")  # names that two classes still have
 

@@ -54,7 +54,8 @@ class Names:
     def has(self, dotted: str, *, in_tests: bool) -> bool:
         """Whether each name of `dotted` is defined in the scope that the names before it name.
 
-        `batch.Microbatch.tokens`: a module batch, in it a class Microbatch, in it a field tokens.
+        `batch.Microbatch.tokens`: a module batch, in it a class Microbatch, in it a field tokens.  A class with a base
+        of other software may have any name.
         """
         first, *rest = dotted.split(".")
         return any(self._has(scope, rest) for scope in self._scopes_of(first, in_tests=in_tests))
@@ -73,8 +74,9 @@ class Names:
             return self._has(scope.inner[name], further)
         if name in scope.names:
             return True  # attributes of a value have no scope
-        bases = [(base, self._scopes_of(base, in_tests=True)) for base in scope.bases if base not in _PLAIN_BASES]
-        return any(not known or any(self._has(scope, rest) for scope in known) for _, known in bases)
+        named = [base for base in scope.bases if base not in _PLAIN_BASES]
+        bases = [[other for other in self._scopes_of(base, in_tests=True) if other is not scope] for base in named]
+        return any(not known or any(self._has(other, rest) for other in known) for known in bases)
 
     def _add_module(self, file: Source) -> None:
         path = file.path.removesuffix(".py").removesuffix("/__init__")

@@ -165,7 +165,8 @@ class LatentAttention(Mixer):
 
     @classmethod
     def described(cls, model: ModelConfig) -> str:
-        return "full attention"
+        is_mixed = any(section.named for section in model.mixers.values())
+        return cls.kind if is_mixed else "full attention"
 
     def bytes(self, config: Config, rank: RankShare, pack: float) -> MixerBytes:
         if config.attention.may_share_latents:

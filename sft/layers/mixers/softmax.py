@@ -137,7 +137,8 @@ class PortableBytes(SoftmaxBytes):
     def _working(self, pack: float) -> tuple[float, float]:
         """`local` and `gathered` in the kind of layer that needs most."""
         model = self.model
-        full, window = model.num_window_layers < model.num_layers, model.num_window_layers > 0
+        kinds = {model.kind_of(number + 1) for number in range(model.num_layers)}
+        full, window = "full attention" in kinds, "window attention" in kinds
         return max([self._full_layer(pack)] * full + [self._window_layer(pack)] * window, key=sum)
 
     def _full_layer(self, pack: float) -> tuple[float, float]:

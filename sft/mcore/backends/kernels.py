@@ -24,11 +24,13 @@ class Chosen(NamedTuple):
     kernel   a `MakeKernel`, of linear attention a `delta_rule.Kernel`
     name     for the log
     why_not  the reason why no faster kernel computes these layers; None: there is none, or the kernel says it itself
+    has_softmax  whether it computes attention with a softmax
     """
 
     kernel: Any
     name: str
     why_not: str | None = None
+    has_softmax: bool = False
 
 
 def _flash(config: Config, model: ModelConfig, device_type: str) -> MakeKernel | str:
@@ -54,7 +56,7 @@ def _softmax(config: Config, model: ModelConfig, device_type: str) -> Chosen:
     for name, make in SOFTMAX.items():
         made = make(config, model, device_type)
         if not isinstance(made, str):
-            return Chosen(made, name, why_not)
+            return Chosen(made, name, why_not, has_softmax=True)
         why_not = why_not or made
     raise AssertionError("plain torch computes all layers")
 
@@ -73,7 +75,7 @@ KERNELS: Mapping[LayerKind, Callable[[Config, ModelConfig, str], Chosen]] = {
 
 
 def choose(config: Config, device_type: str) -> dict[LayerKind, Chosen]:
-    """The kernel of each kind of layer that the model has and that needs one.
+    """The kernel of each kind of layer that the model has and that is in the table: others bring their own.
 
     Raises ConfigError if the recipe names a kernel that cannot run.
     """

@@ -13,7 +13,6 @@ from sft.mcore.backends.kernels import Chosen
 from sft.mcore.backends.portable import Portable
 from sft.mcore.backends.transformer_engine import TransformerEngine
 
-_LINEAR: LayerKind = "linear attention"
 HOPPER = (9, 0)  # first compute capability with attention kernels that torch's flash kernel does not have
 
 
@@ -60,20 +59,19 @@ def slower_than_possible(config: Config, backend: AttentionBackend, device_type:
 
 def _portable(config: Config, device_type: str, why_not_te: str) -> Portable:
     chosen = kernels.choose(config, device_type)
-    linear = f"; linear attention on {chosen[_LINEAR].name}" if _LINEAR in chosen else ""
-    return Portable(config, f"{_softmax_kernels(chosen)}{why_not_te}{linear}", chosen)
+    others = "".join(f"; {kind} on {kernel.name}" for kind, kernel in chosen.items() if not kernel.has_softmax)
+    return Portable(config, f"{_softmax_kernels(chosen)}{why_not_te}{others}", chosen)
 
 
 def _softmax_kernels(chosen: Mapping[LayerKind, Chosen]) -> str:
     """`torch's flash kernel in layers with a window, plain torch in layers without one: its heads are 512 wide`"""
-    of_softmax = {kind: kernel for kind, kernel in chosen.items() if kind != _LINEAR}
+    of_softmax = {kind: kernel for kind, kernel in chosen.items() if kernel.has_softmax}
     names = {kind: kernel.name for kind, kernel in of_softmax.items()}
-    problems = {kernel.why_not for kernel in of_softmax.values() if kernel.why_not}
-    if not problems:
+    problem = "; ".join(sorted({kernel.why_not for kernel in of_softmax.values() if kernel.why_not}))
+    if not problem:
         return kernels.FLASH if names else "no layers with a softmax"
-    (problem,) = problems
     if len(set(names.values())) == 1:
         return f"plain torch, no flash kernel: {problem}"
-    has_fast_windows = names["window attention"] == kernels.FLASH
+    has_fast_windows = names.get("window attention") == kernels.FLASH
     fast, slow = ("with a window", "without one") if has_fast_windows else ("without a window", "with one")
     return f"{kernels.FLASH} in layers {fast}, {kernels.PLAIN} in layers {slow}: {problem}"

@@ -61,7 +61,7 @@ def _activation_arguments(model: ModelConfig) -> dict[str, Any]:
 def _window_arguments(model: ModelConfig) -> dict[str, Any]:
     if model.sliding_window is None:
         return {}
-    has_window = [int(model.window_of(number + 1) is not None) for number in range(model.num_layers)]
+    has_window = [int(model.kind_of(number + 1) == "window attention") for number in range(model.num_layers)]
     return dict(window_size=(model.sliding_window - 1, 0), window_attn_skip_freq=has_window)
 
 

@@ -3,7 +3,7 @@
 The second half is the norm, the MLP, and the residual sum.  A recomputed second half saves only its input.  The second
 half can run in tiles of tokens, forward and backward; the wide activations inside an MLP then exist for one tile at a
 time.  The first half, attention, is computed once; activations/saved_tensors.py decides how its tensors are saved.
-With experts, backward recomputes only the experts (experts.py).  With train.recompute = full, core recomputes whole
+With experts, backward recomputes only those (experts/layer.py).  With train.recompute = full, core recomputes whole
 layers.
 
 A layer also adds what core's layer lacks: norms on the outputs of attention and MLP, a factor on these outputs, and a

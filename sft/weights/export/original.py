@@ -95,7 +95,7 @@ def _served_by_run(path: Path) -> Kept | None:
     if parent.name != "checkpoints":
         return None
     try:
-        files = kept.read(imported(parent.parent))
+        files = kept.read_beside(parent.parent)
     except CheckpointError:
         return None
     if files is None or files.served is None:

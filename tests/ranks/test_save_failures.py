@@ -166,7 +166,9 @@ CASES = {
     ),
     "digests": Case(0, lambda patch, _: patch.setattr(manifest, "entry_of", full), NO_SPACE),
     "the manifest": Case(0, lambda patch, _: patch.setattr(manifest, "replace_text", full), NO_SPACE),
-    "the rename": Case(0, lambda patch, _: patch.setattr(folders, "os", SimpleNamespace(rename=full)), NO_SPACE),
+    "the rename": Case(
+        0, lambda patch, _: patch.setattr(folders, "os", SimpleNamespace(rename=full, path=os.path)), NO_SPACE
+    ),
     "plain values": Case(0, cut_files, "OSError: [Errno 27] File too large"),
     "the folder": Case(0, lambda patch, _: patch.setattr(folders, "make_temporary", full), NO_SPACE),
 }  # fmt: skip

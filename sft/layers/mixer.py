@@ -117,8 +117,7 @@ class Mixer(ABC):
 
     @property
     def pair_width(self) -> float:
-        """heads x (key width + value width) / 2: forward of causal attention takes 4 x this FLOPs for each pair of a
-        query and a key; 0: the cost does not grow with the square of a length."""
+        """`ModelConfig.pair_width`; 0: the cost does not grow with the square of a length."""
         return 0.0
 
     @property

@@ -130,6 +130,7 @@ def test_initial_weights_are_never_random_unasked() -> None:
 
 
 MOE = ("model.moe.num_experts=8", "model.moe.top_k=2")
+LINEAR = ("model.linear_attention.num_key_heads=2", "model.linear_attention.num_value_heads=2")
 SIGMOID = (*MOE, "model.moe.top_k=2", "model.moe.score_function=sigmoid")
 LORA = ("lora.rank=4", "lora.alpha=8.0")
 
@@ -171,6 +172,21 @@ LORA = ("lora.rank=4", "lora.alpha=8.0")
         (("train.offload_fraction=0.5",), "train.offload_fraction = 0.5 .*needs recompute = selective or full"),
         (("optim.offload_fraction=-0.1",), "expected a number of at least 0.0 and of at most 1.0"),
         (("optim.offload_fraction=1.01",), "expected a number of at least 0.0 and of at most 1.0"),
+        (
+            (*LINEAR, "model.linear_attention.layers=[1]", "model.sliding_window=8", "model.sliding_window_layers=[1]"),
+            "sliding_window_layers .*names layers that linear_attention.layers names, too: 1",
+        ),
+        (
+            (*LINEAR, "model.linear_attention.layers=[1,2]", "model.sliding_window=8"),
+            "sliding_window .*has no effect: linear_attention.layers names all layers; use null",
+        ),
+        (
+            (
+                *(*LINEAR, "model.linear_attention.layers=[1]", "model.sliding_window=8"),
+                *("model.full_attention.num_query_groups=2", "model.rope.window_base=500"),
+            ),
+            "full_attention.num_query_groups .*needs layers of both kinds",
+        ),
     ],
 )
 def test_what_cannot_be(overrides: tuple[str, ...], why: str) -> None:

@@ -390,3 +390,11 @@ def test_widths_are_not_spoken_of_where_tp_does_not_fit() -> None:
     assert complaint(sized(fp8="mxfp8", seq_length=8192, tp=16, model={"ffn_hidden_size": 1216})) == (
         "parallel.tp = 16 does not divide model.num_query_groups = 8.  Tensor-parallel sizes that fit: 1, 2, 4, 8."
     )
+
+
+def test_tp_divides_heads_that_no_layer_has() -> None:
+    """All layers have linear attention; core refuses other sizes of its own attention all the same."""
+    linear = {"layers": [*range(1, 13)], "num_key_heads": 4, "num_value_heads": 4}
+    (line,) = told(4, model={"num_attention_heads": 6, "num_query_groups": 6, "linear_attention": linear},
+                   parallel={"tp": 4})  # fmt: skip
+    assert line.startswith("parallel.tp = 4 does not divide model.num_attention_heads = 6, model.num_query_groups = 6.")

@@ -269,6 +269,16 @@ def test_kernels_are_traced_where_there_is_cuda(
     assert files(tmp_path) == []
 
 
+def test_a_trace_without_its_end_is_none(
+    recorder: Recorder, tracers: list[Tracer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch checks no error of its last write, and renames the file."""
+    for text, names in (('{"traceEvents": [{"na', 0), ('{"traceEvents": []}\n', 1)):
+        monkeypatch.setattr(Tracer, "export_chrome_trace", lambda self, path, text=text: Path(path).write_text(text))
+        run(ProfileConfig(torch=TorchProfile(steps=[1])), tmp_path, place())
+        assert len(files(tmp_path)) == names
+
+
 def test_a_step_that_fails_leaves_no_trace_and_no_tracer(
     recorder: Recorder, tracers: list[Tracer], tmp_path: Path
 ) -> None:

@@ -192,7 +192,7 @@ class LatentAttention(Mixer):
 
     @property
     def pair_width(self) -> float:
-        return self.model.num_attention_heads * (self.model.resolved_head_dim + self.model.value_head_dim) / 2
+        return self.model.pair_width
 
     def sent(self, config: Config) -> int:
         """DeepSeek-V3: 576"""

@@ -257,7 +257,7 @@ class SoftmaxAttention(Mixer):
 
     @property
     def pair_width(self) -> float:
-        return self.model.num_attention_heads * (self.model.resolved_head_dim + self.model.value_head_dim) / 2
+        return self.model.pair_width
 
     def sent(self, config: Config) -> int:
         """Llama 8B on tp 2: 4 x 2 x 128 -> 1024"""

@@ -193,12 +193,6 @@ class ModelConfig(Section):
         return self.latent_attention.v_head_dim if self.latent_attention.is_used else self.resolved_head_dim
 
     @property
-    def pair_width(self) -> float:
-        """heads x (key width + value width) / 2: forward of causal attention takes 4 x this FLOPs for each pair of a
-        query and a key."""
-        return self.num_attention_heads * (self.resolved_head_dim + self.value_head_dim) / 2
-
-    @property
     def rotary_dim(self) -> int:
         """Numbers of a head that are rotated; of proportional positions all, some of them by an angle of 0."""
         latent = self.latent_attention

@@ -117,7 +117,7 @@ class Mixer(ABC):
 
     @property
     def pair_width(self) -> float:
-        """`ModelConfig.pair_width`; 0: the cost does not grow with the square of a length."""
+        """`softmax.pair_width`; 0: the cost does not grow with the square of a length."""
         return 0.0
 
     @property

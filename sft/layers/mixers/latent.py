@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sft.config import Config, ModelConfig
 from sft.layers.mixer import Mixer, MixerBytes
-from sft.layers.mixers.softmax import TransformerEngineBytes, heads, num_head_groups
+from sft.layers.mixers.softmax import TransformerEngineBytes, heads, num_head_groups, pair_width
 from sft.layers.rank_share import FP32, RankShare
 from sft.layers.weight import LayerWeight, has_input_norms
 
@@ -192,7 +192,7 @@ class LatentAttention(Mixer):
 
     @property
     def pair_width(self) -> float:
-        return self.model.pair_width
+        return pair_width(self.model)
 
     def sent(self, config: Config) -> int:
         """DeepSeek-V3: 576"""

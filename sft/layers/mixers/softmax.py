@@ -228,6 +228,12 @@ def heads(model: ModelConfig) -> dict[str, int]:
     return numbers | ({"model.full_attention.num_query_groups": of_full} if of_full else {})
 
 
+def pair_width(model: ModelConfig) -> float:
+    """heads x (key width + value width) / 2: forward of causal attention takes 4 x this FLOPs for each pair of a query
+    and a key."""
+    return model.num_attention_heads * (model.resolved_head_dim + model.value_head_dim) / 2
+
+
 @dataclass(frozen=True)
 class SoftmaxAttention(Mixer):
     """What layers with and without a window have in common."""
@@ -257,7 +263,7 @@ class SoftmaxAttention(Mixer):
 
     @property
     def pair_width(self) -> float:
-        return self.model.pair_width
+        return pair_width(self.model)
 
     def sent(self, config: Config) -> int:
         """Llama 8B on tp 2: 4 x 2 x 128 -> 1024"""

@@ -6,16 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sft.mcore.attention import flash_kernel
+from sft.mcore.attention.flash_kernel import Operators
 
 
-def _forward(
-    query: Tensor, keys: Tensor, values: Tensor, *boundaries: Any, scale: float, num_before: int = -1
-) -> tuple[Tensor, Tensor]:
+def _forward(query: Tensor, keys: Tensor, values: Tensor, *boundaries: Any, **options: Any) -> tuple[Tensor, Tensor]:
     assert keys.shape == values.shape  # of one width
     outs, sums = [], []
     for own, seen in _sequences(query, keys, *boundaries):
-        scores = _scores(query[own], keys[seen], scale, num_before)
+        scores, _ = _scores(query[own], keys[seen], **options)
         outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), _for_each_head(values[seen], query)))
         sums.append(scores.logsumexp(-1))
     return torch.cat(outs).to(query.dtype), torch.cat(sums, dim=1)
@@ -34,19 +32,19 @@ def _backward(
     """By the equations of the paper (arXiv:2307.08691), from the given `out` and `lse`: sinks have changed both."""
     assert grad.shape == out.shape == (*query.shape[:2], values.shape[-1])
     dquery, dkeys, dvalues = (torch.zeros_like(x, dtype=_wide(x).dtype) for x in (query, keys, values))
-    scale, num_before = options["scale"], options.get("num_before", -1)
     for own, seen in _sequences(query, keys, *boundaries):
         dout, key, value = _wide(grad[own]), _for_each_head(keys[seen], query), _for_each_head(values[seen], query)
-        weights = torch.exp(_scores(query[own], keys[seen], scale, num_before) - lse[:, own, None])
+        scores, slope = _scores(query[own], keys[seen], **options)
+        weights = torch.exp(scores - lse[:, own, None])
         delta = (dout * out[own]).sum(-1).t()[:, :, None]
-        dscores = weights * (torch.einsum("qhd,khd->hqk", dout, value) - delta) * scale
+        dscores = weights * (torch.einsum("qhd,khd->hqk", dout, value) - delta) * slope
         dquery[own] = torch.einsum("hqk,khd->qhd", dscores, key)
         dkeys[seen] = _of_groups(torch.einsum("hqk,qhd->khd", dscores, _wide(query[own])), keys)
         dvalues[seen] = _of_groups(torch.einsum("hqk,qhd->khd", weights, dout), keys)
     return dquery.to(query.dtype), dkeys.to(keys.dtype), dvalues.to(values.dtype)
 
 
-PLAIN = flash_kernel.Operators(_forward, _backward)
+PLAIN = Operators(_forward, _backward, pads_values=True)
 
 
 def _sequences(
@@ -61,12 +59,18 @@ def _sequences(
         yield slice(*q[i : i + 2]), slice(*k[i : i + 2])
 
 
-def _scores(query: Tensor, keys: Tensor, scale: float, num_before: int) -> Tensor:
-    """[heads, queries, keys] of one sequence: causal from the bottom right."""
+def _scores(
+    query: Tensor, keys: Tensor, scale: float, num_before: int = -1, softcap: float = 0.0
+) -> tuple[Tensor, Tensor | float]:
+    """[heads, queries, keys] of one sequence, causal from the bottom right, and their derivative by the products."""
     distance = torch.arange(len(keys) - len(query), len(keys))[:, None] - torch.arange(len(keys))
     hidden = (distance < 0) | (distance > (num_before if num_before >= 0 else len(keys)))
     scores = torch.einsum("qhd,khd->hqk", _wide(query), _for_each_head(keys, query)) * scale
-    return scores.masked_fill(hidden, -torch.inf)
+    slope: Tensor | float = scale
+    if softcap:
+        capped = torch.tanh(scores / softcap)
+        scores, slope = softcap * capped, scale * (1 - capped**2)
+    return scores.masked_fill(hidden, -torch.inf), slope
 
 
 def _wide(x: Tensor) -> Tensor:

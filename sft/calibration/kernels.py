@@ -5,6 +5,7 @@ slowest rank.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from sft.calibration.clock import seconds
 from sft.calibration.sizes import MeasuredSizes
-from sft.mcore.attention import flash_kernel
-from sft.mcore.attention.flash_kernel import FlashKernel
+from sft.mcore.attention.flash2 import FLASH2
+from sft.mcore.attention.flash_kernel import Demand, FlashKernel
 from sft.mcore.attention.packed_attention import packed_attention
 from sft.mcore.attention.torch_kernel import TorchKernel
 
@@ -51,10 +52,10 @@ class Kernels:
         """
         forward, backward = [], []
         heads, width, tokens = self.sizes.heads, self.sizes.head_dim, max(self.sizes.documents)
-        plain = flash_kernel.why_not(width, self.dtype, self.device.type)
+        is_plain = FLASH2.why_not(Demand(self.device.type, self.dtype, width, width)) is not None
+        make = TorchKernel.of if is_plain else partial(FlashKernel.of, operators=FLASH2)
         for length in self.sizes.documents:
             boundaries = np.arange(0, tokens + 1, length, dtype=np.int32)
-            make = TorchKernel.of if plain else FlashKernel.of
             kernel = make(boundaries, 1, 0, self.device)
             query, key, value = (self._random(tokens, heads, width).requires_grad_() for _ in range(3))
             grad = self._random(tokens, heads, width)

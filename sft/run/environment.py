@@ -21,6 +21,7 @@ _TOGETHER = (
     ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
     ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS"),
     ("TRITON_CACHE_DIR",),
+    ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"),  # of flash-attn-4
     ("NCCL_DEBUG",),
 )
 NAMES = tuple(name for names in _TOGETHER for name in names) + rendezvous.INTERFACES
@@ -63,6 +64,9 @@ def _choices(config: Config, layout: Layout) -> dict[str, str]:
     chosen |= connections(layout, offloads=_offloads(config), capability=_compute_capability())
     if cache := _folder_of_this_user("sft-triton"):
         chosen["TRITON_CACHE_DIR"] = cache
+    if cache := _folder_of_this_user("sft-flash-attention-4"):
+        chosen["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
+        chosen["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] = cache
     return chosen
 
 
@@ -106,7 +110,7 @@ def _compute_capability() -> int | None:
 def _folder_of_this_user(name: str) -> str | None:
     """A folder on this machine that only this user can write; None if another user made it.
 
-    Triton runs the code that it finds in its cache.
+    Triton and flash-attn-4 run the code that they find in their caches.
     """
     folder = Path(tempfile.gettempdir()) / f"{name}-{os.getuid()}"
     try:

@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sft.mcore.attention import flash_kernel
+from sft.mcore.backends import kernels
 from tests.plain_flash import PLAIN
 
 
@@ -28,6 +28,6 @@ class _OnCpu(TorchFunctionMode):
 
 @pytest.fixture(autouse=True)
 def _redirected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(flash_kernel, "TORCH", PLAIN)
+    monkeypatch.setattr(kernels, "FLASH", {**kernels.FLASH, "torch's flash kernel": PLAIN})
     with _OnCpu():
         yield

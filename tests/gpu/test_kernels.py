@@ -1,4 +1,4 @@
-"""Kernels on a GPU: torch's flash kernel against the plain tiles in fp32, and those of RMSNorm against its formula."""
+"""Kernels on a GPU: each flash kernel against the plain tiles in fp32, and those of RMSNorm against its formula."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sft.mcore.attention import flash_kernel, packed_attention, torch_kernel
+from sft.mcore.attention import packed_attention, torch_kernel
+from sft.mcore.attention.flash_kernel import Demand, FlashKernel
 from sft.mcore.attention.key_source import LocalKeys
+from sft.mcore.backends import kernels
 from sft.mcore.modules.norm import RMSNorm
 from sft.parallel import context_parallel
 
@@ -34,50 +36,82 @@ class Heads:
     value_width: int
     window: int | None = None
     has_sinks: bool = False
+    softcap: float | None = None
+    groups: int = GROUPS
+
+    @property
+    def demand(self) -> Demand:
+        return Demand(
+            "cuda",
+            torch.bfloat16,
+            self.width,
+            self.value_width,
+            is_grouped=self.groups < HEADS,
+            has_window=self.window is not None,
+            softcap=self.softcap,
+        )
 
 
 KINDS = {
     "64": Heads(64, 64),
     "128": Heads(128, 128),
-    "latent": Heads(192, 128),
+    "latent": Heads(192, 128, groups=HEADS),
     "256": Heads(256, 256),
     "window": Heads(128, 128, window=100),
     "256 window": Heads(256, 256, window=1024),
     "sinks": Heads(64, 64, has_sinks=True),
     "window sinks": Heads(64, 64, window=128, has_sinks=True),
+    "window cap": Heads(128, 128, window=1024, softcap=20.0),
+    "512": Heads(512, 512),
 }
+NAMES = tuple(kernels.FLASH)
+
+
+def fit(name: str, kind: str) -> str:
+    """`name`, if that kernel is there and computes layers of that kind; else the test is skipped."""
+    if reason := kernels.FLASH[name].why_not(KINDS[kind].demand):
+        pytest.skip(f"{name}: {reason}")
+    return name
 
 
 def packed(lengths: list[int], heads: Heads) -> tuple[np.ndarray, list[Tensor]]:
     """Boundaries; query, key, value and, if there are any, sinks, then a gradient of the output; bf16 on the GPU."""
     torch.manual_seed(11)
     boundaries = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    shapes = [(HEADS, heads.width), (GROUPS, heads.width), (GROUPS, heads.value_width)]
+    shapes = [(HEADS, heads.width), (heads.groups, heads.width), (heads.groups, heads.value_width)]
     inputs = [torch.randn(sum(lengths), *shape, device="cuda").bfloat16() for shape in shapes]
     if heads.has_sinks:
         inputs.append(torch.randn(HEADS, device="cuda").bfloat16())
     return boundaries, [*inputs, torch.randn(sum(lengths), HEADS, heads.value_width, device="cuda").bfloat16()]
 
 
-def by_tiles(boundaries: np.ndarray, tensors: Sequence[Tensor], window: int | None = None) -> list[Tensor]:
+def by_tiles(boundaries: np.ndarray, tensors: Sequence[Tensor], heads: Heads) -> list[Tensor]:
     """Output and gradients in fp32."""
     inputs, grad = [x.float().requires_grad_() for x in tensors[:-1]], tensors[-1].float()
     query, key, value, *sinks = inputs
-    kernel = torch_kernel.TorchKernel.of(boundaries, 1, 0, grad.device, window=window)
+    kernel = torch_kernel.TorchKernel.of(boundaries, 1, 0, grad.device, window=heads.window, softcap=heads.softcap)
     out = packed_attention.packed_attention(query, key, value, kernel, SCALE, None, sinks=sinks[0] if sinks else None)
     out.backward(grad)
     return [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
 
 
 def by_flash(
-    boundaries: np.ndarray, tensors: Sequence[Tensor], cp_size: int, window: int | None = None
+    name: str, boundaries: np.ndarray, tensors: Sequence[Tensor], cp_size: int, heads: Heads = KINDS["128"]
 ) -> list[Tensor]:
     """The same by the ranks of `cp_size`, one after the other; each takes its keys from the whole pack."""
     inputs, grad = [x.clone().requires_grad_() for x in tensors[:-1]], tensors[-1]
     query, key, value, *sinks = inputs
     out = torch.empty_like(grad)
     for rank in range(cp_size):
-        kernel = flash_kernel.FlashKernel.of(boundaries, cp_size, rank, grad.device, window=window)
+        kernel = FlashKernel.of(
+            boundaries,
+            cp_size,
+            rank,
+            grad.device,
+            operators=kernels.FLASH[name],
+            window=heads.window,
+            softcap=heads.softcap,
+        )
         chunks = context_parallel.local_chunks(boundaries, cp_size, rank)
         ends = [chunk.document_start + chunk.position + chunk.length for chunk in chunks]
         num_keys = kernel.cu_seqlens_k.diff().tolist()
@@ -95,37 +129,62 @@ def by_flash(
 @pytest.mark.parametrize("cp_size", [1, 2, 8], ids="cp{}".format)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mix", MIXES)
-def test_flash_is_the_tiles(mix: str, kind: str, cp_size: int) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_flash_is_the_tiles(name: str, mix: str, kind: str, cp_size: int) -> None:
     heads = KINDS[kind]
     boundaries, tensors = packed(MIXES[mix], heads)
-    found = by_flash(boundaries, tensors, cp_size, heads.window)
-    expected = by_tiles(boundaries, tensors, heads.window)
+    found = by_flash(fit(name, kind), boundaries, tensors, cp_size, heads)
+    expected = by_tiles(boundaries, tensors, heads)
     errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
     assert len(errors) == 4 + heads.has_sinks
     assert errors[0] < FORWARD_TOLERANCE and max(errors[1:]) < BACKWARD_TOLERANCE, errors
 
 
-def test_another_document_changes_nothing(request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_some_heads_of_wider_tensors(name: str) -> None:
+    """Under context parallelism a kernel gets one head group after the other, as a view."""
+    kind = "512" if name == "ffpa-attn" else "128"
+    boundaries, tensors = packed([512, 64], KINDS[kind])
+    kernel = FlashKernel.of(boundaries, 1, 0, tensors[0].device, operators=kernels.FLASH[fit(name, kind)])
+    views = [x.chunk(2, dim=1)[1] for x in tensors]
+    copies = [x.contiguous() for x in views]
+    for (query, key, value, grad), other in ((views, copies), (copies, copies)):
+        out, lse = kernel.forward(query, key, value, SCALE)
+        expected, sums = kernel.forward(*other[:3], SCALE)
+        assert torch.equal(out, expected) and torch.equal(lse, sums)
+        found = kernel.backward(grad, query, key, value, out, lse, SCALE)
+        for a, b in zip(found, kernel.backward(other[3], *other[:3], expected, sums, SCALE)):
+            assert float((a.float() - b.float()).norm() / b.float().norm()) < BACKWARD_TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["64", "128", "latent", "256", "256 window", "window cap"])
+@pytest.mark.parametrize("name", NAMES)
+def test_another_document_changes_nothing(name: str, kind: str, request: pytest.FixtureRequest) -> None:
     """Bitwise, in value and gradients, whatever stands in the place of the second document."""
     # Else, and with warn_only too, the kernel adds up the gradient of queries as it comes.
     torch.use_deterministic_algorithms(True)
     request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
-    boundaries, tensors = packed([512, 1024, 320], KINDS["128"])
+    heads = KINDS[kind]
+    if reason := kernels.FLASH[name].why_not(heads.demand._replace(is_deterministic=True)):
+        pytest.skip(f"{name}: {reason}")
+    boundaries, tensors = packed([512, 1024, 320], heads)
     other = [x.clone() for x in tensors]
     for x in other:
         x[512:1536] = torch.randn_like(x[512:1536])
     kept = torch.cat([torch.arange(512), torch.arange(1536, 1856)]).cuda()
-    for a, b in zip(by_flash(boundaries, tensors, 1), by_flash(boundaries, other, 1)):
+    for a, b in zip(by_flash(name, boundaries, tensors, 1, heads), by_flash(name, boundaries, other, 1, heads)):
         assert torch.equal(a[kept], b[kept])
 
 
-def test_the_length_of_another_document_changes_nothing() -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_the_length_of_another_document_changes_nothing(name: str) -> None:
     """Bitwise: how the kernel divides the keys of one may not depend on the longest of the pack."""
-    _, (query, key, value, _) = packed([512, 16384], KINDS["128"])
+    kind = "512" if name == "ffpa-attn" else "128"
+    _, (query, key, value, _) = packed([512, 16384], KINDS[kind])
     outs = []
     for rest in (64, 16384):
         boundaries = np.array([0, 512, 512 + rest], dtype=np.int32)
-        kernel = flash_kernel.FlashKernel.of(boundaries, 1, 0, query.device)
+        kernel = FlashKernel.of(boundaries, 1, 0, query.device, operators=kernels.FLASH[fit(name, kind)])
         outs.append(kernel.forward(*(x[: 512 + rest] for x in (query, key, value)), SCALE)[0][:512])
     assert torch.equal(*outs)
 

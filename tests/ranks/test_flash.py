@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from sft.mcore.attention import flash_kernel
+from sft.mcore.backends import kernels
 from tests.plain_flash import PLAIN
 from tests.ranks import scenarios
 from tests.ranks.layouts import GRADIENT_TOLERANCE
@@ -19,10 +19,7 @@ PACKS = [[1, 2, 3, 5], [0], [11, 10, 6]]
 
 
 def by_flash(overrides: Sequence[str], packs: Sequence[Sequence[int]]) -> dict[str, Any]:
-    with (
-        mock.patch.object(flash_kernel, "why_not", lambda *told: None),
-        mock.patch.object(flash_kernel, "TORCH", PLAIN),
-    ):
+    with mock.patch.object(kernels, "FLASH", {"a replacement": PLAIN}):
         return scenarios.gradients(overrides, packs)
 
 

@@ -83,7 +83,8 @@ def test_kinds_of_layers_that_only_portable_has(te: None, kind: str) -> None:
 def test_without_transformer_engine() -> None:
     """Not installed here."""
     found = choose(config(), "cuda")
-    assert isinstance(found, Portable) and found.kernels == {"full attention": FlashKernel.of}
+    assert isinstance(found, Portable)
+    assert {kind: kernel.name for kind, kernel in found.chosen.items()} == {"full attention": "torch's flash kernel"}
     assert str(found).startswith("portable (torch's flash kernel; not te: transformer_engine cannot be imported (")
     assert str(choose(config("attention.backend=portable"), "cuda")) == "portable (torch's flash kernel)"
     with pytest.raises(ConfigError) as caught:
@@ -110,7 +111,8 @@ def test_heads_that_are_too_wide_for_the_flash_kernel() -> None:
     lengths = np.array([0, 128], dtype=np.int32)
     make: Any = found.kernels["full attention"]
     assert isinstance(make(lengths, 1, 0, torch.device("cpu"), window=None), TorchKernel)
-    assert found.kernels["window attention"] is FlashKernel.of
+    in_windows: Any = found.kernels["window attention"]
+    assert isinstance(in_windows(lengths, 1, 0, torch.device("cpu"), window=64), FlashKernel)
     assert "plain torch, no flash kernel" in str(choose(config(*WIDE), "cpu"))
 
 
@@ -245,7 +247,8 @@ def test_deterministic_attention_of_transformer_engine(
         gpu(capability)
         backend = choose(wanted, "cuda")
         assert backend.name == name
-        assert slower_than_possible(wanted, backend, "cuda") is None
+        said = slower_than_possible(wanted, backend, "cuda")
+        assert (said is None) == (capability != BLACKWELL)  # FlashAttention-4 has deterministic gradients there
     gpu(BLACKWELL)
     with pytest.raises(ConfigError) as caught:
         choose(config("run.deterministic=true", "attention.backend=te"), "cuda")

@@ -57,6 +57,8 @@ def test_what_is_set_where_the_user_sets_nothing(unset: dict[str, str], tmp_path
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "TRITON_CACHE_DIR": f"{tmp_path}/sft-triton-{os.getuid()}",
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": f"{tmp_path}/sft-flash-attention-4-{os.getuid()}",
         "NCCL_DEBUG": "WARN",
     }
     assert (tmp_path / f"sft-triton-{os.getuid()}").stat().st_mode & 0o777 == 0o700
@@ -70,6 +72,7 @@ def test_what_is_set_where_the_user_sets_nothing(unset: dict[str, str], tmp_path
         ("CUDA_DEVICE_MAX_CONNECTIONS", "16", "CUDA_DEVICE_MAX_COPY_CONNECTIONS"),
         ("CUDA_DEVICE_MAX_COPY_CONNECTIONS", "2", "CUDA_DEVICE_MAX_CONNECTIONS"),
         ("TRITON_CACHE_DIR", "/scratch/triton", None),
+        ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"),
         ("NCCL_DEBUG", "INFO", None),
     ],
 )

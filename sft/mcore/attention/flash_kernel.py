@@ -1,56 +1,77 @@
-"""A kernel of packed_attention.py: torch's own flash attention (CUDA, bf16).
+"""A kernel of packed_attention.py: a flash kernel of a library, over sequences of queries and of keys.
 
-The kernel treats each local chunk of queries (`context_parallel.local_chunks`) as one sequence.  The keys of a chunk
-are the keys of the document up to the chunk's last query; with a sliding window, from the first key in the window of
-the chunk's first query.  The causal mask is aligned to the bottom right.  With context parallelism both chunks of a
-rank need a document's early keys, so keys are copied 1 + 1 / 2cp times.  No tensor has size tokens x tokens.
+Each local chunk of queries (`context_parallel.local_chunks`) is one sequence.  The keys of a chunk are the keys of the
+document up to the chunk's last query; with a sliding window, from the first key in the window of the chunk's first
+query.  The causal mask is aligned to the bottom right.  With context parallelism both chunks of a rank need a
+document's early keys, so keys are copied 1 + 1 / 2cp times.  No tensor has size tokens x tokens.
 
-The module calls the operators below torch.nn.attention.varlen.  `varlen_attn` itself would save the keys of the whole
-pack in every layer for backward.
+The kernels of libraries (`Operators`) are in flash2.py (torch's own), flash4.py (flash-attn-4) and ffpa.py (ffpa-attn).
+Some take values of the width of keys only.  Narrower values are padded with zeros, whose products the kernel computes
+too: with keys of 192 and values of 128, 1.2 times the FLOPs of attention.
 
-The operators take values of the width of keys only.  Narrower values are padded with zeros, whose products the kernel
-computes too: with keys of 192 and values of 128, 1.2 times the FLOPs of attention.
-
-On an H200, tests/gpu compared the kernel with the plain tiles (docs/numbers/h200.md).  On the CPU, tests pass the
-kernel's inputs to a plain replacement.  On the meta device, tests check that the operators of the installed torch
-accept these inputs.
+On an H200, tests/gpu compared the kernels with the plain tiles (docs/numbers/h200.md).  On the CPU, tests pass the
+kernels' inputs to a plain replacement.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sft.layers.mixers.softmax import MAX_FLASH_HEAD
 from sft.mcore.attention.key_source import AllGatheredKeys, HaloKeys, KeySource, LocalKeys
 from sft.mcore.device import send
 from sft.parallel import context_parallel
 from sft.parallel.halo import Halo
 
-# Options that only some releases of torch have.  num_splits is the number of splits of the keys.  By default the kernel
-# chooses it by the longest sequence of the pack, so the result of a document would depend on other documents.
-_IF_SUPPORTED: dict[str, Any] = {"num_splits": 1}
-_WINDOW = ("window_size_left", "window_size_right")  # keys before and after the query's own; -1: all
+
+class Demand(NamedTuple):
+    """Needs of a run's layers that a kernel may not meet.
+
+    key_width, value_width  of a head
+    is_grouped        several query heads share a key head
+    is_deterministic  gradients are equal bit for bit when they are computed again
+    """
+
+    device_type: str
+    dtype: torch.dtype
+    key_width: int
+    value_width: int
+    is_grouped: bool = False
+    has_window: bool = False
+    softcap: float | None = None
+    is_deterministic: bool = False
 
 
 @dataclass(frozen=True)
 class Operators:
-    """torch's two operators, or replacements for tests and benchmarks; see `_forward` and `_backward`."""
+    """The forward and the backward operator of a library's kernel.
+
+    forward   (query, keys, values, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale=, and if the layers
+              have them num_before=, softcap=) -> out, log-sum-exp in fp32 [heads, t].  num_before is the number of keys
+              before a query's own that the query attends to
+    backward  (grad, query, keys, values, out, log-sum-exp, and the rest as forward) -> gradients of query, keys, values
+    why_not   the reason why the kernel cannot compute such layers; None if it can
+    missing   the reason why the library cannot be used on this machine; None if it can
+    pads_values  values must be as wide as keys
+    """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    why_not: Callable[[Demand], str | None] = lambda demand: None
+    missing: Callable[[], str | None] = lambda: None
+    pads_values: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlashKernel:
-    """The kernel with the sequences of one microbatch; the same in every layer with this window.
+    """The kernel with the sequences of one microbatch, for all layers with this window and soft cap.
 
     key_source    gets the keys, one sequence after the other
     window        a token attends to itself and to the window - 1 tokens before it; None: to all before it
+    softcap       limit of the scores; None: no limit
     cu_seqlens_q  int32 [sequences + 1], boundaries of the sequences' queries
     cu_seqlens_k  int32 [sequences + 1], boundaries of the sequences' keys
     """
@@ -62,6 +83,7 @@ class FlashKernel:
     max_seqlen_k: int
     operators: Operators
     window: int | None = None
+    softcap: float | None = None
 
     @staticmethod
     def of(
@@ -70,8 +92,9 @@ class FlashKernel:
         cp_rank: int,
         device: torch.device,
         *,
-        operators: Operators | None = None,
+        operators: Operators,
         window: int | None = None,
+        softcap: float | None = None,
     ) -> "FlashKernel":
         """cu_seqlens: int32 [documents + 1], padded boundaries of the documents of the whole pack.
 
@@ -94,13 +117,14 @@ class FlashKernel:
             cu_seqlens_k=_boundaries(num_keys, device),
             max_seqlen_q=int(num_queries.max()),
             max_seqlen_k=int(num_keys.max()),
-            operators=operators or TORCH,
+            operators=operators,
             window=window,
+            softcap=softcap,
         )
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Implements `AttentionKernel.forward`."""
-        padded = _padded(values, keys)
+        padded = self._padded(values, keys)
         out, lse = self.operators.forward(query, keys, padded, *self._boundaries, scale=scale, **self._options)
         return out[..., : values.shape[-1]], lse
 
@@ -108,89 +132,25 @@ class FlashKernel:
         self, grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         width = values.shape[-1]
-        grad, values, out = (_padded(x, keys) for x in (grad, values, out))
+        grad, values, out = (self._padded(x, keys) for x in (grad, values, out))
         dquery, dkeys, dvalues = self.operators.backward(
             grad, query, keys, values, out, lse, *self._boundaries, scale=scale, **self._options
         )
         return dquery, dkeys, dvalues[..., :width]
 
     @property
-    def _options(self) -> dict[str, int]:
-        return {} if self.window is None else {"num_before": self.window - 1}
+    def _options(self) -> dict[str, float]:
+        options: dict[str, float] = {} if self.window is None else {"num_before": self.window - 1}
+        return options if self.softcap is None else {**options, "softcap": self.softcap}
 
     @property
     def _boundaries(self) -> tuple[Tensor, Tensor, int, int]:
         return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
 
-
-def _forward(
-    query: Tensor, keys: Tensor, values: Tensor, *boundaries: Tensor | int, scale: float, num_before: int = -1
-) -> tuple[Tensor, Tensor]:
-    """boundaries: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k; num_before: keys before a query's own."""
-    window = dict(zip(_WINDOW, (num_before, 0)))
-    options = {name: value for name, value in _IF_SUPPORTED.items() if name in _arguments()}
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        query, keys, values, *boundaries, 0.0, True, return_debug_mask=False, scale=scale, **window, **options
-    )
-    return out, lse
-
-
-def _backward(
-    grad: Tensor,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *boundaries: Tensor | int,
-    scale: float,
-    num_before: int = -1,
-) -> tuple[Tensor, Tensor, Tensor]:
-    window = dict(zip(_WINDOW, (num_before, 0)))
-    rng_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # unused: there is no dropout
-    unused = torch.empty(0, device=query.device)
-    dquery, dkeys, dvalues = torch.ops.aten._flash_attention_backward(
-        grad, query, keys, values, out, lse, *boundaries, 0.0, True, rng_state, unused, scale=scale, **window
-    )
-    return dquery, dkeys, dvalues
-
-
-TORCH = Operators(_forward, _backward)
-
-
-def why_not(head_dim: int, dtype: torch.dtype, device_type: str) -> str | None:
-    """The reason why this model cannot use the kernel; None if it can."""
-    if device_type != "cuda":
-        return "it needs CUDA"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return "it computes in bf16 only"
-    if head_dim > MAX_FLASH_HEAD or head_dim % 8:
-        return f"it has heads of up to {MAX_FLASH_HEAD} in multiples of 8, but heads of this model are {head_dim} wide"
-    return _missing()
-
-
-@cache
-def _missing() -> str | None:
-    """The reason why torch or the GPU cannot run the kernel; None if they can."""
-    lacking = sorted({"cum_seq_q", "scale", *_WINDOW} - _arguments())
-    if lacking:
-        return f"that of torch {torch.__version__} takes no {' and no '.join(lacking)}"
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
-        return "it needs a GPU of compute capability 8.0 or more"
-    return None
-
-
-@cache
-def _arguments() -> frozenset[str]:
-    """Argument names of torch's flash-attention forward operator; empty if this torch has no such operator."""
-    operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
-    return frozenset() if operator is None else frozenset(x.name for x in operator.default._schema.arguments)
-
-
-def _padded(x: Tensor, keys: Tensor) -> Tensor:
-    """x [n, heads, d] with zeros up to the width of keys."""
-    missing = keys.shape[-1] - x.shape[-1]
-    return torch.nn.functional.pad(x, (0, missing)) if missing else x
+    def _padded(self, x: Tensor, keys: Tensor) -> Tensor:
+        """x [n, heads, d], if the operators need it with zeros up to the width of keys."""
+        missing = keys.shape[-1] - x.shape[-1] if self.operators.pads_values else 0
+        return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
 def _boundaries(lengths: np.ndarray, device: torch.device) -> Tensor:

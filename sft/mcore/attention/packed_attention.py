@@ -6,7 +6,7 @@ group, one head group at a time, or with a window the halo of each chunk.  While
 next is transferred.  Keys of other ranks are not saved.  Backward gets them again, and returns their gradients.
 
 A head group is at least 1/4 of the key/value heads, with the query heads that use them (`num_head_groups`).  The kernel
-is flash_kernel.py (torch's own flash attention, on CUDA in bf16) or torch_kernel.py (plain torch, everywhere else).
+is flash_kernel.py (a flash kernel of a library, on CUDA in bf16) or torch_kernel.py (plain torch, everywhere).
 
 A sink is a learned score of each head that takes part in the softmax and has no value (gpt-oss, arXiv:2508.10925).  A
 kernel computes attention without sinks, and this module corrects its result, which is exact:

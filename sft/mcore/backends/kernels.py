@@ -4,11 +4,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from sft.config import Config, ModelConfig
+from sft.config import Config
 from sft.config.model import LayerKind
 from sft.layers.kinds import layer_groups, mtp_groups
-from sft.mcore.attention import flash_kernel
-from sft.mcore.attention.flash_kernel import FlashKernel
+from sft.layers.mixer import Mixer
+from sft.mcore.attention.ffpa import FFPA
+from sft.mcore.attention.flash2 import FLASH2
+from sft.mcore.attention.flash4 import FLASH4
+from sft.mcore.attention.flash_kernel import Demand, FlashKernel, Operators
 from sft.mcore.attention.packed_attention import AttentionKernel
 from sft.mcore.attention.torch_kernel import TorchKernel
 from sft.mcore.backend import params_dtype
@@ -17,56 +20,66 @@ from sft.mcore.backends import delta_rule
 # cu_seqlens of the whole pack, cp size, cp rank, device; window -> the kernel of a microbatch
 MakeKernel = Callable[..., AttentionKernel]
 
+# The kernels of attention with a softmax, the fastest first.  Plain torch computes what they do not.
+FASTEST = "FlashAttention-4"
+FLASH: Mapping[str, Operators] = {
+    FASTEST: FLASH4,
+    "ffpa-attn": FFPA,
+    "torch's flash kernel": FLASH2,
+}
+PLAIN = "plain torch"
+
 
 class Chosen(NamedTuple):
     """The kernel of one kind of layer.
 
     kernel   a `MakeKernel`, of linear attention a `delta_rule.Kernel`
     name     for the log
-    why_not  the reason why no faster kernel computes these layers; None: there is none, or the kernel says it itself
+    why_not  the reasons why faster kernels cannot compute these layers, by their names
     has_softmax  whether it computes attention with a softmax
     """
 
     kernel: Any
     name: str
-    why_not: str | None = None
+    why_not: Mapping[str, str] = {}
     has_softmax: bool = False
 
-
-def _flash(config: Config, model: ModelConfig, device_type: str) -> MakeKernel | str:
-    if model.attention_softcap is not None:
-        return "it has no model.attention_softcap"
-    if model.value_head_dim > model.resolved_head_dim:
-        return "it has no values that are wider than keys"
-    problem = flash_kernel.why_not(model.resolved_head_dim, params_dtype(config), device_type)
-    return problem or FlashKernel.of
+    @property
+    def to_install(self) -> list[str]:
+        """Names of the kernels that would be faster and are not installed."""
+        return [name for name, reason in self.why_not.items() if reason == FLASH[name].missing()]
 
 
-def _plain(config: Config, model: ModelConfig, device_type: str) -> MakeKernel | str:
-    return partial(TorchKernel.of, softcap=model.attention_softcap)
+def _demand(config: Config, mixer: Mixer, device_type: str) -> Demand:
+    model = mixer.model
+    return Demand(
+        device_type,
+        params_dtype(config),
+        model.resolved_head_dim,
+        model.value_head_dim,
+        is_grouped=model.resolved_query_groups < model.num_attention_heads,
+        has_window=mixer.window is not None,
+        softcap=model.attention_softcap,
+        is_deterministic=config.run.deterministic,
+    )
 
 
-# Each makes the kernel for layers like those of a model, or says why it cannot.
-FLASH, PLAIN = "torch's flash kernel", "plain torch"
-SOFTMAX: Mapping[str, Callable[[Config, ModelConfig, str], MakeKernel | str]] = {FLASH: _flash, PLAIN: _plain}
+def _softmax(config: Config, mixer: Mixer, device_type: str) -> Chosen:
+    needs, why_not = _demand(config, mixer, device_type), dict[str, str]()
+    for name, operators in FLASH.items():
+        if (reason := operators.why_not(needs)) is None:
+            make = partial(FlashKernel.of, operators=operators, softcap=needs.softcap)
+            return Chosen(make, name, why_not, has_softmax=True)
+        why_not[name] = reason
+    return Chosen(partial(TorchKernel.of, softcap=needs.softcap), PLAIN, why_not, has_softmax=True)
 
 
-def _softmax(config: Config, model: ModelConfig, device_type: str) -> Chosen:
-    why_not = None
-    for name, make in SOFTMAX.items():
-        made = make(config, model, device_type)
-        if not isinstance(made, str):
-            return Chosen(made, name, why_not, has_softmax=True)
-        why_not = why_not or made
-    raise AssertionError("plain torch computes all layers")
-
-
-def _delta(config: Config, model: ModelConfig, device_type: str) -> Chosen:
+def _delta(config: Config, mixer: Mixer, device_type: str) -> Chosen:
     kernel = delta_rule.choose(config, device_type)
     return Chosen(kernel, str(kernel))
 
 
-KERNELS: Mapping[LayerKind, Callable[[Config, ModelConfig, str], Chosen]] = {
+KERNELS: Mapping[LayerKind, Callable[[Config, Mixer, str], Chosen]] = {
     "full attention": _softmax,
     "window attention": _softmax,
     "latent attention": _softmax,
@@ -79,5 +92,5 @@ def choose(config: Config, device_type: str) -> dict[LayerKind, Chosen]:
 
     Raises ConfigError if the recipe names a kernel that cannot run.
     """
-    groups = {group.mixer.kind: group.model for group in (*layer_groups(config.model), *mtp_groups(config.model))}
-    return {kind: KERNELS[kind](config, model, device_type) for kind, model in groups.items() if kind in KERNELS}
+    mixers = {group.mixer.kind: group.mixer for group in (*layer_groups(config.model), *mtp_groups(config.model))}
+    return {kind: KERNELS[kind](config, mixer, device_type) for kind, mixer in mixers.items() if kind in KERNELS}

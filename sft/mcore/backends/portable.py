@@ -1,7 +1,7 @@
 """The `portable` backend: attention over packed documents in torch, on any device.
 
-The kernel is torch's own flash kernel (CUDA in bf16) or plain torch (everywhere).  Attention rotates queries and keys
-(core does not), and all-gathers keys and values over the context-parallel group (packed_attention.py).
+The kernel is a flash kernel (CUDA in bf16; kernels.py has the table) or plain torch (everywhere).  Attention rotates
+queries and keys (core does not), and all-gathers keys and values over the context-parallel group (packed_attention.py).
 """
 
 from collections.abc import Mapping
@@ -27,16 +27,16 @@ from sft.parallel.cp_group import CpGroup
 
 
 class Portable(AttentionBackend):
-    """kernels: of each kind of layer that the model has"""
+    """chosen: the kernel of each kind of layer that the model has"""
 
     name = "portable"
     latent_attention = SharedLatents
     attention_rotates = True
 
-    def __init__(self, config: Config, reason: str, kernels: Mapping[LayerKind, Chosen]) -> None:
-        super().__init__(
-            config, reason, LocalLibrary(config), {kind: chosen.kernel for kind, chosen in kernels.items()}
-        )
+    def __init__(self, config: Config, reason: str, chosen: Mapping[LayerKind, Chosen]) -> None:
+        kernels = {kind: kernel.kernel for kind, kernel in chosen.items()}
+        super().__init__(config, reason, LocalLibrary(config), kernels)
+        self.chosen = chosen
         groups = (*layer_groups(config.model), *mtp_groups(config.model))
         self._windows = {group.mixer.kind: group.mixer.window for group in groups if group.mixer.pair_width}
 

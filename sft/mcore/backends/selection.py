@@ -39,11 +39,32 @@ def choose(config: Config, device_type: str) -> AttentionBackend:
 
 def slower_than_possible(config: Config, backend: AttentionBackend, device_type: str) -> str | None:
     """A warning if the GPU has faster attention than `backend`, with the expected cost and what to do; else None."""
-    if backend.name != Portable.name or transformer_engine.unfit(config, device_type):
+    if not isinstance(backend, Portable) or device_type == "cpu" or not torch.cuda.is_available():
+        return None
+    return _faster_in_transformer_engine(config, backend, device_type) or _faster_by_other_kernels(backend)
+
+
+def _faster_by_other_kernels(backend: Portable) -> str | None:
+    names = sorted({name for kernel in backend.chosen.values() for name in kernel.to_install})
+    if not names:
+        return None
+    return f"WARNING: attention runs on {backend}.  Faster on this GPU: {' and '.join(names)}.\n{_INSTALL_KERNELS}"
+
+
+_INSTALL_KERNELS = (
+    "On an H200, FlashAttention-4 took 0.4 to 0.9 of the time of torch's flash kernel (docs/numbers/h200.md).\n"
+    'Install them with: pip install "sft-megatron[kernels]"; they are then used without another change.'
+)
+
+
+def _faster_in_transformer_engine(config: Config, backend: Portable, device_type: str) -> str | None:
+    if transformer_engine.unfit(config, device_type):
+        return None
+    if any(kernel.name == kernels.FASTEST for kernel in backend.chosen.values()):
         return None
     if config.model.latent_attention.is_used:  # which one to use depends on memory, too (latent-attention.md)
         return None
-    if not torch.cuda.is_available() or (capability := torch.cuda.get_device_capability()) < HOPPER:
+    if (capability := torch.cuda.get_device_capability()) < HOPPER:
         return None
     major, minor = capability
     advice = f"{transformer_engine.INSTALL}; then " if transformer_engine.missing() else "It is installed: "
@@ -65,13 +86,13 @@ def _portable(config: Config, device_type: str, why_not_te: str) -> Portable:
 
 def _softmax_kernels(chosen: Mapping[LayerKind, Chosen]) -> str:
     """`torch's flash kernel in layers with a window, plain torch in layers without one: its heads are 512 wide`"""
-    of_softmax = {kind: kernel for kind, kernel in chosen.items() if kernel.has_softmax}
-    names = {kind: kernel.name for kind, kernel in of_softmax.items()}
-    problem = "; ".join(sorted({kernel.why_not for kernel in of_softmax.values() if kernel.why_not}))
-    if not problem:
-        return kernels.FLASH if names else "no layers with a softmax"
+    names = {kind: kernel.name for kind, kernel in chosen.items() if kernel.has_softmax}
+    if not names:
+        return "no layers with a softmax"
+    plain = [kernel for kernel in chosen.values() if kernel.name == kernels.PLAIN]
+    problem = f": {[*plain[0].why_not.values()][-1]}" if plain else ""
     if len(set(names.values())) == 1:
-        return f"plain torch, no flash kernel: {problem}"
-    has_fast_windows = names.get("window attention") == kernels.FLASH
-    fast, slow = ("with a window", "without one") if has_fast_windows else ("without a window", "with one")
-    return f"{kernels.FLASH} in layers {fast}, {kernels.PLAIN} in layers {slow}: {problem}"
+        return f"{kernels.PLAIN}, no flash kernel{problem}" if plain else names.popitem()[1]
+    others = next(name for kind, name in names.items() if kind != "window attention")
+    with_window, without = names["window attention"], others
+    return f"{with_window} in layers with a window, {without} in layers without one{problem}"

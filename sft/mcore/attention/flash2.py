@@ -1,0 +1,89 @@
+"""torch's own flash kernel, FlashAttention-2 (CUDA, bf16), as operators of flash_kernel.py.
+
+The operators below torch.nn.attention.varlen are called.  `varlen_attn` itself would save the keys of the whole pack in
+every layer for backward.  On the meta device, tests check that the operators of the installed torch accept these
+inputs.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sft.layers.mixers.softmax import MAX_FLASH_HEAD
+from sft.mcore.attention.flash_kernel import Demand, Operators
+
+# Options that only some releases of torch have.  num_splits is the number of splits of the keys.  By default the kernel
+# chooses it by the longest sequence of the pack, so the result of a document would depend on other documents.
+_IF_SUPPORTED: dict[str, Any] = {"num_splits": 1}
+_WINDOW = ("window_size_left", "window_size_right")  # keys before and after the query's own; -1: all
+
+
+def _forward(
+    query: Tensor, keys: Tensor, values: Tensor, *boundaries: Tensor | int, scale: float, num_before: int = -1
+) -> tuple[Tensor, Tensor]:
+    window = dict(zip(_WINDOW, (num_before, 0)))
+    options = {name: value for name, value in _IF_SUPPORTED.items() if name in _arguments()}
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        query, keys, values, *boundaries, 0.0, True, return_debug_mask=False, scale=scale, **window, **options
+    )
+    return out, lse
+
+
+def _backward(
+    grad: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *boundaries: Tensor | int,
+    scale: float,
+    num_before: int = -1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    window = dict(zip(_WINDOW, (num_before, 0)))
+    rng_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # unused: there is no dropout
+    unused = torch.empty(0, device=query.device)
+    dquery, dkeys, dvalues = torch.ops.aten._flash_attention_backward(
+        grad, query, keys, values, out, lse, *boundaries, 0.0, True, rng_state, unused, scale=scale, **window
+    )
+    return dquery, dkeys, dvalues
+
+
+def _why_not(demand: Demand) -> str | None:
+    if demand.device_type != "cuda":
+        return "it needs CUDA"
+    if demand.dtype not in (torch.bfloat16, torch.float16):
+        return "it computes in bf16 only"
+    if demand.softcap is not None:
+        return "it has no model.attention_softcap"
+    if demand.value_width > demand.key_width:
+        return "it has no values that are wider than keys"
+    if demand.key_width > MAX_FLASH_HEAD or demand.key_width % 8:
+        return (
+            f"it has heads of up to {MAX_FLASH_HEAD} in multiples of 8, but heads of this model are "
+            f"{demand.key_width} wide"
+        )
+    return _missing()
+
+
+FLASH2 = Operators(_forward, _backward, _why_not, pads_values=True)
+
+
+@cache
+def _missing() -> str | None:
+    """The reason why torch or the GPU cannot run the kernel; None if they can."""
+    lacking = sorted({"cum_seq_q", "scale", *_WINDOW} - _arguments())
+    if lacking:
+        return f"that of torch {torch.__version__} takes no {' and no '.join(lacking)}"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+        return "it needs a GPU of compute capability 8.0 or more"
+    return None
+
+
+@cache
+def _arguments() -> frozenset[str]:
+    """Argument names of torch's flash-attention forward operator; empty if this torch has no such operator."""
+    operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
+    return frozenset() if operator is None else frozenset(x.name for x in operator.default._schema.arguments)

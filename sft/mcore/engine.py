@@ -255,7 +255,7 @@ class Engine:
         return policy
 
     def _document_of_token(self, mb: Microbatch, chunk: Any) -> Tensor:
-        """The document of each token, -1 for padding: int32 [1, t].  See `experts.layer.ExpertLayer`.
+        """The document of each token, -1 for padding: int32 [1, t].  See `Layer.forward`.
 
         Under sequence parallelism core selects this rank's part on the first stage only.
         """

@@ -74,7 +74,7 @@ def routed(overrides: Sequence[str], packs: Sequence[Sequence[int]]) -> dict[str
         return {
             "gradients": {n: p.main_grad.clone().numpy() for c in engine.chunks for n, p in c.named_parameters()},
             "routers": [
-                (n, w.detach().double().numpy(), x[:, 0].detach().double().numpy(), d.numpy().ravel())
+                (n, w.detach().double().numpy(), x[:, 0].detach().double().numpy(), d.numbers.numpy())
                 for n, w, x, d, _, _ in given
             ],
             "made": [(weights.detach().numpy(), sent.numpy()) for *_, weights, sent in given],
@@ -245,9 +245,9 @@ def sent(overrides: Sequence[str]) -> list[dict[str, Any]]:
                     module.register_forward_hook(
                         lambda m, given, made: found.append(
                             {
-                                "real": made[1][given[1].view(-1) >= 0].sum(0).tolist(),
-                                "padding": made[1][given[1].view(-1) < 0].sum(0).tolist(),
-                                "weight": float(made[0][given[1].view(-1) < 0].abs().sum()),
+                                "real": made[1][given[1].numbers >= 0].sum(0).tolist(),
+                                "padding": made[1][given[1].numbers < 0].sum(0).tolist(),
+                                "weight": float(made[0][given[1].numbers < 0].abs().sum()),
                             }
                         )
                     )

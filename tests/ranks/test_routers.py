@@ -128,7 +128,7 @@ def balanced(overrides: Sequence[str]) -> dict[str, Any]:
             if isinstance(module, Router):
                 module.register_forward_hook(
                     lambda m, args, made: given.append(
-                        (m.layer_number, m.weight.detach().double(), args[0][:, 0].detach().double(), args[1].view(-1))
+                        (m.layer_number, m.weight.detach().double(), args[0][:, 0].detach().double(), args[1].numbers)
                     )
                 )
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))

@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import Tensor
 
 from sft.mcore.activations.recompute import recomputed
+from sft.mcore.experts.documents import TokenDocuments
 from sft.mcore.experts.grouped import layer_by_layer
 from sft.mcore.modules.gated_activation import GatedActivation
 
@@ -23,9 +24,8 @@ from sft.mcore.modules.gated_activation import GatedActivation
 class ExpertLayer(MoELayer):
     """Core's layer, with the document of each token passed to its router.
 
-    padding_mask holds document numbers, int32 [1, t], -1 for padding: it is the only per-token argument that core
-    passes to experts through pipeline stages, sequence parallelism and recomputation.  Core's own `forward` would
-    convert the numbers to booleans.
+    padding_mask, the only argument about tokens that core's layer passes to experts, holds `TokenDocuments`, which
+    `model/layer.py` makes.  Core's own `forward` would convert it to booleans.
 
     recompute: backward recomputes the experts from the tokens that they have received.  The tokens are not sent again,
     and the host does not wait again for the number of tokens of each expert.
@@ -47,7 +47,7 @@ class ExpertLayer(MoELayer):
         return self._recompute and self.training
 
     def forward(
-        self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
+        self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: TokenDocuments | None = None
     ) -> tuple[Tensor, None]:
         """[t, 1, h] -> [t, 1, h], and no bias."""
         assert padding_mask is not None and intermediate_tensors is None

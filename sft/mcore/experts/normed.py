@@ -17,6 +17,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from sft.config import MoeConfig
+from sft.mcore.experts.documents import TokenDocuments
 from sft.mcore.experts.layer import ExpertLayer
 from sft.mcore.experts.router import Router, Routing
 from sft.mcore.modules.norm import UnscaledNorm
@@ -32,7 +33,7 @@ class NormedExperts(ExpertLayer):
         self.expert_norm, self.expert_output_norm = norm(**sizes), norm(**sizes)
 
     def forward(
-        self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
+        self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: TokenDocuments | None = None
     ) -> tuple[Tensor, None]:
         """[t, 1, h] of the residual stream -> [t, 1, h], and no bias."""
         assert padding_mask is not None and intermediate_tensors is None

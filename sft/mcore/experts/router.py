@@ -41,6 +41,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from sft.config import ModelConfig, MoeConfig
+from sft.mcore.experts.documents import TokenDocuments
 from sft.metrics.totals import ExpertLoad
 
 _AUX, _Z, _DROPPED, _TOKENS = range(4)  # columns of `Router.totals`, after one column per expert
@@ -63,7 +64,6 @@ class Router(TopKRouter):
             del self.expert_bias  # core's name, under which checkpoints hold it
             self.register_buffer("expert_bias", self.weight.new_zeros(self.num_experts, dtype=torch.float32))
         self.loss_scale = 1.0  # argument of `begin` for the current step
-        self.pack: tuple[int, dist.ProcessGroup | None] = (0, None)  # set by the layer, see `Layer.forward`
         self.totals: Tensor | None = None  # float64 [experts + 4], of this rank and step
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,22 +74,21 @@ class Router(TopKRouter):
             self.expert_bias = bias.to(self.weight.device)
         return self
 
-    def forward(self, input: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-        """input [t, 1, h], documents int32 [1, t], -1 for padding -> weights and choices of local tokens.
+    def forward(self, input: Tensor, documents: TokenDocuments) -> tuple[Tensor, Tensor]:
+        """input [t, 1, h] -> weights and choices of local tokens, both [t, experts].
 
-        Both are [t, experts].  An expert that a token has not chosen has weight 0.
+        An expert that a token has not chosen has weight 0.
         """
         logits = self._logits(input.view(-1, input.shape[-1]))
         routing = self._scaled(Routing.of(logits, self._moe, self.expert_bias))
-        documents = documents.view(-1)
-        real = (documents >= 0)[:, None]
+        real = documents.is_real[:, None]
         weights, chosen = routing.weights * real, routing.chosen & real
         if self.config.moe_expert_capacity_factor is not None:
             weights, sent = apply_router_token_dropping(
                 weights, chosen, self.topk, self.config.moe_expert_capacity_factor
             )
         else:
-            sent = chosen | self._in_turn(len(documents), chosen.device) & ~real
+            sent = chosen | self._in_turn(len(real), chosen.device) & ~real
         if self.training and torch.is_grad_enabled():
             self._add(slice(self.num_experts), chosen.sum(0))
             self._add(_DROPPED, (chosen & ~sent).sum())
@@ -112,11 +111,11 @@ class Router(TopKRouter):
         experts = torch.arange(self.num_experts, device=device)[None, :]
         return (experts - first) % self.num_experts < self.topk
 
-    def _balanced(self, weights: Tensor, logits: Tensor, routing: "Routing", documents: Tensor) -> Tensor:
+    def _balanced(self, weights: Tensor, logits: Tensor, routing: "Routing", documents: TokenDocuments) -> Tensor:
         """`weights`, to which the balancing losses with a coefficient are attached for backward."""
         aux_coef, z_coef = self.config.moe_aux_loss_coeff, self.config.moe_z_loss_coeff
         with torch.set_grad_enabled(bool(z_coef)):
-            z = (torch.logsumexp(logits, -1).square() * (documents >= 0)).sum()
+            z = (torch.logsumexp(logits, -1).square() * documents.is_real).sum()
         self._add(_Z, z)
         if z_coef:
             weights = _Attach.apply(weights, z, z_coef * self.loss_scale)
@@ -126,12 +125,11 @@ class Router(TopKRouter):
             weights = _Attach.apply(weights, aux, aux_coef * self.loss_scale)
         return weights
 
-    def _aux(self, probabilities: Tensor, chosen: Tensor, documents: Tensor) -> Tensor:
-        num_documents, cp_members = self.pack
-        rows = documents + 1  # row of each token in the table; row 0 collects padding and is ignored
-        table = probabilities.new_zeros(num_documents + 1, self.num_experts)
+    def _aux(self, probabilities: Tensor, chosen: Tensor, documents: TokenDocuments) -> Tensor:
+        rows = documents.numbers + 1  # row of each token in the table; row 0 collects padding and is ignored
+        table = probabilities.new_zeros(documents.count + 1, self.num_experts)
         choices = table.index_add(0, rows, chosen.to(table.dtype))  # exact up to 2^24 tokens of a document
-        for group in (self.tp_group, cp_members):  # sequence parallelism and cp split documents over ranks
+        for group in (self.tp_group, documents.cp_members):  # sequence parallelism and cp split documents over ranks
             if group is not None and group.size() > 1:
                 dist.all_reduce(choices, group=group)
         share = choices / choices.sum(1, keepdim=True).clamp(min=1.0)

@@ -22,6 +22,7 @@ from torch import Tensor
 from sft.mcore.activations.recompute import recomputed
 from sft.mcore.activations.saved_tensors import SavePolicy
 from sft.mcore.backend import PackedDocuments
+from sft.mcore.experts.documents import TokenDocuments
 from sft.mcore.experts.layer import ExpertLayer
 
 
@@ -58,12 +59,20 @@ class Layer(TransformerLayer):
             self.self_attn_bda = _ResidualSum(self.post_self_attn_layernorm, residual_multiplier)
             self.mlp_bda = _ResidualSum(self.post_mlp_layernorm, residual_multiplier)
 
-    def forward(self, *args: Any, packed_seq_params: PackedDocuments, **kwargs: Any) -> Any:
+    def forward(
+        self, *args: Any, packed_seq_params: PackedDocuments, padding_mask: Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        """padding_mask: document numbers, int32 [1, t], -1 for padding; None: the model has no experts
+
+        It is the only argument about tokens that core passes through pipeline stages, sequence parallelism and
+        recomputation of layers.
+        """
         if self.save_policy is not None:
             self.save_policy.start_layer()
-        if isinstance(self.mlp, ExpertLayer):  # core passes packed_seq_params to attention only
-            assert packed_seq_params.cp is not None
-            self.mlp.router.pack = (packed_seq_params.num_documents, packed_seq_params.cp.members)
+        if isinstance(self.mlp, ExpertLayer):
+            assert padding_mask is not None and packed_seq_params.cp is not None
+            pack = packed_seq_params.num_documents, packed_seq_params.cp.members
+            kwargs["padding_mask"] = TokenDocuments(padding_mask.view(-1), *pack)
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
     def _forward_mlp(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -61,7 +61,7 @@ def with_bf16_states(inputs: Inputs) -> Tensor:
     state = torch.zeros(1, VALUE_HEADS, WIDTH, WIDTH)
     outputs = []
     for chunk in zip(*(x.split(CHUNK) for x in inputs)):
-        fragment = Fragments.of([0, CHUNK], linked=[0])
+        fragment = KERNEL.schedule(Fragments.of([0, CHUNK], linked=[0]), VALUE_HEADS, inputs.v.device)
         outputs.append(KERNEL.forward(Inputs(*chunk), fragment, state)[0])
         a, b = KERNEL.transitions(Inputs(*chunk), fragment)
         state = (a @ state + b).bfloat16().float()
@@ -70,7 +70,7 @@ def with_bf16_states(inputs: Inputs) -> Tensor:
 
 def errors(inputs: Inputs) -> dict[str, list[float]]:
     """Of each precision the errors of the tokens 64 to 127, 128 to 255, ..."""
-    whole = Fragments.of([0, TOKENS])
+    whole = KERNEL.schedule(Fragments.of([0, TOKENS]), VALUE_HEADS, inputs.v.device)
     exact = KERNEL.forward(inputs, whole, None)[0]
     outputs = {
         "fp32": KERNEL.forward(Inputs(*(x.float() for x in inputs)), whole, None)[0],

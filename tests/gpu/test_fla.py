@@ -42,9 +42,10 @@ def test_fla_computes_what_plain_torch_does(mix: str) -> None:
         (FlaKernel(operator()), narrow, grad),
         (TorchDeltaKernel(), Inputs(*(x.float() for x in narrow)), grad.float()),
     ):
-        out, saved = kernel.forward(x, fragments, states)
-        gradients = kernel.backward(dout, x, fragments, states, saved, last)
-        of_states = *kernel.transitions(x, fragments), kernel.state_gradients(dout, x, fragments)
+        schedule = kernel.schedule(fragments, VALUE_HEADS, torch.device("cuda"))
+        out, saved = kernel.forward(x, schedule, states)
+        gradients = kernel.backward(dout, x, schedule, states, saved, last)
+        of_states = *kernel.transitions(x, schedule), kernel.state_gradients(dout, x, schedule)
         results.append([out, *of_states, *gradients])
     found = distances(*results)
     assert max(found[:3]) < FORWARD_TOLERANCE and max(found[3:]) < BACKWARD_TOLERANCE, found
@@ -53,14 +54,14 @@ def test_fla_computes_what_plain_torch_does(mix: str) -> None:
 def test_another_document_changes_nothing() -> None:
     """Bitwise, once FLA has chosen its variants."""
     narrow, grad = inputs()
-    fragments = Fragments.of(FRAGMENTS["many"])
     inside = slice(320, 1344)
     other = Inputs(*(x.clone() for x in narrow))
     for x in other[:3]:
         x[inside] = torch.randn_like(x[inside])
     kernel, results = FlaKernel(operator()), []
+    schedule = kernel.schedule(Fragments.of(FRAGMENTS["many"]), VALUE_HEADS, torch.device("cuda"))
     for x in (narrow, narrow, other):
-        out, saved = kernel.forward(x, fragments, None)
-        results.append([out, *kernel.backward(grad, x, fragments, None, saved, None)])
+        out, saved = kernel.forward(x, schedule, None)
+        results.append([out, *kernel.backward(grad, x, schedule, None, saved, None)])
     for a, b in zip(*results[1:]):
         assert torch.equal(a[:320], b[:320]) and torch.equal(a[1344:], b[1344:])

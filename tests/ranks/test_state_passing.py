@@ -6,6 +6,7 @@ The reference is the recurrence itself, token by token, on one document at a tim
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft.layers.mixers.delta import HeadSizes
-from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
+from sft.mcore.linear_attention.delta_rule import Fragments, FragmentSchedule, Inputs
 from sft.mcore.linear_attention.documents import LinearDocuments, linear_attention
 from sft.mcore.linear_attention.short_convolution import short_convolution
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
@@ -147,12 +148,18 @@ def attend_jointly(
     local_rows = torch.from_numpy(local_indices(cu_seqlens, size, rank))
     leaves = [y.requires_grad_() for y in (x[local_rows], weight, g[local_rows], beta[local_rows])]
     documents = LinearDocuments.of(
-        cu_seqlens, CpGroup(size, rank, dist.group.WORLD), torch.device("cpu"), num_taps=TAPS, max_short=max_short
+        cu_seqlens,
+        CpGroup(size, rank, dist.group.WORLD),
+        torch.device("cpu"),
+        TorchDeltaKernel(),
+        heads=sizes.value_heads,
+        num_taps=TAPS,
+        max_short=max_short,
     )
     with Sent() as sent:
         mixed = short_convolution(*leaves[:2], documents.convolution, dist.group.WORLD)
         inputs = Inputs(*divided(mixed, sizes), *leaves[2:])
-        out = linear_attention(inputs, documents, TorchDeltaKernel())
+        out = linear_attention(inputs, documents)
         forward = sent.num_bytes
         gradients = torch.autograd.grad(out, leaves, grad[local_rows])
     backward = sent.num_bytes - forward
@@ -254,15 +261,19 @@ class PassingOnly:
 
     name = "none"
 
-    def transitions(self, inputs: Inputs, fragments: Fragments) -> tuple[Tensor, Tensor]:
-        a = inputs.k.new_zeros((len(fragments.linked), *inputs.v.shape[1:2], *[inputs.k.shape[2]] * 2))
-        return a.to(inputs.state_dtype), inputs.zero_states(len(fragments.linked))
+    def schedule(self, fragments: Fragments, heads: int, device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(fragments=fragments)
 
-    def forward(self, inputs: Inputs, fragments: Fragments, states: Tensor | None) -> tuple[Tensor, Tensor]:
+    def transitions(self, inputs: Inputs, schedule: FragmentSchedule) -> tuple[Tensor, Tensor]:
+        num_linked = len(schedule.fragments.linked)
+        a = inputs.k.new_zeros((num_linked, *inputs.v.shape[1:2], *[inputs.k.shape[2]] * 2))
+        return a.to(inputs.state_dtype), inputs.zero_states(num_linked)
+
+    def forward(self, inputs: Inputs, schedule: FragmentSchedule, states: Tensor | None) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(inputs.v), inputs.zero_states(0)
 
-    def state_gradients(self, grad: Tensor, inputs: Inputs, fragments: Fragments) -> Tensor:
-        return inputs.zero_states(len(fragments.linked))
+    def state_gradients(self, grad: Tensor, inputs: Inputs, schedule: FragmentSchedule) -> Tensor:
+        return inputs.zero_states(len(schedule.fragments.linked))
 
     def backward(self, grad: Tensor, inputs: Inputs, *others: Any) -> Inputs:
         return Inputs(*map(torch.zeros_like, inputs))
@@ -284,6 +295,8 @@ def bytes_of_a_layer(lengths: Sequence[int]) -> tuple[int, int]:
         cu_seqlens,
         CpGroup(size, rank, dist.group.WORLD),
         torch.device("cpu"),
+        PassingOnly(),
+        heads=QWEN.value_heads,
         num_taps=TAPS,
         max_short=QWEN.max_short(size),
     )
@@ -291,7 +304,7 @@ def bytes_of_a_layer(lengths: Sequence[int]) -> tuple[int, int]:
         with Sent() as sent:
             mixed = short_convolution(x, weight, documents.convolution, dist.group.WORLD)
             inputs = Inputs(*divided(mixed, QWEN), -torch.nn.functional.softplus(g - 2), beta.sigmoid())
-            out = linear_attention(inputs, documents, PassingOnly())
+            out = linear_attention(inputs, documents)
             forward = sent.num_bytes
             out.backward(torch.ones_like(out))  # type: ignore[no-untyped-call]
     finally:

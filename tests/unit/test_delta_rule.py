@@ -1,6 +1,6 @@
 """The gated delta rule in chunks has the outputs and gradients of the recurrence and of transformers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -21,6 +21,10 @@ FP32_TOLERANCE = 1e-5  # to transformers' fp32, which rounds in another order
 STATE_TOLERANCE = 1e-6  # share of the norm, in fp32: 16 roundings
 BF16_ROUNDING = 2**-8  # relative, half of the distance of two numbers
 KERNEL = TorchDeltaKernel()
+
+
+def scheduled(boundaries: Iterable[int], linked: Iterable[int] = ()) -> ChunkSchedule:
+    return KERNEL.schedule(Fragments.of([*boundaries], [*linked]), VALUE_HEADS, torch.device("cpu"))
 
 
 @pytest.fixture(params=["one block", "small blocks"])
@@ -56,7 +60,7 @@ def check(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float)
 def test_outputs_and_gradients_are_those_of_the_recurrence(correlated: bool) -> None:
     boundaries = boundaries_of(LENGTHS)
     inputs = random_inputs(boundaries[-1], correlated=correlated)
-    found = gated_delta_rule(inputs, Fragments.of(boundaries), KERNEL)
+    found = gated_delta_rule(inputs, scheduled(boundaries), KERNEL)
     expected, _ = recurrence(inputs, boundaries, [None] * len(LENGTHS))
     check([found, *gradients(found, inputs)], [expected, *gradients(expected, inputs)], FLOAT64_TOLERANCE)
 
@@ -67,8 +71,8 @@ def test_states_pass_between_the_fragments_of_a_document() -> None:
     lengths, order = [70, 65, 165, 65, 65, 30], [1, 3, 4, 2]
     boundaries = boundaries_of(lengths)
     inputs = random_inputs(boundaries[-1])
-    fragments = Fragments.of(boundaries, linked=sorted(order))
-    found = gated_delta_rule(inputs, fragments, KERNEL, OneProcess([[sorted(order).index(i) for i in order]]))
+    made = scheduled(boundaries, linked=sorted(order))
+    found = gated_delta_rule(inputs, made, KERNEL, OneProcess([[sorted(order).index(i) for i in order]]))
     sequence = torch.cat([torch.arange(boundaries[i], boundaries[i + 1]) for i in [0, *order, 5]])
     out, _ = recurrence(Inputs(*(x[sequence] for x in inputs)), [0, 70, 430, 460], [None] * 3)
     expected = torch.zeros_like(out).index_copy(0, sequence, out)
@@ -78,21 +82,21 @@ def test_states_pass_between_the_fragments_of_a_document() -> None:
 @pytest.mark.usefixtures("blocks")
 def test_maps_and_gradients_of_states() -> None:
     boundaries, linked = boundaries_of(LENGTHS), [0, 2, 3, 5, 7]
-    fragments, leaves = Fragments.of(boundaries, linked), random_inputs(boundaries[-1])
+    made, leaves = scheduled(boundaries, linked), random_inputs(boundaries[-1])
     inputs = Inputs(*(x.detach() for x in leaves))
     states = random((len(linked), VALUE_HEADS, K, V)).requires_grad_()
     first: list[Tensor | None] = [None] * len(LENGTHS)
     for i, state in zip(linked, states):
         first[i] = state
     expected, last = recurrence(leaves, boundaries, first)
-    a, b = KERNEL.transitions(inputs, fragments)
+    a, b = KERNEL.transitions(inputs, made)
     check(list(a @ states + b), [last[i] for i in linked], FLOAT64_TOLERANCE)
-    out, saved = KERNEL.forward(inputs, fragments, states.detach())
+    out, saved = KERNEL.forward(inputs, made, states.detach())
     check([out], [expected], FLOAT64_TOLERANCE)
     dout, dlast = random(out.shape), random(states.shape)
     (of_states,) = torch.autograd.grad(expected, states, dout, retain_graph=True)
-    check([KERNEL.state_gradients(dout, inputs, fragments)], [of_states], FLOAT64_TOLERANCE)
-    found = KERNEL.backward(dout, inputs, fragments, states.detach(), saved, dlast)
+    check([KERNEL.state_gradients(dout, inputs, made)], [of_states], FLOAT64_TOLERANCE)
+    found = KERNEL.backward(dout, inputs, made, states.detach(), saved, dlast)
     results = (expected, *(last[i] for i in linked))
     check(list(found), list(torch.autograd.grad(results, leaves, (dout, *dlast))), FLOAT64_TOLERANCE)
 
@@ -100,7 +104,7 @@ def test_maps_and_gradients_of_states() -> None:
 @pytest.mark.parametrize("tokens", [1, 64, 65, 300, 2048])
 def test_outputs_and_gradients_are_those_of_transformers(tokens: int) -> None:
     inputs = random_inputs(tokens, torch.float32)
-    found = gated_delta_rule(inputs, Fragments.of([0, tokens]), KERNEL)
+    found = gated_delta_rule(inputs, scheduled([0, tokens]), KERNEL)
     batch = [x[None] for x in inputs]
     expected = torch_chunk_gated_delta_rule(*batch, use_qk_l2norm_in_kernel=True)[0][0]
     check([found, *gradients(found, inputs)], [expected, *gradients(expected, inputs)], FP32_TOLERANCE)
@@ -117,10 +121,10 @@ def test_states_stay_exact_over_16k_tokens() -> None:
     exact = Inputs(*(x.double() for x in inputs))
     expected, (state,) = recurrence(exact, [0, 16_384], [None])
     for count in (1, 8):
-        fragments = Fragments.of(range(0, 16_385, 16_384 // count), linked=range(count))
-        a, b = KERNEL.transitions(inputs, fragments)
+        made = scheduled(range(0, 16_385, 16_384 // count), linked=range(count))
+        a, b = KERNEL.transitions(inputs, made)
         states = OneProcess([range(count)]).initial_states(a, b)
-        out, _ = KERNEL.forward(inputs, fragments, states)
+        out, _ = KERNEL.forward(inputs, made, states)
         for x, reference in ((a[-1] @ states[-1] + b[-1], state), (out.transpose(0, 1), expected.transpose(0, 1))):
             distance = (x - reference).flatten(1).norm(dim=1) / reference.flatten(1).norm(dim=1)
             assert distance.max() < STATE_TOLERANCE, (count, distance)
@@ -130,7 +134,7 @@ def test_bf16_is_rounded_at_the_end_alone() -> None:
     narrow = random_inputs(200, torch.bfloat16)
     narrow = Inputs(*(x.detach().requires_grad_() for x in (*narrow[:3], narrow.g.float())), narrow.beta)
     wide = Inputs(*(x.detach().float().requires_grad_() for x in narrow))
-    found, expected = (gated_delta_rule(x, Fragments.of([0, 70, 200]), KERNEL) for x in (narrow, wide))
+    found, expected = (gated_delta_rule(x, scheduled([0, 70, 200]), KERNEL) for x in (narrow, wide))
     assert found.dtype == torch.bfloat16 and expected.dtype == torch.float32
     of_narrow = torch.autograd.grad(found, narrow, random(found.shape, found.dtype))
     of_wide = torch.autograd.grad(expected, wide, random(found.shape, found.dtype).float())
@@ -153,7 +157,7 @@ def test_a_document_changes_no_other_one(value: float | None) -> None:
     changed = Inputs(*(x.detach().requires_grad_() for x in changed))
     results = []
     for x in (inputs, changed):
-        out = gated_delta_rule(x, Fragments.of(boundaries), KERNEL)
+        out = gated_delta_rule(x, scheduled(boundaries), KERNEL)
         results.append([out, *gradients(out, x)])
     for x, y in zip(*results):
         assert torch.equal(x[~inside], y[~inside]) and not torch.equal(x[inside], y[inside])
@@ -165,9 +169,9 @@ def test_padding_after_a_document_changes_nothing() -> None:
     tokens = torch.tensor([*range(100), *range(128, 198)])
     without = Inputs(*(x[tokens].detach().requires_grad_() for x in inputs))
     grad = random((170, VALUE_HEADS, V), torch.float32)
-    out = gated_delta_rule(without, Fragments.of([0, 100, 170]), KERNEL)
+    out = gated_delta_rule(without, scheduled([0, 100, 170]), KERNEL)
     expected = [out, *torch.autograd.grad(out, without, grad)]
-    padded = gated_delta_rule(inputs, Fragments.of([0, 128, 198]), KERNEL)
+    padded = gated_delta_rule(inputs, scheduled([0, 128, 198]), KERNEL)
     dpadded = torch.zeros_like(padded).index_copy(0, tokens, grad)
     found = [padded, *torch.autograd.grad(padded, inputs, dpadded)]
     assert all(torch.equal(x[tokens], y) for x, y in zip(found, expected))
@@ -180,14 +184,14 @@ def test_backward_saves_the_inputs_and_few_states() -> None:
     inputs = random_inputs(boundaries[-1], torch.float32)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        gated_delta_rule(inputs, Fragments.of(boundaries), KERNEL)
+        gated_delta_rule(inputs, scheduled(boundaries), KERNEL)
     assert [x.shape for x in saved] == [*(x.shape for x in inputs), (0 + 0 + 1 + 2, VALUE_HEADS, K, V)]
     assert all(x.data_ptr() == y.data_ptr() for x, y in zip(saved, inputs))
 
 
 def test_backward_can_run_once_more() -> None:
     inputs = random_inputs(700, torch.float32)
-    out = gated_delta_rule(inputs, Fragments.of([0, 700]), KERNEL)
+    out = gated_delta_rule(inputs, scheduled([0, 700]), KERNEL)
     first, second = (torch.autograd.grad(out, inputs, random(out.shape, out.dtype), retain_graph=True) for _ in "ab")
     assert all(torch.equal(x, y) for x, y in zip(first, second))
 
@@ -197,7 +201,7 @@ def test_the_longest_fragments_come_first_and_linked_ones_apart(monkeypatch: pyt
     monkeypatch.setattr(schedule, "BLOCK_CHUNKS", 8)
     fragments = Fragments.of(boundaries_of([64, 200, 0, 130, 10, 65]), linked=[1, 5])
     made = ChunkSchedule.of(fragments, heads=2, device=torch.device("cpu"))
-    assert made is ChunkSchedule.of(fragments, heads=2, device=torch.device("cpu")) and made.num_saved == 2
+    assert made.num_saved == 2
     linked, long, short = made.groups
     assert linked.linked is not None and linked.linked.tolist() == [0, 1] and linked.num_fragments == 2
     assert [block.steps for block in linked.blocks] == [(slice(0, 2), slice(2, 4)), (slice(0, 1), slice(1, 2))]
@@ -213,5 +217,5 @@ def test_the_longest_fragments_come_first_and_linked_ones_apart(monkeypatch: pyt
 def test_no_tokens() -> None:
     inputs = random_inputs(0)
     for boundaries in ([0], [0, 0]):
-        out = gated_delta_rule(inputs, Fragments.of(boundaries), KERNEL)
+        out = gated_delta_rule(inputs, scheduled(boundaries), KERNEL)
         assert out.shape == inputs.v.shape and [x.shape for x in gradients(out, inputs)] == [x.shape for x in inputs]

@@ -13,7 +13,7 @@ from sft.config import Config
 from sft.errors import ConfigError
 from sft.mcore.backends.delta_rule import choose
 from sft.mcore.linear_attention import fla_kernel
-from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
+from sft.mcore.linear_attention.delta_rule import Fragments, Inputs, Kernel
 from sft.mcore.linear_attention.fla_kernel import FlaKernel
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 from sft.recipe.load import parse_recipe
@@ -62,11 +62,13 @@ def test_maps_outputs_and_gradients_are_those_of_plain_torch(boundaries: list[in
     states, dlast = (random(len(linked), VALUE_HEADS, K, V) for _ in "ab") if linked else (None, None)
     grad = random(*inputs.v.shape)
     results = []
-    for kernel in (FlaKernel(replacement), TorchDeltaKernel()):
-        out, saved = kernel.forward(inputs, fragments, states)
-        gradients = kernel.backward(grad, inputs, fragments, states, saved, dlast)
-        maps = kernel.transitions(inputs, fragments)
-        of_states = (kernel.state_gradients(grad, inputs, fragments),) if linked else ()
+    kernels: list[Kernel] = [FlaKernel(replacement), TorchDeltaKernel()]
+    for kernel in kernels:
+        schedule = kernel.schedule(fragments, VALUE_HEADS, torch.device("cpu"))
+        out, saved = kernel.forward(inputs, schedule, states)
+        gradients = kernel.backward(grad, inputs, schedule, states, saved, dlast)
+        maps = kernel.transitions(inputs, schedule)
+        of_states = (kernel.state_gradients(grad, inputs, schedule),) if linked else ()
         results.append((out, *gradients, *maps, *of_states))
     close(*results)
 

@@ -1,7 +1,9 @@
 """Parts of a Gated DeltaNet layer: the gated norm, decays, and how its weights lie in a checkpoint."""
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -9,7 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft.mcore.linear_attention import gated_norm
 from sft.mcore.linear_attention.gated_norm import _gated, _GatedNorm
+from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 from sft.mcore.model import gated_delta_net
+from sft.parallel.cp_group import CpGroup
+from tests.builders import layout_config
 
 EPS = 1e-6
 
@@ -106,3 +111,14 @@ def test_a_rank_holds_rows_of_each_part(rank: int) -> None:
     ]
     assert torch.equal(torch.cat([part.data for part in parts]), data)
     assert all(part.data.untyped_storage().data_ptr() == data.data_ptr() for part in parts)
+
+
+def test_a_microbatch_is_scheduled_once_for_the_heads_of_one_rank() -> None:
+    """Two of four value heads at tp 2.  256 chunks of two heads fill a block, so that 300 documents are two groups."""
+    linear = {"layers": [1], "num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 8}
+    config = layout_config(model={"linear_attention": linear}, parallel={"tp": 2})
+    backend: Any = SimpleNamespace(config=config, kernels={"linear attention": TorchDeltaKernel()})
+    boundaries = np.arange(0, 301 * 64, 64, dtype=np.int32)
+    made: Any = gated_delta_net.documents(backend, boundaries, CpGroup(1, 0, None), torch.device("cpu"))
+    assert [group.num_fragments for group in made.schedule.groups] == [256, 44]
+    assert made.kernel is backend.kernels["linear attention"]

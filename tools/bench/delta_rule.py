@@ -68,15 +68,17 @@ def by_transformers(boundaries: Sequence[int], inputs: Inputs) -> Tensor:
     return torch.cat([rule(*document, use_qk_l2norm_in_kernel=True)[0][0] for document in documents])
 
 
-def ways_of(boundaries: Sequence[int], names: Sequence[str]) -> dict[str, Way]:
+def ways_of(boundaries: Sequence[int], options: argparse.Namespace) -> dict[str, Way]:
     """The baseline comes first."""
     kernels: dict[str, Callable[[], Kernel]] = {
         "torch": TorchDeltaKernel,
         "fla": lambda: FlaKernel(fla_kernel.operator()),
     }
     ways: dict[str, Way] = {BASELINE: partial(by_transformers, boundaries)}
-    for name in filter(names.__contains__, kernels):
-        ways[name] = partial(gated_delta_rule, fragments=Fragments.of(boundaries), kernel=kernels[name]())
+    for name in filter(options.ways.__contains__, kernels):
+        kernel = kernels[name]()
+        schedule = kernel.schedule(Fragments.of(boundaries), options.value_heads, options.device)
+        ways[name] = partial(gated_delta_rule, schedule=schedule, kernel=kernel)
     return ways
 
 
@@ -94,7 +96,7 @@ def prepare(options: argparse.Namespace) -> Iterator[Row]:
             yield {"case": "every", "way": "fla", "status": f"does not run here: {problem}"}
     inputs, boundaries = random_inputs(CHECKED, options), [0, 100, 164, 165, CHECKED]
     grad = torch.randn_like(inputs.v)
-    ways = ways_of(boundaries, options.ways)
+    ways = ways_of(boundaries, options)
     expected = backward(ways[BASELINE], inputs, grad)
     for name, way in ways.items():
         results = dict(zip(("the output", *(f"d{x}" for x in Inputs._fields)), backward(way, inputs, grad)))
@@ -120,7 +122,7 @@ def measure(case: Case, options: argparse.Namespace) -> Iterator[Row]:
     length, mix = case
     boundaries = boundaries_of(mix, length, 1).tolist()
     inputs = random_inputs(length, options)
-    grad, ways = torch.randn_like(inputs.v), ways_of(boundaries, options.ways)
+    grad, ways = torch.randn_like(inputs.v), ways_of(boundaries, options)
     clock = cpu_time if options.device.type == "cpu" else time_on(options.device)
     calls: dict[str, Callable[[], object]] = {f"fwd {name}": partial(way, inputs) for name, way in ways.items()}
     calls |= {f"both {name}": partial(backward, way, inputs, grad) for name, way in ways.items()}

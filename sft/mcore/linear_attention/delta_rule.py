@@ -11,8 +11,8 @@ A fragment is a run of consecutive tokens of one document on one rank.  Its last
 S_out = A S_in + B.  The state of a fragment starts at zero, or where a state passes between fragments, at a given S_in.
 """
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -56,12 +56,10 @@ class Fragments:
                 0, the last one t.  Fragments may be empty
     linked      int64 [m], ascending: the fragments whose states pass between fragments, so that they have maps, initial
                 states and gradients of last states.  All other fragments start at zero
-    prepared    what kernels have computed of the boundaries for all layers, by a key of the kernel's own
     """
 
     boundaries: np.ndarray
     linked: np.ndarray
-    prepared: dict[Hashable, Any] = field(default_factory=dict)
 
     @staticmethod
     def of(boundaries: np.ndarray | Sequence[int], linked: np.ndarray | Sequence[int] = ()) -> "Fragments":
@@ -81,22 +79,35 @@ class Fragments:
         return np.diff(self.boundaries)
 
 
+class FragmentSchedule(Protocol):
+    """The fragments of a microbatch, with what a kernel has computed of them, once for all layers."""
+
+    @property
+    def fragments(self) -> Fragments: ...
+
+
 class Kernel(Protocol):
-    """One implementation of the rule.  States, maps and their gradients have the dtype `Inputs.state_dtype`."""
+    """One implementation of the rule.  States, maps and their gradients have the dtype `Inputs.state_dtype`.
+
+    schedule, as an argument: what `schedule` of the same kernel has returned, which no other kernel can use
+    """
 
     @property
     def name(self) -> str: ...
 
-    def transitions(self, inputs: Inputs, fragments: Fragments) -> tuple[Tensor, Tensor]:
+    def schedule(self, fragments: Fragments, heads: int, device: torch.device) -> Any:
+        """The `FragmentSchedule` of a microbatch.  heads: value heads of this rank"""
+
+    def transitions(self, inputs: Inputs, schedule: Any) -> tuple[Tensor, Tensor]:
         """The maps of the linked fragments: A [m, value heads, K, K], B [m, value heads, K, V].  Does not read q."""
 
-    def forward(self, inputs: Inputs, fragments: Fragments, states: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Inputs, schedule: Any, states: Tensor | None) -> tuple[Tensor, Tensor]:
         """Outputs [t, value heads, V] in the dtype of v, and what this kernel saves for backward.
 
         states: [m, value heads, K, V], initial states of the linked fragments; None: zero
         """
 
-    def state_gradients(self, grad: Tensor, inputs: Inputs, fragments: Fragments) -> Tensor:
+    def state_gradients(self, grad: Tensor, inputs: Inputs, schedule: Any) -> Tensor:
         """Gradients of the linked fragments' initial states through these outputs alone: [m, value heads, K, V].
 
         grad: [t, value heads, V].  Outputs are affine in initial states, so the gradients depend on no state.
@@ -106,7 +117,7 @@ class Kernel(Protocol):
         self,
         grad: Tensor,
         inputs: Inputs,
-        fragments: Fragments,
+        schedule: Any,
         states: Tensor | None,
         saved: Tensor,
         last_gradients: Tensor | None,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sft.mcore.linear_attention.delta_rule import Fragments, Inputs, Kernel
+from sft.mcore.linear_attention.delta_rule import Fragments, FragmentSchedule, Inputs, Kernel
 from sft.mcore.linear_attention.gated_delta import gated_delta_rule
 from sft.mcore.linear_attention.relayout import TokenRelayout, to_computed, to_local
 from sft.mcore.linear_attention.short_convolution import ConvolutionPlan
@@ -29,30 +29,43 @@ class LinearDocuments:
     """Documents and fragments of a microbatch, for layers of linear attention.  Made once, shared by all layers."""
 
     cp: CpGroup  # the ranks that share the pack
-    fragments: Fragments
+    kernel: Kernel
+    schedule: FragmentSchedule  # of `kernel`
     convolution: ConvolutionPlan
     relayout: TokenRelayout | None = None
 
     @staticmethod
     def of(
-        cu_seqlens: np.ndarray, cp: CpGroup, device: torch.device, *, num_taps: int, max_short: int
+        cu_seqlens: np.ndarray,
+        cp: CpGroup,
+        device: torch.device,
+        kernel: Kernel,
+        *,
+        heads: int,
+        num_taps: int,
+        max_short: int,
     ) -> "LinearDocuments":
-        """cu_seqlens: padded boundaries of the whole pack; num_taps: of the convolution; max_short: of `HeadSizes`"""
+        """cu_seqlens: padded boundaries of the whole pack; heads: value heads of this rank
+
+        num_taps: of the convolution; max_short: of `HeadSizes`
+        """
         plan = FragmentPlan.of(cu_seqlens, max_short, cp.size, cp.rank)
+        fragments = Fragments.of(plan.boundaries, linked=np.arange(plan.num_linked))
         return LinearDocuments(
             cp=cp,
-            fragments=Fragments.of(plan.boundaries, linked=np.arange(plan.num_linked)),
+            kernel=kernel,
+            schedule=kernel.schedule(fragments, heads, device),
             convolution=ConvolutionPlan.of(Taps.of(cu_seqlens, num_taps, cp.size, cp.rank), device),
             relayout=None if plan.relayout is None else TokenRelayout.of(plan.relayout, device),
         )
 
 
-def linear_attention(inputs: Inputs, documents: LinearDocuments, kernel: Kernel) -> Tensor:
+def linear_attention(inputs: Inputs, documents: LinearDocuments) -> Tensor:
     """Outputs [t, value heads, V] of this rank's tokens."""
-    cp_group = documents.cp.members
-    passing = HeadwisePassing(cp_group) if len(documents.fragments.linked) else None
+    cp_group, kernel, schedule = documents.cp.members, documents.kernel, documents.schedule
+    passing = HeadwisePassing(cp_group) if len(schedule.fragments.linked) else None
     if documents.relayout is None:
-        return gated_delta_rule(inputs, documents.fragments, kernel, passing)
+        return gated_delta_rule(inputs, schedule, kernel, passing)
     computed = Inputs(*to_computed(documents.relayout, cp_group, *inputs))
-    out = gated_delta_rule(computed, documents.fragments, kernel, passing)
+    out = gated_delta_rule(computed, schedule, kernel, passing)
     return to_local(documents.relayout, cp_group, out)[0]

@@ -37,6 +37,23 @@ Operator = Callable[..., tuple[Tensor, Tensor | None]]  # fla.ops.gated_delta_ru
 
 
 @dataclass(frozen=True)
+class FlaSchedule:
+    """Fragments, and their boundaries as FLA takes them: int64 [n + 1], on the host and on the device.
+
+    FLA remembers what it computes of a tensor, and knows the tensor again by its identity.
+    """
+
+    fragments: Fragments
+    on_host: Tensor
+    on_device: Tensor
+
+    @staticmethod
+    def of(fragments: Fragments, device: torch.device) -> "FlaSchedule":
+        on_host = torch.from_numpy(fragments.boundaries)
+        return FlaSchedule(fragments, on_host, send(on_host, device))
+
+
+@dataclass(frozen=True)
 class FlaKernel:
     """Implements `delta_rule.Kernel` with kernels of FLA.
 
@@ -51,31 +68,35 @@ class FlaKernel:
     def __str__(self) -> str:
         return f"fla ({self.reason})"
 
-    def transitions(self, inputs: Inputs, fragments: Fragments) -> tuple[Tensor, Tensor]:
-        size, device = inputs.k.shape[-1], inputs.v.device
+    def schedule(self, fragments: Fragments, heads: int, device: torch.device) -> FlaSchedule:
+        return FlaSchedule.of(fragments, device)
+
+    def transitions(self, inputs: Inputs, schedule: FlaSchedule) -> tuple[Tensor, Tensor]:
+        size, device, fragments = inputs.k.shape[-1], inputs.v.device, schedule.fragments
         starts, lengths = fragments.boundaries[fragments.linked], fragments.lengths[fragments.linked]
         tokens = send(torch.from_numpy(runs(starts, lengths)), device)
         k, v, g, beta = (x.index_select(0, tokens) for x in inputs[1:])
         identity = torch.eye(size, dtype=inputs.state_dtype, device=device)
         first = pad(identity, (0, v.shape[-1])).repeat(len(lengths), v.shape[1], 1, 1)
-        maps, linked = first, Fragments.of(np.cumsum([0, *lengths]))
+        maps, linked = first, FlaSchedule.of(Fragments.of(np.cumsum([0, *lengths])), device)
         if len(tokens):
             _, maps = self._run(Inputs(k, k, pad(v, (size, 0)), g, beta), linked, first, True)
         return maps[..., :size].contiguous(), maps[..., size:].contiguous()
 
-    def forward(self, inputs: Inputs, fragments: Fragments, states: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Inputs, schedule: FlaSchedule, states: Tensor | None) -> tuple[Tensor, Tensor]:
         out = inputs.v
         if len(out):  # FLA does not take empty inputs
-            out, _ = self._run(inputs, fragments, _all_states(states, inputs, fragments), False)
+            out, _ = self._run(inputs, schedule, _all_states(states, inputs, schedule.fragments), False)
         return out, inputs.v.new_empty(0)
 
-    def state_gradients(self, grad: Tensor, inputs: Inputs, fragments: Fragments) -> Tensor:
+    def state_gradients(self, grad: Tensor, inputs: Inputs, schedule: FlaSchedule) -> Tensor:
+        fragments = schedule.fragments
         states = inputs.zero_states(len(fragments.lengths))
         if not len(grad):
             return states[torch.from_numpy(fragments.linked)]
         states.requires_grad_()
         with torch.enable_grad():
-            out, _ = self._run(inputs, fragments, states, False)
+            out, _ = self._run(inputs, schedule, states, False)
         (gradients,) = torch.autograd.grad(out, states, grad)
         return gradients[torch.from_numpy(fragments.linked)]
 
@@ -83,7 +104,7 @@ class FlaKernel:
         self,
         grad: Tensor,
         inputs: Inputs,
-        fragments: Fragments,
+        schedule: FlaSchedule,
         states: Tensor | None,
         saved: Tensor,
         last_gradients: Tensor | None,
@@ -91,28 +112,25 @@ class FlaKernel:
         if not len(grad):
             return inputs
         leaves = Inputs(*(x.detach().requires_grad_() for x in inputs))
-        has_last = last_gradients is not None
+        has_last, fragments = last_gradients is not None, schedule.fragments
         with torch.enable_grad():
-            out, last = self._run(leaves, fragments, _all_states(states, inputs, fragments), has_last)
+            out, last = self._run(leaves, schedule, _all_states(states, inputs, fragments), has_last)
         results, grads = (
             ((out, last), (grad, _all_states(last_gradients, inputs, fragments))) if has_last else (out, grad)
         )
         return Inputs(*torch.autograd.grad(results, leaves, grads))
 
-    def _run(self, inputs: Inputs, fragments: Fragments, first: Tensor | None, has_last: bool) -> tuple[Tensor, Tensor]:
+    def _run(
+        self, inputs: Inputs, schedule: FlaSchedule, first: Tensor | None, has_last: bool
+    ) -> tuple[Tensor, Tensor]:
         """Outputs [t, value heads, V] and, if wanted, the last states of all fragments."""
-        key, device = ("fla", inputs.v.device), inputs.v.device
-        if key not in fragments.prepared:
-            boundaries = torch.from_numpy(fragments.boundaries)
-            fragments.prepared[key] = boundaries, send(boundaries, device)
-        boundaries, on_device = fragments.prepared[key]
         out, last = self.operator(
             *(x[None] for x in inputs),
             initial_state=first,
             output_final_state=has_last,
             use_qk_l2norm_in_kernel=True,
-            cu_seqlens=on_device,
-            cu_seqlens_cpu=boundaries,
+            cu_seqlens=schedule.on_device,
+            cu_seqlens_cpu=schedule.on_host,
         )
         return out[0], out.new_empty(0) if last is None else last
 

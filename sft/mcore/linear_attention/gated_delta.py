@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sft.mcore.linear_attention.delta_rule import Fragments, Inputs, Kernel
+from sft.mcore.linear_attention.delta_rule import FragmentSchedule, Inputs, Kernel
 
 
 class StatePassing(Protocol):
@@ -30,11 +30,15 @@ class StatePassing(Protocol):
 
 
 def gated_delta_rule(
-    inputs: Inputs, fragments: Fragments, kernel: Kernel, passing: StatePassing | None = None
+    inputs: Inputs, schedule: FragmentSchedule, kernel: Kernel, passing: StatePassing | None = None
 ) -> Tensor:
-    """Outputs [t, value heads, V] in the dtype of v.  passing: None if no fragment is linked"""
-    assert passing is not None or not len(fragments.linked), "linked fragments need an object that passes their states"
-    out: Tensor = _GatedDeltaRule.apply(*inputs, fragments, kernel, passing)
+    """Outputs [t, value heads, V] in the dtype of v.
+
+    schedule: made by `kernel`; passing: None if no fragment is linked
+    """
+    is_linked = len(schedule.fragments.linked) > 0
+    assert passing is not None or not is_linked, "linked fragments need an object that passes their states"
+    out: Tensor = _GatedDeltaRule.apply(*inputs, schedule, kernel, passing)
     return out
 
 
@@ -43,23 +47,23 @@ class _GatedDeltaRule(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *tensors, fragments, kernel, passing = arguments
+        *tensors, schedule, kernel, passing = arguments
         inputs = Inputs(*(x.contiguous() for x in tensors))  # a view would keep the output of a projection in memory
         a = states = None
         if passing is not None:
-            a, b = kernel.transitions(inputs, fragments)
+            a, b = kernel.transitions(inputs, schedule)
             states = passing.initial_states(a, b)
-        out, saved = kernel.forward(inputs, fragments, states)
+        out, saved = kernel.forward(inputs, schedule, states)
         ctx.save_for_backward(*inputs, a, states, saved)
-        ctx.setting = fragments, kernel, passing
+        ctx.setting = schedule, kernel, passing
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, a, states, saved = ctx.saved_tensors
-        fragments, kernel, passing = ctx.setting
+        schedule, kernel, passing = ctx.setting
         inputs, grad = Inputs(*tensors), grads[0].contiguous()
         last_gradients = None
         if passing is not None:
-            last_gradients = passing.final_gradients(a, kernel.state_gradients(grad, inputs, fragments))
-        return *kernel.backward(grad, inputs, fragments, states, saved, last_gradients), None, None, None
+            last_gradients = passing.final_gradients(a, kernel.state_gradients(grad, inputs, schedule))
+        return *kernel.backward(grad, inputs, schedule, states, saved, last_gradients), None, None, None

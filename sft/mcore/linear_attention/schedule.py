@@ -61,34 +61,29 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class ChunkSchedule:
+    """The chunks of all fragments of a microbatch.  num_saved: states that forward saves at starts of blocks"""
+
+    fragments: Fragments
     groups: tuple[Group, ...]
     num_saved: int
 
     @staticmethod
     def of(fragments: Fragments, heads: int, device: torch.device) -> "ChunkSchedule":
-        """The schedule of a microbatch, made by the first layer that asks for it."""
-        key = ("schedule", heads, device)
-        if key not in fragments.prepared:
-            fragments.prepared[key] = _make(fragments, heads, device)
-        schedule: ChunkSchedule = fragments.prepared[key]
-        return schedule
-
-
-def _make(fragments: Fragments, heads: int, device: torch.device) -> ChunkSchedule:
-    num_chunks = -(-fragments.lengths // CHUNK)
-    linked = np.full(len(num_chunks), -1, dtype=np.int64)
-    linked[fragments.linked] = np.arange(len(fragments.linked))
-    groups, num_saved = [], 0
-    for members in _groups(num_chunks, linked >= 0, heads):
-        blocks, steps = [], int(num_chunks[members[0]])
-        for start in range(0, steps, INTERVAL):
-            active = [int((num_chunks[members] > i).sum()) for i in range(start, min(start + INTERVAL, steps))]
-            saved = slice(num_saved, num_saved + active[0]) if start else None
-            num_saved += active[0] if start else 0
-            blocks.append(_block(fragments, members, start, active, saved, device))
-        indices = send(torch.from_numpy(linked[members]), device) if linked[members[0]] >= 0 else None
-        groups.append(Group(len(members), indices, tuple(blocks)))
-    return ChunkSchedule(tuple(groups), num_saved)
+        """heads: value heads of this rank"""
+        num_chunks = -(-fragments.lengths // CHUNK)
+        linked = np.full(len(num_chunks), -1, dtype=np.int64)
+        linked[fragments.linked] = np.arange(len(fragments.linked))
+        groups, num_saved = [], 0
+        for members in _groups(num_chunks, linked >= 0, heads):
+            blocks, steps = [], int(num_chunks[members[0]])
+            for start in range(0, steps, INTERVAL):
+                active = [int((num_chunks[members] > i).sum()) for i in range(start, min(start + INTERVAL, steps))]
+                saved = slice(num_saved, num_saved + active[0]) if start else None
+                num_saved += active[0] if start else 0
+                blocks.append(_block(fragments, members, start, active, saved, device))
+            indices = send(torch.from_numpy(linked[members]), device) if linked[members[0]] >= 0 else None
+            groups.append(Group(len(members), indices, tuple(blocks)))
+        return ChunkSchedule(fragments, tuple(groups), num_saved)
 
 
 def _groups(num_chunks: np.ndarray, is_linked: np.ndarray, heads: int) -> Iterator[np.ndarray]:

@@ -28,12 +28,15 @@ class TorchDeltaKernel:
     def __str__(self) -> str:
         return f"torch ({self.reason})"
 
-    def transitions(self, inputs: Inputs, fragments: Fragments) -> tuple[Tensor, Tensor]:
+    def schedule(self, fragments: Fragments, heads: int, device: torch.device) -> ChunkSchedule:
+        return ChunkSchedule.of(fragments, heads, device)
+
+    def transitions(self, inputs: Inputs, schedule: ChunkSchedule) -> tuple[Tensor, Tensor]:
         """Runs the rule on the values [0, v] from the states [1, 0]: the last states are [A, B]."""
         size = inputs.k.shape[-1]
         identity = torch.eye(size, dtype=inputs.state_dtype, device=inputs.v.device)
-        maps = pad(identity, (0, inputs.v.shape[-1])).repeat(len(fragments.linked), inputs.v.shape[1], 1, 1)
-        for group in _schedule(inputs, fragments).groups:
+        maps = pad(identity, (0, inputs.v.shape[-1])).repeat(len(schedule.fragments.linked), inputs.v.shape[1], 1, 1)
+        for group in _groups(inputs, schedule):
             if group.linked is not None:
                 state = maps[group.linked]
                 for block in group.blocks:
@@ -42,10 +45,9 @@ class TorchDeltaKernel:
                 maps[group.linked] = state
         return maps[..., :size].contiguous(), maps[..., size:].contiguous()
 
-    def forward(self, inputs: Inputs, fragments: Fragments, states: Tensor | None) -> tuple[Tensor, Tensor]:
-        schedule, out = _schedule(inputs, fragments), torch.empty_like(inputs.v)
-        saved = inputs.zero_states(schedule.num_saved)
-        for group in schedule.groups:
+    def forward(self, inputs: Inputs, schedule: ChunkSchedule, states: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, saved = torch.empty_like(inputs.v), inputs.zero_states(schedule.num_saved)
+        for group in _groups(inputs, schedule):
             state = _group_states(states, group, inputs)
             for block in group.blocks:
                 if block.saved is not None:
@@ -55,9 +57,9 @@ class TorchDeltaKernel:
                 scatter(out, chunks.outputs(before, values), block)
         return out, saved
 
-    def state_gradients(self, grad: Tensor, inputs: Inputs, fragments: Fragments) -> Tensor:
-        dstates = inputs.zero_states(len(fragments.linked))
-        for group in _schedule(inputs, fragments).groups:
+    def state_gradients(self, grad: Tensor, inputs: Inputs, schedule: ChunkSchedule) -> Tensor:
+        dstates = inputs.zero_states(len(schedule.fragments.linked))
+        for group in _groups(inputs, schedule):
             if group.linked is not None:
                 dstate = dstates[group.linked]
                 for block in reversed(group.blocks):
@@ -69,13 +71,13 @@ class TorchDeltaKernel:
         self,
         grad: Tensor,
         inputs: Inputs,
-        fragments: Fragments,
+        schedule: ChunkSchedule,
         states: Tensor | None,
         saved: Tensor,
         last_gradients: Tensor | None,
     ) -> Inputs:
         results = Inputs(*map(torch.empty_like, inputs))
-        for group in _schedule(inputs, fragments).groups:
+        for group in _groups(inputs, schedule):
             dstate = _group_states(last_gradients, group, inputs)
             for block in reversed(group.blocks):
                 is_first = block.saved is None
@@ -86,9 +88,10 @@ class TorchDeltaKernel:
         return results
 
 
-def _schedule(inputs: Inputs, fragments: Fragments) -> ChunkSchedule:
-    assert len(inputs.v) == fragments.boundaries[-1], f"{len(inputs.v)} tokens, fragments of {fragments.boundaries[-1]}"
-    return ChunkSchedule.of(fragments, inputs.v.shape[1], inputs.v.device)
+def _groups(inputs: Inputs, schedule: ChunkSchedule) -> tuple[Group, ...]:
+    num_tokens = schedule.fragments.boundaries[-1]
+    assert len(inputs.v) == num_tokens, f"{len(inputs.v)} tokens, fragments of {num_tokens}"
+    return schedule.groups
 
 
 def _group_states(states: Tensor | None, group: Group, inputs: Inputs) -> Tensor:

@@ -30,7 +30,7 @@ from sft.config import Config, ModelConfig
 from sft.layers.mixers.delta import HeadSizes
 from sft.mcore.activations.recompute import recomputed
 from sft.mcore.backend import AttentionBackend, PackedDocuments, params_dtype
-from sft.mcore.linear_attention.delta_rule import Inputs, Kernel
+from sft.mcore.linear_attention.delta_rule import Inputs
 from sft.mcore.linear_attention.documents import LinearDocuments, linear_attention
 from sft.mcore.linear_attention.gated_norm import GatedNorm
 from sft.mcore.linear_attention.short_convolution import short_convolution
@@ -46,7 +46,7 @@ def install(spec: ModuleSpec, config: Config, model: ModelConfig, backend: Atten
     linears = {"in_proj": attention.linear_qkv, "out_proj": attention.linear_proj}
     layer.self_attention = ModuleSpec(
         GatedDeltaNet,
-        params={"model": model, "kernel": backend.kernels["linear attention"], "recompute": recompute, **linears},
+        params={"model": model, "recompute": recompute, **linears},
     )
     layer.sharded_state_dict_keys_map = {
         name: stored.replace("linear_qkv", "in_proj") for name, stored in layer.sharded_state_dict_keys_map.items()
@@ -54,12 +54,19 @@ def install(spec: ModuleSpec, config: Config, model: ModelConfig, backend: Atten
     return spec
 
 
-def documents(config: Config, cu_seqlens: np.ndarray, cp: CpGroup, device: torch.device) -> LinearDocuments:
+def documents(backend: AttentionBackend, cu_seqlens: np.ndarray, cp: CpGroup, device: torch.device) -> LinearDocuments:
     """The fragments of a microbatch on this rank.  cu_seqlens: padded boundaries of the whole pack"""
-    linear = config.model.linear_attention
+    config, linear = backend.config, backend.config.model.linear_attention
     sizes = HeadSizes.of(linear, config.parallel.tp, params_dtype(config).itemsize)
-    max_short = sizes.max_short(cp.size)
-    return LinearDocuments.of(cu_seqlens, cp, device, num_taps=linear.conv_kernel, max_short=max_short)
+    return LinearDocuments.of(
+        cu_seqlens,
+        cp,
+        device,
+        backend.kernels["linear attention"],
+        heads=sizes.value_heads,
+        num_taps=linear.conv_kernel,
+        max_short=sizes.max_short(cp.size),
+    )
 
 
 def megatron_arguments(model: ModelConfig) -> dict[str, Any]:
@@ -89,7 +96,6 @@ class GatedDeltaNet(MegatronModule):
         config: TransformerConfig,
         *,
         model: ModelConfig,
-        kernel: Kernel,
         recompute: bool,
         in_proj: Any,
         out_proj: Any,
@@ -98,7 +104,7 @@ class GatedDeltaNet(MegatronModule):
     ) -> None:
         super().__init__(config)
         self._recompute = recompute
-        linear, self._tp, self._kernel = model.linear_attention, pg_collection.tp, kernel
+        linear, self._tp = model.linear_attention, pg_collection.tp
         assert linear.num_key_heads is not None and linear.num_value_heads is not None
         self._key_dim, self._value_dim = linear.key_head_dim, linear.value_head_dim
         keys, values, heads = linear.key_width, linear.value_width, linear.num_value_heads
@@ -158,7 +164,7 @@ class GatedDeltaNet(MegatronModule):
             g=log_decay(a, self.A_log, self.dt_bias),
             beta=b.sigmoid(),
         )
-        out = linear_attention(inputs, documents, self._kernel)
+        out = linear_attention(inputs, documents)
         normed = self.out_norm(out, z.unflatten(-1, (-1, self._value_dim)))
         output: Tensor
         output, bias = self.out_proj(normed.flatten(1).unsqueeze(1))

@@ -20,8 +20,8 @@ from sft.mcore.model import gated_delta_net
 from sft.mcore.model.own_heads import with_own_heads
 from sft.parallel.cp_group import CpGroup
 
-# cu_seqlens of the whole pack (numpy, int32), the ranks that share it, device -> the mixer's own input
-MakeDocuments = Callable[[Config, np.ndarray, CpGroup, torch.device], Any]
+# The run's backend, cu_seqlens of the whole pack (numpy, int32), the ranks that share it, device -> the mixer's input
+MakeDocuments = Callable[[AttentionBackend, np.ndarray, CpGroup, torch.device], Any]
 
 
 class MixerModule(NamedTuple):
@@ -68,5 +68,5 @@ def packed_documents(
     kinds = {group.mixer.kind for group in layer_groups(backend.config.model)}
     makers = {kind: make for kind, (_, make, _) in MIXER_MODULES.items() if make is not None and kind in kinds}
     boundaries = cu_seqlens.cpu().numpy()
-    packed.own = {kind: make(backend.config, boundaries, cp, positions.device) for kind, make in makers.items()}
+    packed.own = {kind: make(backend, boundaries, cp, positions.device) for kind, make in makers.items()}
     return packed

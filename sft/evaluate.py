@@ -20,8 +20,8 @@ from sft.data.pipeline import HeldOutData
 from sft.errors import CheckpointError, ConfigError, DataError, StorageError, TrainingError
 from sft.files.atomic_files import replace_text
 from sft.hf import hub
-from sft.hf.architecture import model_keys
 from sft.hf.hub import CONFIG, is_hub_name
+from sft.hf.pretrained import model_keys, read_pretrained
 from sft.mcore import device, process_groups
 from sft.mcore.checkpoint_io import safe_reader
 from sft.mcore.engine import Engine
@@ -55,7 +55,9 @@ def main(recipe: Recipe, layout: Layout, source: str | None, json_file: Path | N
     hub.check_commits(all_gather_objects(hub.commits, groups.control))
     tokenizer = tokenizer_of(config)
     checkpoint, text = broadcast_from_rank0(lambda: _chosen(config, source, tokenizer, console), groups.control)
-    start = Config.model_validate_json(text)
+    starts: list[Config] = []
+    all_gather_objects(lambda: starts.append(_with_pretrained(text, config)), groups.control)
+    (start,) = starts
     data = HeldOutData(config, tokenizer, recipe.arguments, layout, groups, console)
     trained = trained_weights(start, data.vocab_size)
     engine = Engine(start, layout, groups, vocab_size=data.vocab_size, num_steps=1, trained=trained, trains=False)
@@ -99,6 +101,15 @@ def _chosen(config: Config, source: str | None, tokenizer: ChatTokenizer, consol
     """The result of `choose`, in a form that rank 0 can send."""
     checkpoint, start = choose(config, source, tokenizer, console)
     return checkpoint, start.model_dump_json()
+
+
+def _with_pretrained(text: str, config: Config) -> Config:
+    """The config that rank 0 sent as JSON, with the model that it names as this rank has it."""
+    start = Config.model_validate_json(text)
+    name, known = start.model.hf, config.model.pretrained
+    if name is not None and (known is None or known.name != name):
+        known, _ = read_pretrained(name)
+    return start.model_copy(update={"model": start.model.model_copy(update={"pretrained": known})})
 
 
 def choose(
@@ -166,7 +177,7 @@ def _check_hf(config: Config, source: str, tokenizer: ChatTokenizer, console: Co
     recipe = values(config)
     different = [
         f"{key} is {value} in {where}, and {recipe[key]} in the recipe"
-        for key, (value, where) in model_keys(source).items()
+        for key, (value, where) in model_keys(*read_pretrained(source)).items()
         if not key.startswith("model.rope.") and recipe[key] != value
     ]
     if different:

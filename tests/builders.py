@@ -9,6 +9,7 @@ import pytest
 
 from sft.batch import Sample
 from sft.config import Config
+from sft.config.pretrained import Pretrained
 from sft.errors import ConfigError
 from sft.recipe.load import parse_recipe
 from sft.recipe.resolved import Recipe
@@ -67,6 +68,11 @@ def chats(folder: Path, count: int, name: str = "chat.jsonl") -> None:
         for i in range(count)
     ]
     (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def pretrained(folder: Path) -> Pretrained:
+    """The model in `folder`, which is not read."""
+    return Pretrained(name=str(folder), folder=folder, commit=None, family="qwen3", max_positions=None)
 
 
 LLAMA_8B = {

@@ -44,6 +44,8 @@ def leaves() -> dict[str, FieldInfo]:
 
 def _walk(model: type[Section], prefix: str) -> Iterator[tuple[str, FieldInfo, type[Section] | None]]:
     for name, info in model.model_fields.items():
+        if info.exclude:
+            continue
         kind = info.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
             yield prefix + name, info, kind

@@ -11,6 +11,7 @@ from sft.config.latent_attention import LatentAttentionConfig
 from sft.config.linear_attention import LinearAttentionConfig
 from sft.config.mixer_section import MixerSection
 from sft.config.moe import MoeConfig
+from sft.config.pretrained import Pretrained
 from sft.config.rope import RopeConfig
 from sft.config.section import UNREPORTED, Path, Positive, Section, divisors
 
@@ -111,6 +112,8 @@ class ModelConfig(Section):
     """One rank reads each weight of `hf`, and sends it to the ranks that hold it too; for a slow shared file system."""
     init_from: Path | None = None
     """Initial weights of a new run: null means those of `hf`; `random`; or a Megatron checkpoint folder."""
+    pretrained: Pretrained | None = Field(None, exclude=True)
+    """The model that `hf` names.  No key: the reader of recipes sets it."""
     megatron: dict[str, Any] = {}  # megatron_fields.py says which values
     """Fields of megatron-core's TransformerConfig.  Only those with which a test trained a step can be set."""
 

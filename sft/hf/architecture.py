@@ -22,7 +22,7 @@ from sft.hf.families import family_of
 from sft.hf.families.unsupported import unsupported
 from sft.hf.families.windows import FULL
 from sft.hf.family import Family
-from sft.hf.hub import CONFIG, is_hub_name, local_folder
+from sft.hf.hub import CONFIG
 from sft.hf.nested_config import located, put_back, text_part
 from sft.hf.quantization import Mxfp4, Scheme, scheme_of
 from sft.hf.rotary import by_layer_type, rope_of, written
@@ -143,30 +143,6 @@ def _default_fraction(content: Mapping[str, Any], family: Family) -> float | Non
     """The part of each head that is rotated in a config.json without partial_rotary_factor; None: whole heads"""
     width, head = content.get(family.rope_width), content.get("head_dim", family.defaults.get("head_dim"))
     return width / head if type(width) is int and type(head) is int and head > 0 else family.rope_fraction
-
-
-def model_keys(folder: str) -> dict[str, tuple[Any, str]]:
-    """{"model.num_layers": (28, "models/Qwen3-0.6B/config.json, num_hidden_layers"), ...}
-
-    folder: written by save_pretrained or by `sft import`
-    Raises ConfigError if config.json is missing or describes a model that is not supported.
-    """
-    path = local_folder(folder)
-    shown = f"{folder}/{CONFIG}" if is_hub_name(folder) else str(path / CONFIG)
-    model = architecture(read(path), shown)
-    return {
-        f"model.{key}": (value, f"{shown}, {model.sources[key]}")
-        for key, value in model.values.items()
-        if value is not None or key in model.family.fixed
-    }
-
-
-def trained_positions(folder: str) -> int | None:
-    """max_position_embeddings of config.json: the longest context that the model was trained on; None if unknown."""
-    content = read(local_folder(folder))
-    family = family_of(content)
-    longest = text_part(content, family).get(_LONGEST) if family else None
-    return longest if isinstance(longest, int) and longest > 0 else None
 
 
 def write_back(

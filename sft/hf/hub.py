@@ -95,11 +95,6 @@ def snapshot(name: str) -> HubSnapshot:
     return _snapshots[name]
 
 
-def commit_of(name: str) -> str | None:
-    """The commit of a hub name; None for a folder."""
-    return snapshot(name).commit if is_hub_name(name) else None
-
-
 def commits() -> dict[str, str]:
     """The commit of every hub name that this process has looked up."""
     return {name: snap.commit for name, snap in _snapshots.items()}

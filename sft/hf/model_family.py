@@ -3,10 +3,8 @@
 from operator import attrgetter
 
 from sft.config import ModelConfig
-from sft.hf.architecture import architecture, read
 from sft.hf.families import FAMILIES
 from sft.hf.family import Family
-from sft.hf.hub import CONFIG, local_folder
 
 # Keys of `model` that add or move tensors, and their values in families that do not name them.
 _USUAL = {
@@ -27,9 +25,8 @@ _USUAL = {
 
 def model_family(model: ModelConfig) -> Family | None:
     """The family of model.hf; else the first family that has the tensors of `model`; None if there is none."""
-    if model.hf is not None:
-        folder = local_folder(model.hf)
-        return architecture(read(folder), str(folder / CONFIG)).family
+    if model.pretrained is not None:
+        return FAMILIES[model.pretrained.family]
 
     def has_same_tensors(family: Family) -> bool:
         may_have_experts = "moe.num_experts" in family.computed  # or none

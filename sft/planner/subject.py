@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sft.config import yaml
+from sft.config import RopeConfig, yaml
 from sft.config.keys import values
 from sft.errors import ConfigError
-from sft.hf.architecture import architecture, read, trained_positions
 from sft.hf.hub import CONFIG, is_hub_name, local_folder
+from sft.hf.pretrained import read_pretrained
 from sft.planner.adapters import lora_keys
 from sft.recipe.load import load_recipe, parse_recipe
 from sft.recipe.resolved import Recipe
@@ -69,9 +69,14 @@ def _packs(seq_length: int, packs: int | None, tokens_per_step: int | None) -> i
 
 
 def _new(model: str, seq_length: int, packs: int, *, is_lora: bool) -> Keys:
-    config = architecture(read(local_folder(model)), model).model
+    pretrained, described = read_pretrained(model, shown=model)
+    config = described.model
     name = f"{slug(model)}_{length_name(seq_length).lower()}{'_lora' * is_lora}"
-    keys: Keys = {"run.dir": f"runs/{name}", "model.hf": model, **_positions(model, seq_length)}
+    keys: Keys = {
+        "run.dir": f"runs/{name}",
+        "model.hf": model,
+        **_positions(config.rope, pretrained.max_positions, seq_length),
+    }
     if config.moe.num_experts is not None and not is_lora:
         keys["model.moe.aux_loss_coef"] = 1e-3
     if is_lora:
@@ -83,12 +88,11 @@ def _new(model: str, seq_length: int, packs: int, *, is_lora: bool) -> Keys:
     return keys | ({"checkpoint.export_hf": "last"} if is_lora else {})
 
 
-def _positions(model: str, seq_length: int) -> Keys:
+def _positions(rope: RopeConfig, trained: int | None, seq_length: int) -> Keys:
     """Keys of YaRN, if packs are longer than the positions that the model was trained on.
 
     Qwen3-8B, trained on 40,960 positions, of which 8,192 are for answers, packs of 131,072 -> factor 4 of 32,768
     """
-    rope, trained = architecture(read(local_folder(model)), model).model.rope, trained_positions(model)
     if trained is None or seq_length <= trained:
         return {}
     original = rope.original_max_position or 2 ** (trained.bit_length() - 1)

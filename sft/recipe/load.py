@@ -18,10 +18,11 @@ from pydantic import ValidationError
 
 from sft.config import Config, Conflict, RowsConfig, keys, listed, yaml
 from sft.config.keys import NAMED, OPEN, leaves, named, sections, show
+from sft.config.pretrained import Pretrained
 from sft.config.yaml import Pairs
 from sft.errors import ConfigError, first_few
 from sft.files.folder_files import UnsafeFileError, read_file
-from sft.hf.architecture import model_keys
+from sft.hf.pretrained import model_keys, read_pretrained
 from sft.recipe.resolved import Origin, Recipe, derived, printable
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -94,6 +95,7 @@ class _Draft:
     problems: list[tuple[Origin, str]] = field(default_factory=list)
     meant: set[str] = field(default_factory=set)  # keys suggested for unknown keys; not also "missing"
     names: dict[str, dict[str, Origin]] = field(default_factory=dict)  # by current key: the names that the user gave
+    pretrained: Pretrained | None = None  # the model that model.hf names
 
     def take(self, prefix: str, pairs: Pairs, origin_of: Callable[[int], Origin]) -> None:
         """Add the keys and values below `prefix`."""
@@ -187,13 +189,14 @@ class _Draft:
         if not isinstance(folder := self.values.get("model.hf"), str):
             return
         try:
-            architecture = model_keys(folder)
+            self.pretrained, described = read_pretrained(folder)
         except ConfigError as wrong:
             self.meant.add("model")
             self.problems.append(
                 (self.origins["model.hf"], f"model.hf = {folder} ({self.origins['model.hf']}): {wrong}")
             )
             return
+        architecture = model_keys(self.pretrained, described)
         kind = self.values.get("model.rope.scaling", architecture["model.rope.scaling"][0])
         for key, (value, where) in architecture.items():
             own = self.values.get(key)
@@ -220,6 +223,7 @@ class _Draft:
             for group in groups:
                 branch = branch.setdefault(group, {})
             branch[name] = {} if key in sections() else self.values[key]
+        tree["model"]["pretrained"] = self.pretrained
         try:
             config = Config.model_validate(tree)
         except ValidationError as invalid:

@@ -76,8 +76,9 @@ def download_weights(recipe: Recipe, *, has_adapters: bool = False) -> None:
     is_named = config.checkpoint.resume not in resume_setting.WORDS
     resumes = is_named or bool(folders.candidates(Path(config.run.dir) / "checkpoints"))
     is_used = has_adapters or config.lora.is_used or not resumes
-    if config.model.hf and config.model.init_from is None and hub.is_hub_name(config.model.hf) and is_used:
-        hub.download_weights(config.model.hf)
+    model = config.model.pretrained
+    if model is not None and model.commit is not None and config.model.init_from is None and is_used:
+        hub.download_weights(model.name)
 
 
 def check_folder(recipe: Recipe, *, has_files: bool = True) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from sft.config import Config, listed
 from sft.config.schedule import Schedule
 from sft.errors import ConfigError
-from sft.hf.architecture import trained_positions
 from sft.recipe.resolved import Recipe
 
 _FEW_STEPS = 10  # in a run of fewer steps, a last step without an update is a considerable part of the run
@@ -108,7 +107,7 @@ def _positions(recipe: Recipe, longest: int | None) -> str | None:
     model.rope.base, with which the user accepts the positions.
     """
     model = recipe.config.model
-    trained = None if model.hf is None else trained_positions(model.hf)
+    trained = None if model.pretrained is None else model.pretrained.max_positions
     is_plain = model.rope.scaling == "none" and recipe.is_from_user("model.rope.scaling")
     accepted = is_plain or recipe.is_from_user("model.rope.base")
     if trained is None or accepted:

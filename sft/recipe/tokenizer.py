@@ -6,14 +6,14 @@ from typing import Any
 from sft.config import Config
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer, FolderTokenizer, load_tokenizer
 from sft.errors import DataError
-from sft.hf.hub import local_folder
+from sft.hf.pretrained import tokenizer_folder
 
 
 def tokenizer_of(config: Config) -> ChatTokenizer:
     """The tokenizer and its chat template.  Raises DataError if it is missing or unusable."""
     name = config.tokenizer
     try:
-        return load_tokenizer(config.data, name, None if name == "byte" else local_folder(name))
+        return load_tokenizer(config.data, name, tokenizer_folder(config))
     except DataError as error:
         if config.data.tokenizer is None and name != "byte":
             raise DataError(f"data.tokenizer = null means the tokenizer of model.hf = {name}: {error}") from None

@@ -14,7 +14,7 @@ from sft.console import Console, size
 from sft.errors import CheckpointError, ConfigError
 from sft.hf import hub
 from sft.hf.family import TensorMapping
-from sft.hf.hub import CONFIG, local_folder
+from sft.hf.hub import CONFIG
 from sft.hf.hub_headers import header_folder
 from sft.hf.model_family import model_family
 from sft.hf.source import Source, open_source
@@ -56,7 +56,7 @@ def describe(config: Config, vocab_size: int | None) -> str:
     if model.init_from == RANDOM:
         return f"random (seed {config.run.seed})"
     if model.init_from is None:
-        return _on_hub(model.hf or "", config) or _described(_open(config), config)
+        return _on_hub(config) or _described(_open(config), config)
     path = find_checkpoint(model.init_from)
     entries = manifest.read(path)
     if entries is not None:
@@ -109,11 +109,13 @@ def _described(source: Source, config: Config) -> str:
     return f"{source.describe()}; {' and '.join(wide)} is rounded to BF16"
 
 
-def _on_hub(name: str, config: Config) -> str | None:
+def _on_hub(config: Config) -> str | None:
     """The weights of a hub name that are not downloaded yet, from their headers; None if there are none."""
-    missing = hub.missing_weights(name) if hub.is_hub_name(name) else None
-    if missing is None:
+    pretrained = config.model.pretrained
+    missing = None if pretrained is None or pretrained.commit is None else hub.missing_weights(pretrained.name)
+    if pretrained is None or missing is None:
         return None
+    name = pretrained.name
     amount = "" if missing.num_bytes is None else f", {size(missing.num_bytes)}"
     later = f"not downloaded yet: {len(missing.files)} files{amount}"
     if hub.is_offline():
@@ -124,14 +126,15 @@ def _on_hub(name: str, config: Config) -> str | None:
 
 
 def _open(config: Config, *, compare: bool = True) -> Source:
-    name = config.model.hf
-    assert name is not None
+    pretrained = config.model.pretrained
+    assert pretrained is not None
+    name = pretrained.name
     if (Path(name) / folders.POINTER).is_file():
         raise ConfigError(
             f"model.hf = {name} holds a Megatron checkpoint and no safetensors files.  To start from its weights: "
             f"model.init_from={name}."
         )
-    return open_source(local_folder(name), name, compare=compare, has_mtp=config.model.has_mtp)
+    return open_source(pretrained.folder, name, compare=compare, has_mtp=config.model.has_mtp)
 
 
 def _padded_like(stored: tuple[tuple[int, ...], Any] | None, mapping: TensorMapping) -> tuple[int, ...]:

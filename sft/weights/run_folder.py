@@ -9,9 +9,10 @@ from pathlib import Path
 from sft.checkpoint import folders
 from sft.checkpoint.manifest import Verify
 from sft.config import RANDOM, CheckpointConfig, ModelConfig
+from sft.config.pretrained import Pretrained
 from sft.console import Console
 from sft.errors import CheckpointError, ConfigError
-from sft.hf.hub import CONFIG, IMPORTED, imported, local_folder
+from sft.hf.hub import CONFIG, IMPORTED, imported
 from sft.hf.source import open_source
 from sft.weights import kept
 from sft.weights.kept import Kept
@@ -46,8 +47,8 @@ def prepare(
     check_exports(run, model, checkpoint, is_new=True)
     if (other := _kept_beside(_sources(model, checkpoint))) is not None:
         kept.copy(other, folder, served)
-    elif model.hf is not None:
-        _keep_model(model.hf, folder, served, has_weights=model.init_from != RANDOM, has_mtp=model.has_mtp)
+    elif model.pretrained is not None:
+        _keep_model(model.pretrained, folder, served, has_weights=model.init_from != RANDOM, has_mtp=model.has_mtp)
     else:
         return
     if (written := kept.read(folder)) is not None:
@@ -117,9 +118,9 @@ def _kept_beside(paths: list[Path]) -> Kept | None:
     return None
 
 
-def _keep_model(name: str, target: Path, served: Served | None, *, has_weights: bool, has_mtp: bool) -> None:
+def _keep_model(model: Pretrained, target: Path, served: Served | None, *, has_weights: bool, has_mtp: bool) -> None:
     """Write `target` from the model that the recipe names.  has_weights: whether the run starts from its weights"""
-    folder = local_folder(name)
+    name, folder = model.name, model.folder
     if (other := kept.read(folder)) is not None:
         kept.copy(other, target, served)
     elif has_weights and any(folder.glob("*.safetensors")):

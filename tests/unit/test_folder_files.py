@@ -19,6 +19,7 @@ from sft.errors import ConfigError, SftError
 from sft.files import folder_files
 from sft.files.folder_files import UnsafeFileError
 from sft.hf import architecture, hub
+from sft.hf.pretrained import read_pretrained
 from sft.hf.safetensors_files import SafetensorsFolder
 from sft.mcore.checkpoint_io import metadata_index, safe_reader
 from sft.metrics.results.records import read_records
@@ -29,6 +30,7 @@ from sft.weights.export.original import find_original
 from sft.weights.lora import base_digest, merged_adapters
 from sft.weights.lora.peft.config import read_config
 from sft.weights.lora.peft.folder import read as read_adapter
+from tests.builders import pretrained
 from tests.unit.fixtures import torch_dist
 
 SECRET = "a key that only its owner may read"
@@ -278,7 +280,7 @@ def test_a_model_does_not_replace_a_file_beside_the_run(place: str, tmp_path: Pa
     folder.mkdir(parents=True)
     source_json(folder, "../../.bashrc")
     (unpacked / ".bashrc").write_text(SECRET)
-    model: dict[str, Any] = {"hf": str(folder)} if place == "model.hf" else {"hf": None}
+    model: dict[str, Any] = {"pretrained": pretrained(folder)} if place == "model.hf" else {}
     checkpoint = unpacked / "a" / "iter_0000001"
     checkpoint.mkdir()
     (checkpoint / "metadata.json").write_text("{}")
@@ -301,7 +303,12 @@ def test_a_secret_behind_a_link_does_not_reach_the_run(name: str, tmp_path: Path
     (tmp_path / "secret").write_text(SECRET)
     (folder / name).symlink_to(tmp_path / "secret")
     config = ModelConfig(
-        num_layers=2, hidden_size=32, ffn_hidden_size=64, num_attention_heads=8, hf=str(folder), init_from="random"
+        num_layers=2,
+        hidden_size=32,
+        ffn_hidden_size=64,
+        num_attention_heads=8,
+        pretrained=pretrained(folder),
+        init_from="random",
     )
     with pytest.raises(SftError, match="is a link out of the folder"):
         run_folder.prepare(run, config, CheckpointConfig(), QUIET, is_new=True)
@@ -331,10 +338,12 @@ def test_a_link_named_hf_takes_no_model_along(key: str, tmp_path: Path) -> None:
     link = (run if key.startswith("run.dir") else archive) / "hf"
     link.symlink_to(private)
     before = sorted(os.listdir(tmp_path)), sorted(os.listdir(run)), sorted(os.listdir(private))
-    model = {"model.init_from": {"init_from": str(archive)}, "model.hf": {"hf": str(archive)}}.get(key, {})
+    model = {"init_from": str(archive)} if key == "model.init_from" else {}
     resume = str(archive) if key == "checkpoint.resume" else "auto"
     config = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=64, num_attention_heads=8, **model)
     with pytest.raises(ConfigError) as refused:
+        if key == "model.hf":
+            read_pretrained(str(archive))
         run_folder.prepare(run, config, CheckpointConfig(resume=resume), QUIET, is_new="resumed" not in key)
     words = "is a link to the files of a model.  Replace it by a copy of them, or remove it."
     assert str(refused.value) == f"{link} {words}"

@@ -72,7 +72,7 @@ def refusal(name: str = NAME, *, weights: bool = False) -> str:
 def test_a_look_up_fetches_all_but_the_weights_and_a_process_asks_once(served: Hub) -> None:
     folder = hub.local_folder(NAME)
     assert {path.name for path in folder.iterdir()} == SMALL
-    assert hub.commit_of(NAME) == served.commits[NAME][0][0] == folder.name
+    assert hub.snapshot(NAME).commit == served.commits[NAME][0][0] == folder.name
     asked = len(served.asked)
     assert hub.local_folder(NAME) == folder
     assert len(served.asked) == asked
@@ -109,8 +109,8 @@ def test_a_commit_is_a_revision_and_main_is_the_newest(served: Hub, monkeypatch:
     newer = Path(shutil.copytree("upload", "newer"))
     (newer / "config.json").write_text("{}")
     second = served.add(NAME, newer)
-    assert hub.commit_of(NAME) == second
-    assert hub.commit_of(f"{NAME}@{first}") == first
+    assert hub.snapshot(NAME).commit == second
+    assert hub.snapshot(f"{NAME}@{first}").commit == first
     assert (hub.local_folder(f"{NAME}@{first}") / "config.json").read_text() != "{}"
     assert hub.commits() == {NAME: second, f"{NAME}@{first}": first}
 
@@ -118,7 +118,6 @@ def test_a_commit_is_a_revision_and_main_is_the_newest(served: Hub, monkeypatch:
 def test_folders_and_paths_are_no_hub_names(served: Hub) -> None:
     Path(NAME).mkdir(parents=True)
     assert hub.local_folder(NAME) == Path(NAME)
-    assert hub.commit_of(NAME) is None
     for path in ("./org/other", "../other", "/org/other", "~/other", "a/b/c", "other", "byte", "org/other@", "-a/b"):
         assert not hub.is_hub_name(path), path
     for name in ("org/other", "Qwen/Qwen3-8B", "org/o.t-h_er@refs/pr/1", "org/other@v1.0"):
@@ -171,11 +170,11 @@ def test_a_hub_that_cannot_be_reached(
     away = "there is no such folder in .*, and http://127.0.0.1:9 cannot be reached, or the connection broke off"
     assert re.search(rf"{away} \(ConnectError: ", refusal())
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", served.url)
-    commit = hub.commit_of(NAME)
+    commit = hub.snapshot(NAME).commit
     served.add(NAME, Path("upload"))
     served.refuse["api"] = (503, "", "maintenance")
     forget(monkeypatch)
-    assert hub.commit_of(NAME) == commit  # and says so
+    assert hub.snapshot(NAME).commit == commit  # and says so
     assert f"so {NAME} is commit {commit} of the cache" in capsys.readouterr().err
 
 

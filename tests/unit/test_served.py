@@ -23,6 +23,7 @@ from sft.weights.export.export_hf import export_hf
 from sft.weights.import_hf import import_hf
 from sft.weights.serving import flags as serving
 from sft.weights.serving.served import Served, served_of
+from tests.builders import pretrained
 from tests.unit.fixtures import folder as folders
 from tests.unit.fixtures import hf
 from tests.unit.fixtures.adapters import trained
@@ -84,14 +85,16 @@ class Export:
         loaded = load_tokenizer(config)
         assert isinstance(loaded, FolderTokenizer)
         self.trained_with = loaded
-        names: Any = SimpleNamespace(data=config, tokenizer=str(folder), model=SimpleNamespace(hf=str(self.base)))
+        names: Any = SimpleNamespace(
+            data=config, tokenizer=str(folder), model=SimpleNamespace(hf=str(self.base), pretrained=None)
+        )
         served = served_of(names, loaded)
         assert served is not None
         return served
 
     def prepare(self, served: Served | None, *, is_new: bool = True) -> str:
         said, sizes = io.StringIO(), dict(num_layers=2, hidden_size=32, ffn_hidden_size=64, num_attention_heads=8)
-        model = ModelConfig(**sizes, hf=str(self.base))
+        model = ModelConfig(**sizes, hf=str(self.base), pretrained=pretrained(self.base))
         run_folder.prepare(self.run, model, CheckpointConfig(), Console(0, said), served, is_new=is_new)
         return said.getvalue()
 
@@ -329,7 +332,8 @@ def test_adapters_have_the_template_and_the_flags(tmp_path: Path) -> None:
 def test_check_prints_the_flags_for_adapters(export: Export, capsys: pytest.CaptureFixture[str]) -> None:
     export.base_model(CHATML)
     data = folders.config(tokenizer=str(export.base))
-    model, lora = SimpleNamespace(hf=str(export.base)), SimpleNamespace(is_used=True, export="adapter", rank=8)
+    model = SimpleNamespace(hf=str(export.base), pretrained=None)
+    lora = SimpleNamespace(is_used=True, export="adapter", rank=8)
     config = SimpleNamespace(data=data, tokenizer=str(export.base), model=model, lora=lora)
     recipe: Any = SimpleNamespace(config=config)
     check._print_serving(recipe, load_tokenizer(data))

@@ -16,7 +16,6 @@ from sft.errors import CheckpointError
 from sft.files.atomic_files import replace_text
 from sft.files.file_digest import entry_of
 from sft.files.folder_files import LIST_BYTES, UnsafeFileError, matching, read_json
-from sft.hf.hub import local_folder
 from sft.mcore.process_groups import ProcessGroups
 from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 from sft.weights.initial import find_checkpoint
@@ -71,7 +70,7 @@ def _random(config: Config) -> str:
 def _refuse_merged(config: Config, run: Path, known: dict[str, dict[str, int | str]]) -> None:
     """Raise CheckpointError if the run would go on beside weights that hold adapters of its own."""
     if config.model.init_from is None and folders.candidates(run / "checkpoints"):
-        merged_adapters.refuse(local_folder(config.model.hf or ""), _digest_of_all(known), f"The run in {run}")
+        merged_adapters.refuse(_folder(config), _digest_of_all(known), f"The run in {run}")
 
 
 def digest_of(base: Path, run: Path) -> str:
@@ -93,8 +92,13 @@ def _weight_files(config: Config) -> list[str]:
     """The files whose digests identify the weights: safetensors files, or the manifest of a checkpoint."""
     model = config.model
     if model.init_from is None:
-        return _safetensors_files(local_folder(model.hf or ""))
+        return _safetensors_files(_folder(config))
     return _files_of_checkpoint(find_checkpoint(model.init_from))
+
+
+def _folder(config: Config) -> Path:
+    assert config.model.pretrained is not None
+    return config.model.pretrained.folder
 
 
 def _safetensors_files(folder: Path) -> list[str]:

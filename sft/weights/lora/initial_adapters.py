@@ -15,7 +15,6 @@ from sft.config.lora import LoraConfig
 from sft.console import Console, size
 from sft.errors import CheckpointError, ConfigError
 from sft.hf.family import Family
-from sft.hf.hub import local_folder
 from sft.hf.model_family import model_family
 from sft.hf.tensor_check import fold_by_layer
 from sft.layers.adapters import EMBEDDING, HEAD, Trained, names_of
@@ -155,8 +154,8 @@ def _open(config: Config, trained: Trained, *, compare: bool = True) -> Opened:
         adapter.check({by_name[name]: shape for name, shape in shapes.items()}, saved)
     except CheckpointError as error:
         raise CheckpointError(f"{error}\n  Use an adapter of the model that model.hf names.") from None
-    if config.model.hf and config.model.init_from is None:
-        merged_adapters.refuse_adapter(local_folder(config.model.hf), Path(source))
+    if config.model.pretrained is not None and config.model.init_from is None:
+        merged_adapters.refuse_adapter(config.model.pretrained.folder, Path(source))
     for module, *copies in whole.values() if compare else ():
         for copy in copies:
             adapter.check_equal(module, copy)

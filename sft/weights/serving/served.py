@@ -11,7 +11,7 @@ from typing import Any
 
 from sft.config import Config
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer, FolderTokenizer
-from sft.hf.hub import local_folder
+from sft.hf.pretrained import tokenizer_folder
 
 DEFAULT = "default"  # transformers' name of the template for chats without tools
 
@@ -81,7 +81,8 @@ def served_of(config: Config, tokenizer: ChatTokenizer, row_switches: Sequence[s
     """The files and settings that a server needs of this run; None for the byte tokenizer, which has no files."""
     if isinstance(tokenizer, ByteTokenizer):
         return None
-    own = _own_templates(tokenizer)
+    folder, own = tokenizer_folder(config), _own_templates(tokenizer)
+    assert folder is not None
     template = tokenizer.chat_template
     templates = {} if template is None else own if config.data.chat_template is None else {DEFAULT: template.source}
     ends = tokenizer.habits.stops if template else ()
@@ -91,7 +92,7 @@ def served_of(config: Config, tokenizer: ChatTokenizer, row_switches: Sequence[s
         ends += (eos,)  # ends plain texts
     replaces_eos = bool(turn_ends) and eos not in turn_ends and not _writes_eos(templates, eos)
     return Served(
-        tokenizer_folder=local_folder(config.tokenizer),
+        tokenizer_folder=folder,
         own_templates=own,
         templates=templates,
         special_tokens={} if template is None else template.special_tokens,

@@ -1,0 +1,61 @@
+"""Finds the model that a recipe names and reads its config.json once.  Later code reads `ModelConfig.pretrained`."""
+
+from pathlib import Path
+from typing import Any
+
+from sft.config import Config
+from sft.config.pretrained import Pretrained
+from sft.hf.architecture import Architecture, architecture, read
+from sft.hf.hub import CONFIG, is_hub_name, local_folder, snapshot
+from sft.hf.nested_config import text_part
+
+_LONGEST = "max_position_embeddings"
+
+
+def read_pretrained(name: str, shown: str | None = None) -> tuple[Pretrained, Architecture]:
+    """The model of this name, and what its config.json describes.
+
+    name: a hub name, or a folder that save_pretrained or `sft import` wrote
+    shown: the name of config.json in errors; None: its path
+    Raises ConfigError if there is no such model, or if config.json is missing or describes a model that is not
+    supported.
+    """
+    on_hub = snapshot(name) if is_hub_name(name) else None
+    folder = local_folder(name) if on_hub is None else on_hub.folder
+    content = read(folder)
+    model = architecture(content, shown or _config_of(name, folder, is_on_hub=on_hub is not None))
+    longest = text_part(content, model.family).get(_LONGEST)
+    pretrained = Pretrained(
+        name=name,
+        folder=folder,
+        commit=None if on_hub is None else on_hub.commit,
+        family=model.family.name,
+        max_positions=longest if isinstance(longest, int) and longest > 0 else None,
+    )
+    return pretrained, model
+
+
+def model_keys(pretrained: Pretrained, model: Architecture) -> dict[str, tuple[Any, str]]:
+    """{"model.num_layers": (28, "models/Qwen3-0.6B/config.json, num_hidden_layers"), ...}"""
+    path = _config_of(pretrained.name, pretrained.folder, is_on_hub=pretrained.commit is not None)
+    return {
+        f"model.{key}": (value, f"{path}, {model.sources[key]}")
+        for key, value in model.values.items()
+        if value is not None or key in model.family.fixed
+    }
+
+
+def tokenizer_folder(config: Config) -> Path | None:
+    """The folder of the recipe's tokenizer; None for the built-in one.
+
+    Raises ConfigError if data.tokenizer is a hub name whose files cannot be had.
+    """
+    name, model = config.tokenizer, config.model.pretrained
+    if name == "byte":
+        return None
+    return model.folder if model is not None and model.name == name else local_folder(name)
+
+
+def _config_of(name: str, folder: Path, *, is_on_hub: bool) -> str:
+    """The name of config.json for users."""
+    return f"{name}/{CONFIG}" if is_on_hub else str(folder / CONFIG)

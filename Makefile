@@ -157,7 +157,7 @@ lint: $(READY)
 	$(BIN)/python -m $(BLACK) --check $(CODE) || { echo "black would rewrite files: run make fmt" >&2; exit 1; }
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports
-	$(BIN)/shellcheck .ci/run launch/*.sh launch/slurm.sbatch tools/*.sh
+	$(BIN)/shellcheck .ci/run launch/*.sh launch/slurm.sbatch
 	$(BIN)/hadolint launch/Dockerfile
 	$(BIN)/python -m tools.lint
 	$(BIN)/python -m tools.pages --check

@@ -11,17 +11,16 @@ from sft.data.packing.cp_grid import fixed
 from sft.data.packing.cp_timeline import timeline
 from sft.data.packing.dynamic_cp import assign
 from sft.parallel.cp_group import cp_sizes
-from tools.bench.dynamic_cp import COSTS
-from tools.bench.mixes import SEQ_LENGTHS, lengths_of
-from tools.bench.packing import MULTIPLE, ours
+from tools.bench.dynamic_cp import COSTS, plan_of
+from tools.bench.mixes import MULTIPLE, SEQ_LENGTHS
 
 MIX, CP, DP, MICROBATCHES = "longmix", 16, 1, 8
 
 
 def picture() -> str:
-    lengths, cost = lengths_of(MIX, 6000), COSTS["llama-8b"]
+    (lengths, plan), cost = plan_of(MIX, 6000), COSTS["llama-8b"]
     seq_length = SEQ_LENGTHS[MIX]
-    packs = ours(lengths, seq_length).batch(0, DP * MICROBATCHES)
+    packs = plan.batch(0, DP * MICROBATCHES)
     slots = balance.assign(
         packs, lengths, dp=DP, seq_length=seq_length, doc_multiple=MULTIPLE, attention=cost.attention
     )

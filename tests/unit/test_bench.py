@@ -17,37 +17,16 @@ from tools.bench.harness import Option, Subject, one_of
 from tools.bench.results import Bar, Column, Row
 
 NUM_ROWS = {  # of a tiny run
-    **{
-        "loss_head": 27,
-        "logprobs": 9,
-        "attention": 10,
-        "delta_rule": 5,
-        "step": 2,
-        "trades": 1,
-        "longest": 1,
-        "peer": 1,
-    },
-    **{
-        "packing": 9,
-        "balance": 1,
-        "dynamic_cp": 1,
-        "dynamic_cp_step": 1,
-        "tokenize": 2,
-        "checkpoint": 11,
-        "load_hf": 8,
-        "convert": 4,
-    },
+    "loss_head": 27,
+    "attention": 10,
+    "delta_rule": 5,
+    "step": 2,
+    "longest": 1,
+    "dynamic_cp": 1,
+    "checkpoint": 11,
+    "load_hf": 8,
 }
-SLOW = [
-    "trades",
-    "longest",
-    "peer",
-    "checkpoint",
-    "load_hf",
-    "convert",
-    "loss_head",
-    "dynamic_cp_step",
-]  # beside `step`, or with tests of their own
+SLOW = ["longest", "checkpoint", "load_hf", "loss_head"]  # beside `step`, or with tests of their own
 IN_TURN = """
 import sys
 from tools.bench.__main__ import main
@@ -77,6 +56,15 @@ def test_every_subject_has_a_tiny_run(names: list[str], tmp_path: Path) -> None:
             assert f"| {', '.join(row[key] for key in ('case', 'way') if key in row)} " in printed.stdout
         if name == "step":
             check_lora(rows[1])
+
+
+@pytest.mark.grid
+def test_plain_transformers_are_a_case_of_step(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tools.bench", "step", "--tiny", "--cases", "tiny:256:one:peer"]
+    printed = subprocess.run([*command, "--json", str(tmp_path / "rows.jsonl")], capture_output=True, text=True)
+    assert printed.returncode == 0, printed.stdout + printed.stderr
+    _, row = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert row["status"] == "done" and row["backend"].startswith("transformers, ") and row["tokens"] == 256
 
 
 def check_lora(row: Row) -> None:
@@ -112,7 +100,7 @@ def test_every_subject_says_what_it_takes(capsys: pytest.CaptureFixture[str]) ->
         ("loss_head --ways fus,f", "--ways f must begin one of fused, frozen, chunked, full, "),
         ("loss_head --tokens 0", "must be at least 1"),
         ("loss_head --tp 2 --vocab 31", "not a multiple"),
-        ("logprobs --device auto", "torch sees no CUDA device"),
+        ("step --device auto", "torch sees no CUDA device"),
         ("attention --tiny --cases 64k:poems", "poems is not one of"),
         ("step --device cpu --cases 4b:64k:poems", "4b:64k:poems is not one of"),
         ("step --device cpu --cases 4b:64k:one:often", "must begin with one of none, selective, full, peer; got often"),
@@ -125,9 +113,9 @@ def test_every_subject_says_what_it_takes(capsys: pytest.CaptureFixture[str]) ->
         ("longest --device cpu --cases tiny", "--memory must set the limit of the search"),
         ("checkpoint --folder /does/not/exist", "is not a folder"),
         ("checkpoint --ranks 0", "must be at least 1"),
-        ("convert --folder /does/not/exist", "is not a folder"),
-        ("convert --gib nan", "--repeats 3 must be at least 1, and --gib nan above 0"),
-        ("tokenize --cases poems", "neither a folder nor one of"),
+        ("load_hf --folder /does/not/exist", "is not a folder"),
+        ("load_hf --gib nan", "--repeats 3 must be at least 1, and --gib nan above 0"),
+        ("dynamic_cp --cases poems:llama-8b:8x2:4", "is not one of chat, longmix, agent, "),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="some of these run on a GPU")
@@ -142,7 +130,7 @@ def test_what_cannot_be_measured(arguments: str, message: str, capsys: pytest.Ca
 
 @pytest.fixture
 def subject(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """`packing` is another subject, with cases a, b and c; the list is what was measured."""
+    """`delta_rule` is another subject, with cases a, b and c; the list is what was measured."""
     measured: list[str] = []
 
     def measure(case: str, options: argparse.Namespace) -> Iterator[Row]:
@@ -170,7 +158,7 @@ def subject(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_table_its_notes_and_its_bars(subject: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert bench.main(["packing", "--check", "--json", str(tmp_path / "rows.jsonl")]) == 1
+    assert bench.main(["delta_rule", "--check", "--json", str(tmp_path / "rows.jsonl")]) == 1
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[4] == "| case | ms | MiB |"
     assert lines[6:10] == [
@@ -187,23 +175,23 @@ def test_a_table_its_notes_and_its_bars(subject: list[str], capsys: pytest.Captu
         "not measured b",
         "1 of 4 bars met, 1 missed",
     ]
-    assert bench.main(["packing"]) == 0  # bars are judged where that is asked for
-    assert bench.main(["packing", "--cases", "a", "--check"]) == 0
-    assert bench.main(["packing", "--judge", str(tmp_path / "rows.jsonl")]) == 1
+    assert bench.main(["delta_rule"]) == 0  # bars are judged where that is asked for
+    assert bench.main(["delta_rule", "--cases", "a", "--check"]) == 0
+    assert bench.main(["delta_rule", "--judge", str(tmp_path / "rows.jsonl")]) == 1
     assert subject == ["a", "b", "a", "b", "a"]
 
 
 def test_a_failure_and_a_refusal_are_exit_codes(subject: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(["packing", "--fail", "--cases", "a"]) == 1
-    assert bench.main(["packing", "--cases", "c,a"]) == 2
-    assert capsys.readouterr().err == "packing: c is wrong\n" and subject == ["a", "c"]
+    assert bench.main(["delta_rule", "--fail", "--cases", "a"]) == 1
+    assert bench.main(["delta_rule", "--cases", "c,a"]) == 2
+    assert capsys.readouterr().err == "delta_rule: c is wrong\n" and subject == ["a", "c"]
 
 
 @pytest.mark.usefixtures("subject")
 def test_tiny_sizes_are_defaults_that_can_be_changed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (bench.parse(["packing"]).size, bench.parse(["packing", "--tiny"]).size) == (100, 7)
-    options = bench.parse(["packing", "--tiny", "--size", "8"])
+    assert (bench.parse(["delta_rule"]).size, bench.parse(["delta_rule", "--tiny"]).size) == (100, 7)
+    options = bench.parse(["delta_rule", "--tiny", "--size", "8"])
     assert (options.size, options.names) == (8, ["a"])
     with pytest.raises(SystemExit):
-        bench.parse(["packing", "--help"])
+        bench.parse(["delta_rule", "--help"])
     assert "in % (100)" in capsys.readouterr().out

@@ -1,6 +1,5 @@
 """tools/bench, whole steps and attention: their arithmetic and their rows; no speed is judged."""
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 from tools.bench import __main__ as bench
-from tools.bench import attention, attention_stand_in, attention_ways, trades
+from tools.bench import attention, attention_stand_in, attention_ways
 from tools.bench.attention_ways import Pack, Way
 from tools.bench.steps import bars as step_bars
 from tools.bench.steps import case as step_case
@@ -112,18 +111,6 @@ def test_a_case_names_its_recipe() -> None:
     assert plain.using("full+offload").config("cpu").train.offload_fraction == 1.0
     assert str(StepCase.read("4b:1000:chat:full+lora")) == "4b:1000:chat:full+lora16"
     assert plain.using("full+lora8").config("cpu").lora.rank == 8 and plain.config("cpu").lora.rank is None
-
-
-def test_a_trade_is_a_pair_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps in 4 s, and one in 3 s: half as long again.  What was not measured has no ratio."""
-    cases = trades.read("1.7b:64k")
-    keys = ["selective", "full", "selective+offload", "full+offload", "selective+tile4k", "none", "selective+optim1"]
-    assert [case.memory_keys for case in cases] == [*keys, "selective"]
-    assert trades.read("8b:32k+optim1")[2].memory_keys == "selective+offload+optim1"
-    rows = iter([{"status": "out of memory"}, *({"status": "done", "step_s": seconds} for seconds in (2.0, 3.0))])
-    monkeypatch.setattr(trades, "measured", lambda case, options: next(rows))
-    ways = [(row["way"], row.get("ratio")) for row in trades.measure(cases[:3], argparse.Namespace(keys=0))]
-    assert ways == [("selective", None), ("full", 1.0), ("selective+offload", 1.5)]
 
 
 # --- where the time goes -----------------------------------------------------------------------------------------

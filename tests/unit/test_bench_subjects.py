@@ -1,5 +1,6 @@
-"""tools/bench, subjects checkpoint, convert, longest and delta_rule: models, rows and bars; no speed is judged."""
+"""tools/bench, subjects checkpoint, load_hf, longest and delta_rule: models, rows and bars; no speed is judged."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,9 @@ import torch
 
 from tests.unit.fixtures.recurrence import random_inputs
 from tools.bench import __main__ as bench
-from tools.bench import checkpoint, convert, delta_rule, fresh_process, load_hf, longest
+from tools.bench import checkpoint, delta_rule, fresh_process, hf_model, load_hf, longest
 from tools.bench.checkpoint_rank import BESIDE, FIRST, STALL, SYNC, WORK, Took
-from tools.bench.convert import COPY, FULL, IMPORT, SIZE
-from tools.bench.fresh_process import ProcessTook
+from tools.bench.harness import Refused
 
 MIB, GIB = 2**20, 2**30
 
@@ -55,86 +55,40 @@ def test_an_async_save_stalls_for_15_percent(stall: float, is_missed: bool) -> N
     assert bar.is_missed == is_missed and (bar.value, bar.bound) == (stall / 2, 0.15)
 
 
-# --- convert -----------------------------------------------------------------------------------------------------
-
-
-def conversions(*peaks: int) -> list[dict[str, ProcessTook]]:
-    """As many turns, of 1, 2 and 3 seconds of copying; an import grew by these bytes."""
-    return [
-        {
-            COPY: ProcessTook(copied, 0, 300 * MIB),
-            IMPORT: ProcessTook(copied * ratio, peak, peak + 300 * MIB),
-            FULL: ProcessTook(9.0, 5 * MIB, 305 * MIB),
-            SIZE: ProcessTook(0.5, 7 * MIB, 307 * MIB),
-        }
-        for copied, ratio, peak in zip((1.0, 2.0, 3.0), (4.0, 2.0, 6.0), peaks, strict=True)
-    ]
+# --- load_hf -----------------------------------------------------------------------------------------------------
 
 
 def test_the_model_fits_the_bytes() -> None:
     """Layers of 60,821,504 numbers, the embedding 262,668,288, a norm 2,048; one layer, however little is asked for."""
-    assert [convert.num_layers_for("llama-3.2-1b", gib * GIB) for gib in (1, 0.001)] == [4, 1]
-    tensors = convert.tensors_of(convert.config_of("llama-3.2-1b", 4))
-    assert convert.num_bytes(tensors) == 2 * (262_668_288 + 2_048 + 4 * 60_821_504)
+    assert [hf_model.num_layers_for("llama-3.2-1b", gib * GIB) for gib in (1, 0.001)] == [4, 1]
+    tensors = hf_model.tensors_of(hf_model.config_of("llama-3.2-1b", 4))
+    assert hf_model.num_bytes(tensors) == 2 * (262_668_288 + 2_048 + 4 * 60_821_504)
 
 
-def test_rows_of_conversions() -> None:
-    """Ratios are of one turn: 4, 2, 6, not 8 / 2."""
-    rows = {row["way"]: row for row in convert.rows_of(conversions(10 * MIB, 30 * MIB, 20 * MIB), 6 * GIB)}
-    keys = ("seconds", "bytes_per_s", "peak", "total", "ratio", "ratio_min", "ratio_max")
-    assert {name: tuple(row.get(key) for key in keys) for name, row in rows.items()} == {
-        COPY: (2.0, 3 * GIB, 0, 300 * MIB, None, None, None),
-        IMPORT: (4.0, 1.5 * GIB, 30 * MIB, 330 * MIB, 4, 2, 6),
-        FULL: (9.0, 6 / 9 * GIB, 5 * MIB, 305 * MIB, 4.5, 3, 9),
-        SIZE: (0.5, 12 * GIB, 7 * MIB, 307 * MIB, 0.25, 0.5 / 3, 0.5),
-    }
-
-
-@pytest.mark.parametrize("more, is_missed", [(0, False), (1, True)])
-def test_a_conversion_takes_its_largest_tensor_and_2_gib(more: int, is_missed: bool) -> None:
-    """Of the turn that took most; a copy does not count."""
-    turns = conversions(MIB, 3 * GIB + more, MIB)
-    turns[0][COPY] = ProcessTook(1.0, 9 * GIB, 9 * GIB)
-    facts = {"case": "x", "largest": GIB, "bytes": 256 * MIB - 1}
-    bars = list(convert.bars([{**facts, **row} for row in convert.rows_of(turns, 1)]))
-    assert [bar.is_missed for bar in bars] == [is_missed, False, False]
-    assert {bar.bound for bar in bars} == {3 * GIB}
-
-
-def test_an_export_takes_three_times_as_long_as_a_copy() -> None:
-    """In the middle of the turns: 4.5 times with every byte verified, and 0.25 times."""
-    facts = {"case": "x", "largest": GIB, "bytes": 256 * MIB}
-    bars = convert.bars([{**facts, **row} for row in convert.rows_of(conversions(MIB, MIB, MIB), 1)])
-    assert [(bar.value, bar.bound, bar.is_missed) for bar in bars if "times a copy" in bar.name] == [
-        (4.5, 3.0, True),
-        (0.25, 3.0, False),
-    ]
-
-
-def test_what_a_process_took_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It grows by 64 MiB, after 200 that its libraries had for a while; what is here counts for nothing."""
+def test_a_process_grows_by_its_own_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By 64 MiB, after 200 that its libraries had for a while; what this process holds counts for nothing."""
     here = bytearray(500 * MIB)
     (tmp_path / "command.py").write_text(
-        "import sys\nbytearray(200 << 20)\n"
-        "def main():\n    size = int(sys.argv[1]) << 20\n    bytearray(size)\n    return 0\n"
+        "import json, sys\nfrom pathlib import Path\nfrom tools.bench.fresh_process import growth\n"
+        "bytearray(200 << 20)\n"
+        "def main():\n    numbers = growth(lambda: bytearray(int(sys.argv[2]) << 20))\n"
+        "    Path(sys.argv[1]).write_text(json.dumps(numbers))\n    return 0\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    took = fresh_process.measured(tmp_path, "command:main", 64)
-    assert 60 * MIB < took.peak < 90 * MIB and took.peak < took.total < 800 * MIB
-    assert took.seconds > 0 and len(here) == 500 * MIB
+    fresh_process.run("command:main", tmp_path / "result.json", 64)
+    assert 60 * MIB < json.loads((tmp_path / "result.json").read_text())["peak"] < 90 * MIB and len(here) == 500 * MIB
+    with pytest.raises(Refused, match=r"(?s)command:main ended with 1: .*IndexError"):
+        fresh_process.run("command:main")
 
 
 def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(folder: Path, *words: object) -> ProcessTook:
-        assert (folder / "model" / "model.safetensors").exists()
+    def run(command: str, model: Path, *words: object) -> None:
+        assert (model / "model.safetensors").exists()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fresh_process, "measured", measured)
-    assert bench.main(["convert", "--tiny", f"--folder={tmp_path}"]) == 130
+    monkeypatch.setattr(fresh_process, "run", run)
+    assert bench.main(["load_hf", "--tiny", f"--folder={tmp_path}"]) == 130
     assert list(tmp_path.iterdir()) == []
-
-
-# --- load_hf -----------------------------------------------------------------------------------------------------
 
 
 def test_weights_in_the_page_cache_are_judged_by_a_copy_and_others_by_a_sum() -> None:

@@ -20,21 +20,13 @@ from pathlib import Path
 
 SUBJECTS = {
     "loss_head": "the loss and its gradients, compared with six other implementations: time, memory, FLOPs",
-    "logprobs": "log-probs of given logits up to 128K x 128K, as in the table of SkyRL PR #1610",
     "attention": "attention over packed documents: every kernel, on one device and as the ranks of a cp group",
     "delta_rule": "the gated delta rule, compared with transformers: time and saved bytes",
     "step": "whole training steps on one GPU: tokens/s, MFU, memory, share of the roofline",
-    "trades": "the time that each memory-saving recipe key costs",
     "longest": "the longest context that fits into memory, found by running steps",
-    "peer": "the longest document that plain transformers can train on",
-    "packing": "fill of packs and time of an epoch's plan, compared with simpler packing methods",
-    "balance": "balance of work over ranks and microbatches, compared with packs in order",
     "dynamic_cp": "a CP size for each pack, compared with a fixed size and with megatron-core's scheduler",
-    "dynamic_cp_step": "wall time of steps with dynamic CP, compared with fixed CP, over a loopback of a given rate",
-    "tokenize": "chats to tokens and masks, compared with datasets.map",
     "checkpoint": "time of saves and loads and stalls of training, compared with torch.save and torch.load",
     "load_hf": "weights read straight from a Hugging Face folder, compared with safetensors.torch.load_file",
-    "convert": "conversion from Hugging Face to Megatron and back, compared with shutil.copyfile",
 }
 
 

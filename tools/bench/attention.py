@@ -3,7 +3,7 @@
     python -m tools.bench attention                                    8K to 256K, three mixes, cp 1 to 16
     python -m tools.bench attention --cases 64k:one,128k:one --cp 1,8
 
-Not yet run on a GPU.  A case is LENGTH:MIX (tools/bench/mixes.py).  tools/bench/attention_ways.py lists the
+A case is LENGTH:MIX (tools/bench/mixes.py).  tools/bench/attention_ways.py lists the
 implementations; `plain` runs only on short packs.  With cp above 1, this one device runs the share of every rank in
 turn, by the trainer's own code.  Copies in memory replace the communication between ranks, so `efficiency` (time of one
 device / cp / time of the slowest rank) measures computation alone.

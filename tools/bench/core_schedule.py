@@ -3,7 +3,7 @@
 import numpy as np
 
 from sft.data.packing.cp_cost import CpCost
-from tools.bench.packing import MULTIPLE
+from tools.bench.mixes import MULTIPLE
 
 
 def core_ns(lengths: np.ndarray, ranks: int, rank_tokens: int, cost: CpCost) -> float:

@@ -29,31 +29,29 @@ from sft.data.packing.cp_documents import Documents
 from sft.data.packing.cp_grid import Grid, fixed
 from sft.data.packing.cp_prediction import bound, predict
 from sft.data.packing.dynamic_cp import assign, unless_longer
-from sft.data.packing.plan import PackingPlan
+from sft.data.packing.plan import PackingPlan, plan_epoch
 from sft.layers.flops import AttentionCost
 from sft.parallel.cp_group import cp_sizes
-from tools.bench.balance import CROSSOVERS
 from tools.bench.clock import cpu_time
 from tools.bench.core_schedule import core_ns
 from tools.bench.harness import Option, Subject
 from tools.bench.level_bound import level_bound
-from tools.bench.mixes import SEQ_LENGTHS, TRACES, lengths_of
-from tools.bench.packing import MULTIPLE, ours
+from tools.bench.mixes import MULTIPLE, SEQ_LENGTHS, TRACES, lengths_of
 from tools.bench.results import Bar, Column, Row
 
 # bf16, tp 1, no recompute, an H100 at 35% of its peak: 6 FLOPs for each active parameter of the layers.
 COSTS = {
     "llama-8b": CpCost(
-        attention=AttentionCost(CROSSOVERS["llama-8b"]),
+        attention=AttentionCost(57_000.0),
         token_ns=121_000.0, microbatch_ns=16e6, kv_bytes=32 * 2 * 8 * 128 * 8,
     ),
     "qwen3-30b-a3b": CpCost(
-        attention=AttentionCost(CROSSOVERS["qwen3-30b-a3b"]),
+        attention=AttentionCost(15_400.0),
         token_ns=47_600.0, microbatch_ns=24e6, kv_bytes=48 * 2 * 4 * 128 * 8,
     ),
 }  # fmt: skip
 GRIDS = ("16x8:16", "32x8:8", "64x8:16", "256x4:16")
-# The rows of tools/bench/balance.py: as many GPUs, of which cp compute a pack, and the same packs.
+# A dp of 8 or 32 at fixed CP.
 BALANCE = ("8x4:8", "8x16:8", "32x8:8", "32x32:8")
 LARGE = "128x32:8"  # batches of 512 packs
 BYTES_BAR, STEP_BAR, BALANCE_BAR, LEVEL_BAR, PLAN_BAR_S = 0.45, 1.05, 0.95, 0.90, 0.050  # seconds for 512 packs
@@ -71,8 +69,9 @@ def read(name: str) -> Case:
 
 @cache
 def plan_of(mix: str, num_lengths: int) -> tuple[np.ndarray, PackingPlan]:
-    lengths = lengths_of(mix, num_lengths)
-    return lengths, ours(lengths, (SEQ_LENGTHS | TRACES)[mix])
+    """The lengths of a mix, and the trainer's plan of an epoch of them."""
+    lengths, capacity = lengths_of(mix, num_lengths), (SEQ_LENGTHS | TRACES)[mix]
+    return lengths, plan_epoch(lengths, capacity=capacity, doc_multiple=MULTIPLE, seed=0, epoch=0, shuffle=True)
 
 
 def measure(case: Case, options: argparse.Namespace) -> Iterator[Row]:

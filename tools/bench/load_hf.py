@@ -29,7 +29,7 @@ from sft.console import QUIET
 from sft.hf.family import TensorMapping
 from sft.hf.source import open_source
 from sft.weights.load import fill
-from tools.bench import convert, fresh_process, machine, page_cache
+from tools.bench import fresh_process, hf_model, machine, page_cache
 from tools.bench.harness import Option, Subject, one_of
 from tools.bench.results import Bar, Column, Row
 
@@ -102,21 +102,21 @@ def turn(folder: Path) -> Turn:
             (PART, "fill_parameters", TP),
         ):
             (page_cache.forget if state == COLD else page_cache.fill)(files)
-            fresh_process.measured(folder, f"{__name__}:{command}", model, result, tp)
+            fresh_process.run(f"{__name__}:{command}", model, result, tp)
             numbers[way, state] = {**json.loads(result.read_text()), "touched": page_cache.num_bytes(files)}
     return numbers
 
 
 def measure(shape: str, options: argparse.Namespace) -> Iterator[Row]:
-    num_layers = convert.num_layers_for(shape, options.gib * 2**30)
-    tensors = convert.tensors_of(content := convert.config_of(shape, num_layers))
+    num_layers = hf_model.num_layers_for(shape, options.gib * 2**30)
+    tensors = hf_model.tensors_of(content := hf_model.config_of(shape, num_layers))
     facts: Row = {"layers": num_layers, "largest": max(tensor.nbytes for tensor in tensors.values())}
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-load-") as name:
         folder = Path(name).resolve()
-        convert.make(folder / "model", content)
+        hf_model.make(folder / "model", content)
         turns = [turn(folder) for _ in range(options.repeats)]
         facts["file_system"] = machine.file_system(folder)
-    for row in rows_of(turns, convert.num_bytes(tensors)):
+    for row in rows_of(turns, hf_model.num_bytes(tensors)):
         yield {**facts, **row}
 
 
@@ -147,6 +147,13 @@ def bars(rows: Sequence[Row]) -> Iterator[Bar]:
             yield Bar(name=name, value=row["peak"], bound=2 * row["largest"])
 
 
+def validate(options: argparse.Namespace) -> None:
+    if options.repeats < 1 or not options.gib > 0:
+        raise ValueError(f"--repeats {options.repeats} must be at least 1, and --gib {options.gib} above 0")
+    if options.folder and not options.folder.is_dir():
+        raise ValueError(f"--folder {options.folder} is not a folder")
+
+
 SUBJECT = Subject(
     measure=measure,
     columns=[
@@ -159,12 +166,12 @@ SUBJECT = Subject(
     ],
     cases=["llama-3.2-1b"],
     tiny_cases=["tiny"],
-    read=one_of(*convert.SHAPES),
+    read=one_of(*hf_model.SHAPES),
     options={
         "gib": Option(1.0, 0.001, "size limit of the model; it has at least one layer"),
         "repeats": Option(3, 1, "number of times that all rows are measured"),
         "folder": Option(None, help="folder in which a temporary folder is made", read=Path),
     },
-    validate=convert.validate,
+    validate=validate,
     bars=bars,
 )

@@ -2,7 +2,7 @@
 
     python -m tools.bench longest --cases 0.6b,1.7b --minutes 8
 
-Not yet run on a GPU.  A case is a shape of tools/bench/steps/case.py.  The search begins at the length that
+A case is a shape of tools/bench/steps/case.py.  The search begins at the length that
 sft/estimate/memory.py predicts; `ratio` is the found length / the predicted length.  If no length is predicted to fit,
 the benchmark offloads as much of the optimizer as host memory can hold.  --mix sets the lengths of documents: `one`
 needs as much memory as `1k`, and takes far longer.

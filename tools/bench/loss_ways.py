@@ -21,12 +21,8 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 def concatenate(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
     """Computes all logits, then their log-probs chunk by chunk; concatenates the list of chunks at the end."""
     logits = F.linear(hidden.flatten(0, 1), weight)
-    return _negative_sum(concatenated_logprobs(logits, labels, chunk), labels)
-
-
-def concatenated_logprobs(logits: Tensor, labels: Tensor, chunk: int) -> Tensor:
-    logprobs: Tensor = _Concatenated.apply(logits, labels.clamp(min=0), chunk)
-    return logprobs
+    logprobs = _Concatenated.apply(logits, labels.clamp(min=0), chunk)
+    return _negative_sum(logprobs, labels)
 
 
 def recompute(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:

@@ -25,6 +25,7 @@ QUANTILES = {
     "math": [(0.0, 600), (0.5, 12_432), (0.9, 43_089), (0.99, 84_679), (1.0, 140_459)],
 }  # fmt: skip
 NUM_LENGTHS = 20_000  # number of lengths from which packs are filled
+MULTIPLE = 32  # data.doc_multiple of plans
 
 
 def lengths_of(mix: str, num_lengths: int) -> np.ndarray:

@@ -4,7 +4,7 @@
     python -m tools.bench step --cases 4b:128k:one:full,4b:64k:chat
     python -m tools.bench step --judge rows.jsonl more.jsonl        compare the rows of several runs with the bars
 
-Not yet run on a GPU.  A case is SHAPE:LENGTH:MIX[:MEMORY] (tools/bench/steps/case.py).  The model has random weights of
+A case is SHAPE:LENGTH:MIX[:MEMORY] (tools/bench/steps/case.py).  The model has random weights of
 a Qwen3 shape, a step has one pack, and the second half of every sample is supervised.  MEMORY is none, selective (the
 default) or full for train.recompute, followed by any of +offload0.5 (train.offload_fraction; +offload is 1), +tile4k
 (train.mlp_tile), +optim0.5 (optim.offload_fraction) and +lora16 (lora.rank).  --set sets other recipe keys.  Every case
@@ -26,10 +26,10 @@ import argparse
 from collections.abc import Iterator
 
 from tools.bench.harness import Subject
-from tools.bench.results import Row
+from tools.bench.results import Column, Row
 from tools.bench.steps.bars import bars
 from tools.bench.steps.case import StepCase
-from tools.bench.steps.options import OPTIONS, STEP_COLUMNS, validate
+from tools.bench.steps.options import OPTIONS, validate
 from tools.bench.steps.process import measured
 
 # Most important cases first, because --minutes may end the run before the last ones.
@@ -56,7 +56,19 @@ def describe(case: StepCase) -> str:
 
 SUBJECT = Subject(
     measure=measure,
-    columns=STEP_COLUMNS,
+    columns=[
+        Column("steps", "steps"),
+        Column("step_s", "s/step", ".3f"),
+        Column("time_ratio", "/ full FT", ".3f"),
+        Column("tokens_per_s", "tokens/s", ",.0f"),
+        Column("tflops", "TFLOP/s", ".1f"),
+        Column("mfu", "MFU", ".1%"),
+        Column("peak_bytes", "GiB", ".1f", 2**30),
+        Column("by_equations", "by eq.", ".1f", 2**30),
+        Column("host_bytes", "host", ".1f", 2**30),
+        Column("of_keep", "of keep", ".1%"),
+        Column("of_full", "of full", ".1%"),
+    ],
     cases=CASES,
     tiny_cases=["tiny:512:chat:full", "tiny:512:chat:full+lora8"],
     read=StepCase.read,

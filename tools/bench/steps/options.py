@@ -1,25 +1,10 @@
-"""Options and columns that the four benchmarks of whole steps share."""
+"""Options of the benchmarks `step` and `longest`."""
 
 import argparse
 
 from tools.bench.harness import Option
-from tools.bench.results import Column
 from tools.bench.steps.loop import StepOptions
 
-GIB = 2**30
-STEP_COLUMNS = [
-    Column("steps", "steps"),
-    Column("step_s", "s/step", ".3f"),
-    Column("time_ratio", "/ full FT", ".3f"),
-    Column("tokens_per_s", "tokens/s", ",.0f"),
-    Column("tflops", "TFLOP/s", ".1f"),
-    Column("mfu", "MFU", ".1%"),
-    Column("peak_bytes", "GiB", ".1f", GIB),
-    Column("by_equations", "by eq.", ".1f", GIB),
-    Column("host_bytes", "host", ".1f", GIB),
-    Column("of_keep", "of keep", ".1%"),
-    Column("of_full", "of full", ".1%"),
-]
 DEFAULTS = StepOptions()
 OPTIONS = {
     "set": Option([], help="KEY=VALUE of the recipe, for all cases"),

@@ -19,7 +19,6 @@ from tools import (
     metrics_docs,
     plot_balance,
     plot_cp,
-    plot_dynamic_cp,
     recipes_docs,
     room_diagram,
 )
@@ -27,7 +26,6 @@ from tools import (
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PICTURES: Mapping[str, Callable[[], str]] = {
     "context-parallel.svg": plot_cp.attention_work,
-    "dynamic-cp.svg": plot_dynamic_cp.picture,
     "halo.svg": plot_cp.halo,
     "packing.svg": plot_balance.picture,
     "states.svg": plot_cp.states,
@@ -36,6 +34,7 @@ PICTURES: Mapping[str, Callable[[], str]] = {
 # Pictures that are measured, or drawn by matplotlib, whose files differ between releases: the command of each.
 DRAWN_BY_HAND: Mapping[str, str] = {
     "delta-rule.svg": "python -m tools.plot_delta_rule",
+    "dynamic-cp.png": "python -m tools.plot_dynamic_cp",
     "layouts.svg": "python -m tools.plot_layouts",
     "inspect.png": "sft data inspect",
     "plan.png": "sft plan",

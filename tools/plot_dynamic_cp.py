@@ -1,11 +1,13 @@
-"""Draws docs/pictures/dynamic-cp.svg: one step of chats with long documents among them, at cp 16 and with dynamic CP.
+"""Draws docs/pictures/dynamic-cp.png: one step of chats with long documents among them, at cp 16 and with dynamic CP.
 
-    python -m tools.pages
+    python -m tools.plot_dynamic_cp
 
 Lengths have the distribution `longmix` of tools/bench/mixes.py, with seq_length 128K; the costs are those of Llama 8B.
 """
 
-from sft.data.inspect.cp_picture import svg
+from pathlib import Path
+
+from sft.data.inspect.cp_picture import drawn
 from sft.data.packing import balance
 from sft.data.packing.cp_grid import fixed
 from sft.data.packing.cp_timeline import timeline
@@ -14,10 +16,11 @@ from sft.parallel.cp_group import cp_sizes
 from tools.bench.dynamic_cp import COSTS, plan_of
 from tools.bench.mixes import MULTIPLE, SEQ_LENGTHS
 
+OUT = Path(__file__).resolve().parents[1] / "docs/pictures/dynamic-cp.png"
 MIX, CP, DP, MICROBATCHES = "longmix", 16, 1, 8
 
 
-def picture() -> str:
+def main() -> None:
     (lengths, plan), cost = plan_of(MIX, 6000), COSTS["llama-8b"]
     seq_length = SEQ_LENGTHS[MIX]
     packs = plan.batch(0, DP * MICROBATCHES)
@@ -27,4 +30,8 @@ def picture() -> str:
     samples = [sample for pack in packs for sample in pack]
     dynamic = assign(samples, lengths, dp=DP, cp=CP, rank_tokens=seq_length // CP, doc_multiple=MULTIPLE, cost=cost)
     panels = [timeline(grid, lengths, doc_multiple=MULTIPLE, cost=cost) for grid in (fixed(slots, CP), dynamic)]
-    return svg(*panels, num_ranks=DP * CP, cp_sizes=cp_sizes(CP))
+    drawn(*panels, num_ranks=DP * CP, cp_sizes=cp_sizes(CP)).savefig(OUT, dpi=120, format="png")
+
+
+if __name__ == "__main__":
+    main()

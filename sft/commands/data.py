@@ -47,7 +47,7 @@ def add(commands: Any) -> None:
     plan_.add_argument("--world-size", metavar="N", type=int, help="number of processes over which packs are balanced")
     plan_.add_argument("--write", metavar="FILE", help="write the plan of the run to FILE, for --diff and data.plan")
     plan_.add_argument(
-        "--svg", metavar="FILE", type=Path, help="draw the packs of the first step into FILE, with parallel.dynamic_cp"
+        "--png", metavar="FILE", type=Path, help="draw the packs of the first step into FILE, with parallel.dynamic_cp"
     )
     plan_.add_argument(
         "--diff", metavar=("A", "B"), nargs=2, help="show where two plan files differ; exit code 1 if they differ"
@@ -77,9 +77,7 @@ def inspect(arguments: Namespace) -> None:
     if arguments.samples < 0:
         raise ConfigError(f"--samples {arguments.samples} is not a number of samples.  Give 0 or more.")
     if picture is not None:
-        if picture.suffix != ".png":
-            raise ConfigError(f"--png {picture} does not end in .png.  The picture is written as PNG.")
-        need_matplotlib("--png")
+        _check_picture(picture)
 
     from sft.data.inspect.report import survey_lines
     from sft.data.inspect.survey import take_survey
@@ -119,28 +117,34 @@ def plan(arguments: Namespace) -> int:
     recipe = read_recipe(arguments)
     layout = resolve_layout(recipe, arguments.world_size)
     check_paths(recipe)
-    if arguments.svg is not None:
-        _check_picture(arguments.svg, layout)
+    if arguments.png is not None:
+        _check_picture(arguments.png)
+        _check_dynamic_cp(layout)
     corpus = prepare_train(recipe.config, read_tokenizer(recipe), progress())
     for name, lines in forecast(recipe.config, layout, corpus).items():
         print_group(name, lines)
     if arguments.write is not None:
         print_group("written", [write_run(Path(arguments.write), recipe.config, layout, corpus)])
-    if arguments.svg is not None:
+    if arguments.png is not None:
         from sft.data.inspect.cp_picture import draw_step
 
-        with picture_file("--svg", arguments.svg) as temporary:
+        with picture_file("--png", arguments.png) as temporary:
             line = draw_step(temporary, recipe.config, layout, corpus)
-        print_group("picture", [f"{arguments.svg}: {line}"])
+        print_group("picture", [f"{arguments.png}: {line}"])
     return 0
 
 
-def _check_picture(path: Path, layout: "Layout") -> None:
-    """Raise ConfigError if `sft data plan` cannot draw this picture."""
-    if path.suffix != ".svg":
-        raise ConfigError(f"--svg {path} does not end in .svg.  The picture is written as SVG.")
+def _check_picture(path: Path) -> None:
+    """Raise ConfigError if this picture cannot be drawn."""
+    if path.suffix != ".png":
+        raise ConfigError(f"--png {path} does not end in .png.  The picture is written as PNG.")
+    need_matplotlib("--png")
+
+
+def _check_dynamic_cp(layout: "Layout") -> None:
+    """Raise ConfigError if all packs of the run are on as many ranks."""
     if not layout.cp_sizes:
         raise ConfigError(
-            f"--svg {path} draws packs of several CP sizes, but all packs of this run are on {layout.cp} "
+            f"--png draws packs of several CP sizes, but all packs of this run are on {layout.cp} "
             f"rank{'s' * (layout.cp > 1)}.  Give parallel.dynamic_cp=true, with parallel.cp above 1."
         )

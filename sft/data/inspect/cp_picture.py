@@ -1,10 +1,16 @@
-"""Draws a step with fixed and with dynamic CP as SVG: ranks against time, each pack a block coloured by its CP size.
+"""Draws a step with fixed and with dynamic CP: ranks against time, each pack a block coloured by its CP size.
 
-Decides axes, colours and labels.  `packing/cp_timeline.py` predicts when packs begin and end; nothing is measured.
+Decides panels, axes and colours.  `packing/cp_timeline.py` predicts when packs begin and end; nothing is measured.
+Importing this module without matplotlib (the extra `plot`) raises ImportError.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from sft.config import Config
 from sft.data.cache.corpus import Corpus
@@ -14,89 +20,52 @@ from sft.data.packing.cp_grid import Grid, fixed
 from sft.data.packing.cp_timeline import TimedPack, timeline
 from sft.parallel.layout import Layout
 
-WIDTH, LEFT, RIGHT, TOP, HEIGHT = 760, 64, 14, 30, 260  # HEIGHT: of the rows of a panel, up to 130 ranks
-ROW, LABEL = 18, 12  # heights of a rank, at most, and of its label
-NARROW = 3.0  # blocks below this width have no border, which would hide their colour
 SHADES = ("#cfe1f2", "#9ecae1", "#6aaed6", "#3787c0", "#1c5fa5", "#08306b")  # by CP size, the largest last
 FILLER, IDLE, END = "#a6a6a6", "#e9e9e9", "#c00000"
 
 
-def draw_step(path: Path, config: Config, layout: Layout, corpus: Corpus, step: int = 0) -> str:
-    """Writes the picture of a step of a run with dynamic CP to `path`.  Returns a line about it."""
+def draw_step(out: Path, config: Config, layout: Layout, corpus: Corpus, step: int = 0) -> str:
+    """Writes the PNG file `out` of a step of a run with dynamic CP.  Returns a line about it."""
     loader, cost = make_loader(config, layout, corpus, pad_id=0), CpCost.of(config)
     grids: list[Grid] = [fixed(loader.slots(step), layout.cp), loader.grid(step)]
     panels = [timeline(grid, corpus.lengths, doc_multiple=layout.doc_multiple, cost=cost) for grid in grids]
-    path.write_text(svg(*panels, num_ranks=layout.dp * layout.cp, cp_sizes=layout.cp_sizes), encoding="utf-8")
+    figure = drawn(*panels, num_ranks=layout.dp * layout.cp, cp_sizes=layout.cp_sizes)
+    figure.savefig(out, dpi=120, format="png")
     return f"step {step + 1} with cp {layout.cp} and with dynamic CP, {layout.dp * layout.cp} ranks of dp x cp"
 
 
-def svg(
+def drawn(
     fixed_packs: Sequence[TimedPack], dynamic: Sequence[TimedPack], *, num_ranks: int, cp_sizes: Sequence[int]
-) -> str:
-    """The picture.  cp_sizes: in increasing order; the last is the fixed cp, whose groups are the rows of the grid"""
+) -> Figure:
+    """The picture.  cp_sizes: in increasing order; the last is the fixed cp"""
     cp, ends = cp_sizes[-1], [max(pack.end_ns for pack in packs) for packs in (fixed_packs, dynamic)]
-    row = min(ROW, max(2, HEIGHT // num_ranks))
-    panel = row * num_ranks + TOP + 20
-    scale = (WIDTH - LEFT - RIGHT) / max(1, *ends)
-    title = f"dynamic CP: {ends[1] / max(1, ends[0]):.2f} of this time"
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {2 * panel + 64}" font-family="sans-serif" '
-        'font-size="11">',
-        '<rect width="100%" height="100%" fill="white"/>',
-        *_panel(f"cp {cp}: every pack on {cp} ranks", fixed_packs, num_ranks, cp_sizes, scale, row, TOP),
-        *_panel(title, dynamic, num_ranks, cp_sizes, scale, row, TOP + panel),
-        *_axis(max(ends), scale, 2 * panel + 2),
-        *_legend(cp_sizes, 2 * panel + 50),
-    ]
-    return "\n".join([*parts, "</svg>\n"])
+    titles = (f"cp {cp}: every pack on {cp} ranks", f"dynamic CP: {ends[1] / max(1, ends[0]):.2f} of this time")
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    panels = figure.subplots(2, 1, sharex=True)
+    for axes, title, packs in zip(panels, titles, (fixed_packs, dynamic)):
+        _panel(axes, title, packs, num_ranks, cp_sizes)
+    panels[1].set(xlabel="time, predicted", xlim=(0, 1.02 * max(1, *ends) / 1e9))
+    names = {_shade(size, cp_sizes): f"{size} rank{'s' * (size > 1)}" for size in reversed(cp_sizes)}
+    names |= {FILLER: "filler", IDLE: "waits"}
+    figure.legend(handles=[Patch(color=color, label=name) for color, name in names.items()], loc="outside right center")
+    return figure
 
 
-def _panel(
-    title: str, packs: Sequence[TimedPack], num_ranks: int, cp_sizes: Sequence[int], scale: float, row: int, top: int
-) -> Iterator[str]:
-    """The rows of all ranks, and a line at the end of the step."""
-    height, end = row * num_ranks, max(pack.end_ns for pack in packs)
-    busy = sum((pack.end_ns - pack.start_ns) * pack.cp_size for pack in packs) / max(1, end * num_ranks)
-    yield f'<text x="{LEFT}" y="{top - 8}" font-weight="bold">{title}; ranks busy {busy:.0%}</text>'
-    yield f'<rect x="{LEFT}" y="{top}" width="{end * scale:.1f}" height="{height}" fill="{IDLE}"/>'
+def _panel(axes: Axes, title: str, packs: Sequence[TimedPack], num_ranks: int, cp_sizes: Sequence[int]) -> None:
+    """A row for each rank, and a line at the end of the step."""
+    end_s = max(1, *(pack.end_ns for pack in packs)) / 1e9
+    busy_s = sum((pack.end_ns - pack.start_ns) * pack.cp_size for pack in packs) / 1e9
+    axes.add_patch(Rectangle((0, 0), end_s, num_ranks, color=IDLE))
     for pack in packs:
-        fill = _shade(pack.cp_size, cp_sizes) if pack.samples else FILLER
-        yield _block(pack.start_ns * scale, (pack.end_ns - pack.start_ns) * scale, pack, fill, row, top)
-    for rank in range(cp_sizes[-1], num_ranks, cp_sizes[-1]):  # between the rows of the grid
-        line = f"M{LEFT} {top + row * rank}h{end * scale:.1f}"
-        yield f'<path d="{line}" stroke="white" stroke-width="{row / 10 + 0.6:g}"/>'
-    for rank in range(0, num_ranks, next(1 << bit for bit in range(16) if row << bit >= LABEL)):
-        yield f'<text x="{LEFT - 6}" y="{top + row * rank + row / 2 + 4:g}" text-anchor="end">rank {rank}</text>'
-    yield f'<path d="M{LEFT + end * scale:.1f} {top - 4}v{height + 8}" stroke="{END}" stroke-width="1.5"/>'
-
-
-def _block(left: float, width: float, pack: TimedPack, fill: str, row: int, top: int) -> str:
-    border = f' stroke="white" stroke-width="{min(1.0, row / 8):.2f}"' if width >= NARROW else ""
-    return (
-        f'<rect x="{LEFT + left:.1f}" y="{top + row * pack.rank}" width="{width:.1f}" '
-        f'height="{row * pack.cp_size}" fill="{fill}"{border}/>'
-    )
-
-
-def _axis(end_ns: int, scale: float, y: int) -> Iterator[str]:
-    """Ticks at 1, 2 or 5 times a power of ten of the unit, at most eight of them."""
-    unit, name = next((size, name) for size, name in ((10**9, "s"), (10**6, "ms"), (1000, "µs")) if end_ns >= size)
-    tick = next(k * 10**power for power in range(12) for k in (1, 2, 5) if end_ns <= 8 * k * 10**power)
-    for time in range(0, end_ns + 1, tick):
-        x = LEFT + time * scale
-        yield f'<path d="M{x:.1f} {y - 10}v4" stroke="black" stroke-width="0.8"/>'
-        yield f'<text x="{x:.1f}" y="{y + 6}" text-anchor="middle">{time / unit:g}</text>'
-    yield f'<text x="{LEFT}" y="{y + 22}">{name}, predicted</text>'
-
-
-def _legend(cp_sizes: Sequence[int], y: int) -> Iterator[str]:
-    names = [(_shade(size, cp_sizes), f"{size} rank{'s' * (size > 1)}") for size in cp_sizes]
-    names += [(FILLER, "filler"), (IDLE, "waits")]
-    wide = min(100, (WIDTH - LEFT - RIGHT) // len(names))
-    for index, (fill, name) in enumerate(names):
-        x = LEFT + wide * index
-        yield f'<rect x="{x}" y="{y - 10}" width="11" height="11" fill="{fill}" stroke="#888" stroke-width="0.5"/>'
-        yield f'<text x="{x + 16}" y="{y}">{name}</text>'
+        color = _shade(pack.cp_size, cp_sizes) if pack.samples else FILLER
+        corner, width = (pack.start_ns / 1e9, pack.rank), (pack.end_ns - pack.start_ns) / 1e9
+        axes.add_patch(Rectangle(corner, width, pack.cp_size, facecolor=color, edgecolor="white", linewidth=0.5))
+    axes.axvline(end_s, color=END)
+    axes.set_title(f"{title}; ranks busy {busy_s / (end_s * num_ranks):.0%}", loc="left", fontweight="bold")
+    axes.set_ylim(num_ranks, 0)
+    axes.set_ylabel("rank of dp x cp")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_formatter(EngFormatter("s"))
 
 
 def _shade(cp_size: int, cp_sizes: Sequence[int]) -> str:

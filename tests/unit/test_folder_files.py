@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from sft.checkpoint import manifest
 from sft.config import CheckpointConfig, ModelConfig
 from sft.console import QUIET
-from sft.data.tokenizer.files import read_tokenizer
+from sft.data.tokenizer.reading import read_tokenizer
 from sft.errors import ConfigError, SftError
 from sft.files import folder_files
 from sft.files.folder_files import UnsafeFileError

@@ -20,7 +20,7 @@ from sft.config import yaml
 from sft.console import QUIET
 from sft.data.read.strict_json import parse_json
 from sft.data.rows.formats import read_row
-from sft.data.tokenizer import files
+from sft.data.tokenizer import reading
 from sft.errors import CheckpointError, SftError
 from sft.hf.safetensors_files import SafetensorsFolder
 from sft.hf.tensor_check import check_tensors
@@ -122,7 +122,7 @@ def added_tokens(count: int, folder: Path) -> Callable[[], Any]:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
     def read() -> None:
-        assert len(files._read("t", folder).added_ids) == count
+        assert len(reading._read("t", folder).added_ids) == count
 
     return read
 

@@ -11,7 +11,8 @@ import pytest
 
 from sft.data.tokenizer import mistral_regex
 from sft.data.tokenizer.comparison import compare_with_transformers
-from sft.data.tokenizer.files import encode, read_tokenizer
+from sft.data.tokenizer.files import encode
+from sft.data.tokenizer.reading import read_tokenizer
 from tests.unit.fixtures.folder import make_folder
 
 

@@ -16,8 +16,9 @@ from sft.data.cache.tokenizer_notes import first_texts, say_notes
 from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
 from sft.data.tokenizer import mistral_regex
 from sft.data.tokenizer.comparison import compare_with_transformers, losses
-from sft.data.tokenizer.files import encode, read_tokenizer, template_for
+from sft.data.tokenizer.files import encode, template_for
 from sft.data.tokenizer.probe_texts import probe_texts
+from sft.data.tokenizer.reading import read_tokenizer
 from sft.errors import DataError
 from tests.unit.fixtures.folder import config, make_folder, template
 

@@ -1,11 +1,11 @@
 """Loads the tokenizer and the chat template of a run.
 
 Decides the files of both, the padding id, the true number of ids, the tokens around a plain text, and the digest that
-is part of cache keys.  `chat_template.py` renders chats, and `habits.py` learns what a template does.
+is part of cache keys.  `chat_template.py` renders chats, and `habits.py` learns the behaviour of a template.
 
 There are two kinds: the built-in byte tokenizer, which needs no file, and any Hugging Face tokenizer folder.  No code
-of a folder runs.  A sandbox with limits renders the folder's template (`sandbox.py`), and so that it cannot take the
-process along, only a child with limits does (`sft/data/limited.py`).
+of a folder runs.  A sandbox with limits renders the folder's template (`sandbox.py`).  It runs only in a child process
+with limits (`sft/data/limited.py`), so a template cannot end the run's process.
 """
 
 import hashlib
@@ -20,7 +20,8 @@ from sft.data.chat.habits import Habits, Vocabulary, final_end, learn
 from sft.data.chat.prompts import Prompts
 from sft.data.template.chat_template import ChatTemplate
 from sft.data.tokenizer.byte_tokenizer import ByteTokenizer
-from sft.data.tokenizer.files import TokenizerFiles, read_tokenizer, template_for
+from sft.data.tokenizer.files import TokenizerFiles, template_for
+from sft.data.tokenizer.reading import read_tokenizer
 from sft.data.tokenizer.text_tokenizer import TextTokenizer
 from sft.errors import DataError
 from sft.files.folder_files import CONFIG_BYTES, UnsafeFileError, read_file
@@ -31,7 +32,7 @@ class FolderTokenizer(TextTokenizer):
     """A Hugging Face tokenizer folder, with or without a chat template.
 
     assistant_control  further control tokens that the text of an assistant may contain
-    final_end          token after a last answer that the template does not end; "auto": the template's own hand-over
+    final_end          token after a last answer that the template does not end; "auto": the token that hands turns over
     """
 
     chat_template: ChatTemplate | None = None
@@ -50,7 +51,7 @@ class FolderTokenizer(TextTokenizer):
 
     @cached_property
     def habits(self) -> Habits:
-        """What the template does around an assistant's turns.  Raises DataError if there is no chat template."""
+        """The behaviour of the template around an assistant's turns.  Raises DataError if there is no chat template."""
         added, special = frozenset(self.files.added_ids), frozenset(self.files.special_ids)
         eos = self.control_names.get(-1 if self.eos_id is None else self.eos_id)
         ends = tuple(end for end in self.files.generation_ends if end in self.ids)
@@ -78,8 +79,11 @@ class FolderTokenizer(TextTokenizer):
 
     @cached_property
     def digest(self) -> str:
-        """A digest of everything that decides which tokens a row gets: the tokenizer as it was loaded, its special
-        tokens and the chat template.  Files that do not change these, such as config.json, do not change the digest."""
+        """The digest of everything that determines the tokens of a row.
+
+        These are the tokenizer as it was loaded, its special tokens and the chat template.  Other files, such as
+        config.json, do not change the digest.
+        """
         template, further = self.chat_template, {}
         if template is not None:
             further = {
@@ -100,7 +104,7 @@ class FolderTokenizer(TextTokenizer):
 
     @cached_property
     def ids(self) -> dict[str, int]:
-        """Id of each control token: the special tokens, and all added tokens that the template writes."""
+        """The id of each control token: the special tokens, and all added tokens that the template writes."""
         code = self.chat_template.code if self.chat_template else ""
         written = {token: i for token, i in self.files.added_ids.items() if token in code}
         return {**super().ids, **written}
@@ -110,16 +114,16 @@ ChatTokenizer = ByteTokenizer | FolderTokenizer
 
 
 def template_name(tokenizer: ChatTokenizer) -> str:
-    """The name of the tokenizer's chat template for users."""
+    """The name of the tokenizer's chat template, for messages to users."""
     return "of data.tokenizer = byte" if isinstance(tokenizer, ByteTokenizer) else tokenizer.template.name
 
 
 def load_tokenizer(data: DataConfig, name: str | None = None, folder: Path | None = None) -> ChatTokenizer:
     """The tokenizer `name`, with the template of `data.chat_template` or the tokenizer's own template.
 
-    name: as messages call the tokenizer; None: `data.tokenizer`, or byte
-    folder: its files; None: those of the folder `name`
-    Raises DataError if the folder is missing or no tokenizer folder, or if the template is missing or unusable.
+    name    the tokenizer's name in messages; None: `data.tokenizer`, or byte
+    folder  the folder with its files; None: the folder `name`
+    Raises DataError if the folder is missing, if it has no tokenizer, or if the template is missing or unusable.
     """
     name = name or data.tokenizer or "byte"
     if name == "byte":
@@ -158,7 +162,7 @@ def _load_folder(name: str, folder: Path, data: DataConfig) -> FolderTokenizer:
 
 
 def _choose_template(files: TokenizerFiles, name: str, data: DataConfig) -> ChatTemplate | None:
-    """The template of the file or of the tokenizer; None if there is none, which suffices for texts and tokens."""
+    """The template of the file or of the tokenizer; None if there is none.  Texts and tokens need no template."""
     switches, template_file = data.chat_template_kwargs, data.chat_template
     source, template_name = template_for(files, has_tools=False), f"of {name}"
     with_tools = template_for(files, has_tools=True)
@@ -183,7 +187,7 @@ def _choose_template(files: TokenizerFiles, name: str, data: DataConfig) -> Chat
 
 
 def _check_switches(template: ChatTemplate) -> None:
-    """Refuses variables that the template does not read, or that are special tokens of the tokenizer."""
+    """Raises DataError for variables that the template does not read, or that are special tokens of the tokenizer."""
     taken = [name for name in template.switches if name in template.special_tokens]
     unread = [name for name in template.switches if name not in template.variables]
     if taken or unread:

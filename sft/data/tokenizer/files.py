@@ -1,4 +1,4 @@
-"""Reads the files of a tokenizer folder: the tokenizer, its special tokens, its chat templates, and ends of generation.
+"""The contents of a tokenizer folder: the tokenizer, its special tokens, its chat templates, and ends of generation.
 
 tokenizer.json decides how text becomes tokens.  Transformers may choose a class by config.json that replaces parts of
 the tokenizer by its own; `comparison.py` finds out whether the results differ.  Only a folder without
@@ -8,7 +8,6 @@ tokenizer.json lacks, by the rules of transformers 5.  No code of a folder runs.
 This module does not decide which template a chat gets (`tokenizer.py`), nor what a template may do (`sandbox.py`).
 """
 
-import hashlib
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,25 +16,15 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from sft.data import limited
 from sft.data.tokenizer import mistral_regex
 from sft.data.tokenizer.special_tokens import read_json, read_special_tokens, refusing
 from sft.errors import DataError
-from sft.files.folder_files import LIST_BYTES, UnsafeFileError, matching, read_file
 
 Ids = tuple[int, ...]
 EXPECTED = "data.tokenizer is byte (built in, no file), a folder with tokenizer.json, or a model on the hub"
 FILE = "tokenizer.json"
-_VOCABULARIES = (FILE, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-_READ = ("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja")  # also by transformers
+LARGEST_ID = (1 << 24) - 1  # tables have a row for each id; the largest known vocabulary has 1,000,000
 _TEXTS = ("a", "A", "0", " a", "the", "一", "\n")
-_LARGEST_ID = (1 << 24) - 1  # tables have a row for each id; the largest known vocabulary has 1,000,000
-_TRIED = (FILE, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")  # what native code reads
-_tried: set[bytes] = set()  # digests of such files that a child could read
-_ADVICE = (
-    "Its normalizer, pre-tokenizer or vocabulary asks for too much, or is damaged.  Fetch the file again from a source "
-    "that you trust, or give another data.tokenizer."
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,54 +82,6 @@ def template_for(files: TokenizerFiles, *, has_tools: bool) -> str | None:
     return files.templates.get("default")
 
 
-def read_tokenizer(name: str, folder: Path) -> TokenizerFiles:
-    """The files of `folder`, which messages call `name`.  Raises DataError with one sentence if they cannot be used.
-
-    A child with limits reads them first, because native code that reads them may end its process.
-    """
-    content = hashlib.sha256(repr([_bytes(folder / file) for file in _TRIED]).encode()).digest()
-    if content not in _tried and not limited.is_child():
-        limited.call(f"tokenizer.json of {name}", _try, name, folder, advice=_ADVICE)
-        _tried.update([content] if (folder / FILE).is_file() else [])
-    return _read(name, folder)
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return hashlib.sha256(read_file(path, LIST_BYTES)).digest() if path.is_file() else b""
-    except (OSError, UnsafeFileError):  # `_read` says why
-        return b""
-
-
-def _try(name: str, folder: Path) -> None:
-    _read(name, folder)
-
-
-def _read(name: str, folder: Path) -> TokenizerFiles:
-    if not folder.is_dir():
-        raise DataError(f"tokenizer folder {name} does not exist.  {EXPECTED}.")
-    names = sorted(path.name for path in folder.iterdir())
-    held = ", ".join(names[:6]) or "nothing"
-    if not any(file in names for file in _VOCABULARIES):  # transformers might make an empty tokenizer of config.json
-        raise DataError(f"{name} has no tokenizer (it holds {held}).  {EXPECTED}.")
-    with refusing(lambda why: f"the tokenizer of {name} cannot be read: {why}."):
-        for pattern in _READ:
-            matching(folder, pattern, LIST_BYTES)
-    if FILE in names:
-        files = _of_file(name, folder)
-    else:
-        from sft.data.tokenizer.conversion import convert
-
-        files = convert(name, folder, held)
-    largest = max(files.backend.get_vocab().values(), default=-1)
-    if not 0 <= largest <= _LARGEST_ID:
-        fault = (
-            "has no token" if largest < 0 else f"has the id {largest:,}, and ids of at most {_LARGEST_ID:,} can be used"
-        )
-        raise DataError(f"the tokenizer of {name} {fault}.  {EXPECTED}.")
-    return files
-
-
 def encode(backend: Tokenizer, text: str, *, as_text: bool = False, offsets: bool = False) -> Any:
     """The encoding of `text`, without added special tokens.  Raises DataError if the tokenizer fails at it.
 
@@ -186,7 +127,9 @@ def plain(backend: Tokenizer) -> Tokenizer:
     return backend
 
 
-def _of_file(name: str, folder: Path) -> TokenizerFiles:
+def from_tokenizer_json(name: str, folder: Path) -> TokenizerFiles:
+    """The files of a folder with tokenizer.json.  Raises DataError if they cannot be used."""
+
     def describe(why: str) -> str:
         return f"tokenizer.json of {name} is not a usable tokenizer: {why}{_pointer(folder)}.  {EXPECTED}."
 
@@ -269,5 +212,5 @@ def _generation_ends(name: str, folder: Path, backend: Tokenizer, notes: list[st
         notes.append(f"{error}  The tokens at which generation ends are not taken from it.")
         return ()
     ids = ids if isinstance(ids, list) else [ids]
-    tokens = [backend.id_to_token(i) for i in ids if isinstance(i, int) and 0 <= i <= _LARGEST_ID]
+    tokens = [backend.id_to_token(i) for i in ids if isinstance(i, int) and 0 <= i <= LARGEST_ID]
     return tuple(dict.fromkeys(token for token in tokens if token is not None))

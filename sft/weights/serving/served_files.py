@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 
 from sft.data.limited import call
 from sft.data.tokenizer.comparison import compare_with_transformers
-from sft.data.tokenizer.files import read_tokenizer
 from sft.data.tokenizer.mistral_regex import is_of_a_converter, mend
+from sft.data.tokenizer.reading import read_tokenizer
 from sft.errors import CheckpointError, DataError
 from sft.weights.atomic_folder import COMPANIONS, copy_companions
 from sft.weights.serving.served import DEFAULT, Record, Served

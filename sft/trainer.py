@@ -41,7 +41,7 @@ from sft.run.sample_log import SampleLog, link
 from sft.run.signals import leave_with_parent
 from sft.run.step_check import StepCheck, dump_step
 from sft.weights import run_folder
-from sft.weights.exports import Exports
+from sft.weights.background_exports import Exports
 from sft.weights.initial import load_initial
 from sft.weights.lora.base_digest import base_digest
 from sft.weights.lora.initial_adapters import load_new_adapters
@@ -169,10 +169,10 @@ class Trainer:
                     started = time.monotonic()
                     batch = self._get_batch(state.step)
                     result = self._train_step(state.step, batch, waited_s=time.monotonic() - started)
-                    state = state.after(result, batch.position, link(state.chain, *batch.position, batch.samples))
+                    state = state.after(result, batch.location, link(state.chain, *batch.location, batch.samples))
                     self.lifecycle.step, self.lifecycle.step_s = state.step, time.monotonic() - started
                     if sample_log is not None:
-                        sample_log.write(state.step, *batch.position, batch.samples, state.chain)
+                        sample_log.write(state.step, *batch.location, batch.samples, state.chain)
                     metrics.train(state.step, result, seconds=self.lifecycle.step_s)
                     self._check(state, batch, result)
                     progress.advance(1)

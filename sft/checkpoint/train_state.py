@@ -58,7 +58,7 @@ class TrainState:
     def best_step(self) -> int | None:
         return None if self.best is None else self.best.step
 
-    def after(self, result: StepResult, position: tuple[int, int], chain: str) -> "TrainState":
+    def after(self, result: StepResult, location: tuple[int, int], chain: str) -> "TrainState":
         return replace(
             self,
             step=self.step + 1,
@@ -67,8 +67,8 @@ class TrainState:
             num_skipped=self.num_skipped + (result.skipped and not result.is_nonfinite),
             num_bad=self.num_bad + result.is_nonfinite,
             bad_in_a_row=self.bad_in_a_row + 1 if result.is_nonfinite else 0,
-            epoch=position[0],
-            batch=position[1],
+            epoch=location[0],
+            batch=location[1],
             chain=chain,
         )
 

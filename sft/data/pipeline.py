@@ -26,7 +26,7 @@ from sft.parallel.position import Position
 class GlobalBatch:
     """The data of one step."""
 
-    position: tuple[int, int]  # the epoch and the global batch in that epoch, both counted from 0
+    location: tuple[int, int]  # the epoch and the global batch in that epoch, both counted from 0
     samples: list[int]  # numbers of all samples of the step, over all ranks
     microbatches: list[Microbatch]  # microbatches of this rank
 
@@ -143,7 +143,7 @@ class DataPipeline(HeldOutData):
         if self._layout.cp_sizes:
             check_agreement(grid, step, self._position.control)
         return GlobalBatch(
-            position=self.train.plans.locate(step),
+            location=self.train.plans.locate(step),
             samples=[sample for pack in self.train.plans.global_batch(step) for sample in pack],
             microbatches=self.train.microbatches_of(grid),
         )

@@ -19,7 +19,7 @@ from sft.checkpoint.train_state import TrainState
 from sft.config import CheckpointConfig
 from sft.console import Console
 from sft.errors import StorageError
-from sft.weights.exports import Exports
+from sft.weights.background_exports import Exports
 
 SCRIPT = """#!/bin/sh
 source=$6 target=$7
@@ -61,7 +61,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     script = tmp_path / "python"
     script.write_text(SCRIPT)
     script.chmod(0o755)
-    monkeypatch.setattr("sft.weights.exports.sys", SimpleNamespace(executable=str(script)))
+    monkeypatch.setattr("sft.weights.background_exports.sys", SimpleNamespace(executable=str(script)))
     return Run(tmp_path / "run")
 
 

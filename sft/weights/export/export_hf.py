@@ -32,6 +32,7 @@ from sft.mcore.checkpoint_io import safe_reader
 from sft.mcore.checkpoint_io.megatron_arguments import expert_arguments
 from sft.weights import kept
 from sft.weights.atomic_folder import copy_companions, new_folder, refuse_existing
+from sft.weights.background_exports import CHECKPOINT_DIGEST
 from sft.weights.export.export_adapter import export_adapter
 from sft.weights.export.merged_weights import open_merged
 from sft.weights.export.model_card import write_model_card
@@ -39,7 +40,6 @@ from sft.weights.export.model_tensors import check_stored, model_tensors
 from sft.weights.export.original import Original, describe_tokenizer, find_original
 from sft.weights.export.proof import check_export
 from sft.weights.export.trained_tensors import TrainedTensor, prefetched, put_together
-from sft.weights.exports import CHECKPOINT_DIGEST
 from sft.weights.lora import merged_adapters
 from sft.weights.serving import served_files
 from sft.weights.torch_dist import TorchDistReader

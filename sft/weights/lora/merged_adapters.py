@@ -16,7 +16,7 @@ from pathlib import Path
 from sft.checkpoint import manifest
 from sft.errors import CheckpointError
 from sft.files.folder_files import CONFIG_BYTES, read_json
-from sft.weights.exports import CHECKPOINT_DIGEST
+from sft.weights.background_exports import CHECKPOINT_DIGEST
 
 NAME = "merged_adapters.json"
 FORMAT = "sft merged adapters 1"

@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+from pathlib import Path
 
 from sft.errors import ConfigError
 from sft.files.atomic_files import explained
@@ -10,6 +11,7 @@ from sft.recipe.layout import launched_world_size, resolve_layout
 from sft.recipe.needs import check_folder, check_packages, check_paths, download_weights
 from sft.recipe.resolved import Recipe
 from sft.run.outcome import Outcome
+from sft.run.refused_start import recorded
 
 _joined: set[tuple[str | None, str | None]] = set()  # MASTER_ADDR and MASTER_PORT where this process was a rank
 
@@ -32,11 +34,12 @@ def train(recipe: Recipe) -> Outcome:
     an error in a program of torchrun, end the program: the other ranks may wait for this one.
     """
     _check_process()
-    layout = resolve_layout(recipe, launched_world_size() or 1)
-    check_packages(recipe)
-    check_paths(recipe)
-    if os.environ.get("RANK", "0") == "0":  # the rank that makes the folder
-        check_folder(recipe)
+    with recorded(Path(recipe.config.run.dir)):
+        layout = resolve_layout(recipe, launched_world_size() or 1)
+        check_packages(recipe)
+        check_paths(recipe)
+        if os.environ.get("RANK", "0") == "0":  # the rank that makes the folder
+            check_folder(recipe)
     download_weights(recipe)
 
     from sft.run import environment

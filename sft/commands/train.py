@@ -40,9 +40,11 @@ def _train_ranks(arguments: Namespace) -> int:
     recipe = read_recipe(arguments)
 
     from sft.recipe.layout import resolve_layout
+    from sft.run.refused_start import recorded
 
     number = _number(arguments.processes, recipe.config.run.device)
-    resolve_layout(recipe, number)
+    with recorded(Path(recipe.config.run.dir)):
+        resolve_layout(recipe, number)
     words = ["train", arguments.recipe, *arguments.overrides]
     code = run_ranks(words, number, grace_s=recipe.config.run.grace_s, log_dir=arguments.log_dir)
     if code not in (0, 2):

@@ -19,6 +19,7 @@ from sft.parallel.collectives import all_reduce_max, broadcast_from_rank0
 from sft.parallel.position import Position
 from sft.run import status
 from sft.run.lock import RunLock
+from sft.run.refused_start import recorded
 from sft.run.signals import StopSignals, deadline
 from sft.run.watchdog import Watchdog
 
@@ -55,10 +56,9 @@ class Lifecycle:
                 Watchdog(run.progress_timeout_s, self._folder, self._position.rank, on_hang=self._report_hang)
             )
             contexts.push(self._report_error)
-            self.step = broadcast_from_rank0(self._next_step, control)
-            start = broadcast_from_rank0(lambda: status.begin(self._folder, step=self.step), control)
+            start = broadcast_from_rank0(partial(_begin, self._folder, self._next_step), control)
             self._contexts = contexts.pop_all()
-        self._start_id, self._earlier = start.start_id, (start.step_s, start.save_s)
+        self.step, self._start_id, self._earlier = start.step, start.start_id, (start.step_s, start.save_s)
         if start.starts > 1:
             self._console.say(f"start {start.starts} in a row from step {self.step}: no new checkpoint since the first")
         return self
@@ -150,6 +150,13 @@ class Lifecycle:
             yield
         except OSError as error:
             self._console.say(f"warning: {self._folder}/{status.FILE} cannot be written: {error}")
+
+
+def _begin(folder: Path, next_step: Callable[[], int]) -> status.Status:
+    """Record the start, or that the checkpoints allow none.  Called on rank 0, which holds the lock."""
+    with recorded(folder, is_locked=True):
+        step = next_step()
+    return status.begin(folder, step=step)
 
 
 def _grace_line(step_s: float | None, save_s: float | None, grace_s: float, checkpoint: CheckpointConfig) -> str | None:

@@ -1,7 +1,7 @@
 """run_state.json records the progress of a run and how its last start ended, for scripts and users.
 
 `verdict` says whether another start makes sense.  torchrun turns every exit code except 0 into 1, so a script that
-restarts runs must read this file.  Rank 0 calls `begin`, `progress` and `end`; any rank may call `fail`.
+restarts runs must read this file.  Rank 0 calls `begin`, `refuse`, `progress` and `end`; any rank may call `fail`.
 
 The first failure of a start is also in run_state.failure.json until the next start.  Only one rank can create a file of
 this name, so later failures do not replace the first.
@@ -76,7 +76,7 @@ def begin(folder: Path, *, step: int) -> Status:
         num_steps=before.num_steps if before else None,
         started_at_step=step,
         saved_step=step,
-        start_id=uuid.uuid4().hex[:12],
+        start_id=_new_id(),
         starts=before.starts + 1 if before and in_a_row else 1,
         reason=None,
         traceback=None,
@@ -84,10 +84,20 @@ def begin(folder: Path, *, step: int) -> Status:
         save_s=before.save_s if before else None,
         **_now(),
     )
-    for leftover in folder.glob(f"{FAILURE}*"):  # left by the previous start, or by a rank that was killed in `fail`
-        leftover.unlink(missing_ok=True)
-    replace_text(folder / FILE, _text(status), sync=True)
+    _replace(folder, status)
     return status
+
+
+def refuse(folder: Path, error: SftError) -> None:
+    """Record that a start was refused before it began.  The numbers of the start before stay.
+
+    Called by the process that holds the lock of the folder.  Raises ConfigError like `read`, and OSError if the folder
+    cannot be written.
+    """
+    before = read(folder) or _first(step=0, starts=0)
+    reason = _line(f"refused before it began: {type(error).__name__}: {error}")
+    refused = replace(before, status="failed-fatal", start_id=_new_id(), reason=reason, traceback=None, **_now())
+    _replace(folder, refused)
 
 
 def progress(folder: Path, start_id: str | None, *, step: int, step_s: float, save_s: float) -> None:
@@ -170,7 +180,23 @@ def _known(folder: Path, step: int) -> Status:
             return status
     except ConfigError:
         pass
-    return Status("running", step, None, step, step, "", 1, None, None, None, None, **_now())
+    return _first(step=step, starts=1)
+
+
+def _first(*, step: int, starts: int) -> Status:
+    """The status of a run in whose folder no file has it."""
+    return Status("running", step, None, step, step, "", starts, None, None, None, None, **_now())
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex[:12]
+
+
+def _replace(folder: Path, status: Status) -> None:
+    """Write the status of a new start, and remove the failure of the start before."""
+    for leftover in folder.glob(f"{FAILURE}*"):  # left by the previous start, or by a rank that was killed in `fail`
+        leftover.unlink(missing_ok=True)
+    replace_text(folder / FILE, _text(status), sync=True)
 
 
 def _is_of_another(known: Status, start_id: str | None) -> bool:

@@ -89,7 +89,6 @@ def _print_rotary(recipe: "Recipe") -> None:
 def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
     from sft.commands.resume_lines import with_data
     from sft.data.cache.prepare import prepare_recipe
-    from sft.data.cache.vocabulary import check_ids
     from sft.data.inspect import cp_forecast
     from sft.data.inspect.forecast import length_lines, loader_of
     from sft.estimate.lengths import Lengths
@@ -100,8 +99,6 @@ def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
     _print_model(recipe, layout, tokenizer.vocab_size, gpu)
     _print_weights(recipe, tokenizer.vocab_size)
     corpora = prepare_recipe(recipe.config, tokenizer, progress())
-    for prepared in corpora.values():
-        check_ids(recipe.config, prepared, tokenizer)
     corpus = corpora.pop("train")
     loader = loader_of(recipe.config, layout, corpus)
     num_steps = train.num_steps or loader.plans.total_steps(train.num_epochs or 1)

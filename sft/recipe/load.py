@@ -28,6 +28,8 @@ from sft.recipe.resolved import Origin, Recipe, derived, printable
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 # Keys of model.rope that a recipe may not change.
 _NOT_POSITIONS = ("fraction", "skip_layers", "query_scale_beta", "window_base")
+# What to do instead of setting a key for which config.json decides.
+_MORE = {"model.vocab_size": "  docs/start/data.md, Add tokens, shows how the model gets more rows."}
 _MAX_BYTES = 1 << 20  # a larger file is probably a data file given by mistake
 _MAX_ADVISED = 50  # unknown keys for which similar keys are looked up, which takes up to a millisecond each
 
@@ -207,7 +209,7 @@ class _Draft:
                 self.values[key], self.origins[key] = value, Origin("derived", text=where)
             elif not is_position and own != value:
                 problem = f"{key} = {show(own)} ({self.origins[key]}), but {where} says {show(value)}.  Remove {key}."
-                self._note(self.origins[key], problem)
+                self._note(self.origins[key], problem + _MORE.get(key, ""))
 
     def take_mtp(self) -> None:
         """Give the model a block for multi-token prediction if train.mtp trains one."""

@@ -71,6 +71,64 @@ def test_data_beyond_the_embedding_are_refused(tmp_path: Path) -> None:
     )
 
 
+# A model of 250 rows beside a tokenizer of 259 ids: a folder whose config.json says so, and a recipe that says so.
+FOLDER = "{hf: model, init_from: random}"
+SIZES = (
+    "{num_layers: 2, hidden_size: 64, ffn_hidden_size: 128, num_attention_heads: 4, vocab_size: 250, init_from: random}"
+)
+RECIPE = """\
+run: {{dir: runs/a, device: cpu}}
+model: {model}
+optim: {{lr: 1e-5}}
+data: {{train: a.jsonl, eval: a.jsonl, seq_length: 64, num_workers: 1}}
+train: {{num_steps: 1, global_batch_size: 1}}
+"""
+NO_ROW = "(id 258), but the embedding has only 250 rows (model.vocab_size).  "
+ENLARGE = "Remove from the row what gives this token, or enlarge the model (docs/start/data.md, Add tokens)"
+
+
+@pytest.fixture
+def model_of_250_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(Path("model"))
+    sizes = json.loads(Path("model/config.json").read_text())
+    Path("model/config.json").write_text(json.dumps({**sizes, "vocab_size": 250}))
+
+
+@pytest.mark.usefixtures("model_of_250_rows")
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        (FOLDER, f"token 3 is <|im_end|> {NO_ROW}{ENLARGE}.\n"),
+        (SIZES, f"token 3 is <|pad|> {NO_ROW}Set model.vocab_size to at least 259.\n"),
+    ],
+)
+def test_each_command_refuses_an_id_without_a_row(model: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also of random weights, and also if the data are prepared already."""
+    Path("a.yaml").write_text(RECIPE.format(model=model))
+    Path("a.jsonl").write_text(_row(5, 249, 258, 7))
+    for command in (["data", "prepare"], ["check"], ["data", "plan"], ["eval"]):
+        assert main([*command, "a.yaml"]) == 2, command
+        assert f"DataError: a.jsonl:1: {message}" in capsys.readouterr().err, command
+    Path("a.jsonl").write_text(_row(5, 249))
+    assert main(["check", "a.yaml"]) == 0
+    said = capsys.readouterr().out
+    note = "the tokenizer has 259 ids, and the embedding 250 rows (model.vocab_size): ids 250 to 258 have no row"
+    assert "with a vocabulary of 250\n" in said and note in said
+
+
+@pytest.mark.usefixtures("model_of_250_rows")
+def test_no_key_changes_the_rows_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also of random weights: the exported folder has this config.json."""
+    Path("a.yaml").write_text(RECIPE.format(model=FOLDER))
+    Path("a.jsonl").write_text(_row(5, 249))
+    assert main(["check", "a.yaml", "model.vocab_size=259"]) == 2
+    assert capsys.readouterr().err == (
+        "ConfigError: model.vocab_size = 259 (command line: model.vocab_size=259), but model/config.json, vocab_size "
+        "says 250.  Remove model.vocab_size.  docs/start/data.md, Add tokens, shows how the model gets more rows.\n"
+    )
+
+
 def test_tokens_are_added_as_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,6 +29,7 @@ from sft.data.cache.omissions import refusal
 from sft.data.cache.row_report import Reject
 from sft.data.cache.store import Store, open_store, publish, put_aside, write_store
 from sft.data.cache.tokenizer_notes import say_notes
+from sft.data.cache.vocabulary import check_ids
 from sft.data.cache.workers import FileJob, PartResult, make_parts, part_path, part_ranges, read_part
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.read.rows import DataFile, index_rows, row_name
@@ -107,19 +108,32 @@ def prepare_recipe(
 
 def prepare_train(config: Config, tokenizer: ChatTokenizer, console: Console, *, verify: bool = False) -> Corpus:
     """The corpus that a recipe trains on."""
-    data, cache_dir = config.data, Path(config.cache_dir)
-    return prepare(data.train_files, data, tokenizer, cache_dir, console, data.train_names, verify=verify)
+    return _prepare_set(config, config.data.train_files, tokenizer, console, config.data.train_names, verify=verify)
 
 
 def prepare_held_out(
     config: Config, tokenizer: ChatTokenizer, console: Console, *, verify: bool = False
 ) -> dict[str, Corpus]:
     """The corpora of the held-out sets by name."""
-    data, cache_dir = config.data, Path(config.cache_dir)
     return {
-        name: prepare(files, data, tokenizer, cache_dir, console, verify=verify)
-        for name, files in data.eval_sets.items()
+        name: _prepare_set(config, files, tokenizer, console, verify=verify)
+        for name, files in config.data.eval_sets.items()
     }
+
+
+def _prepare_set(
+    config: Config,
+    inputs: Sequence[Input],
+    tokenizer: ChatTokenizer,
+    console: Console,
+    names: Sequence[str] | None = None,
+    *,
+    verify: bool,
+) -> Corpus:
+    """The corpus of training data or of a held-out set.  Raises DataError also for a token that the model lacks."""
+    corpus = prepare(inputs, config.data, tokenizer, Path(config.cache_dir), console, names, verify=verify)
+    check_ids(config, corpus, tokenizer)
+    return corpus
 
 
 def sweep_recipe(config: Config, corpora: Iterable[Corpus], tokenizer: ChatTokenizer) -> list[Stale]:

@@ -42,6 +42,7 @@ class Profiler:
         self._step = 0  # the last step that began; 0 before the first step of this process
 
     def __enter__(self) -> "Profiler":
+        self._remove_leftovers()
         for line in self._announcements():
             self._console.say(line)
         if self._snapshots:
@@ -54,6 +55,13 @@ class Profiler:
             ending = "oom" if isinstance(error, torch.OutOfMemoryError) else "error"
             self._snapshot(f"step_{self._step}_{ending}")
         self._stop()
+
+    def _remove_leftovers(self) -> None:
+        """Remove temporary files of processes that were killed while they wrote, on this rank of earlier starts."""
+        for kind in ("memory_snapshots", "traces"):
+            for file in (self._folder / kind).glob(f"*/.*-rank{self._position.rank}-*.tmp-*"):
+                with self._best_effort(f"{file} was not removed"):
+                    file.unlink()
 
     def _announcements(self) -> Iterator[str]:
         """The lines that rank 0 prints before the first step."""

@@ -279,6 +279,39 @@ def test_a_trace_without_its_end_is_none(
         assert len(files(tmp_path)) == names
 
 
+def test_the_next_start_removes_what_a_killed_process_left(
+    recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same rank, also on another host or layout, and also without a profile; and nothing else."""
+    step = tmp_path / "traces/step_2"
+    written: list[str] = []
+
+    class Killed(Tracer):
+        def export_chrome_trace(self, path: str) -> None:
+            """As torch writes a trace.  No finally clause runs in a process that is killed."""
+            for file in (path, f"{path}.tmp", path.removesuffix(".json")):
+                Path(file).write_text("half")
+            written.extend(files(tmp_path))
+            monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.profiler, "profile", Killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(ProfileConfig(torch=TorchProfile(steps=[2])), tmp_path, place(1, cp=1))
+    monkeypatch.undo()
+    assert len(written) == 3 and files(tmp_path) == written
+    (tmp_path / "memory_snapshots/step_2").mkdir(parents=True)
+    (tmp_path / "memory_snapshots/step_2/.a-rank1-pp0.pickle.tmp-1a2b3c4d.pickle").write_text("half")
+    kept = [step / "a-rank1-pp0.json.gz", step / ".a-rank11-pp0.json.gz.tmp-1a2b3c4d.gz", tmp_path / "traces/my.tmp-1"]
+    for file in kept:
+        file.write_text("")
+    run(ProfileConfig(), tmp_path, place(2))
+    assert len(files(tmp_path)) == 7
+    run(ProfileConfig(), tmp_path, place(1, tp=1))
+    assert files(tmp_path) == sorted(str(file.relative_to(tmp_path)) for file in kept)
+
+
 def test_a_step_that_fails_leaves_no_trace_and_no_tracer(
     recorder: Recorder, tracers: list[Tracer], tmp_path: Path
 ) -> None:

@@ -18,6 +18,11 @@ from tokenizers import Tokenizer, models
 from sft.checkpoint import manifest
 from sft.config import yaml
 from sft.console import QUIET
+from sft.data.cache import digests
+from sft.data.cache.corpus import file_names, find_prepared, map_prepared
+from sft.data.cache.prepare import prepare
+from sft.data.chat.tokenizer import ByteTokenizer
+from sft.data.read.named_dataset import LoadedDataset
 from sft.data.read.strict_json import parse_json
 from sft.data.rows.formats import read_row
 from sft.data.tokenizer import reading
@@ -32,6 +37,7 @@ from sft.run.sample_log import SampleLog
 from sft.weights.lora.peft.folder import read as read_adapter
 from tests.builders import RECIPE
 from tests.unit.fixtures.calls import calls
+from tests.unit.fixtures.folder import config
 
 TURN = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "reasoning_content": "r"}]
 
@@ -155,7 +161,44 @@ def weights_of_an_adapter(count: int, folder: Path) -> Callable[[], Any]:
     return read
 
 
+class Name(str):
+    """A name whose comparisons are calls.  A search for a plain text in a list is one call, however long the list."""
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other)
+
+
+def names_of_files(count: int, folder: Path) -> Callable[[], Any]:
+    names = [Name(f"a{i}") for i in range(count)]
+    datasets = [LoadedDataset(name=name, commit=None, slices=(), columns=None) for name in names]
+    return lambda: file_names(datasets)
+
+
+def prepared_files(count: int, folder: Path) -> Callable[[], Any]:
+    """Files of the same content, which have one store, each a source of its own."""
+    row = '{"tokens": [1, 2], "loss_mask": [1, 1]}\n'
+    files = [folder / f"a{i}.jsonl" for i in range(count)]
+    for file in files:
+        file.write_text(row)
+    names = [Name(f"source {i}") for i in range(count)]
+    data, tokenizer, inputs = config(), ByteTokenizer(), [str(file) for file in files]
+    prepare(inputs[:1], data, tokenizer, folder / "cache", QUIET)
+
+    def read() -> None:
+        corpus = prepare(inputs, data, tokenizer, folder / "cache", QUIET, names)
+        assert len(corpus) == count and corpus.sample(count - 1).source == count - 1
+        corpus.summary(), corpus.report(), corpus.name(count - 1)
+        prepared = find_prepared(inputs, data, tokenizer, folder / "cache", command="")
+        assert len(map_prepared(prepared, data, names, command="")) == count
+
+    return read
+
+
 READERS = [
+    names_of_files,
+    prepared_files,
     added_tokens,
     missing_data_files,
     data_files,
@@ -173,6 +216,29 @@ READERS = [
     records_to_show,
     sample_log,
 ]
+
+
+@pytest.fixture(autouse=True)
+def digests_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A digest is remembered when the file is two seconds old, and work must not depend on time."""
+    monkeypatch.setattr(digests, "_RECENT_NS", 1 << 60)
+
+
+def test_the_work_of_tokenising_grows_with_the_files(tmp_path: Path) -> None:
+    """Each file has other rows, so each has a store of its own."""
+
+    def work(count: int) -> int:
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        files = [folder / f"a{i}.jsonl" for i in range(count)]
+        for i, file in enumerate(files):
+            file.write_text(f'{{"tokens": [1, {i % 250}, {i // 250}], "loss_mask": [1, 1, 1]}}\n')
+        inputs = [str(file) for file in files]
+        return calls(lambda: prepare(inputs, config(), ByteTokenizer(), folder / "cache", QUIET))
+
+    work(1)
+    few, more = work(20), work(200)
+    assert more <= 11 * few, (few, more)
 
 
 @pytest.mark.parametrize("reader", READERS)

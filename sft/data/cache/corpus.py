@@ -5,6 +5,7 @@ Decides the numbers and names of samples.  `prepare.py` tokenises.  This module 
 
 import hashlib
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -48,8 +49,9 @@ class Corpus:
         self.row_reports = {path: store.row_report for path, store in zip(paths, stores, strict=True)}
         self.files = list(paths)
         names = names or file_names(self.files)
-        self.sources: tuple[str, ...] = tuple(dict.fromkeys(names))
-        self._source_of = [self.sources.index(name) for name in names]
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        self.sources: tuple[str, ...] = tuple(numbers)
+        self._source_of = [numbers[name] for name in names]
         self._stores = list(stores)
         self._starts = [np.concatenate([[0], np.cumsum(tokens)]) for tokens in lengths]  # of samples, by file
         self._first_ids = np.cumsum([0] + [len(lines) for lines in self._lines])
@@ -134,7 +136,8 @@ def file_names(paths: Sequence[DataFile]) -> list[str]:
     """A name for each file: its file name without the ending, or its path if two files share this name.  A dataset is
     called by its own name."""
     stems = [path.name if isinstance(path, LoadedDataset) else path.name.split(".")[0] for path in paths]
-    return [stem if stems.count(stem) == 1 else str(path) for stem, path in zip(stems, paths, strict=True)]
+    counts = Counter(stems)
+    return [stem if counts[stem] == 1 else str(path) for stem, path in zip(stems, paths, strict=True)]
 
 
 def find_prepared(

@@ -176,7 +176,7 @@ class Saver:
             digests = all_gather_objects(partial(self._entries, temporary, written), group)
             files = {name: entry for of_rank in digests for name, entry in of_rank.items()}
             final = broadcast_from_rank0(partial(self._publish, temporary, state, files), group)
-        except BaseException:
+        except BaseException:  # also an interrupt must leave no temporary folder
             if self._groups.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise

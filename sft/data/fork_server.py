@@ -84,7 +84,7 @@ class Child:
             with suppress(OSError):  # the child is dead; `end` says why
                 self.pipe.send((_search_path(), os.getcwd()))
                 self.pipe.send((function, arguments))
-        except BaseException:
+        except BaseException:  # also an interrupt must leave no open file
             self.pipe.close()
             os.close(self._stderr)
             raise
@@ -242,7 +242,7 @@ def _fork(control: socket.socket, pipe: int, stderr: int) -> int:
             code = 0
         except EOFError:  # the parent has ended, or needs this child no more
             code = 0
-        except BaseException:
+        except BaseException:  # the child ends in any case; the parent shows the last lines of stderr
             traceback.print_exc()
             sys.stderr.flush()
         finally:

@@ -240,7 +240,7 @@ def _outcome(function: Callable[..., Any], arguments: tuple[Any, ...]) -> _Outco
         return _Outcome(result=function(*arguments))
     except MemoryError:
         return _Outcome(limit=f"needed more than {MEMORY >> 30:,} GiB of memory")
-    except BaseException as error:
+    except BaseException as error:  # also a panic of Rust; the parent raises it
         if not isinstance(error, DataError):
             error.add_note(f"In a child process:\n{traceback.format_exc()}")
         return _Outcome(error=error)

@@ -94,7 +94,7 @@ def open_file(path: Path, max_bytes: int | None = None) -> BufferedReader:
     try:
         _check(path, os.fstat(handle), max_bytes)
         return open(handle, "rb")
-    except BaseException:
+    except BaseException:  # also an interrupt must leave no open file
         os.close(handle)
         raise
 

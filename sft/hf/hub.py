@@ -160,7 +160,7 @@ def _look_up(name: str, repo: str, revision: str | None) -> Path:
         try:
             # snapshot_download takes an older commit from the cache if it cannot ask, and does not say so.
             commit = HfApi().model_info(repo, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT).sha
-        except Exception as error:
+        except Exception as error:  # the classes of the HTTP library depend on its version: see `is_unreachable`
             if not hub_errors.is_unreachable(error):
                 raise
             try:

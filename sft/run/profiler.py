@@ -117,7 +117,7 @@ class Profiler:
         """Print an error instead of raising it: it must neither end the run nor hide an error that ends the run."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # torch's profiler may raise any error
             why = " ".join(f"{type(error).__name__}: {error}".split())
             with suppress(OSError):
                 print(f"rank {self._position.rank}: {failure}: {why}", file=sys.stderr, flush=True)

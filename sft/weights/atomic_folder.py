@@ -68,7 +68,7 @@ def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
             raise CheckpointError(f"{target} was created by another process at the same time; nothing was written.")
         os.rename(temporary, target)
         flush(parent)
-    except BaseException as error:
+    except BaseException as error:  # also an interrupt must leave no temporary folder
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError):
             raise unusable(f"{target} was not written", parent, error, CheckpointError) from error

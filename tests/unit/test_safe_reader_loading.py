@@ -1,8 +1,10 @@
 """An honest checkpoint loads, with and without a process group, whoever wrote it; what cannot be read is named."""
 
 import argparse
+import errno
 import fractions
 import io
+import os
 import pathlib
 import random
 import signal
@@ -20,8 +22,8 @@ import torch.distributed.checkpoint.metadata as md
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 
-from sft.errors import CheckpointError
-from sft.mcore.checkpoint_io import safe_reader
+from sft.errors import CheckpointError, SftError, StorageError
+from sft.mcore.checkpoint_io import metadata_index, safe_reader
 from tests.unit.fixtures.torch_dist import (
     COMMON,
     EXTRA,
@@ -101,6 +103,35 @@ def test_an_interrupt_stays_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(safe_reader.SafeLoadPlanner, "load_bytes", interrupted)
     with pytest.raises(KeyboardInterrupt):
         safe_reader.load(wanted(), folder)
+
+
+@pytest.mark.parametrize("number, kind", [(errno.EIO, StorageError), (errno.EACCES, CheckpointError)])
+@pytest.mark.parametrize("read", ["index", "common.pt", "tensor", "chunk"])
+def test_a_disk_that_fails_is_not_a_damaged_checkpoint(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, read: str, number: int, kind: type[SftError]
+) -> None:
+    """After a failing disk another start may succeed; a damaged checkpoint is refused at each start."""
+    torch.save(PLAIN, folder / "common.pt")
+    reader = safe_reader.SafeReader(folder)
+
+    def fail(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    if read == "index":
+        monkeypatch.setattr(metadata_index.folder_files, "read", fail)
+    elif read == "common.pt":
+        monkeypatch.setattr(safe_reader, "read_file", fail)
+    else:
+        reader.set_up_storage_reader(reader.read_metadata(), is_coordinator=True)
+        monkeypatch.setattr(safe_reader.SafeReader, "_slice_file", fail)
+    with pytest.raises(kind, match=f"cannot be read: .*{os.strerror(number)}") as caught:
+        if read == "chunk":
+            reader.mapped_chunk(next(index for index in reader.storage_data if index.fqn == "weight"))
+        elif read == "tensor":
+            safe_reader.load(wanted(), reader)
+        else:
+            safe_reader.common_state(folder) if read == "common.pt" else safe_reader.tensors(folder)
+    assert type(caught.value) is kind
 
 
 def test_common_values_of_a_file_come_before_those_of_an_object(folder: Path) -> None:

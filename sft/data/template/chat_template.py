@@ -141,7 +141,7 @@ class ChatTemplate:
                 raise DataError(f"chat template {self.name} {error}; a chat template does not need this.") from error
             except MemoryError:
                 raise
-            except Exception as error:
+            except Exception as error:  # jinja runs constant parts of the user's code
                 raise Refused(f"chat template {self.name} cannot be read: {_reason(error)}") from error
         return compiled
 

@@ -38,7 +38,7 @@ def compare_with_transformers(
         plain(other)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:
+    except BaseException as error:  # tokenizer classes of transformers may raise any error; the note has it
         return (
             f"transformers cannot load the tokenizer of {name} ({reason(error)}); sft reads tokenizer.json alone.  "
             "A server that uses transformers cannot load it either."

@@ -80,6 +80,6 @@ def _config_error(folder: Path) -> BaseException | None:
         AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:
+    except BaseException as error:  # also a panic of Rust; `_why_not` compares it
         return error
     return None

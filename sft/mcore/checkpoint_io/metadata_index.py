@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from sft.errors import CheckpointError
 from sft.files import folder_files
+from sft.files.atomic_files import unusable
 
 INDEX = ".metadata"
 INDEX_BYTES = 1 << 30  # 48 layers of 128 experts with their optimizer states: 8 MB
@@ -176,7 +177,7 @@ def _metadata_index(record: Any) -> md.MetadataIndex:
 def read_index(folder: Path) -> md.Metadata:
     """Read the index of the checkpoint in `folder` without running code from its pickle.
 
-    Raises CheckpointError if the index is unsafe.
+    Raises CheckpointError if the index is unsafe, and StorageError if the disk fails.
     """
     path = regular_file(folder, INDEX)
     try:
@@ -187,6 +188,8 @@ def read_index(folder: Path) -> md.Metadata:
         left = [len(content) // _CHUNK_BYTES]  # chunks that the file can hold
         entries = {str(key): _entry(entry, left) for key, entry in record.state["state_dict_metadata"].items()}
         storage = {_metadata_index(key): _storage_info(info) for key, info in record.state["storage_data"].items()}
+    except OSError as error:  # of the disk, which does not mean that the index is damaged
+        raise unusable(f"{path} cannot be read", folder, error, CheckpointError) from error
     except Exception as error:  # a broken or hostile file can raise any error
         raise CheckpointError(
             f"{path} is not the index of a torch_dist checkpoint, or contains other objects: {first_line(error)}.  No "

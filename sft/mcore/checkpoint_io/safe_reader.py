@@ -31,7 +31,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
-from sft.errors import CheckpointError
+from sft.errors import CheckpointError, SftError
+from sft.files.atomic_files import unusable
 from sft.files.folder_files import LIST_BYTES, UnsafeFileError, read_file
 from sft.mcore.checkpoint_io.chunk_index import ChunkIndex
 from sft.mcore.checkpoint_io.metadata_index import check_files, first_line, read_index, regular_file
@@ -171,6 +172,8 @@ class SafeReader(dcp.FileSystemReader):
                 yield
         except CheckpointError:
             raise
+        except OSError as error:  # of the disk, which does not mean that the file is damaged
+            raise unusable(f"{self._position()} cannot be read", self.folder, error, CheckpointError) from error
         except Exception as error:  # a broken or hostile file can raise any error
             raise CheckpointError(f"{self._position()} cannot be read: {_refusal(error)}.") from error
 
@@ -226,14 +229,14 @@ class SafeLoadPlanner(MCoreLoadPlanner):
 
 @contextmanager
 def unwrapped(folder: Path) -> Iterator[None]:
-    """Raise torch's CheckpointException, a BaseException around the real errors, as a CheckpointError."""
+    """Raise the first error in torch's CheckpointException, which is a BaseException, as an SftError."""
     try:
         yield
     except dcp.CheckpointException as failure:
         causes = [cause for cause, _ in failure.failures.values()]
-        checkpoint_errors = [cause for cause in causes if isinstance(cause, CheckpointError)]
-        if checkpoint_errors:
-            raise checkpoint_errors[0] from failure
+        known = [cause for cause in causes if isinstance(cause, SftError)]
+        if known:
+            raise known[0] from failure
         if not isinstance(causes[0], Exception):  # KeyboardInterrupt, SystemExit
             raise causes[0] from failure
         raise CheckpointError(f"{folder} cannot be loaded: {first_line(causes[0])}.") from failure
@@ -278,7 +281,9 @@ def _content(folder: Path, name: str) -> bytes:
     path = regular_file(folder, name)
     try:
         return read_file(path, LIST_BYTES)
-    except (OSError, UnsafeFileError) as error:
+    except OSError as error:
+        raise unusable(f"{path} cannot be read", folder, error, CheckpointError) from error
+    except UnsafeFileError as error:
         raise CheckpointError(f"{path} cannot be read: {first_line(error)}.") from error
 
 

@@ -177,7 +177,7 @@ def _naming_rank(step: Callable[..., T], *arguments: Any) -> T:
     """The result of `step`.  Every error is raised as a StorageError that names the rank."""
     try:
         return step(*arguments)
-    except Exception as error:
+    except Exception as error:  # torch and core have errors of any class for a disk, and the save before is complete
         cause = str(error) if isinstance(error, StorageError) else f"{type(error).__name__}: {error}".splitlines()[0]
         raise StorageError(f"rank {dist.get_rank()}: {cause}") from error
 
@@ -195,7 +195,7 @@ class _Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         try:
             return super().write_data(plan, planner)
-        except Exception as error:
+        except Exception as error:  # torch says RuntimeError and others where a disk is full
             raise StorageError(why_not_written(Path(self.path), error)) from error
 
 

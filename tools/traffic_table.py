@@ -10,6 +10,7 @@ The sizes of the models come from the hub, or from folders of the same names in 
 """
 
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +21,7 @@ from sft.config import Config
 from sft.estimate.layer_work import uses_portable
 from sft.estimate.parameters import parameters
 from sft.layers.kinds import layer_groups
-from sft.layers.mixers.delta import HeadSizes
-from sft.parallel.fragments import bytes_over_cp
-from sft.parallel.halo import num_halo_tokens
+from sft.layers.traffic import Passes
 from sft.parallel.layout import Layout
 from sft.recipe.load import load_recipe
 from tools import marked_tables
@@ -38,6 +37,12 @@ RECIPES = {  # and number of GPUs
 }
 RING = ["parallel.cp_comm=p2p", "parallel.cp_a2a=null"]
 BF16, FP32 = 2, 4
+MESSAGES = {  # of layers of each kind
+    "full attention": "cp, all-gather of keys and values",
+    "latent attention": "cp, all-gather of keys and values",
+    "window attention": "cp, halos of windows",
+    "linear attention": "cp, states of linear attention",
+}
 
 
 @dataclass(frozen=True)
@@ -74,10 +79,8 @@ def of(config: Config, layout: Layout) -> Iterator[Traffic]:
         yield Traffic("cp, all-to-all of heads", layers * 2 * (2 * queries + pairs) * _share(heads), heads, tp)
     if ring > 1:  # forward keys and values; backward also their gradients
         yield Traffic("cp, ring of keys and values", layers * 3 * (ring - 1) * pairs, ring, tp * heads)
-    if is_portable and cp > 1:
-        yield from _portable_keys(config, layout, pairs)
-    if model.linear_attention.layers and cp > 1:
-        yield _linear_attention(config, layout)
+    if cp > 1:
+        yield from _context_parallel(config, layout)
     if layout.ep > 1:
         yield Traffic(
             "ep, tokens to experts and back", layers * experts(config, tokens) * _share(layout.ep), layout.ep, 1
@@ -85,24 +88,21 @@ def of(config: Config, layout: Layout) -> Iterator[Traffic]:
     yield from gradients(config, layout)
 
 
-def _portable_keys(config: Config, layout: Layout, pairs: float) -> Iterator[Traffic]:
-    """Keys and values forward and again backward, and their gradients in fp32.  pairs: bytes of local tokens"""
-    model, cp = config.model, layout.cp
-    sent, length = (2 * BF16 + FP32) / BF16 * pairs / layout.pp, config.data.seq_length
-    if num_full := model.num_layers - model.num_window_layers - len(model.linear_attention.layers):
-        yield Traffic("cp, all-gather of keys and values", num_full * (cp - 1) * sent, cp, layout.tp)
-    if model.sliding_window is not None:
-        halo = num_halo_tokens(np.array([0, length]), model.sliding_window, cp) / cp  # of a rank, on average
-        share = halo / (length / cp)
-        yield Traffic("cp, halos of windows", model.num_window_layers * share * sent, cp, layout.tp)
+def _context_parallel(config: Config, layout: Layout) -> Iterator[Traffic]:
+    """The messages of layers over cp, forward and backward, as the mean of the ranks.  A pack is one document.
 
-
-def _linear_attention(config: Config, layout: Layout) -> Traffic:
-    """Maps and states of one document forward, and as many bytes backward; the mean of the ranks."""
-    linear, document = config.model.linear_attention, np.array([0, config.data.seq_length])
-    sizes = HeadSizes.of(linear, layout.tp, BF16)
-    of_layer = 2 * layout.num_microbatches * bytes_over_cp(document, sizes, linear.conv_kernel, layout.cp) / layout.cp
-    return Traffic("cp, states of linear attention", len(linear.layers) / layout.pp * of_layer, layout.cp, layout.tp)
+    Transformer Engine sends keys and values itself, so without `portable` only linear attention counts.
+    """
+    length = np.array([config.data.seq_length])
+    num_bytes: dict[str, float] = defaultdict(float)
+    for group in layer_groups(config.model):
+        traffic = group.mixer.traffic(config, Passes(num=2, width=BF16))
+        received = traffic.gathered * length * (layout.cp - 1) + traffic.others(length, layout.cp)
+        num_bytes[MESSAGES[group.mixer.kind]] += len(group.numbers) * float(received.sum())
+    names = list(dict.fromkeys(MESSAGES.values())) if uses_portable(config) else [MESSAGES["linear attention"]]
+    for name in (name for name in names if num_bytes[name]):
+        mean = num_bytes[name] * layout.num_microbatches / layout.cp / layout.pp
+        yield Traffic(name, mean, layout.cp, layout.tp)
 
 
 def _share(size: int) -> float:

@@ -105,7 +105,7 @@ def _gpu(device: torch.device) -> tuple[gpus.Gpu, str]:
     if device.type == "cpu":
         return gpus.gpu("cpu"), "the CPU"
     name = torch.cuda.get_device_name(device)
-    gpu = gpus.of_device(name)
+    gpu = gpus.gpu_of_device(name)
     if gpu is None:
         raise ConfigError(
             f"{name} is not in the table of GPUs, so nothing is known of its peak and its memory.  Known GPUs: "

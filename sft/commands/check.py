@@ -73,7 +73,7 @@ def _gpu(recipe: "Recipe", name: str | None) -> "Gpu | None":
 
     if name is not None:
         return gpus.gpu(name)
-    return None if recipe.config.run.device == "cpu" else gpus.of_machine()
+    return None if recipe.config.run.device == "cpu" else gpus.gpu_of_machine()
 
 
 def _print_rotary(recipe: "Recipe") -> None:

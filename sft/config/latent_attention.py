@@ -5,15 +5,12 @@ qk_rope_head_dim numbers that all heads share.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from sft.config.mixer_section import MixerSection
 from sft.config.section import Positive
-
-if TYPE_CHECKING:
-    from sft.config.model import ModelConfig
 
 
 class LatentAttentionConfig(MixerSection):
@@ -79,7 +76,7 @@ class LatentAttentionConfig(MixerSection):
         elif self.qk_rope_head_dim % 2:
             yield "qk_rope_head_dim", "must be even, because rotary positions rotate pairs of numbers"
 
-    def conflicts_with(self, model: "ModelConfig") -> Iterator[tuple[str, str]]:
+    def conflicts_with(self, model: Any) -> Iterator[tuple[str, str]]:
         if not self.is_used:
             return
         if model.head_dim is not None:

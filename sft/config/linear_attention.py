@@ -1,13 +1,10 @@
 """Keys of layers with linear attention: the gated delta rule (Yang et al., 2024, arXiv:2412.06464)."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 from sft.config.mixer_section import MixerSection
 from sft.config.section import Positive, divisors
-
-if TYPE_CHECKING:
-    from sft.config.model import ModelConfig
 
 
 class LinearAttentionConfig(MixerSection):
@@ -42,7 +39,7 @@ class LinearAttentionConfig(MixerSection):
             fitting = ", ".join(map(str, divisors(values)))
             yield "num_key_heads", f"does not divide {values} value heads; use one of {fitting}"
 
-    def conflicts_with(self, model: "ModelConfig") -> Iterator[tuple[str, str]]:
+    def conflicts_with(self, model: Any) -> Iterator[tuple[str, str]]:
         both = sorted({*self.layers} & {*(model.sliding_window_layers or ())})
         if both:
             named = ", ".join(map(str, both))

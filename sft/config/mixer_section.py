@@ -1,16 +1,15 @@
 """The base class of the groups of keys of layers whose mixer is no attention of the usual form."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar, Literal
 
 from sft.config.section import Section
 
-if TYPE_CHECKING:
-    from sft.config.model import LayerKind, ModelConfig
+LayerKind = Literal["full attention", "window attention", "linear attention", "latent attention"]
 
 
 class MixerSection(Section):
-    kind: ClassVar["LayerKind"]
+    kind: ClassVar[LayerKind]
     switch: ClassVar[str] = "layers"  # the key without which no layer is of this kind
     has_te: ClassVar[bool] = False  # Transformer Engine computes such layers
 
@@ -28,6 +27,6 @@ class MixerSection(Section):
         """Whether the layer of this number, from 1, is of this kind."""
         return number in self.named
 
-    def conflicts_with(self, model: "ModelConfig") -> Iterator[tuple[str, str]]:
-        """Keys of `model` that layers of this kind exclude."""
+    def conflicts_with(self, model: Any) -> Iterator[tuple[str, str]]:
+        """The keys of the model that layers of this kind exclude, each with the reason.  model: its ModelConfig"""
         yield from ()

@@ -9,7 +9,7 @@ from sft.config import megatron_fields
 from sft.config.full_attention import FullAttentionConfig
 from sft.config.latent_attention import LatentAttentionConfig
 from sft.config.linear_attention import LinearAttentionConfig
-from sft.config.mixer_section import MixerSection
+from sft.config.mixer_section import LayerKind, MixerSection
 from sft.config.moe import MoeConfig
 from sft.config.pretrained import Pretrained
 from sft.config.rope import RopeConfig
@@ -18,7 +18,6 @@ from sft.config.section import UNREPORTED, Path, Positive, Section, divisors
 MOST_LAYERS = 4096  # 126 in Llama 3.1 405B; each layer is work for this trainer before it reads a weight
 _MOST_IN_ALL = 1_000_000  # experts of all layers: 23,424 in Kimi K2
 RANDOM = "random"  # of init_from; a folder of this name is ./random
-LayerKind = Literal["full attention", "window attention", "linear attention", "latent attention"]
 # Groups of keys of layers that have no attention of the usual form.  A layer is of the first kind that has it, so one
 # that may have all layers comes last.
 MIXER_SECTIONS: dict[str, type[MixerSection]] = {
@@ -152,7 +151,7 @@ class ModelConfig(Section):
             yield "rope.skip_layers", f"names layer {self.rope.skip_layers[-1]} of {self.num_layers}"
         if self.moe.dense_layers >= self.num_layers:
             yield "moe.dense_layers", f"leaves no layer of {self.num_layers} for experts; use moe.num_experts = null"
-        for name, section in self.mixers.items():
+        for name, section in self.mixer_sections.items():
             if section.named and section.named[-1] > self.num_layers:
                 yield f"{name}.layers", f"names layer {section.named[-1]} of {self.num_layers}"
             yield from section.conflicts_with(self)
@@ -215,7 +214,7 @@ class ModelConfig(Section):
 
     def kind_of(self, layer_number: int) -> LayerKind:
         """The kind of a layer, counted from 1."""
-        for section in self.mixers.values():
+        for section in self.mixer_sections.values():
             if section.has_layer(layer_number):
                 return section.kind
         return "full attention" if self.window_of(layer_number) is None else "window attention"
@@ -230,14 +229,14 @@ class ModelConfig(Section):
         return self.model_copy(update={"moe": MoeConfig()})
 
     @property
-    def mixers(self) -> dict[str, MixerSection]:
+    def mixer_sections(self) -> dict[str, MixerSection]:
         """The groups of keys of layers that have no attention of the usual form, by name."""
         return {name: getattr(self, name) for name in MIXER_SECTIONS}
 
     @property
     def stacks_layers(self) -> bool:
         """Whether a checkpoint has one tensor for the same weight of all layers: only if all are of one kind."""
-        is_mixed = any(section.named for section in self.mixers.values())
+        is_mixed = any(section.named for section in self.mixer_sections.values())
         return not (is_mixed or self.moe.dense_layers or self.full_attention.is_used)
 
     @property
@@ -255,7 +254,9 @@ class ModelConfig(Section):
             "model.qk_norm_across_heads": self.qk_norm_across_heads,
             "model.sliding_window": self.sliding_window is not None,
             "model.attention_output_gate": self.attention_output_gate,
-            **{f"model.{name}": section.is_used and not section.has_te for name, section in self.mixers.items()},
+            **{
+                f"model.{name}": section.is_used and not section.has_te for name, section in self.mixer_sections.items()
+            },
             "model.rope.interleaved": self.rope.interleaved and not self.latent_attention.is_used,
             "model.rope.scaling = proportional": self.rope.is_proportional,
             "model.full_attention": self.full_attention.is_used,

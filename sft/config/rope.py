@@ -45,7 +45,7 @@ class RopeConfig(Section):
     """yarn with latent attention: query-key products are multiplied by (0.1 * mscale_all_dim * ln(factor) + 1)^2."""
 
     @property
-    def of_windows(self) -> "RopeConfig | None":
+    def window_rope(self) -> "RopeConfig | None":
         """The positions of layers with a sliding window, if they have a base of their own."""
         if self.window_base is None:
             return None

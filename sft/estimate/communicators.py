@@ -1,4 +1,4 @@
-"""Lists the NCCL communicators that a rank of a layout opens.  Each has buffers on the GPU, beside torch's memory.
+"""Lists the NCCL communicators that a rank of a layout opens.  Each has buffers on the GPU, outside of torch's memory.
 
 torch opens the communicator of a process group when the group is first used on the device.  This module lists the
 groups that a step of training uses (sft/mcore/process_groups.py builds them, and many more).  Groups of one rank have
@@ -10,12 +10,12 @@ from sft.parallel.layout import Layout
 
 
 def communicators(config: Config, layout: Layout) -> dict[str, int]:
-    """Number of ranks of each communicator, by the name of its group.
+    """The number of ranks of each communicator, by the name of its group.
 
     8 GPUs, tp 2, cp 2, dp 2, dense, distributed optimizer -> {"tp": 2, "cp": 2, "dp x cp": 4, "all ranks": 8}
     """
     is_mixture = config.model.moe.num_experts is not None
-    copies = layout.tp * layout.cp * layout.dp // (layout.ep * layout.etp)  # of each expert
+    copies = layout.tp * layout.cp * layout.dp // (layout.ep * layout.etp)  # number of ranks that hold an expert
     sizes = {
         "tp": layout.tp,
         "cp": layout.cp,
@@ -31,10 +31,10 @@ def communicators(config: Config, layout: Layout) -> dict[str, int]:
 
 
 def _of_pipeline(config: Config, layout: Layout) -> dict[str, int]:
-    """Stages exchange hidden states.  The first and the last stage sum the gradients of tied embeddings."""
+    """The communicators of pipeline stages: to exchange hidden states, and to sum the gradients of tied embeddings."""
     return {"pp": layout.pp, "first and last stage": 2 if config.model.tie_embeddings and layout.pp > 1 else 1}
 
 
 def num_communicators(config: Config, layout: Layout) -> int:
-    """Number of communicators that a rank opens; on a pipeline stage between the first and the last it may be fewer."""
+    """The largest number of communicators that a rank opens.  A rank of a middle pipeline stage may open fewer."""
     return len(communicators(config, layout))

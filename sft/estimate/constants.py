@@ -1,6 +1,6 @@
-"""Rates, bandwidths and overheads by which `step_time.py` makes seconds of FLOPs and bytes, each with its source.
+"""Rates, bandwidths and overheads, each with its source.  `step_time.py` computes seconds from them.
 
-`assumed` gives them for a GPU that nobody has measured; `sft plan --calibrate` measures them and writes a file.
+`assumed` gives the constants of a GPU that was not measured.  `sft plan --calibrate` measures them and writes a file.
 """
 
 import json
@@ -17,22 +17,21 @@ from sft.files.atomic_files import replace_text
 from sft.files.folder_files import CONFIG_BYTES, read_file
 
 VERSION = 1
-# Shares of the peak.  Large products: 650 of 989 TFLOP/s in layers of an H200, by the roofline of
-# docs/numbers/performance.md.
-# A product whose smallest side is short reads as many bytes for fewer FLOPs.
+# Shares of the peak.  Large products reach 650 of 989 TFLOP/s in layers of an H200 (docs/numbers/performance.md).  A
+# product with one short side reads more bytes for each FLOP.
 GEMM_SHARES = ((16, 0.08), (64, 0.25), (128, 0.38), (256, 0.48), (512, 0.56), (1024, 0.62), (4096, 0.66))
-# cuDNN's and FA3's causal kernels on an H100 with heads of 128 (FlashAttention-3, figures 5 and 6; TRL's steps of 1M
-# tokens have these rates on average), by the tokens of a document on a rank.
+# Rates of the causal kernels of cuDNN and FA3 on an H100 with heads of 128, by the tokens of a document on a rank
+# (FlashAttention-3, figures 5 and 6).  TRL's steps of 1M tokens reach these rates on average.
 FORWARD_SHARES = ((128, 0.10), (512, 0.25), (2048, 0.42), (8192, 0.53), (32768, 0.57))
 BACKWARD_SHARES = ((128, 0.08), (512, 0.20), (2048, 0.34), (8192, 0.43), (32768, 0.47))
-# torch's flash kernel is FlashAttention-2, which has 0.31 to 0.37 of the peak of an H100 (FlashAttention-3, figure 5).
+# torch's flash kernel is FlashAttention-2, which reaches 0.31 to 0.37 of an H100's peak (FlashAttention-3, figure 5).
 FLASH2_FORWARD_SHARES = ((128, 0.08), (512, 0.18), (2048, 0.28), (8192, 0.34), (32768, 0.36))
 FLASH2_BACKWARD_SHARES = ((128, 0.06), (512, 0.13), (2048, 0.21), (8192, 0.25), (32768, 0.27))
 HOST_ADAM_GB_S = 60.0  # two sockets, shared by 8 GPUs; Adam on the CPU moves 28 bytes per parameter
 
 
 class Constant(NamedTuple):
-    """source: "measured 2026-11-23 on NVIDIA H100" or "assumed: why" """
+    """One measured or assumed number.  source: "measured 2026-11-23 on NVIDIA H100" or "assumed: why" """
 
     value: float
     source: str
@@ -43,9 +42,9 @@ class Constant(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A rate by a size, between points linear in the logarithm of the size and constant outside of them.
+    """A rate as a function of a size.  It is linear in log(size) between the points, and constant outside of them.
 
-    points ((128, 100), (512, 300)): at 64 100, at 256 200, at 1024 300
+    points ((128, 100), (512, 300)): 100 at size 64, 200 at 256, 300 at 1024
     """
 
     points: tuple[tuple[float, float], ...]
@@ -69,21 +68,22 @@ class Curve(NamedTuple):
 class Constants:
     """The constants of one type of GPU.
 
-    peak_tflops         of bf16, for MFU
-    gemm_tflops         by the smallest of m, n and k
+    peak_tflops         bf16 peak, for MFU
+    gemm_tflops         TFLOP/s of matrix products, by the smallest of m, n and k
     grouped_gemm        share of `gemm_tflops` that the products of experts reach
-    attention_forward, attention_backward  TFLOP/s of Transformer Engine's kernels, by tokens of a document on a rank;
-                        causal FLOPs, backward twice those of forward
-    portable_forward, portable_backward    the same of the portable backend
-    linear_attention    TFLOP/s of the delta rule, of the FLOPs that sft/layers/flops.py counts
-    elementwise_gb_s    norms, activations, residual sums: bytes read and written
-    optimizer_gb_s      Adam on the device; host_optimizer_gb_s on the host, for one rank
-    intra_gb_s, inter_gb_s  bytes that a rank receives from ranks of its node, and from other nodes
-    reduce_scatter, send  bandwidth of a reduce-scatter, and of a message from one rank to one other, as shares of
-                        intra_gb_s and inter_gb_s, which are those of an all-gather
-    latency_us          of a collective or a message
-    layer_overhead_us   of a layer in a microbatch, forward and backward, besides its kernels
-    exposed             share of the messages that have compute to hide behind and do not hide: 0 with CUDA streams,
+    attention_forward, attention_backward  TFLOP/s of Transformer Engine's kernels, by tokens of a document on a rank.
+                        The FLOPs are those of causal attention; backward has twice those of forward
+    portable_forward, portable_backward    TFLOP/s of the portable backend, defined in the same way
+    linear_attention    TFLOP/s of the delta rule, for the FLOPs that sft/layers/flops.py counts
+    elementwise_gb_s    GB/s that norms, activations and residual sums read and write
+    optimizer_gb_s      GB/s of Adam on the device; host_optimizer_gb_s: on the host, for one rank
+    pcie_gb_s           GB/s of copies between device and host, in one direction
+    intra_gb_s, inter_gb_s  GB/s that a rank receives from ranks of its node, and from other nodes, in an all-gather
+    reduce_scatter, send  bandwidth of a reduce-scatter, and of a message from one rank to another, as shares of
+                        intra_gb_s and inter_gb_s
+    latency_us          time of a collective or a message without bytes
+    layer_overhead_us   time of a layer in a microbatch outside its kernels, forward and backward
+    exposed             share of the time of messages that computation could hide but does not: 0 with CUDA streams,
                         1 where nothing overlaps, as with gloo
     """
 
@@ -115,7 +115,7 @@ class Constants:
                 yield field.name, value
 
     def with_peak(self, tflops: float) -> "Constants":
-        """For a device with another peak: all rates of matrix products and attention change in proportion."""
+        """The constants for another peak.  All rates of matrix products and attention change in proportion."""
         scale = tflops / self.peak_tflops
         changes: dict[str, Any] = {"peak_tflops": tflops}
         for name, value in self.items():
@@ -135,7 +135,7 @@ class Constants:
 
 
 def assumed(gpu: Gpu, fabric_gb_s: float) -> Constants:
-    """The constants of a GPU that was not measured.  fabric_gb_s: what it receives from other nodes"""
+    """The constants of a GPU that was not measured.  fabric_gb_s: GB/s that the GPU receives from other nodes"""
 
     def curve(shares: tuple[tuple[float, float], ...], why: str) -> Curve:
         return Curve(tuple((size, share * gpu.tflops) for size, share in shares), f"assumed: {why}")
@@ -175,13 +175,13 @@ def path_of(gpu: str) -> Path:
 
 
 def constants_of(gpu: Gpu, fabric_gb_s: float) -> Constants:
-    """Those that were measured for this type of GPU, otherwise the assumed ones."""
+    """The measured constants of this type of GPU; the assumed ones if it was not measured."""
     path = path_of(gpu.name)
     return read(path) if path.exists() else assumed(gpu, fabric_gb_s)
 
 
 def write(constants: Constants, path: Path) -> None:
-    """One JSON file per type of GPU."""
+    """Writes the constants as JSON.  `path_of` names the file of a type of GPU."""
     values = {name: value._asdict() for name, value in constants.items()}
     head = {"version": VERSION, "gpu": constants.gpu, "peak_tflops": constants.peak_tflops}
     path.parent.mkdir(parents=True, exist_ok=True)

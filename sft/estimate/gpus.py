@@ -1,6 +1,6 @@
-"""Names GPUs and networks with the numbers of their vendors, and says how much of a GPU's memory a run can use.
+"""Lists GPUs and networks with their vendors' numbers, and computes how much of a GPU's memory a run can use.
 
-Decides nothing about a model.  Rates of real programs are in `constants.py`; the rates here are peaks.
+The rates in this file are peaks; `constants.py` has the rates of real programs.
 """
 
 from collections.abc import Mapping
@@ -10,21 +10,21 @@ from pathlib import Path
 from sft.errors import ConfigError
 
 GIB = 2**30
-HOST_GIB = 1000.0  # of a node: less than the 2 TB that nodes of 8 GPUs have, because pages must be locked
-CONTEXT_BYTES = 0.75 * GIB  # CUDA's context, and the code of kernels: 0.5 to 0.9 GiB on Hopper, assumed
+HOST_GIB = 1000.0  # usable host memory of a node.  A node of 8 GPUs has 2 TB, but the pages must be locked
+CONTEXT_BYTES = 0.75 * GIB  # CUDA's context, and the code of kernels; assumed, 0.5 to 0.9 GiB on Hopper
 COMMUNICATOR_BYTES = 0.08 * GIB  # NCCL's buffers of one communicator, with channels over NVLink and network; assumed
-RESERVE = 0.03  # share of the capacity: gaps between allocations (2% to 4% in docs/numbers/performance.md), workspaces
+RESERVE = 0.03  # share of the capacity for workspaces and gaps between allocations (docs/numbers/performance.md)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
     """One type of GPU.
 
-    memory_bytes     capacity that CUDA reports, which is less than the name says where ECC takes a part
-    tflops           dense peak of bf16
-    hbm_gb_s         bandwidth of its memory
-    intra_node_gb_s  what a GPU receives from GPUs of its node in a collective: about 3/4 of the link's one direction
-    pcie_gb_s        to and from host memory, one direction, as copies of page-locked memory reach it
+    memory_bytes     capacity that CUDA reports; less than the name says if ECC takes a part
+    tflops           dense bf16 peak
+    hbm_gb_s         bandwidth of the GPU's memory
+    intra_node_gb_s  GB/s that it receives from GPUs of its node in a collective: about 3/4 of one direction of the link
+    pcie_gb_s        GB/s of copies between the device and page-locked host memory, in one direction
     """
 
     name: str
@@ -46,7 +46,7 @@ def _gpu(name: str, gib: float, tflops: float, hbm_gb_s: float, intra_node_gb_s:
     )
 
 
-# Capacities are what nvidia-smi or torch report.  Peaks and bandwidths are of the vendors' data sheets, not sparse.
+# Capacities are those that nvidia-smi or torch report.  Dense peaks and bandwidths are from the vendors' data sheets.
 GPUS: Mapping[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
@@ -57,14 +57,14 @@ GPUS: Mapping[str, Gpu] = {
         _gpu("b300", 268.0, 2250, 8000, 680, 55),  # NVIDIA DGX B300 data sheet, 1/8; NVLink 5
         _gpu("gb200", 184.0, 2450, 8000, 680, 200),  # NVIDIA GB200 NVL72 data sheet, 1/72; host by NVLink-C2C
         _gpu("a100-80", 79.2, 312, 2039, 230, 25),  # NVIDIA A100 data sheet, SXM4; NVLink 3: 300 GB/s each way; PCIe 4
-        _gpu("a100-40", 39.4, 312, 1555, 230, 25),  # the same
+        _gpu("a100-40", 39.4, 312, 1555, 230, 25),  # NVIDIA A100 data sheet, SXM4
         _gpu("l40s", 44.4, 362, 864, 25, 25),  # NVIDIA L40S data sheet; no NVLink, PCIe 4
         _gpu("cpu", 4.0, 0.1, 10, 1, 10),  # a core of a server and gloo, a process for each: assumed; peak in fp32
         _gpu("mi300x", 191.5, 1307, 5300, 310, 55),  # AMD MI300X data sheet; Infinity Fabric: 7 links of 64 GB/s
     )
 }
 
-# GB/s that one GPU receives from other nodes, if each GPU has a port of its own: about 4/5 of the port's bits / 8.
+# GB/s that one GPU receives from other nodes, if each GPU has its own port: about 4/5 of the port's bits / 8.
 FABRICS: Mapping[str, float] = {
     "none": 0.1,  # one node; a layout over two nodes is predicted to be useless
     "eth100": 10.0,
@@ -100,17 +100,17 @@ def fabric(name: str) -> float:
     return gb_s
 
 
-def of_machine(driver: Path = Path("/proc/driver/nvidia/gpus")) -> Gpu | None:
-    """The GPU of this machine by NVIDIA's driver, without CUDA; None: no GPU, or one that is not in the table."""
+def gpu_of_machine(driver: Path = Path("/proc/driver/nvidia/gpus")) -> Gpu | None:
+    """The GPU of this machine, as NVIDIA's driver names it, without CUDA; None: no GPU, or one not in the table."""
     for path in sorted(driver.glob("*/information")):
         models = [line.partition(":")[2].strip() for line in path.read_text().splitlines() if line.startswith("Model")]
         if models:
-            return of_device(models[0])
+            return gpu_of_device(models[0])
     return None
 
 
-def of_device(name: str) -> Gpu | None:
-    """The GPU that calls itself so: "NVIDIA H100 80GB HBM3" -> h100; None: not in the table."""
+def gpu_of_device(name: str) -> Gpu | None:
+    """The GPU whose driver or CUDA reports this name: "NVIDIA H100 80GB HBM3" -> h100; None: not in the table."""
     words = name.lower()
     for key in ("gb200", "b300", "b200", "h200", "h100", "h20", "l40s", "mi300x"):
         if key in words:
@@ -122,7 +122,7 @@ def of_device(name: str) -> Gpu | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Usable:
-    """Bytes of a GPU, and what of them a run cannot use."""
+    """The bytes of a GPU, and the bytes that a run's tensors cannot use."""
 
     capacity: float
     context: float
@@ -131,7 +131,7 @@ class Usable:
 
     @property
     def bytes(self) -> float:
-        """What is left for the tensors of a run."""
+        """The bytes that remain for the tensors of a run."""
         return self.capacity - self.context - self.communicators - self.reserve
 
     def describe(self) -> str:
@@ -144,7 +144,7 @@ class Usable:
 
 
 def usable_memory(gpu: Gpu, num_communicators: int) -> Usable:
-    """The memory that tensors of a run can take.
+    """The memory that the tensors of a run can use.
 
     h100, 4 communicators -> 79.1 - 0.75 - 0.32 - 2.373 = 75.66 GiB
     """

@@ -1,7 +1,7 @@
-"""Seconds that the layers of one pipeline stage compute in one microbatch, forward, backward and repeated.
+"""Seconds that the layers of one pipeline stage compute in one microbatch: forward, backward and recomputation.
 
-matrix products   FLOPs / the rate of the smallest of their sizes
-attention         causal FLOPs of each document / the rate of the document's tokens on a rank
+matrix products   FLOPs / the rate for the smallest of their three sizes
+attention         causal FLOPs of each document / the rate for the document's tokens on a rank
 elementwise       bytes that norms, rotary positions, activations and residual sums read and write / bandwidth
 """
 
@@ -17,19 +17,18 @@ from sft.estimate.products import Product, attention_flops
 from sft.estimate.saved_by_layer import saving_layers
 from sft.layers.kinds import layer_groups
 from sft.layers.mixer import Mixer
-from sft.layers.mixers.softmax import MAX_FLASH_HEAD
 from sft.parallel.layout import Layout
 
 GRADIENT_SUM_BYTES = 10  # per parameter and microbatch: a bf16 gradient is read, its fp32 sum read and written
 
-# Plain torch computes attention in fp32, outside of tensor cores: at most 67 of an H100's 989 TFLOP/s, of which tiles
-# may reach a half.  Assumed, not measured; the flash kernel has 0.27 to 0.36 of the peak.
+# Plain torch computes attention in fp32, outside of tensor cores, where an H100 has 67 instead of 989 TFLOP/s.  Tiles
+# may reach half of them.  The flash kernel reaches 0.27 to 0.36 of 989.  So 10 is an assumption, not a measurement.
 PLAIN_SLOWDOWN = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """Of all layers of a stage, in one pass of one microbatch."""
+    """Seconds of one pass of a microbatch through a stage's layers, by kind of work."""
 
     linear: float = 0.0
     attention: float = 0.0
@@ -53,18 +52,21 @@ class LayerWork:
         return uses_portable(self.config)
 
     def passes(self, products: Iterable[Product], reached: float = 1.0) -> tuple[Seconds, Seconds, Seconds]:
-        """Forward, backward without recompute, and what backward computes again.  reached: of `attention_reached`"""
+        """Seconds of forward, of backward without recomputation, and of recomputation.
+
+        reached: the share of layers that `attention_reached` returns
+        """
         products = list(products)
         recompute = self.config.train.recompute
         attention, gradients = self._attention()
         states = self._states()
         element = self._elementwise()
         linear = [sum(times) for times in zip(*map(self._runs, products))]
-        of_kind = {"none": 0.0, "selective": 0.6, "full": 1.0}[recompute]  # norm and activation of the MLP
+        share = {"none": 0.0, "selective": 0.6, "full": 1.0}[recompute]  # selective: norm and activation of the MLP
         repeated = Seconds(
             linear=linear[1],
             attention=(attention if recompute == "full" else 0.0) + (states if recompute != "none" else 0.0),
-            elementwise=of_kind * element,
+            elementwise=share * element,
         )
         return (
             Seconds(linear=linear[0], attention=attention + states, elementwise=element),
@@ -73,7 +75,7 @@ class LayerWork:
         )
 
     def seconds(self, products: Iterable[Product]) -> tuple[float, float, float]:
-        """Forward, repeated, backward."""
+        """Seconds of these products in forward, recomputation and backward."""
         times = [sum(times) for times in zip(*map(self._runs, products))]
         return times[0], times[1], times[2]
 
@@ -85,7 +87,7 @@ class LayerWork:
         return product.forward * run, product.repeated * run, (product.inputs + product.weights) * run
 
     def _attention(self) -> tuple[float, float]:
-        """Seconds of attention forward and backward on a rank, of layers with and without a window."""
+        """Seconds of softmax attention on a rank, forward and backward."""
         layout, constants = self.layout, self.constants
         tokens, counts = self.lengths.of_pack(self.config.data.seq_length)
         share = 1 / (layout.pp * layout.tp * layout.cp)
@@ -94,25 +96,24 @@ class LayerWork:
         total = [0.0, 0.0]
         for length, count, cp_size in zip(tokens.tolist(), counts.tolist(), cp_sizes(layout, tokens, self.config)):
             for mixer, keys, flops in attention_flops(self.config.model, length):
-                size, of_rank = min(length / cp_size, keys), flops * share * count * self._slowdown(mixer)
-                total[0] += of_rank / (forward.at(size) * 1e12)
-                total[1] += 2 * of_rank / (backward.at(size) * 1e12)
+                size, work = min(length / cp_size, keys), flops * share * count * self._slowdown(mixer)
+                total[0] += work / (forward.at(size) * 1e12)
+                total[1] += 2 * work / (backward.at(size) * 1e12)
         return total[0], total[1]
 
     def _slowdown(self, mixer: Mixer) -> float:
         """How many times as long attention of these layers takes as the portable backend's flash kernel."""
-        has_flash = mixer.model.resolved_head_dim <= MAX_FLASH_HEAD
-        return 1.0 if has_flash or not self.is_portable or self.constants.gpu == "cpu" else PLAIN_SLOWDOWN
+        return 1.0 if mixer.has_flash or not self.is_portable or self.constants.gpu == "cpu" else PLAIN_SLOWDOWN
 
     def _states(self) -> float:
-        """Seconds of the delta rule forward."""
+        """Seconds of the delta rule in forward."""
         layout, groups = self.layout, layer_groups(self.config.model)
         products = sum(len(group.numbers) * group.mixer.state_products for group in groups)
         tokens = self.config.data.seq_length / layout.cp
         return 2.0 * products * tokens / (layout.pp * layout.tp * self.constants.linear_attention.value * 1e12)
 
     def _elementwise(self) -> float:
-        """Seconds of norms, rotary positions, activations and residual sums forward."""
+        """Seconds of norms, rotary positions, activations and residual sums in forward."""
         model, layout, rank = self.config.model, self.layout, self.layout.share(self.config)
         hidden = (2 * model.num_layer_norms + 6) * model.hidden_size * rank.sequence
         numbers = 0.0
@@ -127,13 +128,13 @@ class LayerWork:
         return num_trained * GRADIENT_SUM_BYTES / (self.constants.elementwise_gb_s.value * 1e9)
 
     def offload(self, forward_s: float, backward_s: float) -> float:
-        """Seconds by which copies to host memory and back take longer than the passes that they overlap with."""
+        """Seconds by which copies to host memory and back take longer than the passes that hide them."""
         fraction = self.config.train.offload_fraction
         if fraction == 0.0:
             return 0.0
         pack = self.config.data.seq_length
-        of_token = sum(alike.number * alike.kept.total for alike in saving_layers(self.config, self.layout, pack))
-        num_bytes = fraction * of_token * pack / self.layout.cp / self.layout.pp
+        saved = sum(alike.number * alike.kept.total for alike in saving_layers(self.config, self.layout, pack))
+        num_bytes = fraction * saved * pack / self.layout.cp / self.layout.pp
         copied = num_bytes / (self.constants.pcie_gb_s.value * 1e9)
         return max(0.0, copied - forward_s) + max(0.0, copied - backward_s)
 
@@ -146,11 +147,11 @@ def uses_portable(config: Config) -> bool:
 
 
 def cp_sizes(layout: Layout, tokens: np.ndarray, config: Config) -> list[int]:
-    """The cp size of documents of each length: cp, with dynamic CP the smallest whose ranks hold the document.
+    """The cp size of documents of each length: cp, or with dynamic CP the smallest one whose ranks hold the document.
 
     packs of 1024, cp 4 dynamic, lengths 100, 300, 1000 -> 1, 2, 4
     """
     if not layout.cp_sizes:
         return [layout.cp] * len(tokens)
-    of_rank = config.data.seq_length / layout.cp
-    return [next((size for size in layout.cp_sizes if length <= size * of_rank), layout.cp) for length in tokens]
+    limit = config.data.seq_length / layout.cp  # tokens that a rank holds
+    return [next((size for size in layout.cp_sizes if length <= size * limit), layout.cp) for length in tokens]

@@ -1,4 +1,4 @@
-"""The distribution of document lengths, as the time of attention needs it.  Nothing here packs documents."""
+"""The distribution of document lengths, from which the time of attention is predicted.  Packs no documents."""
 
 from dataclasses import dataclass
 
@@ -6,24 +6,28 @@ import numpy as np
 
 from sft.errors import ConfigError
 
-MAX_BINS = 64  # of a corpus; each bin counts with the root of the mean square of its lengths
+MAX_BINS = 64  # number of bins for a corpus; a bin counts as the root of the mean square of its lengths
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """tokens: lengths of documents, float64 [n]; shares: of the documents, float64 [n], sum 1"""
+    """A distribution of lengths.
+
+    tokens  lengths of documents, float64 [n]
+    shares  share of the documents with each length, float64 [n]; their sum is 1
+    """
 
     tokens: np.ndarray
     shares: np.ndarray
 
     @staticmethod
     def all_of(length: int) -> "Lengths":
-        """All documents have this length."""
+        """The distribution whose documents all have this length."""
         return Lengths(np.array([float(length)]), np.ones(1))
 
     @staticmethod
     def of_corpus(lengths: np.ndarray) -> "Lengths":
-        """The lengths of a corpus, int [documents], in at most MAX_BINS bins of equal ratio."""
+        """The distribution of a corpus, in at most MAX_BINS bins of equal ratio.  lengths: int [documents]"""
         real = np.asarray(lengths, dtype=np.float64)
         real = real[real > 0]
         if len(real) == 0:
@@ -32,10 +36,10 @@ class Lengths:
         if len(values) > MAX_BINS:
             edges = np.geomspace(values[0], values[-1], MAX_BINS + 1)[1:-1]
             bins = np.digitize(values, edges)
-            of_bin = np.bincount(bins, counts, MAX_BINS)
+            totals = np.bincount(bins, counts, MAX_BINS)
             squares = np.bincount(bins, counts * values**2, MAX_BINS)
-            used = of_bin > 0
-            values, counts = np.sqrt(squares[used] / of_bin[used]), of_bin[used]
+            used = totals > 0
+            values, counts = np.sqrt(squares[used] / totals[used]), totals[used]
         return Lengths(values, counts / counts.sum())
 
     @staticmethod
@@ -53,9 +57,10 @@ class Lengths:
         return Lengths(tokens, weights / weights.sum())
 
     def of_pack(self, seq_length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Lengths, and how many documents of each length a full pack holds on average: two arrays [n].
+        """Lengths, and the average number of documents of each length in a full pack: two arrays [n].
 
-        Longer documents count as seq_length.  lengths 2 and 6, shares 1/2, packs of 8 -> 2 and 6, 1 and 1
+        A document that is longer than seq_length counts as seq_length.
+        lengths 2 and 6, shares 1/2, packs of 8 -> 2 and 6, 1 and 1
         """
         tokens = np.minimum(self.tokens, seq_length)
         return tokens, self.shares * seq_length / float(self.shares @ tokens)

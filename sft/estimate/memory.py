@@ -3,10 +3,10 @@
     device = weights + gradients + optimizer + layers + ends + the largest of the working sets
 
 The files of sft/layers give the bytes of the halves of a layer.  This module adds up bytes over a layer, a stage and a
-run.  `layers` are tensors that layers save for backward, `ends` rotary
-tables.  A working set is what the loss head, or backward of an MLP or of attention, holds (working_sets.py).  Numbers
-are for CUDA, with fused activations and torch's flash kernel; with run.device = cpu, for the plain operations of a CPU.
-The estimate leaves out CUDA itself, NCCL (communicators.py) and gaps between allocations.
+run.  `layers` are the tensors that layers save for backward, `ends` the rotary tables.  A working set is the memory
+that the loss head, or backward of an MLP or of attention, needs for a time (working_sets.py).  The numbers assume CUDA
+with fused activations and torch's flash kernel, or with run.device = cpu the plain operations of a CPU.  The estimate
+leaves out CUDA itself, NCCL (communicators.py) and gaps between allocations.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from sft.config import Config
 from sft.console import size
 from sft.estimate import model_bytes
-from sft.estimate.parameters import Numbers, of_stage, vocab_rows
+from sft.estimate.parameters import Numbers, stage_parameters, vocab_rows
 from sft.estimate.saved_by_layer import SavingLayers, saving_layers, saving_mtp
 from sft.estimate.working_sets import StageWork, WorkingSet
 from sft.layers.adapters import Trained
@@ -22,7 +22,7 @@ from sft.layers.offload import num_offloaded_layers, num_resident_layers
 from sft.layers.rank_share import FP32
 from sft.parallel.layout import Layout
 
-CARD_BYTES = 80e9  # 74.5 GiB; `describe` reports the longest context on an 80-GB card, which has 79 GiB less CUDA's own
+CARD_BYTES = 80e9  # 74.5 GiB: about what CUDA leaves of an 80-GB card's 79 GiB.  `describe` reports its longest context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +33,12 @@ class Memory:
     weights: float
     gradients: float
     optimizer: float
-    layers: float  # saved for backward, when it begins
+    layers: float  # saved by layers when backward begins
     ends: float  # rotary tables
-    sets: tuple[WorkingSet, ...]  # of which only one exists at a time
+    sets: tuple[WorkingSet, ...]  # only one of them exists at a time
     host_layers: float = 0.0
     host_optimizer: float = 0.0
-    host_copy: float = 0.0  # of weights and optimizer states, for a save in the background
+    host_copy: float = 0.0  # the copy of weights and optimizer states that a save in the background writes
 
     @property
     def static(self) -> float:
@@ -51,7 +51,7 @@ class Memory:
 
     @property
     def peak(self) -> WorkingSet:
-        """The working set that needs most, with what layers have saved by then."""
+        """The working set that needs the most memory together with the layers' saved tensors of that time."""
         return max(self.sets, key=lambda working: working.net)
 
     @property
@@ -80,7 +80,7 @@ class Memory:
 def _state(
     config: Config, layout: Layout, vocab_size: int, stage: int, width: int, trained: Trained
 ) -> dict[str, float]:
-    own = of_stage(config, layout, vocab_size, stage, trained)
+    own = stage_parameters(config, layout, vocab_size, stage, trained)
     state = model_bytes.state(
         parameters=own.trained.total,
         owned=_owned(own.trained, layout) if config.parallel.distributed_optimizer else own.trained.total,
@@ -91,8 +91,8 @@ def _state(
 
 
 def _owned(own: Numbers, layout: Layout) -> float:
-    """The share of a rank, if all ranks that hold the same numbers share them out."""
-    copies = layout.tp * layout.cp * layout.dp / (layout.ep * layout.etp)  # copies of each expert
+    """Parameters of a rank's share, if all ranks that hold the same weights divide these among them."""
+    copies = layout.tp * layout.cp * layout.dp / (layout.ep * layout.etp)  # number of ranks that hold an expert
     return own.dense / (layout.dp * layout.cp) + own.experts / copies
 
 
@@ -101,7 +101,7 @@ def _copied(config: Config, layout: Layout, vocab_size: int, stage: int, width: 
     checkpoint, sharded = config.checkpoint, config.parallel.distributed_optimizer
     if not checkpoint.async_save or (checkpoint.save_every is None and checkpoint.save_every_minutes is None):
         return 0.0
-    own = of_stage(config, layout, vocab_size, stage, trained)
+    own = stage_parameters(config, layout, vocab_size, stage, trained)
     has_own_weights = sharded or width == 2
     weights = own.trained if config.lora.is_used else own.all
     of_optimizer = config.optim.optimizer.moment_bytes + FP32 * has_own_weights
@@ -109,12 +109,12 @@ def _copied(config: Config, layout: Layout, vocab_size: int, stage: int, width: 
 
 
 def _num_waiting(layout: Layout, stage: int) -> int:
-    """Forward passes of model chunks whose backward waits.  Each has what its layers saved, and its own rotary tables.
+    """Number of forward passes of model chunks whose backward has not run.  Each keeps saved tensors and rotary tables.
 
     pp 4 -> 4 on the first stage, 1 on the last; with 2 virtual stages 11 and 5
     """
     pp, virtual, num_microbatches = layout.pp, layout.virtual_stages, layout.num_microbatches
-    if layout.cp_sizes:  # the plan of a step decides their number, which may be larger
+    if layout.cp_sizes:  # the pack plan decides the number of microbatches of a step, which may be larger
         num_microbatches = max(num_microbatches, 2 * pp)
     if virtual == 1:
         return min(pp - stage, num_microbatches)
@@ -122,9 +122,9 @@ def _num_waiting(layout: Layout, stage: int) -> int:
 
 
 def _sent(layout: Layout, stage: int, hidden: float) -> float:
-    """Bytes of outputs that were sent to the next stage and wait for their gradient: virtual stages keep them.
+    """Bytes of outputs that virtual stages keep after sending them, until their gradients arrive.
 
-    The last stage's last chunk sends nothing.  hidden: bytes of the hidden states of all tokens
+    The last chunk of the last stage sends nothing.  hidden: bytes of the hidden states of all tokens
     """
     if layout.virtual_stages == 1:
         return 0.0
@@ -132,8 +132,8 @@ def _sent(layout: Layout, stage: int, hidden: float) -> float:
 
 
 def _layers(config: Config, layout: Layout, stage: int, layer: float) -> tuple[float, float]:
-    """Bytes that all layers of a rank save on the device and in host memory.  layer: bytes per layer and microbatch"""
-    num_layers = config.model.num_layers / layout.pp / layout.virtual_stages  # layers of one model chunk
+    """Bytes that the layers of a rank save on the device and in host memory.  layer: bytes per layer and microbatch"""
+    num_layers = config.model.num_layers / layout.pp / layout.virtual_stages  # number of layers of one model chunk
     is_last = stage == layout.pp - 1
     num_offloaded = num_offloaded_layers(
         config.train.offload_fraction, num_layers, backward_is_next=is_last and layout.virtual_stages == 1
@@ -177,7 +177,7 @@ def _stage(
 
 
 def _rotary(kinds: list[SavingLayers], pack: int) -> float:
-    """Bytes of all rotary tables; layers whose positions have the same base and width share one."""
+    """Bytes of all rotary tables.  Layers whose positions have the same base and width share one table."""
     tables: dict[tuple[int, str], float] = {}
     for kind in kinds:
         table = (kind.mixer.model.rotary_dim, repr(kind.mixer.model.rope))
@@ -191,10 +191,7 @@ def _rotary(kinds: list[SavingLayers], pack: int) -> float:
 def estimate(
     config: Config, layout: Layout, vocab_size: int, tokens: int | None = None, trained: Trained = Trained()
 ) -> Memory:
-    """The memory of the rank that needs the most memory.
-
-    tokens: length of a pack; None: data.seq_length.
-    """
+    """The memory of the rank that needs the most memory.  tokens: length of a pack; None: data.seq_length"""
     pack = config.data.seq_length if tokens is None else tokens
     numbers = sorted({0, layout.pp - 1}) if config.model.stacks_layers else range(layout.pp)
     stages = (_stage(config, layout, vocab_size, pack, stage, trained) for stage in numbers)
@@ -204,7 +201,7 @@ def estimate(
 def longest_context(
     config: Config, layout: Layout, vocab_size: int, bytes_available: float, trained: Trained = Trained()
 ) -> int:
-    """Tokens of the longest pack that fits into `bytes_available` on every rank; 0 if none fits."""
+    """The length of the longest pack that fits into `bytes_available` on every rank; 0 if none fits."""
 
     def fits(multiples: int) -> bool:
         tokens = multiples * layout.pack_multiple

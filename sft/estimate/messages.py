@@ -1,12 +1,12 @@
 """Seconds of messages between GPUs that computation does not hide.
 
-    tp    all-gathers and reduce-scatters before and after each half of a layer; of backward, those beside products hide
-    cp    the bytes of sft/parallel/cp_bytes.py; a ring hides behind attention, an all-to-all behind nothing
-    ep    tokens to experts and back; hide behind nothing
-    pp    hidden states between stages; hide behind nothing without virtual stages
-    dp    gradients and weights; gradients hide behind the last backward pass with parallel.overlap
+    tp    all-gathers and reduce-scatters before and after each half of a layer; matrix products of backward hide a part
+    cp    the bytes of sft/parallel/cp_bytes.py; attention hides a ring, nothing hides an all-to-all
+    ep    tokens to experts and back; nothing hides them
+    pp    hidden states between stages; only virtual stages hide them
+    dp    gradients and weights; with parallel.overlap, the last backward pass hides gradients
 
-An all-gather or reduce-scatter of N bytes over n ranks moves N (n - 1) / n of them to each rank.
+Each rank receives N (n - 1) / n bytes in an all-gather or reduce-scatter of N bytes over n ranks.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from sft.config import Config, ModelConfig
 from sft.estimate.constants import Constants
 from sft.estimate.layer_work import Seconds, cp_sizes, uses_portable
 from sft.estimate.lengths import Lengths
-from sft.estimate.parameters import OfStage
+from sft.estimate.parameters import StageParameters
 from sft.layers.kinds import layer_groups
 from sft.layers.rank_share import FP32
 from sft.parallel.alignment import aligned
@@ -33,8 +33,8 @@ class Messages:
     constants: Constants
     lengths: Lengths
 
-    def of_layers(self, forward: Seconds, backward: Seconds, repeated: Seconds) -> dict[str, float]:
-        """Exposed seconds of one microbatch in all layers of a stage, by dimension."""
+    def exposed_by_layers(self, forward: Seconds, backward: Seconds, repeated: Seconds) -> dict[str, float]:
+        """Exposed seconds of one microbatch in all layers of a stage: {"tp": ..., "cp": ..., "ep": ..., "pp": ...}."""
         return {
             "tp": self._tensor_parallel(backward),
             "cp": self._context_parallel(forward.attention + backward.attention),
@@ -57,21 +57,21 @@ class Messages:
         return self.config.model.num_layers / self.layout.pp
 
     def _seconds(self, num_bytes: float, gb_s: float, count: float) -> float:
-        """Of `count` messages with together num_bytes."""
+        """Seconds of `count` messages that have num_bytes together."""
         return num_bytes / (gb_s * 1e9) + count * self.constants.latency_us.value * 1e-6
 
     def _tensor_parallel(self, backward: Seconds) -> float:
         layout, model, recompute = self.layout, self.config.model, self.config.train.recompute
         if layout.tp == 1:
             return 0.0
-        # Share of the layers with an MLP that tp splits: a dense one, or a shared expert.
+        # Share of the layers that have a dense MLP or a shared expert, which tp splits.
         has_mlp = 1.0 if model.moe.shared_ffn_hidden_size is not None else 1 - expert_share(model)
         blocks = 1 + has_mlp
         repeats_mixers = any(group.mixer.is_recomputed for group in layer_groups(model))
         repeated = {"none": 0, "selective": has_mlp + repeats_mixers / 2, "full": blocks}
-        num = blocks + repeated[recompute]  # forward and repeated, each with a gather and a scatter
-        # Backward gathers the gradients of outputs, which nothing hides.  Beside products it gathers inputs again, and
-        # scatters their gradients.
+        num = blocks + repeated[recompute]  # forward and recomputation, each with a gather and a scatter
+        # Nothing hides the gathers of the gradients of outputs.  Matrix products hide the second gather of inputs, and
+        # the scatter of their gradients.
         beside = self._pairs(blocks if layout.sequence_parallel else 0, blocks) * self._layers
         exposed = self._pairs(num + blocks, num) * self._layers
         ends = 2 if layout.pp == 1 else 1  # embedding and loss head: each gathers and scatters once
@@ -91,16 +91,16 @@ class Messages:
         cost = CpBytes.of(config)
         ring, others, hops = 0.0, 0.0, 0.0
         passes = 3 if config.train.recompute == "full" else 2
-        gathered, reduced = passes * self._width, FP32  # of each number of a key: itself, and its gradient
-        longer = 1.0  # a ring sends both
+        gathered, reduced = passes * self._width, FP32  # bytes of a number of a key, and of its gradient
+        longer = 1.0  # a ring sends both in the same way
         if uses_portable(config):
             longer = (gathered + reduced / self.constants.reduce_scatter.value) / (gathered + reduced)
         tokens, counts = self.lengths.of_pack(config.data.seq_length)
         sizes = cp_sizes(layout, tokens, config)
         heads = self._head_ranks()
         for cp_size in sorted(set(sizes) - {1}):
-            of_size = np.array([size == cp_size for size in sizes])
-            own, number = tokens[of_size], counts[of_size]
+            has_size = np.array([size == cp_size for size in sizes])
+            own, number = tokens[has_size], counts[has_size]
             padded, gb_s = aligned(np.ceil(own).astype(np.int64), layout.doc_multiple), self._link(cp_size * layout.tp)
             keys = cost.kv_bytes * float(number @ padded) * (cp_size // heads - 1)
             ring += longer * keys / layout.cp / (gb_s * 1e9)
@@ -111,14 +111,14 @@ class Messages:
         return shown + self._ring(ring + hops * latency * passes * self._layers, attention_s)
 
     def _head_ranks(self) -> int:
-        """Ranks of cp between which heads travel; 1: keys and values of all of them."""
+        """Number of cp ranks between which an all-to-all exchanges heads; 1: no all-to-all."""
         parallel = self.config.parallel
         if uses_portable(self.config):
             return 1
         return {"a2a": self.layout.cp, "a2a+p2p": parallel.cp_a2a or 1}.get(parallel.cp_comm, 1)
 
     def _all_to_all(self, heads: int, passes: int) -> float:
-        """Queries, keys, values and outputs of all heads, and in backward their gradients."""
+        """Seconds of the all-to-all of queries, keys, values and outputs, and in backward of their gradients."""
         model, layout = self.config.model, self.layout
         if heads == 1:
             return 0.0
@@ -147,7 +147,7 @@ class Messages:
         sent = self._tokens / sequence * (model.moe.top_k or 0) * (model.hidden_size * self._width + FP32 / 2)
         times = 6 if self.config.train.recompute == "full" else 4
         node = self.config.parallel.gpus_per_node
-        away = max(0.0, 1 - node / ranks)  # share of the tokens for ranks of other nodes
+        away = max(0.0, 1 - node / ranks)  # share of the tokens that go to ranks of other nodes
         within = sent * layout.etp * ((ranks - 1) / ranks - away) / self.constants.intra_gb_s.value
         between = sent * layout.etp * away / self.constants.inter_gb_s.value
         latency = self.constants.latency_us.value * 1e-6
@@ -166,8 +166,8 @@ class Messages:
             return self._seconds(0.0, gb_s, 2 * layout.virtual_stages)
         return self._seconds(2 * num_bytes / self.constants.send.value, gb_s, 2)
 
-    def gradients(self, own: OfStage, backward_s: float) -> float:
-        """Exposed seconds of a step: fp32 gradients are reduce-scattered, and weights all-gathered."""
+    def gradients(self, own: StageParameters, backward_s: float) -> float:
+        """Exposed seconds of a step for the reduce-scatter of fp32 gradients and the all-gather of weights."""
         layout, parallel = self.layout, self.config.parallel
         copies = layout.tp * layout.cp * layout.dp // (layout.ep * layout.etp)
         groups = (
@@ -187,12 +187,12 @@ class Messages:
     # --- links ---------------------------------------------------------------------------------------------------
 
     def _link(self, num_gpus: int) -> float:
-        """GB/s of a rank in a group of so many neighbouring GPUs."""
+        """GB/s of a rank in a group of num_gpus neighbouring GPUs."""
         is_within = self.config.parallel.gpus_per_node % num_gpus == 0
         return (self.constants.intra_gb_s if is_within else self.constants.inter_gb_s).value
 
     def _wide_link(self, ranks: int, stride: int) -> float:
-        """GB/s of a rank in a ring over many ranks of each node, whose ports share the traffic between nodes."""
+        """GB/s of a rank in a ring over many ranks of each node, if all ports of a node share the traffic."""
         intra, inter = self.constants.intra_gb_s.value, self.constants.inter_gb_s.value
         node = self.config.parallel.gpus_per_node
         if ranks * stride <= node:
@@ -201,7 +201,7 @@ class Messages:
 
 
 def unhidden(constants: Constants, messages_s: float, compute_s: float) -> float:
-    """Seconds of messages that the computation beside them does not hide.  3 and 2 -> 1, with exposed 1 -> 3"""
+    """Seconds of messages that simultaneous computation does not hide.  3 and 2 -> 1; with exposed = 1 -> 3"""
     return max(messages_s - compute_s, constants.exposed.value * min(messages_s, compute_s), 0.0)
 
 

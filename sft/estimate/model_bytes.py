@@ -13,19 +13,19 @@ def gradients_of_experts(model: ModelConfig, rank: RankShare) -> float:
 
 
 def widest_gradient(model: ModelConfig, rank: RankShare) -> float:
-    """Bytes of the weight gradient of gate and up, before it is added to the fp32 gradient."""
+    """Bytes of the weight gradient of gate and up before it is added to the fp32 sum."""
     dense = model.ffn_hidden_size if model.moe.dense_layers else 0
     widest = max(model.resolved_expert_ffn, model.moe.shared_ffn_hidden_size or 0, dense)
     return rank.width * model.hidden_size * 2 * widest / rank.tp
 
 
 def loss_head(loss: LossConfig, model: ModelConfig, rank: RankShare, *, vocab_rows: float, tokens: float) -> float:
-    """Bytes that the loss head allocates for all tokens, without its inputs.  See docs/concepts/loss.md."""
+    """Bytes that the loss head allocates, without its inputs (docs/concepts/loss.md).  tokens: tokens of this rank"""
     if loss.impl == "chunked":
         return 2 * rank.width * tokens * vocab_rows
     if loss.impl == "full":
         return (2 * rank.width + 2 * FP32) * tokens * vocab_rows
-    # With sequence parallelism the head also holds the gathered hidden states.
+    # With sequence parallelism, the head also holds the gathered hidden states.
     gradient = rank.width * model.hidden_size * tokens * (2 if rank.sequence < 1 else 1)
     return max(loss.chunk(math.ceil(tokens)), model.hidden_size) * vocab_rows * rank.width + gradient
 
@@ -33,9 +33,12 @@ def loss_head(loss: LossConfig, model: ModelConfig, rank: RankShare, *, vocab_ro
 def state(*, parameters: float, owned: float, width: int, optim: OptimConfig) -> dict[str, float]:
     """Bytes of weights, gradients and optimizer on the device, and of the optimizer in host memory.
 
-    parameters: on this rank; owned: parameters whose optimizer states this rank has; width: bytes of a weight
-    bf16 weights take 18 bytes per parameter.  With the distributed optimizer they take 6 + 12 / (dp x cp), and weights
-    of an expert 6 + 12 / its copies.
+    parameters  number of parameters on this rank
+    owned       number of parameters whose optimizer states are on this rank
+    width       bytes of a number in weights
+
+    A bf16 parameter takes 18 bytes.  With the distributed optimizer it takes 6 + 12 / (dp x cp), and a parameter of an
+    expert 6 + 12 / number of copies.
     """
     optimizer, fraction = optim.optimizer, optim.offload_fraction
     main_weight = FP32 if width < FP32 else 0

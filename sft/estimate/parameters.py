@@ -1,4 +1,4 @@
-"""Counts the parameters that one rank of a pipeline stage holds, and those of them that it trains.  Arithmetic only."""
+"""Counts the parameters on one rank of a pipeline stage, and the trained ones among them.  Arithmetic only."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from sft.parallel.layout import Layout, padded_vocab_size
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """Parameters of a rank.  dense: those outside of experts"""
+    """Numbers of parameters of a rank.  dense: outside of experts; experts: in its experts"""
 
     dense: float
     experts: float
@@ -24,20 +24,22 @@ class Numbers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfStage:
-    """all: with adapters"""
+class StageParameters:
+    """The parameters of one rank of a stage.  all: with adapters; trained: that the optimizer updates"""
 
     all: Numbers
     trained: Numbers
 
 
-def of_stage(config: Config, layout: Layout, vocab_size: int, stage: int, trained: Trained) -> OfStage:
+def stage_parameters(config: Config, layout: Layout, vocab_size: int, stage: int, trained: Trained) -> StageParameters:
     """The parameters of one rank of pipeline stage `stage`."""
     weights = parameters(config.model, layout, vocab_size, stage)
     if trained.whole is None:
-        return OfStage(all=weights, trained=weights)
+        return StageParameters(all=weights, trained=weights)
     factors = _factors(config, layout, stage, trained)
-    return OfStage(all=weights + factors, trained=factors + _whole(config.model, layout, vocab_size, stage, trained))
+    return StageParameters(
+        all=weights + factors, trained=factors + _whole(config.model, layout, vocab_size, stage, trained)
+    )
 
 
 def parameters(model: ModelConfig, layout: Layout, vocab_size: int, stage: int) -> Numbers:
@@ -59,7 +61,7 @@ def parameters(model: ModelConfig, layout: Layout, vocab_size: int, stage: int) 
 
 
 def _layers_on(model: ModelConfig, layout: Layout, stage: int) -> list[tuple[LayerParameters, int]]:
-    """Each kind of layer, and how many the stage has."""
+    """The parameters of each kind of layer, and the number of such layers on the stage."""
     if layout.pp == 1:
         return layers_of(model)
     chunks = layout.chunks(model.num_layers, stage)
@@ -75,17 +77,17 @@ def _experts(layers: list[tuple[LayerParameters, int]]) -> float:
 
 
 def vocab_rows(vocab_size: int, tp: int) -> float:
-    """Rows of the embedding on a rank, with padding."""
+    """Number of rows of the embedding on a rank, with padding."""
     return padded_vocab_size(vocab_size, tp) / tp
 
 
 def trains_layers(trained: Trained) -> bool:
-    """Whether matrices of layers are trained themselves, so that backward computes their gradients."""
+    """Whether the optimizer updates matrices of layers, so that backward computes their gradients."""
     return trained.whole is None or any(weight.layer is not None and len(weight.shape) > 1 for weight in trained.whole)
 
 
 def _factors(config: Config, layout: Layout, stage: int, trained: Trained) -> Numbers:
-    """Numbers in adapters."""
+    """The parameters of adapters on one rank of a stage."""
     rank = config.lora.rank or 0
     own = [weight for weight in trained.adapted if _is_layer_on(weight.layer, config.model, layout, stage)]
     return Numbers(
@@ -95,7 +97,7 @@ def _factors(config: Config, layout: Layout, stage: int, trained: Trained) -> Nu
 
 
 def _whole(model: ModelConfig, layout: Layout, vocab_size: int, stage: int, trained: Trained) -> Numbers:
-    """Numbers in weights that are trained themselves."""
+    """The parameters on one rank of a stage that are trained themselves, without adapters."""
     own = [weight for weight in trained.whole or () if _is_on(weight, model, layout, stage)]
     experts = sum(weight.size for weight in own if weight.is_expert) / (layout.ep * layout.etp)
     dense = 0.0
@@ -115,5 +117,5 @@ def _is_on(weight: Weight, model: ModelConfig, layout: Layout, stage: int) -> bo
 
 
 def _is_layer_on(layer: int, model: ModelConfig, layout: Layout, stage: int) -> bool:
-    """layer: counted from 0"""
+    """Whether the stage has this layer.  layer: its number, from 0"""
     return any(layer + 1 in chunk for chunk in layout.chunks(model.num_layers, stage))

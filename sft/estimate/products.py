@@ -1,7 +1,7 @@
 """The matrix products of a rank in one microbatch: their sizes, and how often each runs.  Arithmetic only.
 
-`step_time.py` makes seconds of this list.  Attention is no product of this list, and neither is the state of linear
-attention.
+`step_time.py` computes seconds from this list.  The list does not contain the products of attention and of the states
+of linear attention.
 """
 
 from collections.abc import Iterator
@@ -12,10 +12,10 @@ from sft.layers.kinds import layer_groups
 from sft.layers.matrices import LayerWeights, ModelProducts
 from sft.layers.mixer import Mixer
 from sft.layers.mixers import MIXERS
-from sft.layers.mixers.latent import DUPLICATED, EXPANDED
+from sft.layers.mixers.latent import EXPANDED
 from sft.parallel.layout import Layout, padded_vocab_size
 
-# Parts of a layer that train.recompute = selective recomputes.
+# The parts of a layer that train.recompute = selective recomputes.
 _RECOMPUTED = {"mlp", "experts", "shared", "shared gate"}
 _RECOMPUTED |= {
     weight.part for mixer in MIXERS.values() if mixer.is_recomputed for weight in mixer.weights if weight.part
@@ -23,14 +23,14 @@ _RECOMPUTED |= {
 
 
 class Product(NamedTuple):
-    """[rows, inner] x [inner, columns], `copies` times; also backward, where two products have the same FLOPs.
+    """A product [rows, inner] x [inner, columns], `copies` times, and the products of its backward, of equal FLOPs.
 
-    part      "attention", "linear attention", "mlp", "shared", "experts" (whose products are grouped), "router", "head"
-              of latent attention also DUPLICATED and EXPANDED
-    forward   runs forward, in each of which a token counts once; 1 without recompute
-    repeated  runs of recompute
-    inputs    runs for the gradient of the input
-    weights   runs for the gradient of the weight; a share, if only some layers train it
+    part      "attention", "linear attention", "mlp", "shared", "experts" (grouped products), "router", "head", ...:
+              `LayerWeight.part`
+    forward   number of runs in forward
+    repeated  number of runs in recomputation
+    inputs    number of runs for the gradient of the input; a fraction if backward reaches only some layers
+    weights   number of runs for the gradient of the weight; a fraction if only some layers train it
     """
 
     part: str
@@ -45,7 +45,7 @@ class Product(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Of one run.  [2, 3] x [3, 4] -> 48"""
+        """The FLOPs of one run.  [2, 3] x [3, 4] -> 48"""
         return 2.0 * self.rows * self.columns * self.inner * self.copies
 
     @property
@@ -58,16 +58,17 @@ class Product(NamedTuple):
         return min(self.rows, self.columns, self.inner)
 
 
-def layer_products(config: Config, layout: Layout, of_model: ModelProducts, tokens: float) -> list[Product]:
-    """The products of all layers of one pipeline stage in one microbatch.  tokens: of a pack on one rank of cp
+def layer_products(config: Config, layout: Layout, model_products: ModelProducts, tokens: float) -> list[Product]:
+    """The products of all layers of one pipeline stage in one microbatch.
 
-    `copies` counts layers, with experts also the experts of the rank.
+    `copies` counts layers, and for experts also the experts of the rank.
+    tokens: number of tokens of a pack on one rank of cp
     """
     keeps_graph = _keeps_graph(config, layout)
     return [
         product
-        for weights in of_model.weights
-        for product in _of_weights(config, layout, weights, of_model.rank, tokens, keeps_graph)
+        for weights in model_products.weights
+        for product in _weight_products(config, layout, weights, model_products.rank, tokens, keeps_graph)
     ]
 
 
@@ -76,24 +77,24 @@ def _keeps_graph(config: Config, layout: Layout) -> bool:
     return config.train.recompute == "full" or layout.pp > 1 or config.run.fp8 is not None
 
 
-def attention_reached(config: Config, layout: Layout, of_model: ModelProducts) -> float:
-    """Share of the layers with attention in which backward computes attention's gradients: 1 if all is trained."""
+def attention_reached(config: Config, layout: Layout, model_products: ModelProducts) -> float:
+    """Share of the attention layers whose attention has a backward pass: 1 if all weights are trained."""
     if _keeps_graph(config, layout):
         return 1.0
-    outputs = [weights for weights in of_model.weights if weights.matrix.key == "self_attention.linear_proj."]
+    outputs = [weights for weights in model_products.weights if weights.matrix.key == "self_attention.linear_proj."]
     num_layers = sum(weights.num_layers for weights in outputs)
     return sum(weights.reached * weights.num_layers for weights in outputs) / num_layers if outputs else 1.0
 
 
-def _of_weights(
+def _weight_products(
     config: Config, layout: Layout, weights: LayerWeights, rank: int, tokens: float, keeps_graph: bool
 ) -> Iterator[Product]:
     matrix, part = weights.matrix, weights.matrix.part
     rows, copies, size = tokens, weights.num_layers / layout.pp, layout.tp
     if part == "experts":
-        rows, copies, size = _of_experts(config.model, layout, tokens, copies)
-    elif part in ("router", "shared gate", DUPLICATED) and layout.sequence_parallel:
-        rows = tokens / layout.tp
+        rows, copies, size = _expert_sizes(config.model, layout, tokens, copies)
+    elif not matrix.split and layout.sequence_parallel:
+        rows = tokens / layout.tp  # a matrix that every rank holds multiplies the rank's own tokens
     columns = matrix.rows / (size if matrix.split == "rows" else 1)
     inner = matrix.columns / (size if matrix.split == "columns" else 1)
     repeated = _repeated(config, part)
@@ -117,8 +118,8 @@ def _of_weights(
         yield Product(part, rows_b, b, rank, copies, repeated=passes["repeated"])
 
 
-def _of_experts(model: ModelConfig, layout: Layout, tokens: float, layers: float) -> tuple[float, float, int]:
-    """Rows of one expert, number of experts of the rank in all layers, and etp.  All experts get as many tokens."""
+def _expert_sizes(model: ModelConfig, layout: Layout, tokens: float, layers: float) -> tuple[float, float, int]:
+    """Rows of one expert, number of experts of the rank in all layers, and etp.  Assumes equally many tokens each."""
     num_experts, top_k = model.moe.num_experts or 1, model.moe.top_k or 1
     own = num_experts / layout.ep
     sent = tokens * layout.etp * top_k / (layout.tp if layout.sequence_parallel else 1)
@@ -126,7 +127,7 @@ def _of_experts(model: ModelConfig, layout: Layout, tokens: float, layers: float
 
 
 def _repeated(config: Config, part: str) -> float:
-    """Forward passes of backward."""
+    """Number of forward passes that backward computes again."""
     recompute, is_tiled = config.train.recompute, config.train.mlp_tile is not None
     repeated = 1.0 if recompute == "full" or (recompute == "selective" and part in _RECOMPUTED) else 0.0
     if part == "mlp" and is_tiled:
@@ -135,11 +136,10 @@ def _repeated(config: Config, part: str) -> float:
 
 
 def attention_flops(model: ModelConfig, length: float) -> Iterator[tuple[Mixer, float, float]]:
-    """The FLOPs of causal attention over one document, forward, of all layers of each kind.
+    """The forward FLOPs of causal attention over one document, for all layers of each kind together.
 
-    Each with the mixer of its layers and the number of keys of the last query.  Backward has twice the FLOPs; kernels
-    that compute the scores again execute 5 products there instead of 4.
-
+    Yields the mixer of the layers, the number of keys of the last query, and the FLOPs.  Backward has twice the FLOPs:
+    4 products.  Kernels that compute the scores again execute 5 products in backward.
     1 layer, 2 heads of 3, 10 tokens: a query sees 5 keys on average, 10 x 5 x 2 x 2 x 6 -> full attention, 10, 1200
     """
     for group in layer_groups(model):
@@ -148,12 +148,17 @@ def attention_flops(model: ModelConfig, length: float) -> Iterator[tuple[Mixer, 
             yield group.mixer, keys, 2.0 * width * keys * (2 * length - keys)
 
 
-def head_product(config: Config, layout: Layout, of_model: ModelProducts, vocab_size: int, labels: float) -> Product:
-    """The output layer.  labels: supervised tokens of a rank of cp for the fused head, all tokens for the others"""
+def head_product(
+    config: Config, layout: Layout, model_products: ModelProducts, vocab_size: int, labels: float
+) -> Product:
+    """The product of the output layer.
+
+    labels: number of supervised tokens on a rank of cp for the fused loss head, of all tokens for other heads
+    """
     return Product(
         "head",
         rows=labels,
         columns=padded_vocab_size(vocab_size, layout.tp) / layout.tp,
         inner=config.model.hidden_size,
-        weights=1.0 if of_model.trains_head else 0.0,
+        weights=1.0 if model_products.trains_head else 0.0,
     )

@@ -1,7 +1,7 @@
 """Computes the bytes of activations that layers save for backward, per local token.  Arithmetic only.
 
-The files of sft/layers give the bytes of the halves of a layer.  This module chooses those that train.recompute and
-train.mlp_tile leave; memory.py sums them over layers.
+The files of sft/layers give the bytes of the halves of a layer.  This module selects the ones that are saved with the
+recipe's train.recompute and train.mlp_tile.  memory.py sums them over layers.
 """
 
 from collections.abc import Iterable
@@ -20,8 +20,8 @@ from sft.parallel.layout import Layout
 class LayerBytes:
     """Bytes of activations that one layer saves for backward, per local token, by name.
 
-    attention  saved by the attention block, with the input of the MLP block
-    mlp        saved by the MLP block
+    attention  bytes that the attention block saves, and the input of the MLP block
+    mlp        bytes that the MLP block saves
     """
 
     attention: dict[str, float]
@@ -66,8 +66,12 @@ class LayerBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class SavingLayers:
-    """Layers that save the same bytes: their numbers from 1, and what each saves with the recipe, and without
-    recomputation."""
+    """Layers that save the same bytes.
+
+    layers      numbers of the layers, from 1
+    kept        bytes that each saves with the recipe's recomputation
+    everything  bytes that each would save without recomputation
+    """
 
     mixer: MixerBytes
     mlp: Mlp
@@ -93,18 +97,21 @@ class SavingLayers:
 
     @property
     def recomputed_attention(self) -> float:
-        """Bytes per token."""
+        """Bytes per token of attention's tensors that backward computes again."""
         return sum(value for name, value in self.everything.attention.items() if name not in self.kept.attention)
 
     @property
     def freed_before_attention(self) -> float:
-        """Bytes per token that are free while backward computes attention: of what follows it in the layer."""
+        """Bytes per token of saved tensors that are free when backward computes attention.
+
+        They belong to operations that follow attention in the layer.
+        """
         kept = self.kept.attention
         return sum(kept.get(name, 0.0) for name in (RESIDUAL, *self.mixer.freed)) + sum(self.kept.mlp.values())
 
 
 def saving_layers(config: Config, layout: Layout, pack: float) -> list[SavingLayers]:
-    """The layers of a model by what they save; first those of the last layer, which backward reaches first.
+    """The layers of a model, grouped by the bytes that they save.  The group of the last layer comes first.
 
     pack: tokens of a pack
     """
@@ -114,7 +121,7 @@ def saving_layers(config: Config, layout: Layout, pack: float) -> list[SavingLay
         same = next((n for other, n in alike if type(other) is type(own) and other.model is own.model), None)
         if same is None:
             alike.append((own, list(group.numbers)))
-        else:  # layers with and without a window save the same
+        else:  # layers with and without a window save the same bytes
             same += group.numbers
     alike.sort(key=lambda layers: -max(layers[1]))
     return [SavingLayers.of(mixer, sorted(layers), config) for mixer, layers in alike]

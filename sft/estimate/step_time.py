@@ -1,11 +1,11 @@
-"""Predicts how long a step takes, part by part.  Arithmetic only; nothing is measured.
+"""Predicts the duration of a step, part by part.  Arithmetic only; nothing is measured.
 
     a part of a microbatch = FLOPs / rate, bytes / bandwidth, or the time of messages that computation does not hide
     a step = microbatches x parts + the pipeline's bubble + gradients over dp + the update of weights
 
-`products.py` lists products, `messages.py` messages, `constants.py` rates.  Packs are full, all tokens are supervised,
-documents have the lengths of `lengths.py`, and ranks of dp have equal work.  The prediction leaves out saves,
-evaluation and waiting for data.
+`products.py` lists products, `messages.py` messages, `constants.py` rates.  The prediction assumes that packs are full,
+all tokens are supervised, documents have the lengths of `lengths.py`, and dp ranks have equal work.  It leaves out
+saves, evaluation and waiting for data.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from sft.estimate.constants import Constants
 from sft.estimate.layer_work import LayerWork
 from sft.estimate.lengths import Lengths
 from sft.estimate.messages import Messages
-from sft.estimate.parameters import OfStage, of_stage
+from sft.estimate.parameters import StageParameters, stage_parameters
 from sft.estimate.products import attention_reached, head_product, layer_products
 from sft.layers.adapters import Trained
 from sft.layers.flops import TrainFlops
@@ -26,17 +26,18 @@ PARTS = (
     *("linear", "attention", "head", "elementwise", "recompute", "tp", "cp", "ep", "pp", "dp"),
     *("bubble", "optimizer", "offload", "overhead"),
 )
-GRADIENT_BYTES = 16  # per parameter: the norm reads the fp32 gradients, the division reads and writes, they are zeroed
-TRANSFER_BYTES = 8  # per parameter of an optimizer in host memory: a gradient there and a weight back, in fp32
+GRADIENT_BYTES = 16  # per parameter, in fp32: the norm reads the gradient, a division reads and writes it, it is zeroed
+TRANSFER_BYTES = 8  # per parameter of an optimizer in host memory, in fp32: the gradient to the host, the weight back
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """What a step takes, on all GPUs.
+    """The predicted time of a step on all GPUs.
 
-    parts         seconds of a step by name (`PARTS`), of messages only what computation does not hide
+    parts         seconds of a step by part (`PARTS`); of messages, only the exposed time counts
     microbatch_s  seconds of a microbatch through all pipeline stages
-    tokens        of a step; model_flops: of a step, without recompute
+    tokens        tokens of a step
+    model_flops   FLOPs of a step, without recomputation
     """
 
     parts: dict[str, float]
@@ -52,7 +53,7 @@ class StepTime:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all GPUs together."""
+        """Tokens per second of all GPUs together."""
         return self.tokens / self.step_s
 
     @property
@@ -61,7 +62,7 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs of causal attention and of weights, over the peak."""
+        """Model FLOPs utilisation: model_flops / (step_s x peak of all GPUs)."""
         return self.model_flops / (self.step_s * self.num_gpus * self.peak_tflops * 1e12)
 
 
@@ -76,16 +77,19 @@ def step_time(
 ) -> StepTime:
     """The predicted time of a step.
 
-    products: of config.model, `trained` and config.lora.rank, if the caller asks for many layouts
+    products: those of config.model, `trained` and config.lora.rank, to compute them once for many layouts
     """
     pack, rank = config.data.seq_length, config.lora.rank or 0
     products = products or ModelProducts.of(config.model, trained, rank)
-    own = max((of_stage(config, layout, vocab_size, s, trained) for s in {0, layout.pp - 1}), key=lambda o: o.all.total)
+    own = max(
+        (stage_parameters(config, layout, vocab_size, s, trained) for s in {0, layout.pp - 1}),
+        key=lambda o: o.all.total,
+    )
     work = LayerWork(config, layout, constants, lengths)
     listed = layer_products(config, layout, products, pack / layout.cp)
     forward, backward, repeated = work.passes(listed, attention_reached(config, layout, products))
     messages = Messages(config, layout, constants, lengths)
-    exposed = messages.of_layers(forward, backward, repeated)
+    exposed = messages.exposed_by_layers(forward, backward, repeated)
     head = work.seconds([head_product(config, layout, products, vocab_size, pack / layout.cp)])
     layer_s = {
         "linear": forward.linear + backward.linear,
@@ -96,7 +100,7 @@ def step_time(
         "offload": work.offload(forward.total, backward.total + repeated.total),
         "overhead": constants.layer_overhead_us.value * 1e-6 * config.model.num_layers / layout.pp,
     }
-    if config.model.has_mtp:  # the last stage, for which the others wait, has one more layer and a second head
+    if config.model.has_mtp:  # the last stage has one more layer and a second head, and the other stages wait for it
         layer_s = {name: seconds * (1 + layout.pp / config.model.num_layers) for name, seconds in layer_s.items()}
     turns = layout.num_microbatches
     parts = dict.fromkeys(PARTS, 0.0) | {name: turns * seconds for name, seconds in layer_s.items()}
@@ -108,20 +112,20 @@ def step_time(
     optimizer, transferred = _update(config, layout, own, constants)
     parts["optimizer"], parts["offload"] = optimizer, parts["offload"] + transferred
     flops, lengths_of, counts = TrainFlops.of(config.model, vocab_size, trained, rank), *lengths.of_pack(pack)
-    of_pack = pack * (flops.per_token + flops.per_label)
-    of_pack += (flops.per_token + flops.saved) * float(counts @ flops.cost(lengths_of))
+    pack_flops = pack * (flops.per_token + flops.per_label)
+    pack_flops += (flops.per_token + flops.saved) * float(counts @ flops.cost(lengths_of))
     return StepTime(
         parts=parts,
         microbatch_s=stage_s * layout.pp + head_s,
         tokens=float(pack * layout.global_batch_size),
         num_gpus=layout.world_size,
-        model_flops=of_pack * layout.global_batch_size,
+        model_flops=pack_flops * layout.global_batch_size,
         peak_tflops=constants.peak_tflops,
     )
 
 
-def _update(config: Config, layout: Layout, own: OfStage, constants: Constants) -> tuple[float, float]:
-    """Seconds of the update on the device, and on the host with the transfers."""
+def _update(config: Config, layout: Layout, own: StageParameters, constants: Constants) -> tuple[float, float]:
+    """Seconds of the optimizer's update on the device, and on the host with the transfers."""
     trained = own.trained
     owned = trained.total
     if config.parallel.distributed_optimizer:

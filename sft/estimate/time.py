@@ -1,7 +1,7 @@
-"""Says how long a step takes, by the prediction of `step_time.py`, and compares it with the time limits of a run.
+"""Prints the predicted time of a step (`step_time.py`), and compares it with the time limits of a run.
 
-The prediction is of packs full of documents of the data's lengths.  Limits are compared with packs full of documents as
-long as the longest, because a limit must hold for every step.
+The printed time is for packs full of documents of the data's lengths.  Limits must hold for every step, so they are
+compared with packs full of documents as long as the longest one.
 """
 
 from collections.abc import Mapping
@@ -15,14 +15,14 @@ from sft.layers.adapters import Trained
 from sft.parallel.layout import Layout
 
 ASSUMED_GPU = "h100"
-_SMALL = 0.01  # parts below this share of the step are not named
-_ALIKE = 1.05  # the longest documents get a line of their own if their step is longer than this many of the others
+_SMALL = 0.01  # a part below this share of the step is not printed
+_ALIKE = 1.05  # a step of the longest documents gets its own line if it takes more than this many times as long
 
 
 def constants_for(config: Config, gpu: gpus.Gpu | None, inter_gb_s: float | None = None) -> Constants | None:
-    """The constants of the GPU, or of an H100 with the peak log.peak_tflops.  None: in fp32 or on a CPU.
+    """The constants of the GPU; without a GPU, of an H100 with the peak log.peak_tflops; None: in fp32 or on a CPU.
 
-    inter_gb_s: None means parallel.inter_node_gb_s
+    inter_gb_s: GB/s between nodes; None: parallel.inter_node_gb_s
     """
     if config.run.precision == "fp32" or config.run.device == "cpu":
         return None
@@ -42,7 +42,7 @@ def describe(
 ) -> list[str]:
     """The prediction in words, and a warning for each time limit that is shorter.
 
-    constants: of `constants_for`; now: seconds since 1970, to compare with the end of a SLURM job
+    constants: the result of `constants_for`; now: seconds since 1970, to compare with the end of a SLURM job
     """
     if constants is None:
         return ["not predicted: the rates of the device are unknown in fp32 and on a CPU"]
@@ -85,7 +85,7 @@ def _warnings(config: Config, time: StepTime, environ: Mapping[str, str], now: f
             f"{time.microbatch_s:,.0f} s: the run would end as if it hung.  Raise it, or split documents over more "
             "ranks (parallel.cp)."
         )
-    # A rank may wait a microbatch for another rank, in a collective that its host queued a microbatch before.
+    # A rank may wait one microbatch for another rank, in a collective that its host queued one microbatch earlier.
     if 2 * time.microbatch_s > run.timeout_s:
         warnings.append(
             f"run.timeout_s = {run.timeout_s} is shorter than two microbatches, about {2 * time.microbatch_s:,.0f} s, "
@@ -106,7 +106,7 @@ def _warnings(config: Config, time: StepTime, environ: Mapping[str, str], now: f
 
 
 def _remaining(config: Config, environ: Mapping[str, str], now: float) -> dict[str, float]:
-    """Seconds that a limit of the whole start leaves for training: {"run.exit_after_minutes = 30": 1800.0}."""
+    """Seconds of training that each limit on the start allows: {"run.exit_after_minutes = 30": 1800.0}."""
     limits, minutes = {}, config.run.exit_after_minutes
     if minutes is not None:
         limits[f"run.exit_after_minutes = {minutes:g}"] = 60 * minutes

@@ -1,7 +1,7 @@
-"""Computes what a rank holds for a time while it computes the loss or backward, beside what layers have saved.
+"""Computes the temporary memory of the loss head and of backward, in addition to the tensors that layers saved.
 
-Backward goes through the layers from the last to the first, and frees what each has saved.  So a layer's working set
-counts with what is still saved by then.
+Backward goes through the layers from the last to the first, and frees the tensors that each has saved.  So the peak is
+a layer's working set plus the tensors that are still saved at that time.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,11 @@ GATHERED = "gathered keys and values"
 
 @dataclass(frozen=True)
 class WorkingSet:
-    """by_name: bytes held; freed: bytes of what layers had saved that are free by then"""
+    """The memory of one moment of the loss head or of backward.
+
+    by_name  bytes of temporary tensors, by name
+    freed    bytes of the layers' saved tensors that backward has freed by this moment
+    """
 
     by_name: Mapping[str, float]
     freed: float = 0.0
@@ -40,12 +44,12 @@ class WorkingSet:
 class StageWork:
     """A pipeline stage.  Backward of its last model chunk comes first.
 
-    chunks   numbers of the layers of its model chunks, from 1
-    kinds    of layers of the whole model
+    chunks   numbers of the layers of each of its model chunks, from 1
+    kinds    kinds of layers of the whole model
     block    the layer of the block for multi-token prediction; None: this stage has no block
-    pack     tokens of a pack; tokens: those of this rank
+    pack     tokens of a pack; tokens: tokens of a pack on this rank
     hidden   bytes of the hidden states of the rank's tokens between layers
-    rows     of the output weight on this rank
+    rows     number of rows of the output weight on this rank
     """
 
     config: Config
@@ -64,17 +68,17 @@ class StageWork:
         return self.pack / self.layout.cp
 
     def all(self) -> Iterator[WorkingSet]:
-        """The sets of the loss head, of the block for multi-token prediction, and of each kind of layer."""
+        """The working sets of the loss head, of the block for multi-token prediction, and of each kind of layer."""
         if self.is_last:
-            # The last layer's output, the input of the final norm, counts as saved by layers.
+            # The last layer's output, which is the input of the final norm, counts as saved by layers.
             yield WorkingSet({HEAD: self._head()}, freed=-self.hidden)
         block = self.saved_by_mtp()
         if self.block is not None:
-            # The gradient of the first head waits, and with pp that of a tied table, for that of the block's embedding.
-            # With `full`, what comes before the layer is recomputed: two normed inputs, both as one, their product.
+            # The first head's gradient, and with pp the tied table's, stay until the gradient of the block's embedding.
+            # With `full`, the input of the layer is recomputed: two normed inputs, their concatenation, its projection.
             table = self._table() if self.layout.pp == 1 or self.config.train.mtp == "joint" else 0.0
             yield from self._layer(self.block, 0.0, (6 if self._is_full else 1) * self.hidden + table)
-        # On one stage, autograd adds the table's gradient by the input to that by the output at the end.
+        # On one stage, autograd adds the tied table's gradient from the input to the one from the output at the end.
         table = self._table() if self.layout.pp == 1 else 0.0
         last_chunk = self.chunks[-1]
         for kind in self.kinds:
@@ -83,17 +87,17 @@ class StageWork:
                 yield from self._layer(kind, block + self._saved_by_layers(range(last + 1, last_chunk.stop)), table)
 
     def saved_by_mtp(self) -> float:
-        """Bytes that the block for multi-token prediction saves for a pack; 0 without one on this stage.
+        """Bytes that the block for multi-token prediction saves for a pack; 0 if this stage has no block.
 
-        Its layer, the embedding, the projection's input of twice the width, and the input of the last norm; with
-        train.recompute = full, the layer's input stands for all but the last.
+        It saves the tensors of its layer, the embedding, the projection's input of twice the width, and the input of
+        the last norm.  With train.recompute = full, it saves its two inputs and the input of the last norm.
         """
         if self.block is None:
             return 0.0
         return self.block.kept.total * self.tokens + (2 if self._is_full else 4) * self.hidden
 
     def saved_by_layer(self) -> float:
-        """Bytes that a layer of this stage saves for a pack: the mean."""
+        """Bytes that a layer of this stage saves for a pack, on average."""
         total = sum(kind.number_in(*self.chunks) * kind.kept.total for kind in self.kinds)
         return total * self.tokens / sum(map(len, self.chunks))
 
@@ -102,17 +106,20 @@ class StageWork:
         return self.config.train.recompute == "full"
 
     def _saved_by_layers(self, layers: range) -> float:
-        """Bytes on the device.  With offload, layers that follow have made room for those that come back: 0."""
+        """Bytes that these layers have saved on the device.  0 with offload, where later layers' memory is reused."""
         if self.config.train.offload_fraction:
             return 0.0
         return sum(kind.number_in(layers) * kind.kept.total for kind in self.kinds) * self.tokens
 
     def _layer(self, kind: SavingLayers, freed: float, more: float) -> Iterator[WorkingSet]:
-        """freed: by backward of what follows the layer; more: bytes held"""
+        """The working sets of a layer.
+
+        freed: bytes that backward of later layers has freed; more: bytes of other temporary tensors
+        """
         work = self._mlp_backward(kind)
         replaced = kind.mlp.replaced(work)
         yield WorkingSet({MLP: kind.mlp.in_backward(work) + replaced + more}, freed + replaced)
-        # The gradient of the residual stream; with `full`, also the layer's output that was computed again.
+        # The gradient of the residual stream, and with `full` also the recomputed output of the layer.
         waits = kind.recomputed_attention * self.tokens + (2 if self._is_full else 1) * self.hidden
         local = kind.mixer.local(self.tokens) + waits + self._widest_gradient() + more
         gathered = kind.mixer.gathered(self.pack)
@@ -137,7 +144,7 @@ class StageWork:
 
     @property
     def _computes_experts_at_once(self) -> bool:
-        """False: one expert after the other."""
+        """Whether kernels compute all experts at once; False: one expert after the other."""
         is_portable = self.config.attention.backend == "portable" or self.config.run.device == "cpu"
         return not is_portable or self.config.model.activation != "swiglu" or bool(self.trained.adapted)
 
@@ -149,14 +156,16 @@ class StageWork:
         return model_bytes.widest_gradient(self.config.model, self._rank) if trains_layers(self.trained) else 0.0
 
     def _table(self) -> float:
-        """Bytes of the gradient of tied embeddings that the output makes; 0 if they are not tied, or are frozen."""
+        """Bytes of the output's gradient of tied embeddings; 0 if the embeddings are not tied, or are frozen."""
         model, trained = self.config.model, self.trained
         is_trained = trained.whole is None or any(weight.key == EMBEDDING for weight in trained.whole)
         return self._rank.width * self.rows * model.hidden_size if model.tie_embeddings and is_trained else 0.0
 
     def _head(self) -> float:
-        """The loss head, with the hidden states after the final norm.  While the second head of multi-token prediction
-        computes, the first one's gradient and hidden states wait."""
+        """Bytes of the loss head, with the hidden states after the final norm.
+
+        While the second head of multi-token prediction computes, the gradient and hidden states of the first one stay.
+        """
         model = self.config.model
         head = model_bytes.loss_head(self.config.loss, model, self._rank, vocab_rows=self.rows, tokens=self.tokens)
         return head + (1 if self.block is None else 3) * self.hidden

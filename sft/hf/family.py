@@ -15,10 +15,10 @@ from operator import attrgetter
 from typing import Any, Literal, get_args
 
 from sft.config import ModelConfig
-from sft.config.model import LayerKind
+from sft.config.mixer_section import LayerKind
 from sft.hf.model_keys import PLAIN, Computed
 from sft.hf.tensor_view import EXPERT, LAYER, HfTensor, HfView, View
-from sft.layers.kinds import of_kind
+from sft.layers.kinds import model_of_kind
 from sft.layers.weights import sizes_of
 
 _LAYERS, _MTP_LAYER = "decoder.layers.", "mtp.layers.0.transformer_layer."
@@ -67,10 +67,10 @@ class MtpBlock:
     own: tuple[Rule, ...]
     copies: Mapping[str, Literal["embedding", "head"]] = field(default_factory=dict)
 
-    def rules(self, of_layers: tuple[Rule, ...], model: ModelConfig) -> Iterator[Rule]:
-        """The rules of the block.  of_layers: those of the model's layers, of which the last kind counts"""
+    def rules(self, layer_rules: tuple[Rule, ...], model: ModelConfig) -> Iterator[Rule]:
+        """The rules of the block.  layer_rules: those of the model's layers, of which the last kind counts"""
         yield from self.own
-        for rule in of_layers:
+        for rule in layer_rules:
             if rule.in_layers and _has(model, model.num_layers, rule):
                 first = rule.views[0].name.partition(f".{LAYER}.")[0]
                 views = (replace(v, name=v.name.replace(f"{first}.{LAYER}", self.layer, 1)) for v in rule.views)
@@ -249,7 +249,7 @@ class Family:
 
     def mappings(self, model: ModelConfig, vocab_size: int) -> Iterator[TensorMapping]:
         """Every tensor of the model: first those outside of layers, then layer by layer, expert by expert."""
-        by_kind = {kind: sizes_of(of_kind(model, kind), vocab_size) for kind in get_args(LayerKind)}
+        by_kind = {kind: sizes_of(model_of_kind(model, kind), vocab_size) for kind in get_args(LayerKind)}
         rules = self._rules(self.rules, model)
         for layer in (None, *range(model.num_layers)):
             sizes = by_kind[model.kind_of((layer or 0) + 1)]

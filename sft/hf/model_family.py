@@ -34,7 +34,7 @@ def model_family(model: ModelConfig) -> Family | None:
         named = {*family.keys, *family.computed}
         has_mixers = all(
             bool(getattr(section, section.switch)) == (f"{name}.{section.switch}" in named)
-            for name, section in model.mixers.items()
+            for name, section in model.mixer_sections.items()
         )
         named |= {"full_attention.is_used"} if "full_attention.keys_as_values" in named else set()
         usual = {key: value for key, value in _USUAL.items() if key not in named}

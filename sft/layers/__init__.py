@@ -1,1 +1,1 @@
-"""What a layer is: its kind, its matrices, its FLOPs, and the bytes that it saves and sends.  Needs no torch."""
+"""Kinds of layers: their matrices, their FLOPs, and the bytes that they save and send.  Needs no torch."""

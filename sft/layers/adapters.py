@@ -1,4 +1,4 @@
-"""What a run trains of a model: the contract between `hf`, which knows the names of weights, and `mcore`.
+"""The weights and adapters that a run trains: the contract between `hf`, which knows names of weights, and `mcore`.
 
 A run trains all weights; or with train.freeze some of them; or with LoRA adapters, and at most the embedding and the
 output weight.  Weights that are not trained are frozen.
@@ -11,19 +11,18 @@ from math import prod
 
 from sft.layers.weights import is_of_layer, weight_of
 
-_ANY = ".*."  # of a name: stands for the number of an expert
-_LAYERS = "decoder.layers."  # of keys
+_ANY = ".*."  # in a name, stands for the number of an expert
+_LAYERS = "decoder.layers."  # the beginning of the keys of layers
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """The adapter of one Linear of the Hugging Face model, or those of the same Linear of all experts of a layer.
-
-    name: of the Linear, "model.layers.3.self_attn.q_proj"; of experts with * in place of the expert's number,
-        "model.layers.3.mlp.experts.*.gate_proj"
-    parts: the parts of our weight that are its rows, in the order of its rows
-    num_blocks: its rows consist of so many equal blocks, each of which has rows of all parts
+    """The adapter of one Linear of the Hugging Face model.  One object stands for the adapters of a layer's experts.
+    name        the Linear's name, "model.layers.3.self_attn.q_proj"; for experts, * replaces the expert's number:
+                "model.layers.3.mlp.experts.*.gate_proj"
+    parts       the parts of our weight that hold the Linear's rows, in the order of these rows
+    num_blocks  the Linear's rows are this many equal blocks, each with rows of all parts
     """
 
     name: str
@@ -33,15 +32,14 @@ class Adapter:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptedWeight:
-    """One of our weights, which consists of the rows of one or several Linears, and the adapters of these.
+    """One of our weights, which holds the rows of one or several Linears, with the adapters of these Linears.
 
-    The weights of all experts of a layer are described together.
-
-    module      "self_attention.linear_qkv", within its layer
-    layer       0 is the first layer
-    num_experts so many experts have such a weight; 0: it is no weight of experts
-    part_rows   rows of each part of the weight: of gate and up, or of q, k and v
-    num_groups  in each of so many groups of rows, rows of all parts follow each other; 1: parts are contiguous
+    One object stands for the weights of a layer's experts.
+    module      name of the module in its layer, "self_attention.linear_qkv"
+    layer       number of the layer, from 0
+    num_experts number of experts that have such a weight; 0: not a weight of experts
+    part_rows   number of rows of each part: gate and up, or q, k and v
+    num_groups  the rows are this many groups, each with rows of all parts; 1: each part is contiguous
     """
 
     module: str
@@ -63,7 +61,7 @@ class AdaptedWeight:
         return weight_of(f"{self.module}.weight").split == ""
 
     def num_trained(self, rank: int, tp: int = 1) -> float:
-        """Numbers in the factors that one of `tp` ranks holds, if it holds all experts.
+        """Parameters of the adapters on one of `tp` ranks, if the rank holds all experts.
 
         a weight of 6 x 4 with one adapter of rank 2: 20; on each of 2 ranks 14 (column parallel) or 16 (row parallel)
         """
@@ -74,7 +72,7 @@ class AdaptedWeight:
         return max(1, self.num_experts) * (split / tp + whole)
 
     def rows_of(self, adapter: Adapter) -> int:
-        """Rows of the Linear."""
+        """Number of rows of the adapter's Linear."""
         return sum(self.part_rows[part] for part in adapter.parts)
 
     def linears(self) -> list[str]:
@@ -83,7 +81,7 @@ class AdaptedWeight:
 
 
 def names_of(name: str, experts: Iterable[int]) -> list[str]:
-    """The Linears that the name of an adapter means.
+    """The names of the Linears that an adapter's name stands for.
 
     "experts.*.w1", experts 2 and 3 -> "experts.2.w1", "experts.3.w1"; a name without * -> itself
     """
@@ -95,8 +93,8 @@ class Weight:
     """One of our weights, as a part of a tensor of a checkpoint.
 
     key      "decoder.layers.mlp.linear_fc1.weight"; "decoder.layers.3.mlp.linear_fc1.weight" if layers are not stacked
-    index    its layer if layers are stacked, and its expert in the layer; () if there are none
-    shape    without rows of padding
+    index    the weight's layer if layers are stacked, then its expert in the layer; () if it has neither
+    shape    shape of the weight, without rows of padding
     """
 
     key: str
@@ -109,7 +107,7 @@ class Weight:
 
     @property
     def layer(self) -> int | None:
-        """Counted from 0; None outside of layers."""
+        """The number of the weight's layer, from 0; None if the weight belongs to no layer."""
         _, is_in_layers, name = self.key.rpartition(_LAYERS)
         number = name.partition(".")[0]
         if not is_in_layers:
@@ -128,7 +126,11 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """adapted: the weights with adapters.  whole: the weights that are trained themselves; None: all of the model"""
+    """The trained part of a model.
+
+    adapted  the weights with adapters
+    whole    the weights that the optimizer updates themselves; None: all weights of the model
+    """
 
     adapted: Sequence[AdaptedWeight] = ()
     whole: Sequence[Weight] | None = None
@@ -138,12 +140,11 @@ class Trained:
         return frozenset((weight.key, weight.index) for weight in self.whole or ())
 
     def has(self, key: str, index: tuple[int, ...]) -> bool:
-        """Whether this weight is trained itself."""
+        """Whether the optimizer updates this weight itself."""
         return self.whole is None or (key, index) in self._whole
 
     def describe(self, rank: int | None, num_parameters: int) -> str:
-        """rank: of the adapters; num_parameters: of the whole model
-
+        """One line for `sft check`.  rank: rank of the adapters; num_parameters: parameters of the whole model
         `trained 43,646,976 in 252 adapters of rank 16 (0.53% of 8,190,735,360)`
         `trained 1,288,306,688, of which 43,646,976 in 252 adapters of rank 16 (15.73% of 8,190,735,360)`
         `trained 7,568,405,504 (92.40% of 8,190,735,360)`

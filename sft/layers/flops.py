@@ -12,8 +12,8 @@ from sft.layers.kinds import LayerGroup, layer_groups, mtp_groups
 from sft.layers.weights import sizes_of, weights_of
 
 ASSUMED_TFLOPS = 989.0  # dense bf16 peak of an H100 SXM, if log.peak_tflops is null
-# Share of the peak that a run achieves.  Flash attention 2 has 0.31 to 0.37 of the peak of an H100; matrix products and
-# newer attention kernels have more.  So the estimate is rather too long than too short.
+# Share of the peak that a run achieves.  FlashAttention-2 reaches 0.31 to 0.37 of the peak of an H100.  Matrix products
+# and newer attention kernels reach more, so the real time is more often below the estimate than above it.
 ASSUMED_SHARE = 0.35
 
 
@@ -46,13 +46,13 @@ def describe_parameters(model: ModelConfig, vocab_size: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerParameters:
-    """Parameters of a layer.
+    """Numbers of parameters of a layer.
 
-    split     those that tp splits, without experts
-    whole     those that every rank of tp holds
-    expert    those of one of num_experts experts
-    products  those of split and whole in matrices, with which every token is multiplied
-    expert_products  those of one expert in matrices
+    split     parameters that tp splits, without experts
+    whole     parameters that every tensor-parallel rank holds
+    expert    parameters of one of num_experts experts
+    products  parameters in the matrices of `split` and `whole`: multiplications per token
+    expert_products  parameters in the matrices of one expert
     state_products   multiplications of a token with the state of linear attention
     """
 
@@ -70,10 +70,11 @@ class LayerParameters:
 
     @staticmethod
     def of(layers: LayerGroup) -> "LayerParameters":
-        """The example of `num_parameters`: split 160, whole 8, products 160.
+        """The parameters of one of these layers.
 
-        Instead of the MLP, 8 experts of width 2: split 64, whole 8 + 32 of the router, expert 24, products 96.
-        With a shared expert of width 6 and its gate: split 136, whole 44, products 172.
+        the example of `num_parameters` -> split 160, whole 8, products 160
+        8 experts of width 2 instead of the MLP -> split 64, whole 8 + 32 of the router, expert 24, products 96
+        and a shared expert of width 6 with its gate -> split 136, whole 44, products 172
         """
         sizes = sizes_of(layers.model)
         weights = [(weight, weight.size(sizes)) for weight in weights_of(layers) if not weight.is_buffer]
@@ -94,14 +95,14 @@ _latest: list[tuple[ModelConfig, list[tuple[LayerParameters, Sequence[int]]]]] =
 
 
 def layers_of(model: ModelConfig) -> list[tuple[LayerParameters, int]]:
-    """Each kind of layer, and how many layers are of this kind."""
+    """The parameters of each kind of layer, and the number of layers of this kind."""
     return [(layer, len(numbers)) for layer, numbers in kinds_of(model)]
 
 
 def kinds_of(model: ModelConfig) -> list[tuple[LayerParameters, Sequence[int]]]:
-    """Each kind of layer, and the numbers of such layers, from 1.
+    """The parameters of each kind of layer, and the numbers of its layers, from 1.
 
-    The answer for the latest model is kept, because a planner asks for one model thousands of times.
+    The result for the latest model is cached, because a planner calls this thousands of times for one model.
     """
     if not _latest or _latest[0][0] is not model:
         _latest[:] = [(model, [(LayerParameters.of(group), group.numbers) for group in layer_groups(model)])]
@@ -109,8 +110,9 @@ def kinds_of(model: ModelConfig) -> list[tuple[LayerParameters, Sequence[int]]]:
 
 
 def mtp_layers_of(model: ModelConfig) -> list[tuple[LayerParameters, int]]:
-    """As `layers_of`, of the block for multi-token prediction: one more layer, a projection and three norms.
+    """The parameters of the block for multi-token prediction, and 1; [] without a block.
 
+    The block is a layer like the last one, with a projection and three norms.
     hidden size 4: `whole` is 32 + 12 more than that of the last layer, `products` 32 more
     """
     projection, norms = 2 * model.hidden_size**2, 3 * model.hidden_size
@@ -123,12 +125,12 @@ def mtp_layers_of(model: ModelConfig) -> list[tuple[LayerParameters, int]]:
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """What attention over a document costs, in units of a token's other computation in the layers.
+    """The cost of attention over a document.  The unit is the cost of a token's other computation in the layers.
 
         cost = length ** 2 / crossover + m * (2 * length - m) / window_crossover, with m = min(length, window)
 
     crossover         length at which the layers with full attention take as many FLOPs as all other computation
-    window_crossover  the same for the layers with a sliding window, if their window were no limit
+    window_crossover  length at which the layers with a sliding window would do so, if their window had no limit
     """
 
     crossover: float = math.inf
@@ -152,7 +154,10 @@ class AttentionCost:
         )
 
     def __call__(self, lengths: np.ndarray) -> np.ndarray:
-        """float64, in tokens.  lengths [10, 100], crossover 10, window 20, window_crossover 10 -> [20, 1360]"""
+        """The cost of each document, float64 [n], in tokens.
+
+        lengths [10, 100], crossover 10, window 20, window_crossover 10 -> [20, 1360]
+        """
         real = np.asarray(lengths, dtype=np.float64)
         cost = real * (real / self.crossover)
         if self.window is not None:
@@ -184,15 +189,15 @@ def _products(model: ModelConfig) -> tuple[int, int]:
 class TrainFlops:
     """FLOPs of forward and backward.
 
-    Counts matrix products only.  Each parameter that a token uses costs 2 FLOPs in forward and 4 in backward, and a
-    frozen one 2 in backward, although backward may end above the lowest frozen layers.  Causal attention costs heads *
-    (key width + value width) FLOPs per layer and squared length in forward, and twice as many in backward.  Linear
+    Only matrix products count.  A parameter that a token uses costs 2 FLOPs in forward and 4 in backward.  A frozen
+    parameter costs 2 in backward, although backward may end above the lowest frozen layers.  Causal attention costs
+    heads * (key width + value width) FLOPs per layer and squared length in forward, and twice that in backward.  Linear
     attention costs the same for every token.
 
-    per_token  per token of a document, with linear and without other attention
-    per_label  per supervised token; with multi-token prediction, whose labels are almost as many, of both heads
+    per_token  FLOPs per token of a document, with linear attention, without softmax attention
+    per_label  FLOPs per supervised token.  With multi-token prediction both heads count, as if for equally many labels
     cost       attention's FLOPs of a document, divided by per_token + saved
-    saved      per token, because weights are frozen
+    saved      FLOPs per token that frozen weights save
     """
 
     per_token: float
@@ -202,13 +207,13 @@ class TrainFlops:
 
     @staticmethod
     def of(model: ModelConfig, vocab_size: int, trained: Trained = Trained(), rank: int = 0) -> "TrainFlops":
-        """trained: what of the model; rank: of its adapters
+        """The FLOPs of a model.  trained: its trained part; rank: rank of its adapters
 
         the example of `num_parameters` -> TrainFlops(6 * 160, 6 * 40, AttentionCost(40)): 24 per squared length"""
         (layers, states), head = _products(model), vocab_size * model.hidden_size * (2 if model.has_mtp else 1)
         if trained.whole is None:
             return TrainFlops(6.0 * (layers + states), 6.0 * head, AttentionCost.of(model))
-        share = (model.moe.top_k or 0) / (model.moe.num_experts or 1)  # of the experts, which a token uses
+        share = (model.moe.top_k or 0) / (model.moe.num_experts or 1)  # share of the experts that a token uses
         matrices = [weight for weight in trained.whole if weight.layer is not None and len(weight.shape) > 1]
         used = sum(weight.size * (share if weight.is_expert else 1.0) for weight in matrices)
         factors = sum(weight.num_trained(rank) * (share if weight.num_experts else 1.0) for weight in trained.adapted)
@@ -218,5 +223,5 @@ class TrainFlops:
         return TrainFlops(per_token, per_label, AttentionCost.of(model), saved=6.0 * (layers + states) - per_token)
 
     def attention(self, lengths: np.ndarray) -> float:
-        """Attention's FLOPs of documents of these lengths."""
+        """The FLOPs of attention over documents of these lengths."""
         return (self.per_token + self.saved) * float(self.cost(lengths).sum())

@@ -1,4 +1,4 @@
-"""What Transformer Engine's fused rotary kernel can rotate.  No torch, so `sft check` can ask.
+"""Says whether Transformer Engine's fused rotary kernel can rotate a recipe's queries and keys.  Needs no torch.
 
 The kernel computes the offset of an element as an int32 (`t_id * stride_s_or_t` in fused_rope.cu, Transformer Engine up
 to 2.20).  The stride is the distance of a tensor's tokens in elements.  With more tokens the kernel would read and

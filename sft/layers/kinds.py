@@ -1,20 +1,21 @@
-"""The layers of a model: a mixer and an MLP by number, and groups of layers that are alike.
+"""The layers of a model: the mixer and the MLP of each, and groups of layers that are alike.
 
-Code about one layer gets a model whose layers are all of its kind, so it reads `head_dim` and `num_query_groups` as it
-does of any other model.
+Code about one layer gets a model whose layers are all of its kind.  So `head_dim` and `num_query_groups` of this model
+are those of the layer.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sft.config.model import LayerKind, ModelConfig
+from sft.config.mixer_section import LayerKind
+from sft.config.model import ModelConfig
 from sft.layers.mixer import Mixer
 from sft.layers.mixers import MIXERS
 from sft.layers.mlps import mlp_of
 from sft.layers.second_half import Mlp
 
 
-def of_kind(model: ModelConfig, kind: LayerKind) -> ModelConfig:
+def model_of_kind(model: ModelConfig, kind: LayerKind) -> ModelConfig:
     """The model whose layers all have the heads, the window and the positions of this kind of layer.
 
     The model itself, unless `full_attention` makes a difference.
@@ -22,15 +23,15 @@ def of_kind(model: ModelConfig, kind: LayerKind) -> ModelConfig:
     return MIXERS[kind].narrowed(model)
 
 
-def of_layer(model: ModelConfig, layer_number: int) -> ModelConfig:
-    """`of_kind` of a layer, counted from 1."""
-    return of_kind(model, model.kind_of(layer_number))
+def model_of_layer(model: ModelConfig, layer_number: int) -> ModelConfig:
+    """The model whose layers are all like this layer (`model_of_kind`).  layer_number: from 1"""
+    return model_of_kind(model, model.kind_of(layer_number))
 
 
 class LayerGroup(NamedTuple):
     """The layers of a model that are alike.
 
-    numbers  of the layers, from 1
+    numbers  the numbers of the layers, from 1
     """
 
     mixer: Mixer
@@ -50,7 +51,7 @@ def layer_groups(model: ModelConfig) -> list[LayerGroup]:
     """The groups of a model, in the order of their first layers.
 
     Groups whose layers differ in nothing but the window have the same `model`, unless `full_attention` is used.  The
-    answer for the latest model is kept, because a planner asks for one model thousands of times.
+    result for the latest model is cached, because a planner calls this thousands of times for one model.
     """
     if not _latest or _latest[0][0] is not model:
         _latest[:] = [(model, _groups(model, range(1, model.num_layers + 1)))]
@@ -69,6 +70,6 @@ def _groups(model: ModelConfig, layers: Sequence[int]) -> list[LayerGroup]:
     dense = model.without_experts if model.moe.num_experts is not None else model
     groups = []
     for (kind, has_experts), of_group in numbers.items():
-        own = of_kind(model if has_experts else dense, kind)
+        own = model_of_kind(model if has_experts else dense, kind)
         groups.append(LayerGroup(MIXERS[kind](own), mlp_of(own), of_group))
     return groups

@@ -1,4 +1,4 @@
-"""The weight matrices of a model's layers, and what of them a run trains.  Independent of layout and length."""
+"""The weight matrices of a model's layers, and the share of each that a run trains.  No layout changes them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from sft.layers.weights import sizes_of, weight_of, weights_of
 
 
 class Matrix(NamedTuple):
-    """A matrix of a layer, [rows, columns], of one expert.  key: the first part of its name in checkpoints
+    """A matrix of a layer, [rows, columns]; for experts, the matrix of one expert.
 
-    The other fields are those of `weight.LayerWeight`.
+    key  the first part of the matrix' name in checkpoints; `weight.LayerWeight` explains the other fields
     """
 
     part: str
@@ -37,12 +37,12 @@ def matrices(layers: LayerGroup) -> list[Matrix]:
 
 
 class LayerWeights(NamedTuple):
-    """A matrix of all layers of one kind, or of one expert of each of these layers.
+    """One matrix in all layers of one kind; for experts, the matrix of one expert of each layer.
 
-    trained    share of its numbers that is trained itself
+    trained    share of its parameters that the optimizer updates themselves
     reached    share of the layers in which backward needs the gradient of the matrix' input
-    revisited  share of the layers that backward enters, and computes again with train.recompute
-    factor_a, factor_b  numbers in the factors of its adapters, mean of a layer
+    revisited  share of the layers that backward enters; train.recompute computes these layers again
+    factor_a, factor_b  parameters in the factors A and B of its adapters, on average per layer
     """
 
     matrix: Matrix
@@ -56,9 +56,10 @@ class LayerWeights(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProducts:
-    """What the products of a model depend on besides layout and length.  Make it once for many layouts.
+    """The matrices of a model, for any layout and length.  Make it once for many layouts.
 
-    rank: of adapters; trains_head: whether the output weight is trained
+    trains_head  whether the output weight is trained
+    rank         rank of the adapters; 0: no adapters
     """
 
     weights: tuple[LayerWeights, ...]
@@ -67,24 +68,26 @@ class ModelProducts:
 
     @staticmethod
     def of(model: ModelConfig, trained: Trained = Trained(), rank: int = 0) -> "ModelProducts":
-        """trained: what of the model; rank: of its adapters"""
-        of_kinds = [
+        """The matrices of a model.  trained: its trained part; rank: rank of its adapters"""
+        kinds = [
             (matrix, [number - 1 for number in group.numbers])
             for group in layer_groups(model)
             for matrix in matrices(group)
         ]
         if trained.whole is None:
-            return ModelProducts(weights=tuple(LayerWeights(matrix, len(numbers)) for matrix, numbers in of_kinds))
+            return ModelProducts(weights=tuple(LayerWeights(matrix, len(numbers)) for matrix, numbers in kinds))
         table = EMBEDDING if model.tie_embeddings else HEAD
         lowest = min(_steps(trained), default=(model.num_layers, 0))
         return ModelProducts(
-            weights=tuple(_of_matrix(model, *of_kind, trained, rank, lowest) for of_kind in of_kinds),
+            weights=tuple(
+                _layer_weights(model, *matrix_and_layers, trained, rank, lowest) for matrix_and_layers in kinds
+            ),
             trains_head=any(weight.key == table for weight in trained.whole),
             rank=rank,
         )
 
 
-def _of_matrix(
+def _layer_weights(
     model: ModelConfig, matrix: Matrix, layers: list[int], trained: Trained, rank: int, lowest: tuple[int, int]
 ) -> LayerWeights:
     copies = (model.moe.num_experts or 1) if matrix.part == "experts" else 1
@@ -112,7 +115,7 @@ def _rows(weight: AdaptedWeight) -> int:
 
 
 def _steps(trained: Trained) -> Iterable[tuple[int, int]]:
-    """Layer and step of all weights that get a gradient; the embedding is before the first layer."""
+    """Layer and step of each weight that gets a gradient.  The embedding has layer -1, before the first layer."""
     for weight in trained.whole or ():
         if weight.layer is not None:
             yield weight.layer, weight_of(weight.key).step

@@ -1,8 +1,8 @@
-"""What a kind of layer is: the interface of the files in `mixers/`, one for each way to mix tokens.
+"""The interface of a kind of layer.  `mixers/` has one file for each way to mix tokens.
 
-A layer is a mixer and an MLP.  The mixer lets a token read other tokens: attention, a window, a recurrence.  Whatever
-the estimate, the planner, checkpoints and adapters ask about a kind of layer, they ask its mixer; so none of them
-names a kind.  `sft/mcore/model/mixers.py` has the module of each kind.
+A layer is a mixer and an MLP.  The mixer lets a token read other tokens: attention, a window, a recurrence.  The
+estimate, the planner, checkpoints and adapters ask the mixer what they need to know about a kind of layer, and name no
+kind themselves.  `sft/mcore/model/mixers.py` has the module of each kind.
 """
 
 from abc import ABC, abstractmethod
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sft.config import Config, ModelConfig
-from sft.config.model import LayerKind
+from sft.config.mixer_section import LayerKind
 from sft.layers.rank_share import RankShare
 from sft.layers.traffic import Passes, Traffic
 from sft.layers.weight import LayerWeight
@@ -23,8 +23,8 @@ class MixerBytes(ABC):
 
     model: ModelConfig
     rank: RankShare = RankShare()
-    norm_outputs_are_saved: ClassVar[bool] = False  # even if train.recompute is selective
-    is_recomputed: ClassVar[bool] = False  # by train.recompute = selective
+    norm_outputs_are_saved: ClassVar[bool] = False  # whether they are, even if train.recompute is selective
+    is_recomputed: ClassVar[bool] = False  # whether train.recompute = selective recomputes the mixer
 
     @property
     @abstractmethod
@@ -43,31 +43,34 @@ class MixerBytes(ABC):
 
     @abstractmethod
     def local(self, tokens: float) -> float:
-        """Bytes of local tokens while backward computes the mixer."""
+        """Bytes of tensors of this rank's tokens while backward computes the mixer."""
 
     def gathered(self, pack: float) -> float:
-        """Peak bytes of keys and values of other ranks while backward computes the mixer.  pack: tokens of a pack"""
+        """Peak bytes of other ranks' keys and values while backward computes the mixer.  pack: tokens of a pack"""
         return 0.0
 
     def rotary(self, pack: float) -> float:
-        """Bytes of the rotary table or the rotation."""
+        """Bytes of the rotary table or of the angles.  pack: tokens of a pack"""
         return 0.0
 
     @property
     def freed(self) -> tuple[str, ...]:
-        """Names of `saved` that are free while backward computes the heart of the mixer: of what follows it."""
+        """Names of `saved` whose tensors backward has already freed when it computes attention itself.
+
+        These tensors belong to operations that follow attention in the layer.
+        """
         return ()
 
 
 @dataclass(frozen=True)
 class Mixer(ABC):
-    """A kind of layer, in a model that has the sizes of this kind where kinds differ (`narrowed`)."""
+    """A kind of layer.  model: a model whose layers are all of this kind (`narrowed`)"""
 
     model: ModelConfig
     kind: ClassVar[LayerKind]
     weights: ClassVar[tuple[LayerWeight, ...]]  # its rows of the table of weights, with the norm on its input
-    is_recomputed: ClassVar[bool] = False  # by train.recompute = selective, with its projections
-    has_positions: ClassVar[bool] = True  # rotary ones
+    is_recomputed: ClassVar[bool] = False  # whether train.recompute = selective recomputes it, with its projections
+    has_positions: ClassVar[bool] = True  # whether it uses rotary positions
 
     @staticmethod
     def narrowed(model: ModelConfig) -> ModelConfig:
@@ -76,17 +79,17 @@ class Mixer(ABC):
 
     @staticmethod
     def sizes(model: ModelConfig) -> Mapping[str, int]:
-        """Sizes of the model that only this kind has, by letter of shapes."""
+        """The sizes that only this kind of layer has, by their letter in `LayerWeight.shape`."""
         return {}
 
     @classmethod
     def described(cls, model: ModelConfig) -> str:
-        """Words for `sft check`.  model: the whole model"""
+        """The name of this kind of layer in `sft check`.  model: the whole model"""
         return cls.kind
 
     @abstractmethod
     def bytes(self, config: Config, rank: RankShare, pack: float) -> MixerBytes:
-        """Bytes of activations with the implementation that the recipe names.  pack: tokens of a pack"""
+        """Bytes of activations with the recipe's implementation of the mixer.  pack: tokens of a pack"""
 
     # --- tensor parallelism --------------------------------------------------------------------------------------
 
@@ -96,21 +99,21 @@ class Mixer(ABC):
         return {}
 
     def te_widths(self, tp: int) -> dict[str, int]:
-        """Rows and columns of a rank's parts of weights in Transformer Engine, by their formula."""
+        """Sizes of a rank's parts of weights in Transformer Engine, {formula: number of rows or columns}."""
         return {}
 
     # --- messages ------------------------------------------------------------------------------------------------
 
     def sent(self, config: Config) -> int:
-        """Numbers of a token that a rank sends to all that share its pack: its keys and values, or its latent."""
+        """Numbers per token that a rank sends to all ranks of its cp group: keys and values, or the latent."""
         return 0
 
     def traffic(self, config: Config, passes: Passes) -> Traffic:
-        """Bytes over cp of one rank of tp, in one layer."""
-        return Traffic(gathered=self.sent(config) * passes.of_key)
+        """Bytes over cp in one layer, for one tensor-parallel rank."""
+        return Traffic(gathered=self.sent(config) * passes.key_bytes)
 
     def first_share(self, tp: int) -> float:
-        """Share of the gathered bytes that arrive before computation can begin, which so hides nothing of them."""
+        """Share of the gathered bytes that must arrive before attention begins, so that no computation hides them."""
         return 1.0
 
     # --- computation ---------------------------------------------------------------------------------------------
@@ -121,13 +124,18 @@ class Mixer(ABC):
         return 0.0
 
     @property
+    def has_flash(self) -> bool:
+        """Whether torch's flash kernel can compute the attention on a GPU; False also if there is no softmax."""
+        return False
+
+    @property
     def window(self) -> int | None:
-        """The most keys that a query sees; None: all before it."""
+        """The largest number of keys that a query sees; None: all keys before it."""
         return None
 
     @property
     def state_products(self) -> int:
-        """Multiplications of a token with a state, forward."""
+        """Multiplications per token with the state of linear attention, in forward."""
         return 0
 
     @property

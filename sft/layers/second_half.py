@@ -1,4 +1,4 @@
-"""What the second half of a layer is: the interface of the files in `mlps/`, a dense MLP or experts."""
+"""The interface of the second half of a layer.  `mlps/` has the dense MLP and the experts."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -16,17 +16,18 @@ NORM_SCALE = "MLP norm's scale"
 
 @dataclass(frozen=True, kw_only=True)
 class MlpBackward:
-    """What the bytes of an MLP in backward depend on, besides the MLP.
+    """The numbers on which an MLP's bytes in backward depend.
 
-    tokens     of this rank
+    tokens     number of tokens on this rank
     hidden     bytes of the hidden states of these tokens
-    saved      bytes per token that the MLP saves without recomputation, by name; kept: names of those that it saves
-    recompute, tile       of the recipe
-    recomputed_attention  bytes of attention that train.recompute = full computes again before
+    saved      bytes per token that the MLP saves without recomputation, by name
+    kept       names of `saved` that the MLP saves with the recipe's recomputation
+    recompute  train.recompute; tile: train.mlp_tile
+    recomputed_attention  bytes of attention's tensors, which train.recompute = full computes again before the MLP
     widest_gradient       bytes of the largest gradient of a weight, before it is added to the fp32 gradient
-    adapts_gate_and_up    whether adapters are on gate and up
-    computes_at_once      whether kernels compute all experts at once; False: one after the other
-    weight_gradients      bytes of the gradients of the experts of this rank
+    adapts_gate_and_up    whether gate and up have adapters
+    computes_at_once      whether kernels compute all experts at once; False: one expert after the other
+    weight_gradients      bytes of the gradients of this rank's experts
     """
 
     tokens: float
@@ -43,13 +44,13 @@ class MlpBackward:
 
     @property
     def recomputed(self) -> float:
-        """Bytes per token that backward computes again."""
+        """Bytes per token of the tensors that backward computes again."""
         return sum(value for name, value in self.saved.items() if name not in self.kept)
 
     def with_hidden(self, inside: float) -> float:
-        """Bytes of all tokens, or of a tile.  inside: bytes of a token
+        """Bytes while backward computes the MLP, or a tile of it.  inside: bytes per token inside the MLP
 
-        Around them are the gradient of the output, that of a recomputed input, and recomputed attention.
+        Added to them: the gradient of the output, the gradient of a recomputed input, and recomputed attention.
         """
         around = (1 if self.recompute == "none" else 2) * self.hidden
         waits = self.recomputed_attention if self.recompute == "full" else 0.0
@@ -59,7 +60,7 @@ class MlpBackward:
 
 @dataclass(frozen=True)
 class Mlp(ABC):
-    """The MLP or the experts of a layer, in a model whose layers all have it."""
+    """The MLP or the experts of a layer.  model: a model whose layers all have it"""
 
     model: ModelConfig
     weights: ClassVar[tuple[LayerWeight, ...]]  # its rows of the table of weights, with the norm on its input
@@ -88,12 +89,12 @@ class Mlp(ABC):
         """Bytes while backward computes the MLP: recomputed activations, and gradients."""
 
     def replaced(self, work: MlpBackward) -> float:
-        """Bytes of what the MLP saved, whose place gradients of `in_backward` take."""
+        """Bytes of saved tensors that gradients of `in_backward` overwrite or replace."""
         return 0.0
 
     @abstractmethod
     def moved(self, rank: RankShare) -> float:
-        """Numbers of a token that activations, and copies to experts and back, read and write."""
+        """Numbers per token that activation functions, and copies to experts and back, read and write."""
 
     @staticmethod
     @abstractmethod
@@ -102,9 +103,9 @@ class Mlp(ABC):
 
     @abstractmethod
     def te_widths(self, tp: int, etp: int) -> dict[str, int]:
-        """Rows and columns of a rank's parts of weights in Transformer Engine, by their formula."""
+        """Sizes of a rank's parts of weights in Transformer Engine, {formula: number of rows or columns}."""
 
     @property
     @abstractmethod
     def num_experts(self) -> int:
-        """0: a dense MLP"""
+        """The number of experts of a layer; 0: a dense MLP."""

@@ -7,14 +7,14 @@ from typing import Literal, NamedTuple
 
 from sft.config import ModelConfig
 
-# matrix    multiplies tokens, and is drawn
-# kernel    is drawn, too, and multiplies no tokens
-# norm      begins at 1, or at 0 if it is an offset from 1
-# bias      begins at 0
-# ones      begins at 1
+# matrix    a matrix that multiplies tokens; its initial values are random
+# kernel    a weight that does not multiply tokens as a matrix; its initial values are random
+# norm      the weight of a norm; initially 1, or 0 if the norm adds 1 to it
+# bias      initially 0
+# ones      initially 1
 # decay     the logarithm of a rate of decay
 Role = Literal["matrix", "kernel", "norm", "bias", "ones", "decay"]
-Split = Literal["rows", "columns", ""]  # what each rank of tp has, of experts each rank of etp; "": all of the weight
+Split = Literal["rows", "columns", ""]  # the dimension that tp divides, for experts etp; "": every rank has all of it
 Condition = Callable[[ModelConfig], object]
 
 LAST_OF_ATTENTION, LAST = 3, 7  # steps: the output projection of attention, and the norm after the MLP
@@ -23,12 +23,12 @@ LAST_OF_ATTENTION, LAST = 3, 7  # steps: the output projection of attention, and
 class LayerWeight(NamedTuple):
     """A weight of a layer.
 
-    key    its name within a layer; a checkpoint may store its rows in parts, `in_proj.weight.query`
-    shape  in letters, of one expert
-    part   what a product with it belongs to: "attention", "mlp", "experts", ...; "" if there is no product
-    step   when a layer uses it: 0 is the norm before attention, 7 the norm after the MLP
-    has    key below `model` that is true in models with this weight, or a condition; "": all models have it
-    is_buffer  it gets no gradient, and counts as no parameter
+    key    name in the layer; a checkpoint may store the rows in parts, `in_proj.weight.query`
+    shape  shape in letters (`weights.py`); for experts, the shape of one expert's weight
+    part   group of matrix products to which it belongs: "attention", "mlp", "experts", ...; "": no product uses it
+    step   its turn in the layer's computation: 0 is the norm before attention, 7 the norm after the MLP
+    has    key below `model` that is true if the model has this weight, or a condition; "": every model has it
+    is_buffer  whether it is a buffer, which gets no gradient and is no parameter
     """
 
     key: str
@@ -42,35 +42,35 @@ class LayerWeight(NamedTuple):
 
     @property
     def is_of_expert(self) -> bool:
-        """Whether each expert has one."""
+        """Whether each expert has such a weight."""
         return self.key.startswith("mlp.experts.")
 
     @property
     def module(self) -> str:
-        """self_attention.linear_qkv.weight -> self_attention.linear_qkv"""
+        """The module that has the weight: self_attention.linear_qkv.weight -> self_attention.linear_qkv"""
         return self.key.rpartition(".")[0]
 
     @property
     def is_linear(self) -> bool:
-        """Whether it is the weight of a Linear of Hugging Face; routers are none."""
+        """Whether it is the weight of a Linear in transformers.  Routers are not Linears there."""
         return self.role == "matrix" and self.part != "router"
 
     @property
     def writes_residual(self) -> bool:
-        """Whether its product is added to the residual stream."""
+        """Whether the output of its product is added to the residual stream."""
         return self.role == "matrix" and self.split == "columns"
 
     def is_in(self, model: ModelConfig) -> bool:
-        """Whether a layer of the model has it, if it has the mixer or the MLP that it belongs to."""
+        """Whether the model's layers with this mixer or MLP have the weight."""
         has = attrgetter(self.has) if isinstance(self.has, str) and self.has else self.has
         return bool(has(model)) if callable(has) else True
 
     def sizes(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """shape "q+k h" with q 4, k 2, h 8 -> (6, 8)"""
+        """The shape in numbers.  "q+k h" with q 4, k 2, h 8 -> (6, 8)"""
         return tuple(sum(sizes[letter] for letter in axis.split("+")) for axis in self.shape.split())
 
     def size(self, sizes: Mapping[str, int]) -> int:
-        """The number of its numbers."""
+        """The number of parameters."""
         return prod(self.sizes(sizes))
 
 

@@ -1,11 +1,11 @@
 """The weights of a layer: the one table of their names, sizes and roles.
 
-Its rows stand in the files of `mixers/` and `mlps/`.  From it follow parameters, FLOPs, the products of an estimate,
-what tensor and expert parallelism split, initial values, the Linears that LoRA adapts, and the order in which backward
-reaches weights.  The rules of Hugging Face (`sft/hf/families`) have other names and views of the same rows, and a test
-compares their shapes with this table.
+Its rows are in the files of `mixers/` and `mlps/`.  The table determines parameters, FLOPs, the matrix products of an
+estimate, the weights that tensor and expert parallelism split, initial values, the Linears that LoRA adapts, and the
+order in which backward reaches weights.  The rules in `sft/hf/families` name and view the same weights as Hugging Face
+does, and a test compares their shapes with this table.
 
-Letters stand for the sizes in a shape; those that only one kind of layer has stand in its file:
+Letters stand for the sizes in a shape.  The file of a mixer explains the letters that only its layers use:
 
     v vocabulary    h hidden size    f MLP width    x experts    e width of an expert's MLP
     q query heads * head width    k key heads * head width    d head width    s width of the shared expert    1 one
@@ -34,18 +34,18 @@ _IN_LAYER = re.compile(r"^(decoder\.layers|mtp\.layers\.0\.transformer_layer)\.(
 
 
 def weights_of(layers: LayerGroup) -> list[LayerWeight]:
-    """The weights of one of these layers, in the order in which it uses its parts; those of experts once."""
+    """The weights of one of these layers, in the order of their use.  One row stands for all experts."""
     rows = (*layers.mixer.weights, *_AFTER_MIXER, *layers.mlp.weights, *_AFTER_MLP)
     return [weight for weight in rows if weight.is_in(layers.model)]
 
 
 def is_of_layer(key: str) -> bool:
-    """Whether a key of a checkpoint means a weight of a layer; False: of the embedding, the head, a last norm."""
+    """Whether a checkpoint's key names a weight of a layer; False: of the embedding, the head or the final norm."""
     return _find(key) is not None
 
 
 def weight_of(key: str) -> LayerWeight:
-    """The weight that a key of a checkpoint means, or its name within a layer.
+    """The row of the table for a checkpoint's key, or for a name within a layer.
 
     decoder.layers.3.self_attention.in_proj.weight.query -> self_attention.in_proj.weight
     """
@@ -61,7 +61,7 @@ def _find(key: str) -> LayerWeight | None:
 
 
 def sizes_of(model: ModelConfig, vocab_size: int = 0) -> dict[str, int]:
-    """The sizes of a model, by letter."""
+    """The sizes of a model by letter: {"h": 4096, ...}."""
     queries = model.num_attention_heads * model.resolved_head_dim
     keys = model.resolved_query_groups * model.resolved_head_dim
     sizes = {

@@ -19,8 +19,8 @@ from megatron.core.transformer import ModuleSpec
 from torch import Tensor
 
 from sft.config import Config
-from sft.config.model import LayerKind
-from sft.layers.kinds import of_kind
+from sft.config.mixer_section import LayerKind
+from sft.layers.kinds import model_of_kind
 from sft.mcore.attention import rope
 from sft.mcore.attention.packed_attention import AttentionKernel
 from sft.mcore.attention.rope import RotaryTable, Rotation
@@ -57,10 +57,10 @@ class AttentionBackend(ABC):
         self, config: Config, reason: str, library: ModuleLibrary, kernels: Mapping[LayerKind, Any] | None = None
     ) -> None:
         self.config, self.reason, self.library, self.kernels = config, reason, library, kernels or {}
-        self._ropes = {"all": config.model.rope, "windows": config.model.rope.of_windows}
+        self._ropes = {"all": config.model.rope, "windows": config.model.rope.window_rope}
         self._models = {
-            "all": of_kind(config.model, "full attention"),
-            "windows": of_kind(config.model, "window attention"),
+            "all": model_of_kind(config.model, "full attention"),
+            "windows": model_of_kind(config.model, "window attention"),
         }
         self._frequencies = {
             layers: rope.frequencies(positions, self._models[layers].rotary_dim)

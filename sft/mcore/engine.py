@@ -230,11 +230,11 @@ class Engine:
         documents = packed_documents(self.backend, mb.cu_seqlens, mb.max_seqlen, positions, cp)
         document_of_token = self._document_of_token(mb, chunk) if self.config.model.moe.num_experts else None
         with self._save_policy.forward_pass(len(chunk.module.decoder.layers)):
-            of_mtp = {} if chunk.module.multi_token is None else {"labels": next_tokens(mb, self.layout, self.groups)}
-            of_pack = dict(packed_seq_params=documents, padding_mask=document_of_token)
-            output = chunk(tokens, positions, None, **of_pack, **of_mtp)
-        hidden = output.of_next if isinstance(output, Hidden) else output
-        loss = partial(loss, second=output.of_second) if isinstance(output, Hidden) else loss
+            block = {} if chunk.module.multi_token is None else {"labels": next_tokens(mb, self.layout, self.groups)}
+            pack = dict(packed_seq_params=documents, padding_mask=document_of_token)
+            output = chunk(tokens, positions, None, **pack, **block)
+        hidden = output.first if isinstance(output, Hidden) else output
+        loss = partial(loss, second=output.second) if isinstance(output, Hidden) else loss
         if hidden.requires_grad:  # autograd calls the hook when backward of this microbatch reaches this stage
             hidden.register_hook(lambda grad: self._passes.begin(f"backward of {name}"))
         return hidden, partial(loss, chunk, mb)

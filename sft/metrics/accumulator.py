@@ -139,8 +139,8 @@ class Accumulator:
         samples = padded[microbatch.lengths > 0]
         return np.array(
             [
-                self.cp_bytes.of_documents(padded, microbatch.cp_size).sum(),
-                self.cp_bytes.of_documents(samples, max(self.cp_sizes)).sum(),
+                self.cp_bytes.document_bytes(padded, microbatch.cp_size).sum(),
+                self.cp_bytes.document_bytes(samples, max(self.cp_sizes)).sum(),
             ]
         )
 

@@ -248,9 +248,9 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             SIZE, "number of packs on each rank, filler included", only_if=_is_dynamic),
         Row("cp-size", TRAIN, "ranks", PACKS, Formula("Ratio", lambda step, run: run.cp_size(step)), AMOUNT,
             "mean over aligned tokens of the CP size of their packs", only_if=_is_dynamic),
-        Row("cp-bytes", TRAIN, "bytes", PACKS, Formula("Replicated", lambda x, run: run.of_all_ranks(x.cp_bytes)),
+        Row("cp-bytes", TRAIN, "bytes", PACKS, Formula("Replicated", lambda x, run: run.over_all_ranks(x.cp_bytes)),
             COUNT, "what ranks that share packs sent each other, over all ranks", only_if=_is_dynamic),
-        Row("cp-bytes-fixed", TRAIN, "bytes", PACKS, Formula("Replicated", lambda x, run: run.of_all_ranks(
+        Row("cp-bytes-fixed", TRAIN, "bytes", PACKS, Formula("Replicated", lambda x, run: run.over_all_ranks(
             x.cp_bytes_fixed)), COUNT, "the same if all packs were on `parallel.cp` ranks", only_if=_is_dynamic),
         Row("by cp size/NAME/packs", TRAIN, "packs", PACKS, "num_packs_by_cp_size", COUNT, "packs on NAME ranks",
             only_if=_is_dynamic, nested=True),

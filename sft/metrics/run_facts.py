@@ -41,8 +41,8 @@ class RunFacts:
         by_size = totals.num_aligned_by_cp_size
         return sum(int(size) * tokens for size, tokens in by_size.items()) / max(1, totals.num_aligned_tokens)
 
-    def of_all_ranks(self, of_stage: float) -> int:  # of one rank of tp, and of the mean pipeline stage
-        return round(of_stage * self.layout.tp * self.layout.pp)
+    def over_all_ranks(self, num_bytes: float) -> int:  # num_bytes: of one rank of tp, and of the mean pipeline stage
+        return round(num_bytes * self.layout.tp * self.layout.pp)
 
     def tflops_per_rank(self, totals: Totals) -> float:
         flops = totals.num_real_tokens * self.flops.per_token + totals.num_tokens * self.flops.per_label

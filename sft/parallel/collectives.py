@@ -153,7 +153,7 @@ def _attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None, bytes]:
         result = make()
         return result, None, messages.encode({"value": result})
     except Exception as error:  # of any kind: the caller raises it here, and the message on the other ranks
-        return None, error, messages.encode({"error": messages.of_error(error, dist.get_rank())})
+        return None, error, messages.encode({"error": messages.error_message(error, dist.get_rank())})
 
 
 def _received(message: bytes, rank: int) -> Any:

@@ -5,7 +5,7 @@ The sum over layers of what the files of sft/layers/mixers say:
     K/V of a layer          a rank receives (cp_size - 1) / cp_size of the document, in forward and in backward, and as
                             many gradients in fp32; of latent attention the latent, where it is narrower
     window                  tokens of `num_halo_tokens`, also three times
-    linear attention        `fragments.bytes_over_cp`, in forward and in backward
+    linear attention        tokens of short documents, maps and states of long ones, and halos of the convolution
 
 With train.recompute full, forward runs twice.  Only layers count: not the numbers of metrics, nor gradients of weights.
 """
@@ -56,9 +56,9 @@ class CpBytes:
         lengths [1000], doc_multiple 8, kv_bytes 4, cp_size 4 -> 12,000
         """
         padded = aligned(np.asarray(lengths, dtype=np.int64), doc_multiple)
-        return np.rint(self.of_documents(padded, cp_size)).astype(np.int64)
+        return np.rint(self.document_bytes(padded, cp_size)).astype(np.int64)
 
-    def of_documents(self, padded: np.ndarray, cp_size: int) -> np.ndarray:
+    def document_bytes(self, padded: np.ndarray, cp_size: int) -> np.ndarray:
         """Bytes of documents of these padded lengths, not rounded: float64 [n].
 
         Layers of a stage are a mean, so there may be half a layer.

@@ -20,9 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sft.layers.mixers.delta import HeadSizes
 from sft.parallel.context_parallel import document_chunks, gathered_positions, runs
-from sft.parallel.halo import num_halo_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,16 +97,3 @@ def owners(lengths: np.ndarray, cp_size: int) -> np.ndarray:
 def boundaries(lengths: np.ndarray) -> np.ndarray:
     """lengths 3, 5 -> 0, 3, 8"""
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths, dtype=np.int64)])
-
-
-def bytes_over_cp(cu_seqlens: np.ndarray, sizes: HeadSizes, kernel_size: int, cp_size: int) -> int:
-    """Bytes that all ranks of a CP group together receive from others in one layer, forward; backward as many again.
-
-    kernel_size: taps of the convolution before the delta rule, whose halo is kernel_size - 1 tokens
-    """
-    lengths = np.diff(cu_seqlens.astype(np.int64))
-    is_short = lengths <= sizes.max_short(cp_size)
-    tokens = int(lengths[is_short].sum()) * (cp_size - 1) // cp_size * sizes.token_bytes
-    maps = int((~is_short).sum()) * 2 * (cp_size - 1) * sizes.map_bytes
-    halo = num_halo_tokens(cu_seqlens, kernel_size, cp_size) * sizes.channels * sizes.width
-    return tokens + maps + halo

@@ -75,7 +75,7 @@ def message(kind: C) -> C:
     return kind
 
 
-def of_error(error: Exception, rank: int) -> list[Any]:
+def error_message(error: Exception, rank: int) -> list[Any]:
     """A message from which other ranks raise `error` (`to_error`).  A bug is sent as text with `rank`."""
     if isinstance(error, SftError):
         names = [kind.__name__ for kind in type(error).__mro__ if issubclass(kind, SftError)]
@@ -89,7 +89,7 @@ def of_error(error: Exception, rank: int) -> list[Any]:
 
 
 def to_error(sent: list[Any]) -> Exception:
-    """The error that `of_error` described: of its class, or of the nearest base class that is imported here.
+    """The error that `error_message` described: of its class, or of the nearest base class that is imported here.
 
     Raises InvalidMessage.
     """

@@ -1,4 +1,4 @@
-"""LoRA as proposals have it: adapters of rank 16 on every Linear of the model that can have one."""
+"""The LoRA settings of proposals: adapters of rank 16 on every Linear of the model that can have one."""
 
 from typing import Any
 
@@ -14,8 +14,7 @@ _KEYS = {"rank": 16, "alpha": 32}
 
 
 def lora_keys(model: ModelConfig) -> dict[str, Any]:
-    """Keys of `lora`; with those Linears excluded that the targets name and that cannot be adapted.
-
+    """Keys of the section `lora`.  They exclude Linears that the targets name and that cannot have adapters.
     Qwen3.6-35B-A3B -> {"rank": 16, "alpha": 32, "exclude": ["shared_expert_gate"]}
     """
     excluded = not_adaptable(model)
@@ -23,7 +22,7 @@ def lora_keys(model: ModelConfig) -> dict[str, Any]:
 
 
 def with_adapters(task: Task) -> Task | None:
-    """The same task with LoRA instead of all weights; None if a recipe with these settings is refused."""
+    """The task with LoRA instead of training all weights; None if the recipe refuses these settings."""
     sections = {name: getattr(task.config, name) for name in type(task.config).model_fields}
     try:
         config = Config.model_validate(sections | {"lora": lora_keys(task.config.model)})

@@ -1,7 +1,7 @@
 """Lists the values that a search may choose: sizes of a layout, values of cp_comm, and savings of memory.
 
-The rules of layouts are not repeated here.  `alignment.misfits` judges sizes, and the schema judges combinations of
-settings: each combination is validated once, before the search.
+This module repeats no rules of layouts.  `alignment.misfits` checks sizes, and the schema checks combinations of
+settings.  Each combination is validated once, before the search.
 """
 
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ from sft.config import Config, ParallelConfig, divisors
 from sft.parallel.alignment import misfits
 from sft.planner.task import P2P, RECOMPUTE, Choice, CpComm, Savings, Sizes, Task, configured
 
-_MOST_VIRTUAL = 4  # more model chunks send more messages and hide little more of the bubble
-_TILE = 8192  # tokens: large enough for full GEMMs, small enough that an MLP of 64K tokens needs an eighth
-_CHUNK = 1024  # tokens of the loss head
+_MOST_VIRTUAL = 4  # more model chunks send more messages and reduce the bubble only a little
+_TILE = 8192  # tokens: large enough for efficient GEMMs, and an MLP of 64K tokens needs an eighth of its memory
+_CHUNK = 1024  # tokens that the loss head computes at a time
 
 
 def sizes(task: Task, num_gpus: int) -> Iterator[Sizes]:
@@ -52,10 +52,10 @@ def _expert_sizes(config: Config, ranks: int) -> list[int]:
 
 
 def cp_comms(task: Task, size: Sizes, num_gpus: int) -> Iterator[CpComm]:
-    """The ways of cp ranks to exchange keys and values that the layout allows.  The first is p2p."""
+    """The values of cp_comm that the layout allows, p2p first."""
     special = task.config.model.portable_only or task.config.auto_is_portable
     if special or not task.config.attention.may_read_cp_comm(task.config.run.device):
-        yield P2P  # only the portable backend runs the model, and it does not read the key
+        yield P2P  # only the portable backend can run the model, and it ignores the key
         return
     for cp_comm in _cp_comms_of(size.cp):
         if _is_valid_parallel(size, cp_comm):
@@ -81,19 +81,19 @@ def _is_valid_parallel(size: Sizes, cp_comm: CpComm) -> bool:
 
 
 def savings(task: Task) -> list[Savings]:
-    """The savings that the recipe allows, each after all those that save less."""
+    """The savings that the recipe allows, in an order in which none saves more than a later one."""
     axes: tuple[Any, ...] = (RECOMPUTE, (0.0, 1.0), (0.0, 1.0), (None, _TILE), ("auto", _CHUNK))
     ordered = sorted(product(*axes), key=lambda values: _levels(Savings(*values)))
     return [saving for values in ordered if _is_valid(task.config, saving := Savings(*values))]
 
 
 def saves_at_least(more: Savings, less: Savings) -> bool:
-    """Whether each setting of `more` saves as much as that of `less`, so that `more` cannot be faster."""
+    """Whether each setting of `more` saves at least as much memory as in `less`, so that `more` cannot be faster."""
     return all(a >= b for a, b in zip(_levels(more), _levels(less), strict=True))
 
 
 def _levels(saving: Savings) -> tuple[float, ...]:
-    """Each setting as a number that grows with what it saves.  Cheap savings last, so that they vary first."""
+    """Each setting as a number that grows with the saved memory.  Cheap settings come last, so they vary first."""
     return (
         saving.optim_offload_fraction,
         RECOMPUTE.index(saving.recompute),
@@ -108,7 +108,7 @@ def _is_valid(config: Config, saving: Savings) -> bool:
     plain = Sizes(tp=1, cp=1, pp=1, virtual_stages=1, ep=1, dynamic_cp=False)
     changed = configured(config, Choice(plain, P2P, saving))
     sections = {name: getattr(changed, name) for name in type(changed).model_fields}
-    sections |= {name: sections[name].model_dump() for name in ("train", "optim", "loss")}  # are validated again
+    sections |= {name: sections[name].model_dump() for name in ("train", "optim", "loss")}  # validates these again
     try:
         Config.model_validate(sections)
     except ValidationError:

@@ -1,4 +1,4 @@
-"""When nothing fits: the changes that make a task fit, the cheapest first.  All numbers are predictions."""
+"""If no layout fits, finds the changes that make a task fit, the cheapest first.  All numbers are predictions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,13 +10,17 @@ from sft.planner.adapters import with_adapters
 from sft.planner.search import Search
 from sft.planner.task import Proposal, Task
 
-_MOST_GPUS = 64  # times as many
-_LENGTHS = 16  # packs of k / 16 of the length are tried
+_MOST_GPUS = 64  # times the number of GPUs
+_LENGTHS = 16  # the search tries packs of k / 16 of the length
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """setting: `seq_length 131072`; proposal: the best one after the change"""
+    """A change after which a layout fits.
+
+    setting   the change, `data.seq_length=131072`
+    proposal  the best proposal after the change
+    """
 
     setting: str
     task: Task
@@ -24,13 +28,13 @@ class Change:
 
     @property
     def gpu_seconds(self) -> float:
-        """For a million tokens."""
+        """GPU seconds for a million tokens."""
         return 1e6 / self.proposal.time.tokens_per_gpu_s
 
 
 def changes(task: Task, num_gpus: int) -> list[Change]:
-    """Changes of one thing each, after which a layout fits; the fewest GPU seconds for a token first."""
-    fitting = [change for ways in (_lora, _shorter, _more_gpus, _larger_gpu) for change in ways(task, num_gpus)]
+    """The changes after which a layout fits, one setting each.  The change with the fewest GPU seconds comes first."""
+    fitting = [change for kind in (_lora, _shorter, _more_gpus, _larger_gpu) for change in kind(task, num_gpus)]
     return sorted(fitting, key=lambda change: change.gpu_seconds)
 
 
@@ -51,7 +55,7 @@ def _lora(task: Task, num_gpus: int) -> Iterator[Change]:
 
 
 def _shorter(task: Task, num_gpus: int) -> Iterator[Change]:
-    """The longest packs that fit, of so many sixteenths of the length."""
+    """The change to the longest packs that fit, in sixteenths of the length."""
     low, high, best = 0, _LENGTHS, None
     while high - low > 1:
         middle = (low + high) // 2
@@ -73,7 +77,7 @@ def _more_gpus(task: Task, num_gpus: int) -> Iterator[Change]:
 
 
 def _larger_gpu(task: Task, num_gpus: int) -> Iterator[Change]:
-    """The smallest GPU with more memory on which the task fits."""
+    """The change to the GPU with the least memory on which the task fits."""
     hardware = task.hardware
     for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory_bytes):
         if gpu.memory_bytes > hardware.gpu.memory_bytes:

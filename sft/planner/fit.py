@@ -1,7 +1,7 @@
-"""Whether a recipe fits the memory of a GPU, and if not, the cheapest change after which it fits.  A prediction.
+"""Predicts whether a recipe fits the memory of a GPU, and otherwise finds the cheapest change after which it fits.
 
-Tried in this order: other savings of memory on the same layout, other layouts on the same GPUs, other tasks
-(`cheapest.py`).  Of the changes of one kind, the one with the shortest predicted step is the cheapest.
+The changes are tried in this order: other savings of memory on the same layout, other layouts on the same GPUs, other
+tasks (`cheapest.py`).  The cheapest change of a kind is the one with the shortest predicted step.
 """
 
 from sft.config import Config, yaml
@@ -18,7 +18,7 @@ from sft.planner.task import Choice, CpComm, Proposal, Savings, Sizes, Task, con
 
 
 def problem(task: Task, layout: Layout) -> str | None:
-    """Why the recipe of `task` on this layout does not fit, and what would; None if it fits."""
+    """The reason why the recipe of `task` does not fit on this layout, and a change that fits; None if it fits."""
     hardware, config = task.hardware, task.config
     usable = usable_memory(hardware.gpu, num_communicators(config, layout))
     memory = estimate(config, layout, task.vocab_size, trained=task.trained)
@@ -53,7 +53,7 @@ def _numbers(proposal: Proposal) -> str:
 
 
 def _with_savings(task: Task, layout: Layout, usable: Usable) -> Proposal | None:
-    """The fastest of the savings with which this layout fits device and host."""
+    """The fastest proposal with this layout and other savings that fits device and host."""
     parallel, fitting = task.config.parallel, []
     sizes = Sizes(layout.tp, layout.cp, layout.pp, layout.virtual_stages, layout.ep, parallel.dynamic_cp)
     ranks = min(task.hardware.gpus_per_node, layout.world_size)
@@ -62,13 +62,13 @@ def _with_savings(task: Task, layout: Layout, usable: Usable) -> Proposal | None
         config = configured(task.config, choice)
         memory = estimate(config, layout, task.vocab_size, trained=task.trained)
         if memory.device <= usable.bytes and memory.host * ranks <= task.hardware.host_bytes:
-            of_step = task.vocab_size, task.lengths, task.hardware.constants, task.trained, task.products
+            arguments = task.vocab_size, task.lengths, task.hardware.constants, task.trained, task.products
             fitting.append(
                 Proposal(
                     choice=choice,
                     config=config,
                     layout=layout,
-                    time=step_time(config, layout, *of_step),
+                    time=step_time(config, layout, *arguments),
                     memory=memory,
                     usable=usable,
                 )
@@ -77,12 +77,12 @@ def _with_savings(task: Task, layout: Layout, usable: Usable) -> Proposal | None
 
 
 def _num_savings(proposal: Proposal) -> int:
-    """Settings that differ from the default."""
+    """The number of settings that differ from the default."""
     return sum(value != default for value, default in zip(proposal.choice.savings, Savings()))
 
 
 def _difference(before: Config, proposal: Proposal) -> str:
-    """`train.recompute=full train.mlp_tile=8192`: settings of the proposal that `before` does not have."""
+    """The settings of the proposal that `before` does not have: `train.recompute=full train.mlp_tile=8192`."""
     after = proposal.config
     sections = ("parallel", "data", "train", "optim", "loss")
     changed = [

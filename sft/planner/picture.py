@@ -18,11 +18,11 @@ _COLORS = (
 _MEMORY_COLORS = ("#08306b", "#2171b5", "#6baed6", "#fd8d3c", "#fdd0a2", "#74c476", "#238b45", "#9e9ac8", "#54278f")
 _LIMIT = "#d62728"
 _SMALL = 0.002  # parts below this share of the longest bar are not drawn
-_MOST_LETTERS = 34  # in a line of a label
+_MOST_LETTERS = 34  # letters in a line of a label
 
 
 def draw(reports: Sequence[Report], out: Path) -> None:
-    """Write the picture, as PNG or SVG by its ending.  One pair of panels a report."""
+    """Write the picture as PNG or SVG, by the ending of its name.  Each report gets a pair of panels."""
     heights = [1.9 + 0.62 * max(1, len(report.proposals)) for report in reports]
     figure = Figure(figsize=(13, sum(heights)), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.12))
     panels = figure.subplots(len(reports), 2, squeeze=False, height_ratios=heights)
@@ -69,7 +69,7 @@ def _time(axes: Axes, report: Report) -> None:
 def _stack(
     axes: Axes, labels: Sequence[str], bars: Sequence[Mapping[str, float]], colors: Sequence[str] = _COLORS
 ) -> None:
-    """One horizontal bar a proposal, the best one at the top."""
+    """Draw one horizontal bar for each proposal, the best one at the top."""
     longest = max((sum(bar.values()) for bar in bars), default=0.0)
     names = [
         name
@@ -98,7 +98,7 @@ def _legend(axes: Axes) -> None:
 
 
 def _label(text: str) -> str:
-    """Breaks a long name of a proposal at commas."""
+    """The name of a proposal, broken into lines at commas."""
     lines = [""]
     for word in text.split(", "):
         longer = f"{lines[-1]}, {word}" if lines[-1] else word

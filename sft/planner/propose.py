@@ -1,4 +1,4 @@
-"""Plans one task on one number of GPUs, and collects everything that is said about it."""
+"""Plans one task on one number of GPUs, and collects all parts of the report."""
 
 from sft.planner.cheapest import changes
 from sft.planner.reasons import reasons
@@ -8,7 +8,7 @@ from sft.planner.task import Task
 
 
 def propose(task: Task, num_gpus: int, number: int = 5) -> Report:
-    """The `number` best proposals with reasons; if nothing fits, the changes that would."""
+    """The report with the `number` best proposals and the reasons; if none fits, with changes that fit."""
     search = Search(task, num_gpus)
     proposals = search.best(number)
     if not proposals:

@@ -1,4 +1,4 @@
-"""Says why the best proposal wins, what limits it, and what more GPUs would give.  All numbers are predictions."""
+"""Explains why the best proposal is the best, what limits it, and what more GPUs would change.  All predictions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from sft.planner.task import Proposal, Task
 
 SAME = 0.02  # predicted times that differ by less cannot be distinguished
 MESSAGES = ("tp", "cp", "ep", "pp", "dp")
-_SHOWN = 0.005  # parts that differ by less of the step are not named
+_SHOWN = 0.005  # parts whose difference is a smaller share of the step are not named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,13 +22,13 @@ class Reasons:
 
 
 def reasons(search: Search, proposals: Sequence[Proposal]) -> Reasons:
-    """proposals: those of `search`, the best first; at least one"""
+    """The reasons for the first of `proposals`.  proposals: those of `search`, the best first; at least one"""
     best = proposals[0]
     return Reasons(why=_why(proposals), limits=_limits(search, best), buys=_buys(search, best))
 
 
 def named(proposal: Proposal) -> str:
-    """tp 4, cp 2, dp 8, recompute selective"""
+    """A short name of the proposal: `tp 4, cp 2, dp 8, recompute selective`."""
     sizes = {"tp": proposal.layout.tp, "cp": proposal.layout.cp, "pp": proposal.layout.pp, "dp": proposal.layout.dp}
     sizes |= {"ep": proposal.layout.ep}
     words = [f"{name} {size}" for name, size in sizes.items() if size > 1] or ["one GPU"]
@@ -37,7 +37,7 @@ def named(proposal: Proposal) -> str:
 
 
 def counted(number: int, word: str) -> str:
-    """1 GPU        8 GPUs"""
+    """The number with its noun, singular or plural: `1 GPU`, `8 GPUs`."""
     return f"{number:,} {word}{'s' * (number != 1)}"
 
 
@@ -67,7 +67,7 @@ def _why(proposals: Sequence[Proposal]) -> list[str]:
 
 
 def _differences(best: Proposal, second: Proposal) -> str:
-    """0.31 s less linear, 0.12 s less cp, but 0.2 s more tp"""
+    """The parts of a step in which two proposals differ: `0.31 s less linear, 0.12 s less cp, but 0.2 s more tp`."""
     more = {name: second.time.parts[name] - best.time.parts[name] for name in best.time.parts}
     step = second.time.step_s
     ordered = sorted((name for name in more if abs(more[name]) > _SHOWN * step), key=lambda name: -abs(more[name]))
@@ -109,7 +109,10 @@ def _limits(search: Search, best: Proposal) -> list[str]:
 
 
 def next_counts(task: Task, num_gpus: int) -> list[int]:
-    """One node more, and twice as many: 8 GPUs -> [16], 64 -> [72, 128]; within a node only twice as many: 2 -> [4]"""
+    """The numbers of GPUs to compare: one node more, and twice as many; within a node only twice as many.
+
+    8 GPUs, nodes of 8 -> [16]        64 -> [72, 128]        2 -> [4]
+    """
     node = task.hardware.gpus_per_node
     return sorted({num_gpus + node, 2 * num_gpus} if num_gpus >= node else {2 * num_gpus})
 

@@ -1,4 +1,4 @@
-"""A proposal in words, and as JSON.  Decides what is shown; predicts nothing."""
+"""Formats proposals as text and as JSON.  Predicts nothing."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,11 +16,12 @@ _SMALL = 0.005  # parts below this share of the step are not shown
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What was found for one number of GPUs.
+    """The result of a search for one number of GPUs.
 
-    proposals: the best first; empty if nothing fits
-    reasons: None if nothing fits; changes: those that would fit, only if nothing fits
-    least: if nothing fits, the proposal that needs the least memory; None if no sizes fit the model
+    proposals  the best first; empty if no layout fits the memory
+    reasons    None if no layout fits
+    changes    changes after which a layout fits; only if no layout fits
+    least      if no layout fits, the proposal that needs the least memory; None if no sizes fit the model
     """
 
     task: Task
@@ -31,7 +32,7 @@ class Report:
     least: Proposal | None = None
 
     def lines(self, now: datetime) -> dict[str, list[str]]:
-        """Groups of lines by name, as `sft plan` prints them."""
+        """The lines that `sft plan` prints, by the name of their group."""
         groups = {"predict": self._subject()}
         if not self.proposals:
             return groups | {"no fit": [*self._no_fit()]}
@@ -92,7 +93,7 @@ class Report:
             )
 
     def json(self) -> dict[str, Any]:
-        """The same as one JSON object."""
+        """The report as one JSON object."""
         task, hardware = self.task, self.task.hardware
         return {
             "predicted": True,
@@ -127,7 +128,7 @@ def _host_bytes(proposal: Proposal, task: Task) -> float:
 
 
 def table(proposals: Sequence[Proposal]) -> Iterator[str]:
-    """The proposals, one a line."""
+    """A table with one line for each proposal."""
     yield "  GiB   s/step  tokens/s/GPU   MFU  layout"
     for proposal in proposals:
         time = proposal.time
@@ -138,7 +139,7 @@ def table(proposals: Sequence[Proposal]) -> Iterator[str]:
 
 
 def memory_line(proposal: Proposal) -> str:
-    """`56.2 GiB = weights 3.8 + gradients 7.6 + ...`, without items below 0.05 GiB"""
+    """The predicted memory: `56.2 GiB = weights 3.8 + gradients 7.6 + ...`, without items below 0.05 GiB."""
     items = ((name, value / GIB) for name, value in proposal.memory.items().items())
     shown = " + ".join(f"{name} {value:.1f}" for name, value in items if value >= 0.05)
     host = f"; host {proposal.memory.host / GIB:.1f} GiB a rank" if proposal.memory.host else ""
@@ -146,7 +147,7 @@ def memory_line(proposal: Proposal) -> str:
 
 
 def time_line(proposal: Proposal) -> str:
-    """`21.8 s a step = linear 11.2 + attention 8.1 + ...`, without parts below 0.5%"""
+    """The predicted time: `21.8 s a step = linear 11.2 + attention 8.1 + ...`, without parts below 0.5%."""
     time = proposal.time
     parts = sorted(time.parts.items(), key=lambda item: -item[1])
     shown = [(_shown(name), value) for name, value in parts if value >= _SMALL * time.step_s]

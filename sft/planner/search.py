@@ -1,9 +1,10 @@
 """Finds the proposals with the shortest predicted step among those that are predicted to fit.
 
-Best first: a heap holds partial proposals with a lower bound of their time.  The first bound of sizes is the model's
-FLOPs at the highest rate, with the pipeline's bubble; the second is their time without savings and without exposed
-messages over cp, which only later choices can lengthen.  The second bound, and later the memory, are predicted only for
-what the heap pops.  The first complete proposals that are popped are the best ones; no heuristic leaves anything out.
+The search is best-first: a heap holds partial proposals with a lower bound of their time.  The first bound of sizes is
+the model's FLOPs at the highest rate, with the pipeline's bubble.  The second bound is their time without savings and
+without exposed messages over cp; later choices can only lengthen it.  The second bound, and later the memory, are
+predicted only for nodes that the heap pops.  The first complete proposals that the heap pops are the best ones: no
+heuristic excludes a proposal.
 """
 
 import heapq
@@ -20,14 +21,14 @@ from sft.parallel.layout import Layout
 from sft.planner import candidates
 from sft.planner.task import Choice, Proposal, Savings, Task, configured
 
-# seconds (a lower bound unless the node is complete), order of creation, choice, whether it is known to fit; an order
-# of creation is never repeated, so comparisons end there
+# seconds (a lower bound unless the node is complete), serial number, choice, whether it is known to fit.  All serial
+# numbers differ, so comparisons of nodes never reach the choice.
 Node = tuple[float, int, Choice, bool]
 
 
 @dataclass
 class Search:
-    """The proposals for one task on one number of GPUs.  Predictions are kept, so that a second answer costs little."""
+    """The proposals for one task on one number of GPUs.  Predictions are cached, so that a second search is cheap."""
 
     task: Task
     num_gpus: int
@@ -40,13 +41,13 @@ class Search:
 
     @property
     def num_predictions(self) -> int:
-        """Of times and memories, which is what a search costs."""
+        """The number of predicted times and memories, which determines the duration of a search."""
         return len(self._times) + len(self._memories)
 
     def best(self, number: int = 1, *, is_memory_limited: bool = True) -> list[Proposal]:
-        """The `number` best proposals, the best first; fewer if fewer fit.  At most one for each group of sizes.
+        """The `number` best proposals, the best first; fewer if fewer fit.  At most one for each `Proposal.group`.
 
-        is_memory_limited: False also gives proposals that do not fit
+        is_memory_limited: False includes proposals that do not fit the memory
         """
         heap, groups = self._of_sizes(), set[tuple[int, ...]]()
         proposals: list[Proposal] = []
@@ -91,18 +92,18 @@ class Search:
             self._savings = candidates.savings(self.task)
             least_s = self.task.least_gpu_s / self.num_gpus
             sizes = candidates.sizes(self.task, self.num_gpus)
-            choices = (Choice(of_layout, None, self._savings[0]) for of_layout in sizes)
+            choices = (Choice(size, None, self._savings[0]) for size in sizes)
             self._bounds = [(least_s * self._turns(choice), next(self._order), choice, False) for choice in choices]
             heapq.heapify(self._bounds)
         return list(self._bounds)
 
     def bound(self, choice: Choice) -> float:
-        """The second bound: seconds below those of all choices with these sizes."""
+        """The second bound: no choice with these sizes takes fewer seconds."""
         time = self._time(choice)
         return time.step_s - self._turns(choice) * time.parts["cp"]
 
     def _turns(self, choice: Choice) -> float:
-        """1 and the pipeline's bubble: pp 4, 8 microbatches -> 1 + 3/8; with 3 virtual stages 1 + 1/8"""
+        """The factor of the pipeline's bubble on the time: pp 4, 8 microbatches -> 1 + 3/8; 3 virtual stages 1 + 1/8"""
         sizes, layout = choice.sizes, self._resolved(choice)[1]
         return 1 + (sizes.pp - 1) / sizes.virtual_stages / layout.num_microbatches
 
@@ -110,10 +111,10 @@ class Search:
         return self._time(choice).step_s, next(self._order), choice, is_complete
 
     def _fitting(self, choice: Choice) -> list[Savings]:
-        """The savings with which the layout fits, without those that save more than another one that fits."""
+        """The savings with which the layout fits, without those that save more than others with which it fits."""
         fitting: list[Savings] = []
         most = choice._replace(savings=self._savings[-1])
-        if self._memory(most).device > self._usable(most).bytes:  # a fast no for most layouts
+        if self._memory(most).device > self._usable(most).bytes:  # rules out most layouts at once
             return fitting
         for saving in self._savings:
             if not any(candidates.saves_at_least(saving, less) for less in fitting):

@@ -1,7 +1,7 @@
 """The recipe whose layout is planned: an existing one, or a new one for a model on the hub or in a folder.
 
 A new recipe has the settings that the recipes of this project share: two epochs, the learning rates of full and LoRA
-fine-tuning, and YaRN if packs are longer than what the model was trained on.
+fine-tuning, and YaRN if packs are longer than the contexts that the model was trained on.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from sft.planner.adapters import lora_keys
 from sft.recipe.load import load_recipe, parse_recipe
 from sft.recipe.resolved import Recipe
 
-TOKENS_PER_STEP = 2**20  # as in the recipes of this project; a step has at least one pack
+TOKENS_PER_STEP = 2**20  # the default of the project's recipes; a step has at least one pack
 _FULL = {"lr": 1e-5, "min_lr": 1e-6, "schedule": "cosine", "warmup_fraction": 0.03, "weight_decay": 0.1}
 _LORA = {"lr": 2e-4, "min_lr": 2e-5, "schedule": "cosine", "warmup_fraction": 0.03}
 _NEW = "the planned recipe"
@@ -35,7 +35,8 @@ def recipe_of(
 ) -> Recipe:
     """The recipe in the file `model`, or a new recipe for the model of this name or folder.
 
-    seq_length, packs of a step: None keeps those of a recipe; a new recipe needs seq_length
+    seq_length       tokens of a pack; None: that of the recipe.  A new recipe needs it
+    packs            packs of a step; tokens_per_step: the same in tokens; None: those of the recipe
     Raises ConfigError.
     """
     is_file = Path(model).suffix in (".yaml", ".yml")
@@ -64,7 +65,7 @@ def recipe_of(
 
 
 def _packs(seq_length: int, packs: int | None, tokens_per_step: int | None) -> int:
-    """Packs of a step: 65536 and a million tokens -> 16"""
+    """The number of packs of a step.  seq_length 65536, tokens_per_step 1048576 -> 16"""
     return packs or max(1, (tokens_per_step or TOKENS_PER_STEP) // seq_length)
 
 
@@ -89,7 +90,7 @@ def _new(model: str, seq_length: int, packs: int, *, is_lora: bool) -> Keys:
 
 
 def _positions(rope: RopeConfig, trained: int | None, seq_length: int) -> Keys:
-    """Keys of YaRN, if packs are longer than the positions that the model was trained on.
+    """Keys of YaRN, if packs have more positions than the model was trained on; {} otherwise.
 
     Qwen3-8B, trained on 40,960 positions, of which 8,192 are for answers, packs of 131,072 -> factor 4 of 32,768
     """
@@ -105,7 +106,7 @@ def _positions(rope: RopeConfig, trained: int | None, seq_length: int) -> Keys:
 
 
 def slug(model: str) -> str:
-    """Qwen/Qwen3.6-27B -> qwen36_27b        meta-llama/Llama-3.1-8B-Instruct -> llama31_8b"""
+    """A short name of the model: Qwen/Qwen3.6-27B -> qwen36_27b, meta-llama/Llama-3.1-8B-Instruct -> llama31_8b."""
     name = model.rstrip("/").rpartition("/")[2].partition("@")[0].lower()
     for ending in ("-instruct", "-it"):
         name = name.removesuffix(ending)
@@ -117,7 +118,7 @@ def slug(model: str) -> str:
 
 
 def length_name(seq_length: int) -> str:
-    """32768 -> 32K        1048576 -> 1M        40000 -> 40000"""
+    """A short form of a length: 32768 -> 32K, 1048576 -> 1M, 40000 -> 40000."""
     for unit, name in ((2**20, "M"), (2**10, "K")):
         if seq_length % unit == 0:
             return f"{seq_length // unit}{name}"
@@ -125,12 +126,12 @@ def length_name(seq_length: int) -> str:
 
 
 def user_keys(recipe: Recipe) -> Keys:
-    """The keys that the recipe sets, with their values; not those of config.json, and no defaults."""
+    """The keys that the recipe sets, with their values, without the keys from config.json and defaults."""
     return {key: value for key, value in values(recipe.config).items() if recipe.is_from_user(key)}
 
 
 def text_of(keys: Mapping[str, Any]) -> str:
-    """The keys as YAML: one line for each section, or one for each key if the line were longer than 100 columns.
+    """The keys as YAML: one line for each section, or one for each key if the section needs more than 100 columns.
 
     {"run.dir": "runs/a", "parallel.tp": 2, "parallel.cp": 8} -> run: {dir: runs/a}, parallel: {tp: 2, cp: 8}
     """

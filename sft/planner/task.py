@@ -1,7 +1,8 @@
-"""What is planned: a recipe without its layout, the hardware it runs on, and one proposal for it.
+"""A planning task (a recipe without its layout, and the hardware that it runs on), and a proposal for it.
 
-A proposal is a layout with its settings, its predicted memory and its predicted time.  This module names the dimensions
-of the search and makes a Config of them.  `candidates.py` lists their values, `search.py` finds the best ones.
+A proposal is a layout with its settings, its predicted memory and its predicted time.  This module defines the
+dimensions of the search, and makes a Config from a choice.  `candidates.py` lists the values of the dimensions, and
+`search.py` finds the best ones.
 """
 
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from sft.layers.flops import TrainFlops
 from sft.layers.matrices import ModelProducts
 from sft.parallel.layout import Layout
 
-_COUNTED = 0.9  # of the model's FLOPs; a run may leave out a few of them, those below the lowest trained weight
+_COUNTED = 0.9  # share of the model's FLOPs in the bound; a run may skip those below the lowest trained weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +31,12 @@ class Hardware:
 
     gpu: Gpu
     gpus_per_node: int
-    fabric: str  # its name in FABRICS
+    fabric: str  # name of the network in FABRICS
     constants: Constants
-    host_bytes: float  # memory of a node's host that a run may use
+    host_bytes: float  # host memory of a node that a run may use
 
     def nodes(self, num_gpus: int) -> int:
-        """8 GPUs per node: 4 -> 1, 8 -> 1, 72 -> 9"""
+        """The number of nodes.  8 GPUs per node: 4 -> 1, 8 -> 1, 72 -> 9"""
         return -(-num_gpus // self.gpus_per_node)
 
 
@@ -43,9 +44,9 @@ class Hardware:
 class Task:
     """A recipe whose layout is to be planned.
 
-    config: its keys of the layout and of savings have no effect
-    lengths: documents of a pack
-    tokens: of the whole run, for GPU hours; None: unknown
+    config   the recipe; its keys of the layout and of savings have no effect
+    lengths  the lengths of documents
+    tokens   number of tokens of the whole run, for GPU hours; None: unknown
     """
 
     name: str
@@ -58,7 +59,7 @@ class Task:
 
     @staticmethod
     def of(name: str, config: Config, *, hardware: Hardware, **fields: Any) -> "Task":
-        """A task whose config has the sizes and bandwidths of `hardware`, by which dynamic CP weighs its groups."""
+        """A task whose config has the sizes and bandwidths of `hardware`, which dynamic CP reads."""
         constants = hardware.constants
         bandwidths = {
             "intra_node_gb_s": float(constants.intra_gb_s.value),
@@ -69,19 +70,19 @@ class Task:
 
     @cached_property
     def products(self) -> ModelProducts:
-        """The matrix products of a layer, which no layout changes."""
+        """The matrices of the model, which are the same for every layout."""
         return ModelProducts.of(self.config.model, self.trained, self.config.lora.rank or 0)
 
     @cached_property
     def least_gpu_s(self) -> float:
-        """GPU seconds below those of a step on any layout: FLOPs of the layers at the highest rate of all kernels."""
+        """A lower bound of a step's GPU seconds on any layout: the layers' FLOPs at the highest rate of all kernels."""
         flops = TrainFlops.of(self.config.model, 0, self.trained, self.config.lora.rank or 0)
         tokens, counts = self.lengths.of_pack(self.config.data.seq_length)
         attention = (flops.per_token + flops.saved) * float(counts @ flops.cost(tokens))
         constants = self.hardware.constants
         rates = [rate for _, curve in constants.items() if isinstance(curve, Curve) for _, rate in curve.points]
-        of_pack = self.config.data.seq_length * flops.per_token + attention
-        return _COUNTED * of_pack * self.config.train.global_batch_size / (max(rates) * 1e12)
+        pack_flops = self.config.data.seq_length * flops.per_token + attention
+        return _COUNTED * pack_flops * self.config.train.global_batch_size / (max(rates) * 1e12)
 
     @property
     def tokens_per_step(self) -> int:
@@ -91,12 +92,12 @@ class Task:
         return replace(self, **fields)
 
     def with_packs(self, packs: int) -> "Task":
-        """The same with another number of packs a step."""
+        """The task with another number of packs per step."""
         train = _changed(self.config.train, {"global_batch_size": packs})
         return replace(self, config=self.config.model_copy(update={"train": train}))
 
     def with_length(self, seq_length: int) -> "Task":
-        """The same with packs of another length, and about as many tokens a step."""
+        """The task with packs of another length, and about as many tokens per step."""
         data = _changed(self.config.data, {"seq_length": seq_length})
         changed = replace(self, config=self.config.model_copy(update={"data": data}))
         return changed.with_packs(max(1, self.tokens_per_step // seq_length))
@@ -106,7 +107,7 @@ class Task:
 
 
 class Sizes(NamedTuple):
-    """Sizes of a layout.  dp is what remains of the GPUs."""
+    """Sizes of a layout.  dp follows from the number of GPUs."""
 
     tp: int
     cp: int
@@ -117,7 +118,7 @@ class Sizes(NamedTuple):
 
 
 class CpComm(NamedTuple):
-    """How cp ranks exchange keys and values."""
+    """The recipe's keys for the exchange of keys and values between cp ranks."""
 
     cp_comm: str
     cp_a2a: int | None
@@ -134,7 +135,7 @@ class Savings(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """All that a proposal decides.  cp_comm: None means not chosen yet, and p2p until then"""
+    """The settings that a proposal decides.  cp_comm: None means not chosen yet, and counts as p2p"""
 
     sizes: Sizes
     cp_comm: CpComm | None
@@ -146,8 +147,7 @@ P2P = CpComm("p2p", None)
 
 
 def configured(base: Config, choice: Choice) -> Config:
-    """`base` with these settings.  Not validated, because a search makes thousands; a written recipe is validated.
-
+    """`base` with these settings.  Not validated, because a search makes thousands; a recipe is validated when written.
     data.doc_multiple becomes a multiple of 2 x cp.
     """
     sizes, savings = choice.sizes, choice.savings
@@ -176,7 +176,7 @@ def _changed(section: Any, values: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """One layout with its settings, and what is predicted for it."""
+    """One layout with its settings, predicted time and predicted memory."""
 
     choice: Choice
     config: Config
@@ -199,14 +199,13 @@ class Proposal:
 
     @property
     def group(self) -> tuple[int, ...]:
-        """Plans of one group are shown once: they differ only in how memory is saved and keys are exchanged."""
+        """The sizes of the layout.  Reports show one proposal of each group; others differ in savings and cp_comm."""
         sizes = self.choice.sizes
         return (sizes.tp, sizes.cp, sizes.pp, self.layout.dp, sizes.ep)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The recipe keys that the proposal decides, without those whose value is the default.
-
+        """The recipe keys that the proposal sets to a value other than the default.
         {"parallel.tp": 2, "parallel.cp": 8, "train.recompute": "selective"}
         """
         config = self.config

@@ -10,7 +10,7 @@ from sft.planner.task import Proposal, Task
 from sft.recipe.load import parse_recipe
 from sft.recipe.resolved import Recipe
 
-# Of a recipe, a proposal decides these keys.
+# The keys of a recipe that a proposal decides.
 PLANNED = (
     *("parallel.tp", "parallel.cp", "parallel.pp", "parallel.virtual_stages", "parallel.ep", "parallel.dynamic_cp"),
     *("parallel.cp_comm", "parallel.cp_a2a", "data.doc_multiple", "train.recompute", "train.offload_fraction"),
@@ -19,18 +19,22 @@ PLANNED = (
 
 
 def recipe_text(recipe: Recipe, task: Task, proposal: Proposal, *, path: str, sibling: str) -> str:
-    """The text of the planned recipe.  path: of its file, for the launch line; sibling: a recipe beside it"""
+    """The text of the planned recipe.
+
+    path     path of the recipe's file, for the launch line
+    sibling  name of a recipe for the same model, which the header mentions
+    """
     keys = {key: value for key, value in user_keys(recipe).items() if key not in PLANNED} | proposal.settings
     keys |= _cluster(task, proposal)
     text = "\n".join([*_header(task, proposal, path, sibling), "", text_of(keys)])
-    written = values(parse_recipe(text, path).config)  # raises ConfigError if the proposal were no valid recipe
+    written = values(parse_recipe(text, path).config)  # raises ConfigError if the text is not a valid recipe
     planned = values(proposal.config)
     assert all(written[key] == planned[key] for key in PLANNED), "the recipe reads back as the proposal"
     return text
 
 
 def _cluster(task: Task, proposal: Proposal) -> Keys:
-    """Keys of the cluster, if they are not the defaults; bandwidths only for dynamic CP, which alone reads them."""
+    """Keys of the cluster whose values are not the defaults.  Only dynamic CP reads bandwidths."""
     parallel, names = proposal.config.parallel, ["gpus_per_node"]
     if proposal.layout.cp_sizes:
         names += ["intra_node_gb_s", "inter_node_gb_s"]
@@ -39,7 +43,10 @@ def _cluster(task: Task, proposal: Proposal) -> Keys:
 
 
 def launch_line(proposal: Proposal, task: Task, path: str) -> str:
-    """torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m sft train a.yaml"""
+    """The command that starts the run on each node.
+
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m sft train a.yaml
+    """
     hardware, gpus = task.hardware, proposal.num_gpus
     nodes = hardware.nodes(gpus)
     several = f"--nnodes {nodes} " if nodes > 1 else ""
@@ -68,10 +75,10 @@ def _header(task: Task, proposal: Proposal, path: str, sibling: str) -> list[str
 
 
 def sentence(text: str) -> str:
-    """all constants are assumed -> All constants are assumed."""
+    """The text with a capital letter and a full stop: all constants are assumed -> All constants are assumed."""
     return f"{text[:1].upper()}{text[1:]}."
 
 
 def seconds(value: float) -> str:
-    """3.14 -> 3.1 s        2634 -> 2,634 s"""
+    """The duration with its unit: 3.14 -> 3.1 s, 2634 -> 2,634 s."""
     return f"{value:,.0f} s" if value >= 100 else f"{value:.3g} s"

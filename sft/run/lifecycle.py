@@ -173,4 +173,4 @@ def _grace_line(step_s: float | None, save_s: float | None, grace_s: float, chec
 
 
 class TrainingHangs(RuntimeError):
-    """A phase that took too long.  A hang is not a mistake of the user: another start may succeed."""
+    """Raised if a phase took too long.  The cause is not a mistake of the user, so another start may succeed."""

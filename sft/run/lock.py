@@ -182,7 +182,7 @@ def is_gone(folder: Path) -> bool:
     """Whether the run that last began in the folder has ended, as far as this machine knows.
 
     A run without a lock has ended.  A lock of another machine or container may belong to a run that is alive.  Raises
-    OSError if the lock cannot be read, and ConfigError if it is no file.
+    OSError if the lock cannot be read, and ConfigError if it is not a file.
     """
     content = _read(folder / LOCK)
     if content is None:
@@ -247,7 +247,7 @@ def _parse(content: bytes) -> Holder | None:
 
 
 def _counter(count: int) -> bytes:
-    """A heartbeat, of the same length for every count, so that one heartbeat can overwrite another."""
+    """A heartbeat.  It has the same length for every count, so that one heartbeat can overwrite another."""
     return f"{count:>12}".encode()
 
 
@@ -285,7 +285,7 @@ def _stamp(path: Path) -> tuple[bytes, int] | None:
     """The content and the time of the last change.  Returns and raises as `_read`."""
     try:
         kind = stat.S_IFMT(path.lstat().st_mode)
-        if kind != stat.S_IFREG:  # a link without a target would be waited for, as would a pipe
+        if kind != stat.S_IFREG:  # reading a pipe would wait for a writer
             name = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder"}.get(kind, "no plain file")
             raise ConfigError(f"{path} is {name}, so it is not the lock of a run.  Remove it, and start the run again.")
         return path.read_bytes(), path.stat().st_mtime_ns

@@ -1,4 +1,4 @@
-"""How one start of a run has ended, for the program that started it.  run_state.json says it to other processes."""
+"""The outcome of one start of a run, for the program that started it.  Other processes read run_state.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ STOPPED = 75  # exit code (EX_TEMPFAIL) of a run that was asked to stop and save
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a start of a run has ended.  The outcomes of all ranks are equal, but for times of steps.
+    """The outcome of one start of a run.  The outcomes of all ranks are equal except for times of steps.
 
     folder     run.dir
     step       the last completed step
-    num_steps  steps of the whole run
-    stopped    why the run stopped before its end, such as "SIGTERM"; None if the run is done.  A stopped run has saved
-               a checkpoint, and goes on when it is trained again
+    num_steps  number of steps of the whole run
+    stopped    the reason why the run stopped before its end, such as "SIGTERM"; None if the run is done.  A stopped run
+               has saved a checkpoint, and continues when it is trained again
     last       the record of the last step that this start trained, with the names and units of metrics.jsonl
                (docs/reference/metrics.md), such as last["lm loss"]; None if this start trained no step
     """

@@ -29,14 +29,14 @@ from sft.run.outcome import STOPPED
 from sft.run.signals import received
 
 _SECONDS_BETWEEN_LOOKS = 0.1
-_SECONDS_TO_FOLLOW = 30  # in which the other ranks end after the first one has ended with an error
-_SECONDS_OVER_GRACE = 60.0  # after run.grace_s, for ranks that do not end themselves
+_SECONDS_TO_FOLLOW = 30  # time for the other ranks to end after the first one has ended with an error
+_SECONDS_OVER_GRACE = 60.0  # time after run.grace_s until ranks that have not ended are killed
 
 
 def run_ranks(arguments: Sequence[str], num_ranks: int, *, grace_s: float, log_dir: Path | None) -> int:
     """Run `sft` with these arguments in `num_ranks` processes, and return the exit code of the first one that failed.
 
-    arguments  of each process, such as ["train", "a.yaml"]
+    arguments  arguments of each process, such as ["train", "a.yaml"]
     grace_s    seconds from a forwarded signal until all ranks are expected to have ended themselves
     log_dir    a folder for the output of each rank; the terminal then shows rank 0 only.  None: it shows all ranks
 
@@ -44,7 +44,7 @@ def run_ranks(arguments: Sequence[str], num_ranks: int, *, grace_s: float, log_d
     SIGKILL.
     A rank that a signal ended gives 128 + number of the signal.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `_report` says what happened
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `_report` prints the reason
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in received())
     with tempfile.TemporaryDirectory(prefix="sft-ranks-") as folder:
         store, port = _loopback_store()  # the ranks use it until the end of this block
@@ -77,7 +77,7 @@ def refuse_nested() -> None:
 
 
 def _loopback_store() -> tuple[dist.TCPStore, int]:
-    """A store on a free port of the loopback interface.  By itself, TCPStore would listen on all interfaces."""
+    """A store on a free port of the loopback interface, and the port.  TCPStore's own socket uses all interfaces."""
     listener = socket.create_server((LOOPBACK, 0))
     port: int = listener.getsockname()[1]
     store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -85,7 +85,7 @@ def _loopback_store() -> tuple[dist.TCPStore, int]:
 
 
 def _environments(num_ranks: int, port: int) -> dict[int, dict[str, str]]:
-    """What torchrun sets for each rank of one node."""
+    """The environment variables that torchrun sets, for each rank of one node."""
     common = {
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
@@ -138,12 +138,12 @@ def _wait(ranks: SubprocessContext, is_overdue: Callable[[], bool]) -> int | Non
 
 
 def _report(ranks: SubprocessContext, first: int) -> int:
-    """Print why the run ended, if the rank that failed first could not, and return the exit code."""
+    """Print the reason why the run ended, if the rank that failed first could not, and return the exit code."""
     code = int(_processes(ranks)[first].returncode)
     if code < 0:
         print(f"rank {first} was ended by {signal.Signals(-code).name}", file=sys.stderr, flush=True)
         return 128 - code
-    with suppress(OSError, ValueError, LookupError):  # no such file: the rank printed all that it knew
+    with suppress(OSError, ValueError, LookupError):  # without the file, the rank has printed its error itself
         message = json.loads(Path(ranks.error_files[first]).read_text())["message"]["message"]
         if code == 1:
             print(f"rank {first} failed first: {message.strip().splitlines()[-1]}", file=sys.stderr, flush=True)

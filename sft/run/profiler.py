@@ -136,12 +136,12 @@ def _export(trace: torch.profiler.profile, path: str) -> None:
         with text.open("rb") as plain, gzip.open(path, "wb") as packed:
             shutil.copyfileobj(plain, packed)
     finally:
-        for file in (text, Path(f"{text}.tmp")):  # the latter is of torch, which renames it when it is complete
+        for file in (text, Path(f"{text}.tmp")):  # torch writes the second one, and renames it when it is complete
             file.unlink(missing_ok=True)
 
 
 def _ends(text: Path) -> bool:
-    """Whether the text of a trace has its end: torch reports no error of its last write."""
+    """Whether the text of a trace is complete.  torch reports no error of its last write."""
     with text.open("rb") as file:
         file.seek(-min(16, text.stat().st_size), os.SEEK_END)
         return file.read().rstrip().endswith(b"}")

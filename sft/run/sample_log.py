@@ -86,7 +86,7 @@ class SampleLog:
 
 
 def _opened(path: Path) -> IO[bytes]:
-    """The file, which is made if it does not exist."""
+    """The open file.  It is created if it does not exist."""
     try:
         return open_file(path)
     except FileNotFoundError:
@@ -99,7 +99,7 @@ def _whole_until(file: IO[bytes], step: int) -> tuple[int, str]:
     """The byte offset where the lines up to `step` end, and the last chain.  Stops at the first damaged line."""
     file.seek(0)
     end, chain = 0, ""
-    while line := file.readline(LIST_BYTES):  # a longer line has no end, and so counts as damaged
+    while line := file.readline(LIST_BYTES):  # the part of a longer line has no newline, so it counts as damaged
         try:
             row = json.loads(line)
             its_step, its_chain = int(row["step"]), str(row["chain"])

@@ -242,7 +242,7 @@ def _is_launcher(pid: int) -> bool:
 
 
 def _bounded(action: Callable[[], object]) -> None:
-    """Run `action` for a limited time: a line that cannot be printed must not keep the process from exiting."""
+    """Run `action` for a limited time, so that a line that cannot be printed does not prevent the exit."""
 
     def attempt() -> None:
         with suppress(Exception):  # a closed stream, a full disk

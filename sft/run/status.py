@@ -35,7 +35,7 @@ Kind = Literal["running", "done", "preempted", "failed-retryable", "failed-fatal
 @dataclass(frozen=True)
 class Status:
     status: Kind
-    step: int  # the last step that was reported as done
+    step: int  # the last completed step that was reported
     num_steps: int | None  # None: the run failed before the number was known
     started_at_step: int
     saved_step: int  # step of the newest checkpoint; until this start saves one, `started_at_step`
@@ -200,7 +200,7 @@ def _replace(folder: Path, status: Status) -> None:
 
 
 def _is_of_another(known: Status, start_id: str | None) -> bool:
-    """Whether another start has begun in this folder while the caller hung."""
+    """Whether another start has begun in this folder since the caller's start."""
     return start_id is not None and known.start_id not in ("", start_id)
 
 
@@ -216,9 +216,9 @@ def _change(folder: Path, start_id: str | None, step: int, **changes: Any) -> No
 
 
 def _overwrite(path: Path, status: Status) -> None:
-    """Write the status into the blocks that the file already has, because a full disk has no others.
+    """Write the status into the blocks that the file already has, because a full disk has no free blocks.
 
-    A reader may meet half of it; there is no other way left to say that the run has ended.
+    A reader may see a part of it.  On a full disk there is no other way to record that the run has ended.
     """
     content = _text(status).encode()
     with suppress(OSError):

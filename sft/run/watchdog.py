@@ -83,12 +83,12 @@ class Watchdog:
                 self._path.parent.rmdir()
 
     def phase(self, name: str) -> None:
-        """Begin the phase `name`, from now on at most `timeout_s`."""
+        """Begin the phase `name`, which may last at most `timeout_s` from now on."""
         self._name = name
         self._begin(name)
 
     def progress(self, part: str) -> None:
-        """Begin a part of the phase, from now on at most `timeout_s`.  Any thread may call it."""
+        """Begin a part of the phase, which may last at most `timeout_s` from now on.  Any thread may call it."""
         self._begin(f"{self._name}: {part}")
 
     def _begin(self, name: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sft.batch import Sample
-from sft.estimate.parameters import of_stage
+from sft.estimate.parameters import stage_parameters
 from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.checkpoint_io.optimizer_shards import MAIN, OptimizerSlice, optimizer_slices, sharded_slices
 from sft.mcore.engine import Engine
@@ -81,7 +81,7 @@ def train(overrides: list[str], folder: str) -> dict[str, Any]:
             step(engine)
         params = [(name, param) for chunk in engine.chunks for name, param in chunk.named_parameters()]
         stage = engine.groups.pp_rank
-        counted = of_stage(engine.config, engine.layout, engine.vocab_size, stage, engine.trained)
+        counted = stage_parameters(engine.config, engine.layout, engine.vocab_size, stage, engine.trained)
         return {
             "gradients": first,
             "weights": weights(engine),

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sft.layers.mixers.delta import HeadSizes
+from sft.layers.mixers.delta import HeadSizes, StateTraffic
 from sft.mcore.linear_attention.delta_rule import Fragments, FragmentSchedule, Inputs
 from sft.mcore.linear_attention.documents import LinearDocuments, linear_attention
 from sft.mcore.linear_attention.short_convolution import short_convolution
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 from sft.parallel.context_parallel import local_indices
 from sft.parallel.cp_group import CpGroup
-from sft.parallel.fragments import boundaries, bytes_over_cp
+from sft.parallel.fragments import boundaries
 from tests.ranks.pool import RankPool, join
 
 Ranks = Callable[[int], RankPool]
@@ -237,13 +237,14 @@ def test_a_document_does_not_know_its_neighbours(ranks: Ranks, max_short: int, o
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
-def test_bytes_over_cp(ranks: Ranks, cp_size: int) -> None:
-    """As the formula, with the threshold that follows from the head sizes; with cp 1 there is no collective."""
+def test_the_bytes_are_those_of_the_formula(ranks: Ranks, cp_size: int) -> None:
+    """With the threshold that follows from the head sizes; with cp 1 there is no collective."""
     sizes = replace(SIZES, width=4)
     max_short = sizes.max_short(cp_size)
     for lengths in ([120, 24, 30, 9], [24] * 5, [max_short + 24]):
         results = ranks(cp_size).run(attend, lengths, max_short, sizes, torch.float32)
-        num_bytes = bytes_over_cp(padded(lengths), sizes, TAPS, cp_size)
+        formula = StateTraffic(heads=sizes, conv_kernel=TAPS, num_passes=1)
+        num_bytes = formula.others(np.diff(padded(lengths)), cp_size).sum()
         assert sum(result["forward"] for result in results) == num_bytes
         assert sum(result["backward"] for result in results) == num_bytes
         assert (num_bytes == 0) == (cp_size == 1)
@@ -322,7 +323,8 @@ def test_the_bytes_of_qwen_at_64k(ranks: Ranks) -> None:
     maps, halo = 8 * 48 * 128 * (128 + 128 + 128) * 4 * 3 // 4, 6 * 3 * CHANNELS * BF16
     for lengths in ([LENGTH], [8192] * 8, [1024] * 64):
         forward, backward = (sum(sent) for sent in zip(*ranks(4).run(bytes_of_a_layer, lengths)))
-        assert forward == backward == bytes_over_cp(boundaries(np.array(lengths)), QWEN, TAPS, 4)
+        formula = StateTraffic(heads=QWEN, conv_kernel=TAPS, num_passes=1)
+        assert forward == backward == formula.others(np.array(lengths), 4).sum()
         if lengths == [LENGTH]:
             assert forward == maps + halo == 56_991_744
             assert forward < MOST_OF_GATHERED * 3 * LENGTH * CHANNELS * BF16  # each token goes to three other ranks

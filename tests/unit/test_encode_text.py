@@ -13,7 +13,7 @@ from sft.data.cache.folders import store_folder
 from sft.data.chat.encode_chat import encode_row
 from sft.data.chat.encode_text import encode_text
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer, load_tokenizer
-from sft.data.rows.formats import Chat, Text, Tokenized, read_row
+from sft.data.rows.formats import Chat, PlainText, Tokenized, read_row
 from sft.errors import DataError
 from tests.unit.corpora import ROW, corpus_of, write
 from tests.unit.fixtures.folder import SPECIAL, config, make_folder
@@ -64,29 +64,29 @@ def test_tokens_are_those_of_transformers_and_one_end(make: Make, single: str, n
     reference = AutoTokenizer.from_pretrained(folder)(TEXT, truncation=False)["input_ids"]
     assert SPECIAL.index("<|im_end|>") in reference  # a control string in a text is a control token
     for supervise in ("assistant", "last", "all"):
-        tokens, weights, rendered, before, *_ = encode_row(Text(TEXT), loaded(folder), config(supervise=supervise))
+        tokens, weights, rendered, before, *_ = encode_row(PlainText(TEXT), loaded(folder), config(supervise=supervise))
         assert tokens.tolist() == [*reference, *end] and tokens.dtype == np.int32
         assert weights.tolist() == [0.0] * max(1, num_before) + [1.0] * (len(tokens) - max(1, num_before))
         assert (rendered, before) == (None, num_before)
 
 
 def test_a_text_that_ends_with_eos_gets_no_second_one(make: Make) -> None:
-    tokens, *_ = encode_text(Text("one<|endoftext|>two<|endoftext|>"), loaded(make("$A")))
+    tokens, *_ = encode_text(PlainText("one<|endoftext|>two<|endoftext|>"), loaded(make("$A")))
     assert tokens.tolist().count(EOS) == 2 and tokens[-1] == EOS != tokens[-2]
 
 
 def test_bytes() -> None:
     """The byte tokenizer has no EOS, and its control strings are bytes."""
-    tokens, weights, num_before = encode_text(Text("hé<|im_end|>"), ByteTokenizer())
+    tokens, weights, num_before = encode_text(PlainText("hé<|im_end|>"), ByteTokenizer())
     assert tokens.tolist() == [104, 195, 169, *b"<|im_end|>"]
     assert (weights.tolist(), num_before) == ([0.0] + [1.0] * 12, 0)
     with pytest.raises(DataError, match="the text has only one token, so no token is supervised."):
-        encode_text(Text("h"), ByteTokenizer())
+        encode_text(PlainText("h"), ByteTokenizer())
 
 
 def test_a_row_is_a_text_only_if_it_is_nothing_else() -> None:
     """Many chats have their rendering in a further key `text`."""
-    assert read_row({"text": "a", "meta": 1, "messages": None}) == Text("a")
+    assert read_row({"text": "a", "meta": 1, "messages": None}) == PlainText("a")
     assert isinstance(read_row({"text": "rendered", **ROW}), Chat)
     assert isinstance(read_row({"text": "x", "tokens": [1, 2], "loss_mask": [0, 1]}), Tokenized)
     refused: list[tuple[dict[str, Any], str]] = [
@@ -106,9 +106,9 @@ def test_windows_of_a_text(make: Make, tmp_path: Path, single: str, first: list[
     path = write(tmp_path / "a.jsonl", {"text": "word " * 100}, {"text": "short"})
     settings = {"tokenizer": str(folder), "seq_length": 64, "doc_multiple": 8, "over_long": "windows"}
     corpus = corpus_of(path, **settings)
-    whole, full, _ = encode_text(Text("word " * 100), loaded(folder))
+    whole, full, _ = encode_text(PlainText("word " * 100), loaded(folder))
     samples = [corpus.sample(i) for i in range(len(corpus))]
-    assert samples.pop().tokens.tolist() == encode_text(Text("short"), loaded(folder))[0].tolist()
+    assert samples.pop().tokens.tolist() == encode_text(PlainText("short"), loaded(folder))[0].tolist()
     assert len(samples) > 2 and all(len(sample.tokens) <= 64 for sample in samples)
     assert all(sample.tokens[: len(first)].tolist() == first for sample in samples)
     learnt = np.concatenate([sample.tokens[sample.weights > 0] for sample in samples])

@@ -29,9 +29,9 @@ def test_names() -> None:
     devices = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200", "NVIDIA A100-SXM4-40GB": "a100-40"}
     devices |= {"NVIDIA A100-SXM4-80GB": "a100-80", "NVIDIA GB200": "gb200", "NVIDIA H20": "h20"}
     for name, expected in devices.items():
-        found = gpus.of_device(name)
+        found = gpus.gpu_of_device(name)
         assert found is not None and found.name == expected
-    assert gpus.of_device("Tesla T4") is None
+    assert gpus.gpu_of_device("Tesla T4") is None
 
 
 def test_lengths_of_a_pack() -> None:

@@ -73,9 +73,9 @@ def test_the_gpu_of_this_machine(
 
     (tmp_path / "0000:3b").mkdir()
     (tmp_path / "0000:3b" / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 100\n")
-    assert gpus.of_machine(tmp_path) == gpus.gpu("h100")
-    assert gpus.of_machine(tmp_path / "none") is None
-    monkeypatch.setattr(gpus, "of_machine", lambda: gpus.gpu("h200"))
+    assert gpus.gpu_of_machine(tmp_path) == gpus.gpu("h100")
+    assert gpus.gpu_of_machine(tmp_path / "none") is None
+    monkeypatch.setattr(gpus, "gpu_of_machine", lambda: gpus.gpu("h200"))
     assert main(["check", "a.yaml", "--no-data", "--world-size", "8", "parallel.cp=1"]) == 2
     assert "does not fit h200" in capsys.readouterr().err
     assert main(["check", "a.yaml", "--no-data", "--world-size", "8", "run.device=cpu"]) == 0

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from sft.layers.mixers.delta import HeadSizes
+from sft.layers.mixers.delta import HeadSizes, StateTraffic
 from sft.parallel.context_parallel import local_indices
-from sft.parallel.fragments import FragmentPlan, boundaries, bytes_over_cp, owners
+from sft.parallel.fragments import FragmentPlan, boundaries, owners
 from sft.parallel.taps import Taps
 
 PACKS = ([64, 8, 16], [24, 0, 48, 24, 120], [48], [24] * 7, [240, 72, 0])
@@ -76,11 +76,10 @@ def test_the_threshold_is_where_maps_are_fewer_bytes() -> None:
     assert (TINY.map_bytes, TINY.token_bytes) == (312, 120)
     assert TINY.max_short(1) == 0 and TINY.max_short(2) == 10 and TINY.max_short(5) == 25  # 10.4 and 26 tokens
     halo = 2 * 3 * (2 * 3 + 2 * 5) * 4  # two chunks of cp 2 need 3 tokens of another rank
-    assert (
-        bytes_over_cp(np.array([0, 8]), TINY, 4, 2) == 4 * 120 + halo - 64
-    )  # with chunks of 2 tokens, of which one needs 2
-    assert bytes_over_cp(np.array([0, 16]), TINY, 4, 2) == 2 * 312 + halo
-    assert bytes_over_cp(np.array([0, 16]), TINY, 4, 1) == 0
+    forward = StateTraffic(heads=TINY, conv_kernel=4, num_passes=1)
+    # With chunks of 2 tokens, one chunk needs 2 tokens instead of 3.
+    assert forward.others(np.array([8, 16]), 2).tolist() == [4 * 120 + halo - 64, 2 * 312 + halo]
+    assert forward.others(np.array([8, 16]), 1).tolist() == [0, 0]
     assert [QWEN36_27B.max_short(cp) for cp in (2, 4, 8, 16)] == [1141, 2283, 4567, 9135]
 
 
@@ -88,9 +87,9 @@ def test_bytes_of_the_page() -> None:
     """The table of context-parallel.md: MiB that a rank receives, and of 64K tokens less than 5% of a gather."""
     mib = {}
     for length in (65536, 8192, 1024):
-        cu_seqlens = np.arange(0, 65536 + 1, length)
-        of_group = [bytes_over_cp(cu_seqlens, QWEN36_27B, 4, cp) / cp for cp in (2, 4, 8, 16)]
-        mib[length] = [round(num_bytes / 2**20, 1) for num_bytes in of_group]
+        lengths = np.full(65536 // length, length)
+        forward = StateTraffic(heads=QWEN36_27B, conv_kernel=4, num_passes=1)
+        mib[length] = [round(forward.others(lengths, cp).sum() / cp / 2**20, 1) for cp in (2, 4, 8, 16)]
     assert mib[65536] == [9.1, 13.6, 15.9, 17.0]
     assert mib[8192] == [72.5, 108.7, 126.8, 121.9] and mib[1024] == [520.2, 393.0, 232.5, 128.1]
     gathered = [(1 - 1 / cp) * 65536 * 2 * (2 * 16 * 128 + 48 * 128) / 2**20 for cp in (2, 4, 8, 16)]

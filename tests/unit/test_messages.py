@@ -151,7 +151,7 @@ def test_a_pickle_is_refused_and_runs_nothing(tmp_path: Path, monkeypatch: pytes
     ],
 )
 def test_an_error_is_of_the_same_class_on_every_rank(error: Exception, kind: type, text: str) -> None:
-    arrived = messages.to_error(messages.decode(messages.encode(messages.of_error(error, 3))))
+    arrived = messages.to_error(messages.decode(messages.encode(messages.error_message(error, 3))))
     assert type(arrived) is kind and str(arrived) == text
 
 

@@ -83,7 +83,7 @@ def test_names_of_ours_are_hidden(value: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["sft_step", "tick", "step", "write", "named", "enter", "guarded", "text_of", "of_loop"]
+    "name", ["sft_step", "tick", "step", "write", "named", "enter", "guarded", "text_of", "loop_items"]
 )
 def test_what_counts_has_no_name(name: str) -> None:
     for source in (f"{{{{ 1 | {name} }}}}", f"{{{{ [1] | map('{name}') | list }}}}", f"{{{{ (-10**15) is {name} }}}}"):

@@ -11,7 +11,7 @@ import pytest
 
 from sft.data.chat.encode_chat import encode_chat, encode_row
 from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
-from sft.data.rows.formats import Chat, Text, Tokenized
+from sft.data.rows.formats import Chat, PlainText, Tokenized
 from sft.errors import DataError
 from tests.unit.fixtures.chats import assistant, user
 from tests.unit.fixtures.folder import ORDINARY, SPECIAL, config, load_folder, make_folder, template
@@ -308,6 +308,6 @@ def test_a_template_that_cannot_be_used_is_refused_with_the_first_chat(
     tokenizer = load_tokenizer(config(tokenizer=str(folder), chat_template=str(file)))
     with pytest.raises(DataError, match=rf"chat template \S*chat.jinja.*{complaint}"):
         encode_chat(Chat([user("a"), assistant("b"), user("c"), assistant("d")], None), tokenizer)
-    text = encode_row(Text("one"), tokenizer, config())
+    text = encode_row(PlainText("one"), tokenizer, config())
     tokens = encode_row(Tokenized(np.array([1, 2]), np.ones(2)), tokenizer, config())
     assert len(text.tokens) > 1 and len(tokens.tokens) == 2

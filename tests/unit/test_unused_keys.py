@@ -41,7 +41,7 @@ def test_the_report_names_keys_and_unwanted_rows(tmp_path: Path) -> None:
         assert [corpus.name(i).rsplit(":")[-1] for i in range(4)] == ["1", "2", "4", "5"]
     [ledger] = [json.loads(path.read_text()) for path in tmp_path.glob("cache/*/ledger.json")][:1]
     assert ledger["rows"]["unused"] == [["id", 4], ["source", 2], ["documents", 1]]
-    assert RowReport.of_json(json.loads(json.dumps(asdict(report)))) == report
+    assert RowReport.from_json(json.loads(json.dumps(asdict(report)))) == report
 
 
 def test_skipped_rows_do_not_count(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Finds docstrings of sft/ that do not say what they describe, and class names of sft/ that stand for two classes.
 
 A docstring begins with a verb or with a noun phrase that names the thing: "The gradient of x, [t, h]" and not "Of x".
-The lists of exceptions only become shorter.
 """
 
 import ast
@@ -11,16 +10,6 @@ from collections.abc import Iterator
 from tools.lint.source import Fault, Source
 
 _ELLIPSIS = re.compile(r"(Of|Those|That of|The same|As|What|By|With|Without|Also|Both of)\b")
-UNCHECKED = (  # files and folders with docstrings that are not rewritten yet
-    "sft/data/chat/",
-    "sft/data/template/",
-    "sft/estimate/",
-    "sft/layers/",
-    "sft/mcore/model/",
-    "sft/planner/",
-    "sft/run/",
-)
-TWICE = ("Constant", "Inputs", "Text")  # names that two classes still have
 
 
 def check(files: list[Source]) -> list[Fault]:
@@ -28,11 +17,10 @@ def check(files: list[Source]) -> list[Fault]:
     faults = []
     first: dict[str, str] = {}
     for file in modules:
-        if not file.path.startswith(UNCHECKED):
-            faults += [Fault(file.path, line, "word", text) for line, text in _ellipses(file.tree)]
+        faults += [Fault(file.path, line, "word", text) for line, text in _ellipses(file.tree)]
         for line, name in _classes(file.tree):
             other = first.setdefault(name, file.path)
-            if other != file.path and name not in TWICE:
+            if other != file.path:
                 faults.append(Fault(file.path, line, "word", f"class {name} is also in {other}; say what it is of"))
     return faults
 

@@ -42,7 +42,7 @@ class RowOmission(NamedTuple):
         """A line of omitted.jsonl."""
         return json.dumps(dict(zip(self._fields[:5], self[:5], strict=True))) + "\n"
 
-    def of_file(self) -> "FileOmission":
+    def file_omission(self) -> "FileOmission":
         """This omission as a FileOmission with one row."""
         row, message, role, kind, num, said, why = self
         return FileOmission(role=role, kind=kind, count=num, chats=1, rows=(row,), message=message, said=said, why=why)

@@ -161,7 +161,7 @@ class RowReport:
         return text
 
     @classmethod
-    def of_json(cls, counts: dict[str, Any]) -> "RowReport":
+    def from_json(cls, counts: dict[str, Any]) -> "RowReport":
         """The report whose `dataclasses.asdict` went through JSON as `counts`.  Raises TypeError for other fields."""
         pairs = {
             name: tuple((text, count) for text, count in counts[name]) for name in ("reasons", "unused", "spelled")

@@ -67,7 +67,7 @@ def open_store(folder: Path, *, verify: bool = False) -> Store | None:
         return Store(
             **arrays,
             weights=np.array(content["weights"], dtype=np.float32),
-            row_report=RowReport.of_json(content["rows"]),
+            row_report=RowReport.from_json(content["rows"]),
             largest_id=content.get("largest_id"),
             digest=_json_digest([content["weights"], [content["files"][f"{name}.npy"]["digest"] for name in _ARRAYS]]),
         )
@@ -120,7 +120,7 @@ def _write_parts(temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray) 
             counts.variables.update(part.variables)
             counts.padded += part.num_padded
             counts.padding += part.num_padding
-            counts.omitted = add_up([*counts.omitted, *(omission.of_file() for omission in part.omitted)])
+            counts.omitted = add_up([*counts.omitted, *(omission.file_omission() for omission in part.omitted)])
             listed.writelines(omission.as_line() for omission in part.omitted)
         for name, file in files.items():
             _write_header(file, _ARRAYS[name], sizes[name])

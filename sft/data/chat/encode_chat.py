@@ -25,7 +25,7 @@ from sft.data.chat.render import RenderedChat, render_chat
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer
 from sft.data.chat.tokens import TokenSpan, find_token_spans, tokenise
 from sft.data.chat.turns import Turn, find_turns
-from sft.data.rows.formats import Chat, Text, Tokenized
+from sft.data.rows.formats import Chat, PlainText, Tokenized
 from sft.data.rows.messages import THINKING, with_arguments, with_reasoning_keys
 from sft.data.tokenizer.byte_tokenizer import BYTE_CONTROL
 from sft.errors import DataError
@@ -34,11 +34,12 @@ Supervise = Literal["assistant", "last", "all"]
 
 
 class Encoding(NamedTuple):
-    """A row as tokens int32 [n], their weights float32 [n], and the rendered chat (None without a template).
+    """The tokens of a row, int32 [n], their weights in the loss, float32 [n], and the rendered chat.
 
-    num_before   of a plain text: the number of tokens that the tokenizer puts before it; None for other rows
-    spelled      control tokens that stayed text, and the roles of the texts
-    starts       index of the first token of each document: several in a packed row of tokens
+    rendered     None without a template
+    num_before   number of tokens that the tokenizer puts before a plain text; None for other rows
+    spelled      control tokens that stayed text, each with the role of its text
+    starts       index of the first token of each document; a packed row of tokens has several documents
     num_padding  number of padding tokens of the row, which are not among `tokens`
     """
 
@@ -51,7 +52,7 @@ class Encoding(NamedTuple):
     num_padding: int = 0
 
     def documents(self) -> "list[Encoding]":
-        """The documents of the row, each as if it were a row by itself."""
+        """The documents of the row, each as the encoding of a separate row."""
         if len(self.starts) == 1:
             return [self]
         ends = [*self.starts[1:], len(self.tokens)]
@@ -72,7 +73,7 @@ class Masking(Protocol):
 
 
 class Mask(NamedTuple):
-    """The same keys, with their defaults."""
+    """The keys of `Masking` with their default values."""
 
     supervise: Supervise = "assistant"
     supervise_inserted: bool = True
@@ -81,14 +82,13 @@ class Mask(NamedTuple):
 DEFAULT = Mask()
 
 
-def encode_row(row: Chat | Text | Tokenized, tokenizer: ChatTokenizer, data: Masking) -> Encoding:
-    """Tokens and weights of a row of any length.  Raises DataError.
-
+def encode_row(row: Chat | PlainText | Tokenized, tokenizer: ChatTokenizer, data: Masking) -> Encoding:
+    """Tokens and weights of a row of any length.  Raises DataError:
     token ids 3 259, a tokenizer with 259 ids  ->  token 2 is 259, but the tokenizer has the ids 0 to 258.
     """
     if isinstance(row, Chat):
         return encode_chat(row, tokenizer, data)
-    if isinstance(row, Text):
+    if isinstance(row, PlainText):
         tokens, weights, num_before = encode_text(row, tokenizer)
         return Encoding(tokens, weights, None, num_before)
     outside = np.flatnonzero(row.tokens >= tokenizer.vocab_size)
@@ -108,7 +108,7 @@ def encode_chat(chat: Chat, tokenizer: ChatTokenizer, data: Masking = DEFAULT) -
     <|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\nb<|im_end|>\\n      1: b <|im_end|>      0: all others
     """
     enabled = gc.isenabled()
-    gc.disable()  # Python's search for cycles: a long chat makes a million small objects and no cycle
+    gc.disable()  # a long chat makes a million small objects without a reference cycle
     try:
         return _encode_chat(chat, tokenizer, data)
     finally:
@@ -126,7 +126,7 @@ def _encode_chat(chat: Chat, tokenizer: ChatTokenizer, data: Masking) -> Encodin
         rendered = render_chat(chat, tokenizer)
         tokenised = tokenise(rendered.reading, tokenizer)
         ids, spelled = tokenised.encoded.ids, tuple(tokenised.spelled)
-        # If a turn has the same weight as the tokens around the turn, its position does not matter.
+        # If a turn has the same weight as all other tokens, its position does not matter.
         unlike = [i for i, weight in by_message.items() if weight != (data.supervise == "all")]
         last = len(chat.messages) - 1
         if data.supervise == "all" and chat.messages[last]["role"] == "assistant" and tokenizer.appends_end:
@@ -181,7 +181,7 @@ def _with_final_end(
 
 
 def weights_of_turns(chat: Chat, supervise: Supervise) -> dict[int, float]:
-    """{index of an assistant message: weight of its tokens}  Messages of weight 0 are included for `all` only."""
+    """The weight of each assistant message's tokens, by index.  Messages of weight 0 are included for `all` only."""
     answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
     weights = chat.weights or (1.0,) * len(chat.messages)
     by_message = {i: weights[i] for i in (answers[-1:] if supervise == "last" else answers)}

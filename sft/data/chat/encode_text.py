@@ -12,11 +12,11 @@ document, once: it is added unless the text already ends with it.  `data.supervi
 import numpy as np
 
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer
-from sft.data.rows.formats import Text
+from sft.data.rows.formats import PlainText
 from sft.errors import DataError
 
 
-def encode_text(row: Text, tokenizer: ChatTokenizer) -> tuple[np.ndarray, np.ndarray, int]:
+def encode_text(row: PlainText, tokenizer: ChatTokenizer) -> tuple[np.ndarray, np.ndarray, int]:
     """Tokens int32 [n], weights float32 [n], and the number of tokens that the tokenizer puts before a text.
 
     The tokens before the text have weight 0, and so has the first token, which no token predicts.  Raises DataError if

@@ -1,12 +1,12 @@
-"""What a template does around an assistant's turns, learnt from its renderings of small chats.
+"""The behaviour of a template around an assistant's turns, learnt from its renderings of small chats.
 
     ChatML    ends <|im_end|>; header <|im_start|>assistant\\n
     harmony   ends <|return|>, <|end|>, <|call|>; the usual end of a last answer is <|return|>, after a call <|call|>
     GLM       ends <|user|>, <|observation|>: tokens that hand a turn over; nothing follows a last answer
 
-Decides which tokens end a turn, which of them is right in last place, which control tokens an assistant's text may
-contain, and in which form the template takes tool calls.  It renders every small chat once; a chat that the template
-refuses teaches nothing.  `turns.py` applies what is learnt here to real chats.
+Decides which tokens end a turn, which token ends the last turn of a chat, which control tokens an assistant's text may
+contain, and in which form the template takes tool calls.  It renders every small chat once, and ignores chats that the
+template refuses.  `turns.py` applies the result to the chats of the data.
 """
 
 import json
@@ -41,11 +41,12 @@ def _call(arguments: Any, **rest: Any) -> Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Habits:
-    """What is known of a template.
+    """The behaviour of a template.
 
-    ends         tokens that end a turn or hand it over
-    last_ends    {whether the turn has calls: the token that ends it in last place, None if the template writes none}
-    stops        those of the ends after which the template never continues the same message
+    control      matches control tokens
+    ends         tokens that end a turn, or that hand it over to the next message
+    last_ends    {whether the turn has calls: the token that ends it as the last turn, None if the template writes none}
+    stops        the ends after which the template never continues the same message
     starts       tokens that start a message
     handed       tokens that start or end a message
     inside       control tokens that the template writes inside assistant turns, and that neither start nor end messages
@@ -53,8 +54,8 @@ class Habits:
     header       the text with which the template asks for an answer
     lead         the text that the template inserts before a last answer
     calls_as_text  whether the template takes arguments of calls as JSON texts, not as objects
-    empty_content  what it takes as content of a message with calls only: {} for none, {"content": None}, ...
-    takes_parts  whether it takes thinking as a part of the content
+    empty_content  the keys of a message that has only calls: {} without content, {"content": None}, ...
+    takes_parts  whether the template takes thinking as a part of the content
     """
 
     control: re.Pattern[str]
@@ -77,17 +78,17 @@ class Habits:
         return min(spans, key=lambda span: (span[0], -span[1]), default=None)
 
     def hands_over(self, message: Message) -> str | None:
-        """The token that ends the message in last place, if this token begins a message of another role."""
+        """The token that ends the message as the last one, if this token begins a message of another role."""
         end = self.last_ends[bool(message.get("tool_calls"))]
         return end if end in self.handed else None
 
 
 class Vocabulary(NamedTuple):
-    """What a tokenizer's files say of its control tokens.
+    """The control tokens in a tokenizer's files.
 
     control          matches control tokens
     added, special   all added tokens, and those that are special
-    generation_ends  tokens at which generation ends; eos: the end of a text
+    generation_ends  tokens at which generation ends; eos: the token that ends a text
     """
 
     control: re.Pattern[str]
@@ -98,7 +99,7 @@ class Vocabulary(NamedTuple):
 
 
 def learn(template: ChatTemplate, vocabulary: Vocabulary) -> Habits:
-    """What a template does with the control tokens of a tokenizer."""
+    """The behaviour of a template with the control tokens of a tokenizer."""
     return _Learner(template, vocabulary).habits()
 
 
@@ -108,7 +109,7 @@ class _Learner:
     def __init__(self, template: ChatTemplate, vocabulary: Vocabulary) -> None:
         self.template = template
         self.control, self.added, self.special, self.generation_ends, self.eos = vocabulary
-        self.opening: list[Message] = []  # what the template wants before the first question
+        self.opening: list[Message] = []  # messages that the template requires before the first question
         self.tools: list[dict[str, Any]] | None = None
 
     def habits(self) -> Habits:
@@ -126,7 +127,7 @@ class _Learner:
             handed_call = first_of(self.control, self._tail(asked, 1), known) or self._handed(asked)
         ends = tuple(dict.fromkeys(end for end in (*known, last_call, handed_call) if end))
         edges, written = self._tokens(ends, as_text, empty, calling is not None)
-        # Thinking models have <think> in contents, whether their template writes it or not.
+        # Contents of thinking models contain <think>, even if their template does not write it.
         ordinary = self.added - self.special
         return Habits(
             control=self.control,
@@ -155,7 +156,7 @@ class _Learner:
             return None
 
     def _answer(self) -> Reading | None:
-        """The rendering of a question and an answer, with a system message or tools if the template wants them."""
+        """The rendering of a question and an answer, with a system message or tools if the template requires them."""
         for opening, tools in (([], None), ([_SYSTEM], None), ([], _TOOLS), ([_SYSTEM], _TOOLS)):
             self.opening, self.tools = opening, tools
             if (reading := self._read([_USER, _ANSWER])) is not None:
@@ -164,7 +165,7 @@ class _Learner:
         return None
 
     def _calling(self) -> tuple[bool, Mapping[str, Any], Reading | None]:
-        """In which form the template takes calls: arguments as text or as an object, and which empty content."""
+        """Whether the template takes arguments as text, the keys of an empty content, and a rendering with a call."""
         written: list[tuple[bool, Mapping[str, Any], Reading]] = []  # with arguments quoted twice, or without arguments
         for as_text in (False, True):
             for empty in _FORMS:
@@ -177,7 +178,7 @@ class _Learner:
         return max(written, key=lambda form: "VALUE" in form[2].text, default=(False, {}, None))
 
     def _tail(self, reading: Reading, message: int) -> str:
-        """The text after the last own text of a message, up to the next text of the chat."""
+        """The text between the last own text of a message and the next text of the chat."""
         last = reading.last_own(len(self.opening) + message)
         if last is None:
             return ""
@@ -185,19 +186,19 @@ class _Learner:
         return reading.text[last.end : following.start if following else len(reading.text)]
 
     def _first(self, tail: str) -> str | None:
-        """The control token of a text that ends generation, or else the first one, a special one if there is one."""
+        """The text's control token that ends generation; without one, its first special or its first control token."""
         tokens = self.control.findall(tail)
         if end := first_of(self.control, tail, self.generation_ends):
             return end
         return next((token for token in tokens if token in self.special), tokens[0] if tokens else None)
 
     def _end_of_call(self, tail: str, known: tuple[str, ...]) -> str | None:
-        """The end of a turn with a call in last place: a known end, or the last special token."""
+        """The end of a last turn with a call: a known end, or the last special token."""
         special = [token for token in self.control.findall(tail) if token in self.special]
         return first_of(self.control, tail, known) or (special[-1] if special else None)
 
     def _handed(self, asked: Reading) -> str | None:
-        """The token that hands a call over to its result, where nothing ends the call: the first special one."""
+        """The token that hands a call over to its result if no token ends the call: the first special one."""
         return next((token for token in self.control.findall(self._tail(asked, 1)) if token in self.special), None)
 
     @cached_property
@@ -218,7 +219,7 @@ class _Learner:
         return between[self._header_length(between, prompt.after_all) :]
 
     def _header_length(self, between: str, shown: str) -> int:
-        """How much of the text before an answer is the header that a prompt shows, or else the usual header."""
+        """The length of the header in the text before an answer: the header of the prompt, or the usual header."""
         shared = shared_length(between, shown, self.control)
         if shared == len(shown):
             return shared
@@ -247,10 +248,10 @@ class _Learner:
         for messages, tools in chats:
             reading = self._read(messages, tools=tools)
             if reading is None or len(reading.own) < sum(message["role"] == "assistant" for message in messages):
-                continue  # nothing is known of a turn that the template leaves out
+                continue  # a turn that the template leaves out shows nothing
             spans = list(self._spans(reading, messages, tools, ends))
             users = (run.start for run in reading.marks if isinstance(run.source, Field) and run.source.role == "user")
-            at = next(users, 0)  # instructions before it may mention any token
+            at = next(users, 0)  # instructions before the first user message may mention any token
             headers: set[int] = set()
             for match in self.control.finditer(reading.text, at):
                 if not reading.is_constant(match.start(), match.end()):
@@ -259,7 +260,7 @@ class _Learner:
                 if any(start <= match.start() and match.end() <= end for _, start, end in spans):
                     inside.add(match.group())
                 elif header is None or header not in headers or match.group() in self.special:
-                    edges.add(match.group())  # a prompt may end with <think>, which starts no message
+                    edges.add(match.group())  # a header may end with <think>, which starts no message
                 if header is not None:
                     headers.add(header)
         return frozenset(edges), frozenset(inside)
@@ -278,11 +279,11 @@ class _Learner:
     def _spans(
         self, reading: Reading, messages: list[Message], tools: list[dict[str, Any]] | None, ends: tuple[str, ...]
     ) -> Iterator[tuple[int, int, int]]:
-        """Of each assistant turn, where its header begins and ends, and where the token that ends it begins."""
+        """Yields for each assistant turn the start and end of its header, and the position of its end token."""
         for index, positions in reading.own.items():
             runs = [reading.marks[position] for position in positions]
             last = runs[0]
-            for number, run in enumerate(runs):  # a name of a function may be repeated in its result
+            for number, run in enumerate(runs):  # the result of a call may repeat the name of the function
                 last = last if run.first < run.last and is_in(run, runs[:number]) else run
             before = reading.before(runs[0])
             begin = before.end if before else 0
@@ -297,12 +298,12 @@ class _Learner:
 
 
 def first_of(control: re.Pattern[str], text: str, tokens: Sequence[str]) -> str | None:
-    """The first of some control tokens in a text."""
+    """The one of these control tokens that comes first in a text; None if it has none of them."""
     return next((token for token in control.findall(text) if token in tokens), None)
 
 
 def small_chat(role: str, habits: Habits, *, has_tools: bool) -> tuple[list[Message], list[dict[str, Any]] | None]:
-    """A small chat whose last message has this role, and its tools."""
+    """A small chat whose last message has this role, and the tools of the chat."""
     call = calling_message(habits.calls_as_text, habits.empty_content)
     before = {"assistant": [_USER, _ANSWER], "tool": [_USER, call, _RESULT], "system": [_SYSTEM]}
     return before.get(role, [_USER]), _TOOLS if has_tools else None
@@ -314,6 +315,6 @@ def calling_message(as_text: bool, empty: Mapping[str, Any]) -> Message:
 
 
 def final_end(habits: Habits, calls: bool, wanted: str | None, generation_ends: Sequence[str]) -> str | None:
-    """The token to append after a last turn that the template does not end; None if none is known or wanted."""
+    """The token to append after a last turn that the template does not end; None: no token.  wanted: data.final_end"""
     following = habits.following[calls] or habits.following[False]
     return wanted if wanted != "auto" else following if following in generation_ends else None

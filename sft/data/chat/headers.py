@@ -1,7 +1,7 @@
-"""Finds where a turn begins: after the header that inference shows.
+"""Finds the start of a turn: the end of the header that a prompt at inference has.
 
-Decides which of the template's text before a turn belongs to the header.  Compares it with the text that the template
-writes at this place in a prompt, and, where that differs, with the header of small chats (`habits.py`).
+Decides which part of the template's text before a turn belongs to the header.  Compares this text with the text that
+the template writes in a prompt at the same position, and if they differ, with the header of small chats (`habits.py`).
 
     the chat    ...<|im_end|>\\n<|im_start|>assistant\\n4<|im_end|>
     the prompt  ...<|im_end|>\\n<|im_start|>assistant\\n<think>\\n            the turn begins before the 4
@@ -17,20 +17,24 @@ from sft.data.rows.messages import THINKING, Message
 from sft.data.template.rendering import Run
 from sft.data.template.sources import MARKED, Field
 
-# number of messages, start and end of the text after them -> the text after them in a prompt for the next message
+# number of messages, start and end of the text after them in the chat -> the text after them in a prompt
 Prompt = Callable[[int, int, int], str | None]
 _PART = re.compile(r"[<|｜\w]*\Z")  # the beginning of a word or of a token
 
 
 class Start(NamedTuple):
-    """Where a turn begins, and where the template's own text at its start ends."""
+    """The start of a turn.
+
+    at        position of the first character
+    inserted  position after the template's own text at the start of the turn; `at` if there is none
+    """
 
     at: int
     inserted: int
 
 
 def start_of(reading: Reading, run: Run, message: Message, asked: int, habits: Habits, prompt_after: Prompt) -> Start:
-    """The start of the turn whose first own text is `run`.  asked: the number of messages before it."""
+    """The start of the turn whose first own text is `run`.  asked: the number of messages before the turn"""
     before, control = reading.before(run), habits.control
     begin = before.end if before else 0
     between = reading.text[begin : run.start]
@@ -40,33 +44,33 @@ def start_of(reading: Reading, run: Run, message: Message, asked: int, habits: H
         whole = reading.text[begin : run.start + len(habits.header)]
         header = after_header(whole, len(between), habits.header, control)
         if shown is not None and common >= len(between):
-            common = max(len(between), header)  # the prompt goes on where this message's text begins
+            common = max(len(between), header)  # the prompt continues at the beginning of this message's text
         else:
             end = after_header_end(between, shown or habits.header, control)
             common = max(_whole_tokens(between, common, habits), header, end)
     if common < len(between):
         end_before = habits.first_end(between)
         if common < (end_before[1] if end_before else int(shown is None and bool(between.strip()))):
-            # Neither this prompt nor the usual header: the turn begins after the last token that starts messages.
+            # Without this prompt and the usual header, the turn begins after the last token that starts messages.
             common = max((match.end() for match in control.finditer(between)), default=0)
     start = begin + common
     return Start(start, _inserted(reading, run, message, start, asked, habits))
 
 
 def _whole_tokens(text: str, at: int, habits: Habits) -> int:
-    """The last position up to `at` that splits no token: prompts with <think> share `<t` with `<tool_call>`."""
-    at -= len(_PART.search(text[:at]).group())  # type: ignore[union-attr]  # matches the empty string, too
+    """The last position up to `at` that splits no token: `<think>` and `<tool_call>` have `<t` in common."""
+    at -= len(_PART.search(text[:at]).group())  # type: ignore[union-attr]  # also matches the empty string
     return next((m.start() for m in habits.control.finditer(text) if m.start() < at < m.end()), at)
 
 
 def _inserted(reading: Reading, run: Run, message: Message, start: int, asked: int, habits: Habits) -> int:
-    """The end of the template's own text from `start` on that no text of the row asked for.
+    """The end of the template's own text at the start of a turn, without the text that belongs to a text of the row.
 
     `<think>` before thinking, and `<tool_call>` before a call, belong to the text of the row.
     """
     lead = reading.text[start : run.start]
     if not lead.strip():
-        # No prompt shows that spaces before a first answer are the model's.
+        # No prompt shows whether the model writes the spaces before a first answer.
         return start if asked else max(start, run.start)
     marked = next((mark.start for mark in reading.over(start, run.start) if mark.source is MARKED), None)
     if marked is not None:
@@ -81,6 +85,6 @@ def _inserted(reading: Reading, run: Run, message: Message, start: int, asked: i
 
 
 def _opens_thinking(message: Message, run: Run) -> bool:
-    """Whether a content begins with thinking whose opening tag the template writes itself."""
+    """Whether a content begins with thinking, and the template writes the opening tag before it."""
     content = str(message.get("content") or "")
     return 0 <= run.first < content.find("</think>") and not content.startswith("<think>", run.first)

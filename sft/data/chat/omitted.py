@@ -1,12 +1,14 @@
-"""Finds the texts of a chat that its template leaves out: contents, reasoning, tool calls and results of messages,
-schemas of tools, and documents.
+"""Finds the texts of a chat that its template leaves out.
+
+They are contents, reasoning, tool calls and results of messages, schemas of tools, and documents.
 
 Qwen2.5, an answer with reasoning_content "six times seven" and content "42"
 ...<|im_start|>assistant\\n42<|im_end|>\\n                          left out: assistant reasoning of message 2
 
-A text counts as left out if no character of the rendering comes from some of its letters or digits.  So texts that the
-template moves, trims or writes as JSON are not left out.  The reason for an omission is found by rendering variants,
-never by the name of a model.  `data.on_omitted` decides what happens to chats with omitted texts.
+A text counts as left out if no character of the rendering has some of its letters or digits as the source.  So a text
+that the template moves, trims or writes as JSON is not left out.  The reason for an omission is determined from
+renderings of variants, never from the name of a model.  `data.on_omitted` decides what happens to chats with omitted
+texts.
 """
 
 import re
@@ -23,32 +25,32 @@ from sft.errors import DataError
 
 _KEYS = {"reasoning": THINKING, "tool call": ("tool_calls",), "tool schema": ("tools",), "document": ("documents",)}
 # Thinking at the start of a content, in four parts: opening tag, thinking, closing tag, answer.  Without an opening
-# tag, a line must end after the closing one: "Write </think> at its end." is an answer.
+# tag, the line must end after the closing tag: "Write </think> at its end." is an answer.
 _THOUGHT = re.compile(
     r"(\s*<think>\s*)(.*?)(\s*</think>\s*)(.*)|(\s*)(.*?)(\s*</think>[^\S\n]*(?:\n\s*|\Z))(.*)", re.DOTALL
 )
 
 
 class OmittedText(NamedTuple):
-    """The texts of one message and kind that are left out."""
+    """The texts of one kind that the template leaves out of one message, tool or document."""
 
-    number: int  # number of the message, tool or document; counts from 1
+    number: int  # number of the message, tool or document, from 1
     role: str
     kind: str
     text: str  # the first omitted text
 
 
 def find_omitted(chat: RenderedChat) -> list[OmittedText]:
-    """The texts that the template leaves out of a chat: tools first, then in the order of the messages."""
+    """The texts that the template leaves out of a chat.  Those of tools come first, then those of messages in order."""
     return _omitted(chat, chat.reading)
 
 
 def why_omitted(chat: RenderedChat, omitted: OmittedText) -> str:
-    """Why the template leaves out a text, and a way to keep the text.  The first of these reasons that holds:
+    """The reason why the template leaves out a text, and a way to keep the text.  The first of these that applies:
 
-    a switch     true or false keeps the text, for a variable that the template reads and that has no value
-    no place     the template does not read the key that holds the text
-    the prompt   the template writes the text when it asks for the last answer, but not when the answer follows
+    a switch     the template reads a variable without a value, and writes the text if it is true or false
+    no key       the template does not read the key that holds the text
+    the prompt   the template writes the text when it asks for the last answer, but not if the answer follows
     later turns  the template writes the text only if no later message follows
 
     GLM-4.6, reasoning  ->  data.chat_template_kwargs: {clear_thinking: false} keeps it.
@@ -81,7 +83,7 @@ def why_omitted(chat: RenderedChat, omitted: OmittedText) -> str:
 
 
 def _switch(chat: RenderedChat, omitted: OmittedText) -> tuple[str, bool] | None:
-    """A variable of the template, and a value with which the template writes the text and omits no other text."""
+    """A variable and a value with which the template writes the text and omits no other text; None if there is none."""
     now = {text[:3] for text in find_omitted(chat)}
     for name in chat.tokenizer.template.free_switches:
         for value in (True, False):
@@ -92,7 +94,7 @@ def _switch(chat: RenderedChat, omitted: OmittedText) -> tuple[str, bool] | None
 
 
 def _is_written(chat: RenderedChat, omitted: OmittedText, num_messages: int, *, prompt: bool) -> bool:
-    """Whether the template writes a text if the chat has only its first `num_messages` messages."""
+    """Whether the template writes a text of a chat that consists of the first `num_messages` messages."""
     lost = _omitted_with(chat, num_messages=num_messages, prompt=prompt)
     return lost is not None and omitted[:3] not in {text[:3] for text in lost}
 
@@ -104,7 +106,7 @@ def _omitted_with(
     prompt: bool = False,
     variables: dict[str, Any] | None = None,
 ) -> list[OmittedText] | None:
-    """The texts left out of the first messages, or with further variables; None if the template refuses these."""
+    """The texts that are left out of the first messages, or with more variables; None if the template refuses them."""
     inputs = chat.inputs._replace(
         messages=chat.inputs.messages[:num_messages], variables={**chat.inputs.variables, **(variables or {})}
     )
@@ -117,7 +119,7 @@ def _omitted_with(
 
 
 def _omitted(chat: RenderedChat, reading: Reading) -> list[OmittedText]:
-    """One OmittedText for each message and kind."""
+    """One OmittedText for each message and kind of text."""
     missing = dict(reading.unwritten)
     firsts: dict[tuple[bool, int, str, str], str] = {}
     for field, gaps in missing.items():
@@ -129,7 +131,7 @@ def _omitted(chat: RenderedChat, reading: Reading) -> list[OmittedText]:
 def _named(
     field: Field, gaps: list[tuple[int, int]], missing: dict[Field, list[tuple[int, int]]], chat: RenderedChat
 ) -> Iterator[tuple[int, str, str, str]]:
-    """Number, role, kind and text of what is left out of a field, if it is a text that the model should see."""
+    """Number, role, kind and text of the omissions of a field, if it is a text that the model should see."""
     path, role = field.path, field.role
     if role == VARIABLES:
         if path[0] not in chat.tokenizer.template.variables:
@@ -155,7 +157,7 @@ def _named(
 
 
 def _of_content(field: Field, gaps: list[tuple[int, int]]) -> Iterator[tuple[str, str]]:
-    """Which parts of a content are left out: reasoning at its start, and the rest."""
+    """Kind and text of the omitted parts of a content: reasoning at its start, and the rest."""
     inside = _THOUGHT.match(field.text) if field.role == "assistant" and "</think>" in field.text else None
     if inside is None:
         yield "content", field.text

@@ -1,5 +1,8 @@
-"""Headers that ask for an answer, remembered for the chats of a run: all that a template can write there is known after
-a few chats, if not the texts of messages but less decides it (`template/prompt_inputs.py`)."""
+"""A cache of the headers that ask for an answer, for all chats of a run.
+
+If a header depends on less than the texts of messages (`template/prompt_inputs.py`), a few chats suffice to know all
+headers that the template can write.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,13 +15,13 @@ from sft.data.template.chat_template import ChatTemplate
 from sft.data.template.prompt_inputs import PromptInputs, shape
 from sft.errors import DataError
 
-_MOST = 1_000  # prompts of one template; rows may give as many variables
-_MOST_SHAPES = 100_000  # of the first messages of chats
+_MOST = 1_000  # cached prompts of small chats; rows may have many different variables
+_MOST_SHAPES = 100_000  # different shapes of the first messages of chats
 
 
 @dataclass
 class Prompts:
-    """What one template writes when it is asked for an answer."""
+    """The headers that one template writes when it asks for an answer, cached."""
 
     template: ChatTemplate
     habits: Habits
@@ -27,8 +30,11 @@ class Prompts:
     _numbers: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
     def usual(self, role: str, variables: dict[str, Any], *, has_tools: bool) -> str | None:
-        """The text after the last text of a small chat, whose last message has this role, when the template asks for an
-        answer; None if the template refuses to, or if messages can change it."""
+        """The text after the last text of a small chat when the template asks for an answer.
+
+        None if the template refuses the chat, or if messages can change this text.
+        role: role of the small chat's last message
+        """
         if self.template.prompt_inputs is not PromptInputs.NOTHING:
             return None
         key = role, has_tools, repr(variables)
@@ -46,8 +52,10 @@ class Prompts:
         return self._usual[key]
 
     def shapes_of(self, chat: Chat) -> list[int]:
-        """[messages + 1] for each number of the chat's first messages a number that chats of the same shapes share;
-        [] if more than shapes decides a prompt, or if there are too many different ones."""
+        """For each number of first messages, a number that all chats with the same shapes share: [messages + 1].
+
+        [] if a prompt depends on more than shapes, or if there are too many different shapes.
+        """
         if self.template.prompt_inputs is not PromptInputs.SHAPES or len(self._numbers) > _MOST_SHAPES:
             return []
         numbers = [self._number(chat.tools is not None, repr(chat.variables))]
@@ -58,8 +66,8 @@ class Prompts:
     def _number(self, *of: Any) -> int:
         return self._numbers.setdefault(of, len(self._numbers))
 
-    def of_shape(self, number: int, written: str, make: Callable[[], str | None]) -> str | None:
-        """The prompt after messages of these shapes, of which the template wrote `written` in a chat; made once."""
+    def prompt_of_shape(self, number: int, written: str, make: Callable[[], str | None]) -> str | None:
+        """The prompt after messages of these shapes, made once.  written: the text after them in the chat"""
         key = number, written
         if key not in self._of_shapes:
             if len(self._of_shapes) >= _MOST:

@@ -1,7 +1,7 @@
-"""Indexes the runs of a rendering, so that what belongs to a message is found in one pass.
+"""Indexes the runs of a rendering, so that one pass finds the texts of all messages.
 
-Decides which texts of a message are its author's own, and which belong to a header.  `turns.py` finds turns with it,
-`habits.py` learns from it, and `tokens.py` asks it whether a control token is the template's.
+Decides which texts of a message its author wrote, and which belong to a header.  `turns.py` finds turns with the index,
+`habits.py` learns from it, and `tokens.py` asks it whether the template wrote a control token.
 """
 
 import re
@@ -15,7 +15,7 @@ from sft.data.template.sources import Field, Source, Unknown
 
 _Path = tuple[int | None, str, tuple[str | int, ...]]  # message, role and path of a field
 
-# Keys of an assistant's message whose texts the assistant did not write: the header's, and results of Gemma's calls.
+# Keys of an assistant's message whose texts the assistant did not write: text of headers, and results of Gemma's calls.
 _HEADER = frozenset({"role", "name"})
 _TAGS = re.compile(r"</?think>")
 _OF_OTHERS = frozenset({"tool_responses", "tool_call_id"})
@@ -25,9 +25,9 @@ _NOT_OWN = _HEADER | _OF_OTHERS
 class Reading:
     """A rendering with indexes.
 
-    marks    the runs that come from the chat or are unknown, in the order of the text, without headers
-    own      for each message of an assistant, the positions in `marks` of its own texts
-    unknown  the runs without a source that are more than spaces
+    marks    the runs whose source is a field or unknown, in the order of the text, without headers
+    own      for each assistant's message, the indices in `marks` of its own texts
+    unknown  the runs without a source that contain more than spaces
     """
 
     def __init__(self, rendering: Rendering, fields: Sequence[Field] = ()) -> None:
@@ -58,22 +58,22 @@ class Reading:
         return all(is_of_template(run.source) for run in self.over(start, end))
 
     def before(self, run: Run) -> Run | None:
-        """The mark before a mark."""
+        """The mark before a mark; None before the first."""
         position = bisect_left(self._mark_starts, run.start)
         return self.marks[position - 1] if position else None
 
     def source_before(self, run: Run) -> Source | None:
-        """Its source."""
+        """The source of the mark before a mark."""
         before = self.before(run)
         return None if before is None else before.source
 
     def after(self, run: Run) -> Run | None:
-        """The mark after a mark."""
+        """The mark after a mark; None after the last."""
         position = bisect_right(self._mark_starts, run.start)
         return self.marks[position] if position < len(self.marks) else None
 
     def last_own(self, message: int) -> Run | None:
-        """The last own text of a message."""
+        """The last own text of a message; None if it has none."""
         positions = self.own.get(message)
         return self.marks[positions[-1]] if positions else None
 
@@ -84,9 +84,9 @@ class Reading:
 
     @cached_property
     def unwritten(self) -> list[tuple[Field, list[tuple[int, int]]]]:
-        """The fields of which the template leaves out letters or digits, and these characters.
+        """The fields of which the template leaves out letters or digits, and the spans of these characters.
 
-        Spaces do not count, nor tags that templates write themselves: <think> and </think>.
+        Spaces do not count, and neither do <think> and </think>, which templates write themselves.
         """
         written: dict[Field, list[tuple[int, int]]] = {}
         containers: dict[_Path, str] = {}
@@ -101,7 +101,7 @@ class Reading:
         hidden = "\0".join(self.text[run.start : run.end] for run in self.unknown)
         missing = []
         for field in self.fields:
-            if field.path == ("role",):  # the template has words of its own for it
+            if field.path == ("role",):  # the template has its own words for roles
                 continue
             gaps = _gaps(field.text, written.get(field, ()))
             if not gaps or (hidden and field.text.strip() in hidden):
@@ -113,7 +113,7 @@ class Reading:
 
 
 def _is_in(field: Field, container: str) -> bool:
-    """Whether the text of an object or list of the chat, which the template may have cut, holds a text of it."""
+    """Whether the JSON of an object or list of the chat, which the template may have cut, contains a text of it."""
     if container[:1] in ("{", "[") and container[-1:] in ("}", "]"):
         return True
     text = field.text
@@ -121,7 +121,7 @@ def _is_in(field: Field, container: str) -> bool:
 
 
 def _gaps(text: str, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The parts of a text outside of `spans` that hold letters or digits beside tags."""
+    """The parts of a text outside of `spans` that have letters or digits outside of tags."""
     if len(spans) == 1 and spans[0] == (0, len(text)):
         return []
     gaps, at = [], 0
@@ -133,7 +133,7 @@ def _gaps(text: str, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def is_own(run: Run) -> bool:
-    """Whether a run is text that an assistant wrote, where the template writes the assistant's message."""
+    """Whether the assistant wrote the run's text, and the template wrote it in the assistant's message."""
     source = run.source
     return (
         isinstance(source, Field)
@@ -144,8 +144,10 @@ def is_own(run: Run) -> bool:
 
 
 def is_text(field: Field, message: int) -> bool:
-    """Whether a field is text of message `message` that the model should see: not an id, a type or the name of a key,
-    but names of arguments."""
+    """Whether a field is text of message `message` that the model should see.
+
+    Names of arguments are; ids, types and other names of keys are not.
+    """
     path = field.path
     if field.message != message or path[0] in _NOT_OWN:
         return False
@@ -155,31 +157,34 @@ def is_text(field: Field, message: int) -> bool:
 
 
 def common_length(left: str, right: str) -> int:
-    """Length of the longest common start of two texts."""
+    """The length of the longest common prefix of two texts."""
     if left.startswith(right):
         return len(right)
     return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
 def shared_length(left: str, right: str, control: re.Pattern[str]) -> int:
-    """The same, without a part of a control token."""
+    """The length of the longest common prefix of two texts that does not end inside a control token."""
     at = common_length(left, right)
     return next((match.start() for match in control.finditer(left) if match.start() < at < match.end()), at)
 
 
 def is_in(run: Run, others: Sequence[Run]) -> bool:
-    """Whether another run holds the same characters of the same field."""
+    """Whether one of `others` has the same characters of the same field."""
     return any(other.source is run.source and other.first <= run.first and run.last <= other.last for other in others)
 
 
 @lru_cache(maxsize=1_000)
 def _last_tokens(shown: str, control: re.Pattern[str]) -> list[int]:
-    """Where the last two control tokens begin, or the last one."""
+    """The positions of the last two control tokens, or of the only one."""
     return [match.start() for match in control.finditer(shown)][-2:]
 
 
 def after_header_end(between: str, shown: str, control: re.Pattern[str]) -> int:
-    """The position after the last two control tokens of a prompt, or the last one: it may show instructions first."""
+    """The end in `between` of the last two control tokens of a prompt, or of the last one.
+
+    The prompt may have instructions before them.
+    """
     for last in _last_tokens(shown, control):
         if shown[last:].strip() and (at := between.rfind(shown[last:])) >= 0:
             return at + len(shown) - last
@@ -188,17 +193,17 @@ def after_header_end(between: str, shown: str, control: re.Pattern[str]) -> int:
 
 @lru_cache(maxsize=1_000)
 def _ends_within(header: str, control: re.Pattern[str]) -> list[int]:
-    """Where lines and tokens of a header begin and end, without its edges, the last first."""
+    """The boundaries of lines and tokens inside a header, the last first."""
     ends = {at for match in control.finditer(header) for at in match.span()}
     ends |= {at + 1 for at, letter in enumerate(header) if letter == "\n"}
     return sorted(ends - {0, len(header)}, reverse=True)
 
 
 def after_header(text: str, length: int, header: str, control: re.Pattern[str]) -> int:
-    """The position after the header that asks for an answer, or after as many of its lines and tokens as are there; 0
-    without any of them.
+    """The position after the header that asks for an answer, or after the longest start of it in lines and tokens.
 
-    length  the header begins in text[:length], and only a whole one goes on behind it (a content begins with <think>)
+    0 if the text contains no start of the header.
+    length  the header begins in text[:length].  Only a complete header may end after it (a content begins with <think>)
     """
     if header.strip() and (at := text.rfind(header, 0, length + len(header) - 1)) >= 0:
         return at + len(header)

@@ -1,9 +1,9 @@
-"""Gives a chat to the tokenizer's template in the form that the template takes, and renders it once.
+"""Renders a chat once with the tokenizer's template, in the form that the template takes.
 
-Decides the form of arguments, of thinking and of empty contents, by what small chats showed (`habits.py`): never by
-trying again after an error.  The prompts that show where inference begins are rendered once for each state that changes
-them: of small chats if no message can change the header, once for messages of the same shapes if only shapes can, and
-otherwise of each chat.  So no mask depends on the order of chats.
+Decides the form of arguments, of thinking and of empty contents from the renderings of small chats (`habits.py`), never
+by a second try after an error.  The prompt shows where inference begins.  It is rendered for small chats if no message
+can change its header, once for messages of the same shapes if only shapes can, and otherwise for each chat.  So no mask
+depends on the order of chats.
 """
 
 from functools import partial
@@ -15,25 +15,28 @@ from sft.data.chat.tokenizer import FolderTokenizer
 from sft.data.rows.formats import Chat
 from sft.data.rows.messages import Message, with_arguments, with_reasoning_keys
 from sft.data.template.chat_template import Refused
-from sft.data.template.rendering import Inputs, trace_inputs
+from sft.data.template.rendering import TemplateInputs, trace_inputs
 
 
 class RenderedChat(NamedTuple):
-    """A chat as its template wrote it.  `chat` holds the messages that the template got; `prompts` remembers those that
-    were rendered of this chat, so that no mask depends on other chats."""
+    """A chat with its rendering.
+
+    chat     the messages in the form that the template takes
+    prompts  the cache of this chat's prompts; other chats do not use it, so no mask depends on other chats
+    """
 
     chat: Chat
-    inputs: Inputs
+    inputs: TemplateInputs
     reading: Reading
     tokenizer: FolderTokenizer
     prompts: dict[tuple[Any, ...], str | None]
     shapes: list[int]  # [messages + 1], number of the shapes of the chat's first messages; [] if they do not decide
 
     def prompt_after(self, num_messages: int, start: int, end: int) -> str | None:
-        """The text after the last text of the chat's first messages when the template asks for an answer; None if the
-        template refuses to.
+        """The text after the last text of the chat's first messages when the template asks for an answer.
 
-        start, end  what the template wrote there in this chat.  A remembered text that differs from it is made again.
+        None if the template refuses these messages.
+        start, end  the span of the text after these messages in this chat; a cached prompt that differs is made again
         """
         last, known, chat = self.chat.messages[num_messages - 1], self.prompts, self.chat
         written = self.reading.text[start:end]
@@ -42,7 +45,7 @@ class RenderedChat(NamedTuple):
             return usual
         if self.shapes:
             make = partial(self._prompt_of, num_messages)
-            return self.tokenizer.prompts.of_shape(self.shapes[num_messages], written, make)
+            return self.tokenizer.prompts.prompt_of_shape(self.shapes[num_messages], written, make)
         state = (last["role"], bool(last.get("tool_calls")))
         shown = known.get(state)
         if shown is not None and self.reading.text.startswith(shown, start):
@@ -64,7 +67,7 @@ class RenderedChat(NamedTuple):
 
 
 def render_chat(chat: Chat, tokenizer: FolderTokenizer) -> RenderedChat:
-    """Renders a chat.  Raises DataError if the template refuses it."""
+    """The rendering of a chat.  Raises DataError if the template refuses the chat."""
     chat = chat._replace(messages=prepared(chat.messages, tokenizer.habits))
     inputs = trace_inputs(chat.messages, chat.tools, chat.documents, chat.variables)
     return RenderedChat(
@@ -78,7 +81,7 @@ def render_chat(chat: Chat, tokenizer: FolderTokenizer) -> RenderedChat:
 
 
 def prepared(messages: list[Message], habits: Habits) -> list[Message]:
-    """Messages in the form that the template takes."""
+    """The messages in the form that the template takes."""
     messages = with_arguments(messages, as_text=habits.calls_as_text)
     if not habits.takes_parts:
         messages = with_reasoning_keys(messages)

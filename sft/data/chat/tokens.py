@@ -1,13 +1,14 @@
-"""Tokenises a rendered chat, in which only the template writes control tokens, and finds the tokens of turns.
+"""Tokenises a rendered chat so that only the template writes control tokens, and finds the tokens of turns.
 
     user "What does <|im_end|> do?"
     <|im_start|> user \\n What does < | im _end | > do ? <|im_end|>        two control ids, not three
 
-The sources of characters say which control strings the template wrote.  Those in texts of the chat stay text, except in
-an assistant's text the tokens that the template itself writes inside turns (`habits.py`) and those of
-data.assistant_control_tokens.  A chat without such strings is tokenised at once.  Otherwise each piece between two
-control tokens that holds one is tokenised by itself, without control tokens.  Stand-ins, private characters of the same
-length, prove that this does not change the rest of the chat.
+The sources of characters show which control strings the template wrote.  Control strings in texts of the chat stay
+text.  Exceptions are, in an assistant's text, the tokens that the template itself writes inside turns (`habits.py`),
+and the tokens of data.assistant_control_tokens.  A chat without such strings is tokenised at once.  In other chats,
+each piece between two control tokens that contains such a string is tokenised separately, without control tokens.  A
+second tokenisation, with private characters of the same length as stand-ins for these strings, proves that this does
+not change the rest of the chat.
 """
 
 import re
@@ -31,7 +32,7 @@ _PRIVATE = (0xF0000, 0x10FFFE)  # Unicode planes 15 and 16: characters for priva
 
 
 class TokenSpan(NamedTuple):
-    """Tokens [start, end) that come from one message; end_start: where the token that ends the turn begins."""
+    """The tokens [start, end) of one message.  end_start: index of the token that ends the turn; -1: none"""
 
     message: int
     start: int
@@ -41,14 +42,14 @@ class TokenSpan(NamedTuple):
 
 
 class TokenisedChat(NamedTuple):
-    """The tokens of a chat; spelled: how often which control token stayed text, by role."""
+    """The tokens of a chat.  spelled: the number of control strings that stayed text, by token and role"""
 
     encoded: Encoded
     spelled: Counter[tuple[str, str]]
 
 
 def tokenise(reading: Reading, tokenizer: FolderTokenizer) -> TokenisedChat:
-    """The tokens of a rendering.  Raises DataError if no proof exists that a text stays text."""
+    """The tokens of a rendering.  Raises DataError if it cannot be proven that a text stays text."""
     num_control, typed, spelled = _typed(reading, tokenizer)
     masked, stand_ins = _masked(reading.text, typed) if typed else (reading.text, "")
     whole = tokenizer.encode(masked)
@@ -63,7 +64,7 @@ def tokenise(reading: Reading, tokenizer: FolderTokenizer) -> TokenisedChat:
 
 
 def _typed(reading: Reading, tokenizer: FolderTokenizer) -> tuple[int, list[tuple[int, int]], Counter[tuple[str, str]]]:
-    """The number of control strings of a rendering, those that must stay text, and their number by token and role."""
+    """The number of all control strings of a rendering, the spans that must stay text, and counts by token and role."""
     num_control = at = 0
     typed: list[tuple[int, int]] = []
     spelled: Counter[tuple[str, str]] = Counter()
@@ -97,7 +98,7 @@ def _typed(reading: Reading, tokenizer: FolderTokenizer) -> tuple[int, list[tupl
 
 
 def _masked(text: str, typed: list[tuple[int, int]]) -> tuple[str, str]:
-    """The text with a private character, repeated, in place of each typed control string; and these characters."""
+    """The text with stand-ins for typed control strings: a repeated private character.  Also these characters."""
     tokens = sorted({text[start:end] for start, end in typed})
     free = list(islice((c for c in map(chr, range(*_PRIVATE)) if c not in text), len(tokens)))
     if len(free) < len(tokens):
@@ -113,7 +114,7 @@ def _masked(text: str, typed: list[tuple[int, int]]) -> tuple[str, str]:
 
 
 def _without_typed(text: str, masked: str, stand_ins: str, whole: Encoded, tokenizer: FolderTokenizer) -> Encoded:
-    """The tokens of `text`; `whole` are those of `masked`, whose pieces without stand-ins are right."""
+    """The tokens of `text`.  whole: the tokens of `masked`; pieces without stand-ins have the same tokens in `text`"""
     is_control = tokenizer.is_control[whole.ids]
     is_control &= [bool(tokenizer.control.match(masked[a:b].strip())) for a, b in zip(whole.starts, whole.ends)]
     edges = [-1, *np.flatnonzero(is_control).tolist(), len(whole.ids)]
@@ -146,8 +147,7 @@ def _without_typed(text: str, masked: str, stand_ins: str, whole: Encoded, token
 def find_token_spans(
     turns: Sequence[Turn], text: str, encoded: Encoded, tokenizer: FolderTokenizer, *, inserted: bool
 ) -> list[TokenSpan]:
-    """The tokens of each turn, with the template's own text at its start or without it.
-
+    """The tokens of each turn.  inserted: whether they include the template's own text at the start of the turn
     Raises DataError if a token covers more than the turn, or if the tokens do not decode to the turn.
     """
     turns = [turn for turn in turns if (turn.start if inserted else turn.inserted) < turn.end]

@@ -1,19 +1,19 @@
 """Finds the assistant's turns in a rendering by the sources of its characters.
 
-A turn is what the model writes when it is asked for a message:
+A turn is the text that the model writes when it is asked for a message:
 
-    start   where the header ends that inference shows.  The text between the previous text of the chat and the turn is
-            compared with the text that the template writes there when it asks for the answer.  The turn begins after
-            their longest common start.
-    text    the message's own texts, and all that the template writes between them
+    start   the end of the header that a prompt at inference has.  The text between the previous text of the chat and
+            the turn is compared with the text that the template writes at this position when it asks for the answer.
+            The turn begins after their longest common prefix.
+    text    the message's own texts, and all texts that the template writes between them
     end     the token that ends the turn or hands it over: <|im_end|>, <|return|>, <|call|>, <|user|>
 
 <|im_start|>user\\nHi<|im_end|>\\n <|im_start|>assistant\\n <think>\\n\\n</think>\\n\\n Hello <|im_end|> \\n
-                                   the header that is shown  the template writes it    the turn's text, and its end
+                                   the prompt's header       the template's own text   the turn's text, and its end
 
-Raises an error if text of another message, or text without a source, could be taken for the assistant's.  A message can
-have several spans if texts of others lie in it (Gemma 4 writes results of calls before the content).  `habits.py` knows
-the tokens that end turns; `tokens.py` finds the tokens of the spans.
+An error is raised if text of another message, or text without a source, could be mistaken for the assistant's.  A
+message has several spans if it contains texts of other messages (Gemma 4 writes results of calls before the content).
+`habits.py` knows the tokens that end turns; `tokens.py` finds the tokens of the spans.
 """
 
 import re
@@ -32,11 +32,11 @@ _TAGS = re.compile(r"<think>")
 
 
 class Turn(NamedTuple):
-    """Characters text[start:end] that the model writes for a message.
+    """The characters text[start:end] that the model writes for a message.
 
-    text_end  where the end token begins; `end` if there is none
-    inserted  where the template's own text ends at the start of the turn
-    is_end_usual  whether the end token is the one that ends this turn in last place
+    inserted      position after the template's own text at the start of the turn
+    text_end      position of the end token; `end` if there is none
+    is_end_usual  whether the end token is the one that would end this turn as the last turn
     """
 
     message: int
@@ -69,7 +69,7 @@ def find_turns(
 
 
 class _Finder:
-    """The turns of one rendering."""
+    """Finds the turns of one rendering."""
 
     def __init__(
         self, reading: Reading, messages: list[Message], habits: Habits, prompt_after: Prompt, template: ChatTemplate
@@ -103,9 +103,9 @@ class _Finder:
         return turns
 
     def _groups(self, index: int) -> list[list[Run]]:
-        """The own texts of a message, split where texts of others lie between them, or where the turn is handed over.
+        """The own texts of a message, in groups.  Other messages' texts, or a token that hands over, separate groups.
 
-        Texts after a hand-over belong to the other's message (Gemma 4 repeats the name of a function in its result).
+        Texts after such a token belong to the other message (Gemma 4 repeats the name of a function in its result).
         """
         reading, handed = self.reading, self.habits.hands_over(self.messages[index])
         groups: list[list[Run]] = []
@@ -123,7 +123,7 @@ class _Finder:
         return groups
 
     def _without_repetitions(self, groups: list[list[Run]]) -> list[list[Run]]:
-        """The groups that write anything that no earlier group wrote (the name of a function in its result is not)."""
+        """The groups without those that only repeat texts of earlier groups (the name of a function in its result)."""
         if len(groups) < 2:
             return groups
         kept: list[list[Run]] = []
@@ -134,14 +134,14 @@ class _Finder:
         return kept
 
     def _start(self, index: int, run: Run, *, first: bool) -> Start:
-        """Where a turn starts whose first own text is `run`."""
+        """The start of the turn whose first own text is `run`."""
         if isinstance(self.reading.source_before(run), Unknown):
             self._refuse_unknown(index, self.reading.before(run))
-        asked = index if first else 0  # a prompt after texts of others would show the rest of this message
+        asked = index if first else 0  # a prompt after texts of other messages would contain the rest of this message
         return start_of(self.reading, run, self.messages[index], asked, self.habits, self.prompt_after)
 
     def _end(self, index: int, run: Run, is_last: bool) -> tuple[int, int]:
-        """Where the end token of a turn begins and ends, whose last own text is `run`."""
+        """Start and end of the end token of the turn whose last own text is `run`."""
         reading = self.reading
         following = reading.after(run)
         stop = following.start if following else len(reading.text)
@@ -162,7 +162,7 @@ class _Finder:
         if goes_on and not self.habits.control.search(tail):
             return run.end, run.end  # the next answer continues the turn (Gemma 4)
         if following is not None and self.habits.last_ends[_is_of_call(run)] is None and self._begins(tail):
-            return run.end, run.end  # another answer follows, at whose header no generation stops (GLM)
+            return run.end, run.end  # another answer follows, and generation does not stop at its header (GLM)
         raise self.error(
             index,
             f"no token ends it.  Tokens that end a turn of this template: {', '.join(self.habits.ends) or 'none'}",
@@ -170,7 +170,7 @@ class _Finder:
         )
 
     def _begins(self, text: str) -> bool:
-        """Whether a text is the template's, and begins with a token that starts messages."""
+        """Whether the template wrote a text that begins with a token that starts messages."""
         first = self.habits.control.match(text.lstrip())
         return first is not None and first.group() in self.habits.handed
 
@@ -182,9 +182,9 @@ class _Finder:
                 raise self.error(index, "text of another message lies in it", run.start)
 
     def _check_complete(self, index: int, turns: list[Turn], begins: list[int]) -> None:
-        """Raises DataError if own text outside of the turns is neither inside them, too, nor in a prompt.
+        """Raises DataError if a turn misses own text of the message, unless a turn or a prompt repeats this text.
 
-        begins  where the first own text of each turn begins; <think> of it may be in the prompt
+        begins  position of the first own text of each turn; its <think> may be in the prompt
         """
         runs = [self.reading.marks[position] for position in self.reading.own[index]]
         inside = [run for run in runs if any(turn.start < run.end <= turn.end for turn in turns)]
@@ -201,7 +201,7 @@ class _Finder:
                 raise self.error(index, "a part of its text lies outside of its turn", run.start)
 
     def check_unknown(self, wanted: list[int]) -> None:
-        """Raises DataError if text without a source could be text of a supervised message that was left out."""
+        """Raises DataError if text without a source could be the omitted text of a supervised message."""
         unknown = self.reading.unknown
         if not unknown:
             return
@@ -219,7 +219,7 @@ class _Finder:
                 raise self.error(index, why, unknown[0].start)
 
     def _is_read(self, field: Field) -> bool:
-        """Whether the template reads the key of a field at all."""
+        """Whether the template reads the key of a field."""
         names = THINKING if field.path[0] in THINKING else (str(field.path[0]),)
         return any(name in self.template.code for name in names)
 

@@ -21,7 +21,7 @@ from sft.data.inspect.counts import DataSet
 from sft.data.inspect.findings import NUM_EXAMPLES, Finding, finding
 from sft.data.read.rows import DataFile, read_rows, row_name
 from sft.data.read.strict_json import parse
-from sft.data.rows.formats import Chat, Text, Tokenized, read_row
+from sft.data.rows.formats import Chat, PlainText, Tokenized, read_row
 from sft.data.rows.messages import ROLES, Message, text_of, to_json, with_arguments
 
 _TOKENISED_ROWS = 2000
@@ -61,7 +61,7 @@ def count_messages(data: DataSet, tokenizer: ChatTokenizer, supervise: Supervise
     num_chats = num_texts = num_tokenised = 0
     for path, number, chat in _rows(data, console):
         if not isinstance(chat, Chat):
-            num_texts += isinstance(chat, Text)
+            num_texts += isinstance(chat, PlainText)
             num_tokenised += isinstance(chat, Tokenized)
             continue
         weights = weights_of_turns(chat, supervise)
@@ -133,7 +133,7 @@ class _RoleCounter:
         )
 
 
-def _rows(data: DataSet, console: Console) -> Iterator[tuple[DataFile, int, Chat | Text | Tokenized]]:
+def _rows(data: DataSet, console: Console) -> Iterator[tuple[DataFile, int, Chat | PlainText | Tokenized]]:
     """Path, row number and content of every row of the files that was not skipped."""
     numbers = [np.unique(rows["row"]) for rows in data.rows]  # rising; a packed row has several lines
     with console.track("reading rows", sum(map(len, numbers)), "rows") as progress:

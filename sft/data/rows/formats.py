@@ -57,7 +57,7 @@ class Chat(NamedTuple):
     documents: list[dict[str, Any]] | None = None
 
 
-class Text(NamedTuple):
+class PlainText(NamedTuple):
     """A document or a file of code, without turns."""
 
     text: str
@@ -80,7 +80,7 @@ class UnwantedRow(DataError):
     """The row is a chat whose label says that its answer is a bad one.  Such a row is dropped, not refused."""
 
 
-def read_row(row: object) -> Chat | Text | Tokenized:
+def read_row(row: object) -> Chat | PlainText | Tokenized:
     """The chat, the text or the tokens of one row.
 
     A row is a text only if it has no other format: many chats have a further key `text`.
@@ -220,11 +220,11 @@ def _weights(turns: list[CheckedMessage]) -> tuple[float, ...] | None:
 # Texts
 
 
-def _read_text(row: Row) -> Text:
+def _read_text(row: Row) -> PlainText:
     text = _string(row["text"], "text")
     if not text:
         raise DataError("text is empty.")
-    return Text(text)
+    return PlainText(text)
 
 
 # Tokens
@@ -287,7 +287,7 @@ def _numbers(row: Row, key: str, types: tuple[type, ...], expected: str) -> list
     return values
 
 
-_SHAPES: dict[tuple[str, ...], Callable[[Row], Chat | Text | Tokenized]] = {
+_SHAPES: dict[tuple[str, ...], Callable[[Row], Chat | PlainText | Tokenized]] = {
     ("messages",): partial(_read_messages, key="messages"),
     ("conversations",): partial(_read_messages, key="conversations"),
     ("prompt", "completion"): _read_completion,

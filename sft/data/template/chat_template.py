@@ -1,7 +1,7 @@
 """A chat template with its variables, and the renderings that it makes of chats.
 
-Decides which variables a template gets, and which of the templates of a tokenizer writes a chat.  Does not decide what
-is supervised: `rendering.py` traces the inputs, `sandbox.py` the template, and `turns.py` reads the result.
+Decides which variables a template gets, and which of a tokenizer's templates renders a chat.  `rendering.py` traces the
+inputs, `sandbox.py` the template, and `turns.py` decides which text is supervised.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from sft.data import limited
 from sft.data.rows.messages import Message, Tools, shortened
 from sft.data.template.limits import TooMuch
 from sft.data.template.prompt_inputs import PromptInputs, prompt_inputs
-from sft.data.template.rendering import Inputs, Rendering, collected, trace_inputs
+from sft.data.template.rendering import Rendering, TemplateInputs, collected, trace_inputs
 from sft.data.template.sandbox import Sandbox
 from sft.data.template.sources import CONSTANT
 from sft.data.template.trace import Text
@@ -25,7 +25,7 @@ from sft.errors import DataError
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
 DATE = "2026-01-01"  # the default of data.date
 MAX_SOURCE = 1_000_000  # characters; the largest template of a released model has some 30,000
-_MOST_REASON = 500  # characters of an error of a template
+_MOST_REASON = 500  # characters of a template's error that messages show
 
 
 class Refused(DataError):
@@ -36,7 +36,7 @@ class Refused(DataError):
 class ChatTemplate:
     """The template of a tokenizer, with the names of its special tokens.
 
-    with_tools  the template of a chat with tools, if it is another one
+    with_tools  the template for chats with tools, if the tokenizer has a separate one
     """
 
     source: str
@@ -55,7 +55,7 @@ class ChatTemplate:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The template, and the one for chats with tools if it is another one."""
+        """The template, and the separate template for chats with tools if there is one."""
         return (self.source,) if self.with_tools is None else (self.source, self.with_tools)
 
     @property
@@ -70,19 +70,19 @@ class ChatTemplate:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """Names that the template reads and does not define itself: messages, tools, enable_thinking, ..."""
+        """The names that the template reads without defining them: messages, tools, enable_thinking, ..."""
         return limited.call(f"chat template {self.name}", _names_read, self)
 
     @cached_property
     def prompt_inputs(self) -> PromptInputs:
-        """What the header that asks for an answer depends on, besides the variables of the run and of the row."""
+        """The inputs on which the prompt's header depends, besides the variables of the run and of the row."""
         fixed = self.variables - {"messages", "tools", "documents"}
         inputs = {prompt_inputs(self._compiled[0][0].parse(source), fixed) for source in self.sources}
         return max(inputs, key=list(PromptInputs).index)
 
     @property
     def free_switches(self) -> list[str]:
-        """The names in `variables` that have no value."""
+        """The names in `variables` to which the run gives no value."""
         return sorted(self.variables - {*GIVEN, *self.special_tokens, *self.switches})
 
     def render(
@@ -94,15 +94,17 @@ class ChatTemplate:
         documents: list[dict[str, Any]] | None = None,
         variables: dict[str, Any] | None = None,
     ) -> Rendering:
-        """The chat as the template writes it.  `prompt` adds the header that asks for the next answer; `variables` are
-        those of the row, which replace those of the recipe.
+        """The rendering of a chat.
 
-        Raises Refused, and DataError beyond the sandbox's limits.
+        prompt     whether the template adds the header that asks for the next answer
+        variables  the row's variables, which replace those of the recipe
+
+        Raises Refused if the template raises an error, and DataError beyond the sandbox's limits.
         """
         return self.rendered(trace_inputs(messages, tools, documents, variables or {}), prompt=prompt)
 
-    def rendered(self, inputs: Inputs, *, prompt: bool = False) -> Rendering:
-        """`render` for inputs that have sources already."""
+    def rendered(self, inputs: TemplateInputs, *, prompt: bool = False) -> Rendering:
+        """The rendering of inputs that already have sources.  Raises as `render`."""
         sandbox, template = self._compiled[-1 if inputs.tools else 0]
         try:
             sandbox.begin(inputs.containers, {id(message): i for i, message in enumerate(inputs.messages)})
@@ -119,14 +121,14 @@ class ChatTemplate:
             return collected(template.root_render_func(context), lambda: sandbox.message)
         except TooMuch as error:
             raise DataError(f"chat template {self.name} {error}; a chat template does not need this.") from error
-        except MemoryError:  # depends on the machine, so it says nothing about the chat
+        except MemoryError:  # depends on the machine, not on the chat
             raise
         except Exception as error:  # the template is the user's code and may raise anything
             raise Refused(f"chat template {self.name} refused the chat: {_reason(error)}") from error
 
     @cached_property
     def _of_run(self) -> dict[str, Any]:
-        """The variables of the run, which count as the template's own."""
+        """The variables of the run.  Their source is the template."""
         variables = {**self.special_tokens, **self.switches}
         return {name: Text.of(v, CONSTANT) if isinstance(v, str) else v for name, v in variables.items()}
 

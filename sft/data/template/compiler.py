@@ -1,26 +1,24 @@
-"""Compiles a chat template to Python code that counts, and that keeps the sources of texts.
+"""Compiles a chat template to Python code that counts operations, and that keeps the sources of texts.
 
-Decides where the code calls the methods of `Sandbox`: for constants, what is written, sums, slices, loops and values
-that get a name.  What these methods do is in `sandbox.py`.
+The code calls methods of the sandbox (`sandbox.py`) for constants, written values, sums, slices, loops, and values that
+get a name.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
 
-if TYPE_CHECKING:
-    from sft.data.template.sandbox import Sandbox
+from sft.data.template.operations import Operations
 
 _OPERATORS = {"eq": "==", "ne": "!=", "gt": ">", "gteq": ">=", "lt": "<", "lteq": "<=", "in": "in", "notin": "not in"}
 
 
 class Compiler(CodeGenerator):
-    """Jinja's compiler; constants become texts with a source, and what is written or named passes through Sandbox."""
-
-    environment: "Sandbox"
+    """Jinja's compiler.  Constants become texts with a source.  Written and named values pass through the sandbox."""
 
     def _constant(self, value: str | int) -> str:
+        assert isinstance(self.environment, Operations)
         return f"environment.constants[{self.environment.constant(value)}]"
 
     def visit_Const(self, node: nodes.Const, frame: Frame) -> None:
@@ -33,7 +31,7 @@ class Compiler(CodeGenerator):
         self.write(self._constant(node.data))
 
     def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
-        raise nodes.Impossible()  # nothing is computed at compile time, where no limit holds
+        raise nodes.Impossible()  # compute nothing at compile time, because the limits apply to renderings
 
     def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
         escaping = frame.eval_ctx.volatile or frame.eval_ctx.autoescape
@@ -53,13 +51,13 @@ class Compiler(CodeGenerator):
     def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:
         first: nodes.Expr = node
         rest: list[nodes.Expr] = []
-        while isinstance(first, nodes.Add):  # a + b + c at once
+        while isinstance(first, nodes.Add):  # a + b + c becomes one call
             rest.append(first.right)
             first = first.left
         self._call("environment.add", (first, *reversed(rest)), frame)
 
     def visit_Operand(self, node: nodes.Operand, frame: Frame) -> None:
-        if isinstance(node.expr, nodes.Const):  # what is only compared needs no source
+        if isinstance(node.expr, nodes.Const):  # a constant that is only compared needs no source
             self.write(f" {_OPERATORS[node.op]} {node.expr.value!r}")
         else:
             super().visit_Operand(node, frame)
@@ -84,13 +82,13 @@ class Compiler(CodeGenerator):
             super().visit_Getitem(node, frame)
 
     def visit_MarkSafe(self, node: nodes.MarkSafe, frame: Frame) -> None:
-        """Jinja's parser never makes this node; `Sandbox.compiled` puts it around values that get a name."""
-        is_name = isinstance(node.expr, nodes.Name)  # a second name makes nothing new
+        """Writes a value that gets a name.  Only `Sandbox.compiled` makes this node, never Jinja's parser."""
+        is_name = isinstance(node.expr, nodes.Name)  # a second name for a value makes no new text
         self._call("environment.written" if is_name else "environment.named", (node.expr,), frame)
 
     def visit_MarkSafeIfAutoescape(self, node: nodes.MarkSafeIfAutoescape, frame: Frame) -> None:
-        """Nor this one; `Sandbox.compiled` puts it around what loops go over."""
-        self._call("environment.of_loop", (node.expr,), frame)
+        """Writes the iterable of a loop.  Only `Sandbox.compiled` makes this node, never Jinja's parser."""
+        self._call("environment.loop_items", (node.expr,), frame)
 
     def visit_ExprStmt(self, node: nodes.ExprStmt, frame: Frame) -> None:
         if isinstance(node.node, nodes.Tuple) and not node.node.items:  # `Sandbox.compiled` puts it into macros

@@ -17,7 +17,7 @@ _MONTHS = "January February March April May June July August September October N
 
 
 class Filters(Operations):
-    """date: the day that strftime_now gives the template"""
+    """The filters and functions of one template.  date: the date that strftime_now returns"""
 
     date: datetime
 
@@ -29,7 +29,7 @@ class Filters(Operations):
         separators: Any = None,
         sort_keys: bool = False,
     ) -> str:
-        """transformers' filter: JSON, in which the text of a value of the chat has the value's source."""
+        """transformers' filter `tojson`.  The text of a value of the chat keeps the value's source."""
         self.check_value(value)
         options = {"ensure_ascii": ensure_ascii, "separators": separators, "sort_keys": sort_keys}
         text = json_text(value, self.containers, indent, **options)
@@ -42,7 +42,7 @@ class Filters(Operations):
         return Safe(str.__str__(text), text.pieces)
 
     def join(self, value: Any, d: Any = "", attribute: Any = None) -> Text:
-        """The filter `join`, with the parts checked before they are joined."""
+        """The filter `join`, which checks the size of the result before it joins the parts."""
         if attribute is not None:
             value = map(make_attrgetter(cast(Environment, self), attribute), value)
         parts = [self.text_of(part) for part in value]
@@ -51,7 +51,7 @@ class Filters(Operations):
         return joined(separator, parts)
 
     def indent(self, s: Any, width: Any = 4, first: bool = False, blank: bool = False) -> Text:
-        """The filter `indent`: a margin of `width` spaces, or of a text, before each line but the first."""
+        """The filter `indent`: puts `width` spaces, or the text `width`, before each line except the first."""
         text = self.text_of(s)
         margin = self.text_of(width) if isinstance(width, str) else Text.of(" " * width, CONSTANT)
         lines = (text + Text.of("\n", CONSTANT)).splitlines()
@@ -64,6 +64,6 @@ class Filters(Operations):
         date = self.date
         day, month = _NAMES[date.isoweekday() % 7], _MONTHS[date.month - 1]
         names = {"%a": day[:3], "%A": day, "%b": month[:3], "%h": month[:3], "%B": month}
-        self.of_format(format, ())
+        self.check_format(format, ())
         text = re.sub(r"%[aAbBh]", lambda match: names[match[0]], str.__str__(format))
         return Text.of(date.strftime(text), CONSTANT)

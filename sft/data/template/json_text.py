@@ -11,10 +11,10 @@ Containers = Mapping[int, Field]  # the source of each object and list of the ch
 
 
 def json_text(value: Any, containers: Containers, indent: int | str | None, **options: Any) -> Text:
-    """What json.dumps writes, with sources.
+    """The text of json.dumps, with sources.
 
-    {"day": "Mon"} of the chat   all of it from this object
-    an object of the template    braces from the template, what is in it from its own places
+    {"day": "Mon"} of the chat   the source of all characters is this object
+    an object of the template    the source of braces is the template, and each value keeps its own source
     """
     plain = json.dumps(value, indent=indent, **options)
     source = _source_of(value, containers)
@@ -65,12 +65,12 @@ def _write(
 
 
 def _escaped(text: Text, plain: str) -> Text:
-    """JSON of a text.  If no character was escaped, each keeps its source."""
+    """The JSON of a text.  If no character was escaped, each character keeps its source."""
     if len(plain) == len(text) + 2 and str.__eq__(text, plain[1:-1]):
         quote = (Piece(text.pieces[0].source, 0, 0, 1),) if text.pieces else whole(CONSTANT, 1)
         return Text(plain, (*quote, *text.pieces, *quote))
     sources = {piece.source for piece in text.pieces}
-    if len(sources) > 1:  # the field of one part could stand for a part of another
+    if len(sources) > 1:  # an escaped character of one part could be attributed to the field of another
         return Text.of(plain, Unknown("tojson of a composed text"))
     first, last = min(piece.start for piece in text.pieces), max(piece.stop for piece in text.pieces)
     return Text(plain, (Piece(text.pieces[0].source, first, last, len(plain)),))

@@ -1,13 +1,13 @@
-"""Counts what a chat template does, and bounds the results of its operations before they are made.
+"""Counts the operations of a chat template, and bounds the size of their results in advance.
 
-    steps       Each turn of a loop, each item that a filter takes or gives, each call and each filter is a step.
-    characters  Each text is counted where an operation makes it.
-    sizes       `_RESULTS` lists the methods and filters whose results can be much larger than what they are given, with
-                a bound that is computed before they run.  `of_operator` does the same for operators.
+    steps       Each iteration of a loop, each item that a filter reads or returns, each call and each filter is a step.
+    characters  Each text counts when an operation makes it.
+    sizes       `_RESULTS` lists the methods and filters whose results can be much larger than their arguments, with a
+                bound that is computed before they run.  `check_operator` does the same for operators.
 
-Decides how much a template may do, in counts, so that the answer is the same on every machine.  A single operation of C
-within these counts may still take long (a comparison of nested lists).  Processor time and memory of the process are
-the backstop (`sft/data/limited.py`).
+The limits are counts, so they have the same effect on every machine.  A single operation in C within these counts may
+still take long (a comparison of nested lists).  So the process also has limits of processor time and memory
+(`sft/data/limited.py`).
 """
 
 import re
@@ -22,13 +22,13 @@ from sft.errors import DataError
 
 MAX_STEPS = 10_000_000  # a chat of 1,500 messages takes some 100,000
 MAX_CHARACTERS = 100_000_000  # of one text: about 25 million tokens; longer than any sample, and fits into memory
-MAX_MADE = 2_000_000_000  # of all texts that one rendering makes
+MAX_MADE = 2_000_000_000  # characters of all texts that one rendering makes
 _MAX_BITS = 100_000  # largest size of an integer
-_MAX_NUMBER = 1_000_000  # largest number that a method or filter of _RESULTS is given
+_MAX_NUMBER = 1_000_000  # largest number in the arguments of a method or filter of _RESULTS
 _ITEM = 8  # an item of a list or mapping counts as this many characters
 _WIDE = re.compile(r"\d{6}|\*|\{[^{}]*\{")  # a width of six digits, or a width from an argument
 
-# The characters of a result, at most: of the text x, where the arguments hold numbers up to n and texts up to t.
+# Upper bounds of a result's characters, for a subject of x characters, and arguments with numbers <= n and texts <= t.
 _RESULTS: MappingProxyType[str, Callable[[Any, int, int], int]] = MappingProxyType(
     {
         **dict.fromkeys(("center", "ljust", "rjust", "zfill", "to_bytes"), lambda x, n, t: n),
@@ -41,28 +41,28 @@ _RESULTS: MappingProxyType[str, Callable[[Any, int, int], int]] = MappingProxyTy
         "urlize": lambda x, n, t: len(x) * 3 + sum(map(x.count, ".:@")) * (t + 50),
         "encode": lambda x, n, t: 4 * len(x),
         "hex": lambda x, n, t: 3 * len(x) if isinstance(x, bytes) else 0,
-        "sum": lambda x, n, t: 0,  # `of_filter` bounds a start that is a list
+        "sum": lambda x, n, t: 0,  # `check_filter` bounds a start that is a list
         **dict.fromkeys(("replace", "format", "format_map", "join"), lambda x, n, t: 0),  # `_check_result` bounds them
-        **dict.fromkeys(("tojson", "round", "filesizeformat"), lambda x, n, t: 0),  # numbers alone decide
+        **dict.fromkeys(("tojson", "round", "filesizeformat"), lambda x, n, t: 0),  # only the numbers need a bound
     }
 )
-# Smaller bounds of numbers, and of texts that are repeated: columns of indentation, digits.
+# Smaller limits of numbers, and of texts that are repeated: columns of indentation, digits.
 _LARGEST = {"tojson": 100, "round": 1_000}
-# Filters that take time or memory independent of what they get.
+# Filters whose time and memory do not depend on their subject.
 _INSTANT = frozenset("length count first last default d attr random map select reject selectattr rejectattr".split())
-# Filters that look at the items of a list, but not into them.
+# Filters that read the items of a list, but not what the items contain.
 _SHALLOW = _INSTANT | frozenset("list items dictsort batch slice reverse groupby".split())
 
-# Filters that take a text as the list of its characters.
+# Filters that treat a text as the list of its characters.
 _BY_ITEM = frozenset("list batch slice reverse sort unique min max groupby".split())
 
 
 class TooMuch(DataError):
-    """The template would take too many steps or write too much."""
+    """The template would take too many steps, or make too much text."""
 
 
 class Counts:
-    """What one rendering did, and how much it may do."""
+    """The counts of one rendering, and their limits.  Its methods raise TooMuch."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -96,21 +96,21 @@ class Counts:
         self.check(self._extent(value))
 
     def counted(self, items: Iterator[Any]) -> Iterator[Any]:
-        """The items, each of them a step."""
+        """Yields the items, and counts a step for each."""
         for item in items:
             self.tick()
             yield item
 
-    def of_loop(self, items: Any) -> Any:
-        """What a loop goes over, whose items Jinja may put into a list at once."""
+    def loop_items(self, items: Any) -> Any:
+        """The iterable of a loop, with counted items.  Jinja may put all items into a list at once."""
         if isinstance(items, (str, list, tuple, dict)) and len(items) > self.max_steps - self.steps:
             raise TooMuch(f"takes more than {self.max_steps:,} steps")
         return items
 
-    def of_operator(self, operator: str, left: Any, right: Any) -> None:
-        """Checks `*`, `**` and `%` before they are computed."""
+    def check_operator(self, operator: str, left: Any, right: Any) -> None:
+        """Refuses `*`, `**` and `%` if the result would be too large."""
         if operator == "%" and isinstance(left, str):
-            self.of_format(left, right if isinstance(right, tuple) else (right,))
+            self.check_format(left, right if isinstance(right, tuple) else (right,))
         elif isinstance(left, int) and isinstance(right, int):
             size = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
             _check_bits(size)
@@ -121,8 +121,8 @@ class Counts:
                         self.step(len(sequence.pieces) * max(0, times))
                     self.check(self._extent(sequence) * times)
 
-    def of_filter(self, name: str, subject: Any, values: tuple[Any, ...]) -> None:
-        """Counts a filter, and refuses what would make too much."""
+    def check_filter(self, name: str, subject: Any, values: tuple[Any, ...]) -> None:
+        """Counts a filter, and refuses it if the result would be too large."""
         self.tick()
         if name not in _INSTANT:
             if isinstance(subject, (list, tuple, dict, range)) or (name in _BY_ITEM and isinstance(subject, str)):
@@ -136,8 +136,8 @@ class Counts:
         if name not in _SHALLOW and not isinstance(subject, (str, int, float, NoneType)):
             self.check_value(subject)
 
-    def of_method(self, name: str, subject: Any, args: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Checks a call of a method, and gives the arguments to call it with."""
+    def check_method(self, name: str, subject: Any, args: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Counts a call of a method, refuses it if the result would be too large, and returns the arguments to use."""
         if name == "fromkeys" and args and isinstance(args[0], (range, list, tuple, str)):
             self.step(len(args[0]))
         if name == "join" and args and isinstance(subject, (str, bytes)):
@@ -150,8 +150,8 @@ class Counts:
         self._check_result(name, subject, values)
         return args
 
-    def of_result(self, value: Any) -> None:
-        """Counts the result of a filter, function or operator."""
+    def count_result(self, value: Any) -> None:
+        """Counts the characters of a filter's, function's or operator's result."""
         if isinstance(value, (str, bytes)):
             self.tick(len(value))
         elif isinstance(value, int):
@@ -159,8 +159,8 @@ class Counts:
         elif isinstance(value, (list, tuple)):
             self.check(_ITEM * len(value))
 
-    def of_format(self, template: str, values: tuple[Any, ...]) -> None:
-        """Checks `%` and `format`."""
+    def check_format(self, template: str, values: tuple[Any, ...]) -> None:
+        """Refuses `%` and `format` if the result would be too large."""
         if _WIDE.search(template):
             raise TooMuch("formats text to a width that is not written in up to five digits")
         longest = max(map(self._extent, values), default=0)
@@ -176,7 +176,7 @@ class Counts:
         if number > most or (name == "tojson" and text > most):
             raise TooMuch(f"gives {name} a number or text above {most:,}")
         if name in ("format", "format_map") and isinstance(subject, str):
-            self.of_format(subject, values)
+            self.check_format(subject, values)
         elif name == "replace" and isinstance(subject, (str, bytes)):
             old = values[0] if values and isinstance(values[0], (str, bytes)) else ""
             same = isinstance(old, bytes) == isinstance(subject, bytes)
@@ -185,8 +185,10 @@ class Counts:
             self.check(_RESULTS[name](subject if isinstance(subject, (str, bytes)) else "", number, text))
 
     def _extent(self, value: Any) -> int:
-        """Characters of all texts within a value at any depth, plus 8 for each item of another type.  Counting stops
-        above the limit, since a list may contain another list many times."""
+        """Characters of all texts in a value at any depth, plus 8 for each item of another type.
+
+        Counting stops above the limit, because a list may contain another list many times.
+        """
         total, left = 0, [value]
         while left and total <= self.max_characters:
             item = left.pop()
@@ -200,7 +202,7 @@ class Counts:
                 left += item
                 left += item.values()
             elif isinstance(item, Namespace):
-                left += item._Namespace__attrs.values()  # Namespace has no public access
+                left += item._Namespace__attrs.values()  # Namespace has no public attribute for its values
         return total
 
 
@@ -210,7 +212,7 @@ def _check_bits(size: int) -> None:
 
 
 def _length(value: Any) -> int:
-    """The length of a text, or of the longest text in a list or mapping, such as one for `translate`."""
+    """The length of a text, or of the longest text in a list or mapping, such as the argument of `translate`."""
     if isinstance(value, (dict, list, tuple)):
         items = value.values() if isinstance(value, dict) else value
         return max((len(item) for item in items if isinstance(item, (str, bytes))), default=0)

@@ -1,7 +1,7 @@
-"""What a compiled template calls where it writes, names, joins or adds values: each result keeps its sources.
+"""The operations that a compiled template calls to write, name, join and add values.  Each result keeps its sources.
 
-Decides which source the text of a value has, and which message it is written for.  `compiler.py` writes the calls into
-templates; `filters.py` has filters and functions.
+Decides which source the text of a value has, and for which message the template writes it.  `compiler.py` inserts the
+calls into templates; `filters.py` has filters and functions.
 """
 
 from collections.abc import Iterable, Iterator
@@ -40,7 +40,7 @@ class Operations(Counts):
         return len(self.constants) - 1
 
     def enter(self, item: Any) -> None:
-        """Begins a turn of a loop.  If `item` is a message, the template now writes this message."""
+        """Begins an iteration of a loop.  If `item` is a message, the template now writes this message."""
         self.tick()
         index = self.messages.get(id(item))
         if index is not None:
@@ -53,7 +53,7 @@ class Operations(Counts):
         return text
 
     def write_escaped(self, eval_context: Any, value: Any) -> str:
-        """`write` where the template may have switched escaping on, whose results have no sources."""
+        """`write` if the template may have enabled escaping.  Escaped results have no sources."""
         if not eval_context.autoescape:
             return self.write(value)
         text = Markup.escape(value if isinstance(value, str) else self.text_of(value))
@@ -61,11 +61,11 @@ class Operations(Counts):
         return str(text)
 
     def collect(self, parts: Iterable[str]) -> Text:
-        """What a macro, a set block or a call block collected, written for the message of now."""
+        """The text of a macro, a set block or a call block, written for the current message."""
         return self.written(concatenated(parts))
 
     def written(self, value: Any) -> Any:
-        """A value; a text whose new pieces, at its end, are written for the message of now."""
+        """The value.  If it is a text, its new pieces, at its end, are written for the current message."""
         if type(value) is not Text:
             return value
         pieces, writer = value.pieces, self.message
@@ -78,7 +78,7 @@ class Operations(Counts):
         return sourced(value, (*pieces[:first], *written))
 
     def named(self, value: Any) -> Any:
-        """A value that gets a name."""
+        """The value of an assignment to a name."""
         if type(value) is Text:
             return self.written(value)
         if isinstance(value, (list, tuple, dict, Namespace)):
@@ -86,19 +86,19 @@ class Operations(Counts):
         return value
 
     def sliced(self, value: Any, part: slice) -> Any:
-        """value[start:stop:step]."""
+        """The result of value[start:stop:step]."""
         result = value[part]
-        self.of_result(result)
+        self.count_result(result)
         return result
 
     def concatenate(self, parts: tuple[Any, ...]) -> Text:
-        """The operator ~."""
+        """The result of the operator ~."""
         texts = [part if type(part) is Text else self.text_of(part) for part in parts]
         self.tick(sum(map(len, texts)))
         return concatenated(texts)
 
     def concatenate_escaped(self, eval_context: Any, parts: tuple[Any, ...]) -> str:
-        """The operator ~ where the template may have switched escaping on."""
+        """The result of the operator ~ if the template may have enabled escaping."""
         if not eval_context.autoescape:
             return self.concatenate(parts)
         text = Markup("").join([part if isinstance(part, str) else self.text_of(part) for part in parts])
@@ -106,7 +106,7 @@ class Operations(Counts):
         return text
 
     def add(self, *parts: Any) -> Any:
-        """The operator +, of two values or more from left to right."""
+        """The sum of two or more values, from left to right."""
         if {*map(type, parts)} == _TEXTS:
             self.tick(sum(map(len, parts)))
             return concatenated(parts)
@@ -120,12 +120,12 @@ class Operations(Counts):
         if isinstance(value, (list, tuple)):
             self.check_value(value)
         elif isinstance(left, Int) and isinstance(right, Int) and left.field is right.field is CONSTANT:
-            return Int.of(value, CONSTANT)  # a template that counts
-        self.of_result(value)
+            return Int.of(value, CONSTANT)  # the template counts something
+        self.count_result(value)
         return value
 
     def _safe_sum(self, left: Any, right: Any, value: str) -> str:
-        """A sum with text marked safe, which escapes the other part."""
+        """A sum with a text that is marked safe.  Jinja escapes the other part."""
         if not isinstance(value, Markup):
             return value
         parts = [self.text_of(part) for part in (left, right)]
@@ -133,7 +133,7 @@ class Operations(Counts):
         return Safe(value, text.pieces if str.__eq__(text, value) else None)
 
     def text_of(self, value: Any) -> Text:
-        """The text of a value, as str() makes it."""
+        """The text str(value), with its sources."""
         if isinstance(value, Text):
             return value
         if isinstance(value, Safe):
@@ -142,7 +142,7 @@ class Operations(Counts):
             return Text(value, whole(UNKNOWN, len(value)))
         if isinstance(value, (Int, Float)):
             return Text.of(str(value), value.field)
-        if value is None or isinstance(value, bool):  # one of three words
+        if value is None or isinstance(value, bool):  # the text is one of three words
             return Text.of(str(value), CONSTANT)
         self.check_value(value)
         text = str(value)
@@ -150,17 +150,17 @@ class Operations(Counts):
         return Text.of(str.__str__(text), source)
 
     def _sourced(self, value: Any, operation: str) -> Any:
-        """The result of a filter or function; one without sources gets the name of the operation."""
+        """The result of a filter or function.  Without sources, its source is Unknown with the operation's name."""
         if type(value) in (Text, bool):
             return value
         if isinstance(value, Iterator):
             return self.counted(value)
-        self.of_result(value)
+        self.count_result(value)
         return Text.of(value, Unknown(operation)) if type(value) is str else value
 
 
 class Safe(Markup):
-    """A text that the template declares safe; like Markup, it escapes what is added to it."""
+    """A text that the template marks safe.  As in Markup, texts that are added to it are escaped."""
 
     pieces: tuple[Piece, ...]
 

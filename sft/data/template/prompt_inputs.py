@@ -1,12 +1,13 @@
-"""What the header that asks for an answer can depend on, read off a template's syntax tree.
+"""Finds the inputs on which a prompt's header can depend, from the syntax tree of the template.
 
-The header is what a template writes because of add_generation_prompt.  It is the same for chats of the same shape (role
-of each message, which of its keys have a value) if what it reads was set to constants, under conditions on shapes:
+The header is the text that a template adds because of add_generation_prompt.  Chats of the same shape (the role of each
+message, and which of its keys have a value) have the same header if all names that it reads are set to constants, under
+conditions on shapes:
 
     {% if message['role'] == 'tool' %}{% set ns.is_tool = true %}{% endif %} ...
     {% if add_generation_prompt and not ns.is_tool %}<|Assistant|>{% endif %}
 
-Whatever is not recognised counts as dependent on texts.
+Everything that this module does not recognise counts as dependent on texts.
 """
 
 from collections import defaultdict
@@ -23,13 +24,13 @@ _PURE = (
     nodes.Const, nodes.TemplateData, nodes.Tuple, nodes.List, nodes.Add, nodes.Sub, nodes.Neg, nodes.Concat, nodes.Test,
     nodes.Compare, nodes.Operand, nodes.CondExpr, nodes.And, nodes.Or, nodes.Not, nodes.Filter,
 )  # fmt: skip
-_MARKS = ("defined", "undefined", "none")  # tests that a shape answers
-_LOOP = ("index", "index0", "revindex", "revindex0", "first", "last", "length")  # of a loop over messages
-_Conditions = tuple[nodes.Node | None, ...]  # of what a statement does; None: a condition that is not recognised
+_MARKS = ("defined", "undefined", "none")  # tests whose result depends on the shape alone
+_LOOP = ("index", "index0", "revindex", "revindex0", "first", "last", "length")  # known in a loop over messages
+_Conditions = tuple[nodes.Node | None, ...]  # conditions of a statement; None: a condition that is not recognised
 
 
 class PromptInputs(Enum):
-    """What the header depends on, besides variables of the run and of the row."""
+    """The inputs on which the header depends, besides variables of the run and of the row."""
 
     NOTHING = "nothing"
     SHAPES = "the shapes of the messages before it"
@@ -37,7 +38,10 @@ class PromptInputs(Enum):
 
 
 def prompt_inputs(tree: nodes.Template, variables: Set[str]) -> PromptInputs:
-    """`variables`: names that the template reads and does not define, but messages, tools and documents."""
+    """The inputs of the header.
+
+    variables: the names that the template reads without defining them, except messages, tools and documents
+    """
     reads = _Reads(_Assignments(tree), variables)
     if not reads.header_is_known(tree):
         return PromptInputs.TEXTS
@@ -45,25 +49,25 @@ def prompt_inputs(tree: nodes.Template, variables: Set[str]) -> PromptInputs:
 
 
 def shape(message: Message) -> tuple[Any, ...]:
-    """What conditions on a shape can see: the role of a message, and which of its keys are null or empty."""
+    """The shape of a message: its role, and which of its keys are null or empty."""
     return message["role"], *sorted((key, None if value is None else bool(value)) for key, value in message.items())
 
 
 class _Assignments:
-    """Where a template sets each name: `x`, or `ns.x` of a namespace.
+    """The assignments of a template to each name: `x`, or `ns.x` for a namespace.
 
-    values    for each name the expressions that it is set to (None: not recognised), each with its conditions
-    blocks    each `if` with its conditions
-    messages  names that loops over messages set
+    values    by name, the assigned expressions (None: not recognised), each with the conditions of the assignment
+    blocks    each `if`, with the conditions under which it is reached
+    messages  names that loops over messages assign
     """
 
     def __init__(self, tree: nodes.Template) -> None:
         self.values: dict[str, list[tuple[nodes.Node | None, _Conditions]]] = defaultdict(list)
         self.blocks: list[tuple[nodes.If, _Conditions]] = []
         self.messages: set[str] = set()
-        self.has_jumps = False  # break, continue: further conditions of what follows them
+        self.has_jumps = False  # break and continue add conditions to the statements after them
         attributes = {id(node.node) for node in tree.find_all(nodes.Getattr)}
-        # Names that are read as a whole.  Of a namespace, another name could then be set to it, and change it.
+        # Names that are read as a whole.  If a namespace is, another name could be assigned to it and change it.
         self.whole = {n.name for n in tree.find_all(nodes.Name) if n.ctx == "load" and id(n) not in attributes}
         self._statements(tree.body, ())
 
@@ -85,7 +89,7 @@ class _Assignments:
                     pass
                 case nodes.Break() | nodes.Continue():
                     self.has_jumps = True
-                case _:  # whether and how often it runs is not recognised
+                case _:  # it is not recognised whether and how often the statement runs
                     for node in statement.find_all(nodes.NSRef):
                         self._assign(node, None, conditions)
                     for name in statement.find_all(nodes.Name):
@@ -117,9 +121,9 @@ class _Assignments:
 
 
 class _Reads:
-    """What expressions read, by way of all names that they are set from.
+    """The inputs that expressions read, directly or through assigned names.
 
-    shapes  whether any expression that was asked about reads the shape of messages
+    shapes  whether any examined expression reads the shape of messages
     """
 
     def __init__(self, assignments: _Assignments, variables: Set[str]) -> None:
@@ -127,9 +131,9 @@ class _Reads:
         self._known: dict[str, bool] = {}
 
     def header_is_known(self, tree: nodes.Template) -> bool:
-        """Whether what depends on add_generation_prompt reads nothing but constants, variables and shapes."""
+        """Whether all statements that depend on add_generation_prompt read only constants, variables and shapes."""
         asked = {id(name) for name in tree.find_all(nodes.Name) if name.name == PROMPT and name.ctx == "load"}
-        asked -= {id(without.node) for without in tree.find_all(nodes.Not)}  # what it guards is in no header
+        asked -= {id(without.node) for without in tree.find_all(nodes.Not)}  # `if not` guards no text of a header
         for block, conditions in self.assignments.blocks:
             names = {id(name) for name in (block.test, *block.test.find_all(nodes.Name))}
             has_else = isinstance(block.test, nodes.Not) and _is_name(block.test.node, PROMPT) and block.else_
@@ -145,13 +149,13 @@ class _Reads:
                 return self._decides(statement.test) and all(self._is_written(part) for part in parts)
             case nodes.Output():
                 return all(self._is_known(node) for node in statement.nodes)
-        return isinstance(statement, nodes.Assign)  # counts where the name is read
+        return isinstance(statement, nodes.Assign)  # an assignment counts where its name is read
 
     def _all(self, conditions: _Conditions) -> bool:
         return all(condition is not None and self._decides(condition) for condition in conditions)
 
     def _decides(self, condition: nodes.Node) -> bool:
-        """Whether constants, variables and shapes decide whether it is true, or for a loop how often it runs."""
+        """Whether the condition, or a loop's number of iterations, depends only on constants, variables and shapes."""
         match condition:
             case nodes.For():
                 over_messages = _is_name(condition.iter, "messages") and "messages" not in self.assignments.values
@@ -169,7 +173,7 @@ class _Reads:
         return self._is_key(condition) or self._is_known(condition)
 
     def _is_known(self, value: nodes.Node) -> bool:
-        """Whether constants, variables and shapes decide its value."""
+        """Whether the value depends only on constants, variables and shapes."""
         match value:
             case nodes.Name():
                 return value.name in (*self.variables, PROMPT) or self._is_set_to_known(value.name)
@@ -189,14 +193,14 @@ class _Reads:
     def _is_set_to_known(self, name: str) -> bool:
         if name not in self._known:
             values = self.assignments.values.get(name, [])
-            self._known[name] = bool(values) and name not in self.assignments.messages  # as long as it is looked at
+            self._known[name] = bool(values) and name not in self.assignments.messages  # until it has been examined
             self._known[name] = self._known[name] and all(
                 value is not None and self._is_known(value) and self._all(where) for value, where in values
             )
         return self._known[name]
 
     def _is_key(self, value: nodes.Node) -> bool:
-        """Whether it is a key of a message, of which a shape says whether it has a value."""
+        """Whether the expression is a key of a message.  The shape says whether the key has a value."""
         if isinstance(value, nodes.Call) and isinstance(value.node, nodes.Getattr) and value.node.attr == "get":
             return len(value.args) == 1 and not value.kwargs and self._is_message(value.node.node)
         return isinstance(value, nodes.Getattr | nodes.Getitem) and bool(_key(value)) and self._is_message(value.node)
@@ -221,7 +225,7 @@ def _is_name(node: nodes.Node, name: str) -> bool:
 
 
 def _key(node: nodes.Getattr | nodes.Getitem) -> str | None:
-    """The attribute, or the constant text in brackets."""
+    """The name of the attribute, or the constant text in brackets; None for any other expression."""
     if isinstance(node, nodes.Getattr):
         return node.attr
     return node.arg.value if isinstance(node.arg, nodes.Const) and isinstance(node.arg.value, str) else None

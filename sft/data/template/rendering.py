@@ -1,6 +1,6 @@
-"""Renders a chat with a chat template, and says for each character of the text where it comes from.
+"""The inputs and the result of a chat template.  Each character of the result has a source.
 
-Decides what a template gets: the messages as transformers passes them, with a source for each text, number, key, object
+Decides the form of the inputs: messages as transformers passes them, with a source for each text, number, key, object
 and list (`trace.py`).  `chat_template.py` decides the variables, `turns.py` reads the sources.
 """
 
@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from sft.data.rows.messages import THINKING, Message, Tools
-from sft.data.template.sources import CONSTANT, Constant, Field, Source
+from sft.data.template.sources import CONSTANT, Field, Source, TemplateConstant
 from sft.data.template.trace import Float, Int, Text, pieces_of
 
 TOOLS, DOCUMENTS, VARIABLES = "tools", "documents", "variables"  # roles of fields that belong to no message
 
 
-class Inputs(NamedTuple):
-    """What a template gets, with sources."""
+class TemplateInputs(NamedTuple):
+    """The inputs of a template, with sources."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
@@ -26,9 +26,10 @@ class Inputs(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Consecutive characters text[start:end] of a rendering, of one source and writer.
+    """Consecutive characters text[start:end] of a rendering that have the same source and writer.
 
-    first, last  the field's characters that are written here
+    writer       number of the message that the template was writing; None outside of messages
+    first, last  start and end of these characters in the field, if the source is a field
     """
 
     start: int
@@ -40,44 +41,44 @@ class Run(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        """Whether these are the field's own characters, not escaped."""
+        """Whether the characters are those of the field; False: escaped ones."""
         return self.last - self.first == self.end - self.start
 
 
 class Rendering(NamedTuple):
-    """The text of a chat, and its characters' sources, in order."""
+    """The text of a chat, and the sources of its characters in order."""
 
     text: str
     runs: list[Run]
 
 
 def collected(chunks: Iterable[str], writer: Callable[[], int | None]) -> Rendering:
-    """The rendering of which a template writes the chunks.  writer() is the message that it is writing just now."""
+    """The rendering that consists of a template's chunks.  writer(): the message that the template is now writing"""
     parts, runs, at = [], [], 0
     for chunk in chunks:
         parts.append(chunk)
         now = writer()
         for source, first, last, length, before in pieces_of(chunk):
-            of_message = now if before is None else before
-            runs.append(tuple.__new__(Run, (at, at + length, source, of_message, first, last)))
+            message = now if before is None else before
+            runs.append(tuple.__new__(Run, (at, at + length, source, message, first, last)))
             at += length
     return Rendering("".join(parts), runs)
 
 
 def is_of_template(source: Source) -> bool:
-    """Whether the template is the source: a constant, or the name of a role, which is one of four words."""
-    return isinstance(source, Constant) or (isinstance(source, Field) and source.path == ("role",))
+    """Whether the source is the template: a constant, or the name of a role, which is one of four words."""
+    return isinstance(source, TemplateConstant) or (isinstance(source, Field) and source.path == ("role",))
 
 
 def trace_inputs(
     messages: Sequence[Message], tools: Tools, documents: list[dict[str, Any]] | None, variables: dict[str, Any]
-) -> Inputs:
-    """The inputs of a template.  `variables` are those of the row."""
+) -> TemplateInputs:
+    """The inputs of a template, with sources.  variables: those of the row"""
     containers: dict[int, Field] = {}
     fields: list[Field] = []
     trace = _Tracer(containers, fields)
     traced = [trace.message(index, message) for index, message in enumerate(messages)]
-    return Inputs(
+    return TemplateInputs(
         traced,
         None if tools is None else trace.value(tools, None, (), TOOLS),
         None if documents is None else trace.value(documents, None, (), DOCUMENTS),
@@ -88,14 +89,13 @@ def trace_inputs(
 
 
 class _Tracer:
-    """Copies values with sources, and with JSON's types only, because a template could call methods of others."""
+    """Copies values with sources.  Allows only JSON's types, because a template could call methods of other types."""
 
     def __init__(self, containers: dict[int, Field], fields: list[Field]) -> None:
         self.containers, self.fields = containers, fields
 
     def message(self, index: int, message: Message) -> dict[str, Any]:
-        """A message, with reasoning under all keys that templates read, as transformers passes it.
-
+        """A message in the form in which transformers passes it.  Reasoning is under all keys that templates read.
         {"thinking": "so"}  ->  {"thinking": "so", "reasoning_content": "so"}
         """
         role = message["role"]

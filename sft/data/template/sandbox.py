@@ -1,15 +1,14 @@
-"""Jinja as transformers runs it for chat templates, computing with texts that keep their sources, within limits.
+"""The Jinja environment for chat templates: transformers' environment, with limits, and with texts that keep sources.
 
-Decides which source the result of each operation of a template has.  What a template may do is counted where it does it
-(`limits.py`).  `Sandbox` is transformers' environment: the same sandbox (no access to Python internals, no changes of
-the input, ranges of at most 100,000), filters, functions and options.  Its compiler (`compiler.py`) writes calls of the
-methods here into the Python code that Jinja makes of a template.  They are no names of the template, so no template can
-call them.
+Decides the source of the result of each operation of a template.  `limits.py` counts the operations.  `Sandbox` has the
+sandbox of transformers (no access to Python internals, no changes of the input, ranges of at most 100,000), its
+filters, functions and options.  Its compiler (`compiler.py`) inserts calls of the sandbox's methods into the Python
+code that Jinja makes from a template.  These methods are not names in the template, so no template can call them.
 
-    sources     Constants of the template, also inside expressions, get the source CONSTANT.  What a macro, a set block
-                or a call block collects keeps its sources, and so do `~`, tojson, join, safe and format.  The result of
-                any other filter or function without sources is Unknown, with the name of the operation.
-    the writer  A loop over messages says which message is being written.
+    sources     Constants of the template, also inside expressions, have the source CONSTANT.  The text of a macro, a
+                set block or a call block keeps its sources, and so do the results of `~`, tojson, join, safe and
+                format.  Any other result without sources is Unknown, with the name of the operation.
+    the writer  A loop over messages determines which message is being written.
 """
 
 from collections.abc import Callable
@@ -32,9 +31,9 @@ from sft.data.template.sources import CONSTANT, MARKED, Unknown
 from sft.data.template.trace import Int, Text, sourced
 
 _OF_DICTS = frozenset(dir(dict))
-_OWN = frozenset(("pieces", "field", "of", "filled"))  # attributes of our texts and numbers alone
+_OWN = frozenset(("pieces", "field", "of", "filled"))  # attributes that our texts and numbers add to Python's
 
-# Methods of texts that Jinja's sandbox lets through as they are.
+# Methods of texts that Jinja's sandbox does not wrap.
 _METHODS = frozenset(name for name in dir(str) if not name.startswith("_")) - {"format", "format_map"}
 
 
@@ -43,7 +42,7 @@ class Sandbox(Filters, ImmutableSandboxedEnvironment):
 
     message     the index of the message that the template is writing; None outside of loops over messages
     containers  the source of each object and list of the chat, by its id
-    date        the day that strftime_now gives the template
+    date        the date that strftime_now returns
     """
 
     intercepted_binops = frozenset(["*", "**", "%"])
@@ -59,7 +58,7 @@ class Sandbox(Filters, ImmutableSandboxedEnvironment):
         self.begin({}, {})
 
     def compiled(self, source: str) -> Template:
-        """`source` compiled with counts and sources."""
+        """The compiled template, which counts operations and keeps sources."""
         self.begin({}, {})
         tree = self.parse(source)
         for loop in list(tree.find_all(nodes.For)):
@@ -79,21 +78,23 @@ class Sandbox(Filters, ImmutableSandboxedEnvironment):
         return self.template_class.from_code(self, self.compile(tree), {**self.globals})
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """obj.attribute as in Jinja, but without the AttributeError that Jinja raises and catches for keys."""
+        """The value of obj.attribute, as in Jinja.  Unlike Jinja, it raises and catches no AttributeError for keys."""
         kind = type(obj)
         if kind is dict and attribute not in _OF_DICTS:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         if kind is Text and attribute in _METHODS:
             return getattr(obj, attribute)
         if kind in (LoopContext, Namespace) and self._safe.get((kind, attribute)):
-            value = getattr(obj, attribute, missing)  # another namespace had it
+            value = getattr(obj, attribute, missing)  # another namespace has this attribute
             if value is not missing:
                 return Int.of(value, CONSTANT) if type(value) is int and kind is LoopContext else value
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Jinja's result, cached because it is slow; it depends only on the type of `obj` and on `attr`.  Attributes
-        that our texts and numbers have beside those of Python are hidden."""
+        """Jinja's result, cached because it is slow.  It depends only on the type of `obj` and on `attr`.
+
+        The attributes that our texts and numbers add to Python's are never safe.
+        """
         key = type(obj), attr
         if key not in self._safe:
             hidden = attr in _OWN and isinstance(obj, (str, int, float))
@@ -101,7 +102,7 @@ class Sandbox(Filters, ImmutableSandboxedEnvironment):
         return self._safe[key]
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Jinja's safe `format`, with sources if the format is simple."""
+        """Jinja's safe `format`.  The result has sources if the format is simple."""
         if not isinstance(value, (MethodType, BuiltinMethodType)):
             return None
         wrapped, subject = super().wrap_str_format(value), value.__self__
@@ -111,7 +112,7 @@ class Sandbox(Filters, ImmutableSandboxedEnvironment):
 
         @wraps(plain_format)
         def formatted(*args: Any, **kwargs: Any) -> str:
-            self.of_format(text, (*args, *kwargs.values()))
+            self.check_format(text, (*args, *kwargs.values()))
             plain = str.__str__(plain_format(*args, **kwargs))
             if value.__name__ == "format_map":
                 args, kwargs = (), dict(*args)
@@ -123,8 +124,8 @@ class Sandbox(Filters, ImmutableSandboxedEnvironment):
         return formatted
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Checks the operators whose result can be much larger than their operands."""
-        self.of_operator(operator, left, right)
+        """The result of an operator whose result can be much larger than its operands, after a check."""
+        self.check_operator(operator, left, right)
         if operator == "%" and isinstance(left, str):
             values = right if isinstance(right, tuple) else (right,)
             right = tuple(self.text_of(v) if isinstance(v, int) and not isinstance(v, bool) else v for v in values)
@@ -134,11 +135,14 @@ class Sandbox(Filters, ImmutableSandboxedEnvironment):
     def call(
         self, context: Context, obj: Any, /, *args: Any, _loop_vars: Any = None, _block_vars: Any = None, **kwargs: Any
     ) -> Any:
-        """Checks a call of a method or function by the template.  _loop_vars, _block_vars: what Jinja adds."""
+        """The result of a method or function that the template calls, after a check.
+
+        _loop_vars, _block_vars: arguments that Jinja adds
+        """
         self.tick()
         owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
         if isinstance(owner, (str, bytes, int, type)):
-            args = self.of_method(name, owner, args, (*args, *kwargs.values()))
+            args = self.check_method(name, owner, args, (*args, *kwargs.values()))
         elif type(obj) is not Macro:
             for value in (*args, *kwargs.values()):
                 self.named(value)
@@ -149,23 +153,23 @@ class Sandbox(Filters, ImmutableSandboxedEnvironment):
         if type(result) is not Text:
             return self._sourced(result, name or "a call")
         if isinstance(owner, str):
-            self.made += len(result)  # the next step compares it
+            self.made += len(result)  # the next step compares the sum with its limit
         return result
 
     def guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a filter: counts it, refuses arguments that would make too much text, and keeps sources."""
+        """A filter that counts itself, refuses arguments that would make too much text, and keeps sources."""
         first = 1 if getattr(function, "jinja_pass_arg", None) is not None else 0
 
         @wraps(function)
         def guard(*args: Any, **kwargs: Any) -> Any:
             subject = args[first] if len(args) > first else None
-            self.of_filter(name, subject, (*args[first + 1 :], *kwargs.values()))
+            self.check_filter(name, subject, (*args[first + 1 :], *kwargs.values()))
             return self._sourced(function(*args, **kwargs), f"the filter {name}")
 
         return guard
 
     def _add_names(self) -> None:
-        """The filters and functions of transformers' environment.  transformers itself takes a second to import."""
+        """Adds the filters and functions of transformers' environment, without importing transformers (a second)."""
         self.globals.update(strftime_now=self.strftime_now, raise_exception=_raise_exception)
         del self.globals["lipsum"]  # writes random text of any length
         ours = {"tojson": self.tojson, "safe": self.safe, "join": self.join, "indent": self.indent}
@@ -178,7 +182,7 @@ def _raise_exception(message: Any) -> None:
 
 
 class _Generation(Extension):
-    """{% generation %}: the text inside is marked."""
+    """The block {% generation %}, which marks the text in it."""
 
     tags = {"generation"}
 

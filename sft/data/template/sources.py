@@ -1,46 +1,49 @@
-"""Where a character of a rendering comes from: a field of a chat, the template, or an unknown place."""
+"""The source of a character of a rendering: a field of the chat, the template, or unknown."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Union
 
 
-@dataclass(slots=True, eq=False)  # frozen ones take twice as long to make
+@dataclass(slots=True, eq=False)  # making a frozen object takes twice as long
 class Field:
-    """A value of a chat: `messages[message]`, then `path`; for tools, documents and variables, message is None.
+    """A value of a chat.
 
+    message  index of the message; None for tools, documents and variables
+    path     keys and indices from the message to the value
     Field(1, ("tool_calls", 0, "function", "name"), "assistant", "rain")
     """
 
     message: int | None
     path: tuple[str | int, ...]
-    role: str  # of the message; tools, documents or variables
+    role: str  # the message's role; or "tools", "documents", "variables"
     text: str = ""  # the value, if it is a text or a number
-    is_container: bool = False  # an object or a list
+    is_container: bool = False  # whether the value is an object or a list
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Constant:
-    """The template, the names of the tokenizer's tokens, and the recipe."""
+class TemplateConstant:
+    """The source of texts from the template, from the names of the tokenizer's tokens, and from the recipe."""
 
-    is_marked: bool = False  # inside {% generation %}
+    is_marked: bool = False  # whether the text is inside {% generation %}
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """An operation that does not keep sources."""
+    """The source of a text that an operation made without keeping sources."""
 
     operation: str = "an operation"
 
 
-Source = Union[Field, Constant, Unknown]
-CONSTANT, MARKED, UNKNOWN = Constant(), Constant(is_marked=True), Unknown()
+Source = Union[Field, TemplateConstant, Unknown]
+CONSTANT, MARKED, UNKNOWN = TemplateConstant(), TemplateConstant(is_marked=True), Unknown()
 
 
 class Piece(NamedTuple):
     """Consecutive characters of one source.
 
-    A field's characters start to stop became `length` characters: the same characters if length = stop - start,
-    otherwise escaped ones.
+    start, stop  start and end of the characters in the source, if it is a field
+    length       number of the characters in the text.  If length = stop - start, they are those of the field;
+                 otherwise they are escaped
     """
 
     source: Source

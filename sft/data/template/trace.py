@@ -1,8 +1,9 @@
-"""Text that knows where each of its characters comes from: a field of a chat, a constant of the template, or unknown.
+"""Text with a source for each character: a field of a chat, a constant of the template, or unknown.
 
-Decides how sources travel through operations on text.  `Text` is a str, so a template treats it as one.  Operations
-that are defined here keep sources.  Every other operation (and all of C's) returns a plain str or a Text without
-sources, which counts as unknown.  So an operation that is forgotten here can refuse a chat, but never falsify a mask.
+Decides the sources of the results of operations on text.  `Text` is a str, so a template treats it as one.  Operations
+that this file defines keep sources.  Every other operation (and every one in C) returns a plain str or a Text without
+sources, and these count as unknown.  So an operation that this file lacks can make a chat be refused, but it can never
+make a mask wrong.
 
     Text("Hi", field) + Text("<|im_end|>", CONSTANT)      2 characters of the field, 10 of the template
     Text("a b", field).split()                            two texts, from characters 0 and 2 of the field
@@ -15,7 +16,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self, SupportsIndex
 
-from sft.data.template.sources import UNKNOWN, Constant, Field, Piece, Pieces, Source
+from sft.data.template.sources import UNKNOWN, Field, Piece, Pieces, Source, TemplateConstant
 
 _FORMAT = re.compile(r"%(?:%|s|d)")
 _BRACES = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*|\d*)\}")
@@ -34,7 +35,7 @@ class _Sourced(str):
 
     @classmethod
     def of(cls, value: str, source: Source) -> Self:
-        """All of `value` from one source."""
+        """The text `value`, all of it from one source."""
         self = str.__new__(cls, value)
         self.pieces = whole(source, len(value))
         return self
@@ -53,7 +54,7 @@ class _Sourced(str):
 
 
 class _Cut(_Sourced):
-    """Operations that give parts of a text."""
+    """The operations that return parts of a text."""
 
     __slots__ = ()
 
@@ -109,7 +110,7 @@ class _Cut(_Sourced):
         return self._sub(0, len(head)), self._sub(len(head), end), self._sub(end, len(self))
 
     def _placed(self, parts: list[str], sep: str | None) -> list[str]:
-        """The parts of a split with their sources.  Parts follow each other, with `sep` or spaces between them."""
+        """The parts of a split, with their sources.  `sep` or spaces separate the parts."""
         placed: list[str] = []
         at = 0
         for part in parts:
@@ -128,7 +129,7 @@ class Text(_Cut):
     def __add__(self, other: str) -> "Text":
         if type(other) is Text:
             return sourced(str.__add__(self, other), self.pieces + other.pieces)
-        is_plain = isinstance(other, str) and not hasattr(other, "__html__")  # safe text escapes what is added to it
+        is_plain = isinstance(other, str) and not hasattr(other, "__html__")  # safe text escapes the other text
         return concatenated((self, other)) if is_plain else NotImplemented
 
     def __radd__(self, other: str) -> "Text":
@@ -136,7 +137,7 @@ class Text(_Cut):
 
     def __mul__(self, times: SupportsIndex) -> "Text":
         value = str.__mul__(self, times)
-        if is_constant(self):  # one piece, however often
+        if is_constant(self):  # the result is one piece
             source, _, _, _, writer = self.pieces[0]
             return Text(value, (Piece(source, 0, len(value), len(value), writer),) if value else ())
         return Text(value, self.pieces * times.__index__())
@@ -144,14 +145,14 @@ class Text(_Cut):
     __rmul__ = __mul__
 
     def __mod__(self, values: Any) -> str:
-        """Sources of `%s`, `%d` and `%%`; every other format is unknown."""
+        """The result of `%`.  `%s`, `%d` and `%%` keep sources; the result of any other format is unknown."""
         plain = str.__mod__(self, values)
         if not isinstance(values, tuple):
             values = (values,)
         return self._filled(_FORMAT, plain, lambda match, number: None if match[0] == "%%" else values[number])
 
     def filled(self, args: Sequence[Any], kwargs: dict[str, Any], plain: str) -> str:
-        """The result of `format`, which is `plain`, with sources for `{}`, `{0}` and `{name}`."""
+        """The result `plain` of `format`, with sources for `{}`, `{0}` and `{name}`."""
 
         def value(match: "re.Match[str]", number: int) -> Any:
             name = match[1]
@@ -205,19 +206,19 @@ class Text(_Cut):
 
 
 class Int(int):
-    """A whole number with its source.  Results of arithmetic are plain numbers."""
+    """An integer with its source.  Results of arithmetic are plain numbers."""
 
-    field: Field | Constant
+    field: Field | TemplateConstant
 
     @classmethod
-    def of(cls, value: int, field: Field | Constant) -> Self:
+    def of(cls, value: int, field: Field | TemplateConstant) -> Self:
         self = cls(value)
         self.field = field
         return self
 
 
 class Float(float):
-    """A number of a chat.  Results of arithmetic are plain numbers."""
+    """A float of a chat, with its source.  Results of arithmetic are plain numbers."""
 
     field: Field
 
@@ -229,24 +230,24 @@ class Float(float):
 
 
 def sourced(value: str, pieces: Pieces) -> Text:
-    """Text(value, pieces), in half the time."""
+    """The text Text(value, pieces), made in half the time."""
     text = str.__new__(Text, value)
     text.pieces = pieces
     return text
 
 
 def whole(source: Source, length: int) -> Pieces:
-    """A text of one source."""
+    """The pieces of a text of this length that has one source."""
     return (tuple.__new__(Piece, (source, 0, length, length, None)),) if length else ()
 
 
 def is_constant(text: Text) -> bool:
     """Whether the text is one constant of the template."""
-    return len(text.pieces) == 1 and isinstance(text.pieces[0].source, Constant)
+    return len(text.pieces) == 1 and isinstance(text.pieces[0].source, TemplateConstant)
 
 
 def pieces_of(text: str) -> Pieces:
-    """The sources of a text; a plain str is unknown."""
+    """The sources of a text.  The source of a plain str is unknown."""
     return text.pieces if type(text) is Text else whole(UNKNOWN, len(text))
 
 
@@ -268,13 +269,13 @@ def cut(pieces: Pieces, start: int, stop: int) -> Pieces:
 
 def _part(piece: Piece, start: int, stop: int) -> Piece:
     source, first, last, length, writer = piece
-    if last - first != length:  # escaped: each of its characters may come from any of the field's
+    if last - first != length:  # escaped: each character may come from any character of the field
         return Piece(source, first, last, stop - start, writer)
     return Piece(source, first + start, first + stop, stop - start, writer)
 
 
 def concatenated(parts: Iterable[str]) -> Text:
-    """Texts one after the other."""
+    """The concatenation of the texts."""
     parts = list(parts)
     pieces: list[Piece] = []
     for part in parts:

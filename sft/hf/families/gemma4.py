@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from sft.hf.families.gemma import root
-from sft.hf.families.routed import of_layers
+from sft.hf.families.routed import layer_rules
 from sft.hf.families.rules import (
     KEYS,
     NO_BIAS,
@@ -95,8 +95,8 @@ def _rules(model: str = "model") -> tuple[Rule, ...]:
         replace(shared_projection(model), kind="full attention", needs="full_attention.keys_as_values"),
         output,
         *qk_norm(model),
-        *of_layers("dense", *mlp(model, _NORM)),
-        *of_layers("experts", *_mixture(model)),
+        *layer_rules("dense", *mlp(model, _NORM)),
+        *layer_rules("experts", *_mixture(model)),
         *output_norms(model),
         *layer_scalar(model),
     )

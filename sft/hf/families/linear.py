@@ -11,7 +11,7 @@ All norms but the gated norm of linear layers have weights that are offsets from
 from collections.abc import Mapping
 from typing import Any
 
-from sft.config.model import LayerKind
+from sft.config.mixer_section import LayerKind
 from sft.hf.families.mtp import APART
 from sft.hf.families.rules import (
     DEFAULTS,

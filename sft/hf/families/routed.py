@@ -45,7 +45,7 @@ ROUTER_KEYS = {
 SIGMOID = {"moe.score_function": "sigmoid", "moe.correction_bias": True}
 
 
-def of_layers(mlp: Literal["dense", "experts"], *rules: Rule) -> tuple[Rule, ...]:
+def layer_rules(mlp: Literal["dense", "experts"], *rules: Rule) -> tuple[Rule, ...]:
     """The rules for layers that have experts, or for those that have none."""
     return tuple(replace(rule, mlp=mlp) for rule in rules)
 
@@ -53,8 +53,8 @@ def of_layers(mlp: Literal["dense", "experts"], *rules: Rule) -> tuple[Rule, ...
 def routed(model: str = "model") -> tuple[Rule, ...]:
     """Rules after those of attention: an MLP in the first layers; router, experts and shared expert in the others."""
     return (
-        *of_layers("dense", *mlp(model)),
-        *of_layers(
+        *layer_rules("dense", *mlp(model)),
+        *layer_rules(
             "experts",
             *experts("mlp", "gate_proj", "up_proj", "down_proj", model),
             *correction_bias("mlp.gate", model),

@@ -7,7 +7,7 @@ The argument `model` is the first part of Hugging Face names.
 from dataclasses import replace
 from typing import Any
 
-from sft.config.model import LayerKind
+from sft.config.mixer_section import LayerKind
 from sft.hf.family import Rule
 from sft.hf.tensor_view import EXPERT, LAYER, View
 

@@ -1,8 +1,8 @@
-"""The ways in which layers mix tokens: one file for each, and the table of all."""
+"""The kinds of mixers, one file each, and the table of all kinds."""
 
 from collections.abc import Mapping
 
-from sft.config.model import LayerKind
+from sft.config.mixer_section import LayerKind
 from sft.layers.mixer import Mixer
 from sft.layers.mixers.delta import DeltaRule
 from sft.layers.mixers.latent import LatentAttention

@@ -1,6 +1,6 @@
 """Linear attention with the gated delta rule (Yang et al., 2024, arXiv:2412.06464).
 
-A token reads a state that each token before it has changed, so the cost of a token does not grow with the length.
+A token reads a state to which all earlier tokens have contributed, so its cost does not grow with the length.
 """
 
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ from sft.layers.weight import LayerWeight, has_input_norms
 if TYPE_CHECKING:
     import numpy as np
 
-STATE_INTERVAL = 512  # tokens, for which torch_kernel.py saves one state: schedule.CHUNK * schedule.INTERVAL
-# Numbers of a block of short_convolution.py, which has BLOCKS fp32 copies of it at one time.  Blocks of the gated norm
-# and of the delta rule take no more.  On a CPU they fit the cache: 8,192 tokens of 2,048 channels took half the time of
-# blocks of 16 times the size.  On CUDA a block is 64 MiB.
+STATE_INTERVAL = 512  # torch_kernel.py saves a state after this many tokens: schedule.CHUNK * schedule.INTERVAL
+# The size of a block of short_convolution.py, which has BLOCKS fp32 copies of a block in memory at a time.  The gated
+# norm and the delta rule need no more.  On a CPU a block fits the cache: 8,192 tokens of 2,048 channels took half the
+# time that they took in blocks 16 times as large.  On CUDA a block has 64 MiB.
 BLOCK_NUMBERS = {"cpu": 2**20, "cuda": 2**24}
 BLOCKS = 6
 _A = "self_attention"
@@ -39,8 +39,8 @@ _WEIGHTS = (
 class HeadSizes:
     """Sizes of the heads that a tensor-parallel rank holds.
 
-    key_dim, value_dim  K and V: width of a query or key, and of a value; a state has K x V numbers per value head
-    width               bytes of a number of queries, keys, values, beta and outputs; g, states and maps are in fp32
+    key_dim, value_dim  K and V: the width of a query or key, and of a value; the state of a value head is [K, V]
+    width               bytes of a number in queries, keys, values, beta and outputs; g, states and maps are in fp32
     """
 
     key_heads: int
@@ -51,7 +51,7 @@ class HeadSizes:
 
     @staticmethod
     def of(linear: LinearAttentionConfig, tp: int, width: int) -> "HeadSizes":
-        """The heads of a rank of tp, which divides the key heads."""
+        """The sizes on a rank of tp, which divides the key heads.  width: bytes of a number"""
         assert linear.num_key_heads is not None and linear.num_value_heads is not None
         return HeadSizes(
             key_heads=linear.num_key_heads // tp,
@@ -63,24 +63,25 @@ class HeadSizes:
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution: numbers of a token's q, k and v."""
+        """Channels of the convolution: numbers per token in q, k and v together."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token on its way to another rank (q, k, v, g, beta) and back (output)."""
+        """Bytes per token that travel to another rank (q, k, v, g, beta) and back (output)."""
         numbers = 2 * self.key_heads * self.key_dim + self.value_heads * (2 * self.value_dim + 1)
         return self.width * numbers + FP32 * self.value_heads
 
     @property
     def map_bytes(self) -> int:
-        """Bytes of a fragment's map, [K, K] and [K, V], and of the state that comes back, [K, V]."""
+        """Bytes of a fragment's map, [K, K] and [K, V] per head, and of the state that returns, [K, V] per head."""
         return FP32 * self.value_heads * self.key_dim * (self.key_dim + 2 * self.value_dim)
 
     def max_short(self, cp_size: int) -> int:
-        """Tokens of the longest document whose tokens are fewer bytes than the maps of its 2 * cp_size fragments.
+        """Length of the longest document for which sending tokens takes fewer bytes than sending maps.
 
-        Of L tokens, L (cp - 1) / cp travel; of 2 cp maps, the share (cp - 1) / cp.  So L < 2 cp * maps / tokens.
+        The share (cp - 1) / cp of its L tokens travels, and so does this share of the maps of its 2 cp fragments.  So
+        L < 2 cp * map_bytes / token_bytes.
 
             16 key heads, 48 value heads, K = V = 128, bf16: 1,141 tokens at cp 2, 2,283 at cp 4
         """
@@ -89,12 +90,14 @@ class HeadSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaBytes(MixerBytes):
-    """Bytes of Gated DeltaNet in plain torch.  `saved` is exact up to the states, which are rounded down to whole
-    intervals of each fragment: tests/ranks/test_saved_tensors.py counts these bytes.
+    """Bytes of Gated DeltaNet in plain torch, for a pack of one document.
 
-    heads          of this rank
-    tokens         of this rank, of one document
-    block_numbers  of BLOCK_NUMBERS
+    `saved` is exact (tests/ranks/test_saved_tensors.py counts these bytes) except for the states: a fragment saves one
+    state for each whole interval, and `saved` does not round to whole intervals.
+
+    heads          sizes of this rank's heads
+    tokens         number of tokens of the pack on this rank
+    block_numbers  BLOCK_NUMBERS of the device
     """
 
     is_recomputed = True
@@ -104,7 +107,7 @@ class DeltaBytes(MixerBytes):
 
     @staticmethod
     def of(model: ModelConfig, rank: RankShare, pack: float) -> "DeltaBytes":
-        """pack: tokens of a pack"""
+        """The bytes on one rank.  pack: tokens of a pack"""
         return DeltaBytes(
             model=model,
             rank=rank,
@@ -125,7 +128,7 @@ class DeltaBytes(MixerBytes):
             "delta rule's output": width * values,
             "gated norm's scale": FP32 * of_heads,
         }
-        if self.rank.cp > 1:  # of two fragments, A and the states before them
+        if self.rank.cp > 1:  # A of each of the two fragments, and the state before it
             saved["maps"] = 2 * state * (1 + self.heads.key_dim / self.heads.value_dim) / self.tokens
         return saved
 
@@ -134,11 +137,11 @@ class DeltaBytes(MixerBytes):
         return {"gated norm's output": self.rank.width * self._values}
 
     def local(self, tokens: float) -> float:
-        """Gradients while the backward of the gated norm or of the delta rule runs, and fp32 blocks.
+        """Bytes of gradients while backward computes the gated norm or the delta rule, and of fp32 blocks.
 
-        The gated norm has those of its output, its input and the gate.  Then the norm's input and output are free, and
-        the delta rule has those of its output and the gate, and makes those of q, k and v.  Of the two fragments of a
-        document there are A, B and states, as made, sent and received.
+        The gated norm holds the gradients of its output, of its input and of the gate.  Its output and input are free
+        after that.  The delta rule holds the gradients of its output and of the gate, and computes those of q, k and v.
+        With cp, A, B and the state of both fragments exist three times: as computed, as sent and as received.
         """
         gradients = max(3 * self._values, self._values + self.heads.channels)
         fragments = 0 if self.rank.cp == 1 else 3 * 2 * self.heads.map_bytes
@@ -152,9 +155,9 @@ class DeltaBytes(MixerBytes):
 
 @dataclass(frozen=True, kw_only=True)
 class StateTraffic(Traffic):
-    """Bytes of states, of short documents, and of the convolution's halos, in `num_passes` passes.
+    """Bytes of the states of long documents, of the tokens of short ones, and of the convolution's halos.
 
-    As `fragments.bytes_over_cp` counts them for one pack
+    num_passes  passes of a layer in a microbatch; each sends all of these
     """
 
     heads: HeadSizes
@@ -172,7 +175,9 @@ class StateTraffic(Traffic):
 
 @dataclass(frozen=True)
 class DeltaRule(Mixer):
-    """Letters: K key heads * key width    V value heads * value width    n key heads    m value heads
+    """The gated delta rule.
+
+    Letters: K key heads * key width    V value heads * value width    n key heads    m value heads
     u value width    c kernel of the convolution
     """
 
@@ -208,6 +213,8 @@ class DeltaRule(Mixer):
 
     @property
     def state_products(self) -> int:
-        """The state S of a head is multiplied three times: S^T k, k (v - S^T k)^T and S^T q.  (Megatron-LM 0.19 counts
-        four, and the convolution.)"""
+        """Multiplications per token with states: S^T k, k (v - S^T k)^T and S^T q for the state S of each head.
+
+        Megatron-LM 0.19 counts four products and the convolution.
+        """
         return 3 * self.model.linear_attention.value_width * self.model.linear_attention.key_head_dim

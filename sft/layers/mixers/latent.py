@@ -1,6 +1,6 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values are projections of a latent.
 
-By backend: `portable` saves and sends latents, te the keys and values that it makes of them.
+The portable backend saves and sends latents.  The te backend saves and sends the keys and values.
 """
 
 from collections.abc import Mapping
@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from sft.config import Config, ModelConfig
 from sft.layers.mixer import Mixer, MixerBytes
-from sft.layers.mixers.softmax import TransformerEngineBytes, heads, num_head_groups, pair_width
+from sft.layers.mixers.softmax import TransformerEngineBytes, has_flash, heads, num_head_groups, pair_width
 from sft.layers.rank_share import FP32, RankShare
 from sft.layers.weight import LayerWeight, has_input_norms
 
-# Parts of latent attention: products that every rank of tp computes, and the one that makes keys of latents.
+# Parts of latent attention: the products that every tensor-parallel rank computes, and the product that expands latents
+# to keys and values.
 DUPLICATED, EXPANDED = "latent attention, duplicated", "latent attention, keys and values"
 _A, _QUERY_LATENT = "self_attention", "latent_attention.q_lora_rank"
 _WEIGHTS = (
@@ -31,7 +32,7 @@ _WEIGHTS = (
 
 
 def _rotary(of: MixerBytes, pack: float) -> float:
-    """Bytes of cosine and sine of the local tokens."""
+    """Bytes of cosine and sine of this rank's tokens."""
     return 2.0 * of.rank.width * (pack / of.rank.cp) * of.model.rotary_dim
 
 
@@ -61,28 +62,33 @@ class LatentBytes(MixerBytes):
         return _rotary(self, pack)
 
     def local(self, tokens: float) -> float:
-        """The gradients of the output and of queries.  Of one head group also copies of its queries, output and
-        gradient, as wide as keys, and the gradient of queries in fp32."""
+        """Bytes of the gradients of output and queries, and of the copies that one head group needs.
+
+        The group's queries, its output and the output's gradient are copied, each as wide as keys.  The gradient of its
+        queries is in fp32.
+        """
         width = self.rank.width
         gradients = width * (self._heads * self.model.value_head_dim + self.queries)
         return tokens * (gradients + (3 * width + FP32) * self.queries / self._groups)
 
     def gathered(self, pack: float) -> float:
-        """Latents and their gradient, in fp32 by key and by token.  Of one head group what the latents expand to, and
-        while the kernel runs keys, values and their gradients, all as wide as keys; after it the gradients, and those
-        of what was expanded."""
-        num_keys = pack * (
-            1 + 1 / (2 * self.rank.cp) if self.rank.cp > 1 else 1
-        )  # both chunks need a document's early keys
+        """Peak bytes of gathered latents and of what one head group expands them to.
+
+        Latents and their fp32 gradient exist for each key, and with cp the gradient also for each token of the pack.
+        While the kernel runs, the group has the expanded latents, and its keys, values and both gradients, all as wide
+        as keys.  After the kernel, it has these gradients and the gradients of the expanded latents.
+        """
+        # Both chunks of a rank need the early keys of a document.
+        num_keys = pack * (1 + 1 / (2 * self.rank.cp) if self.rank.cp > 1 else 1)
         width, latent = self.rank.width, self.model.latent_attention
         expanded = self._heads * (latent.qk_nope_head_dim + latent.v_head_dim)
-        of_group = width * max(expanded + 4 * self.queries, 2 * (expanded + self.queries)) / self._groups
-        of_latents = (2 * width + FP32) * latent.compressed_width
-        return num_keys * (of_group + of_latents) + FP32 * latent.compressed_width * pack * (self.rank.cp > 1)
+        group = width * max(expanded + 4 * self.queries, 2 * (expanded + self.queries)) / self._groups
+        latents = (2 * width + FP32) * latent.compressed_width
+        return num_keys * (group + latents) + FP32 * latent.compressed_width * pack * (self.rank.cp > 1)
 
     @property
     def queries(self) -> float:
-        """Numbers of a token's queries."""
+        """Numbers per token in queries."""
         return self.model.num_attention_heads * self.model.resolved_head_dim / self.rank.tp
 
     @property
@@ -104,7 +110,7 @@ class LatentBytes(MixerBytes):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpandedBytes(TransformerEngineBytes):
-    """Bytes of the te backend with latents: keys and values of all heads are saved, as wide as they are."""
+    """Bytes of latent attention on the te backend, which saves keys and values of all heads in their own width."""
 
     @property
     def saved(self) -> dict[str, float]:
@@ -134,7 +140,7 @@ class ExpandedBytes(TransformerEngineBytes):
         return _rotary(self, pack)
 
     def local(self, tokens: float) -> float:
-        """The gradients of output, queries (also in fp32), keys and values."""
+        """Bytes of the gradients of output, queries (also in fp32), keys and values."""
         width = self.rank.width
         return tokens * (width * (self._outputs + self.pairs) + (width + FP32) * self.queries)
 
@@ -145,8 +151,11 @@ class ExpandedBytes(TransformerEngineBytes):
 
 @dataclass(frozen=True)
 class LatentAttention(Mixer):
-    """Letters: Q width of the latent of queries    L of the latent of keys and values    C that and the rotary key
-    B heads * (part of a key that is not rotated, value)    O heads * value width
+    """Multi-head latent attention.
+
+    Letters: Q width of the latent of queries    L width of the latent of keys and values
+    C L + width of the rotary key    B heads * (width of a key without its rotary part + value width)
+    O heads * value width
     """
 
     kind = "latent attention"
@@ -165,7 +174,7 @@ class LatentAttention(Mixer):
 
     @classmethod
     def described(cls, model: ModelConfig) -> str:
-        is_mixed = any(section.named for section in model.mixers.values())
+        is_mixed = any(section.named for section in model.mixer_sections.values())
         return cls.kind if is_mixed else "full attention"
 
     def bytes(self, config: Config, rank: RankShare, pack: float) -> MixerBytes:
@@ -178,7 +187,7 @@ class LatentAttention(Mixer):
         return heads(model)
 
     def te_widths(self, tp: int) -> dict[str, int]:
-        """Without the projections down, which are no modules of Transformer Engine."""
+        """Sizes without those of the down projections, which are not modules of Transformer Engine."""
         latent, num_heads = self.model.latent_attention, self.model.num_attention_heads
         queries, keys = latent.qk_head_dim, latent.qk_nope_head_dim + latent.v_head_dim
         widths = {
@@ -191,11 +200,15 @@ class LatentAttention(Mixer):
         return {name: number for name, number in widths.items() if number is not None}
 
     @property
+    def has_flash(self) -> bool:
+        return has_flash(self.model)
+
+    @property
     def pair_width(self) -> float:
         return pair_width(self.model)
 
     def sent(self, config: Config) -> int:
-        """DeepSeek-V3: 576"""
+        """Numbers per token that a rank sends.  DeepSeek-V3 on the portable backend: 576"""
         if config.shares_latents:
             return self.model.latent_attention.compressed_width
         widths = self.model.resolved_head_dim + self.model.value_head_dim

@@ -1,6 +1,6 @@
-"""Attention with a softmax over all tokens before, and what attention over a window (`window.py`) shares with it.
+"""Softmax attention: full attention, and the parts that attention over a window (`window.py`) shares with it.
 
-Both save the same.  The bytes are those of a backend: `portable` gathers keys and values, te sends them in a ring.
+Both save the same tensors.  The bytes depend on the backend: portable gathers keys and values, te sends them in a ring.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from sft.layers.rank_share import FP32, RankShare
 from sft.layers.weight import LayerWeight, has_input_norms
 
 MAX_FLASH_HEAD = 256  # width of the widest heads that torch's flash kernel has
-MAX_HEAD_GROUPS = 4  # with more, kernels and messages become small
+MAX_HEAD_GROUPS = 4  # more groups would make kernels and messages too small
 GATED = "gate, gated output"
 SCORE_TILE = 256 * 512  # scores of a head that torch_kernel.py computes at a time
 
@@ -48,7 +48,7 @@ _WEIGHTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxBytes(MixerBytes):
-    """What the bytes of both backends have in common."""
+    """The bytes that both backends have in common."""
 
     @property
     def num_saved_outputs(self) -> int:
@@ -59,7 +59,7 @@ class SoftmaxBytes(MixerBytes):
     def saved(self) -> dict[str, float]:
         queries, pairs = (self.rank.width * numbers for numbers in (self.queries, self.pairs))
         projected = pairs * self.model.full_attention.num_kv_projections / 2
-        # On a GPU the gate's product is compiled, and computes the gate in fp32 again.
+        # On a GPU the product with the gate is compiled, and its backward computes the fp32 gate again.
         gate = (self.rank.width if self.rank.is_fused else FP32) * self.queries
         return {
             "queries, keys, values": queries + projected,
@@ -83,11 +83,11 @@ class SoftmaxBytes(MixerBytes):
         return FP32 * (self.model.qk_norm * rows + self.model.value_norm * groups)
 
     def local(self, tokens: float) -> float:
-        """Bytes of local tokens while backward computes attention for all heads at once: rotated queries and keys, the
-        gradients of output and queries (the latter also in fp32), and the gradients of keys and values."""
-        of_queries = (self.rank.width + FP32) * self.queries
-        of_pairs = self.rank.width * (self.pairs + self.unsummed)
-        return tokens * (self.rotated + of_queries + of_pairs)
+        """Bytes while backward computes attention for all heads at once: rotated queries and keys, and the gradients of
+        output, queries (also in fp32), keys and values."""
+        queries = (self.rank.width + FP32) * self.queries
+        pairs = self.rank.width * (self.pairs + self.unsummed)
+        return tokens * (self.rotated + queries + pairs)
 
     @property
     def freed(self) -> tuple[str, ...]:
@@ -95,18 +95,18 @@ class SoftmaxBytes(MixerBytes):
 
     @property
     def queries(self) -> float:
-        """Elements of a token's queries."""
+        """Numbers per token in queries."""
         return self.model.num_attention_heads * self.model.resolved_head_dim / self.rank.tp
 
     @property
     def pairs(self) -> float:
-        """Elements of a token's keys and values."""
+        """Numbers per token in keys and values."""
         return 2 * self.model.resolved_query_groups * self.model.resolved_head_dim / self.rank.tp
 
     @property
     def unsummed(self) -> float:
-        """Elements of the gradients of keys and values per query head, before the kernel sums them per key head; 0 if
-        each query head has its own key head."""
+        """Numbers per token in the gradients of keys and values per query head, which the kernel then sums per key
+        head; 0 if each query head has its own key head."""
         return 2 * self.queries if self.model.num_attention_heads > self.model.resolved_query_groups else 0.0
 
     @property
@@ -120,7 +120,7 @@ class PortableBytes(SoftmaxBytes):
     """Bytes of the portable backend.  `saved` is exact: tests/ranks/test_saved_tensors.py counts these bytes."""
 
     def rotary(self, pack: float) -> float:
-        """Bytes of cosine and sine of the local tokens, for one or two bases."""
+        """Bytes of cosine and sine of this rank's tokens, for one or two bases."""
         return (
             (2.0 if self.model.rope.window_base is None else 4.0)
             * self.rank.width
@@ -135,28 +135,30 @@ class PortableBytes(SoftmaxBytes):
         return self._working(pack)[1]
 
     def _working(self, pack: float) -> tuple[float, float]:
-        """`local` and `gathered` in the kind of layer that needs most."""
+        """`local` and `gathered` of the kind of layer, full or window, for which their sum is larger."""
         model = self.model
         kinds = {model.kind_of(number + 1) for number in range(model.num_layers)}
         full, window = "full attention" in kinds, "window attention" in kinds
         return max([self._full_layer(pack)] * full + [self._window_layer(pack)] * window, key=sum)
 
     def _full_layer(self, pack: float) -> tuple[float, float]:
-        """Gathered: one head group in the kernel's order and what the kernel makes of it.  Also the next group, and the
-        fp32 sums of the gradients of the previous group, which are in transfer."""
+        """`local` and `gathered` of a layer with full attention, which gathers one head group after the other.
+
+        Gathered are a group's keys and values in the kernel's order, and the gradients that the kernel computes.  In
+        transfer are the next group, and the fp32 sums of the previous group's gradients.
+        """
         tokens, groups = pack / self.rank.cp, num_head_groups(self.model.resolved_query_groups // self.rank.tp)
         if self.rank.cp == 1:
             return self._kernel(tokens, tokens, 1), 0.0
         in_transfer = self.rank.width * (groups > 2) + FP32 * (groups > 1)
         before = FP32 * self.pairs * (groups - 1) / groups  # local gradients of keys and values of other groups
-        num_keys = pack * (
-            1 + 1 / (2 * self.rank.cp) if self._has_flash else 1
-        )  # both chunks need a document's early keys
+        # For the flash kernel, both chunks of a rank need a copy of the early keys of a document.
+        num_keys = pack * (1 + 1 / (2 * self.rank.cp) if self._has_flash else 1)
         gathered = self._keys(num_keys, pack * (groups == 1)) + in_transfer * self.pairs * pack
         return self._kernel(tokens, 0.0, groups) + before * tokens, gathered / groups
 
     def _window_layer(self, pack: float) -> tuple[float, float]:
-        """The same with the halo of one document instead of gathered keys, for all heads at once."""
+        """`local` and `gathered` of a layer with a window: the halo of one document, for all heads at once."""
         tokens = pack / self.rank.cp
         if self.rank.cp == 1:
             return self._full_layer(pack)
@@ -164,32 +166,34 @@ class PortableBytes(SoftmaxBytes):
         return self._kernel(tokens, 0.0, 1), self._keys(num_keys, num_keys)
 
     def _kernel(self, tokens: float, num_keys: float, groups: int) -> float:
-        """Bytes of queries and of their gradients, also those of one group in fp32.  With several groups, the flash
-        kernel copies the group's output and its gradient.  The plain kernel holds three tiles of scores for the heads
-        of a group: weights, their gradient, and those of the tile before."""
+        """Bytes of queries, of all gradients that the kernel computes, and of its working memory.
+
+        The flash kernel has the gradient of one group's queries also in fp32, and with several groups copies of the
+        group's output and of its gradient.  The plain kernel holds three tiles of scores for the heads of a group: the
+        weights, their gradient, and the weights of the previous tile.
+        """
         width, copied = self.rank.width, 2 * (groups > 1)
-        of_group = (1 + copied) * width + FP32 if self._has_flash else width
+        group = (1 + copied) * width + FP32 if self._has_flash else width
         heads = self.model.num_attention_heads / self.rank.tp / groups
         tiles = 0.0 if self._has_flash else 3 * FP32 * heads * SCORE_TILE
-        return tokens * (self.rotated + of_group * self.queries / groups) + self._gradients(num_keys) + tiles
+        return tokens * (self.rotated + group * self.queries / groups) + self._gradients(num_keys) + tiles
 
     def _keys(self, num_keys: float, num_sums: float) -> float:
-        """Bytes of keys and values for all heads, with their gradients; or of their gradients, one of them also in
-        fp32, and of the fp32 sums of num_sums tokens."""
+        """Peak bytes of keys and values of all heads: with their gradients during the kernel; after it only the
+        gradients, one of them also in fp32, and the fp32 sums of num_sums tokens."""
         width = self.rank.width
         summed = num_keys * (width + FP32 / 2 if self._has_flash else FP32) + num_sums * FP32
         return max(width * self.pairs * num_keys + self._gradients(num_keys), self.pairs * summed)
 
     def _gradients(self, num_keys: float) -> float:
-        """Bytes of the gradients of keys and values, as the kernel makes them."""
+        """Bytes of the gradients of keys and values that the kernel computes."""
         if self._has_flash:
             return num_keys * self.rank.width * (self.pairs + self.unsummed)
         return num_keys * FP32 * self.pairs
 
     @property
     def _has_flash(self) -> bool:
-        fits = self.model.attention_softcap is None and self.model.resolved_head_dim <= MAX_FLASH_HEAD
-        return fits and self.rank.is_fused
+        return has_flash(self.model) and self.rank.is_fused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,9 +213,10 @@ class TransformerEngineBytes(SoftmaxBytes):
         return float(FP32) * pack * self.model.rotary_dim
 
     def gathered(self, pack: float) -> float:
-        """Bytes of gathered keys and values.  p2p holds the parts of two ranks, a2a the pack for the rank's heads.
+        """Bytes of gathered keys and values.
 
-        all_gather holds several copies of the whole pack.  Measured: 6.5 copies at cp 2, 7.8 at cp 4, no more at cp 8.
+        p2p holds the parts of two ranks.  a2a holds the pack for the heads of the rank.  all_gather holds several
+        copies of the pack (measured: 6.5 copies at cp 2, 7.8 at cp 4, no more at cp 8).
         """
         if self.rank.cp == 1:
             return 0.0
@@ -224,24 +229,28 @@ def heads(model: ModelConfig) -> dict[str, int]:
         "model.num_attention_heads": model.num_attention_heads,
         "model.num_query_groups": model.resolved_query_groups,
     }
-    of_full = model.full_attention.num_query_groups
-    return numbers | ({"model.full_attention.num_query_groups": of_full} if of_full else {})
+    groups = model.full_attention.num_query_groups
+    return numbers | ({"model.full_attention.num_query_groups": groups} if groups else {})
 
 
 def pair_width(model: ModelConfig) -> float:
-    """heads x (key width + value width) / 2: forward of causal attention takes 4 x this FLOPs for each pair of a query
-    and a key."""
+    """heads x (key width + value width) / 2: forward takes 4 x this many FLOPs for each query and key that it sees."""
     return model.num_attention_heads * (model.resolved_head_dim + model.value_head_dim) / 2
+
+
+def has_flash(model: ModelConfig) -> bool:
+    """Whether torch's flash kernel has heads of this width; it has no softcap."""
+    return model.attention_softcap is None and model.resolved_head_dim <= MAX_FLASH_HEAD
 
 
 @dataclass(frozen=True)
 class SoftmaxAttention(Mixer):
-    """What layers with and without a window have in common."""
+    """The methods that layers with and without a window have in common."""
 
     weights = _WEIGHTS
 
     def bytes(self, config: Config, rank: RankShare, pack: float) -> SoftmaxBytes:
-        """auto counts as portable, the only backend that runs everywhere."""
+        """Bytes of activations.  auto counts as portable, the only backend that runs everywhere."""
         if config.attention.backend == "te":
             return TransformerEngineBytes(model=self.model, rank=rank, cp_comm=config.parallel.cp_comm)
         return PortableBytes(model=self.model, rank=rank)
@@ -262,11 +271,15 @@ class SoftmaxAttention(Mixer):
         }
 
     @property
+    def has_flash(self) -> bool:
+        return has_flash(self.model)
+
+    @property
     def pair_width(self) -> float:
         return pair_width(self.model)
 
     def sent(self, config: Config) -> int:
-        """Llama 8B on tp 2: 4 x 2 x 128 -> 1024"""
+        """Numbers per token that a rank sends.  Llama 8B on tp 2: 4 key heads x 2 x 128 -> 1024"""
         widths = self.model.resolved_head_dim + self.model.value_head_dim
         return self.model.resolved_query_groups // config.parallel.tp * widths
 
@@ -300,5 +313,5 @@ class FullAttention(SoftmaxAttention):
         return f"{cls.kind} of {own.resolved_query_groups} keys of {own.resolved_head_dim}{values}"
 
     def first_share(self, tp: int) -> float:
-        """The keys and values of the first head group; those of the others travel while attention computes."""
+        """The share of the first head group.  The other groups travel while attention computes."""
         return 1 / num_head_groups(self.model.resolved_query_groups // tp)

@@ -1,4 +1,4 @@
-"""Attention with a softmax over a window: a token and those before it, `model.sliding_window` in all."""
+"""Softmax attention over a window: the last `model.sliding_window` tokens, including the token itself."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class WindowAttention(SoftmaxAttention):
             update={
                 "sliding_window_layers": None,
                 "full_attention": FullAttentionConfig(),
-                "rope": model.rope.of_windows or model.rope,
+                "rope": model.rope.window_rope or model.rope,
             }
         )
 
@@ -35,4 +35,4 @@ class WindowAttention(SoftmaxAttention):
 
     def traffic(self, config: Config, passes: Passes) -> HaloTraffic:
         assert self.window is not None
-        return HaloTraffic(token_bytes=self.sent(config) * passes.of_key, window=self.window)
+        return HaloTraffic(token_bytes=self.sent(config) * passes.key_bytes, window=self.window)

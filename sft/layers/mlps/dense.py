@@ -1,4 +1,4 @@
-"""A gated MLP: activation(gate) * up, each a projection of the token, and a projection of the product."""
+"""A gated MLP: down(activation(gate(x)) * up(x)), with the projections gate, up and down."""
 
 from dataclasses import dataclass
 
@@ -30,8 +30,10 @@ class DenseMlp(Mlp):
         return set()
 
     def in_backward(self, work: MlpBackward) -> float:
-        """An adapter's output has the width of gate and up, and is in memory together with the weight's output and the
-        sum."""
+        """Bytes while backward computes the MLP.
+
+        An adapter's output is as wide as gate and up.  It is in memory together with the weight's output and their sum.
+        """
         gate_up = work.saved["gate and up"]
         inside = work.recomputed + gate_up
         if work.adapts_gate_and_up and work.recompute != "none":
@@ -39,7 +41,7 @@ class DenseMlp(Mlp):
         return work.with_hidden(inside)
 
     def replaced(self, work: MlpBackward) -> float:
-        """The gradient of the gated activation takes the place of the activation, if that was saved."""
+        """Bytes of the gated activation, if it was saved: its gradient takes its memory."""
         return (work.saved["gated"] if "gated" in work.kept else 0.0) * work.tokens
 
     @staticmethod

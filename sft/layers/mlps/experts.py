@@ -1,6 +1,6 @@
-"""A mixture of experts: a router, experts of which each token goes to top_k, and at most one shared expert.
+"""A mixture of experts: a router, experts, and at most one shared expert.  Each token goes to top_k experts.
 
-Bytes are an approximation: each token goes to top_k experts, and each rank gets an equal share.
+Bytes are an approximation: they assume that each rank receives equally many tokens.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from sft.layers.second_half import MLP_NORM, MLP_OUTPUT, NORM_SCALE, Mlp, MlpBac
 from sft.layers.weight import LayerWeight, has_input_norms
 
 _M, _X, _SHARED = "mlp", "mlp.experts.experts", "moe.shared_ffn_hidden_size"
-UNFUSED = "silu, up and product"  # of experts on a CPU, whose activation and weighting are three operations
-OWN_NORMS = ("other normed inputs", "outputs of MLP and experts")  # the second are inputs of norms
+UNFUSED = "silu, up and product"  # saved on a CPU, where activation and weighting are three operations
+OWN_NORMS = ("other normed inputs", "outputs of MLP and experts")  # the second ones are inputs of norms
 
 
 def _has_norm_of_all(model: ModelConfig) -> bool:
@@ -50,9 +50,9 @@ class Experts(Mlp):
         sent = rank.sequence * top_k * rank.width * model.hidden_size
         ffn = rank.sequence * top_k * rank.width * model.resolved_expert_ffn
         return {
-            # Scores, probabilities and weights, and two masks; of each choice, two indices and two numbers.
+            # For each expert scores, probabilities, weights and two masks; for each choice two indices and two numbers.
             "router": rank.sequence * ((3 * FP32 + 2) * self.num_experts + 24 * top_k),
-            "sent to experts": sent * rank.etp,  # each etp rank sees all tokens of its expert, and a part of its width
+            "sent to experts": sent * rank.etp,  # each etp rank has all tokens of its expert, and a part of its width
             "gate and up": 2 * ffn,
             "gated": ffn,
             **({} if rank.is_fused or model.activation != "swiglu" else {UNFUSED: 3 * ffn}),
@@ -61,7 +61,7 @@ class Experts(Mlp):
         }
 
     def _shared_expert(self, rank: RankShare) -> dict[str, float]:
-        """Bytes of the shared expert, without its input, which the router saves."""
+        """Bytes per token that the shared expert saves, without its input, which the router saves."""
         model = self.model
         if model.moe.shared_ffn_hidden_size is None:
             return {}
@@ -70,10 +70,9 @@ class Experts(Mlp):
         return {"shared gate and up": 2 * ffn, "shared gated": ffn, **(gate if model.moe.shared_gate else {})}
 
     def _own_norms(self, rank: RankShare) -> dict[str, float]:
-        """Bytes of the norms of moe.own_norms: of the router's, and of those on the outputs of shared expert and
-        experts.
+        """Bytes per token that the norms of moe.own_norms save: norms of the router, the shared expert and the experts.
 
-        The residual stream, their input, is `RESIDUAL`; the first of three normed ones is MLP_NORM.
+        The residual stream, their input, counts as `RESIDUAL`, and the first of three normed inputs as `MLP_NORM`.
         """
         if not self.model.moe.own_norms:
             return {}
@@ -81,14 +80,16 @@ class Experts(Mlp):
         return {OWN_NORMS[0]: 2 * hidden, OWN_NORMS[1]: 2 * hidden, "router's norm's scale": FP32 * rank.sequence}
 
     def kept_by_selective(self, *, norm_outputs_are_saved: bool) -> set[str]:
-        """Among others the tokens that a rank has received, so that no token is sent again."""
+        """Names of kept bytes.  They include the tokens that a rank received, so no token is sent again."""
         saves_norm = norm_outputs_are_saved or self.model.norm_placement == "post"
         kept = {NORM_SCALE, MLP_OUTPUT, "router", "sent to experts", OWN_NORMS[1], "router's norm's scale"}
         return kept | ({MLP_NORM, OWN_NORMS[0]} if saves_norm else set())
 
     def in_backward(self, work: MlpBackward) -> float:
-        """A token counts top_k times.  With `full`, three tensors as wide as what was sent are in memory when
-        recomputation ends."""
+        """Bytes while backward computes the experts.  A token counts top_k times.
+
+        With `full`, three tensors as wide as the sent tokens are in memory when recomputation ends.
+        """
         if work.recompute != "full":
             return (self._recomputed(work) if work.recompute == "selective" else self._all_saved(work)) + work.hidden
         sent, gate_up = work.saved["sent to experts"], work.saved["gate and up"]
@@ -98,11 +99,12 @@ class Experts(Mlp):
         return work.with_hidden(inside)
 
     def _recomputed(self, work: MlpBackward) -> float:
-        """Bytes while backward computes experts that alone are recomputed.
+        """Bytes while backward computes experts, if only the experts are recomputed.
 
-        Their output, its gradient and that of their input are in memory all the time.  When recomputation ends, the
-        output is there in one piece and by expert; when backward ends, so is the gradient of the input, with those of
-        all weights.  Kernels for all experts at once hold the gradient of gate and up for all of them.
+        The output of the experts, its gradient and the gradient of their input are in memory all the time.  When
+        recomputation ends, the output exists twice: as one tensor and by expert.  When backward ends, the gradient of
+        the input exists twice, and the gradients of all weights are there.  Kernels that compute all experts at once
+        hold the gradient of gate and up for all experts.
         """
         sent, gate_up = work.saved["sent to experts"], work.saved["gate and up"]
         gated = work.saved["gated"] + work.saved.get(UNFUSED, 0.0)
@@ -112,8 +114,11 @@ class Experts(Mlp):
         return max(end * work.tokens, 5 * sent * work.tokens + work.weight_gradients)
 
     def _all_saved(self, work: MlpBackward) -> float:
-        """Bytes while backward computes experts without recomputation: at first the gradient of their output, in one
-        piece and by expert; then, with kernels for all experts at once, gradients inside."""
+        """Bytes while backward computes experts without recomputation.
+
+        At first the gradient of their output exists twice: as one tensor and by expert.  Later, kernels that compute
+        all experts at once hold the gradients inside the experts.
+        """
         sent, inside = work.saved["sent to experts"], work.saved["gate and up"] + work.saved["gated"]
         return (max(2 * sent, inside + sent) if work.computes_at_once else 2 * sent) * work.tokens
 

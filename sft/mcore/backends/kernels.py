@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from sft.config import Config
-from sft.config.model import LayerKind
+from sft.config.mixer_section import LayerKind
 from sft.layers.kinds import layer_groups, mtp_groups
 from sft.layers.mixer import Mixer
 from sft.mcore.attention.ffpa import FFPA

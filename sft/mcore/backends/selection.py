@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from sft.config import Config
-from sft.config.model import LayerKind
+from sft.config.mixer_section import LayerKind
 from sft.errors import ConfigError
 from sft.mcore.backend import AttentionBackend
 from sft.mcore.backends import kernels, transformer_engine

@@ -82,7 +82,7 @@ def megatron_arguments(model: ModelConfig) -> dict[str, Any]:
 class MultiLatentAttention(MegatronModule):
     """column_parallel, row_parallel, norm: classes of the modules
 
-    of_layer: what core gives to attention besides, such as the layer's number
+    core_arguments: what core gives to attention besides, such as the layer's number
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class MultiLatentAttention(MegatronModule):
         row_parallel: Any,
         norm: Any,
         pg_collection: Any,
-        **of_layer: Any,
+        **core_arguments: Any,
     ) -> None:
         super().__init__(config)
         latent, self._tp = model.latent_attention, pg_collection.tp
@@ -117,7 +117,7 @@ class MultiLatentAttention(MegatronModule):
         self.kv_layernorm = norm(config=config, hidden_size=self._rank, eps=latent.norm_epsilon)
         key_and_value = latent.qk_nope_head_dim + latent.v_head_dim
         self.linear_kv_up_proj = column_parallel(self._rank, heads * key_and_value, **column)
-        self.core_attention = core_attention(config=config, model=model, pg_collection=pg_collection, **of_layer)
+        self.core_attention = core_attention(config=config, model=model, pg_collection=pg_collection, **core_arguments)
         self.linear_proj = row_parallel(
             heads * latent.v_head_dim,
             hidden,

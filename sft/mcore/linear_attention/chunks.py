@@ -102,9 +102,9 @@ class Chunks:
         """(Q K^T) D, [n, heads, c, c]"""
         return self.times(self.decay, self.query_products)
 
-    def times(self, x: Tensor, of_key_heads: Tensor) -> Tensor:
+    def times(self, x: Tensor, factors: Tensor) -> Tensor:
         """x [n, heads, c, c] times a tensor [n, key heads, 1, c, c]."""
-        return (x.unflatten(1, (-1, self.ratio)) * of_key_heads).flatten(1, 2)
+        return (x.unflatten(1, (-1, self.ratio)) * factors).flatten(1, 2)
 
     def per_key_head(self, x: Tensor) -> Tensor:
         """Sum over the value heads of each key head: [n, heads, ...] -> [n, key heads, ...]."""

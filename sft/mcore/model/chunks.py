@@ -1,8 +1,8 @@
 """Builds megatron-core's GPTModel from the recipe's model config.
 
 One function builds `TransformerConfig`, which only sft/mcore uses.  The model returns hidden states, never logits.  The
-loss head (sft/mcore/loss) projects hidden states.  A new model has no weights: `initial_weights.py` draws them, or
-`checkpoint_io` loads them.
+loss head (sft/mcore/loss) projects hidden states.  A new model's weights have no values until `initial_weights.py`
+draws them, or `checkpoint_io` loads them.
 """
 
 import importlib.util
@@ -96,14 +96,14 @@ def transformer_config(
 
 
 def _leave_without_value(weight: Tensor) -> None:
-    """Core's initialisation of a matrix: draws nothing.  A matrix that is neither loaded nor drawn is NaN."""
+    """Initialise a matrix for core, without drawing values.  A matrix that is neither loaded nor drawn stays NaN."""
     torch.nn.init.constant_(weight, math.nan)
 
 
 def fuses_gradients(train: TrainConfig, backend: AttentionBackend) -> bool:
-    """Whether the matrix product of a weight's gradient adds to the fp32 sum of gradients.
+    """Whether the matrix product of a weight's gradient adds its result to the fp32 sum of gradients.
 
-    Core needs an extension of Apex for this, also with Transformer Engine.  Core marks a weight whose gradient was
+    Core needs an extension of Apex for this, also with Transformer Engine.  Core marks a weight whose gradient it has
     added.  With saved-tensor hooks, backward gets a copy of the weight, so the mark would be lost.  Tiles add gradients
     themselves.
     """
@@ -113,7 +113,8 @@ def fuses_gradients(train: TrainConfig, backend: AttentionBackend) -> bool:
 
 
 def _dispatcher_fields(parallel: ParallelConfig, device_type: str) -> dict[str, Any]:
-    """How tokens are sent to experts.  Core refuses its own default with variable_seq_lengths, dense or not."""
+    """Fields for the dispatch of tokens to experts.  Core refuses its default with variable_seq_lengths, even without
+    experts."""
     if parallel.ep_comm == "alltoall":
         return dict(moe_token_dispatcher_type="alltoall")
     if device_type != "cuda" or importlib.util.find_spec("deep_ep") is None:
@@ -157,12 +158,13 @@ def _norm_fields(model: ModelConfig) -> dict[str, Any]:
 
 
 def _activation_fields(model: ModelConfig) -> dict[str, Any]:
-    """Core gives gate and up together only to activations of Transformer Engine, in whose place it builds ours."""
+    """Fields of the activation.  Core passes gate and up together only to activations of Transformer Engine, so these
+    fields make it build our activation instead of one of these."""
     return dict(bias_activation_fusion=False, use_te_activation_func=True) if GatedActivation.fields(model) else {}
 
 
 def _recompute_fields(recompute: str) -> dict[str, Any]:
-    """Fields with which core recomputes whole layers; `layer.py` recomputes the second half of a layer."""
+    """Fields with which core recomputes whole layers.  `layer.py` recomputes only the second half of a layer."""
     if recompute == "full":
         return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     return {}
@@ -256,13 +258,13 @@ def _build_chunk(
 
 
 def _embedding_multiplier(model: ModelConfig, dtype: torch.dtype) -> float:
-    """As transformers rounds that of Gemma: to fp32, then to the dtype of the weights."""
+    """The factor on embeddings, rounded as transformers does for Gemma: to fp32, then to the dtype of the weights."""
     rounded = torch.tensor(model.embedding_multiplier, dtype=torch.float32).to(dtype)
     return rounded.item() if model.round_embedding_multiplier else model.embedding_multiplier
 
 
 def sharded_tensors(state: dict[str, Any] | list[Any]) -> Iterator[ShardedTensor]:
-    """Every tensor of this rank that a sharded state dict describes, including the tensors that factories make."""
+    """Every tensor of this rank in a sharded state dict, including the tensors that factories make."""
     for leaf in nested_values(state):
         if isinstance(leaf, ShardedTensorFactory):
             yield from sharded_tensors([leaf.build()])

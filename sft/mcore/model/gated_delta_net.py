@@ -1,12 +1,13 @@
-"""The layer's module that takes the place of attention: Gated DeltaNet (Yang et al., 2024, arXiv:2412.06464).
+"""Gated DeltaNet (Yang et al., 2024, arXiv:2412.06464): the module that replaces attention in a layer.
 
-    q, k, v, z, b, a = projections of the token             q, k, v = silu(causal convolution of q, k, v)
+    q, k, v, z, b, a = projections of the hidden state      q, k, v = silu(causal convolution of q, k, v)
     g = -exp(A_log) * softplus(a + dt_bias)                 beta = sigmoid(b)
     output = projection of (norm(gated delta rule of q, k, v, g, beta) * silu(z))
 
-Tensor-parallel ranks hold key heads, with the value heads that these serve.  So a rank's rows of the projection, and
-its channels of the convolution, are a part of the queries, a part of the keys, and so on, and never consecutive rows of
-the whole.  In a checkpoint each of these is a tensor of its own, under the name that Megatron-LM gives it.
+Tensor-parallel ranks divide key heads among them; a rank also has the value heads that its key heads serve.  So a
+rank's rows of the projection, and its channels of the convolution, consist of a part of the queries, a part of the
+keys, and so on.  They are not consecutive rows of the full weight.  A checkpoint has a tensor for each of these parts,
+with the name that Megatron-LM gives it.
 """
 
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ _PROJECTIONS = ("query", "key", "value", "z", "beta", "alpha")  # as Megatron-LM
 
 
 def install(spec: ModuleSpec, config: Config, model: ModelConfig, backend: AttentionBackend) -> ModuleSpec:
-    """The layer `spec` with a `GatedDeltaNet`, which has linear modules of the same classes as its attention."""
+    """The layer `spec` with a `GatedDeltaNet`, whose linear modules have the classes of those in attention."""
     layer, recompute = spec.submodules, config.train.recompute == "selective"
     attention = layer.self_attention.submodules
     linears = {"in_proj": attention.linear_qkv, "out_proj": attention.linear_proj}
@@ -55,7 +56,7 @@ def install(spec: ModuleSpec, config: Config, model: ModelConfig, backend: Atten
 
 
 def documents(backend: AttentionBackend, cu_seqlens: np.ndarray, cp: CpGroup, device: torch.device) -> LinearDocuments:
-    """The fragments of a microbatch on this rank.  cu_seqlens: padded boundaries of the whole pack"""
+    """The fragments of a microbatch on this rank.  cu_seqlens: int32 [n + 1], padded boundaries of the whole pack"""
     config, linear = backend.config, backend.config.model.linear_attention
     sizes = HeadSizes.of(linear, config.parallel.tp, params_dtype(config).itemsize)
     return LinearDocuments.of(
@@ -85,10 +86,11 @@ def megatron_arguments(model: ModelConfig) -> dict[str, Any]:
 
 
 class GatedDeltaNet(MegatronModule):
-    """in_proj, out_proj: classes of the column-parallel and the row-parallel projection
+    """The mixer of a layer with linear attention.
 
-    recompute: the module saves only its input, and backward computes it again.  Its time is linear in the length, so
-        this costs little at any length, unlike a second pass of attention.
+    in_proj, out_proj  classes of the column-parallel and the row-parallel projection
+    recompute          the module saves only its input, and backward computes it again.  The time is linear in the
+                       length, so this is cheap at any length, unlike a second forward pass of softmax attention
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class GatedDeltaNet(MegatronModule):
         self._key_dim, self._value_dim = linear.key_head_dim, linear.value_head_dim
         keys, values, heads = linear.key_width, linear.value_width, linear.num_value_heads
         widths = [keys, keys, values, values, heads, heads]
-        self._widths = [width // self._tp.size() for width in widths]  # of this rank
+        self._widths = [width // self._tp.size() for width in widths]  # widths on this rank
         common: dict[str, Any] = dict(config=config, bias=False, is_expert=False, tp_group=self._tp)
         self.in_proj = in_proj(
             model.hidden_size,
@@ -136,7 +138,7 @@ class GatedDeltaNet(MegatronModule):
         )
 
     def _split_weight(self, *shape: int) -> torch.nn.Parameter:
-        """A weight of which tp ranks hold different rows, without value."""
+        """A weight without values.  tp ranks hold different rows of it."""
         weight = torch.nn.Parameter(torch.full(shape, torch.nan, dtype=self.config.params_dtype))
         set_tensor_model_parallel_attributes(weight, True, 0, 1)
         return weight
@@ -144,7 +146,7 @@ class GatedDeltaNet(MegatronModule):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, *, packed_seq_params: PackedDocuments, **unused: Any
     ) -> tuple[Tensor, None]:
-        """[t, 1, h] -> [t, 1, h] and no bias; under sequence parallelism a rank has a part of the tokens."""
+        """Hidden states [t, 1, h] -> [t, 1, h], and no bias.  With sequence parallelism a rank has a part of them."""
         documents = packed_seq_params.own["linear attention"]
         assert attention_mask is None
         if self._recompute and self.training:
@@ -196,13 +198,13 @@ class GatedDeltaNet(MegatronModule):
 
 
 def log_decay(a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
-    """g [t, heads], at most 0: the logarithm of each head's decay, in fp32, or in float64."""
+    """The logarithm g of each head's decay, [t, heads], at most 0, in fp32, or in float64 if the inputs are."""
     wide = torch.promote_types(a.dtype, torch.float32)
     return -a_log.to(wide).exp() * torch.nn.functional.softplus(a.to(wide) + dt_bias.to(wide))
 
 
 def _by_part(shard: ShardedTensor, widths: Sequence[int]) -> ShardedTensorFactory:
-    """A checkpoint's entry for a weight whose rows on a rank are `widths` rows of so many tensors."""
+    """A checkpoint's entry for a weight that is stored as several tensors.  widths: rows of each on this rank"""
     build = partial(_parts, shard.without_data(), widths)
     return ShardedTensorFactory(shard.key, shard.data, build, torch.cat, shard.replica_id)
 

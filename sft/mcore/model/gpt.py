@@ -1,7 +1,7 @@
-"""A GPTModel that returns hidden states, and with multi-token prediction also those that predict the token after next.
+"""A GPTModel that returns hidden states.  With multi-token prediction, it also returns those of the second head.
 
-With pipeline parallelism, the last stage then has a copy of the input embedding, as a tied model has one of its output.
-Both copies get the sum of both gradients, so they stay equal.
+With multi-token prediction and pipeline parallelism, the last stage has a copy of the input embedding, as in a model
+with tied embeddings.  Both copies get the sum of both gradients, so they stay equal.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,17 +20,18 @@ from sft.mcore.model.mtp import MultiTokenPrediction, NextTokens
 
 
 class Hidden(NamedTuple):
-    """Hidden states [t, 1, h], or [t / tp, 1, h] under sequence parallelism."""
+    """Hidden states [t, 1, h], or [t / tp, 1, h] with sequence parallelism, that predict following tokens."""
 
-    of_next: Tensor  # predict the token after each
-    of_second: Tensor  # predict the one after that
+    first: Tensor  # predict the next token
+    second: Tensor  # predict the token after the next one
 
 
 class HiddenStatesGPT(GPTModel):
     """GPTModel whose last stage returns hidden states instead of logits.
 
-    logits_scaling: logits are divided by this number; the last stage divides its hidden states, which is the same
-    mtp: makes the block for multi-token prediction; None: the model has none.  mtp_mode: train.mtp
+    logits_scaling  divisor of the logits; the last stage divides its hidden states, with the same result
+    mtp             makes the block for multi-token prediction; None: the model has no block
+    mtp_mode        train.mtp
     """
 
     def __init__(
@@ -50,17 +51,17 @@ class HiddenStatesGPT(GPTModel):
         )
         if self.pre_process and embedding_multiplier != 1.0:
             self.embedding.register_forward_hook(lambda module, args, output: output * embedding_multiplier)
-        # Core reads an attribute `mtp` as its own block.
+        # Core would treat an attribute `mtp` as its own block.
         self.multi_token = mtp() if mtp is not None and self.post_process else None
         self._has_copies = False  # whether this stage and another one have the input embedding
         if mtp is not None and self.pre_process != self.post_process:
             self._share_embedding()
 
     def _share_embedding(self) -> None:
-        """Give the last of several stages an embedding: the copy that a tied model has as its output, or a new one.
+        """Give the last of several stages an embedding: the output weight of a tied model, or a new copy.
 
-        Core gives weights with the attribute `shared_embedding` buckets of their own, which are cut alike on all
-        stages, and counts weights with the attribute `shared` no second time in the gradient norm.
+        Core puts weights with the attribute `shared_embedding` into separate buckets, which are the same on all
+        stages.  It does not count weights with the attribute `shared` twice in the gradient norm.
         """
         if self.post_process:
             self.embedding = LanguageModelEmbedding(
@@ -76,7 +77,7 @@ class HiddenStatesGPT(GPTModel):
             table.weight.shared, table.weight.shared_embedding = self.post_process, True
         elif self.post_process:
             table.weight = self.output_layer.weight
-            table.weight.zero_out_wgrad = True  # of the two gradients that autograd adds, the head's is already added
+            table.weight.zero_out_wgrad = True  # the head's gradient is already in the sum when autograd adds the other
 
     def _postprocess(
         self,
@@ -87,8 +88,8 @@ class HiddenStatesGPT(GPTModel):
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Tensor | Hidden:
-        """labels: core passes the argument of `forward` on; here, the tokens that the block reads"""
-        self.decoder.set_input_tensor(None)  # core keeps the tensor that a stage received, and then its gradient
+        """Hidden states of the last stage.  labels: the block's input, which core passes on from `forward`"""
+        self.decoder.set_input_tensor(None)  # otherwise core keeps the tensor that a stage received, and its gradient
         if self.multi_token is None or labels is None:
             return self._scaled(hidden_states)
         is_joint = self._mtp_mode == "joint"
@@ -106,7 +107,7 @@ class HiddenStatesGPT(GPTModel):
         return hidden_states / self._logits_scaling if scales else hidden_states
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """The embedding as the model computes it, without the hooks that observe the model's own input."""
+        """The embedding as the model computes it, without calling the hooks that observe the model's input."""
         is_joint, is_copy = self._mtp_mode == "joint", self._has_copies
         with torch.set_grad_enabled(torch.is_grad_enabled() and (is_joint or is_copy)):
             embedded: Tensor = self.embedding.forward(tokens, None)
@@ -131,11 +132,11 @@ class HiddenStatesGPT(GPTModel):
 
     @property
     def shared_embedding(self) -> Tensor | None:
-        """The input embedding, if another stage has a copy; None: no stage has, or the output is the copy."""
+        """The input embedding, if another stage has a copy of it; None if there is no copy, or if the output is it."""
         return self.embedding.word_embeddings.weight if self._has_copies else None
 
     def output_weight(self) -> Tensor:
-        """Output projection of the last stage, [padded vocabulary / tp, h]; if tied, the input embedding."""
+        """The output weight of the last stage, [padded vocabulary / tp, h]; if tied, the input embedding."""
         if self.share_embeddings_and_output_weights:
             weight: Tensor = self.shared_embedding_or_output_weight()
             return weight
@@ -143,7 +144,7 @@ class HiddenStatesGPT(GPTModel):
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """Returns its input, whose gradient is 0: the copy of an embedding has a gradient, which core waits for."""
+    """Returns its input and stops the gradient with zeros.  So the embedding's copy has a gradient, as core expects."""
 
     @staticmethod
     def forward(ctx: Any, through: Tensor) -> Tensor:
@@ -155,7 +156,7 @@ class _WithoutGradient(torch.autograd.Function):
 
 
 def reduce_shared_embedding(chunks: Iterable[Any], group: dist.ProcessGroup | None) -> None:
-    """Add up the gradients of both copies of the embedding.  group: the first and the last stage; collective"""
+    """Sum the gradients of both copies of the embedding.  Collective in `group`, the first and the last stage."""
     for chunk in chunks:
         weight = chunk.module.shared_embedding
         if weight is not None and weight.requires_grad:

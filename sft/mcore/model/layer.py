@@ -1,13 +1,13 @@
-"""Extends megatron-core's transformer layer: if the recipe says so, backward recomputes the second half of a layer.
+"""Extends megatron-core's transformer layer.  Backward can recompute the second half of the layer.
 
 The second half is the norm, the MLP, and the residual sum.  A recomputed second half saves only its input.  The second
-half can run in tiles of tokens, forward and backward; the wide activations inside an MLP then exist for one tile at a
-time.  The first half, attention, is computed once; activations/saved_tensors.py decides how its tensors are saved.
-With experts, backward recomputes only those (experts/layer.py).  With train.recompute = full, core recomputes whole
-layers.
+half can run in tiles of tokens, forward and backward, so that the wide activations inside an MLP exist for one tile at
+a time.  The first half, attention, is computed once; activations/saved_tensors.py decides how its tensors are saved.
+In a layer with experts, backward recomputes only the experts (experts/layer.py).  With train.recompute = full, core
+recomputes whole layers.
 
-A layer also adds what core's layer lacks: norms on the outputs of attention and MLP, a factor on these outputs, and a
-factor on its own output.
+The layer also has features that core's layer lacks: norms on the outputs of attention and MLP, a factor on these
+outputs, and a factor on the layer's output.
 """
 
 from dataclasses import dataclass
@@ -27,11 +27,13 @@ from sft.mcore.experts.layer import ExpertLayer
 
 
 class Layer(TransformerLayer):
-    """recompute: backward recomputes the second half; tile: tokens per tile of the second half, None: no tiles
+    """A transformer layer.
 
-    residual_multiplier: factor on the outputs of attention and MLP before they are added to the residual stream
-    output_norm: class of a norm on each of these outputs; None: no norm
-    has_scalar: the layer multiplies its output by a number of its own, a buffer that comes with the weights (Gemma 4)
+    recompute            whether backward recomputes the second half
+    tile                 tokens per tile of the second half; None: no tiles
+    residual_multiplier  factor on the outputs of attention and MLP before they are added to the residual stream
+    output_norm          class of a norm on each of these outputs; None: no norm
+    has_scalar           whether the layer multiplies its output by a number, a buffer that checkpoints hold (Gemma 4)
     """
 
     save_policy: SavePolicy | None = None
@@ -82,7 +84,7 @@ class Layer(TransformerLayer):
             output = core_forward_mlp(tokens, *args, **kwargs)
             return output if self.layer_scalar is None else output * self.layer_scalar
 
-        # Evaluation also uses tiles, because it has no more memory than training.
+        # Evaluation also uses tiles, because it has no more free memory than training.
         if not self._recompute or not (self.training or self._tile):
             return second_half(hidden_states)
         if self.config.fp8:  # FP8 excludes tiles; Transformer Engine's checkpoint restores the first pass's scales
@@ -95,7 +97,7 @@ class Layer(TransformerLayer):
 
 @dataclass(frozen=True)
 class _ResidualSum:
-    """Takes the place of core's sum, `bias_dropout_add`: residual + multiplier * norm(output + bias)."""
+    """Computes residual + multiplier * norm(output + bias), instead of core's sum `bias_dropout_add`."""
 
     norm: torch.nn.Module | None
     multiplier: float

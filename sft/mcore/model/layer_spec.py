@@ -1,4 +1,4 @@
-"""The modules of one transformer layer: those of the attention backend, with this trainer's layer, experts and MLP."""
+"""The spec of one transformer layer: the attention backend's modules, with this trainer's layer, experts and MLP."""
 
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,7 @@ from sft.mcore.modules.gated_activation import GatedActivation
 
 
 def layer_spec(config: Config, backend: AttentionBackend, tp_group: Any, layer_number: int) -> ModuleSpec:
-    """The modules of one transformer layer.  layer_number: counted from 1"""
+    """The spec of one transformer layer.  layer_number: the layer's number, from 1"""
     model, train = config.model, config.train
     is_selective, has_experts = train.recompute == "selective", model.has_experts(layer_number)
     spec = backend.with_attention(backend.library.layer_spec(has_experts=has_experts, tp_group=tp_group))
@@ -43,9 +43,9 @@ def layer_spec(config: Config, backend: AttentionBackend, tp_group: Any, layer_n
     return spec
 
 
-def _with_experts(spec: ModuleSpec, model: ModelConfig, backend: AttentionBackend, **of_experts: Any) -> ModuleSpec:
+def _with_experts(spec: ModuleSpec, model: ModelConfig, backend: AttentionBackend, **arguments: Any) -> ModuleSpec:
     mlp, keys = spec.submodules.mlp, spec.submodules.sharded_state_dict_keys_map
-    # Core's local spec would rename the checkpoint key of the norm before an MLP, but not of the norm before experts.
+    # Core's local spec renames the checkpoint key of the norm before an MLP, but not of the norm before experts.
     spec.submodules.sharded_state_dict_keys_map = {k: v for k, v in keys.items() if not k.startswith("pre_mlp")}
     submodules_of(mlp).router = partial(NormedRouter if model.moe.own_norms else Router, moe=model.moe)
     if GatedActivation.fields(model) and model.moe.shared_ffn_hidden_size is not None:
@@ -55,9 +55,9 @@ def _with_experts(spec: ModuleSpec, model: ModelConfig, backend: AttentionBacken
     layer: type[ExpertLayer] = ExpertLayer
     if model.moe.own_norms:
         spec.submodules.pre_mlp_layernorm = IdentityOp
-        layer, of_experts = NormedExperts, of_experts | {"norm": backend.library.final_norm}
+        layer, arguments = NormedExperts, arguments | {"norm": backend.library.final_norm}
     if isinstance(mlp, ModuleSpec):  # up to core 0.18
-        mlp.module, mlp.params = layer, of_experts
+        mlp.module, mlp.params = layer, arguments
     else:
-        spec.submodules.mlp = partial(layer, **mlp.keywords, **of_experts)
+        spec.submodules.mlp = partial(layer, **mlp.keywords, **arguments)
     return spec

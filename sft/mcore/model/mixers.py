@@ -1,6 +1,6 @@
-"""The module of each kind of layer: what takes the place of attention in a layer of the backend.
+"""The module of each kind of mixer, which replaces attention in a layer of the backend.
 
-sft/layers/mixers says what a kind of layer is; here is what computes it.
+sft/layers/mixers describes the kinds; the modules of this file compute them.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,8 +12,8 @@ from megatron.core.transformer import ModuleSpec
 from torch import Tensor
 
 from sft.config import Config, ModelConfig
-from sft.config.model import LayerKind
-from sft.layers.kinds import layer_groups, of_kind
+from sft.config.mixer_section import LayerKind
+from sft.layers.kinds import layer_groups, model_of_kind
 from sft.mcore.backend import AttentionBackend, PackedDocuments
 from sft.mcore.latent_attention import multi_latent_attention
 from sft.mcore.model import gated_delta_net
@@ -25,11 +25,11 @@ MakeDocuments = Callable[[AttentionBackend, np.ndarray, CpGroup, torch.device], 
 
 
 class MixerModule(NamedTuple):
-    """The module of one kind of layer.
+    """The module of one kind of mixer.
 
-    install    puts it into the layer of a backend.  Its model is that of the layer (`of_kind`)
-    documents  makes `PackedDocuments.own` of a microbatch; None: the mixer needs nothing of its own
-    arguments  those of Megatron-LM that describe it in a checkpoint.  Its model is the whole model
+    install    puts the module into the layer of a backend.  Its `model` is that of the layer (`model_of_kind`)
+    documents  makes `PackedDocuments.own` for a microbatch; None: the mixer needs no other input than attention
+    arguments  makes the Megatron-LM arguments that describe the mixer in a checkpoint.  Its argument is the whole model
     """
 
     install: Callable[[ModuleSpec, Config, ModelConfig, AttentionBackend], ModuleSpec]
@@ -57,13 +57,13 @@ MIXER_MODULES: Mapping[LayerKind, MixerModule] = {
 def with_mixer(spec: ModuleSpec, config: Config, backend: AttentionBackend, layer_number: int) -> ModuleSpec:
     """The layer `spec` with the mixer of this layer, counted from 1."""
     kind = config.model.kind_of(layer_number)
-    return MIXER_MODULES[kind].install(spec, config, of_kind(config.model, kind), backend)
+    return MIXER_MODULES[kind].install(spec, config, model_of_kind(config.model, kind), backend)
 
 
 def packed_documents(
     backend: AttentionBackend, cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp: CpGroup
 ) -> PackedDocuments:
-    """What the layers of a model need to know about a microbatch; the arguments are those of `backend.documents`."""
+    """The documents of a microbatch, as all mixers of the model need them.  Arguments as for `backend.documents`."""
     packed = backend.documents(cu_seqlens, max_seqlen, positions, cp)
     kinds = {group.mixer.kind for group in layer_groups(backend.config.model)}
     makers = {kind: make for kind, (_, make, _) in MIXER_MODULES.items() if make is not None and kind in kinds}

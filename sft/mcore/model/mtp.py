@@ -7,13 +7,13 @@
                     b  c  d  -      embeddings
     block predicts  c  d  -  -
 
-The layer is like the model's last ones, and the block shares embedding and output weight with the model.  Its own
-weights have the keys of Megatron-LM's block.
+The layer has the kind of the model's last layer.  The block shares embedding and output weight with the model; its
+other weights have the keys of Megatron-LM's block.
 
-Megatron-core has such a block (multi_token_prediction.py), which is not used.  Each of its ranks shifts the tokens that
-it holds and asks its neighbours for the missing ones, document by document, and its loss depends on the layout: it
-divides by the tokens of a microbatch on a rank (Megatron-LM#2417, #3943).  Here, the collator finds both following
-tokens of a document before a pack is cut over ranks of context parallelism, and the loss is divided by the number of
+This module replaces megatron-core's block (multi_token_prediction.py).  In core's block each rank shifts the tokens
+that it holds, and asks its neighbours for the missing ones, document by document.  Its loss depends on the layout,
+because it divides by the tokens of a microbatch on a rank (Megatron-LM#2417, #3943).  In this trainer, the collator
+determines both following tokens before context parallelism divides a pack, and the loss is divided by the number of
 predicted tokens of the global batch (mtp_loss.py).
 """
 
@@ -33,11 +33,11 @@ from sft.mcore.modules.duplicated_linear import DuplicatedLinear
 
 @dataclass(frozen=True, kw_only=True)
 class NextTokens:
-    """What the block reads besides hidden states.
+    """The inputs of the block besides hidden states.
 
-    tokens     int64 [1, t], the token after each token of this rank; any token where the document has none
-    documents  int32 [1, t], or [1, t / tp] under sequence parallelism: the document of each token, -1 for padding and
-               for last tokens of documents; only experts read it
+    tokens     int64 [1, t], the token after each token of this rank; after the last token of a document, any token
+    documents  int32 [1, t], or [1, t / tp] with sequence parallelism: the number of each token's document; -1 for
+               padding and for the last token of a document.  Only experts read it
     """
 
     tokens: Tensor
@@ -45,7 +45,11 @@ class NextTokens:
 
 
 class MultiTokenPrediction(MegatronModule):
-    """The block.  norm: class of its norms; layer_number: of its layer, as core counts on this stage"""
+    """The block for multi-token prediction.
+
+    norm          class of its norms
+    layer_number  number of its layer, as core counts layers on this stage
+    """
 
     def __init__(
         self,
@@ -75,9 +79,9 @@ class MultiTokenPrediction(MegatronModule):
         rotary_pos_emb: Tensor | None,
         packed_seq_params: Any,
     ) -> Tensor:
-        """Hidden states of tokens and embeddings of the tokens after them, [t, 1, h] each -> [t, 1, h]
+        """Hidden states [t, 1, h] from those of the model and the embeddings of the next tokens, [t, 1, h] each.
 
-        Under sequence parallelism all three are this rank's slices.
+        With sequence parallelism, all three are this rank's slices.
         """
 
         def layer(hidden: Tensor, embedded: Tensor) -> Tensor:
@@ -93,7 +97,7 @@ class MultiTokenPrediction(MegatronModule):
 
         output: Tensor
         if self.training and torch.is_grad_enabled() and self.config.recompute_granularity == "full":
-            # Core recomputes a function only if one of its inputs has a gradient.
+            # Core recomputes a function only if one of its inputs requires a gradient.
             hidden = hidden if hidden.requires_grad else hidden.detach().requires_grad_()
             output = tensor_parallel.checkpoint(layer, False, hidden, embedded)
         else:

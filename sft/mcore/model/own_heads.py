@@ -1,12 +1,12 @@
-"""megatron-core's attention layer with what its kind of layer has of its own (Gemma 4).
+"""Extends megatron-core's attention layer for models whose kinds of layers have different heads (Gemma 4).
 
-    heads    width, and number of key/value heads (`model.full_attention`); core has one size for all layers
-    values   a norm without a weight; in some layers they are made of keys, and there is no projection for them
+    heads    width and number of key heads can differ between layers (`model.full_attention`), unlike in core
+    values   pass a norm without a weight; in some layers keys and values share one projection
 
-        key = rotary(norm(projection))        value = unscaled norm(projection), in layers whose keys are also values
+        key = rotary(norm(projection))        value = norm without a weight(projection), in layers that share it
 
-The rotary positions belong to portable.py.  The projection of a layer whose keys are also values has, for each query
-group, the rows of its query heads and then those of its key head.
+portable.py applies the rotary positions.  In such layers, linear_qkv has for each query group the rows of its query
+heads, and then the rows of its key head.
 """
 
 import copy
@@ -22,7 +22,7 @@ from sft.mcore.modules.norm import UnscaledNorm
 
 
 def with_own_heads(spec: ModuleSpec, model: ModelConfig) -> ModuleSpec:
-    """The layer `spec` with an `OwnHeads`.  model: of the layer's kind, `kinds.of_kind`"""
+    """The layer `spec` with an `OwnHeads`.  model: a model whose layers are all of this kind (`kinds.model_of_kind`)"""
     attention = spec.submodules.self_attention
     attention.module, attention.params = OwnHeads, {**attention.params, "model": model}
     if model.full_attention.keys_as_values:
@@ -31,7 +31,7 @@ def with_own_heads(spec: ModuleSpec, model: ModelConfig) -> ModuleSpec:
 
 
 def _narrowed(linear: Any, model: ModelConfig) -> Any:
-    """A subclass of core's projection `linear` without rows for values."""
+    """A subclass of core's projection `linear` that has no rows for values."""
     rows = (model.num_attention_heads + model.resolved_query_groups) * model.resolved_head_dim
 
     class QueriesAndKeys(linear):
@@ -42,7 +42,7 @@ def _narrowed(linear: Any, model: ModelConfig) -> Any:
 
 
 class OwnHeads(SelfAttention):
-    """model: whose heads all layers have that this layer has"""
+    """Attention with the heads of `model`, a model whose layers are all of this kind."""
 
     def __init__(self, config: TransformerConfig, *args: Any, model: ModelConfig, **kwargs: Any) -> None:
         own = copy.copy(config)
@@ -55,7 +55,7 @@ class OwnHeads(SelfAttention):
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """[t, 1, h] -> queries [t, 1, heads, d], keys and values [t, 1, key heads, d] of this rank of tp"""
+        """Queries [t, 1, heads, d], keys and values [t, 1, key heads, d] of this tp rank, from [t, 1, h]."""
         if not self._keys_are_values:
             query, key, value = super().get_query_key_value_tensors(hidden_states, key_value_states, **options)
             return query, key, value if self.value_norm is None else self.value_norm(value)
@@ -63,6 +63,6 @@ class OwnHeads(SelfAttention):
         width = self.hidden_size_per_attention_head
         projected, _ = self.linear_qkv(hidden_states)
         by_group = projected.unflatten(-1, (self.num_query_groups_per_partition, -1, width))
-        query, key = by_group[..., :-1, :].flatten(2, 3), by_group[..., -1, :].contiguous()  # both norms save the key
+        query, key = by_group[..., :-1, :].flatten(2, 3), by_group[..., -1, :].contiguous()  # both norms save this key
         query = query if self.q_layernorm is None else self.q_layernorm(query)
         return query, key if self.k_layernorm is None else self.k_layernorm(key), self.value_norm(key)

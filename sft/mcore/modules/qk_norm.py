@@ -62,8 +62,8 @@ class KeyNorm(_AcrossHeadsNorm):
 
 def norms_over(tp_group: Any) -> tuple[type[QueryNorm], type[KeyNorm]]:
     """The norms over the heads of the ranks of this group: classes, because core makes the modules itself."""
-    of_group = {"tp_group": tp_group}
-    return type("QueryNorm", (QueryNorm,), of_group), type("KeyNorm", (KeyNorm,), of_group)
+    arguments = {"tp_group": tp_group}
+    return type("QueryNorm", (QueryNorm,), arguments), type("KeyNorm", (KeyNorm,), arguments)
 
 
 class _Norm(torch.autograd.Function):

@@ -8,7 +8,7 @@ PYTHON312 ?= python3.12
 TESTS ?= tests/ranks tests/faults tests/docs tests/unit
 # What a second Python version must show in CI, beside the whole suite on the first.  test_golden.py resumes LoRA, too.
 TESTS_312 ?= tests/ranks/test_resume_layouts.py tests/ranks/test_resume.py tests/ranks/test_golden.py tests/ranks/test_interop.py \
-	tests/ranks/test_hf_convert.py tests/ranks/test_flash.py tests/ranks/test_megatron_fields.py tests/unit/test_wall.py tests/unit/test_recipe.py tests/unit/test_sandbox.py \
+	tests/ranks/test_hf_convert.py tests/ranks/test_megatron_fields.py tests/unit/test_wall.py tests/unit/test_recipe.py tests/unit/test_sandbox.py \
 	tests/unit/test_safe_reader.py tests/unit/test_encoding_version.py
 # Processes among which make test shares the test files.  Most tests of ranks keep a core busy and wait on each other.
 WORKERS ?= 2
@@ -26,7 +26,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes.  Without bytecode on disk each compiles torch and megatron-core for about 7 s again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo demo-text demo-retrieval test test-faults test-mutations test-triton test-slurm test-standin test-gpu gpu-hour test-all test-py312 test-all-versions test-docs lint fmt docs pages clean python
+.PHONY: help venv demo demo-text demo-retrieval test test-faults test-mutations test-triton test-slurm test-standin test-gpu gpu-hour test-all venv-py312 test-py312 test-all-versions test-docs lint fmt docs pages clean python
 
 help:
 	@echo "make venv                create .venv/<python version> with pinned dependencies"
@@ -139,6 +139,9 @@ test-standin: $(STANDIN)/.ready
 test-slurm: $(READY)
 	@PATH="$$PATH:/usr/sbin" command -v slurmctld >/dev/null || test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null || { apt-get update --quiet && apt-get install --quiet --yes --no-install-recommends slurm-wlm munge; } || true
 	$(BIN)/python -m pytest tests/slurm $(PYTEST_FLAGS)
+
+venv-py312:
+	$(MAKE) venv PYTHON='$(PYTHON312)'
 
 test-py312:
 	$(MAKE) test PYTHON='$(PYTHON312)' TESTS='$(TESTS_312)' PYTEST_FLAGS='-m "not one_version" $(PYTEST_FLAGS)'

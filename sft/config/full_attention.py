@@ -39,7 +39,6 @@ class FullAttentionConfig(Section):
             "latent_attention.kv_lora_rank": model.latent_attention.is_used,
             "qk_norm_across_heads": model.qk_norm_across_heads,
             "attention_output_gate": model.attention_output_gate,
-            "has_mtp": model.has_mtp,
         }.items():
             if is_used:
                 yield name, "is not supported with full_attention: no released model has both"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from sft.config import Config, ModelConfig
 from sft.layers.adapters import EMBEDDING, HEAD, Trained, Weight
-from sft.layers.flops import LayerParameters, kinds_of, layers_of, mtp_layers_of
+from sft.layers.flops import LayerParameters, block_of, kinds_of, layers_of
 from sft.parallel.layout import Layout, padded_vocab_size
 
 
@@ -50,7 +50,7 @@ def parameters(model: ModelConfig, layout: Layout, vocab_size: int, stage: int) 
     hidden, first, last = model.hidden_size, stage == 0, stage == layout.pp - 1
     layers = _layers_on(model, layout, stage)
     tables = first + (last and not (first and model.tie_embeddings))
-    block = mtp_layers_of(model) if last else []
+    block = block_of(model) if last else []
     tables += bool(block) and not first and not model.tie_embeddings  # the last stage has a copy of the embedding
     dense = _dense(layers, layout) + _dense(block, layout)
     experts = _experts(layers) + _experts(block)

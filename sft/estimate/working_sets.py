@@ -11,6 +11,7 @@ from sft.config import Config
 from sft.estimate import model_bytes
 from sft.estimate.parameters import trains_layers
 from sft.estimate.saved_by_layer import SavingLayers
+from sft.layers import mtp
 from sft.layers.adapters import EMBEDDING, Trained
 from sft.layers.rank_share import RankShare
 from sft.layers.second_half import MlpBackward
@@ -74,10 +75,10 @@ class StageWork:
             yield WorkingSet({HEAD: self._head()}, freed=-self.hidden)
         block = self.saved_by_mtp()
         if self.block is not None:
-            # The first head's gradient, and with pp the tied table's, stay until the gradient of the block's embedding.
-            # With `full`, the input of the layer is recomputed: two normed inputs, their concatenation, its projection.
+            # With pp, the tied table's gradient stays until the gradient of the block's embedding.
             table = self._table() if self.layout.pp == 1 or self.config.train.mtp == "joint" else 0.0
-            yield from self._layer(self.block, 0.0, (6 if self._is_full else 1) * self.hidden + table)
+            more = mtp.recomputed_vectors(self._is_full) * self.hidden + table
+            yield from self._layer(self.block, 0.0, more)
         # On one stage, autograd adds the tied table's gradient from the input to the one from the output at the end.
         table = self._table() if self.layout.pp == 1 else 0.0
         last_chunk = self.chunks[-1]
@@ -87,14 +88,10 @@ class StageWork:
                 yield from self._layer(kind, block + self._saved_by_layers(range(last + 1, last_chunk.stop)), table)
 
     def saved_by_mtp(self) -> float:
-        """Bytes that the block for multi-token prediction saves for a pack; 0 if this stage has no block.
-
-        It saves the tensors of its layer, the embedding, the projection's input of twice the width, and the input of
-        the last norm.  With train.recompute = full, it saves its two inputs and the input of the last norm.
-        """
+        """Bytes that the block for multi-token prediction saves for a pack; 0 if this stage has no block."""
         if self.block is None:
             return 0.0
-        return self.block.kept.total * self.tokens + (2 if self._is_full else 4) * self.hidden
+        return self.block.kept.total * self.tokens + mtp.saved_vectors(self._is_full) * self.hidden
 
     def saved_by_layer(self) -> float:
         """Bytes that a layer of this stage saves for a pack, on average."""

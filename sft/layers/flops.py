@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from sft.config import ModelConfig
 from sft.layers.adapters import EMBEDDING, HEAD, Trained
-from sft.layers.kinds import LayerGroup, layer_groups, mtp_groups
+from sft.layers.kinds import LayerGroup, all_layer_groups, layer_groups, mtp_groups
 from sft.layers.weights import sizes_of, weights_of
 
 ASSUMED_TFLOPS = 989.0  # dense bf16 peak of an H100 SXM, if log.peak_tflops is null
@@ -24,7 +24,7 @@ def num_parameters(model: ModelConfig, vocab_size: int) -> int:
     embedding 40, qkv 48, proj 16, fc1 64, fc2 32, two norms 8, final norm 4 -> 212
     """
     embeddings = vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
-    layers = [*layers_of(model), *mtp_layers_of(model)]
+    layers = [*layers_of(model), *block_of(model)]
     return embeddings + sum(number * layer.total for layer, number in layers) + model.hidden_size
 
 
@@ -33,7 +33,7 @@ def active_parameters(model: ModelConfig, vocab_size: int) -> int:
 
     Qwen3-30B-A3B: 3,353,032,704 of 30,532,122,624
     """
-    top_k, layers = model.moe.top_k or 0, [*layers_of(model), *mtp_layers_of(model)]
+    top_k, layers = model.moe.top_k or 0, [*layers_of(model), *block_of(model)]
     unused = sum(number * (layer.num_experts - top_k) * layer.expert for layer, number in layers)
     return num_parameters(model, vocab_size) - unused
 
@@ -109,18 +109,12 @@ def kinds_of(model: ModelConfig) -> list[tuple[LayerParameters, Sequence[int]]]:
     return _latest[0][1]
 
 
-def mtp_layers_of(model: ModelConfig) -> list[tuple[LayerParameters, int]]:
-    """The parameters of the block for multi-token prediction, and 1; [] without a block.
+def block_of(model: ModelConfig) -> list[tuple[LayerParameters, int]]:
+    """The block for multi-token prediction, like `layers_of`: its layer with what is around it; [] without a block.
 
-    The block is a layer like the last one, with a projection and three norms.
     hidden size 4: `whole` is 32 + 12 more than that of the last layer, `products` 32 more
     """
-    projection, norms = 2 * model.hidden_size**2, 3 * model.hidden_size
-    layers = [LayerParameters.of(group) for group in mtp_groups(model)]
-    return [
-        (replace(layer, whole=layer.whole + projection + norms, products=layer.products + projection), 1)
-        for layer in layers
-    ]
+    return [(LayerParameters.of(group), 1) for group in mtp_groups(model)]
 
 
 @dataclass(frozen=True)
@@ -141,7 +135,7 @@ class AttentionCost:
     def of(model: ModelConfig) -> "AttentionCost":
         """Llama 8B -> AttentionCost(53,248); with a window of 4,096 in half of the layers 106,496 and 106,496"""
         of_layers, full, windows = sum(_products(model)), 0.0, 0.0
-        for group in (*layer_groups(model), *mtp_groups(model)):
+        for group in all_layer_groups(model):
             width = len(group.numbers) * group.mixer.pair_width
             if group.mixer.window is None:
                 full += width
@@ -180,7 +174,7 @@ class AttentionCost:
 
 def _products(model: ModelConfig) -> tuple[int, int]:
     """Multiplications of a token in all layers: with weights, and with states of linear attention."""
-    layers, top_k = [*layers_of(model), *mtp_layers_of(model)], model.moe.top_k or 0
+    layers, top_k = [*layers_of(model), *block_of(model)], model.moe.top_k or 0
     weights = sum(number * (layer.products + top_k * layer.expert_products) for layer, number in layers)
     return weights, sum(number * layer.state_products for layer, number in layers)
 

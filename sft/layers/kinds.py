@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 from sft.config.mixer_section import LayerKind
 from sft.config.model import ModelConfig
+from sft.layers import mtp
 from sft.layers.mixer import Mixer
 from sft.layers.mixers import MIXERS
 from sft.layers.mlps import mlp_of
 from sft.layers.second_half import Mlp
+from sft.layers.weight import LayerWeight
 
 
 def model_of_kind(model: ModelConfig, kind: LayerKind) -> ModelConfig:
@@ -32,11 +34,13 @@ class LayerGroup(NamedTuple):
     """The layers of a model that are alike.
 
     numbers  the numbers of the layers, from 1
+    around   weights beside those of mixer and MLP
     """
 
     mixer: Mixer
     mlp: Mlp
     numbers: Sequence[int]
+    around: tuple[LayerWeight, ...] = ()
 
     @property
     def model(self) -> ModelConfig:
@@ -60,7 +64,13 @@ def layer_groups(model: ModelConfig) -> list[LayerGroup]:
 
 def mtp_groups(model: ModelConfig) -> list[LayerGroup]:
     """The layer of the block for multi-token prediction, which is like those after the last; [] without a block."""
-    return _groups(model, [model.num_layers + 1]) if model.has_mtp else []
+    layer = _groups(model, [model.num_layers + 1]) if model.has_mtp else []
+    return [group._replace(around=mtp.WEIGHTS) for group in layer]
+
+
+def all_layer_groups(model: ModelConfig) -> list[LayerGroup]:
+    """The groups of a model, and then that of its block for multi-token prediction."""
+    return [*layer_groups(model), *mtp_groups(model)]
 
 
 def _groups(model: ModelConfig, layers: Sequence[int]) -> list[LayerGroup]:

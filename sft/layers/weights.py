@@ -34,8 +34,11 @@ _IN_LAYER = re.compile(r"^(decoder\.layers|mtp\.layers\.0\.transformer_layer)\.(
 
 
 def weights_of(layers: LayerGroup) -> list[LayerWeight]:
-    """The weights of one of these layers, in the order of their use.  One row stands for all experts."""
-    rows = (*layers.mixer.weights, *_AFTER_MIXER, *layers.mlp.weights, *_AFTER_MLP)
+    """The weights of one of these layers, in the order of their use, then those around it.
+
+    One row stands for all experts.
+    """
+    rows = (*layers.mixer.weights, *_AFTER_MIXER, *layers.mlp.weights, *_AFTER_MLP, *layers.around)
     return [weight for weight in rows if weight.is_in(layers.model)]
 
 

@@ -8,7 +8,7 @@ from math import lcm
 from typing import TYPE_CHECKING, TypeVar
 
 from sft.config import Config, ModelConfig, divisors
-from sft.layers.kinds import layer_groups, mtp_groups
+from sft.layers.kinds import all_layer_groups
 from sft.layers.mixers import MIXERS, softmax
 from sft.layers.mlps import MLPS
 
@@ -109,7 +109,7 @@ def _pp_fits(config: Config, pp: int) -> bool:
 
 
 def _divided_by_tp(model: ModelConfig) -> dict[str, int]:
-    groups = (*layer_groups(model), *mtp_groups(model))
+    groups = all_layer_groups(model)
     mixers, sizes = {type(group.mixer) for group in groups}, softmax.heads(model)  # core divides heads in any case
     for mixer in MIXERS.values():
         sizes |= mixer.divided_by_tp(model) if mixer in mixers else {}
@@ -162,7 +162,7 @@ def _uneven_widths(config: Config) -> Iterator[str]:
 
 def _widths(config: Config, tp: int) -> dict[str, int]:
     """Numbers of rows and columns of one rank's parts of the weights in Transformer Engine."""
-    widths, groups = {"model.hidden_size": config.model.hidden_size}, layer_groups(config.model)
+    widths, groups = {"model.hidden_size": config.model.hidden_size}, all_layer_groups(config.model)
     for group in groups:
         widths |= group.mixer.te_widths(tp)
     for group in sorted(groups, key=lambda group: -group.mlp.num_experts):

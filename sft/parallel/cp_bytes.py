@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sft.config import Config
-from sft.layers.kinds import layer_groups, mtp_groups
+from sft.layers.kinds import all_layer_groups
 from sft.layers.rank_share import FP32
 from sft.layers.traffic import Passes, Traffic
 from sft.parallel.alignment import aligned
@@ -43,7 +43,7 @@ class CpBytes:
         passes = Passes(num=3 if is_full else 2, width=FP32 if config.run.precision == "fp32" else FP32 // 2)
         layers = [
             (len(group.numbers) / config.parallel.pp, group.mixer.traffic(config, passes))
-            for group in (*layer_groups(config.model), *mtp_groups(config.model))
+            for group in all_layer_groups(config.model)
         ]
         return CpBytes(
             kv_bytes=sum(number * traffic.gathered for number, traffic in layers),

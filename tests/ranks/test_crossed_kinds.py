@@ -3,8 +3,10 @@
 No released model has these mixtures, so the reference is written out below, by our names of weights.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sft.batch import Sample
+from sft.mcore.engine import Engine
 from sft.mcore.linear_attention.delta_rule import Inputs
+from sft.weights import trained
 from tests.ranks import scenarios
 from tests.ranks.hf_models import MEAN_LOSS_TOLERANCE, TOKEN_LOSS_TOLERANCE, losses_of
 from tests.ranks.pool import RankPool
@@ -24,6 +28,7 @@ HEADS, DIM, EPS = 8, 4, 1e-5  # of RECIPE
 KEY_HEADS, VALUE_HEADS, K, V = 2, 4, 6, 5
 LATENT, PLAIN, ROTARY, VALUE = 12, 6, 4, 5
 WINDOW, WINDOW_BASE, EXPERTS, TOP_K = 24, 500.0, 4, 2
+BLOCK_WEIGHT = 0.3  # of the loss of multi-token prediction
 # Of a gradient's norm, of four layers in fp32; measured at most 1.8e-5, and 5.2e-5 of decays, whose sums over all
 # tokens cancel.  With a window of one token less, losses differ by 1e-2.
 GRADIENT_TOLERANCE = 4e-5
@@ -64,6 +69,21 @@ MODELS: dict[str, list[str]] = {
         "model.moe.dense_layers=1",
         "model.qkv_bias=false",
     ],
+    # full without experts, window, window, full; then the block's layer, full: the kind after the last
+    "own heads x multi-token prediction": [
+        f"model.sliding_window={WINDOW}",
+        "model.sliding_window_layers=[2,3]",
+        f"model.head_dim={DIM}",
+        "model.full_attention.head_dim=8",
+        "model.full_attention.num_query_groups=2",
+        f"model.rope.window_base={WINDOW_BASE}",
+        f"model.moe.num_experts={EXPERTS}",
+        f"model.moe.top_k={TOP_K}",
+        "model.moe.dense_layers=1",
+        "model.qkv_bias=false",
+        "train.mtp=joint",
+        f"train.mtp_loss_weight={BLOCK_WEIGHT}",
+    ],
     # linear, latent, latent, linear
     "linear x latent": [
         *LINEAR,
@@ -76,6 +96,11 @@ MODELS: dict[str, list[str]] = {
         "model.qk_norm=false",
         "model.qkv_bias=false",
     ],
+}
+BASES = {  # of the positions of layers with a window, by number
+    "linear x windows x experts": {2: 10_000.0},
+    "own heads x linear x experts": {1: WINDOW_BASE},
+    "own heads x multi-token prediction": {2: WINDOW_BASE, 3: WINDOW_BASE},
 }
 SP = ["parallel.tp=2", "parallel.sequence_parallel=true"]
 LAYOUTS = {
@@ -182,24 +207,47 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v).flatten(1)
 
 
-def reference_losses(weights: Mapping[str, Tensor], tokens: np.ndarray, bases: Mapping[int, float]) -> Tensor:
-    """-log p of each token but the first of one document.  bases: of the layers with a window, counted from 1"""
+def reference_losses(
+    weights: Mapping[str, Tensor], tokens: np.ndarray, bases: Mapping[int, float]
+) -> tuple[Tensor, Tensor]:
+    """-log p of each token but the first of one document, and by the block of each but the first two, if there is one.
+
+    bases: of the layers with a window, counted from 1
+    """
     ids = torch.from_numpy(tokens.astype(np.int64))
-    x = weights["embedding.word_embeddings.weight"][ids]
+    table, output = weights["embedding.word_embeddings.weight"], weights["output_layer.weight"][: scenarios.VOCAB].T
+    x = table[ids]
     for number in range(4):
-        first = f"decoder.layers.{number}."
-        own = {name.removeprefix(first): weight for name, weight in weights.items() if name.startswith(first)}
+        own = inside(weights, f"decoder.layers.{number}.")
         x = Layer(own, WINDOW if number + 1 in bases else None, bases.get(number + 1, 10_000.0))(x)
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weights["decoder.final_layernorm.weight"]
-    logits = x[:-1] @ weights["output_layer.weight"][: scenarios.VOCAB].T
-    return F.cross_entropy(logits, ids[1:], reduction="none")
+    losses = F.cross_entropy(x[:-1] @ output, ids[1:], reduction="none")
+    block = Layer(inside(weights, "multi_token."), None, 10_000.0)
+    if not block.weights or len(ids) < 3:
+        return losses, losses[:0]
+    joined = torch.cat((block.norm("enorm", table[ids[1:-1]]), block.norm("hnorm", x[:-2])), -1)
+    after = Layer(inside(block.weights, "transformer_layer."), None, 10_000.0)(block.linear("eh_proj", joined))
+    second = block.norm("final_layernorm", after) @ output
+    return losses, F.cross_entropy(second, ids[2:], reduction="none")
+
+
+def inside(weights: Mapping[str, Tensor], first: str) -> dict[str, Tensor]:
+    """The weights whose names begin with `first`, by the rest of their names."""
+    return {name.removeprefix(first): weight for name, weight in weights.items() if name.startswith(first)}
 
 
 # --- ours --------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def running(overrides: Sequence[str]) -> Iterator[Engine]:
+    """An engine, although files of Hugging Face have no names for the weights of such a model."""
+    with mock.patch.object(trained, "_check_mtp"), scenarios.running(overrides) as engine:
+        yield engine
+
+
 def weights_and_gradients(overrides: Sequence[str], packs: Sequence[Sequence[Sample]]) -> dict[str, Any]:
-    with scenarios.running(overrides) as engine:
+    with running(overrides) as engine:
         (chunk,) = engine.chunks
         weights = {name: param.detach().numpy().copy() for name, param in chunk.module.named_parameters()}
         losses = losses_of(engine, packs)
@@ -211,7 +259,7 @@ def weights_and_gradients(overrides: Sequence[str], packs: Sequence[Sequence[Sam
 
 
 def losses(overrides: Sequence[str], packs: Sequence[Sequence[Sample]]) -> list[Any]:
-    with scenarios.running(overrides) as engine:
+    with running(overrides) as engine:
         return losses_of(engine, packs)
 
 
@@ -233,17 +281,20 @@ def test_crossed_kinds_have_the_losses_and_gradients_of_a_loop(ranks: Ranks, nam
     packs = [[corpus.sample(0), corpus.sample(1)], [corpus.sample(2), corpus.sample(3)]]
     (one,) = ranks(1).run(weights_and_gradients, MODELS[name], packs)
     weights = {key: torch.from_numpy(value).double().requires_grad_() for key, value in one["weights"].items()}
-    bases = {"linear x windows x experts": {2: 10_000.0}, "own heads x linear x experts": {1: WINDOW_BASE}}.get(
-        name, {}
-    )
-    expected = [[reference_losses(weights, sample.tokens, bases) for sample in pack] for pack in packs]
+    both = [[reference_losses(weights, sample.tokens, BASES.get(name, {})) for sample in pack] for pack in packs]
+    expected = [[first for first, _ in pack] for pack in both]
     for number, pack in enumerate(packs):
         for found, loss in zip(whole([one["losses"]], number, pack), expected[number]):
             np.testing.assert_allclose(found, loss.detach().numpy(), rtol=0, atol=TOKEN_LOSS_TOLERANCE)
     masks = [[torch.from_numpy(sample.weights[1:] > 0) for sample in pack] for pack in packs]
     pairs = [(loss, mask) for pack, own in zip(expected, masks) for loss, mask in zip(pack, own)]
-    mean = torch.stack([loss[mask].sum() for loss, mask in pairs]).sum() / sum(int(mask.sum()) for _, mask in pairs)
+    mean = torch.cat([loss[mask] for loss, mask in pairs]).mean()
     assert one["loss"] == pytest.approx(float(mean.detach()), rel=MEAN_LOSS_TOLERANCE)
+    of_block = [
+        second[mask[1:]] for own, found in zip(masks, both) for mask, (_, second) in zip(own, found) if len(second)
+    ]
+    if of_block:
+        mean = mean + BLOCK_WEIGHT * torch.cat(of_block).mean()
     mean.backward()
     wrong = {}
     for key, weight in weights.items():

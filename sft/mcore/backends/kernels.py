@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from sft.config import Config
 from sft.config.mixer_section import LayerKind
-from sft.layers.kinds import layer_groups, mtp_groups
+from sft.layers.kinds import all_layer_groups
 from sft.layers.mixer import Mixer
 from sft.mcore.attention.ffpa import FFPA
 from sft.mcore.attention.flash2 import FLASH2
@@ -92,5 +92,5 @@ def choose(config: Config, device_type: str) -> dict[LayerKind, Chosen]:
 
     Raises ConfigError if the recipe names a kernel that cannot run.
     """
-    mixers = {group.mixer.kind: group.mixer for group in (*layer_groups(config.model), *mtp_groups(config.model))}
+    mixers = {group.mixer.kind: group.mixer for group in all_layer_groups(config.model)}
     return {kind: KERNELS[kind](config, mixer, device_type) for kind, mixer in mixers.items() if kind in KERNELS}

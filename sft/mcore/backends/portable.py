@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sft.config import Config, ModelConfig
 from sft.config.mixer_section import LayerKind
-from sft.layers.kinds import layer_groups, model_of_layer, mtp_groups
+from sft.layers.kinds import all_layer_groups, model_of_layer
 from sft.mcore.attention import rope
 from sft.mcore.attention.packed_attention import packed_attention
 from sft.mcore.backend import AttentionBackend, PackedDocuments
@@ -37,7 +37,7 @@ class Portable(AttentionBackend):
         kernels = {kind: kernel.kernel for kind, kernel in chosen.items()}
         super().__init__(config, reason, LocalLibrary(config), kernels)
         self.chosen = chosen
-        groups = (*layer_groups(config.model), *mtp_groups(config.model))
+        groups = all_layer_groups(config.model)
         self._windows = {group.mixer.kind: group.mixer.window for group in groups if group.mixer.pair_width}
 
     def with_attention(self, spec: ModuleSpec) -> ModuleSpec:

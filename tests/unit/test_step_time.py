@@ -72,6 +72,15 @@ def test_layouts(sections: dict[str, dict[str, Any]], expected: tuple[float, ...
     assert time.step_s == pytest.approx(sum(expected) / RATE)
 
 
+def test_attention_takes_ten_times_as_long_without_the_flash_kernel() -> None:
+    """The flash kernel has no softcap, and no heads above 256.  32 heads of 512 have 4 times the FLOPs of heads of 128."""
+    portable = predicted(attention={"backend": "portable"}).parts["attention"]
+    softcap = predicted(model={"attention_softcap": 50.0}).parts["attention"]
+    wide = predicted(attention={"backend": "portable"}, model={"head_dim": 512}).parts["attention"]
+    assert portable == pytest.approx(ATTENTION / RATE)
+    assert (softcap, wide) == pytest.approx((10 * portable, 40 * portable))
+
+
 def test_short_documents_take_less() -> None:
     """Half of the documents have 8,192 tokens and half 24,576: a token's document has 20,480 on average."""
     lengths = Lengths(np.array([8192.0, 24_576.0]), np.array([0.5, 0.5]))

@@ -118,8 +118,7 @@ class LayerWork:
         hidden = (2 * model.num_layer_norms + 6) * model.hidden_size * rank.sequence
         numbers = 0.0
         for group in layer_groups(model):
-            heads = group.mixer.rotated * (2 + 2 * model.qk_norm) / layout.tp
-            numbers += len(group.numbers) * (hidden + heads + group.mlp.moved(rank))
+            numbers += len(group.numbers) * (hidden + group.mixer.moved(rank) + group.mlp.moved(rank))
         tokens = self.config.data.seq_length / layout.cp
         return rank.width * numbers * tokens / layout.pp / (self.constants.elementwise_gb_s.value * 1e9)
 

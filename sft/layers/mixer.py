@@ -138,7 +138,7 @@ class Mixer(ABC):
         """Multiplications per token with the state of linear attention, in forward."""
         return 0
 
-    @property
-    def rotated(self) -> int:
-        """Numbers of a token that norms of heads and rotary positions read and write."""
-        return (self.model.num_attention_heads + self.model.resolved_query_groups) * self.model.resolved_head_dim
+    def moved(self, rank: RankShare) -> float:
+        """Numbers per token that norms of heads and rotary positions read and write."""
+        heads = (self.model.num_attention_heads + self.model.resolved_query_groups) * self.model.resolved_head_dim
+        return heads * (2 + 2 * self.model.qk_norm) / rank.tp

@@ -8,6 +8,8 @@ import pytest
 from sft.estimate.constants import Constants
 from sft.estimate.lengths import Lengths
 from sft.estimate.step_time import PARTS, StepTime, step_time
+from sft.layers.kinds import layer_groups
+from sft.layers.rank_share import RankShare
 from sft.parallel.layout import Layout
 from tests.builders import LLAMA_8B, layout_config
 from tests.unit.fixtures.rates import flat
@@ -73,7 +75,7 @@ def test_layouts(sections: dict[str, dict[str, Any]], expected: tuple[float, ...
 
 
 def test_attention_takes_ten_times_as_long_without_the_flash_kernel() -> None:
-    """The flash kernel has no softcap, and no heads above 256.  32 heads of 512 have 4 times the FLOPs of heads of 128."""
+    """The flash kernel has no softcap, and no heads above 256.  Heads of 512 have 4 times the FLOPs of heads of 128."""
     portable = predicted(attention={"backend": "portable"}).parts["attention"]
     softcap = predicted(model={"attention_softcap": 50.0}).parts["attention"]
     wide = predicted(attention={"backend": "portable"}, model={"head_dim": 512}).parts["attention"]
@@ -105,6 +107,16 @@ def test_elementwise_optimizer_and_overhead() -> None:
     rates = flat(TFLOPS, host_optimizer_gb_s=100.0, pcie_gb_s=50.0)
     time = predicted(rates, optim={"offload_fraction": 1.0})
     assert time.parts["offload"] == pytest.approx(parameters / 8 * (28 / 100e9 + 8 / 50e9))
+
+
+def test_numbers_that_mixers_move() -> None:
+    """Attention: queries and keys twice, 2 x 40 heads of 128.  Linear attention has 2,048 numbers of queries, 2,048 of
+    keys and 4,096 of values: 8,192 twice in the convolution, 4,096 three times in the gated norm.  tp 2 halves both.
+    """
+    linear = {"layers": list(range(1, 25)), "num_key_heads": 16, "num_value_heads": 32, "key_head_dim": 128}
+    model = layout_config(model={**LLAMA_8B, "linear_attention": linear}).model
+    moved = {group.mixer.kind: group.mixer.moved(RankShare(tp=2)) for group in layer_groups(model)}
+    assert moved == {"linear attention": 28_672 / 2, "full attention": 10_240 / 2}
 
 
 def test_messages_of_tp() -> None:

@@ -211,6 +211,12 @@ class DeltaRule(Mixer):
         heads = HeadSizes.of(linear, config.parallel.tp, passes.width)
         return StateTraffic(heads=heads, conv_kernel=linear.conv_kernel, num_passes=passes.num)
 
+    def moved(self, rank: RankShare) -> float:
+        """Numbers per token that the convolution (queries, keys, values) and the gated norm (output, gate) read and
+        write."""
+        linear = self.model.linear_attention
+        return (2 * (2 * linear.key_width + linear.value_width) + 3 * linear.value_width) / rank.tp
+
     @property
     def state_products(self) -> int:
         """Multiplications per token with states: S^T k, k (v - S^T k)^T and S^T q for the state S of each head.

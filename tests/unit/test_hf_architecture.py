@@ -119,6 +119,10 @@ def test_what_a_silent_config_means_is_what_transformers_takes(tmp_path: Path, f
     assert model.tie_embeddings is theirs.tie_word_embeddings
     if family == "ministral3":
         assert model.rope == MINISTRAL_ROPE
+    elif family == "cwm":
+        assert model.rope == RopeConfig(base=1e6, scaling="llama3", factor=16.0, original_max_position=8192)
+        assert (model.sliding_window, model.sliding_window_layers) == (theirs.sliding_window, [2])
+        assert theirs.layer_types == ["full_attention", "sliding_attention"]
     elif family == "gpt_oss":
         yarn_of_file = dict(scaling="yarn", factor=32.0, original_max_position=4096, truncate=False)
         assert model.rope == RopeConfig(base=150000.0, **yarn_of_file)

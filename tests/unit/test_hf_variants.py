@@ -70,6 +70,34 @@ RELEASED: dict[str, dict[str, Any]] = {
         "sliding_window": None,
     },
     "olmo2": {**sizes(32, 4096, 11008, 32, 32, 100352), "rms_norm_eps": 1e-6, "rope_theta": 5e5},  # OLMo-2-1124-7B
+    "gemma": {  # gemma-2b, as it was released
+        **sizes(18, 2048, 16384, 8, 1, 256000),
+        "head_dim": 256,
+        "hidden_act": "gelu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+    },
+    "cwm": {
+        **sizes(64, 6144, 21504, 48, 8, 128256),
+        "head_dim": 128,
+        "sliding_window": 8192,
+        "rope_theta": 1e6,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "ministral": {  # the sizes of Ministral-8B-Instruct-2410
+        **sizes(36, 4096, 12288, 32, 8, 131072),
+        "head_dim": 128,
+        "sliding_window": 32768,
+        "layer_types": (["full_attention"] + ["sliding_attention"] * 3) * 9,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e8,
+    },
     "gemma2": {  # gemma-2-9b
         **sizes(42, 3584, 14336, 16, 8, 256000),
         "head_dim": 256,
@@ -128,6 +156,19 @@ def test_values_of_released_models() -> None:
     assert smollm.sources["rope.skip_layers"] == "no_rope_layers"
     olmo = architecture(config("olmo2"), "config.json").model
     assert (olmo.norm_placement, olmo.qk_norm, olmo.qk_norm_across_heads) == ("post", True, True)
+    gemma = architecture(config("gemma"), "config.json").model
+    assert (gemma.norm_placement, gemma.norm_zero_centered, gemma.activation) == ("pre", True, "geglu")
+    assert (gemma.embedding_multiplier, gemma.round_embedding_multiplier) == (2048**0.5, True)
+    full = [1, 5, 9, 13, 17, 21, 25, 29, 33, 37, 41, 45, 49, 53, 57, 61]
+    for content in (config("cwm"), config("cwm", rope_theta=..., rope_scaling=..., sliding_window=...)):
+        cwm = architecture(content, "config.json").model
+        assert cwm.sliding_window == 8192
+        assert cwm.sliding_window_layers == [number for number in range(1, 65) if number not in full]
+        assert cwm.rope == RopeConfig(base=1e6, scaling="llama3", factor=16.0, original_max_position=8192)
+    ministral = architecture(config("ministral"), "config.json").model
+    assert ministral.sliding_window_layers is not None and ministral.sliding_window_layers[:4] == [2, 3, 4, 6]
+    everywhere = architecture(config("ministral", layer_types=...), "config.json").model
+    assert (everywhere.sliding_window, everywhere.sliding_window_layers) == (32768, None)
     moe = architecture(config("qwen2_moe"), "config.json").model
     shared = dict(shared_ffn_hidden_size=5632, shared_gate=True)
     assert moe.moe == MoeConfig(num_experts=60, top_k=4, ffn_hidden_size=1408, normalize_top_k=False, **shared)

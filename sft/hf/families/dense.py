@@ -17,7 +17,7 @@ from sft.hf.families.rules import (
     qk_norm,
     qkv_bias,
 )
-from sft.hf.families.windows import ALL_LAYERS, from_a_layer_on
+from sft.hf.families.windows import ALL_LAYERS, all_but_every, from_a_layer_on, in_all_layers
 from sft.hf.family import Family
 
 DENSE = (
@@ -86,5 +86,39 @@ DENSE = (
         defaults={**DEFAULTS, "rms_norm_eps": 1e-5},
         options={**OPTIONS, **NO_BIAS, "resid_pdrop": (0.0,), "embd_pdrop": (0.0,)},
         scalings=("none",),  # transformers reads yarn as longrope, and knows no other kind
+    ),
+    Family(
+        model_type="ministral",
+        class_name="MinistralForCausalLM",
+        rules=(*outer(), *attention(), *mlp()),
+        implied=LLAMA_DENSE,
+        keys=KEYS,
+        computed=in_all_layers(switch=None),
+        defaults={**DEFAULTS, "num_key_value_heads": 8},
+        options={**OPTIONS, **NO_BIAS},
+    ),
+    Family(
+        model_type="cwm",
+        class_name="CwmForCausalLM",
+        rules=(*outer(), *attention(), *mlp()),
+        implied=LLAMA_DENSE,
+        keys=KEYS,
+        computed=all_but_every(4, default=8192, first_is_full=True),
+        defaults={
+            **DEFAULTS,
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rope_theta": 1e6,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+        options={**OPTIONS, **NO_BIAS, "mlp_bias": (False,)},
     ),
 )

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3: norms before and after each block, GeGLU, a scaled embedding, soft caps, and windows.
+"""Gemma 1 to 3: GeGLU and a scaled embedding; from Gemma 2 on norms after each block, soft caps, and windows.
 
 transformers computes the factor of the embedding from hidden_size and rounds it to the precision of the weights, and
 that of query-key products from query_pre_attn_scalar.
@@ -36,6 +36,39 @@ def _rules(model: str = "model", head: str = "lm_head.weight") -> tuple[Rule, ..
     return (*outer(model, head), *attention(model), *mlp(model, _NORM), *output_norms(model))
 
 
+_OPTIONS: dict[str, tuple[Any, ...]] = {
+    **NO_BIAS,
+    "attention_dropout": (0.0, None),
+    "use_bidirectional_attention": (None, False),
+    "partial_rotary_factor": (None, 1.0),
+    "auto_map": (None,),
+}
+_GEMMA1 = Family(
+    model_type="gemma",
+    class_name="GemmaForCausalLM",
+    rules=(*outer(), *attention(), *mlp()),
+    implied={
+        **LLAMA_DENSE,
+        "norm_zero_centered": True,
+        "activation": "geglu",
+        "round_embedding_multiplier": True,
+    },
+    keys=KEYS,
+    computed={"embedding_multiplier": root(_HIDDEN, None, 0.5)},
+    defaults={
+        "vocab_size": 256_000,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    },
+    options={
+        **_OPTIONS,
+        "hidden_act": ("gelu_pytorch_tanh", "gelu"),  # transformers reads both as the tanh form
+        "hidden_activation": (None, "gelu_pytorch_tanh"),
+    },
+)
 _GEMMA2 = Family(
     model_type="gemma2",
     class_name="Gemma2ForCausalLM",
@@ -63,14 +96,7 @@ _GEMMA2 = Family(
         "final_logit_softcapping": 30.0,
         "attn_logit_softcapping": 50.0,
     },
-    options={
-        **NO_BIAS,
-        "hidden_activation": ("gelu_pytorch_tanh",),
-        "attention_dropout": (0.0, None),
-        "use_bidirectional_attention": (None, False),
-        "partial_rotary_factor": (None, 1.0),
-        "auto_map": (None,),
-    },
+    options={**_OPTIONS, "hidden_activation": ("gelu_pytorch_tanh",)},
 )
 _GEMMA3 = replace(
     _GEMMA2,
@@ -102,4 +128,4 @@ _GEMMA3_VISION = replace(
     ),
 )
 
-GEMMA = (_GEMMA2, _GEMMA3, _GEMMA3_VISION)
+GEMMA = (_GEMMA1, _GEMMA2, _GEMMA3, _GEMMA3_VISION)

@@ -8,10 +8,7 @@ from sft.hf.families import FAMILIES
 
 _BIASED = "LayerNorm with biases, and an MLP without a gate"
 _MAMBA = "Mamba layers"
-_LATENT = "latent attention (MLA), and a router with sigmoid scores and expert groups"
-_GEMMA = "GeGLU, norm weights that are offsets from 1, and scaled embeddings"
 _INTERLEAVED = "rotary positions on neighbouring numbers of a head"
-_WINDOWS = "sliding windows"
 _TABLE = "a table of its tensors beside a router with sigmoid scores"
 
 # model_type -> what a model of the family needs, and the supported family with the most in common
@@ -21,18 +18,16 @@ _MISSING: dict[str, tuple[str, str]] = {
     "bloom": (f"{_BIASED}, and ALiBi", "llama"),
     "chatglm": ("code of the model's own repository", "llama"),
     "cohere": (f"LayerNorm, attention and MLP side by side, {_INTERLEAVED}, and scaled logits", "llama"),
-    "cohere2": (f"LayerNorm, attention and MLP side by side, {_INTERLEAVED}, {_WINDOWS}, and scaled logits", "llama"),
-    "cwm": (_WINDOWS, "llama"),
+    "cohere2": (f"LayerNorm, attention and MLP side by side, {_INTERLEAVED}, and scaled logits", "llama"),
     "dbrx": ("LayerNorm, clamped queries, keys and values, and experts fused by rows", "mixtral"),
-    "deepseek_v2": (_LATENT, "qwen3_moe"),
-    "deepseek_v32": (f"sparse attention, {_LATENT}", "qwen3_moe"),
+    "deepseek_v2": ("a router with softmax scores and expert groups", "deepseek_v3"),
+    "deepseek_v32": ("sparse attention", "deepseek_v3"),
     "dots1": (f"{_TABLE}, and windows in some layers", "glm4_moe"),
     "ernie4_5": (_INTERLEAVED, "llama"),
     "ernie4_5_moe": (f"{_INTERLEAVED}, a router with a correction bias, and dense layers", "qwen3_moe"),
     "falcon": (f"{_BIASED}, and attention and MLP side by side", "llama"),
     "falcon_h1": (_MAMBA, "llama"),
-    "gemma": (_GEMMA, "llama"),
-    "gemma3n": (f"{_GEMMA}, {_WINDOWS}, and embeddings for each layer", "qwen3"),
+    "gemma3n": ("embeddings for each layer, and several residual streams", "gemma3_text"),
     "glm": (f"{_INTERLEAVED}, on a part of each head", "llama"),
     "glm4": (f"{_INTERLEAVED}, on a part of each head, and norms before and after each block", "llama"),
     "gpt2": (f"{_BIASED}, and learned positions", "llama"),
@@ -49,8 +44,7 @@ _MISSING: dict[str, tuple[str, str]] = {
     "llama4": (f"chunked attention, and {_INTERLEAVED}", "mixtral"),
     "llama4_text": (f"chunked attention, and {_INTERLEAVED}", "mixtral"),
     "mimo": ("code of the model's own repository", "qwen2"),
-    "minicpm3": ("latent attention (MLA), and scaled embeddings and residuals", "llama"),
-    "ministral": (f"{_WINDOWS} in some of its layers", "mistral"),
+    "minicpm3": ("a table of its tensors beside latent attention", "deepseek_v3"),
     "mllama": ("layers with cross-attention to images", "llama"),
     "mpt": (f"{_BIASED}, and ALiBi", "llama"),
     "nanochat": ("a squared ReLU in an MLP without a gate, norms without weights, and soft-capped logits", "llama"),
@@ -62,14 +56,14 @@ _MISSING: dict[str, tuple[str, str]] = {
     "phimoe": ("LayerNorm with biases, and a router of its own kind (sparsemixer)", "mixtral"),
     "solar_open": (_TABLE, "glm4_moe"),
     "stablelm": ("LayerNorm, and rotary positions on a part of each head", "llama"),
-    "starcoder2": (f"{_BIASED}, and {_WINDOWS}", "llama"),
+    "starcoder2": (_BIASED, "llama"),
 }
 
 
 def unsupported(content: Mapping[str, Any]) -> str:
     """The error message for a config.json of a family that is not supported.
 
-    {"model_type": "cwm"} -> model_type = "cwm" is not supported: it needs sliding windows, ...
+    {"model_type": "jamba"} -> model_type = "jamba" is not supported: it needs Mamba layers, ...
     """
     named = content.get("model_type")
     needs, nearest = _MISSING.get(str(named), ("", ""))

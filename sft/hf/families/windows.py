@@ -11,9 +11,9 @@ LINEAR_KINDS = FULL, LINEAR = "full_attention", "linear_attention"
 _TYPES, _WINDOW, _USES = "layer_types", "sliding_window", "use_sliding_window"
 
 
-def in_all_layers() -> dict[str, Computed]:
-    """Mixtures of Qwen3: a window in every layer, if use_sliding_window is true."""
-    return _computed(lambda content, layer: True, switch=_USES)
+def in_all_layers(switch: str | None = _USES) -> dict[str, Computed]:
+    """A window in every layer.  switch: the key of config.json that must be true for windows; None: there is none"""
+    return _computed(lambda content, layer: True, switch)
 
 
 def from_a_layer_on(default: int = 28) -> dict[str, Computed]:
@@ -26,11 +26,17 @@ def from_a_layer_on(default: int = 28) -> dict[str, Computed]:
 
 
 def all_but_every(
-    interval: int, name: str | None = None, *, default: int = 4096, last_is_full: bool = False
+    interval: int,
+    name: str | None = None,
+    *,
+    default: int = 4096,
+    first_is_full: bool = False,
+    last_is_full: bool = False,
 ) -> dict[str, Computed]:
     """Windows in all layers, but full attention in layers interval, 2 * interval, ...
 
     name: key of config.json with another interval, if it has one; default: the window, if config.json names none
+    first_is_full: layers 1, 1 + interval, 1 + 2 * interval, ... instead
     last_is_full: the last layer has full attention, whatever its number
     """
 
@@ -39,7 +45,7 @@ def all_but_every(
         if type(count) is not int or count < 1:
             raise ValueError(f"{name} = {count} is not supported without {_TYPES}")
         is_last = last_is_full and layer + 1 == content.get("num_hidden_layers")
-        return (layer + 1) % count != 0 and not is_last
+        return (layer if first_is_full else layer + 1) % count != 0 and not is_last
 
     return _computed(has_window, default=default)
 

@@ -19,10 +19,9 @@ from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.pipeline import HeldOutData
 from sft.errors import CheckpointError, ConfigError, DataError, StorageError, TrainingError
 from sft.files.atomic_files import replace_text
-from sft.hf import hub
 from sft.hf.hub import CONFIG, is_hub_name
 from sft.hf.pretrained import model_keys, read_pretrained
-from sft.mcore import device, process_groups
+from sft.mcore import process_groups
 from sft.mcore.checkpoint_io import safe_reader
 from sft.mcore.engine import Engine
 from sft.metrics.log import MetricsLog
@@ -30,6 +29,7 @@ from sft.metrics.records import Record
 from sft.metrics.run_facts import RunFacts
 from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 from sft.parallel.layout import Layout
+from sft.recipe.join import join
 from sft.recipe.resolved import Recipe
 from sft.recipe.tokenizer import same_ids, tokenizer_of
 from sft.run.evaluation import evaluate
@@ -49,10 +49,8 @@ def main(recipe: Recipe, layout: Layout, source: str | None, json_file: Path | N
     """
     config = recipe.config
     leave_with_parent()
-    torch_device = device.start(device.choose(config.run.device), deterministic=config.run.deterministic)
-    groups = process_groups.start(layout, torch_device, seed=config.run.seed, timeout_s=config.run.timeout_s)
+    groups = join(config, layout)
     console = Console(groups.rank, sys.stderr)
-    hub.check_commits(all_gather_objects(hub.commits, groups.control))
     tokenizer = tokenizer_of(config)
     checkpoint, text = broadcast_from_rank0(lambda: _chosen(config, source, tokenizer, console), groups.control)
     starts: list[Config] = []

@@ -17,17 +17,17 @@ from sft.checkpoint.train_state import Conditions, TrainState
 from sft.console import Console
 from sft.data.pipeline import DataPipeline, GlobalBatch
 from sft.files.atomic_files import explained, replace_text, unusable
-from sft.hf import hub
 from sft.layers.flops import describe_parameters, num_parameters
-from sft.mcore import device, process_groups
+from sft.mcore import process_groups
 from sft.mcore.backends.selection import slower_than_possible
 from sft.mcore.engine import Engine
 from sft.metrics.log import MetricsLog
 from sft.metrics.records import Record
 from sft.metrics.run_facts import RunFacts
 from sft.metrics.totals import StepResult
-from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
+from sft.parallel.collectives import broadcast_from_rank0
 from sft.parallel.layout import Layout
+from sft.recipe.join import join
 from sft.recipe.resolved import Recipe, dump, summary
 from sft.recipe.run_checks import RunLength, check_run
 from sft.recipe.start import check_start
@@ -58,12 +58,10 @@ def main(recipe: Recipe, layout: Layout, from_user: Collection[str] = ()) -> Out
     """
     config = recipe.config
     leave_with_parent()
-    torch_device = device.start(device.choose(config.run.device), deterministic=config.run.deterministic)
-    groups = process_groups.start(layout, torch_device, seed=config.run.seed, timeout_s=config.run.timeout_s)
+    groups = join(config, layout)
     console = Console(groups.rank, sys.stdout)
-    hub.check_commits(all_gather_objects(hub.commits, groups.control))
     console.say("\n".join([summary(recipe), *layout.equations(config.data.seq_length)]))
-    if line := environment.describe(from_user, torch_device.type):
+    if line := environment.describe(from_user, groups.device.type):
         console.say(line)
     folder = Path(config.run.dir)
     next_step = partial(resume.next_step, config.checkpoint, folder / "checkpoints")

@@ -17,11 +17,11 @@ from sft.checkpoint import folders
 from sft.config import Config
 from sft.console import Console
 from sft.data.pipeline import DataPipeline
-from sft.hf import hub
-from sft.mcore import device, process_groups
+from sft.mcore import process_groups
 from sft.mcore.engine import Engine, release
-from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
+from sft.parallel.collectives import broadcast_from_rank0
 from sft.parallel.layout import Layout
+from sft.recipe.join import join
 from sft.recipe.resolved import Recipe
 from sft.recipe.tokenizer import tokenizer_of
 from sft.weights.run_weights import load_for_reading
@@ -49,12 +49,8 @@ def session(recipe: Recipe, layout: Layout, store: dist.Store | None = None) -> 
     store: as in `process_groups.start`; each of two sessions in one process needs its own
     """
     config = recipe.config
-    torch_device = device.start(device.choose(config.run.device), deterministic=config.run.deterministic)
-    groups = process_groups.start(
-        layout, torch_device, seed=config.run.seed, timeout_s=config.run.timeout_s, store=store
-    )
+    groups = join(config, layout, store)
     console = Console(groups.rank, sys.stderr)
-    hub.check_commits(all_gather_objects(hub.commits, groups.control))
     data = DataPipeline(config, tokenizer_of(config), recipe.arguments, layout, groups, console)
     yield Session(config=config, layout=layout, groups=groups, console=console, data=data)
     process_groups.stop()  # not after an error: another rank may wait in a collective

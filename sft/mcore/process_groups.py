@@ -6,7 +6,6 @@ so they are initialised from the same Layout.
 
 import datetime
 import importlib.util
-import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from sft.errors import ConfigError
+from sft.files import open_files
 from sft.parallel import rendezvous
 from sft.parallel.alignment import ETP_NEEDS_NCCL
 from sft.parallel.collectives import all_gather_objects
@@ -69,7 +69,7 @@ def start(
     the store of the environment still holds the addresses of the first time.
     """
     check_etp(layout, device)
-    _allow_descriptors()
+    open_files.allow_most()
     if not dist.is_initialized():
         rendezvous.join("nccl" if device.type == "cuda" else "gloo", timeout_s=timeout_s, store=store)
     assert dist.get_world_size() == layout.world_size, (dist.get_world_size(), layout)
@@ -139,13 +139,6 @@ def _two_levels(layout: Layout) -> dict[str, Any]:
     if layout.cp_a2a is None or importlib.util.find_spec("einops") is None:
         return {}
     return {"hierarchical_context_parallel_sizes": [layout.cp_a2a, layout.cp // layout.cp_a2a]}
-
-
-def _allow_descriptors() -> None:
-    """Raise the limit of file descriptors, often 1024: a gloo group takes one file descriptor per rank of the group."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def stop() -> None:

@@ -55,6 +55,20 @@ def test_parts_are_of_rows_and_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert workers.part_ranges(index) == ((0, 2), (2, 3), (3, 6))
 
 
+def test_more_files_than_a_process_may_open_by_default(tmp_path: Path) -> None:
+    """Each store takes three descriptors.  The limit of a shell is soft; the system allows more."""
+    rows = [{"messages": [*LONG["messages"][:3], {"role": "assistant", "content": str(i)}]} for i in range(40)]
+    files = [write(tmp_path / f"a{i}.jsonl", row) for i, row in enumerate(rows)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_open = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (is_open + 40, hard))
+    try:
+        corpus = corpus_of(*files)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(corpus) == 40
+
+
 @pytest.mark.usefixtures("small_parts")
 def test_processes_and_parts_do_not_change_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, other = write(tmp_path / "a.jsonl", *[ROW, LONG] * 20), write(tmp_path / "b.jsonl", *[LONG] * 9)

@@ -34,6 +34,7 @@ from sft.data.cache.workers import FileJob, PartResult, make_parts, part_path, p
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.read.rows import DataFile, index_rows, row_name
 from sft.errors import DataError, SftError
+from sft.files import open_files
 from sft.files.atomic_files import unusable
 
 # With on_bad_row = skip, a larger share of unusable rows is an error: the template or the format of the file is wrong.
@@ -58,6 +59,7 @@ def prepare(
     Raises DataError if a file, row or chat cannot be used, if cache_dir cannot be written, or if no sample is left.  An
     error of a row begins with `file:line`.
     """
+    open_files.allow_most()  # each store is mapped
     files = open_inputs(inputs, cache_dir, console)
     stamps = [stamp(file) for file in files]  # before the digest, so every later change is detected
     folders = [store_folder(cache_dir, file, data, tokenizer) for file in files]

@@ -125,16 +125,20 @@ def _wait(ranks: SubprocessContext, is_overdue: Callable[[], bool]) -> int | Non
     processes, first, followed_until = _processes(ranks), None, 0.0
     while any([process.poll() is None for process in processes]):
         if first is None:
-            first = next((rank for rank, process in enumerate(processes) if process.returncode), None)
+            first = _failed(processes)
             # All ranks of a run that was asked to stop end by themselves, and at almost the same time.
             is_stop = first is not None and processes[first].returncode == STOPPED
             followed_until = time.monotonic() + (_SECONDS_TO_FOLLOW if is_stop else 0.0)
         if (first is not None and time.monotonic() >= followed_until) or is_overdue():
             ranks.close(signal.SIGTERM if first is not None else signal.SIGKILL, _SECONDS_TO_FOLLOW)
         time.sleep(_SECONDS_BETWEEN_LOOKS)
-    return (
-        next((rank for rank, process in enumerate(processes) if process.returncode), None) if first is None else first
-    )
+    return _failed(processes) if first is None else first
+
+
+def _failed(processes: Sequence["subprocess.Popen[bytes]"]) -> int | None:
+    """The rank that failed; None if none did.  Of several, one that a signal ended: others fail because it is lost."""
+    failed = [rank for rank, process in enumerate(processes) if process.returncode]
+    return min(failed, key=lambda rank: processes[rank].returncode > 0, default=None)
 
 
 def _report(ranks: SubprocessContext, first: int) -> int:

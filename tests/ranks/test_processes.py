@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -107,6 +108,18 @@ def test_a_rank_that_is_killed_ends_the_others(recipe: Path) -> None:
         assert process.returncode == 128 + signal.SIGKILL
         assert err.count("rank 1 was ended by SIGKILL") == 1, err
         assert not any(rank.is_running() for rank in ranks)
+
+
+@pytest.mark.parametrize(
+    "codes, rank",
+    [((0, 0, 0), None), ((0, 1, 2), 1), ((1, -9, 1), 1), ((75, 75, 75), 0), ((1, -6, -9), 1)],
+)
+def test_of_ranks_that_ended_at_once_the_one_that_was_killed_is_the_first(
+    codes: tuple[int, ...], rank: int | None
+) -> None:
+    """A rank that loses another one may end before the launcher looks again."""
+    ended: Any = [SimpleNamespace(returncode=code) for code in codes]
+    assert processes._failed(ended) == rank
 
 
 def environment(pid: int) -> dict[str, str]:

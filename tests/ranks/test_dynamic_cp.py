@@ -21,7 +21,7 @@ from tests.ranks.layouts import GEMMA, GRADIENT_TOLERANCE, LATENT, LINEAR, LOSS_
 from tests.ranks.pool import RankPool, join
 
 DYNAMIC = ["parallel.cp=4", "parallel.dynamic_cp=true"]
-DECAY_TOLERANCE = 3e-5  # of gradients that are sums over all tokens which cancel, see test_hf_linear.py
+DECAY_TOLERANCE = 3e-5  # of gradients that are sums over all tokens which cancel, see hf_comparison.py
 Ranks = Callable[[int], RankPool]
 
 

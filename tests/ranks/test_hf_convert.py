@@ -11,8 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,29 +27,23 @@ from sft.weights.export.export_hf import export_hf
 from sft.weights.import_hf import import_hf
 from tests.builders import chats
 from tests.ranks import megatron_lm, scenarios
+from tests.ranks.hf_comparison import Models, Ranks, compare_token_losses, saved_once, skewed_packs
 from tests.ranks.hf_models import (
     GRADIENT_TOLERANCE,
     MEAN_LOSS_TOLERANCE,
-    PACKS,
     VISIBLE,
     Architecture,
-    Reference,
     backward,
-    check_losses,
     check_parameters,
     global_name,
     hf_losses,
     in_hf_names,
     load,
     packed_gradients,
-    packed_losses,
-    recipe_of,
 )
 from tests.ranks.interop import theirs_loaded
-from tests.ranks.pool import RankPool
 from tests.unit.fixtures import hf
 
-Ranks = Callable[[int], RankPool]
 ORIGINAL = 64  # context before scaling; samples of 200 tokens go far beyond
 CP, EP, TP = ["parallel.cp=2"], ["parallel.ep=2"], ["parallel.tp=2"]
 SP = ["parallel.sequence_parallel=true"]
@@ -91,32 +83,9 @@ def is_sparse(name: str) -> bool:
     return MODELS[name]["family"] in ("qwen3_moe", "mixtral")
 
 
-@dataclass(frozen=True)
-class Model(Reference):
-    """A model of transformers, its folder, and the recipe of its sizes."""
-
-    recipe: list[str]
-
-
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
-    made: dict[str, Model] = {}
-
-    def get(name: str) -> Model:
-        if name not in made:
-            folder = tmp_path_factory.mktemp("model")
-            source = hf.save(folder / "source", **MODELS[name])
-            made[name] = Model(str(source), hf.load(source).train(), recipe_of(source))
-        return made[name]
-
-    return get
-
-
-@pytest.fixture(scope="module")
-def packs() -> list[list[Sample]]:
-    """Samples supervised in their last quarter only: packed, and each alone."""
-    corpus = scenarios.SkewedCorpus((200, 37, 64, 5, 90))
-    return [[corpus.sample(i) for i in pack] for pack in (*PACKS, (0,), (1,), (2,), (3,), (4,))]
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return saved_once(tmp_path_factory, MODELS)
 
 
 def layouts_of(names: list[str], layouts: list[tuple[int, list[str]]]) -> list[Any]:
@@ -136,16 +105,9 @@ CASES += layouts_of([name for name in MODELS if is_sparse(name)], SPARSE)
     "name,world_size,overrides", CASES, ids=lambda v: " ".join(v) if isinstance(v, list) else str(v)
 )
 def test_every_token_has_the_loss_that_transformers_gives_it(
-    ranks: Ranks,
-    models: Callable[[str], Model],
-    packs: list[list[Sample]],
-    name: str,
-    world_size: int,
-    overrides: list[str],
+    ranks: Ranks, models: Models, name: str, world_size: int, overrides: list[str]
 ) -> None:
-    model = models(name)
-    results = ranks(world_size).run(packed_losses, model.recipe + overrides, model.folder, packs)
-    check_losses(results, model, packs)
+    compare_token_losses(ranks, models(name), (world_size, overrides), skewed_packs())
 
 
 ONE_STEP = [(name, 1, []) for name in ("llama", "mistral", "qwen2", "qwen3 tied", "qwen3 moe", "mixtral")] + [
@@ -157,14 +119,9 @@ ONE_STEP = [(name, 1, []) for name in ("llama", "mistral", "qwen2", "qwen3 tied"
     "name,world_size,overrides", ONE_STEP, ids=lambda v: " ".join(v) if isinstance(v, list) else str(v)
 )
 def test_loss_and_every_gradient_are_those_of_transformers(
-    ranks: Ranks,
-    models: Callable[[str], Model],
-    packs: list[list[Sample]],
-    name: str,
-    world_size: int,
-    overrides: list[str],
+    ranks: Ranks, models: Models, name: str, world_size: int, overrides: list[str]
 ) -> None:
-    model, together = models(name), packs[:2]
+    model, together = models(name), skewed_packs()[:2]
     expected_loss, count = backward(model.model, [sample for pack in together for sample in pack])
     expected = {n: param.grad.clone() for n, param in model.model.named_parameters()}
     results = ranks(world_size).run(packed_gradients, model.recipe + overrides, model.folder, together)
@@ -237,7 +194,7 @@ def torch_loop(model: Any, batches: list[list[Sample]]) -> tuple[list[float], li
     ids=lambda v: " ".join(v) if isinstance(v, list) else str(v),
 )
 def test_four_steps_are_those_of_a_plain_loop(
-    ranks: Ranks, models: Callable[[str], Model], name: str, world_size: int, overrides: list[str]
+    ranks: Ranks, models: Models, name: str, world_size: int, overrides: list[str]
 ) -> None:
     model = models(name)
     results = ranks(world_size).run(trained, [*model.recipe, *OPTIM, *overrides], model.folder)

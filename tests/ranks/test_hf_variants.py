@@ -1,12 +1,11 @@
 """Families whose layers compute more than those of Llama: token losses and gradients are those of transformers.
 
 As in test_hf_convert.py, the models are transformers' own.  They have multipliers, layers without rotary positions,
-norms after attention and MLP, norms across heads, queries scaled by position, and a shared expert.
+norms after attention and MLP, norms across heads, queries scaled by position, shared experts, linear attention, and
+latent attention.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,31 +14,22 @@ import torch
 
 from sft.batch import Sample
 from tests.ranks import scenarios
-from tests.ranks.hf_models import (
-    GRADIENT_TOLERANCE,
-    MEAN_LOSS_TOLERANCE,
-    PACKS,
-    TOKEN_LOSS_TOLERANCE,
-    Reference,
-    backward,
-    check_losses,
-    check_parameters,
-    chunked_gradients,
-    in_float64,
-    in_stored_names,
-    load,
-    packed_losses,
-    recipe_of,
-    stored_gradients,
+from tests.ranks.hf_comparison import (
+    Layout,
+    Models,
+    Ranks,
+    compare_gradients,
+    compare_token_losses,
+    saved_once,
+    skewed_packs,
 )
-from tests.ranks.pool import RankPool
+from tests.ranks.hf_models import TOKEN_LOSS_TOLERANCE, load
 from tests.unit.fixtures import hf
 
-Ranks = Callable[[int], RankPool]
 CP, EP, PP = ["parallel.cp=2"], ["parallel.ep=2"], ["parallel.pp=2"]
 TP = ["parallel.tp=2", "parallel.sequence_parallel=true"]
-SELECTIVE = ["train.recompute=selective"]
-LAYOUTS: dict[str, tuple[int, list[str]]] = {
+# A layout with `+full` or `+selective` at its end recomputes.
+LAYOUTS: dict[str, Layout] = {
     "one": (1, []),
     "tp": (2, TP),
     "tp_whole": (2, ["parallel.tp=2"]),  # every rank has all tokens between layers
@@ -47,174 +37,245 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "cp": (2, CP),
     "pp": (2, PP),
     "ep": (2, EP),
+    "dp": (2, []),
+    "dp_sharded": (2, ["parallel.distributed_optimizer=true"]),
     "tp_ep": (2, [*TP, *EP]),
     "cp_ep": (2, [*CP, *EP]),
-    "cp4": (4, ["parallel.cp=4", *SELECTIVE]),
+    "tp4": (4, ["parallel.tp=4", "parallel.sequence_parallel=true"]),
+    "cp4": (4, ["parallel.cp=4"]),
     "cp_dp": (4, CP),
     "tp_dp": (4, TP),
     "pp_dp": (4, PP),
-    "tp_cp": (4, [*TP, *CP, *SELECTIVE]),
-    "tp_whole_cp": (4, ["parallel.tp=2", *CP, "train.recompute=full"]),
+    "tp_cp": (4, [*TP, *CP]),  # more ranks than the two key heads of linear attention
+    "tp_pp": (4, [*TP, *PP]),
+    "pp_cp": (4, [*PP, *CP]),
+    "tp_whole_cp": (4, ["parallel.tp=2", *CP]),
     "tp_virtual": (4, [*TP, *PP, "parallel.virtual_stages=2"]),
+    "tp_cp_ep2": (4, [*TP, *CP, *EP]),
     # With ep 4 no two ranks hold the same expert, so gradients of experts and of the shared expert have other groups.
-    "tp_cp_ep": (4, [*TP, *CP, "parallel.ep=4", *SELECTIVE]),
+    "tp_cp_ep": (4, [*TP, *CP, "parallel.ep=4"]),
 }
 # Of two stages each begins with another kind of layer; of four virtual ones too.
 FOUR_LAYERS = dict(num_hidden_layers=4, no_rope_layers=[1, 0, 0, 1])
-FOUR_KINDS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+FOUR_KINDS = dict(
+    num_hidden_layers=4,
+    layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+)
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
-MODELS: dict[str, dict[str, Any]] = {
-    "granite": dict(family="granite"),
-    "granite_tied": dict(family="granite", tied=True),
-    "smollm3": dict(family="smollm3", tied=True, **FOUR_LAYERS),
-    "smollm3_yarn": dict(family="smollm3", rope_parameters=YARN, **FOUR_LAYERS),
-    # Windows shorter and longer than documents and chunks; of two stages each has a layer of each kind.
-    "qwen2_windows": dict(family="qwen2", use_sliding_window=True, sliding_window=11, max_window_layers=1),
-    "qwen3_windows": dict(family="qwen3", use_sliding_window=True, sliding_window=60, layer_types=FOUR_KINDS)
-    | dict(num_hidden_layers=4),
-    "qwen3_moe_windows": dict(family="qwen3_moe", use_sliding_window=True, sliding_window=11, norm_topk_prob=True),
-    "exaone4_windows": dict(family="exaone4", sliding_window=11, layer_types=FOUR_KINDS, num_hidden_layers=4),
-    # A window that no layer has: then no layer has rotary positions.
-    "exaone4_unrotated": dict(family="exaone4", sliding_window=11, layer_types=["full_attention"] * 2),
-    "olmo2": dict(family="olmo2"),
-    "olmo3": dict(family="olmo3", num_hidden_layers=4, layer_types=FOUR_KINDS),
-    "gemma": dict(family="gemma", tied=True),
-    "cwm": dict(family="cwm"),
-    "ministral": dict(family="ministral", num_hidden_layers=4, layer_types=FOUR_KINDS),
-    "gemma2": dict(family="gemma2", tied=True, num_hidden_layers=4),
-    "gemma3": dict(family="gemma3_text", tied=True, num_hidden_layers=4, layer_types=FOUR_KINDS),
-    "gemma4": dict(family="gemma4_text", tied=True, num_hidden_layers=4, layer_types=FOUR_KINDS),
-    "gemma4_experts": dict(family="gemma4_text", num_hidden_layers=4, layer_types=FOUR_KINDS, **hf.GEMMA4_MIXTURE),
-    "ministral3": dict(family="ministral3"),
-    "qwen2_moe": dict(family="qwen2_moe"),
-    "qwen2_moe_normalised": dict(family="qwen2_moe", norm_topk_prob=True, tied=True),
-    "exaone4": dict(family="exaone4"),
-    "olmoe": dict(family="olmoe"),
-    "granitemoe": dict(family="granitemoe", tied=True),
-    "gpt_oss": dict(family="gpt_oss", num_hidden_layers=4, layer_types=FOUR_KINDS),
-    "glm4_moe": dict(family="glm4_moe", num_hidden_layers=4),  # of two stages one has a layer without experts
-    "minimax_m2": dict(family="minimax_m2"),
-    "llama_biased": dict(family="llama", attention_bias=True, mlp_bias=True),
-}
+LINEAR_SEED = 8  # see `hf.LINEAR`
 
 
 @dataclass(frozen=True)
-class Model(Reference):
-    """A model of transformers in the folder `source`, and the recipe of its sizes."""
+class Case:
+    """A model, as arguments of `hf.save`, and the layouts on which it is compared, separated by spaces.
 
-    source: Path
-    recipe: list[str]
+    more_losses, more_gradients  further layouts, of `make test-all`
+    """
+
+    model: dict[str, Any]
+    losses: str = ""
+    gradients: str = ""
+    more_losses: str = ""
+    more_gradients: str = ""
+
+
+CASES: dict[str, Case] = {
+    "granite": Case(dict(family="granite"), losses="one tp", more_losses="cp", gradients="tp_cp+selective"),
+    "granite_tied": Case(dict(family="granite", tied=True), losses="pp"),
+    "smollm3": Case(
+        dict(family="smollm3", tied=True, **FOUR_LAYERS), losses="pp", more_losses="one tp", more_gradients="tp_virtual"
+    ),
+    "smollm3_yarn": Case(
+        dict(family="smollm3", rope_parameters=YARN, **FOUR_LAYERS), losses="cp", gradients="tp_virtual"
+    ),
+    # Windows shorter and longer than documents and chunks; of two stages each has a layer of each kind.
+    "qwen2_windows": Case(
+        dict(family="qwen2", use_sliding_window=True, sliding_window=11, max_window_layers=1),
+        losses="one",
+        more_losses="tp_whole_cp+full",
+        more_gradients="tp_whole_cp+full",
+    ),
+    "qwen3_windows": Case(
+        dict(family="qwen3", use_sliding_window=True, sliding_window=60, **FOUR_KINDS),
+        losses="cp",
+        more_losses="pp tp_cp+selective",
+        gradients="tp_cp+selective",
+    ),
+    "qwen3_moe_windows": Case(
+        dict(family="qwen3_moe", use_sliding_window=True, sliding_window=11, norm_topk_prob=True),
+        losses="cp_ep",
+        more_losses="tp_ep",
+        gradients="tp_cp_ep+selective",
+    ),
+    "exaone4_windows": Case(
+        dict(family="exaone4", sliding_window=11, **FOUR_KINDS),
+        losses="tp_cp+selective",
+        more_losses="pp",
+        gradients="tp_virtual",
+    ),
+    # A window that no layer has: then no layer has rotary positions.
+    "exaone4_unrotated": Case(
+        dict(family="exaone4", sliding_window=11, layer_types=["full_attention"] * 2), losses="one"
+    ),
+    "olmo2": Case(
+        dict(family="olmo2"),
+        losses="one tp",
+        more_losses="cp pp tp_whole tp_tiles",
+        gradients="tp_cp+selective",
+        more_gradients="tp_whole_cp+full",
+    ),
+    "olmo3": Case(
+        dict(family="olmo3", **FOUR_KINDS), losses="cp", more_losses="tp pp one", gradients="tp_cp+selective"
+    ),
+    "gemma": Case(dict(family="gemma", tied=True), losses="tp", gradients="tp_cp+selective"),
+    "cwm": Case(dict(family="cwm"), losses="cp", gradients="tp_cp+selective"),
+    "ministral": Case(dict(family="ministral", **FOUR_KINDS), losses="pp"),
+    "gemma2": Case(
+        dict(family="gemma2", tied=True, num_hidden_layers=4),
+        losses="one tp_cp+selective",
+        gradients="tp_virtual cp4+selective",
+        more_gradients="one tp tp_tiles cp_dp tp_dp pp_dp tp_whole_cp+full",
+    ),
+    "gemma3": Case(
+        dict(family="gemma3_text", tied=True, **FOUR_KINDS),
+        losses="pp cp",
+        gradients="tp_cp+selective pp_dp",
+        more_gradients="one tp tp_tiles cp_dp tp_dp cp4+selective tp_virtual",
+    ),
+    "gemma4": Case(
+        dict(family="gemma4_text", tied=True, **FOUR_KINDS),
+        losses="one",
+        gradients="tp_cp+selective pp_dp",
+        more_gradients="one tp tp_tiles cp_dp tp_dp cp4+selective tp_virtual",
+    ),
+    "gemma4_experts": Case(
+        dict(family="gemma4_text", **FOUR_KINDS, **hf.GEMMA4_MIXTURE),
+        losses="cp_ep",
+        gradients="tp_cp_ep+selective",
+        more_gradients="one tp_ep cp_dp tp_dp pp_dp tp_virtual",
+    ),
+    "ministral3": Case(dict(family="ministral3"), losses="one cp", more_losses="tp pp", gradients="tp_cp+selective"),
+    "qwen2_moe": Case(
+        dict(family="qwen2_moe"), losses="one tp_ep", more_losses="cp_ep pp", gradients="tp_cp_ep+selective"
+    ),
+    "qwen2_moe_normalised": Case(dict(family="qwen2_moe", norm_topk_prob=True, tied=True), losses="ep"),
+    "exaone4": Case(dict(family="exaone4"), losses="tp", more_losses="cp pp"),
+    "olmoe": Case(dict(family="olmoe"), losses="tp_ep", more_losses="cp_ep pp"),
+    "granitemoe": Case(dict(family="granitemoe", tied=True), losses="ep", more_losses="tp_ep cp pp"),
+    "gpt_oss": Case(
+        dict(family="gpt_oss", **FOUR_KINDS),
+        losses="one",
+        more_losses="tp cp pp ep tp_ep cp_ep",
+        gradients="tp_virtual tp_cp_ep+selective",
+        more_gradients="tp_cp+selective ep pp cp_ep",
+    ),
+    # Of two stages one has a layer without experts.
+    "glm4_moe": Case(
+        dict(family="glm4_moe", num_hidden_layers=4),
+        losses="one pp",
+        more_losses="tp cp ep tp_ep cp_ep",
+        gradients="tp_cp_ep+selective tp_virtual",
+        more_gradients="one pp_dp",
+    ),
+    "minimax_m2": Case(
+        dict(family="minimax_m2"),
+        losses="tp_ep",
+        more_losses="one tp cp pp ep cp_ep",
+        gradients="tp_cp_ep+selective",
+        more_gradients="one cp_dp",
+    ),
+    "llama_biased": Case(
+        dict(family="llama", attention_bias=True, mlp_bias=True), losses="tp", gradients="tp_whole_cp+full"
+    ),
+    # Layers of both kinds, keys and values of unequal width, and two value heads for each key head.
+    "qwen3_5_text": Case(
+        dict(family="qwen3_5_text", seed=LINEAR_SEED),
+        losses="one tp_cp",
+        more_losses="tp_whole+full dp+selective pp cp4+selective",
+        gradients="tp_whole+full cp4+selective tp_virtual+selective",
+        more_gradients="one dp+selective pp tp_cp",
+    ),
+    "qwen3_next": Case(
+        dict(family="qwen3_next", seed=LINEAR_SEED),
+        losses="one",
+        more_losses="dp+selective pp cp4+selective tp_cp_ep2+selective",
+        gradients="tp_cp_ep2+selective",
+        more_gradients="one dp+selective pp cp4+selective",
+    ),
+    "qwen3_5_moe_text": Case(
+        dict(family="qwen3_5_moe_text", seed=LINEAR_SEED),
+        more_losses="one dp+selective pp cp4+selective tp_cp_ep2+selective",
+        gradients="pp",
+        more_gradients="one dp+selective cp4+selective tp_cp_ep2+selective",
+    ),
+    "deepseek": Case(
+        dict(family="deepseek_v3"),
+        losses="one",
+        gradients="one cp+selective tp ep tp_cp_ep tp_pp+selective",
+        more_gradients="one+selective pp dp_sharded cp4 tp_cp+full tp4 cp_dp tp_dp pp_dp cp_ep+selective tp_ep",
+    ),
+    "moonlight": Case(
+        dict(
+            family="deepseek_v3",
+            q_lora_rank=None,
+            rms_norm_eps=1e-2,
+            n_group=1,
+            topk_group=1,
+            rope_parameters=dict(rope_type="default", rope_theta=5e4),
+        ),
+        losses="cp+selective",
+        gradients="one+selective tp_ep pp dp_sharded pp_cp+full",
+        more_gradients="one cp+selective tp cp4 tp4 tp_cp+full tp_pp+selective cp_dp",
+    ),
+    "flash": Case(
+        dict(family="glm4_moe_lite"),
+        gradients="cp_ep+selective",
+        more_gradients="one tp cp+selective pp dp_sharded ep tp_cp_ep",
+    ),
+    # A latent of 84 numbers; keys and values of a rank have 136 with tp 1, and 68 with tp 2.
+    "wide": Case(
+        dict(family="deepseek_v3", kv_lora_rank=80, rope_interleave=False, first_k_dense_replace=0),
+        losses="tp_cp+full",
+        gradients="tp_cp+full tp_dp",
+        more_gradients="one cp+selective tp tp_pp+selective",
+    ),
+}
+
+
+def pairs(field: str) -> list[Any]:
+    """(name, layout) of all cases, by this field of a case and by the one of further layouts."""
+    return [
+        pytest.param(name, layout, marks=marks)
+        for name, case in CASES.items()
+        for key, marks in ((field, ()), (f"more_{field}", pytest.mark.grid))
+        for layout in getattr(case, key).split()
+    ]
+
+
+def layout_of(text: str) -> Layout:
+    """tp+full -> 2 ranks, tp 2 with full recompute"""
+    name, _, recompute = text.partition("+")
+    world_size, overrides = LAYOUTS[name]
+    return world_size, [*overrides, *([f"train.recompute={recompute}"] if recompute else [])]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
-    made: dict[str, Model] = {}
-
-    def get(name: str) -> Model:
-        if name not in made:
-            source = hf.save(tmp_path_factory.mktemp("model") / "source", **MODELS[name])
-            made[name] = Model(str(source), hf.load(source).train(), source, recipe_of(source))
-        return made[name]
-
-    return get
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return saved_once(tmp_path_factory, {name: case.model for name, case in CASES.items()})
 
 
-@pytest.fixture(scope="module")
-def packs() -> list[list[Sample]]:
-    """Samples supervised in their last quarter only: packed, and each alone."""
-    corpus = scenarios.SkewedCorpus((200, 37, 64, 5, 90))
-    return [[corpus.sample(i) for i in pack] for pack in (*PACKS, (0,), (1,), (2,), (3,), (4,))]
-
-
-CASES = [
-    *[("granite", "one"), ("granite", "tp"), ("granite_tied", "pp")],
-    *[("smollm3", "pp"), ("smollm3_yarn", "cp")],
-    *[("qwen2_windows", "one"), ("qwen3_windows", "cp"), ("qwen3_moe_windows", "cp_ep"), ("exaone4_windows", "tp_cp")],
-    ("exaone4_unrotated", "one"),
-    *[("olmo2", "one"), ("olmo2", "tp"), ("olmo3", "cp")],
-    *[("gemma", "tp"), ("cwm", "cp"), ("ministral", "pp")],
-    *[("gemma2", "one"), ("gemma2", "tp_cp"), ("gemma3", "pp"), ("gemma3", "cp")],
-    *[("gemma4", "one"), ("gemma4_experts", "cp_ep")],
-    *[("ministral3", "one"), ("ministral3", "cp")],
-    *[("qwen2_moe", "one"), ("qwen2_moe", "tp_ep"), ("qwen2_moe_normalised", "ep")],
-    *[("exaone4", "tp"), ("olmoe", "tp_ep"), ("granitemoe", "ep"), ("llama_biased", "tp")],
-    *[("gpt_oss", "one"), ("glm4_moe", "one"), ("glm4_moe", "pp"), ("minimax_m2", "tp_ep")],
-]
-GRID = [
-    *[("olmo3", "tp"), ("olmo3", "pp"), ("olmo3", "one")],
-    *[("qwen2_windows", "tp_whole_cp"), ("qwen3_windows", "pp"), ("exaone4_windows", "pp")],
-    *[("qwen3_moe_windows", "tp_ep"), ("qwen3_windows", "tp_cp")],
-    *[
-        ("granite", "cp"),
-        ("smollm3", "one"),
-        ("smollm3", "tp"),
-        ("olmo2", "cp"),
-        ("olmo2", "pp"),
-        ("olmo2", "tp_whole"),
-    ],
-    *[("olmo2", "tp_tiles"), ("ministral3", "tp"), ("ministral3", "pp"), ("qwen2_moe", "cp_ep"), ("qwen2_moe", "pp")],
-    *[("exaone4", "cp"), ("exaone4", "pp"), ("olmoe", "cp_ep"), ("olmoe", "pp")],
-    *[("granitemoe", "tp_ep"), ("granitemoe", "cp"), ("granitemoe", "pp")],
-    *[("gpt_oss", layout) for layout in ("tp", "cp", "pp", "ep", "tp_ep", "cp_ep")],
-    *[("glm4_moe", layout) for layout in ("tp", "cp", "ep", "tp_ep", "cp_ep")],
-    *[("minimax_m2", layout) for layout in ("one", "tp", "cp", "pp", "ep", "cp_ep")],
-]
-
-
-def in_grid(cases: list[tuple[str, str]]) -> list[Any]:
-    return [pytest.param(*case, marks=pytest.mark.grid) for case in cases]
-
-
-@pytest.mark.parametrize("name,layout", CASES + in_grid(GRID))
+@pytest.mark.parametrize("name,layout", pairs("losses"))
 def test_every_token_has_the_loss_that_transformers_gives_it(
-    ranks: Ranks,
-    models: Callable[[str], Model],
-    packs: list[list[Sample]],
-    name: str,
-    layout: str,
+    ranks: Ranks, models: Models, name: str, layout: str
 ) -> None:
-    model, (world_size, overrides) = models(name), LAYOUTS[layout]
-    results = ranks(world_size).run(packed_losses, model.recipe + overrides, model.folder, packs)
-    check_losses(results, model, packs)
+    compare_token_losses(ranks, models(name), layout_of(layout), skewed_packs())
 
 
-MIXED = [
-    *[("granite", "tp_cp"), ("smollm3_yarn", "tp_virtual"), ("olmo2", "tp_cp"), ("ministral3", "tp_cp")],
-    *[("qwen3_windows", "tp_cp"), ("exaone4_windows", "tp_virtual"), ("qwen3_moe_windows", "tp_cp_ep")],
-    *[("olmo3", "tp_cp"), ("llama_biased", "tp_whole_cp")],
-    *[("gpt_oss", "tp_virtual"), ("gpt_oss", "tp_cp_ep")],
-    *[("gemma", "tp_cp"), ("cwm", "tp_cp")],
-    *[("gemma2", "tp_virtual"), ("gemma2", "cp4"), ("gemma3", "tp_cp"), ("gemma3", "pp_dp")],
-    *[("gemma4", "tp_cp"), ("gemma4", "pp_dp"), ("gemma4_experts", "tp_cp_ep")],
-]
-GEMMA = [(name, layout) for name in ("gemma2", "gemma3") for layout in ("one", "tp", "tp_tiles", "cp_dp", "tp_dp")]
-GEMMA += [("gemma4", layout) for layout in ("one", "tp", "tp_tiles", "cp_dp", "tp_dp", "cp4", "tp_virtual")]
-GEMMA += [("gemma4_experts", layout) for layout in ("one", "tp_ep", "cp_dp", "tp_dp", "pp_dp", "tp_virtual")]
-GEMMA += [("gemma2", "pp_dp"), ("gemma2", "tp_whole_cp"), ("gemma3", "cp4"), ("gemma3", "tp_virtual")]
-
-
-@pytest.mark.parametrize(
-    "name,layout",
-    [
-        *MIXED,
-        *[("qwen2_moe", "tp_cp_ep"), ("glm4_moe", "tp_cp_ep"), ("glm4_moe", "tp_virtual"), ("minimax_m2", "tp_cp_ep")],
-        *in_grid([("glm4_moe", "one"), ("minimax_m2", "one"), ("glm4_moe", "pp_dp"), ("minimax_m2", "cp_dp")]),
-        *in_grid([("gpt_oss", "tp_cp"), ("gpt_oss", "ep"), ("gpt_oss", "pp"), ("gpt_oss", "cp_ep")]),
-        *in_grid(GEMMA),
-        *in_grid([("olmo2", "tp_whole_cp"), ("smollm3", "tp_virtual"), ("qwen2_windows", "tp_whole_cp")]),
-    ],
-)
+@pytest.mark.parametrize("name,layout", pairs("gradients"))
 def test_loss_and_every_gradient_are_those_of_transformers(
-    ranks: Ranks, models: Callable[[str], Model], packs: list[list[Sample]], name: str, layout: str
+    ranks: Ranks, models: Models, name: str, layout: str
 ) -> None:
-    model, together, (world_size, overrides) = models(name), packs[:2], LAYOUTS[layout]
-    reference = in_float64(model.model)
-    expected_loss, count = backward(reference, [sample for pack in together for sample in pack])
-    results = ranks(world_size).run(chunked_gradients, model.recipe + overrides, model.folder, together)
-    for result in results:
-        assert result["num_tokens"] == count
-        assert result["loss"] == pytest.approx(expected_loss, rel=MEAN_LOSS_TOLERANCE)
-    check_parameters(in_stored_names(model.source, results), stored_gradients(reference), GRADIENT_TOLERANCE)
+    compare_gradients(ranks, models(name), layout_of(layout), skewed_packs()[:2])
 
 
 def statistics(overrides: list[str], folder: str, sample: Sample) -> Any:
@@ -229,10 +290,8 @@ def statistics(overrides: list[str], folder: str, sample: Sample) -> Any:
 
 
 @pytest.mark.parametrize("impl", ["fused", "chunked", "full"])
-def test_entropy_and_z_loss_are_those_of_the_divided_logits(
-    ranks: Ranks, models: Callable[[str], Model], packs: list[list[Sample]], impl: str
-) -> None:
-    model, (sample,) = models("granite"), packs[3]
+def test_entropy_and_z_loss_are_those_of_the_divided_logits(ranks: Ranks, models: Models, impl: str) -> None:
+    model, (sample,) = models("granite"), skewed_packs()[3]
     world_size, layout = LAYOUTS["tp"]
     loss = [f"loss.impl={impl}", "loss.chunk_size=null", "loss.entropy=true", "loss.z_loss_coef=1e-3"]
     with torch.no_grad():

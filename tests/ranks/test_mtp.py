@@ -17,6 +17,7 @@ from sft.weights import kept
 from sft.weights.export.export_hf import export_hf
 from tests.builders import answer
 from tests.ranks import mtp_models, scenarios
+from tests.ranks.hf_comparison import DECAY_TOLERANCE, DECAYS
 from tests.ranks.hf_models import (
     GRADIENT_TOLERANCE,
     MEAN_LOSS_TOLERANCE,
@@ -28,7 +29,6 @@ from tests.ranks.hf_models import (
 from tests.ranks.layouts import AUX, LOSS_TOLERANCE, NORM_TOLERANCE, SLOW_CP
 from tests.ranks.pool import RankPool
 from tests.ranks.saving import Run
-from tests.ranks.test_hf_linear import DECAY_TOLERANCE, DECAYS
 from tests.unit.fixtures import hf
 
 Ranks = Callable[[int], RankPool]

@@ -47,7 +47,8 @@ def prepare(
     check_exports(run, model, checkpoint, is_new=True)
     if (other := _kept_beside(_sources(model, checkpoint))) is not None:
         kept.copy(other, folder, served)
-    elif model.pretrained is not None:
+    elif model.hf is not None:
+        assert model.pretrained is not None, "a recipe that names a model knows it"
         _keep_model(model.pretrained, folder, served, has_weights=model.init_from != RANDOM, has_mtp=model.has_mtp)
     else:
         return

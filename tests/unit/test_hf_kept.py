@@ -13,6 +13,7 @@ import torch
 from sft.config import CheckpointConfig, ModelConfig
 from sft.console import QUIET, Console
 from sft.errors import CheckpointError, ConfigError
+from sft.hf.pretrained import read_pretrained
 from sft.weights import kept, run_folder
 from sft.weights.import_hf import import_hf
 from tests.unit.fixtures import hf
@@ -24,7 +25,8 @@ NO_EXPORTS = CheckpointConfig()
 
 def model_config(**fields: Any) -> ModelConfig:
     sizes = dict(num_layers=2, hidden_size=32, ffn_hidden_size=64, num_attention_heads=8)
-    return ModelConfig(**sizes, **fields)
+    pretrained = read_pretrained(fields["hf"])[0] if fields.get("hf") else None
+    return ModelConfig(**sizes, **fields, pretrained=pretrained)
 
 
 @pytest.fixture

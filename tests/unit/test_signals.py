@@ -1,13 +1,13 @@
 """Signals to real processes, whose main thread sits in C code as it does in a collective."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +20,16 @@ from tests.unit.fixtures.held import held, threads
 
 ROOT = Path(__file__).resolve().parents[2]
 END_OF_TEST = 240.0  # seconds; no wait takes that long unless something is broken, not even on a busy machine
+
+
+@contextmanager
+def ended(pid: int) -> Iterator[None]:
+    """Afterwards the process has ended.  Its number may be that of another process by then."""
+    process = os.pidfd_open(pid)
+    yield
+    assert select.select([process], [], [], END_OF_TEST)[0]
+    os.close(process)
+
 
 # stuck never returns, and no signal interrupts it: a mutex locked twice, with the interpreter free for others.
 HEAD = """
@@ -306,11 +316,8 @@ with StopSignals(grace_s=1000, deadline=None, report=tell) as it:
 """)
     children = [int(line(process)), int(line(process))]
     process.wait()
-    began = time.monotonic()
-    os.kill(children[0], signal.SIGTERM)
-    with suppress(FileNotFoundError, ProcessLookupError):
-        while "(zombie)" not in Path(f"/proc/{children[0]}/status").read_text():
-            assert time.monotonic() - began < END_OF_TEST
+    with ended(children[0]):
+        os.kill(children[0], signal.SIGTERM)
     os.kill(children[1], signal.SIGKILL)
     assert end(process) == (0, [])
 
@@ -369,11 +376,8 @@ stuck()
 """
     process = start(program, TORCHELASTIC_RUN_ID="none")
     worker = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
-    process.kill()
-    until = time.monotonic() + END_OF_TEST
-    with suppress(FileNotFoundError, ProcessLookupError):
-        while "(zombie)" not in Path(f"/proc/{worker}/status").read_text():
-            assert time.monotonic() < until
+    with ended(worker):
+        process.kill()
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,21 @@ def test_a_release_with_other_arguments(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_libraries_that_are_not_installed() -> None:
+    for module in (flash4, ffpa):
+        module._missing.cache_clear()
     for operators, package in ((flash4.FLASH4, "flash-attn-4"), (ffpa.FFPA, "ffpa-attn")):
-        assert operators.missing() == f"{package} is not installed (No package metadata was found for {package})"
+        assert operators.missing() == f"{package} is not installed"
         assert operators.why_not(Demand("cuda", BF16, 512, 512)) == operators.missing()
+
+
+@pytest.mark.parametrize("module, package", [(flash4, "flash-attn-4"), (ffpa, "ffpa-attn")])
+def test_a_library_whose_parts_do_not_fit(monkeypatch: pytest.MonkeyPatch, module: Any, package: str) -> None:
+    """As if it were installed: its import fails with whatever error its parts raise."""
+
+    def broken() -> None:
+        raise AttributeError("module 'cutlass' has no attribute 'cute'")
+
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "1.0")
+    monkeypatch.setattr(module, "_library", broken)
+    problem = f"{package} 1.0 cannot be imported (module 'cutlass' has no attribute 'cute')"
+    assert module._missing.__wrapped__() == problem

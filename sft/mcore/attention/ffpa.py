@@ -68,10 +68,13 @@ def _why_not(demand: Demand) -> str | None:
 def _missing() -> str | None:
     """The reason why the package cannot be used on this machine; None if it can."""
     try:
-        importlib.metadata.version(PACKAGE)
+        release = importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{PACKAGE} is not installed"
+    try:
         _library()
-    except (importlib.metadata.PackageNotFoundError, ImportError, OSError) as error:
-        return f"{PACKAGE} is not installed ({error})"
+    except Exception as error:  # of any kind: releases of its parts that do not fit each other raise what they will
+        return f"{PACKAGE} {release} cannot be imported ({error})"
     return None
 
 

@@ -73,9 +73,12 @@ def _missing() -> str | None:
     """The reason why the package cannot be used on this machine; None if it can."""
     try:
         release = importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{PACKAGE} is not installed"
+    try:
         library = _library()
-    except (importlib.metadata.PackageNotFoundError, ImportError, OSError) as error:
-        return f"{PACKAGE} is not installed ({error})"
+    except Exception as error:  # of any kind: releases of its parts that do not fit each other raise what they will
+        return f"{PACKAGE} {release} cannot be imported ({error})"
     for operator in (library._flash_attn_fwd, library._flash_attn_bwd):
         if lacking := sorted({*_SEQUENCES, *_OPTIONS} - set(inspect.signature(operator).parameters)):
             return f"{PACKAGE} {release} takes no {' and no '.join(lacking)}"

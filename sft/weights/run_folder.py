@@ -40,6 +40,7 @@ def prepare(
         check(run, console, served, verify="full")
         _complete(folder, served, console)
         return
+    assert model.hf is None or model.pretrained is not None, "a recipe that names a model knows it"
     for leftover in run.glob(f"{IMPORTED}.tmp-*"):
         kept.remove(leftover)
     if folder.is_dir():  # of an earlier start, which saved no checkpoint; the recipe may have changed
@@ -47,8 +48,7 @@ def prepare(
     check_exports(run, model, checkpoint, is_new=True)
     if (other := _kept_beside(_sources(model, checkpoint))) is not None:
         kept.copy(other, folder, served)
-    elif model.hf is not None:
-        assert model.pretrained is not None, "a recipe that names a model knows it"
+    elif model.pretrained is not None:
         _keep_model(model.pretrained, folder, served, has_weights=model.init_from != RANDOM, has_mtp=model.has_mtp)
     else:
         return

@@ -140,7 +140,8 @@ test-slurm: $(READY)
 	@PATH="$$PATH:/usr/sbin" command -v slurmctld >/dev/null || test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null || { apt-get update --quiet && apt-get install --quiet --yes --no-install-recommends slurm-wlm munge; } || true
 	$(BIN)/python -m pytest tests/slurm $(PYTEST_FLAGS)
 
-venv-py312:
+# After the other environment: both build the package in this folder.
+venv-py312: $(READY)
 	$(MAKE) venv PYTHON='$(PYTHON312)'
 
 test-py312:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sft.mcore.attention.flash_kernel import Operators
+from sft.mcore.attention.flash_kernel import Demand, Operators
 
 
 def _forward(query: Tensor, keys: Tensor, values: Tensor, *boundaries: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -44,7 +44,12 @@ def _backward(
     return dquery.to(query.dtype), dkeys.to(keys.dtype), dvalues.to(values.dtype)
 
 
-PLAIN = Operators(_forward, _backward, pads_values=True)
+class _Anywhere(Operators):
+    def why_not(self, demand: Demand) -> str | None:
+        return None
+
+
+PLAIN = _Anywhere(_forward, _backward, pads_values=True)
 
 
 def _sequences(

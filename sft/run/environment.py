@@ -5,6 +5,7 @@ its value.  sft/parallel/rendezvous.py chooses the network interfaces, because t
 """
 
 import ctypes
+import fcntl
 import os
 import stat
 import tempfile
@@ -21,7 +22,8 @@ _TOGETHER = (
     ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
     ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS"),
     ("TRITON_CACHE_DIR",),
-    ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"),  # of flash-attn-4
+    ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED",),
+    ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",),
     ("NCCL_DEBUG",),
 )
 NAMES = tuple(name for names in _TOGETHER for name in names) + rendezvous.INTERFACES
@@ -64,7 +66,9 @@ def _choices(config: Config, layout: Layout) -> dict[str, str]:
     chosen |= connections(layout, offloads=_offloads(config), capability=_compute_capability())
     if cache := _folder_of_this_user("sft-triton"):
         chosen["TRITON_CACHE_DIR"] = cache
-    if cache := _folder_of_this_user("sft-flash-attention-4"):
+    # Its names of some kernels do not say for which GPU they are.  Without locks it would end the run.
+    cache = _folder_of_this_user(f"sft-flash-attention-4-sm{_compute_capability() or 0}0")
+    if cache and _has_locks(cache):
         chosen["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
         chosen["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] = cache
     return chosen
@@ -120,3 +124,13 @@ def _folder_of_this_user(name: str) -> str | None:
         return None
     is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
     return str(folder) if is_ours else None
+
+
+def _has_locks(folder: str) -> bool:
+    """Whether files in the folder can be made and locked, which some network file systems do not allow."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -46,7 +46,7 @@ class Heads:
             torch.bfloat16,
             self.width,
             self.value_width,
-            is_grouped=self.groups < HEADS,
+            heads_per_key=HEADS // self.groups,
             has_window=self.window is not None,
             softcap=self.softcap,
         )

@@ -13,8 +13,9 @@ import torch
 from sft.config import Config
 from sft.errors import ConfigError
 from sft.mcore import fp8
-from sft.mcore.attention.flash_kernel import FlashKernel
+from sft.mcore.attention.flash_kernel import Demand, FlashKernel, Operators
 from sft.mcore.attention.torch_kernel import TorchKernel
+from sft.mcore.backends import kernels
 from sft.mcore.backends.portable import Portable
 from sft.mcore.backends.selection import choose, slower_than_possible
 from sft.parallel.cp_group import CpGroup
@@ -105,8 +106,8 @@ def test_heads_that_are_too_wide_for_the_flash_kernel() -> None:
     found = choose(config(*WIDE, "attention.backend=portable"), "cuda")
     assert isinstance(found, Portable)
     assert str(found) == (
-        "portable (torch's flash kernel in layers with a window, plain torch in layers without one: it has heads of up "
-        "to 256 in multiples of 8, but heads of this model are 512 wide)"
+        "portable (window attention on torch's flash kernel, full attention on plain torch (it has heads of up to 256 "
+        "in multiples of 8, but heads of this model are 512 wide))"
     )
     lengths = np.array([0, 128], dtype=np.int32)
     make: Any = found.kernels["full attention"]
@@ -114,6 +115,20 @@ def test_heads_that_are_too_wide_for_the_flash_kernel() -> None:
     in_windows: Any = found.kernels["window attention"]
     assert isinstance(in_windows(lengths, 1, 0, torch.device("cpu"), window=64), FlashKernel)
     assert "plain torch, no flash kernel" in str(choose(config(*WIDE), "cpu"))
+
+
+def test_what_a_kernel_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each kind of layer."""
+    asked: list[Demand] = []
+    refusing = Operators(*2 * [lambda *_: None], lambda demand: asked.append(demand) or "no")  # type: ignore[arg-type]
+    monkeypatch.setattr(kernels, "FLASH", {"a kernel": refusing})
+    groups = ["model.num_attention_heads=8", "model.num_query_groups=2", "model.full_attention.num_query_groups=1"]
+    choose(config(*WIDE, *groups, "model.head_dim=64", "run.deterministic=true", "attention.backend=portable"), "cuda")
+    narrow = Demand("cuda", torch.bfloat16, 64, 64, heads_per_key=4, has_window=True, is_deterministic=True)
+    wide = Demand("cuda", torch.bfloat16, 512, 512, heads_per_key=8, is_deterministic=True)
+    assert asked == [narrow, wide]
+    choose(config("model.attention_softcap=50", "attention.backend=portable"), "cuda")
+    assert asked[-1].softcap == 50.0
 
 
 def test_with_transformer_engine(te: None) -> None:

@@ -1,6 +1,7 @@
 """Environment variables that a run sets before CUDA starts: what is chosen, and that the user's own values stay."""
 
 import ctypes
+import errno
 import os
 import subprocess
 import sys
@@ -58,10 +59,21 @@ def test_what_is_set_where_the_user_sets_nothing(unset: dict[str, str], tmp_path
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "TRITON_CACHE_DIR": f"{tmp_path}/sft-triton-{os.getuid()}",
         "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
-        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": f"{tmp_path}/sft-flash-attention-4-{os.getuid()}",
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": f"{tmp_path}/sft-flash-attention-4-sm90-{os.getuid()}",
         "NCCL_DEBUG": "WARN",
     }
     assert (tmp_path / f"sft-triton-{os.getuid()}").stat().st_mode & 0o777 == 0o700
+
+
+def test_no_cache_of_kernels_where_files_have_no_locks(unset: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn-4 would wait for its lock, and then end the run."""
+
+    def flock(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(environment.fcntl, "flock", flock)
+    environment.prepare(*resolved(2, "parallel.cp=2"))
+    assert "TRITON_CACHE_DIR" in unset and not [name for name in unset if name.startswith("FLASH_ATTENTION")]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +84,8 @@ def test_what_is_set_where_the_user_sets_nothing(unset: dict[str, str], tmp_path
         ("CUDA_DEVICE_MAX_CONNECTIONS", "16", "CUDA_DEVICE_MAX_COPY_CONNECTIONS"),
         ("CUDA_DEVICE_MAX_COPY_CONNECTIONS", "2", "CUDA_DEVICE_MAX_CONNECTIONS"),
         ("TRITON_CACHE_DIR", "/scratch/triton", None),
-        ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"),
+        ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0", None),
+        ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "/scratch/kernels", None),
         ("NCCL_DEBUG", "INFO", None),
     ],
 )

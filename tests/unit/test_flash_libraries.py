@@ -1,6 +1,7 @@
 """What the operators of flash-attn-4 and ffpa-attn are called with: a replacement has the names of their arguments."""
 
 import importlib.metadata
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from sft.mcore.attention import ffpa, flash4
+from sft.mcore.attention import ffpa, flash4, package
 from sft.mcore.attention.flash_kernel import Demand, FlashKernel, Operators
 from sft.mcore.attention.packed_attention import packed_attention
 from sft.mcore.attention.torch_kernel import TorchKernel
+from sft.mcore.backends.selection import choose, slower_than_possible
+from sft.recipe.load import parse_recipe
+from tests.builders import RECIPE
 from tests.plain_flash import PLAIN
 
 CPU = torch.device("cpu")
@@ -76,16 +80,50 @@ def _ffpa_forward(q: Tensor, k: Tensor, v: Tensor, **named: Any) -> tuple[Tensor
     return _flash_attn_fwd(q, k, v, **named)[:2]  # type: ignore[return-value]
 
 
+Be = Callable[..., None]
+
+
 @pytest.fixture
-def libraries(monkeypatch: pytest.MonkeyPatch) -> dict[str, Operators]:
-    inner = SimpleNamespace(_flash_attn_fwd=_flash_attn_fwd, _flash_attn_bwd=_flash_attn_bwd)
-    monkeypatch.setattr(flash4, "_library", lambda: inner)
-    by_device = SimpleNamespace(
-        _forward_impl_for_device=lambda device, width, value_width: _ffpa_forward,
-        _backward_impl_for_device=lambda device, width, value_width: _flash_attn_bwd,
-    )
-    monkeypatch.setattr(ffpa, "_library", lambda: by_device)
-    return {"flash4": flash4.FLASH4, "ffpa": ffpa.FFPA}
+def be(monkeypatch: pytest.MonkeyPatch) -> Iterator[Be]:
+    """As if that module of the package and that GPU were there; with `release` None, the package is not installed."""
+
+    def make(module: Any, capability: tuple[int, int] = (9, 0), release: str | None = "1.0") -> None:
+        def version(name: str) -> str:
+            if release is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return release
+
+        package._broken.cache_clear()
+        monkeypatch.setattr(importlib.metadata, "version", version)
+        monkeypatch.setattr(package, "_imported", module if callable(module) else lambda name: module)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+
+    yield make
+    package._broken.cache_clear()
+
+
+def _refuses_wide_values(width: int, value_width: int, major: int, alignment: int) -> None:
+    assert alignment == 8  # numbers in bf16 of an access
+    if value_width > 128:
+        raise AssertionError(f"({width}, {value_width}) is not supported on SM{major}0")
+
+
+LIBRARIES: dict[str, tuple[Operators, Any]] = {
+    "flash4": (
+        flash4.FLASH4,
+        SimpleNamespace(
+            _flash_attn_fwd=_flash_attn_fwd, _flash_attn_bwd=_flash_attn_bwd, _validate_head_dims=_refuses_wide_values
+        ),
+    ),
+    "ffpa": (
+        ffpa.FFPA,
+        SimpleNamespace(
+            _forward_impl_for_device=lambda device, width, value_width: _ffpa_forward,
+            _backward_impl_for_device=lambda device, width, value_width: _flash_attn_bwd,
+        ),
+    ),
+}
 
 
 def attended(kernel: Any, inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
@@ -96,110 +134,151 @@ def attended(kernel: Any, inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "name, window, softcap",
-    [("flash4", None, None), ("flash4", 5, None), ("flash4", None, 2.0), ("flash4", 1, 2.0), ("ffpa", None, None)],
+    "name, window, softcap, is_deterministic",
+    [
+        ("flash4", None, None, True),
+        ("flash4", 5, None, False),
+        ("flash4", None, 2.0, False),
+        ("flash4", 1, 2.0, True),
+        ("ffpa", None, None, False),
+    ],
 )
 def test_numbers_are_those_of_the_tiles(
-    libraries: dict[str, Operators], name: str, window: int | None, softcap: float | None
+    be: Be,
+    request: pytest.FixtureRequest,
+    name: str,
+    window: int | None,
+    softcap: float | None,
+    is_deterministic: bool,
 ) -> None:
+    operators, module = LIBRARIES[name]
+    be(module)
+    torch.use_deterministic_algorithms(is_deterministic)
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
     generator = torch.Generator().manual_seed(3)
     shapes = (20, 4, 8), (20, 2, 8), (20, 2, 8), (20, 4, 8)
     *inputs, grad = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     options: Any = {"window": window, "softcap": softcap}
-    kernel = FlashKernel.of(BOUNDARIES, 1, 0, CPU, operators=libraries[name], **options)
+    kernel = FlashKernel.of(BOUNDARIES, 1, 0, CPU, operators=operators, **options)
     expected = attended(TorchKernel.of(BOUNDARIES, 1, 0, CPU, **options), inputs, grad)
     for a, b in zip(attended(kernel, inputs, grad), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=SUM_TOLERANCE)
 
 
+WIDE = Demand("cuda", BF16, 512, 512)
+NO_WINDOWS = "it has no windows and no model.attention_softcap"
+UP_TO_256 = "it has heads of up to 256 in multiples of 8, but heads of this model are"
+
+
 @pytest.mark.parametrize(
-    "operators, demand, reason",
+    "name, demand, reason",
     [
-        (flash4.FLASH4, Demand("cpu", BF16, 128, 128), "it needs CUDA"),
-        (flash4.FLASH4, Demand("cuda", torch.float32, 128, 128), "it computes in bf16 only"),
-        (ffpa.FFPA, Demand("cuda", BF16, 256, 256), "it is for heads of more than 256"),
-        (ffpa.FFPA, Demand("cpu", BF16, 512, 512), "it needs CUDA"),
-        (ffpa.FFPA, Demand("cuda", torch.float32, 512, 512), "it computes in bf16 only"),
+        ("flash4", Demand("cpu", BF16, 128, 128), "it needs CUDA"),
+        ("flash4", Demand("cuda", torch.float32, 128, 128), "it computes in bf16 only"),
+        ("flash4", Demand("cuda", BF16, 128, 128, heads_per_key=7, softcap=50.0, is_deterministic=True), None),
+        ("flash4", Demand("cuda", BF16, 192, 128), None),
         (
-            ffpa.FFPA,
-            Demand("cuda", BF16, 512, 512, has_window=True),
-            "it has no windows and no model.attention_softcap",
+            "flash4",
+            Demand("cuda", BF16, 192, 128, heads_per_key=2),
+            "its backward pass with grouped heads needs values as wide as keys",
         ),
-        (ffpa.FFPA, Demand("cuda", BF16, 512, 512, softcap=1.0), "it has no windows and no model.attention_softcap"),
-        (ffpa.FFPA, Demand("cuda", BF16, 512, 128), "it needs values as wide as keys"),
-        (ffpa.FFPA, Demand("cuda", BF16, 512, 512, is_deterministic=True), "it does not promise repeatable gradients"),
+        ("flash4", Demand("cuda", BF16, 192, 192), "(192, 192) is not supported on SM90"),
+        ("flash4", Demand("cuda", BF16, 264, 264), f"{UP_TO_256} 264 wide"),
+        ("flash4", Demand("cuda", BF16, 100, 100), f"{UP_TO_256} 100 wide"),
+        ("ffpa", Demand("cuda", BF16, 256, 256), "it is for heads of 512"),
+        ("ffpa", Demand("cuda", BF16, 512, 128), "it is for heads of 512"),
+        ("ffpa", WIDE._replace(device_type="cpu"), "it needs CUDA"),
+        ("ffpa", WIDE._replace(dtype=torch.float32), "it computes in bf16 only"),
+        ("ffpa", WIDE._replace(has_window=True), NO_WINDOWS),
+        ("ffpa", WIDE._replace(softcap=1.0), NO_WINDOWS),
+        ("ffpa", WIDE._replace(heads_per_key=8), None),
+        ("ffpa", WIDE._replace(heads_per_key=7), "the query heads of a key head, here 7, must divide 64"),
+        ("ffpa", WIDE._replace(is_deterministic=True), "it does not promise repeatable gradients"),
     ],
 )
-def test_layers_that_a_library_does_not_compute(operators: Operators, demand: Demand, reason: str) -> None:
+def test_layers_on_hopper(be: Be, name: str, demand: Demand, reason: str | None) -> None:
+    """What flash-attn-4 refuses is asked of its own check, too."""
+    operators, module = LIBRARIES[name]
+    be(module)
     assert operators.why_not(demand) == reason
 
 
-def _refuses_wide_values(width: int, value_width: int, major: int, alignment: int) -> None:
-    assert alignment == 8  # numbers in bf16 of an access
-    if value_width > 128:
-        raise AssertionError(f"({width}, {value_width}) is not supported on SM{major}0")
+OTHER_GPU = "it has kernels for GPUs of compute capability 9.x and 10.x"
+NOT_COMPARED = "it was compared with plain torch on GPUs of compute capability 9.x only"
 
 
 @pytest.mark.parametrize(
-    "capability, demand, reason",
+    "name, capability, width, reason",
     [
-        ((9, 0), Demand("cuda", BF16, 128, 128, is_grouped=True, softcap=50.0), None),
-        ((9, 0), Demand("cuda", BF16, 192, 128), None),
-        (
-            (9, 0),
-            Demand("cuda", BF16, 192, 128, is_grouped=True),
-            "its backward pass with grouped heads needs values as wide as keys",
-        ),
-        ((9, 0), Demand("cuda", BF16, 192, 192), "(192, 192) is not supported on SM90"),
-        (
-            (10, 0),
-            Demand("cuda", BF16, 256, 128),
-            "on Blackwell, its kernels for heads of 256 were not compared with others yet",
-        ),
-        ((8, 9), Demand("cuda", BF16, 128, 128), "it has kernels for GPUs of compute capability 9.x and 10.x"),
+        ("flash4", (10, 0), 128, None),
+        ("flash4", (10, 0), 256, UP_TO_256.replace("256", "192") + " 256 wide"),
+        ("flash4", (8, 9), 128, OTHER_GPU),
+        ("flash4", (12, 0), 128, OTHER_GPU),
+        ("ffpa", (10, 0), 512, NOT_COMPARED),
+        ("ffpa", (8, 9), 512, NOT_COMPARED),
+        ("ffpa", (12, 0), 512, NOT_COMPARED),
     ],
 )
-def test_flash_attention_4_by_gpu(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], demand: Demand, reason: str | None
+@pytest.mark.parametrize("release", [None, "1.0"])
+def test_other_gpus(
+    be: Be, name: str, capability: tuple[int, int], width: int, reason: str | None, release: str | None
 ) -> None:
-    """As if the package and that GPU were there: what it refuses is asked of its own check."""
-    inner = SimpleNamespace(
-        _flash_attn_fwd=_flash_attn_fwd, _flash_attn_bwd=_flash_attn_bwd, _validate_head_dims=_refuses_wide_values
+    """A package that this GPU could not use is not asked for."""
+    operators, module = LIBRARIES[name]
+    be(module, capability, release)
+    if release is None and reason is None:
+        assert operators.package is not None
+        reason = operators.package.absent()
+    assert operators.why_not(Demand("cuda", BF16, width, width)) == reason
+
+
+def _broken(name: str) -> None:
+    raise AttributeError("module 'cutlass' has no attribute 'cute'")
+
+
+@pytest.mark.parametrize(
+    "name, module, problem",
+    [
+        ("flash4", _broken, "flash-attn-4 1.0 cannot be imported (module 'cutlass' has no attribute 'cute')"),
+        ("ffpa", _broken, "ffpa-attn 1.0 cannot be imported (module 'cutlass' has no attribute 'cute')"),
+        ("ffpa", SimpleNamespace(), "ffpa-attn 1.0 has no function _forward_impl_for_device"),
+        (
+            "flash4",
+            SimpleNamespace(_flash_attn_fwd=_flash_attn_fwd, _flash_attn_bwd=lambda q, deterministic: None),
+            "the function _flash_attn_bwd of flash-attn-4 1.0 takes no causal and no cu_seqlens_k and no cu_seqlens_q "
+            "and no max_seqlen_k and no max_seqlen_q and no softcap and no softmax_scale and no window_size_left and "
+            "no window_size_right",
+        ),
+    ],
+)
+def test_a_package_whose_parts_do_not_fit(be: Be, name: str, module: Any, problem: str) -> None:
+    """The next kernel runs."""
+    be(module)
+    demand = WIDE if name == "ffpa" else Demand("cuda", BF16, 128, 128)
+    assert LIBRARIES[name][0].why_not(demand) == problem
+
+
+def test_a_broken_package_is_warned_of(be: Be) -> None:
+    be(_broken)
+    wanted = parse_recipe(RECIPE, "a.yaml", ["attention.backend=portable", "model.sliding_window=64"]).config
+    said = slower_than_possible(wanted, choose(wanted, "cuda"), "cuda")
+    assert said is not None and said.splitlines()[1:] == [
+        "It would be faster, but flash-attn-4 1.0 cannot be imported (module 'cutlass' has no attribute 'cute')."
+    ]
+
+
+def test_packages_to_install(be: Be) -> None:
+    """By kind of layer; the log names each kernel."""
+    be(SimpleNamespace(), release=None)
+    overrides = ["model.sliding_window=64", "model.sliding_window_layers=[1]", "model.full_attention.head_dim=512"]
+    overrides += ["model.rope.window_base=1e4", "attention.backend=portable"]
+    wanted = parse_recipe(RECIPE, "a.yaml", overrides).config
+    said = slower_than_possible(wanted, choose(wanted, "cuda"), "cuda")
+    assert said is not None
+    first, wide, fast = said.splitlines()
+    assert first == (
+        "WARNING: attention runs on portable (window attention on torch's flash kernel, full attention on plain torch "
+        f"({UP_TO_256} 512 wide))."
     )
-    monkeypatch.setattr(flash4, "_library", lambda: inner)
-    monkeypatch.setattr(flash4, "_missing", flash4._missing.__wrapped__)
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: "4.0.0b36")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert flash4.FLASH4.why_not(demand) == reason
-
-
-def test_a_release_with_other_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    inner = SimpleNamespace(_flash_attn_fwd=lambda q, k, v: None, _flash_attn_bwd=_flash_attn_bwd)
-    monkeypatch.setattr(flash4, "_library", lambda: inner)
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: "4.0.1")
-    assert flash4._missing.__wrapped__() == (
-        "flash-attn-4 4.0.1 takes no causal and no cu_seqlens_k and no cu_seqlens_q and no max_seqlen_k and no "
-        "max_seqlen_q and no softcap and no softmax_scale and no window_size_left and no window_size_right"
-    )
-
-
-def test_libraries_that_are_not_installed() -> None:
-    for module in (flash4, ffpa):
-        module._missing.cache_clear()
-    for operators, package in ((flash4.FLASH4, "flash-attn-4"), (ffpa.FFPA, "ffpa-attn")):
-        assert operators.missing() == f"{package} is not installed"
-        assert operators.why_not(Demand("cuda", BF16, 512, 512)) == operators.missing()
-
-
-@pytest.mark.parametrize("module, package", [(flash4, "flash-attn-4"), (ffpa, "ffpa-attn")])
-def test_a_library_whose_parts_do_not_fit(monkeypatch: pytest.MonkeyPatch, module: Any, package: str) -> None:
-    """As if it were installed: its import fails with whatever error its parts raise."""
-
-    def broken() -> None:
-        raise AttributeError("module 'cutlass' has no attribute 'cute'")
-
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: "1.0")
-    monkeypatch.setattr(module, "_library", broken)
-    problem = f"{package} 1.0 cannot be imported (module 'cutlass' has no attribute 'cute')"
-    assert module._missing.__wrapped__() == problem
+    assert wide.endswith("pip install --no-deps ffpa-attn==0.2.4")
+    assert fast.endswith('pip install "sft-megatron[kernels]"')

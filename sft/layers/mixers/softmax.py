@@ -137,7 +137,7 @@ class PortableBytes(SoftmaxBytes):
     def _working(self, pack: float) -> tuple[float, float]:
         """`local` and `gathered` of the kind of layer, full or window, for which their sum is larger."""
         model = self.model
-        kinds = {model.kind_of(number + 1) for number in range(model.num_layers)}
+        kinds = {model.kind_of(number + 1) for number in range(model.num_layers + model.has_mtp)}
         full, window = "full attention" in kinds, "window attention" in kinds
         return max([self._full_layer(pack)] * full + [self._window_layer(pack)] * window, key=sum)
 

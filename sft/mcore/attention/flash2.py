@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sft.layers.mixers.softmax import MAX_FLASH_HEAD
-from sft.mcore.attention.flash_kernel import Demand, Operators
+from sft.mcore.attention.flash_kernel import Demand, Operators, refused_heads
 
 # Options that only some releases of torch have.  num_splits is the number of splits of the keys.  By default the kernel
 # chooses it by the longest sequence of the pack, so the result of a document would depend on other documents.
@@ -32,43 +32,29 @@ def _forward(
 
 
 def _backward(
-    grad: Tensor,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *boundaries: Tensor | int,
-    scale: float,
-    num_before: int = -1,
+    grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, *saved: Any, scale: float, num_before: int = -1
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """saved: out, log-sum-exp, and the boundaries of `_forward`"""
     window = dict(zip(_WINDOW, (num_before, 0)))
     rng_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # unused: there is no dropout
     unused = torch.empty(0, device=query.device)
     dquery, dkeys, dvalues = torch.ops.aten._flash_attention_backward(
-        grad, query, keys, values, out, lse, *boundaries, 0.0, True, rng_state, unused, scale=scale, **window
+        grad, query, keys, values, *saved, 0.0, True, rng_state, unused, scale=scale, **window
     )
     return dquery, dkeys, dvalues
 
 
-def _why_not(demand: Demand) -> str | None:
-    if demand.device_type != "cuda":
-        return "it needs CUDA"
-    if demand.dtype not in (torch.bfloat16, torch.float16):
-        return "it computes in bf16 only"
+def _refused(demand: Demand) -> str | None:
     if demand.softcap is not None:
         return "it has no model.attention_softcap"
     if demand.value_width > demand.key_width:
         return "it has no values that are wider than keys"
     if demand.key_width > MAX_FLASH_HEAD or demand.key_width % 8:
-        return (
-            f"it has heads of up to {MAX_FLASH_HEAD} in multiples of 8, but heads of this model are "
-            f"{demand.key_width} wide"
-        )
+        return refused_heads(MAX_FLASH_HEAD, demand.key_width)
     return _missing()
 
 
-FLASH2 = Operators(_forward, _backward, _why_not, pads_values=True)
+FLASH2 = Operators(_forward, _backward, _refused, pads_values=True)
 
 
 @cache

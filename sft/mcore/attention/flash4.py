@@ -7,109 +7,74 @@ The library compiles a kernel when it is first called, about 25 s each on one co
 (`environment.py`).
 """
 
-import importlib
-import importlib.metadata
-import inspect
-from functools import cache
-from types import ModuleType
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sft.mcore.attention.flash_kernel import Demand, Operators
+from sft.layers.mixers.softmax import MAX_FLASH_HEAD
+from sft.mcore.attention.flash_kernel import Demand, Operators, refused_heads
+from sft.mcore.attention.package import SEQUENCES, Package, shared_arguments
 
-PACKAGE = "flash-attn-4"
-_SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-_OPTIONS = ("softmax_scale", "causal", "softcap", "window_size_left", "window_size_right")
+_SHARED = (*SEQUENCES, "softmax_scale", "causal", "softcap", "window_size_left", "window_size_right")
+PACKAGE = Package(
+    "flash-attn-4",
+    "flash_attn.cute.interface",
+    (
+        ("_flash_attn_fwd", (*_SHARED, "return_lse")),
+        ("_flash_attn_bwd", (*_SHARED, "deterministic")),
+        ("_validate_head_dims", ()),
+    ),
+)
 _HOPPER, _BLACKWELL = 9, 10  # major compute capabilities
+_WIDEST = {_HOPPER: MAX_FLASH_HEAD, _BLACKWELL: 192}  # heads; wider ones were not compared with others on Blackwell
 _ALIGNMENT = 8  # numbers in bf16 that one access to memory takes
 
 
 def _forward(
     query: Tensor, keys: Tensor, values: Tensor, *sequences: Tensor | int, scale: float, **options: float
 ) -> tuple[Tensor, Tensor]:
-    named = _named(sequences, scale, options)
-    out, lse, *_ = _library()._flash_attn_fwd(query, keys, values, return_lse=True, **named)
+    operator = PACKAGE.function("_flash_attn_fwd")
+    out, lse, *_ = operator(
+        query, keys, values, return_lse=True, **shared_arguments(sequences, scale), **_limits(**options)
+    )
     return out, lse
 
 
 def _backward(
-    grad: Tensor,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *sequences: Tensor | int,
-    scale: float,
-    **options: float,
+    grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, *saved: Any, scale: float, **options: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    named = _named(sequences, scale, options)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    dquery, dkeys, dvalues, *_ = _library()._flash_attn_bwd(
-        query, keys, values, out, grad, lse, deterministic=deterministic, **named
-    )
+    out, lse, *sequences = saved
+    operator, deterministic = PACKAGE.function("_flash_attn_bwd"), torch.are_deterministic_algorithms_enabled()
+    named = {**shared_arguments(sequences, scale), **_limits(**options), "deterministic": deterministic}
+    dquery, dkeys, dvalues, *_ = operator(query, keys, values, out, grad, lse, **named)
     return dquery, dkeys, dvalues
 
 
-def _named(sequences: tuple[Tensor | int, ...], scale: float, options: dict[str, float]) -> dict[str, Any]:
-    """Arguments that forward and backward share; window_size_left is the number of keys before a query's own."""
-    window = {"window_size_left": options["num_before"], "window_size_right": 0} if "num_before" in options else {}
-    softcap = options.get("softcap", 0.0)  # 0: no limit
-    return dict(zip(_SEQUENCES, sequences)) | window | {"softmax_scale": scale, "softcap": softcap, "causal": True}
+def _limits(num_before: float | None = None, softcap: float = 0.0) -> Mapping[str, Any]:
+    """The window as the library counts it, in keys before and after a query's own; a soft cap of 0 is none."""
+    window = {} if num_before is None else {"window_size_left": num_before, "window_size_right": 0}
+    return {**window, "softcap": softcap}
 
 
-def _why_not(demand: Demand) -> str | None:
-    if demand.device_type != "cuda":
-        return "it needs CUDA"
-    if demand.dtype not in (torch.bfloat16, torch.float16):
-        return "it computes in bf16 only"
-    return _wrong_gpu() or _missing() or _unfit(demand)
-
-
-@cache
-def _missing() -> str | None:
-    """The reason why the package cannot be used on this machine; None if it can."""
-    try:
-        release = importlib.metadata.version(PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        return f"{PACKAGE} is not installed"
-    try:
-        library = _library()
-    except Exception as error:  # of any kind: releases of its parts that do not fit each other raise what they will
-        return f"{PACKAGE} {release} cannot be imported ({error})"
-    for operator in (library._flash_attn_fwd, library._flash_attn_bwd):
-        if lacking := sorted({*_SEQUENCES, *_OPTIONS} - set(inspect.signature(operator).parameters)):
-            return f"{PACKAGE} {release} takes no {' and no '.join(lacking)}"
-    return None
-
-
-def _wrong_gpu() -> str | None:
-    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in (_HOPPER, _BLACKWELL):
+def _refused(demand: Demand) -> str | None:
+    """First what no package changes, then the package, then what its own check says."""
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (_HOPPER, 0)
+    widest = _WIDEST.get(capability[0])
+    if widest is None:
         return f"it has kernels for GPUs of compute capability {_HOPPER}.x and {_BLACKWELL}.x"
-    return None
-
-
-def _unfit(demand: Demand) -> str | None:
-    """The reason why this GPU's kernels refuse such layers, by the checks of the library where it has one."""
-    major = torch.cuda.get_device_capability()[0]
-    widths = demand.key_width, demand.value_width
+    if demand.key_width > widest or demand.key_width % _ALIGNMENT:
+        return refused_heads(widest, demand.key_width)
+    if demand.heads_per_key > 1 and demand.key_width != demand.value_width:
+        return "its backward pass with grouped heads needs values as wide as keys"
+    if problem := PACKAGE.absent() or PACKAGE.broken():
+        return problem
     try:
-        _library()._validate_head_dims(*widths, major, _ALIGNMENT)
+        PACKAGE.function("_validate_head_dims")(demand.key_width, demand.value_width, capability[0], _ALIGNMENT)
     except AssertionError as error:
         return str(error)
-    if demand.is_grouped and widths[0] != widths[1]:
-        return "its backward pass with grouped heads needs values as wide as keys"
-    if major == _BLACKWELL and widths[0] > 192:
-        return "on Blackwell, its kernels for heads of 256 were not compared with others yet"
     return None
 
 
-@cache
-def _library() -> ModuleType:
-    """The module of the inner functions; its import takes seconds."""
-    return importlib.import_module("flash_attn.cute.interface")
-
-
-FLASH4 = Operators(_forward, _backward, _why_not, _missing)
+FLASH4 = Operators(_forward, _backward, _refused, package=PACKAGE)

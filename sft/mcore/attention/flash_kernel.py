@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from sft.mcore.attention.key_source import AllGatheredKeys, HaloKeys, KeySource, LocalKeys
+from sft.mcore.attention.package import Package
 from sft.mcore.device import send
 from sft.parallel import context_parallel
 from sft.parallel.halo import Halo
@@ -31,7 +32,7 @@ class Demand(NamedTuple):
     """Needs of a run's layers that a kernel may not meet.
 
     key_width, value_width  of a head
-    is_grouped        several query heads share a key head
+    heads_per_key     query heads that share a key head
     is_deterministic  gradients are equal bit for bit when they are computed again
     """
 
@@ -39,7 +40,7 @@ class Demand(NamedTuple):
     dtype: torch.dtype
     key_width: int
     value_width: int
-    is_grouped: bool = False
+    heads_per_key: int = 1
     has_window: bool = False
     softcap: float | None = None
     is_deterministic: bool = False
@@ -53,16 +54,28 @@ class Operators:
               have them num_before=, softcap=) -> out, log-sum-exp in fp32 [heads, t].  num_before is the number of keys
               before a query's own that the query attends to
     backward  (grad, query, keys, values, out, log-sum-exp, and the rest as forward) -> gradients of query, keys, values
-    why_not   the reason why the kernel cannot compute such layers; None if it can
-    missing   the reason why the library cannot be used on this machine; None if it can
+    refused   the reason why the kernel cannot compute such layers on CUDA in bf16; None if it can
     pads_values  values must be as wide as keys
+    package   the package of the kernel; None: torch
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    why_not: Callable[[Demand], str | None] = lambda demand: None
-    missing: Callable[[], str | None] = lambda: None
+    refused: Callable[[Demand], str | None] = lambda demand: None
     pads_values: bool = False
+    package: Package | None = None
+
+    def why_not(self, demand: Demand) -> str | None:
+        """The reason why the kernel cannot compute such layers; None if it can."""
+        if demand.device_type != "cuda":
+            return "it needs CUDA"
+        if demand.dtype not in (torch.bfloat16, torch.float16):
+            return "it computes in bf16 only"
+        return self.refused(demand)
+
+
+def refused_heads(widest: int, width: int) -> str:
+    return f"it has heads of up to {widest} in multiples of 8, but heads of this model are {width} wide"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from sft.mcore.attention.ffpa import FFPA
 from sft.mcore.attention.flash2 import FLASH2
 from sft.mcore.attention.flash4 import FLASH4
 from sft.mcore.attention.flash_kernel import Demand, FlashKernel, Operators
+from sft.mcore.attention.package import Package
 from sft.mcore.attention.packed_attention import AttentionKernel
 from sft.mcore.attention.torch_kernel import TorchKernel
 from sft.mcore.backend import params_dtype
@@ -28,6 +29,7 @@ FLASH: Mapping[str, Operators] = {
     "torch's flash kernel": FLASH2,
 }
 PLAIN = "plain torch"
+_PACKAGES = {name: operators.package for name, operators in FLASH.items() if operators.package is not None}
 
 
 class Chosen(NamedTuple):
@@ -45,9 +47,20 @@ class Chosen(NamedTuple):
     has_softmax: bool = False
 
     @property
-    def to_install(self) -> list[str]:
-        """Names of the kernels that would be faster and are not installed."""
-        return [name for name, reason in self.why_not.items() if reason == FLASH[name].missing()]
+    def to_install(self) -> list[Package]:
+        """The packages that would be faster and are not installed."""
+        packages = {package: self.why_not.get(name) for name, package in _PACKAGES.items()}
+        return [package for package, reason in packages.items() if reason and reason == package.absent()]
+
+    @property
+    def broken(self) -> list[str]:
+        """The problems of packages that are installed and would be faster."""
+        reasons = {self.why_not.get(name): package for name, package in _PACKAGES.items()}
+        return [
+            reason
+            for reason, package in reasons.items()
+            if reason and not package.absent() and reason == package.broken()
+        ]
 
 
 def _demand(config: Config, mixer: Mixer, device_type: str) -> Demand:
@@ -57,7 +70,7 @@ def _demand(config: Config, mixer: Mixer, device_type: str) -> Demand:
         params_dtype(config),
         model.resolved_head_dim,
         model.value_head_dim,
-        is_grouped=model.resolved_query_groups < model.num_attention_heads,
+        heads_per_key=model.num_attention_heads // model.resolved_query_groups,
         has_window=mixer.window is not None,
         softcap=model.attention_softcap,
         is_deterministic=config.run.deterministic,

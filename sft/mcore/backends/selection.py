@@ -45,16 +45,19 @@ def slower_than_possible(config: Config, backend: AttentionBackend, device_type:
 
 
 def _faster_by_other_kernels(backend: Portable) -> str | None:
-    names = sorted({name for kernel in backend.chosen.values() for name in kernel.to_install})
-    if not names:
-        return None
-    return f"WARNING: attention runs on {backend}.  Faster on this GPU: {' and '.join(names)}.\n{_INSTALL_KERNELS}"
+    chosen = backend.chosen.values()
+    broken = sorted({reason for kernel in chosen for reason in kernel.broken})
+    names = sorted({package.name for kernel in chosen for package in kernel.to_install})
+    advice = [f"It would be faster, but {reason}." for reason in broken] + [_ADVICE[name] for name in names]
+    return "\n".join([f"WARNING: attention runs on {backend}.", *advice]) if advice else None
 
 
-_INSTALL_KERNELS = (
-    "On an H200, FlashAttention-4 took 0.4 to 0.9 of the time of torch's flash kernel (docs/numbers/h200.md).\n"
-    'Install them with: pip install "sft-megatron[kernels]"; they are then used without another change.'
-)
+_ADVICE = {
+    "flash-attn-4": "On an H200, FlashAttention-4 took 0.4 to 0.9 of the time of torch's flash kernel "
+    '(docs/numbers/h200.md).  It is used once it is installed: pip install "sft-megatron[kernels]"',
+    "ffpa-attn": "On an H200, ffpa-attn computed heads of 512 at 603 TFLOP/s forward and 221 backward; plain torch "
+    "computes them in fp32.  It is used once it is installed: pip install --no-deps ffpa-attn==0.2.4",
+}
 
 
 def _faster_in_transformer_engine(config: Config, backend: Portable, device_type: str) -> str | None:
@@ -85,14 +88,20 @@ def _portable(config: Config, device_type: str, why_not_te: str) -> Portable:
 
 
 def _softmax_kernels(chosen: Mapping[LayerKind, Chosen]) -> str:
-    """`torch's flash kernel in layers with a window, plain torch in layers without one: its heads are 512 wide`"""
-    names = {kind: kernel.name for kind, kernel in chosen.items() if kernel.has_softmax}
+    """`torch's flash kernel in window attention, plain torch in full attention: its heads are 512 wide`"""
+    of_softmax = {kind: kernel for kind, kernel in chosen.items() if kernel.has_softmax}
+    names = {kernel.name for kernel in of_softmax.values()}
     if not names:
         return "no layers with a softmax"
-    plain = [kernel for kernel in chosen.values() if kernel.name == kernels.PLAIN]
-    problem = f": {[*plain[0].why_not.values()][-1]}" if plain else ""
-    if len(set(names.values())) == 1:
-        return f"{kernels.PLAIN}, no flash kernel{problem}" if plain else names.popitem()[1]
-    others = next(name for kind, name in names.items() if kind != "window attention")
-    with_window, without = names["window attention"], others
-    return f"{with_window} in layers with a window, {without} in layers without one{problem}"
+    if names == {kernels.PLAIN}:
+        return f"{kernels.PLAIN}, no flash kernel: {_last_refusal(next(iter(of_softmax.values())))}"
+    if len(names) == 1:
+        return names.pop()
+    texts = {kind: kernel.name for kind, kernel in of_softmax.items()}
+    texts |= {k: f"{x.name} ({_last_refusal(x)})" for k, x in of_softmax.items() if x.name == kernels.PLAIN}
+    return ", ".join(f"{kind} on {text}" for kind, text in texts.items())
+
+
+def _last_refusal(kernel: Chosen) -> str:
+    """Why not the kernel that needs least, torch's own."""
+    return [*kernel.why_not.values()][-1]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from sft.config import Config
 from sft.estimate import memory
 from sft.estimate.saved_by_layer import LayerBytes
-from sft.layers.mixers.softmax import PortableBytes
+from sft.layers.mixers.softmax_bytes import PortableBytes
 from sft.parallel.layout import Layout
 from tools import marked_tables
 from tools.bench.mixes import short

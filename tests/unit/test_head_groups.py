@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sft.layers.mixers.softmax import MAX_HEAD_GROUPS
+from sft.layers.mixers.softmax_bytes import MAX_HEAD_GROUPS
 from sft.mcore.attention import key_source, packed_attention
 from sft.mcore.attention.key_source import AllGatheredKeys, KeySource, LocalKeys
 from sft.mcore.attention.rope import Rotation

@@ -16,7 +16,7 @@ from sft.estimate.saved_by_layer import LayerBytes
 from sft.estimate.working_sets import ATTENTION, GATHERED, HEAD, MLP
 from sft.layers.adapters import AdaptedWeight, Adapter, Trained
 from sft.layers.mixers.delta import STATE_INTERVAL, DeltaBytes
-from sft.layers.mixers.softmax import SCORE_TILE, PortableBytes, TransformerEngineBytes
+from sft.layers.mixers.softmax_bytes import SCORE_TILE, PortableBytes, TransformerEngineBytes
 from sft.layers.rank_share import RankShare
 from sft.mcore.attention import torch_kernel
 from sft.mcore.linear_attention import schedule
@@ -445,14 +445,34 @@ def test_windows_need_their_halo_for_all_heads() -> None:
     assert most(estimate(*mixed, 128_256, 8192), GATHERED) == most(estimate(*full, 128_256, 8192), GATHERED)
 
 
-def test_soft_caps_have_the_plain_kernel() -> None:
-    """The gradients of keys and values are fp32, and no other tensor of the kernel is large."""
+PLAIN_TILES = 3 * 4 * 32 * 256 * 512  # of scores in fp32, for all heads of Llama 8B
+
+
+def test_soft_caps_have_the_larger_of_two_kernels() -> None:
+    """Plain torch holds tiles of scores, and gradients of keys and values in fp32; FlashAttention-4 has gradients of
+    queries, keys and values in bf16 and in fp32.  A page of tokens takes more in tiles, many take more in FA4."""
     capped = {**LLAMA_8B, "attention_softcap": 50.0}
-    flash, plain = (most(estimate(*of(1, model), 128_256, 1024), ATTENTION) for model in (LLAMA_8B, capped))
-    tiles = 3 * 4 * 32 * 256 * 512  # of scores in fp32, for all heads
-    assert flash - plain == 1024 * (4 * 4096 + 2 * (2048 + 2 * 4096) - 4 * 2048) - tiles
-    over_cp = most(estimate(*of(8, capped, parallel={"cp": 8}), 128_256, 8192), GATHERED)
-    assert over_cp == 8192 * 512 * (2 + 4 + 2 + 4)  # next and previous group; keys and their gradients, each once
+    for tokens in (1024, 8192):
+        flash2, either = (most(estimate(*of(1, model), 128_256, tokens), ATTENTION) for model in (LLAMA_8B, capped))
+        plain = tokens * (2 * 4096 + 4 * 2048) + PLAIN_TILES
+        flash4 = tokens * ((2 + 4) * 4096 + (2 + 4) * 2048)
+        of_flash2 = tokens * ((2 + 4) * 4096 + 2 * (2048 + 2 * 4096))
+        assert either - flash2 == (plain if tokens == 1024 else flash4) - of_flash2
+        assert (plain > flash4) == (tokens == 1024)
+
+
+def test_keys_of_soft_caps_over_cp() -> None:
+    """In bf16 the next group; in fp32 sums of the previous group; keys by sequence with gradients in bf16 and fp32."""
+    capped = {**LLAMA_8B, "attention_softcap": 50.0}
+    over_cp = most(estimate(*of(8, capped, parallel={"cp": 8}), 128_256, 65_536), GATHERED)
+    assert over_cp == 65_536 * 512 * (2 + 4) + 65_536 * (1 + 1 / 16) * 512 * (2 + 2 + 4)
+
+
+def test_heads_of_512_over_cp() -> None:
+    """ffpa-attn copies queries, keys and values of a head group; plain torch holds gradients of keys in fp32."""
+    wide = {**LLAMA_8B, "head_dim": 512, "num_attention_heads": 32, "num_query_groups": 8}
+    over_cp = most(estimate(*of(8, wide, parallel={"cp": 8}), 128_256, 65_536), GATHERED)
+    assert over_cp == 65_536 * 2048 * (2 + 4) + 65_536 * (1 + 1 / 16) * 2048 * (2 * 2 + 2)
 
 
 def test_a_tile_of_scores_is_that_of_the_kernel() -> None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from sft.config import Config, ModelConfig
 from sft.layers.mixer import Mixer, MixerBytes
-from sft.layers.mixers.softmax import TransformerEngineBytes, has_flash, heads, num_head_groups, pair_width
+from sft.layers.mixers.softmax import heads, pair_width
+from sft.layers.mixers.softmax_bytes import TransformerEngineBytes, has_flash, num_head_groups
 from sft.layers.rank_share import FP32, RankShare
 from sft.layers.weight import LayerWeight, has_input_norms
 

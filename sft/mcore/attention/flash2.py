@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sft.layers.mixers.softmax import MAX_FLASH_HEAD
+from sft.layers.mixers.softmax_bytes import MAX_FLASH_HEAD
 from sft.mcore.attention.flash_kernel import Demand, Operators, refused_heads
 
 # Options that only some releases of torch have.  num_splits is the number of splits of the keys.  By default the kernel

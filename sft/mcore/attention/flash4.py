@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sft.layers.mixers.softmax import MAX_FLASH_HEAD
+from sft.layers.mixers.softmax_bytes import MAX_FLASH_HEAD
 from sft.mcore.attention.flash_kernel import Demand, Operators, refused_heads
 from sft.mcore.attention.package import SEQUENCES, Package, shared_arguments
 

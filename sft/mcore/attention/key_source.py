@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sft.layers.mixers.softmax import num_head_groups
+from sft.layers.mixers.softmax_bytes import num_head_groups
 from sft.mcore.device import send
 from sft.parallel.halo import Halo
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sft.layers.mixers.softmax import num_head_groups
+from sft.layers.mixers.softmax_bytes import num_head_groups
 from sft.mcore.attention.packed_attention import AttentionKernel
 
 # latents [k, 1, rank], heads of this rank -> [k, heads, d]: the part of a key that is not rotated, and the value

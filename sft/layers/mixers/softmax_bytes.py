@@ -1,0 +1,251 @@
+"""Bytes of activations of softmax attention, on the portable backend and on Transformer Engine.
+
+Both save the same tensors.  Portable gathers keys and values over cp, te sends them in a ring.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from sft.config import ModelConfig
+from sft.layers.mixer import MixerBytes
+from sft.layers.rank_share import FP32
+
+MAX_FLASH_HEAD = 256  # width of the widest heads that torch's flash kernel has
+MAX_HEAD_GROUPS = 4  # more groups would make kernels and messages too small
+GATED = "gate, gated output"
+SCORE_TILE = 256 * 512  # scores of a head that torch_kernel.py computes at a time
+
+
+def num_head_groups(num_key_heads: int) -> int:
+    """Number of head groups that packed_attention.py gathers one after the other.  No key head is split.
+
+    8 -> 4        6 -> 3        5 -> 1
+    """
+    return max(n for n in range(1, MAX_HEAD_GROUPS + 1) if num_key_heads % n == 0)
+
+
+def has_flash(model: ModelConfig) -> bool:
+    """Whether torch's flash kernel has heads of this width; it has no softcap."""
+    return model.attention_softcap is None and model.resolved_head_dim <= MAX_FLASH_HEAD
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftmaxBytes(MixerBytes):
+    """The bytes that both backends have in common."""
+
+    @property
+    def num_saved_outputs(self) -> int:
+        """Number of saved copies of attention's output."""
+        return 1
+
+    @property
+    def saved(self) -> dict[str, float]:
+        queries, pairs = (self.rank.width * numbers for numbers in (self.queries, self.pairs))
+        projected = pairs * self.model.full_attention.num_kv_projections / 2
+        # On a GPU the product with the gate is compiled, and its backward computes the fp32 gate again.
+        gate = (self.rank.width if self.rank.is_fused else FP32) * self.queries
+        return {
+            "queries, keys, values": queries + projected,
+            "attention's output": queries * self.num_saved_outputs,
+            "log-sum-exp": FP32 * self.model.num_attention_heads / self.rank.tp,
+            **({GATED: gate + queries} if self.model.attention_output_gate else {}),
+        }
+
+    @property
+    def norm_outputs(self) -> dict[str, float]:
+        normed = {
+            "normed queries and keys": (self.queries + self.pairs / 2) * self.model.qk_norm,
+            "normed values": self.pairs / 2 * self.model.value_norm,
+        }
+        return {name: self.rank.width * numbers for name, numbers in normed.items() if numbers}
+
+    @property
+    def norm_scales(self) -> float:
+        groups = self.model.resolved_query_groups / self.rank.tp
+        rows = 2 if self.model.qk_norm_across_heads else self.model.num_attention_heads / self.rank.tp + groups
+        return FP32 * (self.model.qk_norm * rows + self.model.value_norm * groups)
+
+    def local(self, tokens: float) -> float:
+        """Bytes while backward computes attention for all heads at once: rotated queries and keys, and the gradients of
+        output, queries (also in fp32), keys and values."""
+        queries = (self.rank.width + FP32) * self.queries
+        pairs = self.rank.width * (self.pairs + self.unsummed)
+        return tokens * (self.rotated + queries + pairs)
+
+    @property
+    def freed(self) -> tuple[str, ...]:
+        return (GATED,)
+
+    @property
+    def queries(self) -> float:
+        """Numbers per token in queries."""
+        return self.model.num_attention_heads * self.model.resolved_head_dim / self.rank.tp
+
+    @property
+    def pairs(self) -> float:
+        """Numbers per token in keys and values."""
+        return 2 * self.model.resolved_query_groups * self.model.resolved_head_dim / self.rank.tp
+
+    @property
+    def unsummed(self) -> float:
+        """Numbers per token in the gradients of keys and values per query head, which the kernel then sums per key
+        head; 0 if each query head has its own key head."""
+        return 2 * self.queries if self.model.num_attention_heads > self.model.resolved_query_groups else 0.0
+
+    @property
+    def rotated(self) -> float:
+        """Bytes per token of rotated queries and keys, and of the gradients of output and queries."""
+        return self.rank.width * (3 * self.queries + self.pairs / 2)
+
+
+class _Kernel(NamedTuple):
+    """The memory that a kernel of attention takes while it computes gradients, from its source.
+
+    is_flash      it takes keys in the order of sequences, and holds no scores
+    sums_queries  it has the gradient of queries also in fp32
+    sums_pairs    it has the gradients of keys and values also in fp32
+    is_unsummed   it has them for each query head, before their sum
+    copies_views  it copies the queries, keys and values of one of several head groups
+    """
+
+    is_flash: bool = True
+    sums_queries: bool = False
+    sums_pairs: bool = False
+    is_unsummed: bool = False
+    copies_views: bool = False
+
+
+_PLAIN = _Kernel(is_flash=False)
+_FLASH2 = _Kernel(sums_queries=True, is_unsummed=True)  # takes no less than FlashAttention-4, which may run instead
+_FLASH4 = _Kernel(sums_queries=True, sums_pairs=True)
+_FFPA = _Kernel(copies_views=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PortableBytes(SoftmaxBytes):
+    """Bytes of the portable backend.  `saved` is exact: tests/ranks/test_saved_tensors.py counts these bytes.
+
+    kernel  the kernel of attention; None: of those that may run, the one that takes most
+    """
+
+    kernel: _Kernel | None = None
+
+    def rotary(self, pack: float) -> float:
+        """Bytes of cosine and sine of this rank's tokens, for one or two bases."""
+        return (
+            (2.0 if self.model.rope.window_base is None else 4.0)
+            * self.rank.width
+            * (pack / self.rank.cp)
+            * self.model.rotary_dim
+        )
+
+    def local(self, tokens: float) -> float:
+        return self._working(tokens * self.rank.cp)[0]
+
+    def gathered(self, pack: float) -> float:
+        return self._working(pack)[1]
+
+    def _working(self, pack: float) -> tuple[float, float]:
+        """`local` and `gathered` of the kernel and the kind of layer, full or window, for which their sum is larger."""
+        model = self.model
+        if self.kernel is None:
+            return max((replace(self, kernel=kernel)._working(pack) for kernel in self._kernels), key=sum)
+        kinds = {model.kind_of(number + 1) for number in range(model.num_layers + model.has_mtp)}
+        full, window = "full attention" in kinds, "window attention" in kinds
+        return max([self._full_layer(pack)] * full + [self._window_layer(pack)] * window, key=sum)
+
+    def _full_layer(self, pack: float) -> tuple[float, float]:
+        """`local` and `gathered` of a layer with full attention, which gathers one head group after the other.
+
+        Gathered are a group's keys and values in the kernel's order, and the gradients that the kernel computes.  In
+        transfer are the next group, and the fp32 sums of the previous group's gradients.
+        """
+        tokens, groups = pack / self.rank.cp, num_head_groups(self.model.resolved_query_groups // self.rank.tp)
+        if self.rank.cp == 1:
+            return self._in_kernel(tokens, tokens, 1), 0.0
+        in_transfer = self.rank.width * (groups > 2) + FP32 * (groups > 1)
+        before = FP32 * self.pairs * (groups - 1) / groups  # local gradients of keys and values of other groups
+        # For the flash kernel, both chunks of a rank need a copy of the early keys of a document.
+        num_keys = pack * (1 + 1 / (2 * self.rank.cp) if self._kernel.is_flash else 1)
+        gathered = self._keys(num_keys, pack * (groups == 1)) + in_transfer * self.pairs * pack
+        return self._in_kernel(tokens, 0.0, groups) + before * tokens, gathered / groups
+
+    def _window_layer(self, pack: float) -> tuple[float, float]:
+        """`local` and `gathered` of a layer with a window: the halo of one document, for all heads at once."""
+        tokens = pack / self.rank.cp
+        if self.rank.cp == 1:
+            return self._full_layer(pack)
+        num_keys = min(pack, tokens + 2 * (self.model.sliding_window or 0))
+        return self._in_kernel(tokens, 0.0, 1), self._keys(num_keys, num_keys)
+
+    def _in_kernel(self, tokens: float, num_keys: float, groups: int) -> float:
+        """Bytes of queries, of all gradients that the kernel computes, and of its working memory.
+
+        With several groups, a flash kernel has copies of the group's output and of its gradient.  The plain kernel
+        holds three tiles of scores for the heads of a group: the weights, their gradient, and the weights of the
+        previous tile.
+        """
+        kernel, width = self._kernel, self.rank.width
+        copied = (2 * kernel.is_flash + kernel.copies_views) * (groups > 1)
+        group = (1 + copied) * width + FP32 * kernel.sums_queries
+        heads = self.model.num_attention_heads / self.rank.tp / groups
+        tiles = 0.0 if kernel.is_flash else 3 * FP32 * heads * SCORE_TILE
+        return tokens * (self.rotated + group * self.queries / groups) + self._gradients(num_keys) + tiles
+
+    def _keys(self, num_keys: float, num_sums: float) -> float:
+        """Peak bytes of keys and values of all heads: with their gradients during the kernel; after it only the
+        gradients, one of them also in fp32, and the fp32 sums of num_sums tokens."""
+        width, kernel = self.rank.width, self._kernel
+        summed = num_keys * (width + FP32 / 2 if kernel.is_flash else FP32) + num_sums * FP32
+        keys = (1 + kernel.copies_views) * width * self.pairs * num_keys
+        return max(keys + self._gradients(num_keys), self.pairs * summed)
+
+    def _gradients(self, num_keys: float) -> float:
+        """Bytes of the gradients of keys and values that the kernel computes."""
+        kernel, width = self._kernel, self.rank.width
+        if not kernel.is_flash:
+            return num_keys * FP32 * self.pairs
+        return num_keys * (
+            width * (self.pairs + self.unsummed * kernel.is_unsummed) + FP32 * self.pairs * kernel.sums_pairs
+        )
+
+    @property
+    def _kernel(self) -> _Kernel:
+        assert self.kernel is not None
+        return self.kernel
+
+    @property
+    def _kernels(self) -> list[_Kernel]:
+        """The kernels that may run; packages that need not be installed compute what torch's flash kernel does not."""
+        if not self.rank.is_fused:
+            return [_PLAIN]
+        if has_flash(self.model):
+            return [_FLASH2]
+        return [_PLAIN, _FFPA if self.model.resolved_head_dim > MAX_FLASH_HEAD else _FLASH4]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerEngineBytes(SoftmaxBytes):
+    """Bytes of the te backend, from its source; torch's allocator measured the total (docs/numbers/performance.md)."""
+
+    cp_comm: str = "p2p"
+    norm_outputs_are_saved = True
+
+    @property
+    def num_saved_outputs(self) -> int:
+        """2 with a2a (the kernel's output and the output after the all-to-all), otherwise 1."""
+        return 2 if self.rank.cp > 1 and self.cp_comm.startswith("a2a") else 1
+
+    def rotary(self, pack: float) -> float:
+        """Bytes of the fp32 angles of the longest document, which may be the whole pack."""
+        return float(FP32) * pack * self.model.rotary_dim
+
+    def gathered(self, pack: float) -> float:
+        """Bytes of gathered keys and values.
+
+        p2p holds the parts of two ranks.  a2a holds the pack for the heads of the rank.  all_gather holds several
+        copies of the pack (measured: 6.5 copies at cp 2, 7.8 at cp 4, no more at cp 8).
+        """
+        if self.rank.cp == 1:
+            return 0.0
+        return self.rank.width * self.pairs * (8.0 if self.cp_comm == "all_gather" else 4 / self.rank.cp) * pack

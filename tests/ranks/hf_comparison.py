@@ -63,9 +63,14 @@ def skewed_packs() -> list[list[Sample]]:
     return [[corpus.sample(i) for i in pack] for pack in (*PACKS, (0,), (1,), (2,), (3,), (4,))]
 
 
-def compare_token_losses(ranks: Ranks, model: Model, layout: Layout, packs: list[list[Sample]]) -> None:
+Around = Sequence[Callable[..., Any]]  # functions that call the function after them, with what it gets
+
+
+def compare_token_losses(
+    ranks: Ranks, model: Model, layout: Layout, packs: list[list[Sample]], around: Around = ()
+) -> None:
     world_size, overrides = layout
-    results = ranks(world_size).run(packed_losses, [*model.recipe, *overrides], model.folder, packs)
+    results = ranks(world_size).run(*around, packed_losses, [*model.recipe, *overrides], model.folder, packs)
     check_losses(results, model, packs)
 
 
@@ -75,12 +80,13 @@ def compare_gradients(
     layout: Layout,
     packs: list[list[Sample]],
     decay_tolerance: float = DECAY_TOLERANCE,
+    around: Around = (),
 ) -> None:
     """The mean loss over the supervised tokens of all packs, and its gradients, each of its norm."""
     world_size, overrides = layout
     reference = in_float64(model.model)
     expected_loss, count = backward(reference, [sample for pack in packs for sample in pack])
-    results = ranks(world_size).run(chunked_gradients, [*model.recipe, *overrides], model.folder, packs)
+    results = ranks(world_size).run(*around, chunked_gradients, [*model.recipe, *overrides], model.folder, packs)
     for result in results:
         assert result["num_tokens"] == count
         assert result["loss"] == pytest.approx(expected_loss, rel=MEAN_LOSS_TOLERANCE)

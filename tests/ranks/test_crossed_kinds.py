@@ -41,6 +41,18 @@ LINEAR = [
     f"model.linear_attention.key_head_dim={K}",
     f"model.linear_attention.value_head_dim={V}",
 ]
+OWN_HEADS = [  # layers without a window have wider heads than those with one, and fewer of them
+    f"model.head_dim={DIM}",
+    "model.full_attention.head_dim=8",
+    "model.full_attention.num_query_groups=2",
+    f"model.rope.window_base={WINDOW_BASE}",
+]
+MOE = [
+    f"model.moe.num_experts={EXPERTS}",
+    f"model.moe.top_k={TOP_K}",
+    "model.moe.dense_layers=1",
+    "model.qkv_bias=false",
+]
 MODELS: dict[str, list[str]] = {
     # linear, window, linear, full; norms before and after; the first without experts
     "linear x windows x experts": [
@@ -49,38 +61,23 @@ MODELS: dict[str, list[str]] = {
         f"model.sliding_window={WINDOW}",
         "model.sliding_window_layers=[2]",
         "model.norm_placement=both",
-        f"model.moe.num_experts={EXPERTS}",
-        f"model.moe.top_k={TOP_K}",
-        "model.moe.dense_layers=1",
-        "model.qkv_bias=false",
+        *MOE,
     ],
-    # window without experts, full, linear, full; layers without a window have wider heads, and fewer of them
+    # window without experts, full, linear, full
     "own heads x linear x experts": [
         *LINEAR,
         "model.linear_attention.layers=[3]",
         f"model.sliding_window={WINDOW}",
         "model.sliding_window_layers=[1]",
-        f"model.head_dim={DIM}",
-        "model.full_attention.head_dim=8",
-        "model.full_attention.num_query_groups=2",
-        f"model.rope.window_base={WINDOW_BASE}",
-        f"model.moe.num_experts={EXPERTS}",
-        f"model.moe.top_k={TOP_K}",
-        "model.moe.dense_layers=1",
-        "model.qkv_bias=false",
+        *OWN_HEADS,
+        *MOE,
     ],
     # full without experts, window, window, full; then the block's layer, full: the kind after the last
     "own heads x multi-token prediction": [
         f"model.sliding_window={WINDOW}",
         "model.sliding_window_layers=[2,3]",
-        f"model.head_dim={DIM}",
-        "model.full_attention.head_dim=8",
-        "model.full_attention.num_query_groups=2",
-        f"model.rope.window_base={WINDOW_BASE}",
-        f"model.moe.num_experts={EXPERTS}",
-        f"model.moe.top_k={TOP_K}",
-        "model.moe.dense_layers=1",
-        "model.qkv_bias=false",
+        *OWN_HEADS,
+        *MOE,
         "train.mtp=joint",
         f"train.mtp_loss_weight={BLOCK_WEIGHT}",
     ],

@@ -3,35 +3,17 @@
 Token losses and gradients are those of transformers.  tests/standin runs Transformer Engine's own.
 """
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sft.batch import Sample
 from tests.ranks import scenarios
-from tests.ranks.hf_models import (
-    GRADIENT_TOLERANCE,
-    MEAN_LOSS_TOLERANCE,
-    PACKS,
-    Reference,
-    backward,
-    check_losses,
-    check_parameters,
-    chunked_gradients,
-    in_float64,
-    in_stored_names,
-    packed_losses,
-    recipe_of,
-    stored_gradients,
-)
+from tests.ranks.hf_comparison import Models, Ranks, compare_gradients, compare_token_losses, saved_once
+from tests.ranks.hf_models import PACKS
 from tests.ranks.layouts import LATENT, LOSS_TOLERANCE, NORM_TOLERANCE
-from tests.ranks.pool import RankPool
 from tests.ranks.te_attention import with_plain_attention
-from tests.unit.fixtures import hf
 
-Ranks = Callable[[int], RankPool]
 CP, PP = ["parallel.cp=2"], ["parallel.pp=2"]
 TP = ["parallel.tp=2", "parallel.sequence_parallel=true"]
 MODELS: dict[str, dict[str, Any]] = {
@@ -58,6 +40,11 @@ GRID: list[tuple[str, int, list[str]]] = [
 
 
 @pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return saved_once(tmp_path_factory, MODELS)
+
+
+@pytest.fixture(scope="module")
 def packs() -> list[list[Sample]]:
     corpus = scenarios.SkewedCorpus((200, 37, 64, 5, 90))
     return [[corpus.sample(i) for i in pack] for pack in PACKS]
@@ -67,19 +54,11 @@ def packs() -> list[list[Sample]]:
     "name,world_size,overrides", [*CASES, *(pytest.param(*case, marks=pytest.mark.grid) for case in GRID)], ids=str
 )
 def test_losses_and_gradients_are_those_of_transformers(
-    ranks: Ranks, tmp_path: Path, packs: list[list[Sample]], name: str, world_size: int, overrides: list[str]
+    ranks: Ranks, models: Models, packs: list[list[Sample]], name: str, world_size: int, overrides: list[str]
 ) -> None:
-    source = hf.save(tmp_path / "source", **MODELS[name])
-    model, recipe, pool = hf.load(source).train(), [*recipe_of(source), *overrides], ranks(world_size)
-    losses = pool.run(with_plain_attention, packed_losses, recipe, str(source), packs)
-    check_losses(losses, Reference(str(source), model), packs)
-    reference = in_float64(model)
-    expected_loss, count = backward(reference, [sample for pack in packs for sample in pack])
-    results = pool.run(with_plain_attention, chunked_gradients, recipe, str(source), packs)
-    for result in results:
-        assert result["num_tokens"] == count
-        assert result["loss"] == pytest.approx(expected_loss, rel=MEAN_LOSS_TOLERANCE)
-    check_parameters(in_stored_names(source, results), stored_gradients(reference), GRADIENT_TOLERANCE)
+    layout, around = (world_size, overrides), [with_plain_attention]
+    compare_token_losses(ranks, models(name), layout, packs, around)
+    compare_gradients(ranks, models(name), layout, packs, around=around)
 
 
 def test_without_sequence_parallelism_gradients_of_all_heads_are_summed(ranks: Ranks) -> None:

@@ -8,8 +8,8 @@ PYTHON312 ?= python3.12
 TESTS ?= tests/ranks tests/faults tests/docs tests/unit
 # What a second Python version must show in CI, beside the whole suite on the first.  test_golden.py resumes LoRA, too.
 TESTS_312 ?= tests/ranks/test_resume_layouts.py tests/ranks/test_resume.py tests/ranks/test_golden.py tests/ranks/test_interop.py \
-	tests/ranks/test_hf_convert.py tests/ranks/test_megatron_fields.py tests/unit/test_wall.py tests/unit/test_recipe.py tests/unit/test_sandbox.py \
-	tests/unit/test_safe_reader.py tests/unit/test_encoding_version.py
+	tests/ranks/test_hf_convert.py tests/ranks/test_megatron_fields.py tests/unit/mcore/test_wall.py tests/unit/recipe/test_recipe.py tests/unit/data/template/test_sandbox.py \
+	tests/unit/mcore/checkpoint_io/test_safe_reader.py tests/unit/data/cache/test_encoding_version.py
 # Processes among which make test shares the test files.  Most tests of ranks keep a core busy and wait on each other.
 WORKERS ?= 2
 SHARED_BY_FILE := --dist loadfile --no-loadscope-reorder
@@ -32,7 +32,7 @@ help:
 	@echo "make venv                create .venv/<python version> with pinned dependencies"
 	@echo "make demo                train two small models with context parallelism 2 on the CPU: on text, and to find evidence far back"
 	@echo "make demo-text           the first of them; make demo-retrieval: the second"
-	@echo "make test                the CPU test suite; TESTS=tests/unit/test_context_parallel.py and PYTEST_FLAGS=-x narrow it"
+	@echo "make test                the CPU test suite; TESTS=tests/unit/parallel/test_context_parallel.py and PYTEST_FLAGS=-x narrow it"
 	@echo "make test-faults         runs that are killed, filled up, damaged and hung, and their end against an undisturbed one"
 	@echo "make test-mutations      deliberate faults, one at a time, each of which its tests must notice; MUTATIONS='--only loss', '--sample 10' or, for random ones, '--random SECONDS'"
 	@echo "make test-triton         the Triton kernels, by their interpreter; downloads Triton (300 MB) first"
@@ -109,7 +109,7 @@ test-mutations: $(READY)
 # Beside the environment, not in it: nothing else should find a Triton that torch for the CPU does not bring.
 test-triton: $(READY)
 	test -d $(VENV)/triton/triton || $(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(VENV)/triton --no-deps --constraint constraints.txt triton
-	PYTHONPATH='$(CURDIR)/$(VENV)/triton' $(BIN)/python -m pytest tests/unit/test_loss_triton.py $(PYTEST_FLAGS)
+	PYTHONPATH='$(CURDIR)/$(VENV)/triton' $(BIN)/python -m pytest tests/unit/mcore/loss/test_loss_triton.py $(PYTEST_FLAGS)
 
 # On a machine with CUDA; elsewhere every test says that it is skipped.
 test-gpu: $(READY)

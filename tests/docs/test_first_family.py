@@ -78,7 +78,7 @@ def test_an_entry_without_its_rules_fails_as_the_page_says(copy: Path) -> None:
     assert complete.count(FORGOTTEN) == 1
     (copy / ENTRY).write_text(complete.replace(FORGOTTEN, ""), encoding="utf-8")
     try:
-        code, output = run(copy, "tests/unit/test_hf_convert.py -k vaultgemma")
+        code, output = run(copy, "tests/unit/weights/test_hf_convert.py -k vaultgemma")
     finally:
         (copy / ENTRY).write_text(complete, encoding="utf-8")
     assert code == 1 and f"```text\n{PRINTED}```" in PAGE

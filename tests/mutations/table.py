@@ -4,7 +4,7 @@
       file: sft/parallel/context_parallel.py
       line: 2 * cp_size - 1 - cp_rank                    a text that the file contains exactly once
       becomes: cp_rank
-      tests: tests/unit/test_context_parallel.py         tests that must fail: arguments of pytest, separated by spaces
+      tests: tests/unit/parallel/test_context_parallel.py    tests that must fail: arguments of pytest
 
 `line` may be a part of a line or several lines.  A fault is a single change that an engineer could make by mistake.
 """

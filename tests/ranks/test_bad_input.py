@@ -1,7 +1,7 @@
 """A mistake in the input ends a run of two real processes: one paragraph from rank 0, exit code 2, nothing left.
 
-What the recipe alone shows is told without starting torch (tests/unit/test_cli.py, test_recipe.py, test_layout.py);
-here are the mistakes that only the running processes can find.
+What the recipe alone shows is told without starting torch (tests/unit/commands/test_cli.py, tests/unit/recipe); here
+are the mistakes that only the running processes can find.
 """
 
 from pathlib import Path

@@ -1,6 +1,7 @@
 """Scales of FP8 in a checkpoint, by layers that keep theirs as Transformer Engine's do: as a pickle in `_extra_state`.
 
-Transformer Engine itself needs a GPU to have any; tests/unit/test_te.py gives its layers what is made here.
+Transformer Engine itself needs a GPU to have any; tests/unit/mcore/backends/test_te.py gives its layers what is made
+here.
 """
 
 import enum

@@ -4,7 +4,7 @@ The CUDA build of torch runs unchanged.  Before torch, the process loads a libra
 driver, cuBLAS, cuDNN and NCCL.  The library implements memory, streams, events, copies and collectives between
 processes.  A launched kernel does nothing, so device memory is zero unless a copy writes it.
 
-    make test                                 tests our C code, if gcc is installed: tests/unit/test_standin_library.py
+    make test                                 tests our C code, if gcc is installed (tests/unit/repository)
     make test-standin                         runs all tests in a separate environment (6 GB: torch for CUDA)
     python -m tests.standin.memory_rows       compares measured memory with sft/estimate/memory.py, as JSON lines
     python -m tests.standin.categories        the same by category, of one rank

@@ -1,4 +1,4 @@
-"""Calls our C code without torch, and prints the answers as JSON; tests/unit/test_standin_library.py checks them.
+"""Calls our C code without torch, and prints the answers as JSON; tests/unit/repository checks them.
 
 python -m tests.standin.calls LIBRARY memory
 python -m tests.standin.calls LIBRARY collectives RANK FILE      FILE is shared by the two ranks

@@ -1,6 +1,6 @@
 """Builds the planner's best proposals on the stand-in, and compares the peak of a step with the prediction.
 
-    python -m tests.standin.proposals          the 12 cases of tests/unit/test_planner_golden.py, as JSON lines
+    python -m tests.standin.proposals          the 12 cases of tests/unit/planner/test_planner_golden.py, as JSON lines
     python -m tests.standin.proposals 0 3      cases by number
 
 Each case builds the whole layout of the proposal, with all its GPUs, as seen by one rank of the stage that needs most
@@ -26,7 +26,7 @@ BYTES = str(300 * 10**9)  # of the device: more than any GPU of the 12 cases has
 def of_case(number: int) -> dict[str, Any]:
     from sft.planner.search import Search
     from tests.unit.fixtures.tasks import task_of
-    from tests.unit.test_planner_golden import CASES, line
+    from tests.unit.planner.test_planner_golden import CASES, line
 
     model, length, num_gpus, gpu, is_lora = CASES[number]
     _, task = task_of(model, length, gpu=gpu, is_lora=is_lora)

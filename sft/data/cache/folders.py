@@ -26,7 +26,7 @@ from sft.data.read.rows import DataFile
 from sft.errors import DataError
 
 # Version of the code that makes samples of rows.  A change that gives any row other tokens or weights must change this
-# text; older stores are then no longer used.  `tests/unit/test_encoding_version.py` fails if the text was not changed.
+# text; older stores are then no longer used.  tests/unit/data/cache/test_encoding_version.py fails if it was not.
 ENCODING = "2: the sources of characters decide masks, and text that a template inserts is supervised"
 # Version of the code that decides which rows are unusable.  Stores that skipped no row do not depend on it.
 REFUSALS = "3: rows of tokens that other programs packed or padded are cut into documents"

@@ -1,5 +1,5 @@
 // What cuda.c and the others use of CUDA's runtime, where its own headers are absent: to compile our C and try it by
-// itself (tests/unit/test_standin_library.py).  Enumerators have the values of CUDA 13, which test_declarations.py
+// itself (tests/unit/repository/test_standin_library.py).  Enumerators have the values of CUDA 13, which test_declarations.py
 // compares.  Structures have only the fields that we set, so torch must never load what was compiled with these.
 #ifndef STANDIN_CUDA_RUNTIME_API_H
 #define STANDIN_CUDA_RUNTIME_API_H

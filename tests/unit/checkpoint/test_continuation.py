@@ -1,0 +1,180 @@
+"""What a run would continue from, by the facts in a manifest alone; and learning rates that jump."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from sft.checkpoint import continuation, manifest
+from sft.checkpoint.manifest import Manifest
+from sft.checkpoint.train_state import BASE, Conditions, TrainState, recipe_values
+from sft.cli import main
+from sft.config import OptimConfig
+from sft.config.schedule import Schedule
+from sft.errors import CheckpointError
+from tests.builders import RECIPE, parsed
+
+ROOT = Path(__file__).resolve().parents[3]
+PLAN = {
+    "data": "9f2c",
+    "run.seed": 1234,
+    "data.seq_length": 1024,
+    "data.doc_multiple": 32,
+    "data.shuffle": True,
+    "train.global_batch_size": 4,
+    "data.train": None,
+    "data.plan": None,
+    "planner": 2,
+}
+
+
+def conditions(*overrides: str, base: str | None = None, **plan: object) -> Conditions:
+    recipe = recipe_values(parsed(*overrides).config)
+    return Conditions(plan={**PLAN, **plan}, recipe=recipe, layout={"tp": 1}, versions={}, base=base)
+
+
+def saved(folder: Path, step: int, facts: Conditions) -> Path:
+    """A checkpoint whose only content is its manifest: nothing else may be read."""
+    path = folder / f"iter_{step:07d}"
+    path.mkdir(parents=True)
+    (path / "metadata.json").write_text("{}")
+    manifest.write(
+        path, Manifest(files={}, facts={"step": step, "state": asdict(TrainState(step=step)), **asdict(facts)})
+    )
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
+    return path
+
+
+def test_the_manifest_alone_answers(tmp_path: Path) -> None:
+    path = saved(tmp_path, 7, conditions())
+    resumed = continuation.check(parsed().config, tmp_path, conditions("optim.lr=2e-5"))
+    assert resumed is not None and (resumed.path, resumed.step, resumed.is_named) == (path, 7, False)
+    assert resumed.reported == ("optim.lr was 1e-05, is 2e-05",)
+    assert continuation.lines(resumed, 10) == [
+        f"continues after step 7 of 10, from {path}",
+        "changed: optim.lr was 1e-05, is 2e-05",
+    ]
+    assert continuation.lines(resumed, 6)[0] == (
+        f"continues after step 7 of 6, from {path}; no step is left, so the run only evaluates and ends"
+    )
+
+
+def test_what_is_unknown_is_not_compared(tmp_path: Path) -> None:
+    saved(tmp_path, 7, conditions(base="a" * 64))
+    config = parsed().config
+    unknown = conditions(base="", data="other")
+    resumed = continuation.check(config, tmp_path, unknown, {"data", BASE})
+    assert resumed is not None and resumed.reported == ()
+    with pytest.raises(CheckpointError, match="data was 9f2c, is other"):
+        continuation.check(config, tmp_path, unknown, {BASE})
+    with pytest.raises(CheckpointError, match="trains adapters, but this recipe trains all weights"):
+        continuation.check(config, tmp_path, conditions(), {BASE})
+    with pytest.raises(CheckpointError, match="of the weights aaaaaaaaaaaa, but .* of the weights bbbbbbbbbbbb"):
+        continuation.check(config, tmp_path, conditions(base="b" * 64))
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_stays(tmp_path: Path) -> None:
+    saved(tmp_path, 6, conditions())
+    newest = saved(tmp_path, 7, conditions())
+    (newest / "manifest.json").write_text("{")
+    resumed = continuation.check(parsed().config, tmp_path, conditions())
+    assert resumed is not None and resumed.step == 6
+    assert continuation.lines(resumed)[0].startswith(f"passed over: {newest}/manifest.json is damaged")
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000006", "iter_0000007"]
+
+
+def test_status_names_the_next_start_or_refuses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text(RECIPE)
+    saved(Path("runs/a/checkpoints"), 7, conditions())
+    assert main(["status", "a.yaml"]) == 75
+    assert "the next start continues after step 7, from runs/a/checkpoints/iter_0000007\n" in capsys.readouterr().out
+    assert main(["status", "a.yaml", "run.seed=7"]) == 2
+    assert "cannot be resumed with this recipe: run.seed was 1234, is 7." in capsys.readouterr().err
+
+
+def test_no_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(RECIPE)
+    saved(tmp_path / "runs/a/checkpoints", 7, conditions())
+    program = (
+        "import sys; from sft.cli import main\n"
+        "print(main(['check', 'a.yaml', '--no-data']), main(['status', 'a.yaml']))\n"
+        "print({'torch', 'megatron'} & sys.modules.keys())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.stdout.endswith("\n0 75\nset()\n"), done.stderr
+    assert "resume  continues after step 7 of 10, from runs/a/checkpoints/iter_0000007\n" in done.stdout
+
+
+# Learning rates
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_the_rate_is_that_of_megatron_core(schedule: str, warmup: int) -> None:
+    low = 0.0 if schedule == "constant" else 1e-5
+    optim = OptimConfig(lr=1e-3, min_lr=low, schedule=schedule, warmup_steps=warmup, wsd_decay_fraction=0.5)
+    resolved = Schedule.resolve(optim, 12)
+    from sft.mcore.optimizer.build import build_scheduler
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    core: OptimizerParamScheduler = build_scheduler(optim, optimizer, 12)
+    for step in range(1, 13):
+        core.step(1)
+        assert resolved.rate(optim, step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
+
+
+COSINE = ["optim.schedule=cosine", "optim.lr=1e-3", "optim.min_lr=1e-5"]
+FLAT, SIX = "optim.schedule=constant", "train.num_steps=6"
+
+
+@pytest.mark.parametrize(
+    "before, now, step, rates",
+    [
+        ([*COSINE, SIX], [*COSINE, "train.num_steps=12"], 6, "1e-05 at step 6 of 6|0.000377 at step 7 of 12"),
+        ([SIX], ["train.num_steps=12"], 6, "0 at step 6 of 6|3.71e-06 at step 7 of 12"),
+        (["train.num_steps=100"], ["train.num_steps=60"], 50, "5e-06 at step 50 of 100|5.45e-07 at step 51 of 60"),
+        ([FLAT], [FLAT, "optim.lr=3e-5"], 5, "1e-05 at step 5 of 10|3e-05 at step 6 of 10"),
+        # No jump: the same recipe in its warm-up, a peak that is not doubled, and a run without another step.
+        (["optim.warmup_steps=5"], ["optim.warmup_steps=5"], 1, None),
+        ([FLAT], [FLAT, "optim.lr=2e-5"], 5, None),
+        ([*COSINE, SIX], [*COSINE, SIX], 6, None),
+        (["train.num_steps=100"], ["train.num_steps=110"], 50, None),
+    ],
+)  # fmt: skip
+def test_a_rate_that_jumps(tmp_path: Path, before: list[str], now: list[str], step: int, rates: str | None) -> None:
+    saved(tmp_path, step, conditions(*before))
+    config = parsed(*now).config
+    resumed = continuation.check(config, tmp_path, conditions(*now))
+    assert resumed is not None
+    warning = continuation.jump(resumed, config, config.train.num_steps or 0, None)
+    if rates is None:
+        assert warning is None
+    else:
+        last, first = rates.split("|")
+        assert warning is not None and f"continues: {last} by the recipe of {resumed.path}, {first} by this" in warning
+
+
+def test_epochs_are_counted_or_not_compared(tmp_path: Path) -> None:
+    epochs = ["train.num_steps=null", "train.num_epochs=1"]
+    saved(tmp_path, 6, conditions(*COSINE, *epochs))
+    config = parsed(*COSINE, "train.num_steps=null", "train.num_epochs=2").config
+    resumed = continuation.check(config, tmp_path, conditions())
+    assert resumed is not None
+    assert continuation.jump(resumed, config, 12, None) is None
+    assert "1e-05 at step 6 of 6" in (continuation.jump(resumed, config, 12, lambda number: 6 * number) or "")
+
+
+def test_the_facts_of_a_manifest_are_plain_json(tmp_path: Path) -> None:
+    path = saved(tmp_path, 7, conditions())
+    facts = json.loads((path / "manifest.json").read_text())
+    assert facts["state"]["step"] == 7 and facts["plan"] == PLAN and facts["recipe"]["optim.lr"] == 1e-5

@@ -1,0 +1,61 @@
+"""The table of docs/reference/models.md that says what each family supports, against the code."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft.hf.architecture import architecture
+from sft.hf.families import FAMILIES, family_of
+from sft.weights.lora.targets import kinds_of
+from tests.unit.fixtures import hf, vision
+
+PAGE = Path(__file__).parents[3] / "docs/reference/models.md"
+# Widths of heads decide, or transformers has no such type.
+RELEASED = {"deepseek_v3": "deepseek_v3", "kimi_k2": "kimi_k2", "glm4_moe_lite": "glm_4_7_flash"}
+REFUSED_BY_LORA = {
+    "the files of this model hold all experts in one tensor": "experts in one tensor",
+    "megatron-core multiplies with this weight outside of a linear layer": "`shared_expert_gate`",
+    "the router multiplies with this weight in fp32, outside of a linear layer": "router",
+}
+
+
+def rows() -> list[list[str]]:
+    """A row for each family: its name, then the other cells."""
+    section = PAGE.read_text().split("## What each family supports")[1].split("\n## ")[0]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if "|" in line]
+    return [[name.strip("`"), *row[1:]] for row in cells[2:] for name in row[0].split(", ")]
+
+
+ROWS = rows()
+
+
+def content(model_type: str) -> dict[str, Any]:
+    """config.json.  Of Gemma 4, its mixture: its dense models have less to refuse."""
+    if model_type in RELEASED:
+        return hf.released(RELEASED[model_type])
+    if model_type in vision.VISION:
+        return dict(vision.config(model_type).to_dict())
+    fields: dict[str, Any] = hf.GEMMA4_MIXTURE if model_type == "gemma4_text" else {}
+    return dict(hf.config(model_type, **fields).to_dict())
+
+
+def test_the_table_has_every_family_once() -> None:
+    names = [row[0] for row in ROWS]
+    assert len(names) == len(set(names)) and set(names) == {name.partition("/")[0] for name in FAMILIES}
+
+
+@pytest.mark.parametrize("model_type,te,refused,mtp", ROWS, ids=[row[0] for row in ROWS])
+def test_a_row_is_what_the_code_does(model_type: str, te: str, refused: str, mtp: str) -> None:
+    config = content(model_type)
+    model, family = architecture(config, "config.json").model, family_of(config)
+    assert family is not None
+    latent = model.latent_attention
+    if model.portable_only or (latent.is_used and not latent.has_te_kernel):
+        assert te == "no"
+    else:
+        assert te == ("yes, if `te` is named" if latent.is_used else "yes")
+    reasons = {kind for kind in kinds_of(family, model).values() if kind not in ("linear", "expert")}
+    assert refused == " and ".join(sorted(REFUSED_BY_LORA[reason] for reason in reasons))
+    passes = family.has_mtp_layers or "mtp.*" in family.passed_through
+    assert mtp == ("trained" if family.mtp else "passed through" if passes else "none")

@@ -1,0 +1,88 @@
+"""The recipes that the planner wrote are complete, fit their hardware, and are what it would write today."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sft.estimate import memory
+from sft.estimate.communicators import num_communicators
+from sft.estimate.gpus import GIB, gpu, usable_memory
+from sft.parallel.layout import Layout
+from sft.recipe.load import load_recipe
+from sft.recipe.resolved import Recipe
+from sft.weights.trained import trained_weights
+from tools import plan_recipes
+from tools.recipes_docs import header, page
+
+FOLDER = Path(__file__).resolve().parents[3] / "recipes" / "planned"
+RECIPES = sorted(path.name for path in FOLDER.glob("*.yaml"))
+MOST_LINES = 25
+
+
+def world_size(name: str) -> int:
+    """Processes of the torchrun command in the header."""
+    command = header(FOLDER / name)["Launch"]
+    nodes = re.search(r"--nnodes (\d+)", command)
+    assert "--nproc-per-node 8 " in command
+    return 8 * (int(nodes[1]) if nodes else 1)
+
+
+@pytest.mark.usefixtures("released_models")
+def test_they_cover_models_lengths_and_nodes() -> None:
+    recipes = {name: load_recipe(str(FOLDER / name)).config for name in RECIPES}
+    assert len(recipes) >= 24
+    assert {config.data.seq_length for config in recipes.values()} >= {2**15, 2**17, 2**18, 2**19, 2**20}
+    assert {world_size(name) for name in recipes} >= {8, 16, 32, 64, 128, 256}
+    assert len({config.model.hf for config in recipes.values()}) == 8
+    assert {config.lora.is_used for config in recipes.values()} == {True, False}
+
+
+@pytest.mark.usefixtures("released_models")
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_is_complete_and_fits(name: str) -> None:
+    lines = header(FOLDER / name)
+    assert list(lines) == ["Purpose", "Launch", "Hardware", "Expected", "Sibling"]
+    assert f"-m sft train recipes/planned/{name}" in lines["Launch"]
+    assert lines["Expected"].startswith("predicted, not measured: ") and "assumed" in lines["Expected"]
+    assert lines["Sibling"].partition(",")[0] in set(RECIPES) - {name}
+    assert len((FOLDER / name).read_text().splitlines()) <= MOST_LINES
+    recipe = load_recipe(str(FOLDER / name))
+    layout = Layout.resolve(recipe.config, world_size(name))
+    assert f"{layout.world_size} GPUs h100" in lines["Hardware"]
+    needed = needed_bytes(recipe, layout)
+    usable = usable_memory(gpu("h100"), num_communicators(recipe.config, layout)).bytes
+    assert needed <= usable
+    assert f"{needed / GIB:.0f} of {usable / GIB:.0f} usable GiB per GPU" in lines["Expected"]
+
+
+def needed_bytes(recipe: Recipe, layout: Layout) -> float:
+    vocab_size = recipe.config.model.vocab_size
+    assert vocab_size is not None
+    trained = trained_weights(recipe.config, vocab_size)
+    return memory.estimate(recipe.config, layout, vocab_size, trained=trained).device
+
+
+def test_they_are_what_the_planner_writes_today(capsys: pytest.CaptureFixture[str]) -> None:
+    """After a change of a prediction: python -m tools.plan_recipes; python -m tools.pages; and look at the changes."""
+    assert plan_recipes.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_a_stale_recipe_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan_recipes, "CASES", {"Qwen/Qwen3-0.6B": ((2**17, 1, False),)})
+    assert plan_recipes.main([], folder=tmp_path) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["qwen3_0p6b_128k_1n.yaml"]
+    assert plan_recipes.main(["--check"], folder=tmp_path) == 0
+    (tmp_path / "old.yaml").write_text("run: {}\n")
+    assert plan_recipes.main(["--check"], folder=tmp_path) == 1
+    assert capsys.readouterr().err == "recipes/planned/old.yaml is out of date; run: python -m tools.plan_recipes\n"
+    assert plan_recipes.main([], folder=tmp_path) == 0
+    assert not (tmp_path / "old.yaml").exists()
+
+
+def test_the_page_has_every_recipe() -> None:
+    text = page("")
+    assert all(f"]: ../../recipes/planned/{name}\n" in text for name in RECIPES)
+    assert "(../../recipes/qwen3_8b_64k.yaml)" in text

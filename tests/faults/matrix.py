@@ -17,14 +17,6 @@ class Row:
     missing: str = ""  # why it is not proved, or not whole
 
 
-def _unit(*names: str) -> tuple[str, ...]:
-    return tuple(f"tests/unit/{name}" for name in names)
-
-
-def _ranks(*names: str) -> tuple[str, ...]:
-    return tuple(f"tests/ranks/{name}" for name in names)
-
-
 ROWS = {
     "P1": Row("kill -9 one rank between steps", (HERE,)),
     "P2": Row("kill -9 all ranks at any instant", (HERE,)),
@@ -53,61 +45,81 @@ ROWS = {
     "L7": Row("checkpoint of another model", (HERE,)),
     "L8": Row("moments are missing", (HERE,)),
     "L9": Row(
-        "checkpoint of Megatron-LM, without manifest", _ranks("test_interop.py::test_what_megatron_saves_we_load")
+        "checkpoint of Megatron-LM, without manifest",
+        ("tests/ranks/test_interop.py::test_what_megatron_saves_we_load",),
     ),
     "L10": Row("second job in the folder", (HERE,)),
     "X1": Row(
         "hostile .metadata, common.pt, byte object",
-        _unit(
-            "test_safe_reader.py::test_nothing_runs",
-            "test_safe_reader.py::test_the_pickle_inside_an_extra_state_is_not_handed_on",
-        ),
+        ("tests/unit/mcore/checkpoint_io/test_safe_reader.py",),
     ),
     "X2": Row("manifest or pointer with .., absolute path, link", (HERE,)),
     "X3": Row(
         "YAML with a tag, duplicate or unknown key, alias bomb",
-        _unit("test_recipe_mistakes.py::test_a_key_given_twice", "test_recipe.py", "test_escaping.py"),
+        (
+            "tests/unit/recipe/test_recipe_mistakes.py::test_a_key_given_twice",
+            "tests/unit/recipe/test_recipe.py",
+            "tests/unit/data/chat/test_escaping.py",
+        ),
     ),
     "X4": Row(
         "chat template that attacks",
-        _unit(*(f"test_sandbox.py::{test}" for test in ("test_no_way_out", "test_endless", "test_too_much_text"))),
+        (
+            "tests/unit/data/template/test_sandbox.py::test_no_way_out",
+            "tests/unit/data/template/test_sandbox.py::test_endless",
+            "tests/unit/data/template/test_sandbox.py::test_too_much_text",
+        ),
     ),
-    "T1": Row("same layout", (HERE, *_ranks("test_resume.py::test_resuming_on_the_same_layout_is_bitwise"))),
-    "T2": Row("dp 2 <-> 1", _ranks("test_resume_layouts.py::test_another_layout_continues_the_curve")),
-    "T3": Row("tp, pp 2 <-> 1", _ranks("test_resume_layouts.py::test_another_layout_continues_the_curve")),
-    "T4": Row("cp 2 <-> 1", _ranks("test_resume_layouts.py::test_another_layout_continues_the_curve")),
-    "T5": Row("tp x cp swapped", _ranks("test_resume_layouts.py::test_another_layout_continues_the_curve")),
+    "T1": Row("same layout", (HERE, "tests/ranks/test_resume.py::test_resuming_on_the_same_layout_is_bitwise")),
+    "T2": Row("dp 2 <-> 1", ("tests/ranks/test_resume_layouts.py::test_another_layout_continues_the_curve",)),
+    "T3": Row("tp, pp 2 <-> 1", ("tests/ranks/test_resume_layouts.py::test_another_layout_continues_the_curve",)),
+    "T4": Row("cp 2 <-> 1", ("tests/ranks/test_resume_layouts.py::test_another_layout_continues_the_curve",)),
+    "T5": Row("tp x cp swapped", ("tests/ranks/test_resume_layouts.py::test_another_layout_continues_the_curve",)),
     "T6": Row("several resumes, each on another layout", (HERE,)),
     "T7": Row("batch, length, seed, data changed", (HERE,)),
     "T8": Row("resume at, before and after an epoch's end", (HERE,)),
     "T9": Row("optimizer kept by rank (dp_reshardable)", (HERE,)),
     "T10": Row(
         "random generators, as dropout would use them",
-        (HERE, *_ranks("test_resume.py::test_generators_go_on_where_they_were_on_the_same_layout_only")),
+        (HERE, "tests/ranks/test_resume.py::test_generators_go_on_where_they_were_on_the_same_layout_only"),
         "the recipe has no dropout",
     ),
     "D1": Row(
         "broken rows and files",
-        _unit("test_rows.py::test_bad_files", "test_bad_rows.py::test_a_bad_row_is_named_and_alone"),
+        (
+            "tests/unit/data/rows/test_rows.py::test_bad_files",
+            "tests/unit/data/read/test_bad_rows.py::test_a_bad_row_is_named_and_alone",
+        ),
     ),
-    "D2": Row("chats that make no sense", _unit("test_rows.py", "test_encode_chat.py")),
+    "D2": Row(
+        "chats that make no sense", ("tests/unit/data/rows/test_rows.py", "tests/unit/data/chat/test_encode_chat.py")
+    ),
     "D3": Row(
         "over-long samples",
-        _unit("test_corpus.py::test_over_long_is_an_error_by_default", "test_corpus.py::test_over_long_dropped"),
+        (
+            "tests/unit/data/cache/test_corpus.py::test_over_long_is_an_error_by_default",
+            "tests/unit/data/cache/test_corpus.py::test_over_long_dropped",
+        ),
     ),
     "D4": Row(
         "nothing supervised on a rank, in a batch",
-        _ranks("test_counting.py::test_unsupervised_microbatches_change_nothing"),
+        ("tests/ranks/test_counting.py::test_unsupervised_microbatches_change_nothing",),
     ),
     "D5": Row("data edited between starts", (HERE,)),
-    "D6": Row("a process that tokenises dies", _unit("test_prepare.py::test_a_process_that_is_killed")),
-    "D7": Row("cache damaged, or of other settings", _unit("test_prepare.py::test_a_damaged_store_is_made_again")),
+    "D6": Row(
+        "a process that tokenises dies", ("tests/unit/data/cache/test_prepare.py::test_a_process_that_is_killed",)
+    ),
+    "D7": Row(
+        "cache damaged, or of other settings",
+        ("tests/unit/data/cache/test_prepare.py::test_a_damaged_store_is_made_again",),
+    ),
     "D8": Row(
-        "control tokens in what a user wrote", _unit("test_encode_chat.py::test_typed_control_strings_stay_text")
+        "control tokens in what a user wrote",
+        ("tests/unit/data/chat/test_encode_chat.py::test_typed_control_strings_stay_text",),
     ),
     "N1": Row("loss of one rank is NaN", (HERE,)),
     "N2": Row("gradient of one rank is infinite", (HERE,)),
-    "N3": Row("loss spike", _unit("test_loss_spikes.py")),
+    "N3": Row("loss spike", ("tests/unit/metrics/test_loss_spikes.py",)),
     "N4": Row("a bit of a replica's weight flips in memory", (), "not built: no periodic digest across replicas"),
     "G1": Row("SIGTERM, USR1, INT, HUP, QUIT to launcher or a rank", (HERE,)),
     "G2": Row("two signals", (HERE,)),

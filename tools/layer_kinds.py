@@ -10,6 +10,7 @@ import numpy as np
 
 from sft.config import Config
 from sft.estimate.saved_by_layer import saving_layers
+from sft.layers.kinds import layer_groups
 from sft.parallel.cp_bytes import CpBytes
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
@@ -59,7 +60,8 @@ def received(sizes: str, length: int, number: int) -> float:
 def saved(sizes: str, recompute: str) -> float:
     """KiB that the attention half of the layer saves for a token, with the input of the MLP half."""
     recipe = config(sizes, recompute)
-    (kind,) = saving_layers(recipe, Layout.resolve(recipe, CP), LONG)
+    rank = Layout.resolve(recipe, CP).share(recipe)
+    (kind,) = saving_layers(layer_groups(recipe.model), recipe, rank, LONG)
     return sum(kind.kept.attention.values()) / KIB
 
 

@@ -19,7 +19,9 @@ import numpy as np
 
 from sft.config import Config
 from sft.estimate.layer_work import uses_portable
-from sft.estimate.parameters import parameters
+from sft.estimate.parameters import stage_parameters
+from sft.estimate.stage import Stage
+from sft.layers.adapters import Trained
 from sft.layers.kinds import layer_groups
 from sft.layers.traffic import Passes
 from sft.parallel.layout import Layout
@@ -127,7 +129,7 @@ def experts(config: Config, tokens: float) -> float:
 
 def gradients(config: Config, layout: Layout) -> Iterator[Traffic]:
     """Once a step, fp32 gradients are reduce-scattered, and bf16 weights are all-gathered."""
-    weights = parameters(config.model, layout, config.model.vocab_size or 0, stage=0)
+    weights = stage_parameters(Stage.of(config, layout, config.model.vocab_size or 0, 0, Trained())).all
     copies = layout.cp * layout.dp
     if copies > 1:
         yield Traffic(

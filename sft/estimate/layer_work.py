@@ -132,7 +132,8 @@ class LayerWork:
         if fraction == 0.0:
             return 0.0
         pack = self.config.data.seq_length
-        saved = sum(alike.number * alike.kept.total for alike in saving_layers(self.config, self.layout, pack))
+        kinds = saving_layers(layer_groups(self.config.model), self.config, self.layout.share(self.config), pack)
+        saved = sum(len(kind.layers) * kind.kept.total for kind in kinds)
         num_bytes = fraction * saved * pack / self.layout.cp / self.layout.pp
         copied = num_bytes / (self.constants.pcie_gb_s.value * 1e9)
         return max(0.0, copied - forward_s) + max(0.0, copied - backward_s)

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 
 from sft.config import Config
 from sft.console import size
-from sft.estimate import model_bytes
-from sft.estimate.parameters import Numbers, stage_parameters, vocab_rows
-from sft.estimate.saved_by_layer import SavingLayers, saving_layers, saving_mtp
+from sft.estimate.model_bytes import state
+from sft.estimate.parameters import stage_parameters
+from sft.estimate.saved_by_layer import rotary_tables
+from sft.estimate.stage import Stage
 from sft.estimate.working_sets import StageWork, WorkingSet
 from sft.layers.adapters import Trained
-from sft.layers.offload import num_offloaded_layers, num_resident_layers
-from sft.layers.rank_share import FP32
 from sft.parallel.layout import Layout
 
 CARD_BYTES = 80e9  # 74.5 GiB: about what CUDA leaves of an 80-GB card's 79 GiB.  `describe` reports its longest context
@@ -74,118 +73,23 @@ class Memory:
         return {name: value for name, value in items.items() if value}
 
 
-# --- a stage -----------------------------------------------------------------------------------------------------
-
-
-def _state(
-    config: Config, layout: Layout, vocab_size: int, stage: int, width: int, trained: Trained
-) -> dict[str, float]:
-    own = stage_parameters(config, layout, vocab_size, stage, trained)
-    state = model_bytes.state(
-        parameters=own.trained.total,
-        owned=_owned(own.trained, layout) if config.parallel.distributed_optimizer else own.trained.total,
-        width=width,
-        optim=config.optim,
-    )
-    return state | {"weights": width * own.all.total}
-
-
-def _owned(own: Numbers, layout: Layout) -> float:
-    """Parameters of a rank's share, if all ranks that hold the same weights divide these among them."""
-    copies = layout.tp * layout.cp * layout.dp / (layout.ep * layout.etp)  # number of ranks that hold an expert
-    return own.dense / (layout.dp * layout.cp) + own.experts / copies
-
-
-def _copied(config: Config, layout: Layout, vocab_size: int, stage: int, width: int, trained: Trained) -> float:
-    """Bytes of the copy that a save in the background writes: this rank's part of a checkpoint."""
-    checkpoint, sharded = config.checkpoint, config.parallel.distributed_optimizer
-    if not checkpoint.async_save or (checkpoint.save_every is None and checkpoint.save_every_minutes is None):
-        return 0.0
-    own = stage_parameters(config, layout, vocab_size, stage, trained)
-    has_own_weights = sharded or width == 2
-    weights = own.trained if config.lora.is_used else own.all
-    of_optimizer = config.optim.optimizer.moment_bytes + FP32 * has_own_weights
-    return width * _owned(weights, layout) + of_optimizer * _owned(own.trained, layout)
-
-
-def _num_waiting(layout: Layout, stage: int) -> int:
-    """Number of forward passes of model chunks whose backward has not run.  Each keeps saved tensors and rotary tables.
-
-    pp 4 -> 4 on the first stage, 1 on the last; with 2 virtual stages 11 and 5
-    """
-    pp, virtual, num_microbatches = layout.pp, layout.virtual_stages, layout.num_microbatches
-    if layout.cp_sizes:  # the pack plan decides the number of microbatches of a step, which may be larger
-        num_microbatches = max(num_microbatches, 2 * pp)
-    if virtual == 1:
-        return min(pp - stage, num_microbatches)
-    return min(2 * (pp - stage - 1) + (virtual - 1) * pp + 1, num_microbatches * virtual)
-
-
-def _sent(layout: Layout, stage: int, hidden: float) -> float:
-    """Bytes of outputs that virtual stages keep after sending them, until their gradients arrive.
-
-    The last chunk of the last stage sends nothing.  hidden: bytes of the hidden states of all tokens
-    """
-    if layout.virtual_stages == 1:
-        return 0.0
-    return hidden * (_num_waiting(layout, stage) - (1 if stage == layout.pp - 1 else 0))
-
-
-def _layers(config: Config, layout: Layout, stage: int, layer: float) -> tuple[float, float]:
-    """Bytes that the layers of a rank save on the device and in host memory.  layer: bytes per layer and microbatch"""
-    num_layers = config.model.num_layers / layout.pp / layout.virtual_stages  # number of layers of one model chunk
-    is_last = stage == layout.pp - 1
-    num_offloaded = num_offloaded_layers(
-        config.train.offload_fraction, num_layers, backward_is_next=is_last and layout.virtual_stages == 1
-    )
-    of_passes = layer * _num_waiting(layout, stage)
-    return (
-        of_passes * num_resident_layers(num_offloaded, num_layers),
-        of_passes * num_offloaded,
-    )
-
-
-def _stage(
-    config: Config, layout: Layout, vocab_size: int, pack: int, stage: int, trained: Trained = Trained()
-) -> Memory:
-    model, rank, kinds = config.model, layout.share(config), saving_layers(config, layout, pack)
-    is_last, waiting = stage == layout.pp - 1, _num_waiting(layout, stage)
-    hidden = rank.hidden(model) * pack / layout.cp
-    work = StageWork(
-        config=config,
-        layout=layout,
-        chunks=layout.chunks(model.num_layers, stage),
-        kinds=kinds,
-        block=saving_mtp(config, layout, pack) if is_last else None,
-        pack=pack,
-        hidden=hidden,
-        rows=vocab_rows(vocab_size, layout.tp),
-        trained=trained,
-        is_last=is_last,
-    )
-    layers, host_layers = _layers(config, layout, stage, work.saved_by_layer())
-    block = work.saved_by_mtp() * (waiting if layout.virtual_stages == 1 else 1)
+def stage_memory(stage: Stage, pack: int) -> Memory:
+    """The memory of one rank of the stage.  pack: tokens of a pack"""
+    own = stage_parameters(stage)
+    work = StageWork.of(stage, pack)
+    layers, host_layers = work.saved_by_layers()
+    virtual, waiting = stage.layout.virtual_stages, stage.num_waiting
+    block = work.saved_by_mtp() * (waiting if virtual == 1 else 1)
+    # Virtual stages keep what they send until its gradient arrives.  The last chunk of the last stage sends nothing.
+    sent = work.hidden * (waiting - stage.is_last) if virtual > 1 else 0.0
     return Memory(
-        stage=stage,
-        **_state(config, layout, vocab_size, stage, rank.width, trained),
-        layers=layers + block + _sent(layout, stage, hidden),
-        ends=_rotary(kinds, pack) * waiting,
+        stage=stage.number,
+        **state(stage, own),
+        layers=layers + block + sent,
+        ends=rotary_tables(work.kinds, pack) * waiting,
         sets=tuple(work.all()),
         host_layers=host_layers,
-        host_copy=_copied(config, layout, vocab_size, stage, rank.width, trained),
     )
-
-
-def _rotary(kinds: list[SavingLayers], pack: int) -> float:
-    """Bytes of all rotary tables.  Layers whose positions have the same base and width share one table."""
-    tables: dict[tuple[int, str], float] = {}
-    for kind in kinds:
-        table = (kind.mixer.model.rotary_dim, repr(kind.mixer.model.rope))
-        tables[table] = max(tables.get(table, 0.0), kind.mixer.rotary(pack))
-    return sum(tables.values())
-
-
-# --- a run -------------------------------------------------------------------------------------------------------
 
 
 def estimate(
@@ -194,8 +98,8 @@ def estimate(
     """The memory of the rank that needs the most memory.  tokens: length of a pack; None: data.seq_length"""
     pack = config.data.seq_length if tokens is None else tokens
     numbers = sorted({0, layout.pp - 1}) if config.model.stacks_layers else range(layout.pp)
-    stages = (_stage(config, layout, vocab_size, pack, stage, trained) for stage in numbers)
-    return max(stages, key=lambda memory: memory.device)
+    stages = (Stage.of(config, layout, vocab_size, number, trained) for number in numbers)
+    return max((stage_memory(stage, pack) for stage in stages), key=lambda memory: memory.device)
 
 
 def longest_context(

@@ -2,8 +2,11 @@
 
 import math
 
-from sft.config import LossConfig, ModelConfig, OptimConfig
+from sft.config import LossConfig, ModelConfig
+from sft.estimate.parameters import Numbers, StageParameters
+from sft.estimate.stage import Stage
 from sft.layers.rank_share import FP32, RankShare
+from sft.parallel.layout import Layout
 
 
 def gradients_of_experts(model: ModelConfig, rank: RankShare) -> float:
@@ -30,21 +33,39 @@ def loss_head(loss: LossConfig, model: ModelConfig, rank: RankShare, *, vocab_ro
     return max(loss.chunk(math.ceil(tokens)), model.hidden_size) * vocab_rows * rank.width + gradient
 
 
-def state(*, parameters: float, owned: float, width: int, optim: OptimConfig) -> dict[str, float]:
-    """Bytes of weights, gradients and optimizer on the device, and of the optimizer in host memory.
-
-    parameters  number of parameters on this rank
-    owned       number of parameters whose optimizer states are on this rank
-    width       bytes of a number in weights
+def state(stage: Stage, own: StageParameters) -> dict[str, float]:
+    """Bytes of weights, gradients and optimizer, by the names of `Memory`.  own: the parameters on one rank
 
     A bf16 parameter takes 18 bytes.  With the distributed optimizer it takes 6 + 12 / (dp x cp), and a parameter of an
     expert 6 + 12 / number of copies.
     """
-    optimizer, fraction = optim.optimizer, optim.offload_fraction
+    config, width = stage.config, stage.rank.width
+    optimizer, fraction = config.optim.optimizer, config.optim.offload_fraction
+    is_sharded = config.parallel.distributed_optimizer
+    owned = owned_parameters(own.trained, stage.layout) if is_sharded else own.trained.total
     main_weight = FP32 if width < FP32 else 0
     return {
-        "weights": width * parameters,
-        "gradients": FP32 * parameters,
+        "weights": width * own.all.total,
+        "gradients": FP32 * own.trained.total,
         "optimizer": (1 - fraction) * (optimizer.moment_bytes + main_weight) * owned,
         "host_optimizer": fraction * optimizer.host_bytes * owned,
+        "host_copy": _copied(stage, own),
     }
+
+
+def owned_parameters(numbers: Numbers, layout: Layout) -> float:
+    """Parameters of a rank's share, if all ranks that hold the same weights divide these among them."""
+    copies = layout.tp * layout.cp * layout.dp / (layout.ep * layout.etp)  # number of ranks that hold an expert
+    return numbers.dense / (layout.dp * layout.cp) + numbers.experts / copies
+
+
+def _copied(stage: Stage, own: StageParameters) -> float:
+    """Bytes of the copy that a save in the background writes: this rank's part of a checkpoint."""
+    config, width = stage.config, stage.rank.width
+    checkpoint = config.checkpoint
+    if not checkpoint.async_save or (checkpoint.save_every is None and checkpoint.save_every_minutes is None):
+        return 0.0
+    has_own_weights = config.parallel.distributed_optimizer or width == 2
+    weights = own.trained if config.lora.is_used else own.all
+    of_optimizer = config.optim.optimizer.moment_bytes + FP32 * has_own_weights
+    return width * owned_parameters(weights, stage.layout) + of_optimizer * owned_parameters(own.trained, stage.layout)

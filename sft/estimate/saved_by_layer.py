@@ -4,16 +4,15 @@ The files of sft/layers give the bytes of the halves of a layer.  This module se
 recipe's train.recompute and train.mlp_tile.  memory.py sums them over layers.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sft.config import Config
-from sft.layers.kinds import layer_groups, mtp_groups
+from sft.layers.kinds import LayerGroup
 from sft.layers.mixer import MixerBytes
 from sft.layers.mlps import mlp_of
-from sft.layers.rank_share import FP32
+from sft.layers.rank_share import FP32, RankShare
 from sft.layers.second_half import RESIDUAL, Mlp
-from sft.parallel.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +88,6 @@ class SavingLayers:
         )
 
     @property
-    def number(self) -> int:
-        return len(self.layers)
-
-    def number_in(self, *layers: range) -> int:
-        return sum(number in chunk for chunk in layers for number in self.layers)
-
-    @property
     def recomputed_attention(self) -> float:
         """Bytes per token of attention's tensors that backward computes again."""
         return sum(value for name, value in self.everything.attention.items() if name not in self.kept.attention)
@@ -110,14 +102,14 @@ class SavingLayers:
         return sum(kept.get(name, 0.0) for name in (RESIDUAL, *self.mixer.freed)) + sum(self.kept.mlp.values())
 
 
-def saving_layers(config: Config, layout: Layout, pack: float) -> list[SavingLayers]:
-    """The layers of a model, grouped by the bytes that they save.  The group of the last layer comes first.
+def saving_layers(groups: Sequence[LayerGroup], config: Config, rank: RankShare, pack: float) -> list[SavingLayers]:
+    """These layers, grouped by the bytes that they save.  The group of the last layer comes first.
 
     pack: tokens of a pack
     """
     alike: list[tuple[MixerBytes, list[int]]] = []
-    for group in layer_groups(config.model):
-        own = group.mixer.bytes(config, layout.share(config), pack)
+    for group in groups:
+        own = group.mixer.bytes(config, rank, pack)
         same = next((n for other, n in alike if type(other) is type(own) and other.model is own.model), None)
         if same is None:
             alike.append((own, list(group.numbers)))
@@ -127,8 +119,10 @@ def saving_layers(config: Config, layout: Layout, pack: float) -> list[SavingLay
     return [SavingLayers.of(mixer, sorted(layers), config) for mixer, layers in alike]
 
 
-def saving_mtp(config: Config, layout: Layout, pack: float) -> SavingLayers | None:
-    """The layer of the block for multi-token prediction; None without a block."""
-    for group in mtp_groups(config.model):
-        return SavingLayers.of(group.mixer.bytes(config, layout.share(config), pack), group.numbers, config)
-    return None
+def rotary_tables(kinds: Iterable[SavingLayers], pack: float) -> float:
+    """Bytes of all rotary tables.  Layers whose positions have the same base and width share one table."""
+    tables: dict[tuple[int, str], float] = {}
+    for kind in kinds:
+        table = (kind.mixer.model.rotary_dim, repr(kind.mixer.model.rope))
+        tables[table] = max(tables.get(table, 0.0), kind.mixer.rotary(pack))
+    return sum(tables.values())

@@ -15,8 +15,10 @@ from sft.estimate.constants import Constants
 from sft.estimate.layer_work import LayerWork
 from sft.estimate.lengths import Lengths
 from sft.estimate.messages import Messages
+from sft.estimate.model_bytes import owned_parameters
 from sft.estimate.parameters import StageParameters, stage_parameters
 from sft.estimate.products import attention_reached, head_product, layer_products
+from sft.estimate.stage import Stage
 from sft.layers.adapters import Trained
 from sft.layers.flops import TrainFlops
 from sft.layers.matrices import ModelProducts
@@ -82,7 +84,7 @@ def step_time(
     pack, rank = config.data.seq_length, config.lora.rank or 0
     products = products or ModelProducts.of(config.model, trained, rank)
     own = max(
-        (stage_parameters(config, layout, vocab_size, s, trained) for s in {0, layout.pp - 1}),
+        (stage_parameters(Stage.of(config, layout, vocab_size, s, trained)) for s in {0, layout.pp - 1}),
         key=lambda o: o.all.total,
     )
     work = LayerWork(config, layout, constants, lengths)
@@ -127,10 +129,7 @@ def step_time(
 def _update(config: Config, layout: Layout, own: StageParameters, constants: Constants) -> tuple[float, float]:
     """Seconds of the optimizer's update on the device, and on the host with the transfers."""
     trained = own.trained
-    owned = trained.total
-    if config.parallel.distributed_optimizer:
-        copies = layout.tp * layout.cp * layout.dp / (layout.ep * layout.etp)
-        owned = trained.dense / (layout.dp * layout.cp) + trained.experts / copies
+    owned = owned_parameters(trained, layout) if config.parallel.distributed_optimizer else trained.total
     fraction, moved = config.optim.offload_fraction, config.optim.optimizer.moved_bytes
     on_device = (1 - fraction) * owned * moved + trained.total * GRADIENT_BYTES
     on_host = fraction * owned * moved / constants.host_optimizer_gb_s.value

@@ -7,15 +7,13 @@ a layer's working set plus the tensors that are still saved at that time.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from sft.config import Config
 from sft.estimate import model_bytes
-from sft.estimate.parameters import trains_layers
-from sft.estimate.saved_by_layer import SavingLayers
+from sft.estimate.saved_by_layer import SavingLayers, saving_layers
+from sft.estimate.stage import Stage
 from sft.layers import mtp
-from sft.layers.adapters import EMBEDDING, Trained
-from sft.layers.rank_share import RankShare
+from sft.layers.adapters import EMBEDDING
+from sft.layers.offload import num_offloaded_layers, num_resident_layers
 from sft.layers.second_half import MlpBackward
-from sft.parallel.layout import Layout
 
 MLP, ATTENTION, HEAD = "MLP in backward", "attention in backward", "loss head"
 GATHERED = "gathered keys and values"
@@ -43,47 +41,55 @@ class WorkingSet:
 
 @dataclass(frozen=True, kw_only=True)
 class StageWork:
-    """A pipeline stage.  Backward of its last model chunk comes first.
+    """The work of a pipeline stage on a pack.
 
-    chunks   numbers of the layers of each of its model chunks, from 1
     kinds    kinds of layers of the whole model
-    block    the layer of the block for multi-token prediction; None: this stage has no block
-    pack     tokens of a pack; tokens: tokens of a pack on this rank
-    hidden   bytes of the hidden states of the rank's tokens between layers
-    rows     number of rows of the output weight on this rank
+    block    the layer of the block for multi-token prediction; None: the stage has no block
+    pack     tokens of a pack
     """
 
-    config: Config
-    layout: Layout
-    chunks: list[range]
+    stage: Stage
     kinds: list[SavingLayers]
     block: SavingLayers | None
     pack: float
-    hidden: float
-    rows: float
-    trained: Trained
-    is_last: bool
+
+    @staticmethod
+    def of(stage: Stage, pack: float) -> "StageWork":
+        config, rank = stage.config, stage.rank
+        return StageWork(
+            stage=stage,
+            kinds=saving_layers(stage.groups, config, rank, pack),
+            block=next(iter(saving_layers([stage.block], config, rank, pack)), None) if stage.block else None,
+            pack=pack,
+        )
 
     @property
     def tokens(self) -> float:
-        return self.pack / self.layout.cp
+        """Tokens of a pack on this rank."""
+        return self.pack / self.stage.layout.cp
+
+    @property
+    def hidden(self) -> float:
+        """Bytes of the hidden states of the rank's tokens between layers."""
+        return self.stage.rank.hidden(self.stage.config.model) * self.pack / self.stage.layout.cp
 
     def all(self) -> Iterator[WorkingSet]:
         """The working sets of the loss head, of the block for multi-token prediction, and of each kind of layer."""
-        if self.is_last:
+        if self.stage.is_last:
             # The last layer's output, which is the input of the final norm, counts as saved by layers.
             yield WorkingSet({HEAD: self._head()}, freed=-self.hidden)
         block = self.saved_by_mtp()
         if self.block is not None:
             # With pp, the tied table's gradient stays until the gradient of the block's embedding.
-            table = self._table() if self.layout.pp == 1 or self.config.train.mtp == "joint" else 0.0
+            is_kept = self.stage.layout.pp == 1 or self.stage.config.train.mtp == "joint"
+            table = self._table() if is_kept else 0.0
             more = mtp.recomputed_vectors(self._is_full) * self.hidden + table
             yield from self._layer(self.block, 0.0, more)
         # On one stage, autograd adds the tied table's gradient from the input to the one from the output at the end.
-        table = self._table() if self.layout.pp == 1 else 0.0
-        last_chunk = self.chunks[-1]
+        table = self._table() if self.stage.layout.pp == 1 else 0.0
+        last_chunk = self.stage.chunks[-1]
         for kind in self.kinds:
-            if kind.number_in(*self.chunks):
+            if self.stage.num_on(kind.layers):
                 last = max((number for number in kind.layers if number in last_chunk), default=last_chunk.start - 1)
                 yield from self._layer(kind, block + self._saved_by_layers(range(last + 1, last_chunk.stop)), table)
 
@@ -93,20 +99,28 @@ class StageWork:
             return 0.0
         return self.block.kept.total * self.tokens + mtp.saved_vectors(self._is_full) * self.hidden
 
-    def saved_by_layer(self) -> float:
-        """Bytes that a layer of this stage saves for a pack, on average."""
-        total = sum(kind.number_in(*self.chunks) * kind.kept.total for kind in self.kinds)
-        return total * self.tokens / sum(map(len, self.chunks))
+    def saved_by_layers(self) -> tuple[float, float]:
+        """Bytes that the layers of all model chunks save on the device and in host memory."""
+        stage, train = self.stage, self.stage.config.train
+        total = sum(stage.num_on(kind.layers) * kind.kept.total for kind in self.kinds)
+        of_passes = total * self.tokens / sum(map(len, stage.chunks)) * stage.num_waiting
+        num_layers = len(stage.chunks[0])
+        num_offloaded = num_offloaded_layers(
+            train.offload_fraction,
+            num_layers,
+            backward_is_next=stage.is_last and stage.layout.virtual_stages == 1,
+        )
+        return of_passes * num_resident_layers(num_offloaded, num_layers), of_passes * num_offloaded
 
     @property
     def _is_full(self) -> bool:
-        return self.config.train.recompute == "full"
+        return self.stage.config.train.recompute == "full"
 
     def _saved_by_layers(self, layers: range) -> float:
         """Bytes that these layers have saved on the device.  0 with offload, where later layers' memory is reused."""
-        if self.config.train.offload_fraction:
+        if self.stage.config.train.offload_fraction:
             return 0.0
-        return sum(kind.number_in(layers) * kind.kept.total for kind in self.kinds) * self.tokens
+        return sum(sum(map(layers.__contains__, kind.layers)) * kind.kept.total for kind in self.kinds) * self.tokens
 
     def _layer(self, kind: SavingLayers, freed: float, more: float) -> Iterator[WorkingSet]:
         """The working sets of a layer.
@@ -124,45 +138,44 @@ class StageWork:
         yield WorkingSet(held, freed + kind.freed_before_attention * self.tokens)
 
     def _mlp_backward(self, kind: SavingLayers) -> MlpBackward:
-        trains = trains_layers(self.trained)
+        stage, train = self.stage, self.stage.config.train
+        gradients = model_bytes.gradients_of_experts(stage.config.model, stage.rank)
         return MlpBackward(
             tokens=self.tokens,
             hidden=self.hidden,
             saved=kind.everything.mlp,
             kept=frozenset(kind.kept.mlp),
-            recompute=self.config.train.recompute,
-            tile=self.config.train.mlp_tile,
+            recompute=train.recompute,
+            tile=train.mlp_tile,
             recomputed_attention=kind.recomputed_attention,
             widest_gradient=self._widest_gradient(),
-            adapts_gate_and_up=any(weight.module.endswith("linear_fc1") for weight in self.trained.adapted),
+            adapts_gate_and_up=any(weight.module.endswith("linear_fc1") for weight in stage.trained.adapted),
             computes_at_once=self._computes_experts_at_once,
-            weight_gradients=model_bytes.gradients_of_experts(self.config.model, self._rank) if trains else 0.0,
+            weight_gradients=gradients if stage.trains_layers else 0.0,
         )
 
     @property
     def _computes_experts_at_once(self) -> bool:
         """Whether kernels compute all experts at once; False: one expert after the other."""
-        is_portable = self.config.attention.backend == "portable" or self.config.run.device == "cpu"
-        return not is_portable or self.config.model.activation != "swiglu" or bool(self.trained.adapted)
-
-    @property
-    def _rank(self) -> RankShare:
-        return self.layout.share(self.config)
+        config = self.stage.config
+        is_portable = config.attention.backend == "portable" or config.run.device == "cpu"
+        return not is_portable or config.model.activation != "swiglu" or bool(self.stage.trained.adapted)
 
     def _widest_gradient(self) -> float:
-        return model_bytes.widest_gradient(self.config.model, self._rank) if trains_layers(self.trained) else 0.0
+        stage = self.stage
+        return model_bytes.widest_gradient(stage.config.model, stage.rank) if stage.trains_layers else 0.0
 
     def _table(self) -> float:
         """Bytes of the output's gradient of tied embeddings; 0 if the embeddings are not tied, or are frozen."""
-        model, trained = self.config.model, self.trained
-        is_trained = trained.whole is None or any(weight.key == EMBEDDING for weight in trained.whole)
-        return self._rank.width * self.rows * model.hidden_size if model.tie_embeddings and is_trained else 0.0
+        stage, model, whole = self.stage, self.stage.config.model, self.stage.trained.whole
+        is_trained = whole is None or any(weight.key == EMBEDDING for weight in whole)
+        return stage.rank.width * stage.rows * model.hidden_size if model.tie_embeddings and is_trained else 0.0
 
     def _head(self) -> float:
         """Bytes of the loss head, with the hidden states after the final norm.
 
         While the second head of multi-token prediction computes, the gradient and hidden states of the first one stay.
         """
-        model = self.config.model
-        head = model_bytes.loss_head(self.config.loss, model, self._rank, vocab_rows=self.rows, tokens=self.tokens)
+        loss, model, rank = self.stage.config.loss, self.stage.config.model, self.stage.rank
+        head = model_bytes.loss_head(loss, model, rank, vocab_rows=self.stage.rows, tokens=self.tokens)
         return head + (1 if self.block is None else 3) * self.hidden

@@ -1,15 +1,13 @@
 """Counts the parameters of a model and its FLOPs per token.  Arithmetic only."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from sft.config import ModelConfig
 from sft.layers.adapters import EMBEDDING, HEAD, Trained
-from sft.layers.kinds import LayerGroup, all_layer_groups, layer_groups, mtp_groups
-from sft.layers.weights import sizes_of, weights_of
+from sft.layers.kinds import all_layer_groups
 
 ASSUMED_TFLOPS = 989.0  # dense bf16 peak of an H100 SXM, if log.peak_tflops is null
 # Share of the peak that a run achieves.  FlashAttention-2 reaches 0.31 to 0.37 of the peak of an H100.  Matrix products
@@ -24,8 +22,8 @@ def num_parameters(model: ModelConfig, vocab_size: int) -> int:
     embedding 40, qkv 48, proj 16, fc1 64, fc2 32, two norms 8, final norm 4 -> 212
     """
     embeddings = vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
-    layers = [*layers_of(model), *block_of(model)]
-    return embeddings + sum(number * layer.total for layer, number in layers) + model.hidden_size
+    layers = sum(len(group.numbers) * group.parameters.total for group in all_layer_groups(model))
+    return embeddings + layers + model.hidden_size
 
 
 def active_parameters(model: ModelConfig, vocab_size: int) -> int:
@@ -33,8 +31,10 @@ def active_parameters(model: ModelConfig, vocab_size: int) -> int:
 
     Qwen3-30B-A3B: 3,353,032,704 of 30,532,122,624
     """
-    top_k, layers = model.moe.top_k or 0, [*layers_of(model), *block_of(model)]
-    unused = sum(number * (layer.num_experts - top_k) * layer.expert for layer, number in layers)
+    unused = 0
+    for group in all_layer_groups(model):
+        layer = group.parameters
+        unused += len(group.numbers) * (layer.num_experts - (model.moe.top_k or 0)) * layer.expert
     return num_parameters(model, vocab_size) - unused
 
 
@@ -42,79 +42,6 @@ def describe_parameters(model: ModelConfig, vocab_size: int) -> str:
     """`30,532,122,624 (3,353,032,704 for a token)`"""
     total, active = num_parameters(model, vocab_size), active_parameters(model, vocab_size)
     return f"{total:,}" + (f" ({active:,} for a token)" if active < total else "")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerParameters:
-    """Numbers of parameters of a layer.
-
-    split     parameters that tp splits, without experts
-    whole     parameters that every tensor-parallel rank holds
-    expert    parameters of one of num_experts experts
-    products  parameters in the matrices of `split` and `whole`: multiplications per token
-    expert_products  parameters in the matrices of one expert
-    state_products   multiplications of a token with the state of linear attention
-    """
-
-    split: int
-    whole: int
-    expert: int
-    num_experts: int
-    products: int
-    expert_products: int
-    state_products: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.split + self.whole + self.num_experts * self.expert
-
-    @staticmethod
-    def of(layers: LayerGroup) -> "LayerParameters":
-        """The parameters of one of these layers.
-
-        the example of `num_parameters` -> split 160, whole 8, products 160
-        8 experts of width 2 instead of the MLP -> split 64, whole 8 + 32 of the router, expert 24, products 96
-        and a shared expert of width 6 with its gate -> split 136, whole 44, products 172
-        """
-        sizes = sizes_of(layers.model)
-        weights = [(weight, weight.size(sizes)) for weight in weights_of(layers) if not weight.is_buffer]
-        own = [(weight, size) for weight, size in weights if not weight.is_of_expert]
-        of_expert = [(weight, size) for weight, size in weights if weight.is_of_expert]
-        return LayerParameters(
-            split=sum(size for weight, size in own if weight.split),
-            whole=sum(size for weight, size in own if not weight.split),
-            expert=sum(size for _, size in of_expert),
-            num_experts=layers.mlp.num_experts,
-            products=sum(size for weight, size in own if weight.role == "matrix"),
-            expert_products=sum(size for weight, size in of_expert if weight.role == "matrix"),
-            state_products=layers.mixer.state_products,
-        )
-
-
-_latest: list[tuple[ModelConfig, list[tuple[LayerParameters, Sequence[int]]]]] = []  # of `kinds_of`, at most one
-
-
-def layers_of(model: ModelConfig) -> list[tuple[LayerParameters, int]]:
-    """The parameters of each kind of layer, and the number of layers of this kind."""
-    return [(layer, len(numbers)) for layer, numbers in kinds_of(model)]
-
-
-def kinds_of(model: ModelConfig) -> list[tuple[LayerParameters, Sequence[int]]]:
-    """The parameters of each kind of layer, and the numbers of its layers, from 1.
-
-    The result for the latest model is cached, because a planner calls this thousands of times for one model.
-    """
-    if not _latest or _latest[0][0] is not model:
-        _latest[:] = [(model, [(LayerParameters.of(group), group.numbers) for group in layer_groups(model)])]
-    return _latest[0][1]
-
-
-def block_of(model: ModelConfig) -> list[tuple[LayerParameters, int]]:
-    """The block for multi-token prediction, like `layers_of`: its layer with what is around it; [] without a block.
-
-    hidden size 4: `whole` is 32 + 12 more than that of the last layer, `products` 32 more
-    """
-    return [(LayerParameters.of(group), 1) for group in mtp_groups(model)]
 
 
 @dataclass(frozen=True)
@@ -174,7 +101,8 @@ class AttentionCost:
 
 def _products(model: ModelConfig) -> tuple[int, int]:
     """Multiplications of a token in all layers: with weights, and with states of linear attention."""
-    layers, top_k = [*layers_of(model), *block_of(model)], model.moe.top_k or 0
+    top_k = model.moe.top_k or 0
+    layers = [(group.parameters, len(group.numbers)) for group in all_layer_groups(model)]
     weights = sum(number * (layer.products + top_k * layer.expert_products) for layer, number in layers)
     return weights, sum(number * layer.state_products for layer, number in layers)
 

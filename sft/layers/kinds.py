@@ -5,7 +5,8 @@ are those of the layer.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 from sft.config.mixer_section import LayerKind
 from sft.config.model import ModelConfig
@@ -13,8 +14,10 @@ from sft.layers import mtp
 from sft.layers.mixer import Mixer
 from sft.layers.mixers import MIXERS
 from sft.layers.mlps import mlp_of
+from sft.layers.parameters import LayerParameters
 from sft.layers.second_half import Mlp
 from sft.layers.weight import LayerWeight
+from sft.layers.weights import AFTER_MIXER, AFTER_MLP
 
 
 def model_of_kind(model: ModelConfig, kind: LayerKind) -> ModelConfig:
@@ -30,7 +33,8 @@ def model_of_layer(model: ModelConfig, layer_number: int) -> ModelConfig:
     return model_of_kind(model, model.kind_of(layer_number))
 
 
-class LayerGroup(NamedTuple):
+@dataclass(frozen=True)
+class LayerGroup:
     """The layers of a model that are alike.
 
     numbers  the numbers of the layers, from 1
@@ -47,39 +51,51 @@ class LayerGroup(NamedTuple):
         """A model whose layers are all like these."""
         return self.mixer.model
 
+    @property
+    def is_mtp(self) -> bool:
+        """Whether it is the layer of the block for multi-token prediction."""
+        return bool(self.around)
 
-_latest: list[tuple[ModelConfig, list[LayerGroup]]] = []  # of `layer_groups`, at most one entry
+    @property
+    def weights(self) -> list[LayerWeight]:
+        """The weights of one of these layers, in the order of their use, then those around it.
+
+        One row stands for all experts.
+        """
+        rows = (*self.mixer.weights, *AFTER_MIXER, *self.mlp.weights, *AFTER_MLP, *self.around)
+        return [weight for weight in rows if weight.is_in(self.model)]
+
+    @cached_property
+    def parameters(self) -> LayerParameters:
+        """The numbers of parameters of one of these layers."""
+        return LayerParameters.of(self.model, self.weights, self.mlp.num_experts, self.mixer.state_products)
 
 
-def layer_groups(model: ModelConfig) -> list[LayerGroup]:
-    """The groups of a model, in the order of their first layers.
-
-    Groups whose layers differ in nothing but the window have the same `model`, unless `full_attention` is used.  The
-    result for the latest model is cached, because a planner calls this thousands of times for one model.
-    """
-    if not _latest or _latest[0][0] is not model:
-        _latest[:] = [(model, _groups(model, range(1, model.num_layers + 1)))]
-    return _latest[0][1]
-
-
-def mtp_groups(model: ModelConfig) -> list[LayerGroup]:
-    """The layer of the block for multi-token prediction, which is like those after the last; [] without a block."""
-    layer = _groups(model, [model.num_layers + 1]) if model.has_mtp else []
-    return [group._replace(around=mtp.WEIGHTS) for group in layer]
+_latest: list[tuple[ModelConfig, list[LayerGroup]]] = []  # of `all_layer_groups`, at most one entry
 
 
 def all_layer_groups(model: ModelConfig) -> list[LayerGroup]:
-    """The groups of a model, and then that of its block for multi-token prediction."""
-    return [*layer_groups(model), *mtp_groups(model)]
+    """The groups of a model, in the order of their first layers, and then that of its block for multi-token prediction.
 
-
-def _groups(model: ModelConfig, layers: Sequence[int]) -> list[LayerGroup]:
-    numbers: dict[tuple[LayerKind, bool], list[int]] = {}
-    for number in layers:
-        numbers.setdefault((model.kind_of(number), model.has_experts(number)), []).append(number)
+    Groups whose layers differ in nothing but the window have the same `model`, unless `full_attention` is used.  The
+    block's layer is like those after the last.  The result for the latest model is cached, because a planner calls this
+    thousands of times for one model.
+    """
+    if _latest and _latest[0][0] is model:
+        return _latest[0][1]
+    numbers: dict[tuple[LayerKind, bool, bool], list[int]] = {}
+    for number in range(1, model.num_layers + model.has_mtp + 1):
+        alike = model.kind_of(number), model.has_experts(number), number > model.num_layers
+        numbers.setdefault(alike, []).append(number)
     dense = model.without_experts if model.moe.num_experts is not None else model
     groups = []
-    for (kind, has_experts), of_group in numbers.items():
-        own = model_of_kind(model if has_experts else dense, kind)
-        groups.append(LayerGroup(MIXERS[kind](own), mlp_of(own), of_group))
+    for (kind, has_experts, is_mtp), of_group in numbers.items():
+        own = MIXERS[kind].narrowed(model if has_experts else dense)
+        groups.append(LayerGroup(MIXERS[kind](own), mlp_of(own), of_group, mtp.WEIGHTS if is_mtp else ()))
+    _latest[:] = [(model, groups)]
     return groups
+
+
+def layer_groups(model: ModelConfig) -> list[LayerGroup]:
+    """The groups of a model, without its block for multi-token prediction."""
+    return [group for group in all_layer_groups(model) if not group.is_mtp]

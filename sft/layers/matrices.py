@@ -8,7 +8,7 @@ from sft.config import ModelConfig
 from sft.layers.adapters import EMBEDDING, HEAD, AdaptedWeight, Trained, Weight
 from sft.layers.kinds import LayerGroup, layer_groups
 from sft.layers.weight import LAST, LAST_OF_ATTENTION, Split
-from sft.layers.weights import sizes_of, weight_of, weights_of
+from sft.layers.weights import sizes_of, weight_of
 
 
 class Matrix(NamedTuple):
@@ -28,7 +28,7 @@ class Matrix(NamedTuple):
 def matrices(layers: LayerGroup) -> list[Matrix]:
     """The matrices with which one of these layers multiplies tokens, experts once."""
     sizes, listed = sizes_of(layers.model), []
-    for weight in weights_of(layers):
+    for weight in layers.weights:
         if weight.role == "matrix":
             rows, columns = weight.sizes(sizes)
             key = weight.key.removesuffix("weight")

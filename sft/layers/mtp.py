@@ -1,6 +1,6 @@
 """The block for multi-token prediction: one more layer, the projection of its two inputs, and three norms.
 
-The layer is like those after the model's last one (`kinds.mtp_groups`).  `sft/mcore/model/mtp.py` has the equation.
+The layer is like those after the model's last one.  `sft/mcore/model/mtp.py` has the equation.
 """
 
 from sft.layers.weight import LayerWeight

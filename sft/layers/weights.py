@@ -17,29 +17,19 @@ import re
 from functools import lru_cache
 
 from sft.config import ModelConfig
-from sft.layers.kinds import LayerGroup
 from sft.layers.mixers import MIXERS
 from sft.layers.mlps import MLPS
 from sft.layers.weight import LayerWeight, has_output_norms
 
-_AFTER_MIXER = (LayerWeight("post_self_attn_layernorm.weight", "h", "norm", step=4, has=has_output_norms),)
-_AFTER_MLP = (
+AFTER_MIXER = (LayerWeight("post_self_attn_layernorm.weight", "h", "norm", step=4, has=has_output_norms),)
+AFTER_MLP = (
     LayerWeight("post_mlp_layernorm.weight", "h", "norm", step=7, has=has_output_norms),
     LayerWeight("layer_scalar", "1", "ones", step=7, has="layer_scalar", is_buffer=True),
 )
 _OF_MIXERS = dict.fromkeys(weight for mixer in MIXERS.values() for weight in mixer.weights)  # some share theirs
-TABLE = (*_OF_MIXERS, *_AFTER_MIXER, *(weight for mlp in MLPS for weight in mlp.weights), *_AFTER_MLP)
+TABLE = (*_OF_MIXERS, *AFTER_MIXER, *(weight for mlp in MLPS for weight in mlp.weights), *AFTER_MLP)
 _BY_KEY = {weight.key: weight for weight in TABLE}
 _IN_LAYER = re.compile(r"^(decoder\.layers|mtp\.layers\.0\.transformer_layer)\.(\d+\.)?")
-
-
-def weights_of(layers: LayerGroup) -> list[LayerWeight]:
-    """The weights of one of these layers, in the order of their use, then those around it.
-
-    One row stands for all experts.
-    """
-    rows = (*layers.mixer.weights, *_AFTER_MIXER, *layers.mlp.weights, *_AFTER_MLP, *layers.around)
-    return [weight for weight in rows if weight.is_in(layers.model)]
 
 
 def is_of_layer(key: str) -> bool:

@@ -30,7 +30,6 @@ from sft.hf.nested_config import text_part
 from sft.hf.safetensors_files import DTYPES, SafetensorsFolder
 from sft.hf.source import open_source
 from sft.layers.kinds import layer_groups
-from sft.layers.weights import weights_of
 from sft.mcore.checkpoint_io.engine_state import CHECKPOINT_VERSION, write_common
 from sft.mcore.checkpoint_io.megatron_arguments import model_arguments
 from sft.parallel.layout import padded_vocab_size
@@ -171,7 +170,7 @@ def _extra_state_keys(model: ModelConfig) -> list[str]:
     """
     keys, count = ["decoder.final_layernorm._extra_state/shard_0_1"], model.num_layers
     for group in layer_groups(model):
-        rows = [row for row in weights_of(group) if row.key.endswith(".weight") and row.part not in _PLAIN_PARTS]
+        rows = [row for row in group.weights if row.key.endswith(".weight") and row.part not in _PLAIN_PARTS]
         modules = dict.fromkeys((row.module, row.is_of_expert) for row in rows if row.role != "kernel")
         for number, (module, is_of_expert) in product(group.numbers, modules):
             layer, shard = (f"{number - 1}.", "0_1") if not model.stacks_layers else ("", f"{number - 1}_{count}")

@@ -11,6 +11,7 @@ import torch
 
 from sft.batch import Sample
 from sft.estimate.parameters import stage_parameters
+from sft.estimate.stage import Stage
 from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.checkpoint_io.optimizer_shards import MAIN, OptimizerSlice, optimizer_slices, sharded_slices
 from sft.mcore.engine import Engine
@@ -80,8 +81,8 @@ def train(overrides: list[str], folder: str) -> dict[str, Any]:
         for _ in range(STEPS):
             step(engine)
         params = [(name, param) for chunk in engine.chunks for name, param in chunk.named_parameters()]
-        stage = engine.groups.pp_rank
-        counted = stage_parameters(engine.config, engine.layout, engine.vocab_size, stage, engine.trained)
+        stage = Stage.of(engine.config, engine.layout, engine.vocab_size, engine.groups.pp_rank, engine.trained)
+        counted = stage_parameters(stage)
         return {
             "gradients": first,
             "weights": weights(engine),

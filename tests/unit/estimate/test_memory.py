@@ -10,9 +10,10 @@ from sft.config import Config, LossConfig
 from sft.config.linear_attention import LinearAttentionConfig
 from sft.estimate import memory
 from sft.estimate.communicators import communicators
-from sft.estimate.memory import Memory, estimate, longest_context
-from sft.estimate.parameters import Numbers, parameters
+from sft.estimate.memory import Memory, estimate, longest_context, stage_memory
+from sft.estimate.parameters import Numbers, stage_parameters
 from sft.estimate.saved_by_layer import LayerBytes
+from sft.estimate.stage import Stage
 from sft.estimate.working_sets import ATTENTION, GATHERED, HEAD, MLP
 from sft.layers.adapters import AdaptedWeight, Adapter, Trained
 from sft.layers.mixers.delta import STATE_INTERVAL, DeltaBytes
@@ -46,6 +47,14 @@ def of(
         update={"loss": LossConfig.model_validate({"impl": loss})}
     )
     return wanted, Layout.resolve(wanted, world_size)
+
+
+def stage_of(config: Config, layout: Layout, number: int) -> Stage:
+    return Stage.of(config, layout, 10, number, Trained())
+
+
+def parameters(config: Config, layout: Layout, stage: int) -> Numbers:
+    return stage_parameters(stage_of(config, layout, stage)).all
 
 
 def most(found: Memory, name: str) -> float:
@@ -244,8 +253,8 @@ def test_tensor_and_pipeline_parallelism_divide_parameters() -> None:
     """tp 2: 256 of the embedding, 80 of 160 of the layer's matrices, norms whole."""
     assert taken(2, parallel={"tp": 2}).weights == 2 * (256 + 80 + 8 + 4)
     wanted, layout = of(2, {**TINY, "num_layers": 2}, parallel={"pp": 2})
-    assert parameters(wanted.model, layout, 10, 0) == Numbers(dense=512 + 168, experts=0)
-    assert parameters(wanted.model, layout, 10, 1).dense == 512 + 168 + 4  # tied: each has a copy
+    assert parameters(wanted, layout, 0) == Numbers(dense=512 + 168, experts=0)
+    assert parameters(wanted, layout, 1).dense == 512 + 168 + 4  # tied: each has a copy
 
 
 def test_a_stage_has_the_parameters_of_its_own_layers() -> None:
@@ -255,7 +264,7 @@ def test_a_stage_has_the_parameters_of_its_own_layers() -> None:
     for virtual in (1, 2):
         parallel = {"pp": 2, "virtual_stages": virtual}
         wanted, layout = of(2, mixed, parallel=parallel, train={"global_batch_size": 4})
-        first, last = (parameters(wanted.model, layout, 10, stage) for stage in (0, 1))
+        first, last = (parameters(wanted, layout, stage) for stage in (0, 1))
         assert (first.experts, last.experts) == (8 * 24, 2 * 8 * 24)
         assert last.dense - first.dense == 32 - 96 + 4  # a router, no dense MLP, and the last norm
     assert layout.chunks(4, 0) == [range(1, 2), range(3, 4)] and layout.chunks(4, 1) == [range(2, 3), range(4, 5)]
@@ -349,7 +358,7 @@ def test_backward_of_a_layer_finds_what_the_layers_after_it_saved_free() -> None
     assert {working.freed for working in offloaded.sets} == {-1024 * 8, 0.0}
     # On two stages each has layers of one kind.
     wanted, layout = of(2, mixed, parallel={"pp": 2}, train={"global_batch_size": 2})
-    first, last = (memory._stage(wanted, layout, 10, 1024, stage) for stage in (0, 1))
+    first, last = (stage_memory(stage_of(wanted, layout, stage), 1024) for stage in (0, 1))
     assert (first.layers, last.layers) == (2 * 2 * saved[0], 2 * saved[1])
     assert [len(first.sets), len(last.sets)] == [2, 3]
 
@@ -402,7 +411,7 @@ def test_offloaded_layers_of_a_pipeline() -> None:
     """
     train = {"recompute": "full", "offload_fraction": 0.3, "global_batch_size": 8}
     wanted, layout = of(2, {**TINY, "num_layers": 8}, parallel={"pp": 2, "virtual_stages": 2}, train=train)
-    found = memory._stage(wanted, layout, 10, 1024, 0)
+    found = stage_memory(stage_of(wanted, layout, 0), 1024)
     assert (found.layers, found.host_layers) == (1024 * 8 * 5 * (2 + 1), 1024 * 8 * 5 * 1)
     one_layer = estimate(*of(1, train={**train, "offload_fraction": 1.0}), 10, 1024)
     assert (one_layer.layers, one_layer.host_layers) == (1024 * 8, 0)
@@ -523,7 +532,7 @@ def test_microbatches_that_wait_in_a_pipeline(stage: int, virtual: int, packs: i
     parallel = {"pp": 4, "virtual_stages": virtual}
     layers = {**TINY, "num_layers": 8}
     wanted, layout = of(4, layers, parallel=parallel, train={"global_batch_size": packs, "recompute": "full"})
-    found = memory._stage(wanted, layout, 10, 1024, stage)
+    found = stage_memory(stage_of(wanted, layout, stage), 1024)
     assert (found.layers, found.ends) == (1024 * 8 * hidden, 1024 * 4 * 2 * passes)
 
 
@@ -531,9 +540,9 @@ def test_with_dynamic_cp_a_pipeline_may_be_full() -> None:
     """Two packs of the plan may become more microbatches: four wait on the first stage."""
     layers = {**TINY, "num_layers": 8}
     sizes = {"pp": 4, "cp": 2, "dynamic_cp": True}
-    _, layout = of(8, layers, parallel=sizes, train={"global_batch_size": 2, "recompute": "full"})
-    assert memory._num_waiting(layout, 0) == 4
-    assert memory._num_waiting(replace(layout, cp_sizes=()), 0) == 2
+    wanted, layout = of(8, layers, parallel=sizes, train={"global_batch_size": 2, "recompute": "full"})
+    assert stage_of(wanted, layout, 0).num_waiting == 4
+    assert stage_of(wanted, replace(layout, cp_sizes=()), 0).num_waiting == 2
 
 
 def test_the_fullest_stage_counts() -> None:

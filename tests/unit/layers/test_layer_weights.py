@@ -14,7 +14,7 @@ from sft.hf.families import FAMILIES
 from sft.layers import weights
 from sft.layers.kinds import layer_groups
 from sft.layers.mixers import MIXERS
-from sft.layers.weights import sizes_of, weight_of, weights_of
+from sft.layers.weights import sizes_of, weight_of
 from tests.unit.fixtures import hf
 
 RELEASED = sorted((Path(hf.__file__).parent / "released").glob("*.json"))
@@ -25,7 +25,7 @@ def in_table(model: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     """Shapes of the weights of a layer, counted from 1, as the table has them."""
     group = next(group for group in layer_groups(model) if layer in group.numbers)
     sizes = sizes_of(group.model)
-    return {weight.key: weight.sizes(sizes) for weight in weights_of(group)}
+    return {weight.key: weight.sizes(sizes) for weight in group.weights}
 
 
 @pytest.mark.parametrize("file", RELEASED, ids=[file.stem for file in RELEASED])

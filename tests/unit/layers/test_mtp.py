@@ -10,9 +10,7 @@ import torch
 from sft.config import ModelConfig
 from sft.data.packing.pack import Collator, make_pack
 from sft.errors import CheckpointError, ConfigError
-from sft.estimate import memory
-from sft.estimate.memory import estimate
-from sft.estimate.parameters import parameters
+from sft.estimate.memory import estimate, stage_memory
 from sft.hf.families import FAMILIES
 from sft.hf.source import open_source
 from sft.layers import described
@@ -22,7 +20,7 @@ from sft.parallel.layout import Layout
 from sft.weights.trained import trained_weights
 from tests.builders import RECIPE, parsed, refusal_lines, sample
 from tests.ranks import mtp_models
-from tests.unit.estimate.test_memory import TINY, of
+from tests.unit.estimate.test_memory import TINY, of, parameters, stage_of
 from tests.unit.fixtures import hf
 
 
@@ -144,9 +142,8 @@ def test_the_block_is_on_the_last_stage() -> None:
 
     def added(pp: int, stage: int, **changes: Any) -> float:
         config, layout = of(pp, model={**TINY, "num_layers": 2, **changes}, parallel={"pp": pp})
-        model = config.model
-        numbers = [parameters(m, layout, 10, stage).total for m in (with_block(model), model)]
-        return numbers[0] - numbers[1]
+        block = config.model_copy(update={"model": with_block(config.model)})
+        return parameters(block, layout, stage).total - parameters(config, layout, stage).total
 
     assert added(1, 0) == added(2, 1) == 168 + 32 + 12 and added(2, 0) == 0
     assert added(2, 1, tie_embeddings=False) == 168 + 32 + 12 + 512
@@ -186,7 +183,7 @@ def test_memory_of_a_tied_table_on_two_stages() -> None:
     ways = ("detached", "joint")
     trains = (config.train.model_copy(update={"mtp": way}) for way in ways)
     stages = (
-        memory._stage(config.model_copy(update={"model": model, "train": train}), layout, 10, 1024, 1)
+        stage_memory(stage_of(config.model_copy(update={"model": model, "train": train}), layout, 1), 1024)
         for train in trains
     )
     detached, joint = (found.sets for found in stages)

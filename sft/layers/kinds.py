@@ -25,11 +25,6 @@ def model_of_kind(model: ModelConfig, kind: LayerKind) -> ModelConfig:
     return MIXERS[kind].narrowed(model)
 
 
-def model_of_layer(model: ModelConfig, layer_number: int) -> ModelConfig:
-    """The model whose layers are all like this layer (`model_of_kind`).  layer_number: from 1"""
-    return model_of_kind(model, model.kind_of(layer_number))
-
-
 class LayerGroup(NamedTuple):
     """The layers of a model that are alike.
 

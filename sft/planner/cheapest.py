@@ -1,7 +1,7 @@
 """If no layout fits, finds the changes that make a task fit, the cheapest first.  All numbers are predictions."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sft.config import yaml
 from sft.estimate import constants
@@ -81,7 +81,8 @@ def _larger_gpu(task: Task, num_gpus: int) -> Iterator[Change]:
     hardware = task.hardware
     for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory_bytes):
         if gpu.memory_bytes > hardware.gpu.memory_bytes:
-            other = task.on_gpu(gpu, constants.constants_of(gpu, hardware.constants.inter_gb_s.value))
-            if change := _first(f"--gpu {gpu.name}", other, num_gpus):
+            measured = constants.constants_of(gpu, hardware.constants.inter_gb_s.value)
+            other = replace(hardware, gpu=gpu, constants=measured)
+            if change := _first(f"--gpu {gpu.name}", task.changed(hardware=other), num_gpus):
                 yield change
                 return

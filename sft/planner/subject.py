@@ -10,6 +10,7 @@ from typing import Any
 
 from sft.config import RopeConfig, yaml
 from sft.config.keys import values
+from sft.console import short_count
 from sft.errors import ConfigError
 from sft.hf.hub import CONFIG, is_hub_name, local_folder
 from sft.hf.pretrained import read_pretrained
@@ -72,7 +73,7 @@ def _packs(seq_length: int, packs: int | None, tokens_per_step: int | None) -> i
 def _new(model: str, seq_length: int, packs: int, *, is_lora: bool) -> Keys:
     pretrained, described = read_pretrained(model, shown=model)
     config = described.model
-    name = f"{slug(model)}_{length_name(seq_length).lower()}{'_lora' * is_lora}"
+    name = f"{slug(model)}_{short_count(seq_length).lower()}{'_lora' * is_lora}"
     keys: Keys = {
         "run.dir": f"runs/{name}",
         "model.hf": model,
@@ -98,11 +99,7 @@ def _positions(rope: RopeConfig, trained: int | None, seq_length: int) -> Keys:
         return {}
     original = rope.original_max_position or 2 ** (trained.bit_length() - 1)
     factor = float(-(-seq_length // original))
-    return {
-        "model.rope.scaling": "yarn",
-        "model.rope.factor": factor,
-        "model.rope.original_max_position": original,
-    }
+    return {"model.rope.scaling": "yarn", "model.rope.factor": factor, "model.rope.original_max_position": original}
 
 
 def slug(model: str) -> str:
@@ -115,14 +112,6 @@ def slug(model: str) -> str:
     for version in ("3.1", "3.6", "2.5"):
         name = name.replace(version, version.replace(".", ""))
     return name.replace(".", "p").replace("-", "_")
-
-
-def length_name(seq_length: int) -> str:
-    """A short form of a length: 32768 -> 32K, 1048576 -> 1M, 40000 -> 40000."""
-    for unit, name in ((2**20, "M"), (2**10, "K")):
-        if seq_length % unit == 0:
-            return f"{seq_length // unit}{name}"
-    return str(seq_length)
 
 
 def user_keys(recipe: Recipe) -> Keys:

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from sft.config import Config
 from sft.console import size
-from sft.estimate import model_bytes
-from sft.estimate.parameters import Numbers, stage_parameters, vocab_rows
+from sft.estimate.parameters import stage_parameters, vocab_rows
 from sft.estimate.saved_by_layer import SavingLayers, saving_layers, saving_mtp
 from sft.estimate.working_sets import StageWork, WorkingSet
 from sft.layers.adapters import Trained
@@ -80,20 +79,21 @@ class Memory:
 def _state(
     config: Config, layout: Layout, vocab_size: int, stage: int, width: int, trained: Trained
 ) -> dict[str, float]:
+    """Bytes of weights, gradients and optimizer on the device, and of the optimizer in host memory.
+
+    A bf16 parameter takes 18 bytes.  With the distributed optimizer it takes 6 + 12 / (dp x cp), and a parameter of an
+    expert 6 + 12 / number of copies.
+    """
     own = stage_parameters(config, layout, vocab_size, stage, trained)
-    state = model_bytes.state(
-        parameters=own.trained.total,
-        owned=_owned(own.trained, layout) if config.parallel.distributed_optimizer else own.trained.total,
-        width=width,
-        optim=config.optim,
-    )
-    return state | {"weights": width * own.all.total}
-
-
-def _owned(own: Numbers, layout: Layout) -> float:
-    """Parameters of a rank's share, if all ranks that hold the same weights divide these among them."""
-    copies = layout.tp * layout.cp * layout.dp / (layout.ep * layout.etp)  # number of ranks that hold an expert
-    return own.dense / (layout.dp * layout.cp) + own.experts / copies
+    owned = own.trained.owned(layout) if config.parallel.distributed_optimizer else own.trained.total
+    optimizer, fraction = config.optim.optimizer, config.optim.offload_fraction
+    main_weight = FP32 if width < FP32 else 0
+    return {
+        "weights": width * own.all.total,
+        "gradients": FP32 * own.trained.total,
+        "optimizer": (1 - fraction) * (optimizer.moment_bytes + main_weight) * owned,
+        "host_optimizer": fraction * optimizer.host_bytes * owned,
+    }
 
 
 def _copied(config: Config, layout: Layout, vocab_size: int, stage: int, width: int, trained: Trained) -> float:
@@ -105,7 +105,7 @@ def _copied(config: Config, layout: Layout, vocab_size: int, stage: int, width: 
     has_own_weights = sharded or width == 2
     weights = own.trained if config.lora.is_used else own.all
     of_optimizer = config.optim.optimizer.moment_bytes + FP32 * has_own_weights
-    return width * _owned(weights, layout) + of_optimizer * _owned(own.trained, layout)
+    return width * weights.owned(layout) + of_optimizer * own.trained.owned(layout)
 
 
 def _num_waiting(layout: Layout, stage: int) -> int:
@@ -139,10 +139,7 @@ def _layers(config: Config, layout: Layout, stage: int, layer: float) -> tuple[f
         config.train.offload_fraction, num_layers, backward_is_next=is_last and layout.virtual_stages == 1
     )
     of_passes = layer * _num_waiting(layout, stage)
-    return (
-        of_passes * num_resident_layers(num_offloaded, num_layers),
-        of_passes * num_offloaded,
-    )
+    return of_passes * num_resident_layers(num_offloaded, num_layers), of_passes * num_offloaded
 
 
 def _stage(

@@ -19,6 +19,10 @@ class Numbers:
     def total(self) -> float:
         return self.dense + self.experts
 
+    def owned(self, layout: Layout) -> float:
+        """The parameters of a rank's share, if all ranks that hold the same weights divide these among them."""
+        return self.dense / (layout.dp * layout.cp) + self.experts / layout.expert_copies
+
     def __add__(self, other: "Numbers") -> "Numbers":
         return Numbers(dense=self.dense + other.dense, experts=self.experts + other.experts)
 
@@ -37,9 +41,8 @@ def stage_parameters(config: Config, layout: Layout, vocab_size: int, stage: int
     if trained.whole is None:
         return StageParameters(all=weights, trained=weights)
     factors = _factors(config, layout, stage, trained)
-    return StageParameters(
-        all=weights + factors, trained=factors + _whole(config.model, layout, vocab_size, stage, trained)
-    )
+    whole = _whole(config.model, layout, vocab_size, stage, trained)
+    return StageParameters(all=weights + factors, trained=factors + whole)
 
 
 def parameters(model: ModelConfig, layout: Layout, vocab_size: int, stage: int) -> Numbers:

@@ -127,10 +127,7 @@ def step_time(
 def _update(config: Config, layout: Layout, own: StageParameters, constants: Constants) -> tuple[float, float]:
     """Seconds of the optimizer's update on the device, and on the host with the transfers."""
     trained = own.trained
-    owned = trained.total
-    if config.parallel.distributed_optimizer:
-        copies = layout.tp * layout.cp * layout.dp / (layout.ep * layout.etp)
-        owned = trained.dense / (layout.dp * layout.cp) + trained.experts / copies
+    owned = trained.owned(layout) if config.parallel.distributed_optimizer else trained.total
     fraction, moved = config.optim.offload_fraction, config.optim.optimizer.moved_bytes
     on_device = (1 - fraction) * owned * moved + trained.total * GRADIENT_BYTES
     on_host = fraction * owned * moved / constants.host_optimizer_gb_s.value

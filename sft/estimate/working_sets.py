@@ -4,16 +4,16 @@ Backward goes through the layers from the last to the first, and frees the tenso
 a layer's working set plus the tensors that are still saved at that time.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from sft.config import Config
-from sft.estimate import model_bytes
 from sft.estimate.parameters import trains_layers
 from sft.estimate.saved_by_layer import SavingLayers
 from sft.layers import mtp
 from sft.layers.adapters import EMBEDDING, Trained
-from sft.layers.rank_share import RankShare
+from sft.layers.rank_share import FP32, RankShare
 from sft.layers.second_half import MlpBackward
 from sft.parallel.layout import Layout
 
@@ -124,7 +124,6 @@ class StageWork:
         yield WorkingSet(held, freed + kind.freed_before_attention * self.tokens)
 
     def _mlp_backward(self, kind: SavingLayers) -> MlpBackward:
-        trains = trains_layers(self.trained)
         return MlpBackward(
             tokens=self.tokens,
             hidden=self.hidden,
@@ -136,7 +135,7 @@ class StageWork:
             widest_gradient=self._widest_gradient(),
             adapts_gate_and_up=any(weight.module.endswith("linear_fc1") for weight in self.trained.adapted),
             computes_at_once=self._computes_experts_at_once,
-            weight_gradients=model_bytes.gradients_of_experts(self.config.model, self._rank) if trains else 0.0,
+            weight_gradients=self._gradients_of_experts(),
         )
 
     @property
@@ -149,8 +148,18 @@ class StageWork:
     def _rank(self) -> RankShare:
         return self.layout.share(self.config)
 
+    def _gradients_of_experts(self) -> float:
+        """Bytes of the weight gradients of all experts of a layer on this rank; 0 if no matrix is trained."""
+        model, rank = self.config.model, self._rank
+        numbers = 3 * model.hidden_size * model.resolved_expert_ffn * (model.moe.num_experts or 0)
+        return rank.width * numbers / (rank.ep * rank.etp) if trains_layers(self.trained) else 0.0
+
     def _widest_gradient(self) -> float:
-        return model_bytes.widest_gradient(self.config.model, self._rank) if trains_layers(self.trained) else 0.0
+        """Bytes of the weight gradient of gate and up before it is added to the fp32 sum; 0 if no matrix is trained."""
+        model, rank = self.config.model, self._rank
+        dense = model.ffn_hidden_size if model.moe.dense_layers else 0
+        widest = max(model.resolved_expert_ffn, model.moe.shared_ffn_hidden_size or 0, dense)
+        return rank.width * model.hidden_size * 2 * widest / rank.tp if trains_layers(self.trained) else 0.0
 
     def _table(self) -> float:
         """Bytes of the output's gradient of tied embeddings; 0 if the embeddings are not tied, or are frozen."""
@@ -163,6 +172,15 @@ class StageWork:
 
         While the second head of multi-token prediction computes, the gradient and hidden states of the first one stay.
         """
-        model = self.config.model
-        head = model_bytes.loss_head(self.config.loss, model, self._rank, vocab_rows=self.rows, tokens=self.tokens)
-        return head + (1 if self.block is None else 3) * self.hidden
+        return self._loss() + (1 if self.block is None else 3) * self.hidden
+
+    def _loss(self) -> float:
+        """Bytes that the loss head allocates, without its inputs (docs/concepts/loss.md)."""
+        loss, model, rank = self.config.loss, self.config.model, self._rank
+        if loss.impl == "chunked":
+            return 2 * rank.width * self.tokens * self.rows
+        if loss.impl == "full":
+            return (2 * rank.width + 2 * FP32) * self.tokens * self.rows
+        # With sequence parallelism, the head also holds the gathered hidden states.
+        gradient = rank.width * model.hidden_size * self.tokens * (2 if rank.sequence < 1 else 1)
+        return max(loss.chunk(math.ceil(self.tokens)), model.hidden_size) * self.rows * rank.width + gradient

@@ -22,8 +22,8 @@ from sft.parallel.layout import Layout
 from sft.weights.trained import trained_weights
 from tests.builders import RECIPE, parsed, refusal_lines, sample
 from tests.ranks import mtp_models
-from tests.unit.estimate.test_memory import TINY, of
 from tests.unit.fixtures import hf
+from tests.unit.fixtures.layouts import TINY, of
 
 
 def test_train_mtp_gives_the_model_its_block() -> None:

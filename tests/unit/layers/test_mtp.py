@@ -15,7 +15,7 @@ from sft.estimate.memory import estimate
 from sft.estimate.parameters import parameters
 from sft.hf.families import FAMILIES
 from sft.hf.source import open_source
-from sft.layers import described
+from sft.layers import kinds
 from sft.layers.adapters import Trained
 from sft.layers.flops import AttentionCost, TrainFlops, num_parameters
 from sft.parallel.layout import Layout
@@ -108,8 +108,8 @@ def test_copies_with_other_values_and_missing_tensors_are_refused(tmp_path: Path
 
 def test_sft_check_names_the_block() -> None:
     model = of()[0].model
-    assert described.describe(model) is None
-    assert described.describe(with_block(model)) == "layers 1 with full attention; a block for multi-token prediction"
+    assert kinds.describe(model) is None
+    assert kinds.describe(with_block(model)) == "layers 1 with full attention; a block for multi-token prediction"
 
 
 # --- what it costs -----------------------------------------------------------------------------------------------

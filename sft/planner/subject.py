@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sft.config import RopeConfig, yaml
+from sft.config import ModelConfig, RopeConfig, yaml
 from sft.config.keys import values
 from sft.console import short_count
 from sft.errors import ConfigError
 from sft.hf.hub import CONFIG, is_hub_name, local_folder
 from sft.hf.pretrained import read_pretrained
-from sft.planner.adapters import lora_keys
 from sft.recipe.load import load_recipe, parse_recipe
 from sft.recipe.resolved import Recipe
+from sft.weights.lora.targets import not_adaptable
 
 TOKENS_PER_STEP = 2**20  # the default of the project's recipes; a step has at least one pack
 _FULL = {"lr": 1e-5, "min_lr": 1e-6, "schedule": "cosine", "warmup_fraction": 0.03, "weight_decay": 0.1}
@@ -88,6 +88,16 @@ def _new(model: str, seq_length: int, packs: int, *, is_lora: bool) -> Keys:
     keys |= {f"optim.{key}": value for key, value in (_LORA if is_lora else _FULL).items()}
     keys |= {"checkpoint.save_every": 50, "checkpoint.keep_last": 3}
     return keys | ({"checkpoint.export_hf": "last"} if is_lora else {})
+
+
+def lora_keys(model: ModelConfig) -> Keys:
+    """Keys of the section `lora`: adapters of rank 16 on every Linear that can have one.  The others are excluded.
+
+    Qwen3.6-35B-A3B -> {"rank": 16, "alpha": 32, "exclude": ["shared_expert_gate"]}
+    """
+    keys: Keys = {"rank": 16, "alpha": 32}
+    excluded = not_adaptable(model)
+    return keys | ({"exclude": excluded} if excluded else {})
 
 
 def _positions(rope: RopeConfig, trained: int | None, seq_length: int) -> Keys:

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from sft.config import yaml
-from sft.planner.adapters import lora_keys, with_adapters
-from sft.planner.cheapest import changes
+from sft.planner.cheapest import changes, with_adapters
 from sft.planner.report import Report
 from sft.planner.search import Search
-from sft.planner.subject import recipe_of
+from sft.planner.subject import lora_keys, recipe_of
 from sft.weights.lora.targets import not_adaptable
 from tests.unit.fixtures import hf
 from tests.unit.fixtures.tasks import task_of

@@ -178,6 +178,14 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
+def short_count(number: int) -> str:
+    """4096 -> 4K, 1048576 -> 1M, 40000 -> 40000"""
+    for unit, factor in (("M", 1 << 20), ("K", 1 << 10)):
+        if number and number % factor == 0:
+            return f"{number // factor}{unit}"
+    return str(number)
+
+
 def size(num_bytes: float) -> str:
     """12 -> 12 B        1536 -> 1.5 KiB        361758720 -> 345 MiB"""
     exponent = max(0, min(4, (int(num_bytes).bit_length() - 1) // 10))

@@ -16,11 +16,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+from sft.console import short_count
 from sft.estimate import constants, gpus
 from sft.estimate.gpus import GIB
 from sft.estimate.lengths import Lengths
 from sft.planner.search import Search
-from sft.planner.subject import length_name, recipe_of, slug
+from sft.planner.subject import recipe_of, slug
 from sft.planner.task import Hardware, Task
 from sft.planner.written import recipe_text
 from sft.weights.trained import trained_weights
@@ -73,7 +74,7 @@ class Case(NamedTuple):
     def file(self) -> str:
         """qwen3_8b_256k_4n.yaml        llama31_8b_512k_lora_4n.yaml"""
         kind = "_lora" if self.is_lora else ""
-        return f"{slug(self.model)}_{length_name(self.seq_length).lower()}{kind}_{self.nodes}n.yaml"
+        return f"{slug(self.model)}_{short_count(self.seq_length).lower()}{kind}_{self.nodes}n.yaml"
 
 
 def cases() -> list[Case]:

@@ -108,7 +108,7 @@ def plan(
     counts = [gpus] if isinstance(gpus, int) else list(gpus)
     _check(counts, options)
 
-    from sft.planner.propose import propose
+    from sft.planner.report import Report
     from sft.planner.subject import recipe_of
 
     recipe = recipe_of(
@@ -120,7 +120,7 @@ def plan(
         overrides=override_words(overrides),
     )
     task = _task(str(model), recipe, options)
-    return Plan(model=str(model), recipe=recipe, reports=tuple(propose(task, count, options.top) for count in counts))
+    return Plan(model=str(model), recipe=recipe, reports=tuple(Report.of(task, count, options.top) for count in counts))
 
 
 def _check(counts: Sequence[int], options: PlanOptions) -> None:

@@ -118,10 +118,8 @@ def changes(
     refused = {key: text for key, text in _differences(before["plan"], now.plan) if key not in not_compared}
     recipe = dict(_differences(_with_defaults(before["recipe"], now.recipe), now.recipe))
     if "data" in refused and (old := [key for key in _BEFORE if key in recipe and key not in before["recipe"]]):
-        value = str(_BEFORE[old[0]]).lower()
-        refused[
-            "data"
-        ] += f" (the run began before {old[0]} existed: {old[0]} = {value} gives the same tokens and masks)"
+        same = f"{old[0]} = {str(_BEFORE[old[0]]).lower()} gives the same tokens and masks"
+        refused["data"] += f" (the run began before {old[0]} existed: {same})"
     refused |= model_changes(before, now.recipe)
     refused |= {_FREEZE: recipe[_FREEZE]} if _FREEZE in recipe else {}
     known = {*before["plan"], *now.plan, *filter(_describes_model, [*before["recipe"], *now.recipe])}

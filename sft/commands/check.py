@@ -136,7 +136,7 @@ def _print_model(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None,
     Raises ConfigError if the recipe does not fit the GPU.
     """
     from sft.estimate.memory import describe
-    from sft.layers import described
+    from sft.layers import kinds
     from sft.layers.flops import describe_parameters, num_parameters
     from sft.parallel.layout import surplus_note, vocab_rows
     from sft.weights.trained import trained_weights
@@ -152,8 +152,8 @@ def _print_model(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None,
     lines = [f"parameters {describe_parameters(model, rows)} with a vocabulary of {rows:,}"]
     if (note := surplus_note(model, tokenizer_size or 0)) is not None:
         lines.append(note)
-    if (kinds := described.describe(model)) is not None:
-        lines.append(kinds)
+    if (line := kinds.describe(model)) is not None:
+        lines.append(line)
     if trained.whole is not None:
         lines.append(trained.describe(recipe.config.lora.rank, num_parameters(model, rows)))
     print_group("model", lines)

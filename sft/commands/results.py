@@ -34,8 +34,7 @@ def add(commands: Any) -> None:
 
 def compare(arguments: Namespace) -> int:
     """Run `sft compare`.  Returns 1 if the runs differ, else 0."""
-    from sft.metrics.results.compare import report
-    from sft.metrics.results.differences import Tolerance
+    from sft.metrics.results.compare import Tolerance, report
     from sft.metrics.results.records import read_metrics
 
     tolerance = Tolerance(rtol=arguments.rtol, atol=arguments.atol)

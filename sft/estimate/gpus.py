@@ -16,7 +16,7 @@ COMMUNICATOR_BYTES = 0.08 * GIB  # NCCL's buffers of one communicator, with chan
 RESERVE = 0.03  # share of the capacity for workspaces and gaps between allocations (docs/numbers/performance.md)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Gpu:
     """One type of GPU.
 
@@ -35,32 +35,21 @@ class Gpu:
     pcie_gb_s: float
 
 
-def _gpu(name: str, gib: float, tflops: float, hbm_gb_s: float, intra_node_gb_s: float, pcie_gb_s: float) -> Gpu:
-    return Gpu(
-        name=name,
-        memory_bytes=gib * GIB,
-        tflops=tflops,
-        hbm_gb_s=hbm_gb_s,
-        intra_node_gb_s=intra_node_gb_s,
-        pcie_gb_s=pcie_gb_s,
-    )
-
-
 # Capacities are those that nvidia-smi or torch report.  Dense peaks and bandwidths are from the vendors' data sheets.
 GPUS: Mapping[str, Gpu] = {
-    gpu.name: gpu
-    for gpu in (
-        _gpu("h100", 79.1, 989.4, 3350, 340, 55),  # NVIDIA H100 data sheet, SXM5; NVLink 4: 450 GB/s each way; PCIe 5
-        _gpu("h200", 139.8, 989.4, 4800, 340, 55),  # NVIDIA H200 data sheet, SXM; NVLink 4
-        _gpu("h20", 95.0, 148, 4000, 340, 55),  # NVIDIA H20, published by resellers; NVLink 4
-        _gpu("b200", 178.3, 2250, 8000, 680, 55),  # NVIDIA DGX B200 data sheet, 1/8; NVLink 5: 900 GB/s each way
-        _gpu("b300", 268.0, 2250, 8000, 680, 55),  # NVIDIA DGX B300 data sheet, 1/8; NVLink 5
-        _gpu("gb200", 184.0, 2450, 8000, 680, 200),  # NVIDIA GB200 NVL72 data sheet, 1/72; host by NVLink-C2C
-        _gpu("a100-80", 79.2, 312, 2039, 230, 25),  # NVIDIA A100 data sheet, SXM4; NVLink 3: 300 GB/s each way; PCIe 4
-        _gpu("a100-40", 39.4, 312, 1555, 230, 25),  # NVIDIA A100 data sheet, SXM4
-        _gpu("l40s", 44.4, 362, 864, 25, 25),  # NVIDIA L40S data sheet; no NVLink, PCIe 4
-        _gpu("cpu", 4.0, 0.1, 10, 1, 10),  # a core of a server and gloo, a process for each: assumed; peak in fp32
-        _gpu("mi300x", 191.5, 1307, 5300, 310, 55),  # AMD MI300X data sheet; Infinity Fabric: 7 links of 64 GB/s
+    name: Gpu(name, gib * GIB, tflops, hbm_gb_s, intra_gb_s, pcie_gb_s)
+    for name, gib, tflops, hbm_gb_s, intra_gb_s, pcie_gb_s in (
+        ("h100", 79.1, 989.4, 3350, 340, 55),  # NVIDIA H100 data sheet, SXM5; NVLink 4: 450 GB/s each way; PCIe 5
+        ("h200", 139.8, 989.4, 4800, 340, 55),  # NVIDIA H200 data sheet, SXM; NVLink 4
+        ("h20", 95.0, 148, 4000, 340, 55),  # NVIDIA H20, published by resellers; NVLink 4
+        ("b200", 178.3, 2250, 8000, 680, 55),  # NVIDIA DGX B200 data sheet, 1/8; NVLink 5: 900 GB/s each way
+        ("b300", 268.0, 2250, 8000, 680, 55),  # NVIDIA DGX B300 data sheet, 1/8; NVLink 5
+        ("gb200", 184.0, 2450, 8000, 680, 200),  # NVIDIA GB200 NVL72 data sheet, 1/72; host by NVLink-C2C
+        ("a100-80", 79.2, 312, 2039, 230, 25),  # NVIDIA A100 data sheet, SXM4; NVLink 3: 300 GB/s each way; PCIe 4
+        ("a100-40", 39.4, 312, 1555, 230, 25),  # NVIDIA A100 data sheet, SXM4
+        ("l40s", 44.4, 362, 864, 25, 25),  # NVIDIA L40S data sheet; no NVLink, PCIe 4
+        ("cpu", 4.0, 0.1, 10, 1, 10),  # a core of a server and gloo, a process for each: assumed; peak in fp32
+        ("mi300x", 191.5, 1307, 5300, 310, 55),  # AMD MI300X data sheet; Infinity Fabric: 7 links of 64 GB/s
     )
 }
 

@@ -16,7 +16,6 @@ from sft.estimate.lengths import Lengths
 from sft.estimate.products import Product, attention_flops
 from sft.estimate.saved_by_layer import saving_layers
 from sft.layers.kinds import layer_groups
-from sft.layers.mixer import Mixer
 from sft.parallel.layout import Layout
 
 GRADIENT_SUM_BYTES = 10  # per parameter and microbatch: a bf16 gradient is read, its fp32 sum read and written
@@ -46,22 +45,16 @@ class LayerWork:
     constants: Constants
     lengths: Lengths
 
-    @property
-    def is_portable(self) -> bool:
-        """Whether attention runs on the portable backend; auto takes te wherever it can compute the model."""
-        return uses_portable(self.config)
-
     def passes(self, products: Iterable[Product], reached: float = 1.0) -> tuple[Seconds, Seconds, Seconds]:
         """Seconds of forward, of backward without recomputation, and of recomputation.
 
         reached: the share of layers that `attention_reached` returns
         """
-        products = list(products)
         recompute = self.config.train.recompute
         attention, gradients = self._attention()
         states = self._states()
         element = self._elementwise()
-        linear = [sum(times) for times in zip(*map(self._runs, products))]
+        linear = self.seconds(products)
         share = {"none": 0.0, "selective": 0.6, "full": 1.0}[recompute]  # selective: norm and activation of the MLP
         repeated = Seconds(
             linear=linear[1],
@@ -91,19 +84,18 @@ class LayerWork:
         layout, constants = self.layout, self.constants
         tokens, counts = self.lengths.of_pack(self.config.data.seq_length)
         share = 1 / (layout.pp * layout.tp * layout.cp)
-        forward = constants.portable_forward if self.is_portable else constants.attention_forward
-        backward = constants.portable_backward if self.is_portable else constants.attention_backward
+        is_portable = uses_portable(self.config)
+        is_slower = is_portable and constants.gpu != "cpu"  # in layers without a flash kernel
+        forward = constants.portable_forward if is_portable else constants.attention_forward
+        backward = constants.portable_backward if is_portable else constants.attention_backward
         total = [0.0, 0.0]
         for length, count, cp_size in zip(tokens.tolist(), counts.tolist(), cp_sizes(layout, tokens, self.config)):
             for mixer, keys, flops in attention_flops(self.config.model, length):
-                size, work = min(length / cp_size, keys), flops * share * count * self._slowdown(mixer)
+                slowdown = PLAIN_SLOWDOWN if is_slower and not mixer.has_flash else 1.0
+                size, work = min(length / cp_size, keys), flops * share * count * slowdown
                 total[0] += work / (forward.at(size) * 1e12)
                 total[1] += 2 * work / (backward.at(size) * 1e12)
         return total[0], total[1]
-
-    def _slowdown(self, mixer: Mixer) -> float:
-        """How many times as long attention of these layers takes as the portable backend's flash kernel."""
-        return 1.0 if mixer.has_flash or not self.is_portable or self.constants.gpu == "cpu" else PLAIN_SLOWDOWN
 
     def _states(self) -> float:
         """Seconds of the delta rule in forward."""

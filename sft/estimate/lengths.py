@@ -64,8 +64,3 @@ class Lengths:
         """
         tokens = np.minimum(self.tokens, seq_length)
         return tokens, self.shares * seq_length / float(self.shares @ tokens)
-
-    def mean_square(self, seq_length: int) -> float:
-        """Sum of squared lengths of a full pack, divided by its tokens: 2 and 6, packs of 8 -> 40 / 8 = 5"""
-        tokens, counts = self.of_pack(seq_length)
-        return float(counts @ tokens**2) / seq_length

@@ -169,10 +169,9 @@ class Messages:
     def gradients(self, own: StageParameters, backward_s: float) -> float:
         """Exposed seconds of a step for the reduce-scatter of fp32 gradients and the all-gather of weights."""
         layout, parallel = self.layout, self.config.parallel
-        copies = layout.tp * layout.cp * layout.dp // (layout.ep * layout.etp)
         groups = (
             (own.trained.dense, layout.cp * layout.dp, layout.tp),
-            (own.trained.experts, copies, layout.ep * layout.etp),
+            (own.trained.experts, layout.expert_copies, layout.ep * layout.etp),
         )
         reduced, gathered = 0.0, 0.0
         for numbers, ranks, stride in groups:

@@ -3,10 +3,9 @@
 import math
 
 from sft.config import LossConfig, ModelConfig
-from sft.estimate.parameters import Numbers, StageParameters
+from sft.estimate.parameters import StageParameters
 from sft.estimate.stage import Stage
 from sft.layers.rank_share import FP32, RankShare
-from sft.parallel.layout import Layout
 
 
 def gradients_of_experts(model: ModelConfig, rank: RankShare) -> float:
@@ -42,7 +41,7 @@ def state(stage: Stage, own: StageParameters) -> dict[str, float]:
     config, width = stage.config, stage.rank.width
     optimizer, fraction = config.optim.optimizer, config.optim.offload_fraction
     is_sharded = config.parallel.distributed_optimizer
-    owned = owned_parameters(own.trained, stage.layout) if is_sharded else own.trained.total
+    owned = own.trained.owned(stage.layout) if is_sharded else own.trained.total
     main_weight = FP32 if width < FP32 else 0
     return {
         "weights": width * own.all.total,
@@ -51,12 +50,6 @@ def state(stage: Stage, own: StageParameters) -> dict[str, float]:
         "host_optimizer": fraction * optimizer.host_bytes * owned,
         "host_copy": _copied(stage, own),
     }
-
-
-def owned_parameters(numbers: Numbers, layout: Layout) -> float:
-    """Parameters of a rank's share, if all ranks that hold the same weights divide these among them."""
-    copies = layout.tp * layout.cp * layout.dp / (layout.ep * layout.etp)  # number of ranks that hold an expert
-    return numbers.dense / (layout.dp * layout.cp) + numbers.experts / copies
 
 
 def _copied(stage: Stage, own: StageParameters) -> float:
@@ -68,4 +61,4 @@ def _copied(stage: Stage, own: StageParameters) -> float:
     has_own_weights = config.parallel.distributed_optimizer or width == 2
     weights = own.trained if config.lora.is_used else own.all
     of_optimizer = config.optim.optimizer.moment_bytes + FP32 * has_own_weights
-    return width * owned_parameters(weights, stage.layout) + of_optimizer * owned_parameters(own.trained, stage.layout)
+    return width * weights.owned(stage.layout) + of_optimizer * own.trained.owned(stage.layout)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from sft.estimate.stage import Stage
 from sft.layers.adapters import EMBEDDING, HEAD, Weight
+from sft.parallel.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +17,10 @@ class Numbers:
     @property
     def total(self) -> float:
         return self.dense + self.experts
+
+    def owned(self, layout: Layout) -> float:
+        """The parameters of a rank's share, if all ranks that hold the same weights divide these among them."""
+        return self.dense / (layout.dp * layout.cp) + self.experts / layout.expert_copies
 
     def __add__(self, other: "Numbers") -> "Numbers":
         return Numbers(dense=self.dense + other.dense, experts=self.experts + other.experts)

@@ -15,7 +15,6 @@ from sft.estimate.constants import Constants
 from sft.estimate.layer_work import LayerWork
 from sft.estimate.lengths import Lengths
 from sft.estimate.messages import Messages
-from sft.estimate.model_bytes import owned_parameters
 from sft.estimate.parameters import StageParameters, stage_parameters
 from sft.estimate.products import attention_reached, head_product, layer_products
 from sft.estimate.stage import Stage
@@ -129,7 +128,7 @@ def step_time(
 def _update(config: Config, layout: Layout, own: StageParameters, constants: Constants) -> tuple[float, float]:
     """Seconds of the optimizer's update on the device, and on the host with the transfers."""
     trained = own.trained
-    owned = owned_parameters(trained, layout) if config.parallel.distributed_optimizer else trained.total
+    owned = trained.owned(layout) if config.parallel.distributed_optimizer else trained.total
     fraction, moved = config.optim.offload_fraction, config.optim.optimizer.moved_bytes
     on_device = (1 - fraction) * owned * moved + trained.total * GRADIENT_BYTES
     on_host = fraction * owned * moved / constants.host_optimizer_gb_s.value

@@ -19,14 +19,11 @@ _SMALL = 0.01  # a part below this share of the step is not printed
 _ALIKE = 1.05  # a step of the longest documents gets its own line if it takes more than this many times as long
 
 
-def constants_for(config: Config, gpu: gpus.Gpu | None, inter_gb_s: float | None = None) -> Constants | None:
-    """The constants of the GPU; without a GPU, of an H100 with the peak log.peak_tflops; None: in fp32 or on a CPU.
-
-    inter_gb_s: GB/s between nodes; None: parallel.inter_node_gb_s
-    """
+def constants_for(config: Config, gpu: gpus.Gpu | None) -> Constants | None:
+    """The constants of the GPU; without a GPU, of an H100 with the peak log.peak_tflops; None: in fp32 or on a CPU."""
     if config.run.precision == "fp32" or config.run.device == "cpu":
         return None
-    constants = constants_of(gpu or gpus.gpu(ASSUMED_GPU), inter_gb_s or config.parallel.inter_node_gb_s)
+    constants = constants_of(gpu or gpus.gpu(ASSUMED_GPU), config.parallel.inter_node_gb_s)
     return constants if gpu or not config.log.peak_tflops else constants.with_peak(config.log.peak_tflops)
 
 

@@ -4,6 +4,7 @@ Code about one layer gets a model whose layers are all of its kind.  So `head_di
 are those of the layer.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,11 +27,6 @@ def model_of_kind(model: ModelConfig, kind: LayerKind) -> ModelConfig:
     The model itself, unless `full_attention` makes a difference.
     """
     return MIXERS[kind].narrowed(model)
-
-
-def model_of_layer(model: ModelConfig, layer_number: int) -> ModelConfig:
-    """The model whose layers are all like this layer (`model_of_kind`).  layer_number: from 1"""
-    return model_of_kind(model, model.kind_of(layer_number))
 
 
 @dataclass(frozen=True)
@@ -99,3 +95,31 @@ def all_layer_groups(model: ModelConfig) -> list[LayerGroup]:
 def layer_groups(model: ModelConfig) -> list[LayerGroup]:
     """The groups of a model, without its block for multi-token prediction."""
     return [group for group in all_layer_groups(model) if not group.is_mtp]
+
+
+def describe(model: ModelConfig) -> str | None:
+    """`layers 12 with windows of 128 tokens, 12 with full attention; attention sinks`; None: all have full attention"""
+    kinds = Counter(_kind(model, number + 1) for number in range(model.num_layers))
+    marks = _marks(model)
+    if list(kinds) == ["full attention"] and not marks:
+        return None
+    return "layers " + "; ".join([", ".join(f"{count} with {kind}" for kind, count in kinds.items()), *marks])
+
+
+def _kind(model: ModelConfig, number: int) -> str:
+    mixer = MIXERS[model.kind_of(number)]
+    skips = mixer.has_positions and number in model.rope.skip_layers
+    return mixer.described(model) + (" without rotary positions" if skips else "")
+
+
+def _marks(model: ModelConfig) -> list[str]:
+    marks = {
+        f"the first {model.moe.dense_layers} without experts": bool(model.moe.dense_layers),
+        "experts added to an MLP, with norms of their own": model.moe.own_norms,
+        "a scalar for each layer": model.layer_scalar,
+        "attention sinks": model.attention_sinks,
+        f"attention scores capped at {model.attention_softcap}": model.attention_softcap is not None,
+        f"logits capped at {model.logits_softcap}": model.logits_softcap is not None,
+        "a block for multi-token prediction": model.has_mtp,
+    }
+    return [mark for mark, is_used in marks.items() if is_used]

@@ -55,7 +55,7 @@ class HaloTraffic(Traffic):
 def halo_tokens(padded: "np.ndarray", window: int, cp_size: int) -> "np.ndarray":
     """Number of halo tokens that all ranks of a group together receive for each document: int64 [n].
 
-    The sum over documents is `halo.num_halo_tokens`.  12 tokens, window 3, cp_size 3 -> 8
+    12 tokens, window 3, cp_size 3 -> 8
     """
     chunk, total = padded // (2 * cp_size), padded * 0
     for rank in range(cp_size):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from sft.batch import Microbatch
+from sft.console import short_count
 from sft.layers.flops import TrainFlops
 from sft.metrics.totals import Totals, quantities
 from sft.parallel.cp_bytes import CpBytes
@@ -62,7 +63,7 @@ class Accumulator:
         if by != "position":
             return self.sources if by else ()
         edges = [0, *self.position_edges]
-        return (*(f"{_short(a)}-{_short(b)}" for a, b in zip(edges, edges[1:])), f"{_short(edges[-1])}+")
+        return (*(f"{short_count(a)}-{short_count(b)}" for a, b in zip(edges, edges[1:])), f"{short_count(edges[-1])}+")
 
     def buckets(self, microbatch: Microbatch) -> dict[str, np.ndarray]:
         """For each supervised token that this rank holds: the index of its document, position bucket and source."""
@@ -168,11 +169,3 @@ class Accumulator:
         gathered = local.new_empty(dist.get_world_size() * local.numel())
         dist.all_gather_into_tensor(gathered, local)
         return gathered.view(-1, local.numel()).cpu().numpy()
-
-
-def _short(tokens: int) -> str:
-    """4096 -> 4K, 1000 -> 1000"""
-    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
-        if tokens and tokens % size == 0:
-            return f"{tokens // size}{unit}"
-    return str(tokens)

@@ -4,7 +4,7 @@ The sum over layers of what the files of sft/layers/mixers say:
 
     K/V of a layer          a rank receives (cp_size - 1) / cp_size of the document, in forward and in backward, and as
                             many gradients in fp32; of latent attention the latent, where it is narrower
-    window                  tokens of `num_halo_tokens`, also three times
+    window                  tokens of `halo_tokens`, also three times
     linear attention        tokens of short documents, maps and states of long ones, and halos of the convolution
 
 With train.recompute full, forward runs twice.  Only layers count: not the numbers of metrics, nor gradients of weights.

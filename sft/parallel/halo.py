@@ -90,12 +90,3 @@ class _Needs:
         starts = np.maximum(self.starts[:, :, None], other.chunk_starts[:, None, :])
         stops = np.minimum(self.stops[:, :, None], other.chunk_stops[:, None, :])
         return runs(starts.ravel(), np.maximum(stops - starts, 0).ravel())
-
-
-def num_halo_tokens(cu_seqlens: np.ndarray, window: int, cp_size: int) -> int:
-    """Tokens whose keys and values all ranks together receive in one layer.
-
-    cu_seqlens = [0, 12], window 3, cp_size 3 -> 8
-    """
-    needs = (_Needs.of(cu_seqlens, window, cp_size, rank) for rank in range(cp_size if cp_size > 1 else 0))
-    return sum(int(np.maximum(of_rank.stops - of_rank.starts, 0).sum()) for of_rank in needs)

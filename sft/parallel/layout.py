@@ -42,6 +42,11 @@ class Layout:
         """The sizes by name, as logs and checkpoints record them."""
         return {name: getattr(self, name) for name in ("world_size", "tp", "cp", "pp", "dp", "ep", "etp")}
 
+    @property
+    def expert_copies(self) -> int:
+        """The number of ranks of a pipeline stage that hold the same weights of an expert."""
+        return self.tp * self.cp * self.dp // (self.ep * self.etp)
+
     @staticmethod
     def resolve(config: Config, world_size: int) -> "Layout":
         """The layout of `config` on `world_size` processes.
@@ -124,8 +129,8 @@ class Layout:
         if virtual > 1:
             lines.append(f"pipeline stages: pp {self.pp} x virtual_stages {virtual} = {self.pp * virtual}")
         if self.ep * self.etp > 1:
-            ranks, copies = tp * cp * dp, tp * cp * dp // (self.ep * self.etp)
-            lines.append(f"experts: {ranks} ranks of a stage = ep {self.ep} x etp {self.etp} x {copies} copies")
+            copies = f"ep {self.ep} x etp {self.etp} x {self.expert_copies} copies"
+            lines.append(f"experts: {tp * cp * dp} ranks of a stage = {copies}")
         if self.sequence_parallel:
             lines.append(f"between layers, sequence parallel: {local:,} / tp {tp} = {local // tp:,}")
         if self.cp_a2a:

@@ -1,14 +1,18 @@
 """If no layout fits, finds the changes that make a task fit, the cheapest first.  All numbers are predictions."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from sft.config import yaml
+from pydantic import ValidationError
+
+from sft.config import Config, yaml
+from sft.errors import ConfigError
 from sft.estimate import constants
 from sft.estimate.gpus import GPUS
-from sft.planner.adapters import with_adapters
 from sft.planner.search import Search
+from sft.planner.subject import lora_keys
 from sft.planner.task import Proposal, Task
+from sft.weights.trained import trained_weights
 
 _MOST_GPUS = 64  # times the number of GPUs
 _LENGTHS = 16  # the search tries packs of k / 16 of the length
@@ -41,6 +45,16 @@ def changes(task: Task, num_gpus: int) -> list[Change]:
 def _first(setting: str, task: Task, num_gpus: int) -> Change | None:
     proposals = Search(task, num_gpus).best(1)
     return Change(setting=setting, task=task, proposal=proposals[0]) if proposals else None
+
+
+def with_adapters(task: Task) -> Task | None:
+    """The task with LoRA instead of training all weights; None if the recipe refuses these settings."""
+    sections = {name: getattr(task.config, name) for name in type(task.config).model_fields}
+    try:
+        config = Config.model_validate(sections | {"lora": lora_keys(task.config.model)})
+        return task.changed(config=config, trained=trained_weights(config, task.vocab_size))
+    except (ValidationError, ConfigError):
+        return None
 
 
 def _lora(task: Task, num_gpus: int) -> Iterator[Change]:
@@ -81,7 +95,8 @@ def _larger_gpu(task: Task, num_gpus: int) -> Iterator[Change]:
     hardware = task.hardware
     for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory_bytes):
         if gpu.memory_bytes > hardware.gpu.memory_bytes:
-            other = task.on_gpu(gpu, constants.constants_of(gpu, hardware.constants.inter_gb_s.value))
-            if change := _first(f"--gpu {gpu.name}", other, num_gpus):
+            measured = constants.constants_of(gpu, hardware.constants.inter_gb_s.value)
+            other = replace(hardware, gpu=gpu, constants=measured)
+            if change := _first(f"--gpu {gpu.name}", task.changed(hardware=other), num_gpus):
                 yield change
                 return

@@ -5,8 +5,8 @@ tasks (`cheapest.py`).  The cheapest change of a kind is the one with the shorte
 """
 
 from sft.config import Config, yaml
-from sft.estimate.communicators import num_communicators
-from sft.estimate.gpus import GIB, Usable, usable_memory
+from sft.estimate.communicators import communicators
+from sft.estimate.gpus import GIB, usable_memory
 from sft.estimate.memory import estimate
 from sft.estimate.step_time import StepTime, step_time
 from sft.estimate.time import shown
@@ -14,13 +14,13 @@ from sft.parallel.layout import Layout
 from sft.planner import candidates
 from sft.planner.cheapest import changes
 from sft.planner.search import Search
-from sft.planner.task import Choice, CpComm, Proposal, Savings, Sizes, Task, configured
+from sft.planner.task import Choice, CpComm, Proposal, Savings, Sizes, Task
 
 
 def problem(task: Task, layout: Layout) -> str | None:
     """The reason why the recipe of `task` does not fit on this layout, and a change that fits; None if it fits."""
     hardware, config = task.hardware, task.config
-    usable = usable_memory(hardware.gpu, num_communicators(config, layout))
+    usable = usable_memory(hardware.gpu, len(communicators(config, layout)))
     memory = estimate(config, layout, task.vocab_size, trained=task.trained)
     if memory.device <= usable.bytes:
         return None
@@ -28,15 +28,15 @@ def problem(task: Task, layout: Layout) -> str | None:
     largest = ", ".join(f"{name} {num_bytes / GIB:.1f}" for name, num_bytes in memory.items().items() if num_bytes)
     return (
         f"the recipe does not fit {hardware.gpu.name}: a rank needs {memory.device / GIB:,.1f} GiB (predicted: "
-        f"{largest}), and can use {usable.describe()}.  {_cheapest(task, layout, time, usable)}"
+        f"{largest}), and can use {usable.describe()}.  {_cheapest(task, layout, time)}"
     )
 
 
-def _cheapest(task: Task, layout: Layout, time: StepTime, usable: Usable) -> str:
-    before = f"instead of {shown(time.step_s)} s"
-    if proposal := _with_savings(task, layout, usable):
+def _cheapest(task: Task, layout: Layout, time: StepTime) -> str:
+    before, search = f"instead of {shown(time.step_s)} s", Search(task, layout.world_size)
+    if proposal := _with_savings(search, layout):
         return f"The cheapest change that fits is {_difference(task.config, proposal)}: {_numbers(proposal)} {before}."
-    if proposals := Search(task, layout.world_size).best(1):
+    if proposals := search.best(1):
         best = proposals[0]
         return f"The cheapest layout that fits is {_difference(task.config, best)}: {_numbers(best)} {before}."
     if other := changes(task, layout.world_size):
@@ -52,27 +52,13 @@ def _numbers(proposal: Proposal) -> str:
     return f"{proposal.memory.device / GIB:.1f} GiB and {shown(proposal.time.step_s)} s a step (predicted)"
 
 
-def _with_savings(task: Task, layout: Layout, usable: Usable) -> Proposal | None:
+def _with_savings(search: Search, layout: Layout) -> Proposal | None:
     """The fastest proposal with this layout and other savings that fits device and host."""
-    parallel, fitting = task.config.parallel, []
+    parallel = search.task.config.parallel
     sizes = Sizes(layout.tp, layout.cp, layout.pp, layout.virtual_stages, layout.ep, parallel.dynamic_cp)
-    ranks = min(task.hardware.gpus_per_node, layout.world_size)
-    for savings in candidates.savings(task):
-        choice = Choice(sizes, CpComm(parallel.cp_comm, parallel.cp_a2a), savings)
-        config = configured(task.config, choice)
-        memory = estimate(config, layout, task.vocab_size, trained=task.trained)
-        if memory.device <= usable.bytes and memory.host * ranks <= task.hardware.host_bytes:
-            arguments = task.vocab_size, task.lengths, task.hardware.constants, task.trained, task.products
-            fitting.append(
-                Proposal(
-                    choice=choice,
-                    config=config,
-                    layout=layout,
-                    time=step_time(config, layout, *arguments),
-                    memory=memory,
-                    usable=usable,
-                )
-            )
+    cp_comm = CpComm(parallel.cp_comm, parallel.cp_a2a)
+    choices = (Choice(sizes, cp_comm, savings) for savings in candidates.savings(search.task))
+    fitting = [search.proposal(choice) for choice in choices if search.fits(choice)]
     return min(fitting, key=lambda proposal: (proposal.time.step_s, _num_savings(proposal)), default=None)
 
 

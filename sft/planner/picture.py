@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from sft.estimate.gpus import GIB
-from sft.planner.reasons import MESSAGES, counted, named
+from sft.planner.reasons import counted, named, part_name
 from sft.planner.report import Report
 
 _COLORS = (
@@ -52,12 +52,7 @@ def _memory(axes: Axes, report: Report) -> None:
 
 
 def _time(axes: Axes, report: Report) -> None:
-    names = {
-        name: f"exposed {name}" if name in MESSAGES else name
-        for proposal in report.proposals
-        for name in proposal.time.parts
-    }
-    bars = [{names[name]: value for name, value in proposal.time.parts.items()} for proposal in report.proposals]
+    bars = [{part_name(name): value for name, value in proposal.time.parts.items()} for proposal in report.proposals]
     _stack(axes, [f"{proposal.time.mfu:.0%} MFU" for proposal in report.proposals], bars)
     config = report.task.config
     packs, length = config.train.global_batch_size, config.data.seq_length

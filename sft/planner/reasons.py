@@ -8,7 +8,7 @@ from sft.planner.search import Search
 from sft.planner.task import Proposal, Task
 
 SAME = 0.02  # predicted times that differ by less cannot be distinguished
-MESSAGES = ("tp", "cp", "ep", "pp", "dp")
+_MESSAGES = ("tp", "cp", "ep", "pp", "dp")
 _SHOWN = 0.005  # parts whose difference is a smaller share of the step are not named
 
 
@@ -71,24 +71,25 @@ def _differences(best: Proposal, second: Proposal) -> str:
     more = {name: second.time.parts[name] - best.time.parts[name] for name in best.time.parts}
     step = second.time.step_s
     ordered = sorted((name for name in more if abs(more[name]) > _SHOWN * step), key=lambda name: -abs(more[name]))
-    less = [f"{more[name]:.2g} s less {_word(name)}" for name in ordered if more[name] > 0]
-    worse = [f"{-more[name]:.2g} s more {_word(name)}" for name in ordered if more[name] < 0]
+    less = [f"{more[name]:.2g} s less {part_name(name)}" for name in ordered if more[name] > 0]
+    worse = [f"{-more[name]:.2g} s more {part_name(name)}" for name in ordered if more[name] < 0]
     return ", but ".join(", ".join(words) for words in (less, worse) if words) or "no part differs much"
 
 
-def _word(name: str) -> str:
-    return f"exposed {name}" if name in MESSAGES else name
+def part_name(name: str) -> str:
+    """The name of a part of a step: linear -> linear, cp -> exposed cp."""
+    return f"exposed {name}" if name in _MESSAGES else name
 
 
-def shares(parts: Mapping[str, float], number: int = 3) -> str:
-    """The largest parts: `linear 52%, attention 31%, recompute 9%`."""
+def _shares(parts: Mapping[str, float]) -> str:
+    """The three largest parts: `linear 52%, attention 31%, recompute 9%`."""
     total = sum(parts.values())
-    largest = sorted(parts, key=lambda name: -parts[name])[:number]
-    return ", ".join(f"{_word(name)} {parts[name] / total:.0%}" for name in largest)
+    largest = sorted(parts, key=lambda name: -parts[name])[:3]
+    return ", ".join(f"{part_name(name)} {parts[name] / total:.0%}" for name in largest)
 
 
 def _limits(search: Search, best: Proposal) -> list[str]:
-    lines = [f"time: {shares(best.time.parts)} of the step"]
+    lines = [f"time: {_shares(best.time.parts)} of the step"]
     free = search.best(1, is_memory_limited=False)[0]
     if free.time.step_s < best.time.step_s * (1 - SAME):
         lines.append(

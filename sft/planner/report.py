@@ -1,4 +1,4 @@
-"""Formats proposals as text and as JSON.  Predicts nothing."""
+"""Plans one task on one number of GPUs, and formats the result as text and as JSON."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,8 +6,9 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from sft.estimate.gpus import GIB
-from sft.planner.cheapest import Change
-from sft.planner.reasons import MESSAGES, Reasons, counted, named
+from sft.planner.cheapest import Change, changes
+from sft.planner.reasons import Reasons, counted, named, part_name, reasons
+from sft.planner.search import Search
 from sft.planner.task import Proposal, Task
 from sft.planner.written import seconds
 
@@ -30,6 +31,15 @@ class Report:
     reasons: Reasons | None = None
     changes: Sequence[Change] = ()
     least: Proposal | None = None
+
+    @staticmethod
+    def of(task: Task, num_gpus: int, number: int = 5) -> "Report":
+        """The report with the `number` best proposals and the reasons; if none fits, with changes that fit."""
+        search = Search(task, num_gpus)
+        if proposals := search.best(number):
+            return Report(task=task, num_gpus=num_gpus, proposals=proposals, reasons=reasons(search, proposals))
+        fitting, least = changes(task, num_gpus), search.least_memory()
+        return Report(task=task, num_gpus=num_gpus, proposals=(), changes=fitting, least=least)
 
     def lines(self, now: datetime) -> dict[str, list[str]]:
         """The lines that `sft plan` prints, by the name of their group."""
@@ -150,14 +160,10 @@ def time_line(proposal: Proposal) -> str:
     """The predicted time: `21.8 s a step = linear 11.2 + attention 8.1 + ...`, without parts below 0.5%."""
     time = proposal.time
     parts = sorted(time.parts.items(), key=lambda item: -item[1])
-    shown = [(_shown(name), value) for name, value in parts if value >= _SMALL * time.step_s]
+    shown = [(part_name(name), value) for name, value in parts if value >= _SMALL * time.step_s]
     rest = time.step_s - sum(value for _, value in shown)
     words = [f"{name} {value:.2f}" for name, value in shown] + ([f"others {rest:.2f}"] if rest >= 0.005 else [])
     return f"{seconds(time.step_s)} a step = {' + '.join(words)}"
-
-
-def _shown(name: str) -> str:
-    return f"exposed {name}" if name in MESSAGES else name
 
 
 def proposal_json(proposal: Proposal, task: Task) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from sft.config import Config
-from sft.estimate.communicators import num_communicators
+from sft.estimate.communicators import communicators
 from sft.estimate.gpus import Usable, usable_memory
 from sft.estimate.memory import Memory, estimate
 from sft.estimate.step_time import StepTime, step_time
@@ -38,11 +38,6 @@ class Search:
     _memories: dict[Choice, Memory] = field(default_factory=dict)
     _bounds: list[Node] | None = None
     _order: Iterator[int] = field(default_factory=count)
-
-    @property
-    def num_predictions(self) -> int:
-        """The number of predicted times and memories, which determines the duration of a search."""
-        return len(self._times) + len(self._memories)
 
     def best(self, number: int = 1, *, is_memory_limited: bool = True) -> list[Proposal]:
         """The `number` best proposals, the best first; fewer if fewer fit.  At most one for each `Proposal.group`.
@@ -82,10 +77,8 @@ class Search:
 
     def proposal(self, choice: Choice) -> Proposal:
         config, layout = self._resolved(choice)
-        time, memory = self._time(choice), self._memory(choice)
-        return Proposal(
-            choice=choice, config=config, layout=layout, time=time, memory=memory, usable=self._usable(choice)
-        )
+        time, memory, usable = self._time(choice), self._memory(choice), self._usable(choice)
+        return Proposal(choice=choice, config=config, layout=layout, time=time, memory=memory, usable=usable)
 
     def _of_sizes(self) -> list[Node]:
         if self._bounds is None:
@@ -118,17 +111,18 @@ class Search:
             return fitting
         for saving in self._savings:
             if not any(candidates.saves_at_least(saving, less) for less in fitting):
-                if self._fits(choice._replace(savings=saving)):
+                if self.fits(choice._replace(savings=saving)):
                     fitting.append(saving)
         return fitting
 
-    def _fits(self, choice: Choice) -> bool:
+    def fits(self, choice: Choice) -> bool:
+        """Whether the proposal fits the device, and the ranks of a node fit its host."""
         memory, hardware = self._memory(choice), self.task.hardware
         host = memory.host * min(hardware.gpus_per_node, self.num_gpus)
         return memory.device <= self._usable(choice).bytes and host <= hardware.host_bytes
 
     def _usable(self, choice: Choice) -> Usable:
-        return usable_memory(self.task.hardware.gpu, num_communicators(*self._resolved(choice)))
+        return usable_memory(self.task.hardware.gpu, len(communicators(*self._resolved(choice))))
 
     def _resolved(self, choice: Choice) -> tuple[Config, Layout]:
         if choice not in self._configs:

@@ -8,14 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sft.config import RopeConfig, yaml
+from sft.config import ModelConfig, RopeConfig, yaml
 from sft.config.keys import values
+from sft.console import short_count
 from sft.errors import ConfigError
 from sft.hf.hub import CONFIG, is_hub_name, local_folder
 from sft.hf.pretrained import read_pretrained
-from sft.planner.adapters import lora_keys
 from sft.recipe.load import load_recipe, parse_recipe
 from sft.recipe.resolved import Recipe
+from sft.weights.lora.targets import not_adaptable
 
 TOKENS_PER_STEP = 2**20  # the default of the project's recipes; a step has at least one pack
 _FULL = {"lr": 1e-5, "min_lr": 1e-6, "schedule": "cosine", "warmup_fraction": 0.03, "weight_decay": 0.1}
@@ -72,7 +73,7 @@ def _packs(seq_length: int, packs: int | None, tokens_per_step: int | None) -> i
 def _new(model: str, seq_length: int, packs: int, *, is_lora: bool) -> Keys:
     pretrained, described = read_pretrained(model, shown=model)
     config = described.model
-    name = f"{slug(model)}_{length_name(seq_length).lower()}{'_lora' * is_lora}"
+    name = f"{slug(model)}_{short_count(seq_length).lower()}{'_lora' * is_lora}"
     keys: Keys = {
         "run.dir": f"runs/{name}",
         "model.hf": model,
@@ -89,6 +90,16 @@ def _new(model: str, seq_length: int, packs: int, *, is_lora: bool) -> Keys:
     return keys | ({"checkpoint.export_hf": "last"} if is_lora else {})
 
 
+def lora_keys(model: ModelConfig) -> Keys:
+    """Keys of the section `lora`: adapters of rank 16 on every Linear that can have one.  The others are excluded.
+
+    Qwen3.6-35B-A3B -> {"rank": 16, "alpha": 32, "exclude": ["shared_expert_gate"]}
+    """
+    keys: Keys = {"rank": 16, "alpha": 32}
+    excluded = not_adaptable(model)
+    return keys | ({"exclude": excluded} if excluded else {})
+
+
 def _positions(rope: RopeConfig, trained: int | None, seq_length: int) -> Keys:
     """Keys of YaRN, if packs have more positions than the model was trained on; {} otherwise.
 
@@ -98,11 +109,7 @@ def _positions(rope: RopeConfig, trained: int | None, seq_length: int) -> Keys:
         return {}
     original = rope.original_max_position or 2 ** (trained.bit_length() - 1)
     factor = float(-(-seq_length // original))
-    return {
-        "model.rope.scaling": "yarn",
-        "model.rope.factor": factor,
-        "model.rope.original_max_position": original,
-    }
+    return {"model.rope.scaling": "yarn", "model.rope.factor": factor, "model.rope.original_max_position": original}
 
 
 def slug(model: str) -> str:
@@ -115,14 +122,6 @@ def slug(model: str) -> str:
     for version in ("3.1", "3.6", "2.5"):
         name = name.replace(version, version.replace(".", ""))
     return name.replace(".", "p").replace("-", "_")
-
-
-def length_name(seq_length: int) -> str:
-    """A short form of a length: 32768 -> 32K, 1048576 -> 1M, 40000 -> 40000."""
-    for unit, name in ((2**20, "M"), (2**10, "K")):
-        if seq_length % unit == 0:
-            return f"{seq_length // unit}{name}"
-    return str(seq_length)
 
 
 def user_keys(recipe: Recipe) -> Keys:

@@ -11,7 +11,7 @@ from math import lcm
 from typing import Any, Literal, NamedTuple
 
 from sft.config import Config
-from sft.config.keys import leaves
+from sft.config.keys import leaves, values
 from sft.estimate.constants import Constants, Curve
 from sft.estimate.gpus import Gpu, Usable
 from sft.estimate.lengths import Lengths
@@ -94,16 +94,13 @@ class Task:
     def with_packs(self, packs: int) -> "Task":
         """The task with another number of packs per step."""
         train = _changed(self.config.train, {"global_batch_size": packs})
-        return replace(self, config=self.config.model_copy(update={"train": train}))
+        return self.changed(config=self.config.model_copy(update={"train": train}))
 
     def with_length(self, seq_length: int) -> "Task":
         """The task with packs of another length, and about as many tokens per step."""
         data = _changed(self.config.data, {"seq_length": seq_length})
-        changed = replace(self, config=self.config.model_copy(update={"data": data}))
+        changed = self.changed(config=self.config.model_copy(update={"data": data}))
         return changed.with_packs(max(1, self.tokens_per_step // seq_length))
-
-    def on_gpu(self, gpu: Gpu, constants: Constants) -> "Task":
-        return replace(self, hardware=replace(self.hardware, gpu=gpu, constants=constants))
 
 
 class Sizes(NamedTuple):
@@ -144,6 +141,12 @@ class Choice(NamedTuple):
 
 RECOMPUTE = ("none", "selective", "full")  # each saves more than the one before it
 P2P = CpComm("p2p", None)
+# The keys of a recipe that a proposal decides.
+PLANNED = (
+    *("parallel.tp", "parallel.cp", "parallel.pp", "parallel.virtual_stages", "parallel.ep", "parallel.dynamic_cp"),
+    *("parallel.cp_comm", "parallel.cp_a2a", "data.doc_multiple", "train.recompute", "train.offload_fraction"),
+    *("train.mlp_tile", "optim.offload_fraction", "loss.chunk_size"),
+)
 
 
 def configured(base: Config, choice: Choice) -> Config:
@@ -152,14 +155,8 @@ def configured(base: Config, choice: Choice) -> Config:
     """
     sizes, savings = choice.sizes, choice.savings
     parallel = _changed(base.parallel, sizes._asdict() | (choice.cp_comm or P2P)._asdict())
-    train = _changed(
-        base.train,
-        {
-            "recompute": savings.recompute,
-            "offload_fraction": savings.offload_fraction,
-            "mlp_tile": savings.mlp_tile,
-        },
-    )
+    of_train = {name: getattr(savings, name) for name in ("recompute", "offload_fraction", "mlp_tile")}
+    train = _changed(base.train, of_train)
     changes: dict[str, Any] = {"parallel": parallel, "train": train}
     if base.data.doc_multiple % (2 * sizes.cp):
         changes["data"] = _changed(base.data, {"doc_multiple": lcm(base.data.doc_multiple, 2 * sizes.cp)})
@@ -186,16 +183,8 @@ class Proposal:
     usable: Usable
 
     @property
-    def fits(self) -> bool:
-        return self.memory.device <= self.usable.bytes
-
-    @property
     def num_gpus(self) -> int:
         return self.layout.world_size
-
-    @property
-    def tokens_per_s_per_gpu(self) -> float:
-        return self.time.tokens_per_s / self.num_gpus
 
     @property
     def group(self) -> tuple[int, ...]:
@@ -203,19 +192,10 @@ class Proposal:
         sizes = self.choice.sizes
         return (sizes.tp, sizes.cp, sizes.pp, self.layout.dp, sizes.ep)
 
-    @property
+    @cached_property
     def settings(self) -> dict[str, Any]:
         """The recipe keys that the proposal sets to a value other than the default.
         {"parallel.tp": 2, "parallel.cp": 8, "train.recompute": "selective"}
         """
-        config = self.config
-        values = {f"parallel.{name}": getattr(config.parallel, name) for name in (*Sizes._fields, *CpComm._fields)}
-        values |= {
-            "data.doc_multiple": config.data.doc_multiple,
-            "train.recompute": config.train.recompute,
-            "train.offload_fraction": config.train.offload_fraction,
-            "train.mlp_tile": config.train.mlp_tile,
-            "optim.offload_fraction": config.optim.offload_fraction,
-            "loss.chunk_size": config.loss.chunk_size,
-        }
-        return {key: value for key, value in values.items() if value != leaves()[key].default}
+        planned = values(self.config)
+        return {key: planned[key] for key in PLANNED if planned[key] != leaves()[key].default}

@@ -3,19 +3,13 @@
 from math import ceil
 
 from sft.config.keys import leaves, values
+from sft.console import short_count
 from sft.estimate.gpus import GIB
 from sft.planner.reasons import counted
-from sft.planner.subject import Keys, length_name, text_of, user_keys
-from sft.planner.task import Proposal, Task
+from sft.planner.subject import Keys, text_of, user_keys
+from sft.planner.task import PLANNED, Proposal, Task
 from sft.recipe.load import parse_recipe
 from sft.recipe.resolved import Recipe
-
-# The keys of a recipe that a proposal decides.
-PLANNED = (
-    *("parallel.tp", "parallel.cp", "parallel.pp", "parallel.virtual_stages", "parallel.ep", "parallel.dynamic_cp"),
-    *("parallel.cp_comm", "parallel.cp_a2a", "data.doc_multiple", "train.recompute", "train.offload_fraction"),
-    *("train.mlp_tile", "optim.offload_fraction", "loss.chunk_size"),
-)
 
 
 def recipe_text(recipe: Recipe, task: Task, proposal: Proposal, *, path: str, sibling: str) -> str:
@@ -63,7 +57,7 @@ def _header(task: Task, proposal: Proposal, path: str, sibling: str) -> list[str
     beside = f", and {host:,.0f} GiB of each host" if host else ""
     needed, usable = proposal.memory.device / GIB, proposal.usable.bytes / GIB
     return [
-        f"# Purpose:  trains {trains}{task.name} at {length_name(proposal.config.data.seq_length)} tokens; "
+        f"# Purpose:  trains {trains}{task.name} at {short_count(proposal.config.data.seq_length)} tokens; "
         "`sft plan` chose the layout.",
         f"# Launch:   {launch_line(proposal, task, path)}",
         f"# Hardware: {counted(proposal.num_gpus, 'GPU')} {hardware.gpu.name}, {where}.",

@@ -63,7 +63,8 @@ def _choices(config: Config, layout: Layout) -> dict[str, str]:
     # Packs differ in length.  Without expandable segments, up to a tenth of the memory is reserved in pieces that fit
     # no later tensor.
     chosen = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_DEBUG": "WARN"}
-    chosen |= connections(layout, offloads=_offloads(config), capability=_compute_capability())
+    offloads = config.train.offload_fraction > 0.0 or config.optim.offload_fraction > 0.0
+    chosen |= connections(layout, offloads=offloads, capability=_compute_capability())
     if cache := _folder_of_this_user("sft-triton"):
         chosen["TRITON_CACHE_DIR"] = cache
     # Its names of some kernels do not say for which GPU they are.  Without locks it would end the run.
@@ -72,10 +73,6 @@ def _choices(config: Config, layout: Layout) -> dict[str, str]:
         chosen["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
         chosen["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] = cache
     return chosen
-
-
-def _offloads(config: Config) -> bool:
-    return config.train.offload_fraction > 0.0 or config.optim.offload_fraction > 0.0
 
 
 def connections(layout: Layout, *, offloads: bool, capability: int | None) -> dict[str, str]:

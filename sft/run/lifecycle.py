@@ -49,9 +49,8 @@ class Lifecycle:
         with ExitStack() as contexts:
             broadcast_from_rank0(lambda: self._lock_folder(contexts), control)
             ends = deadline(run.exit_after_minutes, run.grace_s, os.environ)
-            self._signals = contexts.enter_context(
-                StopSignals(grace_s=run.grace_s, deadline=ends, report=self._console.say)
-            )
+            stop = StopSignals(grace_s=run.grace_s, deadline=ends, report=self._console.say)
+            self._signals = contexts.enter_context(stop)
             self._watchdog = contexts.enter_context(
                 Watchdog(run.progress_timeout_s, self._folder, self._position.rank, on_hang=self._report_hang)
             )

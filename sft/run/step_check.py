@@ -9,6 +9,8 @@ Loss and norm are the same on all ranks, so all ranks decide the same.  Before a
 """
 
 import json
+import statistics
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,40 @@ from sft.config import TrainConfig
 from sft.console import Console
 from sft.errors import TrainingError
 from sft.files.atomic_files import replace_text
-from sft.metrics.loss_spikes import LossSpikes
 from sft.metrics.totals import StepResult
 from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 from sft.parallel.position import Position
+
+_WINDOW = 64  # steps
+_MIN_STEPS = 16  # a loss with fewer earlier losses is not checked
+_SIGMAS = 6.0
+_SPREAD = 1.4826  # standard deviation divided by median absolute deviation, in a normal distribution
+
+
+class LossSpikes:
+    """Compares each loss with the median of the 64 losses before it.
+
+    A loss spike does not end a run, because a batch of difficult samples may cause it.  The spread is computed from the
+    median absolute deviation, so one loss spike does not hide the next.
+    """
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=_WINDOW)
+
+    def check(self, loss: float) -> str | None:
+        """A description of the next loss if it is a loss spike, else None.
+
+        63 losses of 2.0 to 2.1, then 4.0 -> "4.0000, the median of earlier losses is 2.0500 +- 0.0383"
+        """
+        before = list(self._losses)
+        self._losses.append(loss)
+        if len(before) < _MIN_STEPS:
+            return None
+        middle = statistics.median(before)
+        spread = _SPREAD * statistics.median(abs(earlier - middle) for earlier in before)
+        if loss - middle <= _SIGMAS * max(spread, 0.01 * abs(middle)):
+            return None
+        return f"{loss:.4f}, the median of earlier losses is {middle:.4f} +- {spread:.4f}"
 
 
 class StepCheck:

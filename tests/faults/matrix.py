@@ -119,7 +119,7 @@ ROWS = {
     ),
     "N1": Row("loss of one rank is NaN", (HERE,)),
     "N2": Row("gradient of one rank is infinite", (HERE,)),
-    "N3": Row("loss spike", ("tests/unit/metrics/test_loss_spikes.py",)),
+    "N3": Row("loss spike", ("tests/unit/run/test_step_check.py",)),
     "N4": Row("a bit of a replica's weight flips in memory", (), "not built: no periodic digest across replicas"),
     "G1": Row("SIGTERM, USR1, INT, HUP, QUIT to launcher or a rank", (HERE,)),
     "G2": Row("two signals", (HERE,)),

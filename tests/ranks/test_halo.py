@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sft.layers.traffic import halo_tokens
 from sft.mcore.attention import torch_kernel
 from sft.mcore.attention.flash_kernel import FlashKernel, Operators
 from sft.mcore.attention.key_source import KeySource
 from sft.mcore.attention.packed_attention import packed_attention
 from sft.mcore.attention.torch_kernel import TorchKernel
 from sft.parallel.context_parallel import local_indices
-from sft.parallel.halo import num_halo_tokens
 from tests.ranks.pool import RankPool, join
 from tests.reference_attention import in_one_piece
 
@@ -157,11 +157,11 @@ def test_bytes_follow_the_window(ranks: Ranks) -> None:
     """Each key and value crosses once in forward and once more in backward, and its gradient once back."""
     for lengths, window in ((LENGTHS, 13), ([64, 32], 3), ([512, 32], 3)):
         found = ranks(4).run(attend, lengths, window)
-        tokens = num_halo_tokens(boundaries(lengths), window, 4)
+        tokens = int(halo_tokens(np.array(lengths), window, 4).sum())
         of_token = 2 * GROUPS * WIDTH * 8  # key and value in float64
         assert sum(of_rank["forward"] for of_rank in found) == tokens * of_token
         assert sum(of_rank["both"] for of_rank in found) == 3 * tokens * of_token
-    assert num_halo_tokens(boundaries([64, 32]), 3, 4) == num_halo_tokens(boundaries([512, 32]), 3, 4) == 2 * 6 * 2
+    assert halo_tokens(np.array([64, 512, 32]), 3, 4).tolist() == [6 * 2] * 3
 
 
 # --- gpt-oss-20b at 64K tokens --------------------------------------------------------------------------------------

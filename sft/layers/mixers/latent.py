@@ -133,9 +133,8 @@ class ExpandedBytes(TransformerEngineBytes):
 
     @property
     def pairs(self) -> float:
-        return (
-            self.model.num_attention_heads * (self.model.resolved_head_dim + self.model.value_head_dim) / self.rank.tp
-        )
+        model = self.model
+        return model.num_attention_heads * (model.resolved_head_dim + model.value_head_dim) / self.rank.tp
 
     def rotary(self, pack: float) -> float:
         return _rotary(self, pack)

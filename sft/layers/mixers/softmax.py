@@ -68,11 +68,8 @@ class SoftmaxAttention(Mixer):
         return heads(model)
 
     def te_widths(self, tp: int) -> dict[str, int]:
-        num_heads, groups, width = (
-            self.model.num_attention_heads,
-            self.model.resolved_query_groups,
-            self.model.resolved_head_dim,
-        )
+        num_heads, groups = self.model.num_attention_heads, self.model.resolved_query_groups
+        width = self.model.resolved_head_dim
         return {
             "num_attention_heads x head_dim / tp": num_heads * width // tp,
             "(num_attention_heads + 2 x num_query_groups) x head_dim / tp": (num_heads + 2 * groups) * width // tp,

@@ -132,12 +132,8 @@ class PortableBytes(SoftmaxBytes):
 
     def rotary(self, pack: float) -> float:
         """Bytes of cosine and sine of this rank's tokens, for one or two bases."""
-        return (
-            (2.0 if self.model.rope.window_base is None else 4.0)
-            * self.rank.width
-            * (pack / self.rank.cp)
-            * self.model.rotary_dim
-        )
+        tables = 2.0 if self.model.rope.window_base is None else 4.0
+        return tables * self.rank.width * (pack / self.rank.cp) * self.model.rotary_dim
 
     def local(self, tokens: float) -> float:
         return self._working(tokens * self.rank.cp)[0]

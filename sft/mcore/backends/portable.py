@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sft.config import Config, ModelConfig
 from sft.config.mixer_section import LayerKind
-from sft.layers.kinds import all_layer_groups, model_of_layer
+from sft.layers.kinds import all_layer_groups, model_of_kind
 from sft.mcore.attention import rope
 from sft.mcore.attention.packed_attention import packed_attention
 from sft.mcore.backend import AttentionBackend, PackedDocuments
@@ -73,7 +73,7 @@ class PortableAttention(torch.nn.Module):
         self.rotates = layer_number not in model.rope.skip_layers
         self.has_own_base = self.kind == "window attention" and model.rope.window_base is not None
         is_scaled = self.rotates and not self.has_own_base
-        self.scale = softmax_scale if is_scaled else rope.plain_scale(model_of_layer(model, layer_number))
+        self.scale = softmax_scale if is_scaled else rope.plain_scale(model_of_kind(model, self.kind))
         self._tp_group = pg_collection.tp
         self.softmax_offset = None  # core's name for the scores of sinks
         if model.attention_sinks:

@@ -1,12 +1,7 @@
 """Draws one or several runs: loss, gradient norm, learning rate, tokens per second, token accuracy, loss by position.
 
-    sft plot runs/demo                        -> runs/demo/plot.png
-    sft plot runs/a runs/b --out compare.png  -> both runs in each panel
-    sft plot runs/demo --chance 0.0625        -> a line at this token accuracy
-
-Reads metrics.jsonl of each run folder (records.py); needs matplotlib.  The faint
-line shows every step, and the strong line a centred mean over a twentieth of the run.  Markers show evaluations; each
-held-out set has its own marker.  A resumed run may repeat steps; the last record of a step counts.
+The faint line shows every step, and the strong line a centred mean over a twentieth of the run.  Markers show
+evaluations; each held-out set has its own marker.  Needs matplotlib.
 
 Token accuracy is drawn for held-out sets with two evaluations.  If a run has loss by position, it is drawn for the
 first held-out set if there are two evaluations, otherwise for training.  For one run, a panel has a line for each

@@ -11,7 +11,9 @@ from typing import Any
 
 from sft.errors import SftError
 from sft.files.folder_files import METRICS_BYTES, UnsafeFileError, read_file
-from sft.metrics.results.differences import Metrics
+
+Value = int | float | None
+Metrics = dict[str, Value]  # by name; "/" joins the names of nested values: `loss by position/0-4K/loss`
 
 SCHEMAS = (1, 2, 3, 4, 5, 6, 7, 8)
 TRAIN, EVAL = "train", "eval"
@@ -95,7 +97,7 @@ class RunMetrics:
 
 
 def read_metrics(path: Path) -> RunMetrics:
-    """The run in a folder or file.  Raises RunError."""
+    """The run in a folder or file; of a repeated step, the last record.  Raises RunError."""
     entries = read_records(path)
     records: dict[str, dict[int, Metrics]] = {TRAIN: {}}
     for entry in entries:

@@ -28,13 +28,14 @@ def steps(root: Path) -> list[int]:
     return [int(path.name[5:]) for path in folders.candidates(root)]
 
 
-def test_best_is_the_one_pointed_at_then_the_older_ones(tmp_path: Path) -> None:
-    """Higher steps than that are of a continuation that was given up."""
+@pytest.mark.parametrize("pointer, best", [("200", [200, 100]), ("300\n", [200, 100]), ("50", [400, 200, 100])])
+def test_best_is_the_one_pointed_at_then_the_older_ones(tmp_path: Path, pointer: str, best: list[int]) -> None:
+    """Higher steps than that are of a continuation that was given up, also if what is pointed at is gone."""
     assert steps(tmp_path) == steps(tmp_path / "nowhere") == []
-    for step in (100, 200, 300):
+    for step in (100, 200, 400):
         folder_of(tmp_path, step)
-    (tmp_path / folders.POINTER).write_text("200")
-    assert steps(tmp_path) == [200, 100]
+    (tmp_path / folders.POINTER).write_text(pointer)
+    assert steps(tmp_path) == best
 
 
 @pytest.mark.parametrize("pointer", [None, "", "-1", "../../etc", "1e3", "9" * 40, "٣", "release", "1 2", "100\x00"])
@@ -50,26 +51,16 @@ def test_without_a_usable_pointer_the_highest_whole_step_counts(tmp_path: Path, 
     assert steps(tmp_path) == [1_000_000, 300, 100]
 
 
-def test_a_pointer_to_what_is_gone_still_tells_which_ones_were_given_up(tmp_path: Path) -> None:
-    for step in (100, 200, 400):
-        folder_of(tmp_path, step)
-    (tmp_path / folders.POINTER).write_text("300\n")
-    assert steps(tmp_path) == [200, 100]
-    (tmp_path / folders.POINTER).write_text("50")
-    assert steps(tmp_path) == [400, 200, 100]
-
-
-def test_publishing_moves_the_pointer_and_keeps_the_last(tmp_path: Path) -> None:
-    for step in (100, 200, 300):
-        publish(tmp_path, step, keep_last=2)
-    assert steps(tmp_path) == [300, 200]
-    assert (tmp_path / folders.POINTER).read_text() == "300"
-
-
-def test_multiples_and_the_best_stay(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "every, best, kept", [(None, -1, [1000, 900]), (400, 300, [1000, 900, 800, 400, 300])], ids=["last", "multiples"]
+)
+def test_publishing_moves_the_pointer_and_keeps_the_last(
+    tmp_path: Path, every: int | None, best: int, kept: list[int]
+) -> None:
+    """With them multiples and the best one."""
     for step in range(100, 1001, 100):
-        publish(tmp_path, step, keep_last=2, keep_every=400, best=300)
-    assert steps(tmp_path) == [1000, 900, 800, 400, 300]
+        publish(tmp_path, step, keep_last=2, keep_every=every, best=best)
+    assert steps(tmp_path) == kept and (tmp_path / folders.POINTER).read_text() == "1000"
 
 
 def test_after_going_back_only_one_history_has_final_names(tmp_path: Path) -> None:

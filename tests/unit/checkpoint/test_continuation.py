@@ -1,21 +1,16 @@
 """What a run would continue from, by the facts in a manifest alone; and learning rates that jump."""
 
-import json
 import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import torch
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from sft.checkpoint import continuation, manifest
 from sft.checkpoint.manifest import Manifest
 from sft.checkpoint.train_state import BASE, Conditions, TrainState, recipe_values
 from sft.cli import main
-from sft.config import OptimConfig
-from sft.config.schedule import Schedule
 from sft.errors import CheckpointError
 from tests.builders import RECIPE, parsed
 
@@ -118,21 +113,6 @@ def test_no_torch_is_imported(tmp_path: Path) -> None:
 # Learning rates
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
-@pytest.mark.parametrize("warmup", [0, 3])
-def test_the_rate_is_that_of_megatron_core(schedule: str, warmup: int) -> None:
-    low = 0.0 if schedule == "constant" else 1e-5
-    optim = OptimConfig(lr=1e-3, min_lr=low, schedule=schedule, warmup_steps=warmup, wsd_decay_fraction=0.5)
-    resolved = Schedule.resolve(optim, 12)
-    from sft.mcore.optimizer.build import build_scheduler
-
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    core: OptimizerParamScheduler = build_scheduler(optim, optimizer, 12)
-    for step in range(1, 13):
-        core.step(1)
-        assert resolved.rate(optim, step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
-
-
 COSINE = ["optim.schedule=cosine", "optim.lr=1e-3", "optim.min_lr=1e-5"]
 FLAT, SIX = "optim.schedule=constant", "train.num_steps=6"
 
@@ -172,9 +152,3 @@ def test_epochs_are_counted_or_not_compared(tmp_path: Path) -> None:
     assert resumed is not None
     assert continuation.jump(resumed, config, 12, None) is None
     assert "1e-05 at step 6 of 6" in (continuation.jump(resumed, config, 12, lambda number: 6 * number) or "")
-
-
-def test_the_facts_of_a_manifest_are_plain_json(tmp_path: Path) -> None:
-    path = saved(tmp_path, 7, conditions())
-    facts = json.loads((path / "manifest.json").read_text())
-    assert facts["state"]["step"] == 7 and facts["plan"] == PLAN and facts["recipe"]["optim.lr"] == 1e-5

@@ -274,14 +274,6 @@ def test_a_small_file_of_another_content_is_refused_in_a_sentence(name: str, con
     SMALL_FILES[name][0](tmp_path / name)
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe\n", b"[" * 100_000 + b"\n", b"null\n", b"x" * 100])
-def test_a_damaged_line_of_the_sample_log_ends_it(content: bytes, tmp_path: Path) -> None:
-    path, line = tmp_path / "seen.jsonl", b'{"step": 1, "epoch": 0, "batch": 0, "samples": [0], "chain": "c"}\n'
-    path.write_bytes(line + content + line)
-    SampleLog(path, 1, "c").close()
-    assert path.read_bytes() == line
-
-
 def test_a_line_of_the_sample_log_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a line without an end, no more is kept in memory than the bound."""
     path, line = tmp_path / "seen.jsonl", b'{"step": 1, "epoch": 0, "batch": 0, "samples": [0], "chain": "c"}\n'

@@ -37,7 +37,8 @@ RATES = {  # of 10 steps with peak 1.0: one number per step, the first step coun
 def test_learning_rates(name: str) -> None:
     keys, expected = RATES[name]
     optimizer: Any = SimpleNamespace(param_groups=[{}, {"wd_mult": 0.0}])
-    scheduler = build_scheduler(OptimConfig(lr=1.0, weight_decay=0.1, **keys), optimizer, 10)
+    optim = OptimConfig(lr=1.0, weight_decay=0.1, **keys)
+    scheduler = build_scheduler(optim, optimizer, 10)
     seen = []
     for _ in range(10):
         scheduler.step(1)
@@ -45,6 +46,8 @@ def test_learning_rates(name: str) -> None:
         assert optimizer.param_groups[1]["lr"] == seen[-1]
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     assert seen == pytest.approx(expected, abs=1e-7)
+    schedule = Schedule.resolve(optim, 10)
+    assert [schedule.rate(optim, step) for step in range(1, 11)] == pytest.approx(seen, rel=1e-12)
 
 
 def test_warm_up_must_leave_something_to_train() -> None:

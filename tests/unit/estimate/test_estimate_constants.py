@@ -35,13 +35,13 @@ def test_names() -> None:
 
 
 def test_lengths_of_a_pack() -> None:
-    """Lengths 2 and 6 as often as each other: a pack of 8 holds one of each, and its squares sum to 40."""
+    """Lengths 2 and 6 as often as each other: a pack of 8 holds one of each."""
     lengths = Lengths.read("2:0.5,6:0.5")
     assert [column.tolist() for column in lengths.of_pack(8)] == [[2, 6], [1, 1]]
-    assert lengths.mean_square(8) == 5
-    assert Lengths.read("2:3,60:3").mean_square(8) == pytest.approx(6.8)  # (2 * 2 + 8 * 8) / 10: 60 counts as 8
-    assert Lengths.all_of(8).mean_square(8) == 8
-    assert Lengths.of_corpus(np.array([2, 6, 6, 2, 0])).mean_square(8) == 5
+    cut = Lengths.read("2:3,60:3").of_pack(8)  # 60 counts as 8
+    assert [column.tolist() for column in cut] == [[2, 8], [pytest.approx(0.8)] * 2]
+    corpus = Lengths.of_corpus(np.array([2, 6, 6, 2, 0]))
+    assert (corpus.tokens.tolist(), corpus.shares.tolist()) == ([2, 6], [0.5, 0.5])
     for wrong in ("", "5", "a:1", "0:1", "5:-1", "5:0"):
         with pytest.raises(ConfigError, match="Write LENGTH:SHARE,LENGTH:SHARE"):
             Lengths.read(wrong)

@@ -1,60 +1,30 @@
 """The equations of memory, counted by hand."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from sft.config import Config, LossConfig
 from sft.config.linear_attention import LinearAttentionConfig
 from sft.estimate import memory
 from sft.estimate.communicators import communicators
 from sft.estimate.memory import Memory, estimate, longest_context, stage_memory
-from sft.estimate.parameters import Numbers, stage_parameters
+from sft.estimate.parameters import Numbers
 from sft.estimate.saved_by_layer import LayerBytes
-from sft.estimate.stage import Stage
 from sft.estimate.working_sets import ATTENTION, GATHERED, HEAD, MLP
-from sft.layers.adapters import AdaptedWeight, Adapter, Trained
+from sft.layers.adapters import Trained
 from sft.layers.mixers.delta import STATE_INTERVAL, DeltaBytes
 from sft.layers.mixers.softmax_bytes import SCORE_TILE, PortableBytes, TransformerEngineBytes
 from sft.layers.rank_share import RankShare
 from sft.mcore.attention import torch_kernel
 from sft.mcore.linear_attention import schedule
-from sft.parallel.layout import Layout
 from tests.builders import LLAMA_8B, layout_config
+from tests.unit.fixtures.layouts import TINY, adapted, of, parameters, stage_of
 from tools import marked_tables, memory_table
 
 KIB = 1024
-# Embedding 512 with the rows that pad 10 tokens to 128, qkv 48, proj 16, fc1 64, fc2 32, two norms 8, last norm 4.
-TINY = {
-    "num_layers": 1,
-    "hidden_size": 4,
-    "ffn_hidden_size": 8,
-    "num_attention_heads": 2,
-    "num_query_groups": None,
-    "head_dim": 2,
-    "tie_embeddings": True,
-}
 TINY_PARAMETERS = 684
 EXPERTS = {**TINY, "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 2}}
-
-
-def of(
-    world_size: int = 1, model: Mapping[str, object] = TINY, loss: str = "fused", **sections: Mapping[str, object]
-) -> tuple[Config, Layout]:
-    wanted = layout_config(model=model, **sections).model_copy(
-        update={"loss": LossConfig.model_validate({"impl": loss})}
-    )
-    return wanted, Layout.resolve(wanted, world_size)
-
-
-def stage_of(config: Config, layout: Layout, number: int) -> Stage:
-    return Stage.of(config, layout, 10, number, Trained())
-
-
-def parameters(config: Config, layout: Layout, stage: int) -> Numbers:
-    return stage_parameters(stage_of(config, layout, stage)).all
 
 
 def most(found: Memory, name: str) -> float:
@@ -205,18 +175,8 @@ def test_the_distributed_optimizer_takes_6_and_a_share_of_12() -> None:
 
 def test_lora_trains_the_adapters_only() -> None:
     """Of qkv 12 x 4 (q, k and v apart) and proj 4 x 4: rank 2 takes 2 x (3 x 4 + 12) and 2 x (4 + 4), or 64."""
-    names = ("q_proj", "k_proj", "v_proj")
-    place = dict(layer=0, num_experts=0, num_columns=4, num_groups=1)
-    qkv = AdaptedWeight(
-        module="self_attention.linear_qkv",
-        part_rows=(4, 4, 4),
-        adapters=tuple(Adapter(name=name, parts=(i,)) for i, name in enumerate(names)),
-        **place,
-    )
-    proj = AdaptedWeight(
-        module="self_attention.linear_proj", part_rows=(4,), adapters=(Adapter(name="o_proj", parts=(0,)),), **place
-    )
-    trained = Trained(adapted=[qkv, proj], whole=[])
+    qkv = adapted("self_attention.linear_qkv", (4, 4, 4), (0,), (1,), (2,))
+    trained = Trained(adapted=[qkv, adapted("self_attention.linear_proj", (4,), (0,))], whole=[])
     found = estimate(*of(2, lora={"rank": 2}), 10, 1024, trained)
     assert (found.weights, found.gradients, found.optimizer) == (2 * (TINY_PARAMETERS + 64), 4 * 64, 12 * 64 / 2)
     split = estimate(*of(2, lora={"rank": 2}, parallel={"tp": 2}), 10, 1024, trained)
@@ -365,17 +325,9 @@ def test_backward_of_a_layer_finds_what_the_layers_after_it_saved_free() -> None
 
 def test_an_adapter_of_gate_and_up_has_outputs_of_their_width() -> None:
     """The weight's output, the adapter's and their sum, 16 numbers each, beside the normed input of 4."""
-
-    def trained(module: str) -> Trained:
-        adapter = Adapter(name="a", parts=(0, 1))
-        weight = AdaptedWeight(
-            module=module, layer=0, num_experts=0, part_rows=(8, 8), num_columns=4, num_groups=1, adapters=(adapter,)
-        )
-        return Trained(adapted=[weight], whole=[])
-
     lora: dict[str, Any] = {"lora": {"rank": 2}, "train": {"recompute": "selective"}}
     of_gate, of_proj = (
-        most(estimate(*of(**lora), 10, 1024, trained(module)), MLP)
+        most(estimate(*of(**lora), 10, 1024, Trained(adapted=[adapted(module, (8, 8), (0, 1))], whole=[])), MLP)
         for module in ("mlp.linear_fc1", "self_attention.linear_proj")
     )
     assert of_gate == 1024 * (8 + 3 * 32 + 2 * 8) and of_proj == 1024 * (12 + 32 + 16 + 32 + 2 * 8)
@@ -470,18 +422,17 @@ def test_soft_caps_have_the_larger_of_two_kernels() -> None:
         assert (plain > flash4) == (tokens == 1024)
 
 
-def test_keys_of_soft_caps_over_cp() -> None:
-    """In bf16 the next group; in fp32 sums of the previous group; keys by sequence with gradients in bf16 and fp32."""
-    capped = {**LLAMA_8B, "attention_softcap": 50.0}
-    over_cp = most(estimate(*of(8, capped, parallel={"cp": 8}), 128_256, 65_536), GATHERED)
-    assert over_cp == 65_536 * 512 * (2 + 4) + 65_536 * (1 + 1 / 16) * 512 * (2 + 2 + 4)
-
-
-def test_heads_of_512_over_cp() -> None:
-    """ffpa-attn copies queries, keys and values of a head group; plain torch holds gradients of keys in fp32."""
-    wide = {**LLAMA_8B, "head_dim": 512, "num_attention_heads": 32, "num_query_groups": 8}
-    over_cp = most(estimate(*of(8, wide, parallel={"cp": 8}), 128_256, 65_536), GATHERED)
-    assert over_cp == 65_536 * 2048 * (2 + 4) + 65_536 * (1 + 1 / 16) * 2048 * (2 * 2 + 2)
+@pytest.mark.parametrize(
+    "changes, width, gradients",
+    [
+        ({"attention_softcap": 50.0}, 512, 2 + 4),  # FlashAttention-4: gradients in bf16 and fp32
+        ({"head_dim": 512}, 2048, 2 + 2),  # ffpa-attn copies keys and values
+    ],
+)
+def test_keys_of_other_kernels_over_cp(changes: dict[str, Any], width: int, gradients: int) -> None:
+    """In bf16 the next head group; in fp32 sums of the previous one; keys by sequence, and what the kernel adds."""
+    over_cp = most(estimate(*of(8, {**LLAMA_8B, **changes}, parallel={"cp": 8}), 128_256, 65_536), GATHERED)
+    assert over_cp == 65_536 * width * (2 + 4) + 65_536 * (1 + 1 / 16) * width * (2 + gradients)
 
 
 def test_a_tile_of_scores_is_that_of_the_kernel() -> None:
@@ -607,12 +558,7 @@ def test_the_items_sum_up_to_the_device() -> None:
         (8, {"tp": 2, "cp": 2}, TINY, {"tp": 2, "cp": 2, "dp x cp": 4, "all ranks": 8}),
         (8, {"cp": 8, "dynamic_cp": True}, TINY, {"cp": 8, "cp of 2": 2, "cp of 4": 4, "dp x cp": 8, "all ranks": 8}),
         (8, {"cp": 2, "ep": 4}, EXPERTS, {"cp": 2, "dp x cp": 8, "ep": 4, "copies of an expert": 2, "all ranks": 8}),
-        (
-            4,
-            {"pp": 2},
-            {**TINY, "num_layers": 2},
-            {"dp x cp": 2, "pp": 2, "first and last stage": 2, "all ranks": 4},
-        ),
+        (4, {"pp": 2}, {**TINY, "num_layers": 2}, {"dp x cp": 2, "pp": 2, "first and last stage": 2, "all ranks": 4}),
     ],
 )
 def test_communicators(

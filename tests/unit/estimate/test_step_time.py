@@ -10,13 +10,13 @@ from sft.estimate.lengths import Lengths
 from sft.estimate.step_time import PARTS, StepTime, step_time
 from sft.layers.kinds import layer_groups
 from sft.layers.rank_share import RankShare
-from sft.parallel.layout import Layout
 from tests.builders import LLAMA_8B, layout_config
+from tests.unit.fixtures.layouts import MILLION, of_millions
 from tests.unit.fixtures.rates import flat
 
 # Llama-8B.  Per token 32 layers x (4096 x (2 x 4096 + 2 x 1024) + 3 x 4096 x 14,336) = 6,979,321,856 products, x 6.
 # Per supervised token 128,256 x 4096 x 6.  Per token and token of its document 6 x 32 x 4096.
-MILLION, VOCAB = 1_048_576, 128_256
+VOCAB = 128_256
 LINEAR, ATTENTION, HEAD = MILLION * 41_875_931_136, MILLION * MILLION * 786_432, MILLION * 3_152_019_456
 RATE = 1e15  # FLOPs that a rank computes in a second
 TFLOPS = RATE / 1e12
@@ -27,14 +27,7 @@ def predicted(
     constants: Constants = flat(TFLOPS), lengths: Lengths | None = None, num_gpus: int = 8, **sections: dict[str, Any]
 ) -> StepTime:
     """8 packs of a million tokens on 8 GPUs, changed by `sections`."""
-    base: dict[str, dict[str, Any]] = {
-        "model": LLAMA_8B,
-        "data": {"seq_length": MILLION},
-        "parallel": {"cp": 8},
-        "train": {"global_batch_size": 8},
-    }
-    config = layout_config(**{name: {**base.get(name, {}), **sections.get(name, {})} for name in {**base, **sections}})
-    layout = Layout.resolve(config, num_gpus)
+    config, layout = of_millions(num_gpus, **sections)
     return step_time(config, layout, VOCAB, lengths or Lengths.all_of(config.data.seq_length), constants)
 
 

@@ -5,39 +5,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sft.config import Config, LogConfig
+from sft.config import LogConfig
 from sft.estimate import time
 from sft.estimate.gpus import gpu
 from sft.estimate.lengths import Lengths
-from sft.parallel.layout import Layout
-from tests.builders import LLAMA_8B, layout_config
+from tests.unit.fixtures.layouts import MILLION, of_millions
 from tests.unit.fixtures.rates import flat
 
 # Llama-8B.  Per token 32 layers x (4096 x (2 x 4096 + 2 x 1024) + 3 x 4096 x 14,336) = 6,979,321,856 products, x 6.
 # Per supervised token 128,256 x 4096 x 6.  Per token and token of its document 6 x 32 x 4096.
 # LAYERS = MILLION x (41,875,931,136 + MILLION x 786,432), HEAD = MILLION x 3,152,019,456
-MILLION = 1_048_576
 VOCAB = 128_256
 NOW = 1_000_000.0
-
-
-def of(world_size: int = 8, **sections: dict[str, object]) -> tuple[Config, Layout]:
-    """The case of 8 packs of a million tokens on 8 GPUs, changed by `sections`."""
-    base: dict[str, dict[str, object]] = {
-        "model": LLAMA_8B,
-        "data": {"seq_length": MILLION},
-        "parallel": {"cp": 8},
-        "train": {"global_batch_size": 8},
-    }
-    config = layout_config(**{name: {**base.get(name, {}), **sections.get(name, {})} for name in {**base, **sections}})
-    return config, Layout.resolve(config, world_size)
 
 
 RATES = flat(0.35 * 989)  # a rank computes 3.4615e14 FLOPs in a second
 
 
 def described(lengths: Lengths = Lengths.all_of(MILLION), **case: dict[str, object]) -> list[str]:
-    return time.describe(*of(**case), VOCAB, lengths, RATES, {}, NOW)
+    return time.describe(*of_millions(**case), VOCAB, lengths, RATES, {}, NOW)
 
 
 def test_the_step_lasts_longer_than_the_limit_of_a_microbatch() -> None:
@@ -65,7 +51,7 @@ def test_limits_hold_for_the_longest_documents() -> None:
 
 def test_the_constants_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SFT_CACHE", str(tmp_path))
-    config, layout = of()
+    config, layout = of_millions()
     base = time.constants_for(config, None)
     assert base is not None and base.gpu == "h100" and base.inter_gb_s.value == config.parallel.inter_node_gb_s
     slow = time.constants_for(config.model_copy(update={"log": LogConfig(peak_tflops=494.7)}), None)
@@ -73,7 +59,7 @@ def test_the_constants_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     other = time.constants_for(config, gpu("h200"))
     assert other is not None and other.gpu == "h200"
     for unknown in ({"precision": "fp32"}, {"device": "cpu"}):
-        assert time.constants_for(of(run=unknown)[0], None) is None
+        assert time.constants_for(of_millions(run=unknown)[0], None) is None
     assert time.describe(config, layout, VOCAB, Lengths.all_of(8), None, {}, NOW) == [
         "not predicted: the rates of the device are unknown in fp32 and on a CPU"
     ]
@@ -104,6 +90,6 @@ def test_each_limit(limits: dict[str, object], expected: list[str]) -> None:
 @pytest.mark.parametrize(("end", "expected"), [(1_005_270, []), (1_005_269, ["leaves 2,634 s, which"])])
 def test_the_end_of_a_slurm_job(end: int, expected: list[str]) -> None:
     """run.grace_s before the end of the job, the run stops."""
-    case = of(run={"grace_s": 2635})
+    case = of_millions(run={"grace_s": 2635})
     lines = time.describe(*case, VOCAB, Lengths.all_of(MILLION), RATES, {"SLURM_JOB_END_TIME": str(end)}, NOW)
     assert warned(lines) == [f"SLURM_JOB_END_TIME - run.grace_s = 2635 {text}" for text in expected]

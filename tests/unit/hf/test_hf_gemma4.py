@@ -14,7 +14,7 @@ from sft.config.lora import LoraConfig
 from sft.errors import ConfigError
 from sft.hf.architecture import architecture, nested, write_back
 from sft.layers.flops import active_parameters, num_parameters
-from sft.layers.kinds import layer_groups, model_of_kind, model_of_layer
+from sft.layers.kinds import layer_groups, model_of_kind
 from sft.weights.lora.targets import select
 from tests.builders import RECIPE, parsed, refusal_lines
 from tests.unit.fixtures.hf import refusal, released
@@ -53,7 +53,7 @@ def test_the_31b() -> None:
 
 def test_heads_of_each_kind_of_layer() -> None:
     model = model_of(GEMMA4_31B)
-    full, window = model_of_layer(model, 6), model_of_layer(model, 5)
+    full, window = (model_of_kind(model, model.kind_of(layer)) for layer in (6, 5))
     assert (full.resolved_head_dim, full.resolved_query_groups, full.full_attention.num_kv_projections) == (512, 4, 1)
     assert (window.resolved_head_dim, window.resolved_query_groups) == (256, 16)
     assert window.full_attention.num_kv_projections == 2

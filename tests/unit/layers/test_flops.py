@@ -7,28 +7,21 @@ import pytest
 
 from sft.config.linear_attention import LinearAttentionConfig
 from sft.hf.architecture import architecture
-from sft.layers.adapters import AdaptedWeight, Adapter, Trained, Weight
+from sft.layers.adapters import Trained, Weight
 from sft.layers.flops import AttentionCost, TrainFlops, active_parameters, describe_parameters, num_parameters
-from tests.builders import layout_config
+from tests.builders import LLAMA_8B, layout_config
 from tests.unit.fixtures.hf import released
+from tests.unit.fixtures.layouts import TINY, adapted
 
 
 def test_the_crossover_of_llama_8b() -> None:
     """Per token and layer 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) products, per square of the length 4096."""
-    llama = {
-        "num_layers": 32,
-        "hidden_size": 4096,
-        "ffn_hidden_size": 14336,
-        "num_attention_heads": 32,
-        "num_query_groups": 8,
-        "head_dim": 128,
-    }
-    assert AttentionCost.of(layout_config(model=llama).model) == AttentionCost(53_248)
+    assert AttentionCost.of(layout_config(model=LLAMA_8B).model) == AttentionCost(53_248)
     windows = layout_config(
-        model={**llama, "sliding_window": 4096, "sliding_window_layers": list(range(1, 33, 2))}
+        model={**LLAMA_8B, "sliding_window": 4096, "sliding_window_layers": list(range(1, 33, 2))}
     ).model
     assert AttentionCost.of(windows) == AttentionCost(106_496, 4096, 106_496)
-    everywhere = AttentionCost.of(layout_config(model={**llama, "sliding_window": 4096}).model)
+    everywhere = AttentionCost.of(layout_config(model={**LLAMA_8B, "sliding_window": 4096}).model)
     assert everywhere == AttentionCost(math.inf, 4096, 53_248)
     assert everywhere.equal_length() == math.inf  # 4096 keys cost 2 * 4096 / 53,248 of a token at most
 
@@ -67,24 +60,15 @@ def test_cost_of_attention() -> None:
 
 
 def test_parameters_counted_by_hand() -> None:
-    model = {
-        "num_layers": 1,
-        "hidden_size": 4,
-        "ffn_hidden_size": 8,
-        "num_attention_heads": 2,
-        "num_query_groups": None,
-        "head_dim": None,
-        "tie_embeddings": True,
-    }
     # embedding 10*4, qkv 4*12, proj 4*4, fc1 4*16, fc2 8*4, two norms of 4, last norm 4
-    assert num_parameters(layout_config(model=model).model, 10) == 40 + 48 + 16 + 64 + 32 + 8 + 4
+    assert num_parameters(layout_config(model=TINY).model, 10) == 40 + 48 + 16 + 64 + 32 + 8 + 4
     # an output weight of its own, biases of q, k, v, norms of q and k
-    changed = {**model, "tie_embeddings": False, "qkv_bias": True, "qk_norm": True}
+    changed = {**TINY, "tie_embeddings": False, "qkv_bias": True, "qk_norm": True}
     assert num_parameters(layout_config(model=changed).model, 10) == 212 + 40 + 12 + 4
     # one group: k and v are one head of 2
-    assert num_parameters(layout_config(model={**model, "num_query_groups": 1}).model, 10) == 212 - 16
+    assert num_parameters(layout_config(model={**TINY, "num_query_groups": 1}).model, 10) == 212 - 16
     # norms before and after attention and MLP
-    assert num_parameters(layout_config(model={**model, "norm_placement": "both"}).model, 10) == 212 + 8
+    assert num_parameters(layout_config(model={**TINY, "norm_placement": "both"}).model, 10) == 212 + 8
 
 
 def test_linear_attention_counted_by_hand() -> None:
@@ -93,8 +77,7 @@ def test_linear_attention_counted_by_hand() -> None:
     Matrices: q and k of 3 rows, v and z of 10, decay and beta of 2, output 10.  Else: taps of 16 channels, a decay and
     a bias of each value head, a norm of 5.  A state has 3 x 5 numbers and is multiplied three times.
     """
-    sizes = {"num_layers": 2, "hidden_size": 4, "ffn_hidden_size": 8, "num_attention_heads": 2, "tie_embeddings": True}
-    full = layout_config(model={**sizes, "num_query_groups": None, "head_dim": None}).model
+    full = layout_config(model={**TINY, "num_layers": 2}).model
     linear = LinearAttentionConfig(
         layers=[1], num_key_heads=1, num_value_heads=2, key_head_dim=3, value_head_dim=5, conv_kernel=4
     )
@@ -121,9 +104,8 @@ def test_norms_across_heads_have_a_weight_for_every_head() -> None:
 
 
 def test_experts_counted_by_hand() -> None:
-    model = {"num_layers": 1, "hidden_size": 4, "ffn_hidden_size": 8, "num_attention_heads": 2, "head_dim": 2}
-    dense = {**model, "num_query_groups": None, "tie_embeddings": True}  # 212 parameters, 96 of them the MLP
-    moe = layout_config(model={**dense, "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 2}}).model
+    experts = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 2}
+    moe = layout_config(model={**TINY, "moe": experts}).model  # the dense model: 212 parameters, 96 of them the MLP
     # router 4*8, each of 8 experts: gate, up and down 3*4*2
     assert num_parameters(moe, 10) == 212 - 96 + 32 + 8 * 24
     # qkv 48, proj 16; a token multiplies the router and two experts
@@ -131,25 +113,24 @@ def test_experts_counted_by_hand() -> None:
     assert (flops.per_token, flops.per_label) == (6 * (48 + 16 + 32 + 2 * 24), 6 * 40)
     assert flops.attention(np.array([10, 1])) == pytest.approx(6 * 4 * (100 + 1))
     shared = {"shared_ffn_hidden_size": 6, "shared_gate": True}  # 3*4*6, and a gate of 4
-    both = layout_config(model={**dense, "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 2, **shared}}).model
+    both = layout_config(model={**TINY, "moe": {**experts, **shared}}).model
     assert num_parameters(both, 10) == num_parameters(moe, 10) + 76
     assert TrainFlops.of(both, 10).per_token == flops.per_token + 6 * 76
-    wide = layout_config(model={**dense, "moe": {"num_experts": 8, "top_k": 2}}).model  # experts as wide as a dense MLP
+    wide = layout_config(model={**TINY, "moe": {"num_experts": 8, "top_k": 2}}).model  # experts as wide as a dense MLP
     assert num_parameters(wide, 10) == 212 - 96 + 32 + 8 * 96
 
 
 def test_what_one_token_meets() -> None:
     """Of 8 experts of 24 parameters each it goes to two."""
-    model = {"num_layers": 3, "hidden_size": 4, "ffn_hidden_size": 8, "num_attention_heads": 2, "head_dim": 2}
+    model = {**TINY, "num_layers": 3, "tie_embeddings": False}
     experts = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 2}
-    dense = layout_config(model={**model, "num_query_groups": None}).model
-    sparse = layout_config(model={**model, "num_query_groups": None, "moe": experts}).model
+    dense, sparse = layout_config(model=model).model, layout_config(model={**model, "moe": experts}).model
     assert active_parameters(dense, 10) == num_parameters(dense, 10)
     assert active_parameters(sparse, 10) == num_parameters(sparse, 10) - 3 * 6 * 24
     assert describe_parameters(dense, 10) == "588"
     assert describe_parameters(sparse, 10) == "972 (540 for a token)"
     first = {**experts, "dense_layers": 1}  # 128 parameters more than a dense layer in two of three layers
-    mixed = layout_config(model={**model, "num_query_groups": None, "moe": first}).model
+    mixed = layout_config(model={**model, "moe": first}).model
     assert describe_parameters(mixed, 10) == "844 (556 for a token)"
     # The products of a layer: 64 of attention; 96 of the MLP, or 32 of the router and 48 of two experts.
     assert TrainFlops.of(mixed, 10).per_token == 6 * (3 * 64 + 96 + 2 * (32 + 48))
@@ -157,8 +138,7 @@ def test_what_one_token_meets() -> None:
 
 def test_a_frozen_matrix_takes_no_product_for_its_gradient() -> None:
     """The tiny model: 160 parameters of layers and 40 of the output weight, of which fc1 (64) and norms are trained."""
-    tiny = {"num_layers": 1, "hidden_size": 4, "ffn_hidden_size": 8, "num_attention_heads": 2, "num_query_groups": None}
-    model = layout_config(model={**tiny, "head_dim": None, "tie_embeddings": True}).model
+    model = layout_config(model=TINY).model
     fc1 = Weight(key="decoder.layers.mlp.linear_fc1.weight", index=(0,), shape=(16, 4))
     norm = Weight(key="decoder.final_layernorm.weight", index=(), shape=(4,))
     table = Weight(key="embedding.word_embeddings.weight", index=(), shape=(10, 4))
@@ -168,8 +148,5 @@ def test_a_frozen_matrix_takes_no_product_for_its_gradient() -> None:
     assert some.attention(lengths) == pytest.approx(TrainFlops.of(model, 10).attention(lengths)) == 24 * (100 + 49)
     output = TrainFlops.of(model, 10, Trained(whole=[table]))
     assert (output.per_token, output.per_label) == (4 * 160, 6 * 40)
-    proj = AdaptedWeight(
-        module="self_attention.linear_proj", layer=0, num_experts=0, part_rows=(4,), num_columns=4, num_groups=1,
-        adapters=(Adapter(name="o_proj", parts=(0,)),),
-    )  # fmt: skip
+    proj = adapted("self_attention.linear_proj", (4,), (0,))
     assert TrainFlops.of(model, 10, Trained(adapted=[proj], whole=[]), 2).per_token == 4 * 160 + 6 * 2 * (4 + 4)

@@ -13,15 +13,15 @@ from sft.errors import CheckpointError, ConfigError
 from sft.estimate.memory import estimate, stage_memory
 from sft.hf.families import FAMILIES
 from sft.hf.source import open_source
-from sft.layers import described
+from sft.layers import kinds
 from sft.layers.adapters import Trained
 from sft.layers.flops import AttentionCost, TrainFlops, num_parameters
 from sft.parallel.layout import Layout
 from sft.weights.trained import trained_weights
 from tests.builders import RECIPE, parsed, refusal_lines, sample
 from tests.ranks import mtp_models
-from tests.unit.estimate.test_memory import TINY, of, parameters, stage_of
 from tests.unit.fixtures import hf
+from tests.unit.fixtures.layouts import TINY, of, parameters, stage_of
 
 
 def test_train_mtp_gives_the_model_its_block() -> None:
@@ -106,8 +106,8 @@ def test_copies_with_other_values_and_missing_tensors_are_refused(tmp_path: Path
 
 def test_sft_check_names_the_block() -> None:
     model = of()[0].model
-    assert described.describe(model) is None
-    assert described.describe(with_block(model)) == "layers 1 with full attention; a block for multi-token prediction"
+    assert kinds.describe(model) is None
+    assert kinds.describe(with_block(model)) == "layers 1 with full attention; a block for multi-token prediction"
 
 
 # --- what it costs -----------------------------------------------------------------------------------------------

@@ -1,67 +1,25 @@
-"""Where records go: files read back, a stand-in for W&B, and the lines on the console."""
+"""Where records go: files read back, and the lines on the console.  test_services.py has W&B and MLflow."""
 
-import importlib.machinery
 import json
 import re
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from sft.cli import main
-from sft.errors import ConfigError, StorageError, TrainingError
-from sft.metrics.writers import BestEffortWriter, JsonLines, TensorBoard, Wandb, open_writers, scalars
+from sft.metrics.writers import JsonLines, TensorBoard, open_writers, scalars
 from tests.unit.fixtures.logs import console, log_of
 from tests.unit.metric_values import RECIPE, START, check, config, evaluation, result, totals, train
 
 
-class FakeRun:
-    """A run of W&B that only remembers."""
-
-    def __init__(self, settings: dict[str, Any], fails: str) -> None:
-        self.settings, self._fails = settings, fails
-        self.axes: list[tuple[str, str | None]] = []
-        self.logged: list[dict[str, float]] = []
-        self.exit_codes: list[int] = []
-
-    def define_metric(self, name: str, step_metric: str | None = None) -> None:
-        self.axes.append((name, step_metric))
-
-    def log(self, numbers: dict[str, float]) -> None:
-        self._fail("log")
-        self.logged.append(numbers)
-
-    def finish(self, exit_code: int) -> None:
-        self._fail("finish")
-        self.exit_codes.append(exit_code)
-
-    def _fail(self, what: str) -> None:
-        if what == self._fails:
-            raise ConnectionError("the service\nis gone.")
-
-
-class FakeWandb(types.ModuleType):
-    def __init__(self) -> None:
-        super().__init__("wandb")
-        self.__spec__ = importlib.machinery.ModuleSpec("wandb", None, origin="a stand-in")
-        self.runs: list[FakeRun] = []
-        self.fails = ""
-
-    def init(self, **settings: Any) -> FakeRun:
-        if self.fails == "init":
-            raise RuntimeError("no API key configured.")
-        self.runs.append(FakeRun(settings, self.fails))
-        return self.runs[-1]
-
-
-@pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
-    stand_in = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", stand_in)
-    return stand_in
+@pytest.fixture(autouse=True)
+def first_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each start is a process of its own.  In one process and second, the tenth file would be read before the ninth."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -134,29 +92,6 @@ def test_tensorboard_has_the_points_of_a_pass_once(tmp_path: Path) -> None:
     assert [event.step for event in events.Scalars("lm loss")] == [1, 2, 3]
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path, wandb: FakeWandb) -> None:
-    """What was opened before is closed, and told that the run did not start."""
-    (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(
-        ConfigError, match="run.dir = .* cannot be written: .*metrics.jsonl is a folder, not a regular file"
-    ):
-        open_writers(tmp_path, config("log.wandb=p"), 0, console()[0])
-    assert wandb.runs[0].exit_codes == [2]
-
-
-def test_numbers_that_cannot_be_written_end_the_run() -> None:
-    class Full:
-        def write(self, record: dict[str, Any]) -> None:
-            raise OSError(28, "No space left on device")
-
-        def close(self, exit_code: int = 0) -> None:
-            pass
-
-    with pytest.raises(StorageError, match="the numbers of step 3 cannot be written: the disk is full"):
-        with log_of([Full()], console()[0]) as metrics:
-            metrics.train(3, result(), seconds=2.0)
-
-
 def test_numbers_that_are_drawn() -> None:
     assert scalars(START) == {}
     drawn = scalars(train())
@@ -165,67 +100,6 @@ def test_numbers_that_are_drawn() -> None:
     assert {"kind", "step"} & drawn.keys() == set()
     assert scalars(evaluation())["loss by source/code/loss validation"] == 2.0
     assert scalars(evaluation() | {"set": "code"})["token accuracy validation/code"] == 0.25
-
-
-# Weights & Biases
-
-
-def test_wandb_gets_the_run_and_goes_on_with_it(tmp_path: Path, wandb: FakeWandb) -> None:
-    folder = tmp_path / "demo"
-    folder.mkdir()
-    for step in (0, 2):
-        said, _ = console()
-        recipe = config("log.wandb=chats", "log.tensorboard=false")
-        with log_of(open_writers(folder, recipe, step, said), said, step=step) as metrics:
-            metrics.start()
-            metrics.train(3, result(), seconds=2.0)
-            metrics.evaluation(3, "eval", totals(), seconds=2.0)
-    first, second = wandb.runs
-    kept = (folder / "wandb_id").read_text().strip()
-    assert re.fullmatch(r"[0-9a-f]{12}", kept)
-    expected = {"project": "chats", "id": kept, "resume": "allow", "dir": str(folder), "name": "demo"}
-    for run in (first, second):
-        values = run.settings.pop("config")
-        assert run.settings == expected
-        assert (values["optim.lr"], values["model.rope.base"], values["log.wandb"]) == (1e-3, 10000.0, "chats")
-        assert run.axes == [("step", None), ("*", "step")]
-        losses = [(told["step"], told.get("lm loss"), told.get("lm loss validation")) for told in run.logged]
-        assert losses == [(3, 1.5, None), (3, None, 1.5)]
-        assert run.exit_codes == [0]
-    assert sorted(file.name for file in folder.iterdir()) == ["metrics.jsonl", "wandb_id"]
-
-
-@pytest.mark.parametrize("error", [TrainingError("no number"), KeyboardInterrupt()])
-def test_wandb_hears_that_the_run_failed(tmp_path: Path, wandb: FakeWandb, error: BaseException) -> None:
-    said, _ = console()
-    writers = open_writers(tmp_path, config("log.wandb=chats"), 0, said)
-    with pytest.raises(type(error)), log_of(writers, said):
-        raise error
-    assert wandb.runs[0].exit_codes == [1]
-
-
-def test_wandb_that_does_not_start_ends_the_run_before_anything_is_written(tmp_path: Path, wandb: FakeWandb) -> None:
-    wandb.fails = "init"
-    with pytest.raises(
-        ConfigError, match="log.wandb = chats: W&B did not start: RuntimeError: no API key configured. "
-    ):
-        open_writers(tmp_path, config("log.wandb=chats"), 0, console()[0])
-    assert [file.name for file in tmp_path.iterdir()] == ["wandb_id"]
-
-
-@pytest.mark.parametrize("fails, num_told", [("log", 0), ("finish", 2)])
-def test_wandb_that_fails_later_is_told_once_and_ends_nothing(
-    tmp_path: Path, wandb: FakeWandb, fails: str, num_told: int
-) -> None:
-    wandb.fails = fails
-    said, stream = console()
-    writer = BestEffortWriter("W&B", Wandb(tmp_path, "chats", {}), said)
-    with pytest.raises(TrainingError), log_of([writer], said) as m:
-        m.train(3, result(), seconds=2.0)
-        m.evaluation(3, "eval", totals(), seconds=2.0)
-        raise TrainingError("the error that ended the run")
-    assert stream.getvalue().count("W&B gets no more records of this run: ConnectionError: the service is gone\n") == 1
-    assert len(wandb.runs[0].logged) == num_told and wandb.runs[0].exit_codes == []
 
 
 def test_a_full_disk_under_tensorboard_is_told_once_and_metrics_go_on(

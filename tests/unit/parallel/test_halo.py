@@ -3,15 +3,13 @@
 import numpy as np
 import pytest
 
+from sft.layers.traffic import halo_tokens
 from sft.parallel.context_parallel import local_indices
-from sft.parallel.halo import Halo, num_halo_tokens
+from sft.parallel.fragments import boundaries
+from sft.parallel.halo import Halo
 
 PACKS = ([12], [8], [24, 24, 48], [48, 0, 24, 72], [240], [24] * 7 + [120])
 WINDOWS = (1, 2, 3, 5, 8, 9, 13, 40, 1000)
-
-
-def boundaries(lengths: list[int]) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
 def needed(cu_seqlens: np.ndarray, window: int, positions: np.ndarray) -> set[int]:
@@ -28,7 +26,7 @@ def needed(cu_seqlens: np.ndarray, window: int, positions: np.ndarray) -> set[in
 def test_ranks_exchange_exactly_the_keys_that_they_lack(cp_size: int, window: int) -> None:
     for lengths in PACKS:
         lengths = [length - length % (2 * cp_size) for length in lengths]
-        cu_seqlens = boundaries(lengths)
+        cu_seqlens = boundaries(np.array(lengths)).astype(np.int32)
         local = [local_indices(cu_seqlens, cp_size, rank) for rank in range(cp_size)]
         halos = [Halo.of(cu_seqlens, window, cp_size, rank) for rank in range(cp_size)]
         boxes = [np.split(local[r][halos[r].send], np.cumsum(halos[r].num_sent)[:-1]) for r in range(cp_size)]
@@ -47,7 +45,7 @@ def test_ranks_exchange_exactly_the_keys_that_they_lack(cp_size: int, window: in
                 at += len(expected)
             assert at == len(keys)
             total += len(received)
-        assert total == num_halo_tokens(cu_seqlens, window, cp_size)
+        assert total == halo_tokens(np.array(lengths), window, cp_size).sum()
 
 
 def test_the_example_of_the_module() -> None:
@@ -56,10 +54,9 @@ def test_the_example_of_the_module() -> None:
     assert [halo.num_sent for halo in ranks] == [[0, 2, 0], [2, 0, 2], [0, 2, 0]]
     assert ranks[0].send.tolist() == [0, 1] and ranks[1].send.tolist() == [2, 3, 0, 1]
     assert ranks[2].key_order.tolist() == [4, 5, 0, 1, 0, 1, 2, 3]  # 2 3 | 4 5, and 4 5 | 6 7 without the exchange
-    assert num_halo_tokens(np.array([0, 12]), 3, 3) == 8 and num_halo_tokens(np.array([0, 12]), 3, 1) == 0
+    assert halo_tokens(np.array([12]), 3, 3) == 8 and halo_tokens(np.array([12]), 3, 1) == 0
 
 
 def test_tokens_exchanged_follow_the_window_and_not_the_length() -> None:
     """64K tokens on cp 4, window 128: six of eight chunks have a neighbour on another rank, and one has none."""
-    assert num_halo_tokens(np.array([0, 65536]), 128, 4) == 6 * 127
-    assert num_halo_tokens(np.array([0, 131072]), 128, 4) == 6 * 127
+    assert halo_tokens(np.array([65536, 131072]), 128, 4).tolist() == [6 * 127, 6 * 127]

@@ -9,7 +9,7 @@ import pytest
 
 from sft.cli import main
 from sft.estimate.gpus import GIB
-from sft.planner.propose import propose
+from sft.planner.report import Report
 from tests.unit.fixtures.tasks import task_of
 
 pytestmark = pytest.mark.usefixtures("released_models", "no_calibration")
@@ -30,7 +30,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_all_that_is_printed() -> None:
     _, task = task_of("Qwen/Qwen3-8B", 65536)
-    report = propose(task.changed(tokens=2e9), 8)
+    report = Report.of(task.changed(tokens=2e9), 8)
     lines = report.lines(datetime(2026, 11, 24))
     assert list(lines) == ["predict", "layouts", "memory", "time", "run", "why", "limits", "buys"]
     assert lines["predict"][0] == "Qwen/Qwen3-8B, all weights, on 8 GPUs h100, one node"
@@ -45,7 +45,7 @@ def test_all_that_is_printed() -> None:
 def test_what_limits_and_what_more_would_buy() -> None:
     """8B at 128K on 8 GPUs: without savings it needs far more memory than 80 GB; a second node has none of that."""
     _, task = task_of("Qwen/Qwen3-8B", 131072)
-    reasons = propose(task, 8).reasons
+    reasons = Report.of(task, 8).reasons
     assert reasons is not None
     memory = next(line for line in reasons.limits if line.startswith("memory: "))
     found = re.fullmatch(r"memory: (.*) would take (\d+)% less, but needs (\d+) of (\d+) usable GiB", memory)
@@ -58,7 +58,7 @@ def test_what_limits_and_what_more_would_buy() -> None:
 def test_a_batch_that_is_too_small_is_named() -> None:
     """One pack a step on 2 x 8 GPUs cannot fill a pipeline or dp."""
     _, task = task_of("Qwen/Qwen3-30B-A3B", 32768, packs=2)
-    reasons = propose(task, 64).reasons
+    reasons = Report.of(task, 64).reasons
     assert reasons is not None
     assert reasons.limits[-1].startswith("the batch: 4 packs a step instead of 2 give ")
 
@@ -66,7 +66,7 @@ def test_a_batch_that_is_too_small_is_named() -> None:
 def test_memory_and_time_add_up() -> None:
     """The items that are printed are all of the memory and of the step."""
     _, task = task_of("Qwen/Qwen3-8B", 65536)
-    report = propose(task, 8)
+    report = Report.of(task, 8)
     best, lines = report.proposals[0], report.lines(datetime(2026, 11, 24))
     items = lines["memory"][0].partition(" = ")[2].partition(";")[0].split(" + ")
     total = sum(float(item.rpartition(" ")[2]) for item in items)
@@ -78,7 +78,7 @@ def test_memory_and_time_add_up() -> None:
 def test_gpu_hours_and_the_end() -> None:
     """Tokens / (tokens/s) is the length of the run, and times GPUs the GPU hours."""
     _, task = task_of("Qwen/Qwen3-8B", 65536)
-    report = propose(task.changed(tokens=36e6), 8, 1)
+    report = Report.of(task.changed(tokens=36e6), 8, 1)
     rate = report.proposals[0].time.tokens_per_s
     hours = 36e6 / rate / 3600
     line = report.lines(datetime(2026, 11, 24))["run"][1]

@@ -6,10 +6,10 @@ new layout really better, and is the new number nearer to the truth?
 
 import pytest
 
+from sft.console import short_count
 from sft.estimate.gpus import GIB
 from sft.planner.reasons import named
 from sft.planner.search import Search
-from sft.planner.subject import length_name
 from sft.planner.task import Proposal
 from tests.unit.fixtures.tasks import task_of
 
@@ -47,7 +47,7 @@ Qwen3.6-27B 256K on 64 h200: tp 2, cp 8, dp 4, recompute selective: 117 GiB, 15 
 
 def line(model: str, length: int, gpus: str, is_lora: bool, best: Proposal) -> str:
     """Memory in whole GiB, time in two digits: what a change of the third digit says is not worth a look."""
-    task = f"{model.rpartition('/')[2]}{' LoRA' * is_lora} {length_name(length)} on {gpus}"
+    task = f"{model.rpartition('/')[2]}{' LoRA' * is_lora} {short_count(length)} on {gpus}"
     time = best.time
     return f"{task}: {named(best)}: {best.memory.device / GIB:.0f} GiB, {time.step_s:.2g} s, {time.mfu:.0%}"
 

@@ -1,41 +1,40 @@
 """What the lifecycle reports of a save."""
 
-import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sft.config import CheckpointConfig
-from sft.console import Console
 from sft.run import lifecycle
 from sft.run.lifecycle import Lifecycle
 from tests.builders import layout_config
+from tests.unit.fixtures.logs import console
+
+NOWHERE: Any = None  # a position that is not asked for
 
 
 def test_a_status_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     """The checkpoint is published; only scripts that restart the run miss it."""
-    said = io.StringIO()
-    position: Any = None
-    run = Lifecycle(layout_config(), tmp_path / "gone", position, Console(0, said), next_step=lambda: 0)
+    said, stream = console()
+    run = Lifecycle(layout_config(), tmp_path / "gone", NOWHERE, said, next_step=lambda: 0)
     run.step_s = 2.0
     run.report_published(4, 120.0)
-    first, second = said.getvalue().splitlines()
+    first, second = stream.getvalue().splitlines()
     grace = "stopping takes a step (2.0 s) and up to two saves (120.0 s each); run.grace_s is 100 s"
     assert first == f"WARNING: {grace}.  This is too short: the last steps would be lost"
     assert second.startswith(f"warning: {tmp_path}/gone/run_state.json cannot be written: ")
 
 
 def test_the_time_of_a_save_is_compared_with_the_grace_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said, reported = io.StringIO(), []
+    (said, stream), reported = console(), []
     monkeypatch.setattr(lifecycle.status, "progress", lambda *_, step, **seconds: reported.append((step, seconds)))
-    position: Any = None
-    run = Lifecycle(layout_config(), tmp_path, position, Console(0, said), next_step=lambda: 0)
+    run = Lifecycle(layout_config(), tmp_path, NOWHERE, said, next_step=lambda: 0)
     run.step_s = 1.5
     run.report_published(4, 2.0)
     run.report_published(8, 3.0)
     assert reported == [(4, {"step_s": 1.5, "save_s": 2.0}), (8, {"step_s": 1.5, "save_s": 3.0})]
-    assert said.getvalue() == "stopping takes a step (1.5 s) and up to two saves (2.0 s each); run.grace_s is 100 s\n"
+    assert stream.getvalue() == "stopping takes a step (1.5 s) and up to two saves (2.0 s each); run.grace_s is 100 s\n"
 
 
 @pytest.mark.parametrize(

@@ -69,10 +69,11 @@ def test_lines_of_later_steps_are_dropped(path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 4, "epoch": 1, "ba', b"7", b"null", b'{"step": 4}', b"\0\0\0\0",
-                                  b'{"step": 4, "chain": "\xff\xfe'])  # fmt: skip
-def test_a_torn_last_line_is_dropped(path: Path, torn: bytes) -> None:
+                                  b'{"step": 4, "chain": "\xff\xfe', b"[" * 100_000, b"x" * 100])  # fmt: skip
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_torn_line_is_dropped_with_all_lines_after_it(path: Path, torn: bytes, is_last: bool) -> None:
     before = path.read_bytes()
-    path.write_bytes(before + torn)
+    path.write_bytes(before + torn + (b"" if is_last else b"\n" + before))
     SampleLog(path, 3, CHAIN[2]).close()
     assert path.read_bytes() == before
 

@@ -15,10 +15,9 @@ from sft.data.packing.cp_prediction import bound, predict
 from sft.data.packing.cp_rows import _even, _Shelves
 from sft.data.packing.dynamic_cp import _of_groups, assign, unless_longer
 from sft.layers.flops import AttentionCost
-from sft.layers.traffic import HaloTraffic, halo_tokens
+from sft.layers.traffic import HaloTraffic
 from sft.parallel.alignment import aligned
 from sft.parallel.cp_group import cp_sizes
-from sft.parallel.halo import num_halo_tokens
 from tests.builders import LLAMA_8B, layout_config
 
 TOKEN = CpCost(token_ns=1.0)  # 1 ns a token, nothing else
@@ -204,14 +203,6 @@ def test_costs_of_a_recipe() -> None:
     windows = CpCost.of(layout_config(model={**LLAMA_8B, "sliding_window": 64, "sliding_window_layers": [1, 2, 3]}))
     assert windows.kv_bytes == 29 * 2 * 8 * 128 * 8
     assert windows.others == ((3.0, HaloTraffic(token_bytes=2 * 8 * 128 * 8, window=64)),)
-
-
-def test_halos_are_those_of_the_messages() -> None:
-    for cp_size in (2, 3, 8):
-        for window in (1, 2, 7, 64, 1000):
-            lengths = [2 * cp_size * k for k in (1, 2, 5, 40)]
-            expected = [num_halo_tokens(np.array([0, length]), window, cp_size) for length in lengths]
-            assert halo_tokens(np.array(lengths), window, cp_size).tolist() == expected
 
 
 def test_prediction_by_hand() -> None:

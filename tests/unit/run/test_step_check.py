@@ -1,8 +1,9 @@
-"""A step whose loss or gradient is not finite: what is said, when it ends the run, and what is kept of it."""
+"""Losses that are told as spikes; and a step that is not finite: what is said, when it ends the run, what is kept."""
 
 import io
 import json
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from sft.config import TrainConfig
 from sft.console import Console
 from sft.errors import TrainingError
 from sft.parallel.position import Position
-from sft.run.step_check import StepCheck, dump_step
+from sft.run.step_check import LossSpikes, StepCheck, dump_step
 from tests.unit.metric_values import result
 
 SAMPLES = [{"sample": 3, "row": "chat.jsonl:4"}, {"sample": 7, "row": "ü.jsonl:1"}]
@@ -75,3 +76,44 @@ def test_a_spike_is_told_and_a_skipped_step_is() -> None:
     check.check(18, result(objective=300.0), 0, lambda: pytest.fail("nothing is kept of it"))
     warning = "WARNING: loss spike in step 18: 15.0000, the median of earlier losses is 1.5000"
     assert stream.getvalue().startswith(warning)
+
+
+# Loss spikes
+
+
+def noise(count: int) -> list[float]:
+    rng = random.Random(11)
+    return [rng.gauss(2.0, 0.05) for _ in range(count)]
+
+
+SPIKES = {50: 1000.0, 51: 1000.0, 52: 1000.0, 60: 1000.0, 70: 3.0}
+
+
+@pytest.mark.parametrize(
+    "losses, places",
+    [
+        # A spike does not hide the next; within six standard deviations lies noise, all but two in a billion.
+        ([SPIKES.get(place, loss) for place, loss in enumerate(noise(100))], [50, 51, 52, 60, 70]),
+        ([2.0] * 15 + [50.0], []),  # of the first 16 none is told
+        ([2.0] * 16 + [50.0], [16]),
+        ([2.0] * 100, []),
+        ([0.0] * 100, []),
+        ([2.0] * 30 + [2.11], []),  # without any spread a hundredth of the loss stands for it: six of them are usual
+        ([2.0] * 30 + [2.13], [30]),
+        (noise(30) + [0.1] + noise(30), []),  # a fall is no spike
+        ([5.0 - 0.04 * step for step in range(120)], []),
+        # Only the last 64 count: when 32 are of the new level, the median is 3.0, and 6 * 1.4826 above it is usual.
+        ([2.0] * 64 + [4.0] * 100, [*range(64, 96)]),
+    ],
+)
+def test_which_losses_are_told(losses: list[float], places: list[int]) -> None:
+    spikes = LossSpikes()
+    assert [place for place, loss in enumerate(losses) if spikes.check(loss) is not None] == places
+
+
+def test_the_line_names_the_loss_and_what_is_usual() -> None:
+    """Distances from the median 2.05 are 0, 0.05 / 31 twice, ...; the middle one of 63 is 16 * 0.05 / 31 = 0.0258."""
+    spikes = LossSpikes()
+    usual = [2.0 + 0.1 * i / 62 for i in range(63)]
+    assert [spikes.check(loss) for loss in usual] == [None] * 63
+    assert spikes.check(4.0) == "4.0000, the median of earlier losses is 2.0500 +- 0.0383"

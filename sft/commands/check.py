@@ -81,7 +81,7 @@ def _print_rotary(recipe: "Recipe") -> None:
     from sft.layers.fused_rotary import why_not
 
     config = recipe.config
-    may_run = config.attention.may_fuse_rotary(config.run.device) and config.auto_is_portable is None
+    may_run = config.attention.may_be_te(config.run.device) and config.auto_is_portable is None
     if may_run and (problem := why_not(config)):
         print_group("rotary", [f"with te: {problem}"])
 

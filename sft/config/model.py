@@ -248,7 +248,7 @@ class ModelConfig(Section):
 
     @property
     def portable_only(self) -> str | None:
-        """Keys of the model that only some backends support (`BackendTraits.has_all_layers`), as text; None: none."""
+        """Keys of the model that only the portable backend supports, as text; None: none."""
         kinds = {
             f"model.norm_placement = {self.norm_placement}": self.norm_placement != "pre",
             "model.qk_norm_across_heads": self.qk_norm_across_heads,

@@ -240,11 +240,9 @@ class ModelConfig(Section):
         return not (is_mixed or self.moe.dense_layers or self.full_attention.is_used)
 
     @property
-    def num_window_layers(self) -> int:
-        """Layers with a sliding window."""
-        if self.sliding_window is None:
-            return 0
-        return sum(self.kind_of(number + 1) == "window attention" for number in range(self.num_layers))
+    def kinds(self) -> set[LayerKind]:
+        """The kinds of its layers."""
+        return {self.kind_of(number + 1) for number in range(self.num_layers)}
 
     @property
     def portable_only(self) -> str | None:

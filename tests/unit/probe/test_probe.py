@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from sft.commands.probe import overrides_of
 from sft.data.packing.pack import local_part, make_pack
 from sft.errors import ConfigError
 from sft.mcore.hidden_states import sketch
 from sft.parallel.context_parallel import local_indices
-from sft.probe.answer import overrides_of
 from sft.probe.inputs import runs
 from sft.probe.report import ProbeReport, check_path
 from tests.builders import sample

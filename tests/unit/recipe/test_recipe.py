@@ -90,10 +90,7 @@ def test_held_out_sets_have_names() -> None:
         ("{chat: []}", "(command line: data.eval={chat: []}) has no file for chat; give a file, or "),
         ("{chat: b, code: c, chat: d}", ".chat is given twice (command line: data.eval={chat: b, code: c, chat: d})."),
         ("{a/b: c}", "(command line: data.eval={a/b: c}); expected a path or a list of paths or a mapping"),
-        (
-            "{train: b}",
-            "has a set named train, which is the name of the training data; choose another " "name.",
-        ),
+        ("{train: b}", "has a set named train, which is the name of the training data; choose another name."),
         ("{chat: 7}", "; expected a path or a list of paths or a mapping of names to such or groups of keys or null."),
         ("{chat: {dataset: a, splits: b}}", "unknown key data.eval.chat.splits (command line: data.eval={chat: {data"),
         (

@@ -137,10 +137,7 @@ def _print_warnings(recipe: "Recipe", others: "Sequence[str]", **length: int | N
 
 
 def _print_model(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None, gpu: "Gpu | None") -> None:
-    """Print the number of parameters and the predicted memory, which both need the size of the vocabulary.
-
-    Raises ConfigError if the recipe does not fit the GPU.
-    """
+    """Print the number of parameters and the predicted memory; refuse a recipe that does not fit the GPU."""
     from sft.estimate.memory import describe
     from sft.layers import described
     from sft.layers.flops import describe_parameters, num_parameters

@@ -110,10 +110,7 @@ def _check_outputs(arguments: Namespace, counts: list[int]) -> None:
 
 
 def _calibrate(arguments: Namespace) -> int:
-    """Measure the constants of predictions, and keep them in a file for this type of device.
-
-    Under torchrun every rank measures, and rank 0 writes and prints.
-    """
+    """Run `sft plan --calibrate`.  Under torchrun every rank measures, and rank 0 writes and prints."""
     named = [f"--{name.replace('_', '-')}" for name in _OF_PLANS if getattr(arguments, name) is not None]
     if named or arguments.overrides:
         raise ConfigError(

@@ -14,17 +14,7 @@ from sft.estimate.gpus import HOST_GIB
 
 _TOP = 5
 # Options that --calibrate does not read.
-_OF_PLANS = (
-    "model",
-    "gpus",
-    "seq_length",
-    "lengths",
-    "global_batch_size",
-    "tokens_per_step",
-    "tokens",
-    "write",
-    "picture",
-)
+_OF_PLANS = "model gpus seq_length lengths global_batch_size tokens_per_step tokens write picture".split()
 
 
 def add(commands: Any) -> None:

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from sft.data.cache.corpus import Corpus
     from sft.data.loader import Loader
 
-
 Lines = tuple[list[str], list[str]]  # about the resume, and warnings
 
 
 def with_data(recipe: Recipe, layout: Layout, corpus: "Corpus", loader: "Loader", rows: int) -> Lines:
-    """Compares everything but base weights that were never hashed.  rows: of the embedding, without padding
+    """Compares everything but base weights that were never hashed.
 
+    rows: of the embedding, without padding
     Raises the error that training would raise: ConfigError or CheckpointError.
     """
     from sft.recipe.start import check_resumed

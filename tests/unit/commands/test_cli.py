@@ -15,23 +15,18 @@ from sft.errors import PeerError, StorageError, TrainingError
 from sft.parallel.layout import Layout
 from sft.recipe.resolved import Recipe
 from sft.run import environment
-from tests.builders import RECIPE
 
 ROOT = Path(__file__).resolve().parents[3]
 CHAT = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}]}\n'
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a recipe and its data, and an environment in which nothing was launched."""
-    (tmp_path / "a.yaml").write_text(RECIPE)
-    (tmp_path / "a.jsonl").write_text(CHAT * 300)
-    monkeypatch.chdir(tmp_path)
+def folder(recipe_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a recipe and its data."""
+    (recipe_folder / "a.jsonl").write_text(CHAT * 300)
     monkeypatch.setenv("COLUMNS", "80")
-    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(environment, "prepare", lambda config, layout: frozenset())
-    return tmp_path
+    return recipe_folder
 
 
 @pytest.fixture

@@ -1,21 +1,12 @@
 """Options, versions and explanations: what `sft` answers besides its results."""
 
-from pathlib import Path
-
 import pytest
 
 import sft
 from sft.cli import main
 from sft.commands.probe import overrides_of
-from tests.builders import RECIPE
 
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.yaml").write_text(RECIPE)
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "SLURM_JOB_ID"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("recipe_folder")
 
 
 @pytest.mark.parametrize(

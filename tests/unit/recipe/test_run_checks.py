@@ -15,15 +15,12 @@ LONG = dict(num_steps=32, num_packs=128, longest=1000)
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def folder(recipe_folder: Path) -> None:
     """A folder with data of 8 to 17 tokens, and a model m that was trained on 512 positions."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    chats(tmp_path, 20, "a.jsonl")
-    (tmp_path / "a.yaml").write_text(RECIPE.replace("num_steps: 10", "num_epochs: 1"))
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "config.json").write_text(json.dumps(QWEN3))
+    chats(recipe_folder, 20, "a.jsonl")
+    (recipe_folder / "a.yaml").write_text(RECIPE.replace("num_steps: 10", "num_epochs: 1"))
+    (recipe_folder / "m").mkdir()
+    (recipe_folder / "m" / "config.json").write_text(json.dumps(QWEN3))
 
 
 def test_a_warm_up_as_long_as_the_run_is_refused() -> None:
@@ -102,8 +99,7 @@ def test_nodes_that_the_plan_does_not_know_are_warned_of(
     assert check_run(parsed("parallel.cp=4"), **LONG) == [], "only dynamic CP reads the key"
 
 
-def test_without_torchrun_nothing_is_known_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+def test_without_torchrun_nothing_is_known_of_nodes() -> None:
     assert check_run(parsed(*DYNAMIC_CP), **LONG) == []
 
 

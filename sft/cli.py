@@ -125,10 +125,8 @@ def _report_to_torchrun(message: str) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         facts = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        try:
+        with suppress(OSError):  # a full disk: the message is on stderr, too
             Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": facts}}))
-        except OSError:  # a full disk: the message is on stderr, too
-            pass
 
 
 class _Parser(argparse.ArgumentParser):

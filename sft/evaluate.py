@@ -168,10 +168,7 @@ def _check_checkpoint(config: Config, checkpoint: Path, tokenizer: ChatTokenizer
 
 
 def _check_hf(config: Config, source: str, tokenizer: ChatTokenizer, console: Console) -> None:
-    """Raise ConfigError if the Hugging Face model has another model or tokenizer than the recipe.
-
-    A recipe may change rotary positions, so they may differ.
-    """
+    """Raise ConfigError if the folder or name has another model or tokenizer; rotary positions may differ."""
     recipe = values(config)
     different = [
         f"{key} is {value} in {where}, and {recipe[key]} in the recipe"
@@ -187,10 +184,7 @@ def _check_hf(config: Config, source: str, tokenizer: ChatTokenizer, console: Co
 
 
 def _check_tokenizer(config: Config, name: str, tokenizer: ChatTokenizer, whose: str, console: Console) -> None:
-    """Raise ConfigError if the tokenizer `name`, which belongs to the weights, is not `tokenizer`, that of the recipe.
-
-    whose: the begin of the sentence about the weights
-    """
+    """Raise ConfigError if the tokenizer `name` of the weights is not that of the recipe.  whose: start of the error"""
     if name == config.tokenizer:
         return
     try:

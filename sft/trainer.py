@@ -29,7 +29,7 @@ from sft.parallel.collectives import broadcast_from_rank0
 from sft.parallel.layout import Layout
 from sft.recipe.join import join
 from sft.recipe.resolved import Recipe, dump, summary
-from sft.recipe.run_checks import RunLength, check_run
+from sft.recipe.run_checks import check_run
 from sft.recipe.start import check_start
 from sft.recipe.tokenizer import tokenizer_of
 from sft.run import environment
@@ -100,8 +100,8 @@ class Trainer:
         self.data = DataPipeline(config, tokenizer, recipe.arguments, layout, groups, console)
         self.served = served_of(config, tokenizer, self.data.row_variables)
         self.num_steps = self.data.num_steps
-        length = RunLength(num_steps=self.num_steps, num_packs=self.data.num_packs, longest=self.data.longest)
-        for warning in check_run(recipe, length):
+        length = dict(num_steps=self.num_steps, num_packs=self.data.num_packs, longest=self.data.longest)
+        for warning in check_run(recipe, **length):
             console.say(f"WARNING: {warning}")
         self.trained = trained_weights(config, self.data.vocab_size)
         base = base_digest(config, self.folder, groups) if config.lora.is_used else None

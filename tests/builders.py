@@ -1,6 +1,7 @@
 """What tests are made of: recipes, configs, samples, packs, chats, and small models."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -34,6 +35,18 @@ optim:
 def parsed(*overrides: str) -> Recipe:
     """RECIPE with overrides, as if it were the file a.yaml."""
     return parse_recipe(RECIPE, "a.yaml", overrides)
+
+
+# The config.json of a small Qwen3 that was trained on 512 positions.
+QWEN3 = {
+    "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 300,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+def of_hf(name: str, *overrides: str) -> Recipe:
+    """RECIPE of the Hugging Face model `name`, with overrides."""
+    return parse_recipe(re.sub("(?s)model:.*data:", f"model: {{hf: {name}}}\ndata:", RECIPE), "a.yaml", overrides)
 
 
 def refusal_lines(text: str, *overrides: str) -> list[str]:

@@ -4,7 +4,7 @@ import textwrap
 
 from sft.config import Config
 from sft.config.keys import NAMED, OPEN, RENAMED, expected, leaves, named, sections
-from sft.config.megatron_fields import ALLOWED, in_words
+from sft.config.megatron_fields import ALLOWED, VERSIONS, in_words
 from sft.config.yaml import write
 
 INTRODUCTION = """# Every key of a recipe
@@ -89,11 +89,9 @@ def _item(key: str) -> str:
 
 def _megatron_fields() -> list[str]:
     """A sentence for each field that model.megatron may set, with the versions of megatron-core."""
-    fields = {name: entry for allowed in ALLOWED.values() for name, entry in allowed.items()}
-    versions = {name: " and ".join(v for v, allowed in ALLOWED.items() if name in allowed) for name in fields}
+    versions = " and ".join(VERSIONS)
     return [
-        f"`{name}`: {in_words(entry)}; megatron-core {versions[name]}.  {entry.meaning}"
-        for name, entry in fields.items()
+        f"`{name}`: {in_words(entry)}; megatron-core {versions}.  {entry.meaning}" for name, entry in ALLOWED.items()
     ]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sft.console import Console
-from sft.recipe.needs import check_paths, read_tokenizer
+from sft.recipe.needs import check_paths
 from sft.recipe.resolved import Recipe
 
 if TYPE_CHECKING:
@@ -62,8 +62,9 @@ def prepare(recipe: Recipe, *, verify: bool = False, sweep: bool = False) -> Pre
     check_paths(recipe)
 
     from sft.data.cache.prepare import prepare_recipe, sweep_recipe
+    from sft.recipe.tokenizer import tokenizer_of
 
-    tokenizer = read_tokenizer(recipe)
+    tokenizer = tokenizer_of(recipe.config)
     corpora = prepare_recipe(recipe.config, tokenizer, Console(0, sys.stdout), verify=verify)
     stale = sweep_recipe(recipe.config, corpora.values(), tokenizer) if sweep else ()
     sets = {name: _facts(corpus) for name, corpus in corpora.items()}

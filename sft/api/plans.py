@@ -10,14 +10,12 @@ from sft.api.recipes import override_words
 from sft.console import Console
 from sft.errors import ConfigError
 from sft.estimate.gpus import GIB, HOST_GIB
-from sft.recipe.needs import check_paths, read_tokenizer
+from sft.recipe.needs import check_paths
 from sft.recipe.resolved import Recipe
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from sft.planner.report import Report
-    from sft.planner.task import Hardware, Proposal, Task
+    from sft.planner.task import Proposal, Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,17 +141,28 @@ def _check(counts: Sequence[int], options: PlanOptions) -> None:
 
 
 def _task(model: str, recipe: Recipe, options: PlanOptions) -> "Task":
+    from sft.estimate import gpus
+    from sft.estimate.constants import constants_of
     from sft.estimate.lengths import Lengths
-    from sft.parallel.layout import vocab_rows
-    from sft.planner.task import Task
+    from sft.planner.task import Hardware, Task
+    from sft.recipe.tokenizer import tokenizer_of
     from sft.weights.trained import trained_weights
 
-    config = recipe.config
-    hardware = _hardware(options)
-    rows = config.model.vocab_size or vocab_rows(config.model, read_tokenizer(recipe).vocab_size)
+    config, gpu = recipe.config, gpus.gpu(options.gpu)
+    hardware = Hardware(
+        gpu=gpu,
+        gpus_per_node=options.gpus_per_node,
+        fabric=options.fabric,
+        constants=constants_of(gpu, gpus.fabric(options.fabric)),
+        host_bytes=options.host_gib * GIB,
+    )
+    rows = config.model.vocab_size or tokenizer_of(config).vocab_size
     lengths, tokens = Lengths.all_of(config.data.seq_length), options.tokens
     if options.lengths == "data":
-        corpus = _lengths_of_data(recipe)
+        from sft.data.cache.prepare import prepare_train
+
+        check_paths(recipe)
+        corpus = prepare_train(config, tokenizer_of(config), Console(0, sys.stderr)).lengths
         lengths = Lengths.of_corpus(corpus)
         tokens = tokens or float(corpus.sum()) * (config.train.num_epochs or 1)
     elif options.lengths is not None:
@@ -169,26 +178,3 @@ def _task(model: str, recipe: Recipe, options: PlanOptions) -> "Task":
         hardware=hardware,
         tokens=tokens,
     )
-
-
-def _hardware(options: PlanOptions) -> "Hardware":
-    from sft.estimate import gpus
-    from sft.estimate.constants import constants_of
-    from sft.planner.task import Hardware
-
-    gpu, fabric_gb_s = gpus.gpu(options.gpu), gpus.fabric(options.fabric)
-    return Hardware(
-        gpu=gpu,
-        gpus_per_node=options.gpus_per_node,
-        fabric=options.fabric,
-        constants=constants_of(gpu, fabric_gb_s),
-        host_bytes=options.host_gib * GIB,
-    )
-
-
-def _lengths_of_data(recipe: Recipe) -> "np.ndarray":
-    """The lengths of the documents of the recipe's data, which is tokenised if it was not yet."""
-    from sft.data.cache.prepare import prepare_train
-
-    check_paths(recipe)
-    return prepare_train(recipe.config, read_tokenizer(recipe), Console(0, sys.stderr)).lengths

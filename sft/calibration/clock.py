@@ -26,13 +26,9 @@ def seconds(call: Callable[[], Any], device: torch.device, samples: int = SAMPLE
         finish(device)
         return slowest(time.perf_counter() - start, device) / number
 
-    number = num_calls(min(sample(1), sample(1)))
+    call_s = min(sample(1), sample(1))
+    number = min(MOST_CALLS, ceil(SAMPLE_S / max(call_s, SAMPLE_S / MOST_CALLS)))  # 1 ms -> 20, 3 s -> 1
     return median(sample(number) for _ in range(samples))
-
-
-def num_calls(call_s: float) -> int:
-    """Calls of a sample.  1 ms -> 20, 3 s -> 1"""
-    return min(MOST_CALLS, ceil(SAMPLE_S / max(call_s, SAMPLE_S / MOST_CALLS)))
 
 
 def finish(device: torch.device) -> None:

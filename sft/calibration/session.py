@@ -55,7 +55,8 @@ def calibrate(device_type: str, sizes: MeasuredSizes | None = None, store: dist.
     groups = process_groups.start(layout, device, seed=0, timeout_s=TIMEOUT_S, store=store)
     source = f"measured {datetime.date.today()} on {name}, ranks {num_ranks}"
     constants = assumed(gpu, gpu.intra_node_gb_s)
-    constants = _with_kernels(constants, Kernels(sizes, device, _dtype(device)), source, device_type)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    constants = _with_kernels(constants, Kernels(sizes, device, dtype), source, device_type)
     constants = _with_links(constants, sizes, device, source)
     taken = list(steps.measured(configs, groups))
     constants = fit.fitted(constants, taken, source)
@@ -90,13 +91,8 @@ def _with_links(constants: Constants, sizes: MeasuredSizes, device: torch.device
 
 
 def _of_link(bandwidth: str, link: Link, source: str) -> dict[str, Constant]:
-    values = {
-        bandwidth: link.gb_s,
-        "latency_us": link.latency_us,
-        "reduce_scatter": link.reduce_scatter,
-        "send": link.send,
-        "exposed": link.exposed,
-    }
+    values = link._asdict()
+    values[bandwidth] = values.pop("gb_s")
     return {name: Constant(value, source) for name, value in values.items()}
 
 
@@ -112,7 +108,3 @@ def _gpu(device: torch.device) -> tuple[gpus.Gpu, str]:
             f"{', '.join(gpus.GPUS)}.  A line in sft/estimate/gpus.py adds one."
         )
     return gpu, name
-
-
-def _dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32

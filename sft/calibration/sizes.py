@@ -49,14 +49,3 @@ SIZES: Mapping[str, MeasuredSizes] = {
         vocab_size=131072,
     ),
 }
-TINY = MeasuredSizes(
-    products=(16, 64),
-    rows=64,
-    documents=(32, 64),
-    heads=2,
-    head_dim=16,
-    message=1 << 18,
-    hidden_size=64,
-    seq_length=64,
-    vocab_size=256,
-)

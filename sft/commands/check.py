@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
 def check(arguments: Namespace) -> None:
     from sft.commands.resume_lines import without_data
     from sft.recipe.layout import launched_world_size, resolve_layout
-    from sft.recipe.needs import check_folder, check_packages, check_paths, read_tokenizer
+    from sft.recipe.needs import check_folder, check_packages, check_paths
 
     recipe = read_recipe(arguments)
     gpu = _gpu(recipe, arguments.gpu)
@@ -52,16 +52,17 @@ def check(arguments: Namespace) -> None:
     _print_rotary(recipe)
     if arguments.no_data:
         from sft.estimate.lengths import Lengths
+        from sft.recipe.tokenizer import tokenizer_of
 
         built_in = recipe.config.tokenizer == "byte"
-        vocab_size = read_tokenizer(recipe).vocab_size if built_in else None
+        vocab_size = tokenizer_of(recipe.config).vocab_size if built_in else None
         _print_model(recipe, layout, vocab_size, gpu)
         _print_time(recipe, layout, vocab_size, Lengths.all_of(recipe.config.data.seq_length), gpu)
         print_group("weights", ["not read (--no-data)"])
         print_group("data", ["not read (--no-data)"])
-        resume = without_data(recipe, layout)
-        print_group("resume", resume.lines)
-        _print_warnings(recipe, resume.warnings, num_steps=recipe.config.train.num_steps)
+        lines, warnings = without_data(recipe, layout)
+        print_group("resume", lines)
+        _print_warnings(recipe, warnings, num_steps=recipe.config.train.num_steps)
     else:
         check_paths(recipe)
         _check_data(recipe, layout, gpu)
@@ -81,7 +82,7 @@ def _print_rotary(recipe: "Recipe") -> None:
     from sft.layers.fused_rotary import why_not
 
     config = recipe.config
-    may_run = config.attention.may_fuse_rotary(config.run.device) and config.auto_is_portable is None
+    may_run = config.attention.may_be_te(config.run.device) and config.auto_is_portable is None
     if may_run and (problem := why_not(config)):
         print_group("rotary", [f"with te: {problem}"])
 
@@ -92,12 +93,17 @@ def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
     from sft.data.inspect import cp_forecast
     from sft.data.inspect.forecast import length_lines, loader_of
     from sft.estimate.lengths import Lengths
-    from sft.recipe.needs import read_tokenizer
+    from sft.parallel.layout import vocab_rows
+    from sft.recipe.start import check_weights
+    from sft.recipe.tokenizer import tokenizer_of
+    from sft.weights.trained import trained_weights
 
     train = recipe.config.train
-    tokenizer = read_tokenizer(recipe)
+    tokenizer = tokenizer_of(recipe.config)
     _print_model(recipe, layout, tokenizer.vocab_size, gpu)
-    _print_weights(recipe, tokenizer.vocab_size)
+    rows = vocab_rows(recipe.config.model, tokenizer.vocab_size)
+    for name, lines in check_weights(recipe.config, trained_weights(recipe.config, rows), rows).items():
+        print_group(name, lines)
     corpora = prepare_recipe(recipe.config, tokenizer, progress())
     corpus = corpora.pop("train")
     loader = loader_of(recipe.config, layout, corpus)
@@ -112,29 +118,26 @@ def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
         *([cp_forecast.short_line(recipe.config, layout, corpus, loader)] if layout.cp_sizes else ()),
     ]
     print_group("data", lines)
-    resume = with_data(recipe, layout, corpus, loader, tokenizer.vocab_size)
-    print_group("resume", resume.lines)
+    lines, warnings = with_data(recipe, layout, corpus, loader, rows)
+    print_group("resume", lines)
     _print_time(recipe, layout, tokenizer.vocab_size, Lengths.of_corpus(corpus.lengths), gpu)
     for name, held_out in corpora.items():
         print_group(name, held_out.summary().splitlines())
     _print_serving(recipe, tokenizer)
     longest = int(corpus.lengths.max())
-    _print_warnings(recipe, resume.warnings, num_steps=num_steps, num_packs=len(plan), longest=longest)
+    _print_warnings(recipe, warnings, num_steps=num_steps, num_packs=len(plan), longest=longest)
 
 
 def _print_warnings(recipe: "Recipe", others: "Sequence[str]", **length: int | None) -> None:
     """Print the warnings about a run of this length.  Raises ConfigError if training would refuse the run."""
-    from sft.recipe.run_checks import RunLength, check_run
+    from sft.recipe.run_checks import check_run
 
-    for warning in [*check_run(recipe, RunLength(**length)), *others]:
+    for warning in [*check_run(recipe, **length), *others]:
         print_group("WARNING", [warning])
 
 
 def _print_model(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None, gpu: "Gpu | None") -> None:
-    """Print the number of parameters and the predicted memory, which both need the size of the vocabulary.
-
-    Raises ConfigError if the recipe does not fit the GPU.
-    """
+    """Print the number of parameters and the predicted memory; refuse a recipe that does not fit the GPU."""
     from sft.estimate.memory import describe
     from sft.layers import kinds
     from sft.layers.flops import describe_parameters, num_parameters
@@ -187,17 +190,6 @@ def _check_fit(recipe: "Recipe", layout: "Layout", rows: int, trained: "Trained"
     )
     if paragraph := problem(task, layout):
         raise ConfigError(paragraph)
-
-
-def _print_weights(recipe: "Recipe", tokenizer_size: int) -> None:
-    """Print the weights that the run loads, and refuse those that it could not load."""
-    from sft.parallel.layout import vocab_rows
-    from sft.recipe.start import check_weights
-    from sft.weights.trained import trained_weights
-
-    rows = vocab_rows(recipe.config.model, tokenizer_size)
-    for name, lines in check_weights(recipe.config, trained_weights(recipe.config, rows), rows).items():
-        print_group(name, lines)
 
 
 def _print_serving(recipe: "Recipe", tokenizer: "ChatTokenizer") -> None:

@@ -6,15 +6,12 @@ import sys
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sft.commands.arguments import read_recipe, recipe_command
 from sft.commands.output import need_matplotlib, picture_file, print_group, progress, show
 from sft.console import size
 from sft.errors import ConfigError
-
-if TYPE_CHECKING:
-    from sft.parallel.layout import Layout
 
 
 def add(commands: Any) -> None:
@@ -69,7 +66,7 @@ def prepare(arguments: Namespace) -> None:
 
 
 def inspect(arguments: Namespace) -> None:
-    from sft.recipe.needs import check_paths, read_tokenizer
+    from sft.recipe.needs import check_paths
 
     picture: Path | None = arguments.png
     recipe = read_recipe(arguments)
@@ -81,9 +78,10 @@ def inspect(arguments: Namespace) -> None:
 
     from sft.data.inspect.report import survey_lines
     from sft.data.inspect.survey import take_survey
+    from sft.recipe.tokenizer import tokenizer_of
 
     data, cache_dir, console = recipe.config.data, Path(recipe.config.cache_dir), progress()
-    survey = take_survey(recipe.path, data, read_tokenizer(recipe), cache_dir, arguments.samples, console)
+    survey = take_survey(recipe.path, data, tokenizer_of(recipe.config), cache_dir, arguments.samples, console)
     if picture is not None:
         from sft.data.inspect.picture import draw
 
@@ -110,7 +108,8 @@ def plan(arguments: Namespace) -> int:
     from sft.data.cache.prepare import prepare_train
     from sft.data.inspect.forecast import forecast, write_run
     from sft.recipe.layout import resolve_layout
-    from sft.recipe.needs import check_paths, read_tokenizer
+    from sft.recipe.needs import check_paths
+    from sft.recipe.tokenizer import tokenizer_of
 
     if arguments.recipe is None:
         arguments.parser.error("a RECIPE is missing")
@@ -119,8 +118,12 @@ def plan(arguments: Namespace) -> int:
     check_paths(recipe)
     if arguments.png is not None:
         _check_picture(arguments.png)
-        _check_dynamic_cp(layout)
-    corpus = prepare_train(recipe.config, read_tokenizer(recipe), progress())
+        if not layout.cp_sizes:
+            raise ConfigError(
+                f"--png draws packs of several CP sizes, but all packs of this run are on {layout.cp} "
+                f"rank{'s' * (layout.cp > 1)}.  Give parallel.dynamic_cp=true, with parallel.cp above 1."
+            )
+    corpus = prepare_train(recipe.config, tokenizer_of(recipe.config), progress())
     for name, lines in forecast(recipe.config, layout, corpus).items():
         print_group(name, lines)
     if arguments.write is not None:
@@ -139,12 +142,3 @@ def _check_picture(path: Path) -> None:
     if path.suffix != ".png":
         raise ConfigError(f"--png {path} does not end in .png.  The picture is written as PNG.")
     need_matplotlib("--png")
-
-
-def _check_dynamic_cp(layout: "Layout") -> None:
-    """Raise ConfigError if all packs of the run are on as many ranks."""
-    if not layout.cp_sizes:
-        raise ConfigError(
-            f"--png draws packs of several CP sizes, but all packs of this run are on {layout.cp} "
-            f"rank{'s' * (layout.cp > 1)}.  Give parallel.dynamic_cp=true, with parallel.cp above 1."
-        )

@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
 def evaluate(arguments: Namespace) -> None:
     """Run `sft eval`.  Each process of torchrun calls this function."""
     from sft.recipe.layout import launched_world_size, resolve_layout
-    from sft.recipe.needs import check_paths, download_weights, read_tokenizer
+    from sft.recipe.needs import check_paths, download_weights
 
     recipe = read_recipe(arguments)
     if not recipe.config.data.eval_sets:
@@ -39,8 +39,9 @@ def evaluate(arguments: Namespace) -> None:
         raise ConfigError(f"--json {file} cannot be written: it is a folder, or its folder does not exist.")
     if os.environ.get("RANK", "0") == "0":  # the other ranks wait for this rank when they join the process group
         from sft.data.cache.prepare import prepare_held_out
+        from sft.recipe.tokenizer import tokenizer_of
 
-        prepare_held_out(recipe.config, read_tokenizer(recipe), progress())
+        prepare_held_out(recipe.config, tokenizer_of(recipe.config), progress())
 
     source: str | None = arguments.source
     if source is None:

@@ -1,21 +1,20 @@
 """`sft plan`: searches the layouts of a recipe or a model, and says which is the fastest that fits, and why."""
 
 import json
+import os
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sft.commands.output import need_matplotlib, picture_file, print_group, progress
 from sft.errors import ConfigError
 from sft.estimate.gpus import HOST_GIB
 
-if TYPE_CHECKING:
-    from sft.planner.report import Report
-
 _TOP = 5
+# Options that --calibrate does not read.
+_OF_PLANS = "model gpus seq_length lengths global_batch_size tokens_per_step tokens write picture".split()
 
 
 def add(commands: Any) -> None:
@@ -52,9 +51,7 @@ def add(commands: Any) -> None:
 def plan(arguments: Namespace) -> int:
     """Run `sft plan`.  Returns 2 if nothing fits on the last number of GPUs, else 0."""
     if arguments.calibrate:
-        from sft.commands.calibrate import calibrate
-
-        return calibrate(arguments)
+        return _calibrate(arguments)
     counts = _counts(arguments)
     _check_outputs(arguments, counts)
 
@@ -71,7 +68,11 @@ def plan(arguments: Namespace) -> int:
             for name, lines in report.lines(datetime.now()).items():
                 print_group(name, lines)
     if arguments.picture is not None:
-        _draw(reports, arguments.picture)
+        from sft.planner.picture import draw
+
+        with picture_file("--picture", arguments.picture) as temporary:
+            draw(reports, temporary)
+        progress().say(f"picture {arguments.picture}")
     if arguments.write is not None and reports[0].proposals:
         result.write(arguments.write)
         progress().say(f"recipe {arguments.write}; `sft check {arguments.write}` shows what it does")
@@ -98,9 +99,22 @@ def _check_outputs(arguments: Namespace, counts: list[int]) -> None:
         need_matplotlib("--picture")
 
 
-def _draw(reports: "Sequence[Report]", file: Path) -> None:
-    from sft.planner.picture import draw
+def _calibrate(arguments: Namespace) -> int:
+    """Run `sft plan --calibrate`.  Under torchrun every rank measures, and rank 0 writes and prints."""
+    named = [f"--{name.replace('_', '-')}" for name in _OF_PLANS if getattr(arguments, name) is not None]
+    if named or arguments.overrides:
+        raise ConfigError(
+            "--calibrate measures this device for all models, and does not read "
+            f"{', '.join([*named, *arguments.overrides])}.  Run sft plan --calibrate first, and then plan."
+        )
 
-    with picture_file("--picture", file) as temporary:
-        draw(reports, temporary)
-    progress().say(f"picture {file}")
+    from sft.calibration.session import calibrate
+    from sft.estimate.constants import path_of, write
+    from sft.mcore.device import choose
+
+    calibration = calibrate(choose("auto"))
+    if os.environ.get("RANK", "0") == "0":
+        path = path_of(calibration.constants.gpu)
+        write(calibration.constants, path)
+        print_group("measured", [*calibration.describe(), f"kept in {path}"])
+    return 0

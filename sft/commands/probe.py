@@ -1,10 +1,12 @@
 """`sft probe leak | parity | data`: answers a question about a recipe, its data and its weights."""
 
+import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 from sft.commands.arguments import read_recipe, recipe_command
+from sft.errors import ConfigError
 
 
 def add(commands: Any) -> None:
@@ -45,6 +47,26 @@ def probe(arguments: Namespace) -> int:
 
     environment.prepare(recipe.config, layout)  # before the next import, which may start CUDA
 
-    from sft.probe.answer import answer
+    from sft.parallel.layout import Layout
+    from sft.probe import data, leak, parity, report
+    from sft.recipe.load import load_recipe
+    from sft.run.signals import leave_with_parent
 
-    return answer(arguments, recipe, layout)
+    step, document = arguments.step, getattr(arguments, "document", None)
+    if step < 1 or (document or 0) < 0:
+        raise ConfigError(f"--step {step} counts from 1, and --document {document} from 0.  Give other numbers.")
+    report.check_path(arguments.json)
+    leave_with_parent()
+    if arguments.probe == "leak":
+        result = leak.run(recipe, layout, step=step, document=document)
+    elif arguments.probe == "data":
+        result = data.run(recipe, layout, step=step, full=arguments.full)
+    else:
+        against = load_recipe(recipe.path, [*arguments.overrides, *overrides_of(arguments.against)])
+        result = parity.run(recipe, layout, against, Layout.resolve(against.config, layout.world_size), step=step)
+    return report.publish(result, arguments.json)
+
+
+def overrides_of(against: str) -> list[str]:
+    """ "parallel.cp=1,data.train=[a, b]" -> ["parallel.cp=1", "data.train=[a, b]"]"""
+    return re.split(r",(?=\s*[a-z_]+(?:\.\w+)+=)", against)

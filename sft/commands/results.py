@@ -3,6 +3,7 @@
 import argparse
 import math
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ def add(commands: Any) -> None:
     compare_ = commands.add_parser("compare", help="find the first step at which two runs differ (exit code 1)")
     for name in ("a", "b"):
         compare_.add_argument(name, type=Path, metavar=name.upper(), help="run folder, or its metrics.jsonl")
-    compare_.add_argument("--rtol", type=_tolerance, default=1e-6, help="relative tolerance of floats (1e-6)")
-    compare_.add_argument("--atol", type=_tolerance, default=0.0, help="absolute tolerance of floats (0)")
+    compare_.add_argument("--rtol", type=_number, default=1e-6, help="relative tolerance of floats (1e-6)")
+    compare_.add_argument("--atol", type=_number, default=0.0, help="absolute tolerance of floats (0)")
     compare_.add_argument("--all", action="store_true", help="also compare metrics of time and memory")
     about = "ignore metrics and steps that only one run has"
     compare_.add_argument("--ignore-missing", action="store_true", help=about)
@@ -28,7 +29,7 @@ def add(commands: Any) -> None:
     about = "picture to write, .png, .svg or .pdf; default: plot.png in the folder of the first run"
     plot_.add_argument("--out", metavar="FILE", type=Path, help=about)
     about = "token accuracy of a guess, from 0 to 1; drawn as a line where held-out token accuracy is drawn"
-    plot_.add_argument("--chance", metavar="SHARE", type=_share, help=about)
+    plot_.add_argument("--chance", metavar="SHARE", type=partial(_number, most=1), help=about)
     plot_.set_defaults(action=plot, parser=plot_)
 
 
@@ -59,21 +60,12 @@ def plot(arguments: Namespace) -> None:
     show(str(out))
 
 
-def _tolerance(text: str) -> float:
+def _number(text: str, most: float = math.inf) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not value >= 0:
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
-    return value
-
-
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, got {text!r}")
+    if not 0 <= value <= most:
+        bounds = "of at least 0" if most == math.inf else f"from 0 to {most:g}"
+        raise argparse.ArgumentTypeError(f"must be a number {bounds}, got {text!r}")
     return value

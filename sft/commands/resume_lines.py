@@ -1,7 +1,6 @@
 """The lines of `sft check` and `sft status` about the checkpoint from which a run would continue."""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,47 +9,42 @@ from sft.checkpoint.continuation import Continuation
 from sft.checkpoint.train_state import BASE, Conditions, recipe_values
 from sft.config import Config
 from sft.data.packing import plan_files
-from sft.parallel.layout import Layout, vocab_rows
+from sft.parallel.layout import Layout
 from sft.recipe.resolved import Recipe
 
 if TYPE_CHECKING:
     from sft.data.cache.corpus import Corpus
     from sft.data.loader import Loader
 
-
-@dataclass(frozen=True, kw_only=True)
-class ResumeLines:
-    lines: list[str]
-    warnings: list[str]
+Lines = tuple[list[str], list[str]]  # about the resume, and warnings
 
 
-def with_data(recipe: Recipe, layout: Layout, corpus: "Corpus", loader: "Loader", tokenizer_size: int) -> ResumeLines:
+def with_data(recipe: Recipe, layout: Layout, corpus: "Corpus", loader: "Loader", rows: int) -> Lines:
     """Compares everything but base weights that were never hashed.
 
+    rows: of the embedding, without padding
     Raises the error that training would raise: ConfigError or CheckpointError.
     """
-    from sft.recipe.start import check_shapes, check_trained
+    from sft.recipe.start import check_resumed
 
     config = recipe.config
     base, not_compared = _base(config)
     conditions = Conditions.of(config, layout, plan_files.follows_from(config, corpus), base)
     resumed = continuation.check(config, Path(config.run.dir) / "checkpoints", conditions, not_compared)
     if resumed is not None:
-        rows = vocab_rows(config.model, tokenizer_size)
-        check_shapes(config, resumed, rows)
-        check_trained(config, resumed, rows)
+        check_resumed(config, resumed, rows)
     steps_of = loader.plans.total_steps
     num_steps = config.train.num_steps or steps_of(config.train.num_epochs or 1)
     return _lines(config, resumed, num_steps, steps_of, not_compared)
 
 
-def without_data(recipe: Recipe, layout: Layout) -> ResumeLines:
+def without_data(recipe: Recipe, layout: Layout) -> Lines:
     """Compares what needs no data, with those files of the run that are on this machine."""
     config, folder = recipe.config, Path(recipe.config.run.dir) / "checkpoints"
     resume = config.checkpoint.resume
     is_named = resume not in resume_setting.WORDS and Path(resume).exists()
     if not folders.candidates(folder) and not is_named:
-        return ResumeLines(lines=["not compared: this machine has no checkpoint of the run (--no-data)"], warnings=[])
+        return ["not compared: this machine has no checkpoint of the run (--no-data)"], []
     base, not_compared = _base(config)
     not_compared |= {*plan_files.READ}
     conditions = Conditions.of(config, layout, plan_files.settings(config), base)
@@ -88,15 +82,15 @@ def _lines(
     num_steps: int | None,
     steps_of: Callable[[int], int] | None,
     not_compared: Collection[str],
-) -> ResumeLines:
+) -> Lines:
     """steps_of: the steps of a number of epochs; None if the data are not read"""
     lines, warnings = continuation.lines(resumed, num_steps), []
     if resumed is None:
-        return ResumeLines(lines=lines, warnings=[])
+        return lines, []
     if BASE in not_compared:
         lines.append("base weights not compared: they were not hashed on this machine")
     if not {*plan_files.READ}.isdisjoint(not_compared):
         lines.append("data not compared (--no-data)")
     if num_steps is not None and (warning := continuation.jump(resumed, config, num_steps, steps_of)):
         warnings.append(warning)
-    return ResumeLines(lines=lines, warnings=warnings)
+    return lines, warnings

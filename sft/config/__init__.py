@@ -63,7 +63,7 @@ class Config(Section):
     @property
     def auto_is_portable(self) -> str | None:
         """Why attention.backend = auto is portable, also where Transformer Engine could run; None: no reason."""
-        if self.attention.is_auto and self.model.latent_attention.is_used:
+        if self.attention.backend == "auto" and self.model.latent_attention.is_used:
             return "it saves and sends keys and values of all heads, not latents; attention.backend=te uses it"
         return None
 
@@ -81,7 +81,7 @@ class Config(Section):
     def shares_latents(self) -> bool:
         """Whether layers with latent attention save latents, send them over cp, and expand them again in backward."""
         latent, heads = self.model.latent_attention, self.model.num_attention_heads // self.parallel.tp
-        return latent.is_used and self.attention.may_share_latents and latent.sends_latent(heads)
+        return latent.is_used and self.attention.may_be_portable and latent.sends_latent(heads)
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         steps, warmup = self.train.num_steps, self.optim.warmup_steps
@@ -106,7 +106,7 @@ class Config(Section):
                 "needs run.precision = bf16 and parallel.distributed_optimizer = true, because otherwise "
                 "megatron-core's hybrid optimizer does not update all weights; set both, or offload_fraction = 0"
             )
-        if no_cuda and self.attention.needs_cuda:
+        if no_cuda and not self.attention.may_be_portable:
             yield "attention.backend", "needs CUDA, and run.device is cpu; use portable or auto"
         if self.attention.delta_rule == "fla" and no_cuda:
             yield "attention.delta_rule", "= fla needs CUDA, and run.device is cpu; use torch or auto"
@@ -127,17 +127,17 @@ class Config(Section):
         if fp8 and self.run.precision == "fp32":
             yield "run.fp8", "needs run.precision = bf16, but run.precision is fp32; use bf16"
         special = self.model.portable_only
-        if special and not self.attention.may_have_all_layers:
+        if special and not self.attention.may_be_portable:
             yield "attention.backend", f"= {self.attention.backend} does not have {special}; use portable or auto"
         elif special and fp8:
             yield "run.fp8", f"needs Transformer Engine, which does not have {special} here; use null"
-        elif not self.attention.may_share_latents and self._latents_without_kernel:
+        elif not self.attention.may_be_portable and self._latents_without_kernel:
             yield "attention.backend", f"= {self.attention.backend} {self._latents_without_kernel}"
         elif fp8 and self.auto_is_portable:
             yield "run.fp8", "needs Transformer Engine, and with latent attention auto is portable; use backend te"
         yield from self._conflicts_of_lora()
         yield from self._conflicts_of_mtp()
-        if fp8 and not self.attention.may_have_fp8:
+        if fp8 and self.attention.backend == "portable":
             why = "needs Transformer Engine, but attention.backend is portable; use te or auto, or run.fp8 = null"
             yield "run.fp8", why
 

@@ -17,14 +17,13 @@ _NAMES = {
     "model.tie_embeddings": "tie_word_embeddings",
     "data.train": "datasets dataset_name dataset_path data_path data_files train_file train_files train_data"
     " dataset_root dataset_train_split dataset_text_field dataset_dir mix_strategy interleave_probs",
-    "data.eval": "eval_dataset eval_file eval_files validation_file test_datasets valid_data_path"
-    " dataset_test_split",
+    "data.eval": "eval_dataset eval_file eval_files validation_file test_datasets valid_data_path dataset_test_split",
     "data.tokenizer": "tokenizer_name tokenizer_path tokenizer_model tokenizer_name_or_path tokenizer_config",
     "data.seq_length": "max_length max_seq_length max_seq_len sequence_len cutoff_len model_max_length"
     " packed_sequence_size",
-    "data.cache_dir": "dataset_prepared_path data_cache_path" " tokenized_path",
+    "data.cache_dir": "dataset_prepared_path data_cache_path tokenized_path",
     "data.num_workers": "dataset_num_proc preprocessing_num_workers dataset_processes",
-    "data.over_long": "truncation excess_length_strategy overflow_strategy" " truncation_mode",
+    "data.over_long": "truncation excess_length_strategy overflow_strategy truncation_mode",
     "data.pad_to_seq_length": "pad_to_sequence_len pad_to_max_length",
     "data.supervise": "train_on_inputs assistant_only_loss completion_only_loss train_on_prompt roles_to_train"
     " mask_history",
@@ -37,15 +36,14 @@ _NAMES = {
     "parallel.virtual_stages": "virtual_pipeline_model_parallel_size",
     "parallel.distributed_optimizer": "use_distributed_optimizer",
     "parallel.overlap": "overlap_grad_reduce",
-    "parallel.cp_comm": "cp_comm_type" " ring_attn_func heads_k_stride",
+    "parallel.cp_comm": "cp_comm_type ring_attn_func heads_k_stride",
     "attention.backend": "attn_implementation flash_attention flash_attn use_flash_attn sdp_attention"
     " attention_backend",
     "train.num_steps": "max_steps train_iters max_train_steps num_train_steps",
     "train.num_epochs": "num_train_epochs max_epochs",
     "train.global_batch_size": "train_batch_size",
     "train.recompute": "gradient_checkpointing activation_checkpointing enable_activation_checkpointing"
-    " recompute_granularity recompute_activations"
-    " recompute_modules recompute_method disable_gradient_checkpointing",
+    " recompute_granularity recompute_activations recompute_modules recompute_method disable_gradient_checkpointing",
     "train.offload_fraction": "activation_offloading enable_activation_offloading cpu_offload activation_offload"
     " fine_grained_activation_offloading",
     "train.eval_every": "eval_steps eval_interval evals_per_epoch eval_strategy evaluation_strategy",
@@ -61,7 +59,7 @@ _NAMES = {
     "optim.epsilon": "adam_eps adam_epsilon",
     "optim.clip_grad": "max_grad_norm gradient_clipping gradient_clip_val grad_clip",
     "optim.offload_fraction": "optimizer_cpu_offload optimizer_offload_fraction offload_optimizer",
-    "lora.rank": "r lora_r lora_rank" " dim",
+    "lora.rank": "r lora_r lora_rank dim",
     "lora.alpha": "lora_alpha",
     "lora.dropout": "lora_dropout",
     "lora.targets": "target_modules lora_target lora_target_modules lora_target_linear lora_attn_modules"
@@ -73,7 +71,7 @@ _NAMES = {
     "lora.export": "merge_lora",
     "checkpoint.resume": "resume_from_checkpoint resume_from auto_resume_from_checkpoints",
     "checkpoint.save_every": "save_steps save_interval saves_per_epoch save_strategy",
-    "checkpoint.keep_last": "save_total_limit" " most_recent_k",
+    "checkpoint.keep_last": "save_total_limit most_recent_k",
     "checkpoint.keep_best": "load_best_model_at_end metric_for_best_model save_best",
     "checkpoint.async_save": "use_async_save",
     "log.every": "logging_steps log_interval log_every_n_steps",
@@ -124,15 +122,13 @@ _REASONS = {
     "A microbatch is one pack, in evaluations, too": "eval_batch_size per_device_eval_batch_size eval_micro_batch_size"
     " eval_iters",
     "dp has no key, because it follows from the number of processes: world_size / (tp * cp * pp)": "dp dp_size"
-    " data_parallel_size"
-    " data_parallel_degree num_gpus world_size",
+    " data_parallel_size data_parallel_degree num_gpus world_size",
     "Optimizer states are sharded by parallel.distributed_optimizer, and weights by parallel.tp, parallel.pp and "
     "parallel.ep; DeepSpeed and FSDP are not used": "deepspeed ds_config zero_stage zero_optimization fsdp fsdp_config"
-    " fsdp2 fsdp_version accelerate data_parallel_shard_degree"
-    " dp_shard_size dp_replicate_size",
+    " fsdp2 fsdp_version accelerate data_parallel_shard_degree dp_shard_size dp_replicate_size",
     "Samples are always packed, and no document of a pack reads another document": "packing sample_packing"
-    " multipack_real_batches eval_sample_packing neat_packing pack packed"
-    " enable_offline_packing packing_strategy padding_free eval_packing",
+    " multipack_real_batches eval_sample_packing neat_packing pack packed enable_offline_packing packing_strategy"
+    " padding_free eval_packing",
     "Evaluation needs files of its own: data.eval=FILE": "val_set_size val_size eval_split test_size",
     "Special tokens come from the folder of the tokenizer": "special_tokens added_tokens tokens pad_token",
     "An export is a folder on disk, which `hf upload` uploads": "push_to_hub hub_model_id hub_strategy hub_token",
@@ -141,17 +137,14 @@ _REASONS = {
     "The code of a model is never downloaded": "trust_remote_code",
     "Training uses supervised tokens only: no rewards and no preferences": "rl dpo grpo reward_model beta_dpo",
     "Experts always run as grouped GEMMs and all-to-all, with parallel.ep ranks; "
-    "parallel.ep_comm says how": "moe_token_dispatcher_type"
-    " moe_grouped_gemm",
+    "parallel.ep_comm says how": "moe_token_dispatcher_type moe_grouped_gemm",
     "All rows of a file are used; a shorter file, or the weight of a source in data.train, "
-    "takes fewer": "max_train_samples"
-    " max_samples",
+    "takes fewer": "max_train_samples max_samples",
     "Data are tokenised before the run and mapped into memory, so they are not streamed": "streaming dataset_streaming",
     "Learning rates decay until the last step of the run": "lr_decay_iters lr_decay_steps lr_decay_samples",
     "Linear, cosine and other shapes are optim.schedule, and all parameters have one rate": "lr_scheduler_kwargs",
     "Training minimises the cross-entropy of supervised tokens; loss.reduction and "
-    "loss.denominator weigh them": "loss_type"
-    " use_dft_loss",
+    "loss.denominator weigh them": "loss_type use_dft_loss",
     "Embeddings get no noise": "neftune_noise_alpha",
     "Models are not compiled by torch.compile": "torch_compile torch_compile_backend",
     "Towers of images are never trained; their tensors are passed through": "freeze_vision_tower"

@@ -16,7 +16,7 @@ class FullAttentionConfig(Section):
 
     @property
     def is_used(self) -> bool:
-        return self != FullAttentionConfig()
+        return bool(self.changed)
 
     @property
     def projects_values(self) -> bool:
@@ -31,10 +31,9 @@ class FullAttentionConfig(Section):
         """model: the ModelConfig that this section belongs to"""
         if not self.is_used:
             return
-        first = next(name for name in type(self).model_fields if getattr(self, name) is not None)
-        kinds = {model.kind_of(number + 1) for number in range(model.num_layers)}
-        if not {"full attention", "window attention"} <= kinds:
-            yield f"full_attention.{first}", "needs layers of both kinds: set sliding_window and sliding_window_layers"
+        if not {"full attention", "window attention"} <= model.kinds:
+            why = "needs layers of both kinds: set sliding_window and sliding_window_layers"
+            yield f"full_attention.{self.changed[0]}", why
         for name, is_used in {
             "latent_attention.kv_lora_rank": model.latent_attention.is_used,
             "qk_norm_across_heads": model.qk_norm_across_heads,

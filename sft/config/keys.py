@@ -102,16 +102,21 @@ def is_reported(key: str) -> bool:
 
 def takes_list(key: str) -> bool:
     """Whether the key holds a list.  A single value then means a list with this value."""
-    info = leaves().get(in_schema(key))
-    kinds = [kind for kind, _ in _alternatives(info.annotation)] if info else []
+    kinds = _kinds(key)
     return bool(kinds) and get_origin(kinds[0]) is list
+
+
+def _kinds(key: str) -> list[Any]:
+    """The types of the values that a key accepts, without their bounds: [int, NoneType]"""
+    info = leaves().get(in_schema(key))
+    return [kind for kind, _ in _alternatives(info.annotation)] if info else []
 
 
 def expected(key: str) -> str:
     """The values that a key accepts: `a whole number of at least 1 or null`, `one of auto, cuda, cpu`."""
     info = leaves().get(in_schema(key))
     if info is None:
-        return in_words(ALLOWED[max(ALLOWED)][key.rpartition(".")[2]])
+        return in_words(ALLOWED[key.rpartition(".")[2]])
     kinds = _alternatives(info.annotation, info.metadata)
     words = [_in_words(kind, bounds, alone=takes_list(key)) for kind, bounds in kinds]
     return (", or " if words[0].endswith(", not empty") else " or ").join(words)
@@ -199,7 +204,7 @@ def _elsewhere(key: str) -> str:
 def keys_of(group: str) -> str:
     """`Keys of attention: backend.`  If there is no such group, the keys of the whole recipe."""
     if group == OPEN:
-        return f"Keys of {OPEN}: {', '.join(ALLOWED[max(ALLOWED)])}."
+        return f"Keys of {OPEN}: {', '.join(ALLOWED)}."
     if group in sections() or is_source(group):
         fields = SourceConfig.model_fields if is_source(group) else sections()[group].model_fields
         return f"Keys of {group}: {', '.join(fields)}."
@@ -231,8 +236,7 @@ def nearest(key: str) -> str | None:
 
 def hint(key: str, value: Any) -> str:
     """Advice about a wrong `value`, such as `  Write 50000.`; empty if there is none."""
-    info = leaves().get(in_schema(key))
-    kinds = [kind for kind, _ in _alternatives(info.annotation)] if info else []
+    kinds = _kinds(key)
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     if isinstance(value, float) and int in kinds and value.is_integer():
         return f"  Write {int(value)}."

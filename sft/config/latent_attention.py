@@ -70,9 +70,7 @@ class LatentAttentionConfig(MixerSection):
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         if not self.is_used:
-            changed = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
-            for name in changed:
-                yield name, "has no effect without model.latent_attention.kv_lora_rank"
+            yield from ((name, "has no effect without model.latent_attention.kv_lora_rank") for name in self.changed)
         elif self.qk_rope_head_dim % 2:
             yield "qk_rope_head_dim", "must be even, because rotary positions rotate pairs of numbers"
 

@@ -25,9 +25,7 @@ class LinearAttentionConfig(MixerSection):
     def conflicts(self) -> Iterator[tuple[str, str]]:
         keys, values = self.num_key_heads, self.num_value_heads
         if not self.layers:
-            changed = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
-            for name in changed:
-                yield name, "has no effect without model.linear_attention.layers"
+            yield from ((name, "has no effect without model.linear_attention.layers") for name in self.changed)
             return
         if self.layers != sorted(set(self.layers)):
             yield "layers", "must be in increasing order, each layer once"
@@ -44,7 +42,7 @@ class LinearAttentionConfig(MixerSection):
         if both:
             named = ", ".join(map(str, both))
             yield "sliding_window_layers", f"names layers that linear_attention.layers names, too: {named}"
-        elif self.layers and model.sliding_window is not None and not model.num_window_layers:
+        elif self.layers and model.sliding_window is not None and "window attention" not in model.kinds:
             yield "sliding_window", "has no effect: linear_attention.layers names all layers; use null"
 
     @property

@@ -50,9 +50,8 @@ class LoraConfig(Section):
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        changed = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
-        if self.rank is None and changed:  # a recipe may hold the defaults, as the recipe.yaml of a run does
-            yield "rank", f"trains without adapters, but lora.{changed[0]} is set; set lora.rank, for example 16"
+        if self.rank is None and self.changed:  # a recipe may hold the defaults, as the recipe.yaml of a run does
+            yield "rank", f"trains without adapters, but lora.{self.changed[0]} is set; set lora.rank, for example 16"
         if self.dropout != 0.0:
             yield "dropout", (
                 "is not supported: the random mask of a token would depend on the layout, and so "

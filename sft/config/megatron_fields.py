@@ -5,7 +5,6 @@ tests/ranks/test_megatron_fields.py compares them with the installed core, and t
 """
 
 import importlib.metadata
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -20,7 +19,7 @@ class Allowed:
 REDUCED_MATMUL = "disable_bf16_reduced_precision_matmul"
 PERMUTE_FUSION = "moe_permute_fusion"
 # Both choose kernels of a GPU.  On a CPU the test shows that core, and torch, have the value, and that no loss changes.
-_IN_BOTH = {
+ALLOWED = {
     REDUCED_MATMUL: Allowed(
         values=(True, False),
         meaning="true: cuBLAS adds the partial sums of a bf16 matrix product in fp32.  Only a GPU shows it.",
@@ -30,10 +29,9 @@ _IN_BOTH = {
         meaning="false: plain torch sorts tokens by expert, not a kernel of Transformer Engine.  Only a GPU shows it.",
     ),
 }
-# By version of core: the fields with which a test trained a step.
-ALLOWED: dict[str, Mapping[str, Allowed]] = {"0.16": _IN_BOTH, "0.19": _IN_BOTH}
+VERSIONS = ("0.16", "0.19")  # of core, with which a test trained a step with each field of ALLOWED
 
-# Our key, and the fields that it sets or takes the role of.
+# Our key, and the fields that it sets or takes the role of.  A field of only one version ends in @ and the version.
 _OWN_KEYS = {
     "run.device": "use_cpu_initialization",
     "run.precision": "autocast_dtype bf16 enable_autocast fp16 params_dtype pipeline_dtype",
@@ -100,106 +98,90 @@ _OWN_KEYS = {
     "loss.impl": "cross_entropy_fusion_impl cross_entropy_loss_fusion",
     "train.recompute": "moe_layer_recompute recompute_granularity recompute_method recompute_modules"
     " recompute_num_layers",
-    "train.mlp_tile": "mlp_chunks_for_training",
-    "train.offload_fraction": "activation_offload_fraction cpu_offloading cpu_offloading_activations"
-    " cpu_offloading_double_buffering cpu_offloading_num_layers cpu_offloading_retain_pinned_cpu_buffers"
-    " cpu_offloading_weights fine_grained_activation_offloading fine_grained_offloading_max_inflight_offloads"
+    "train.mlp_tile": "mlp_chunks_for_training@0.19",
+    "train.offload_fraction": "activation_offload_fraction@0.19 cpu_offloading cpu_offloading_activations"
+    " cpu_offloading_double_buffering cpu_offloading_num_layers cpu_offloading_retain_pinned_cpu_buffers@0.19"
+    " cpu_offloading_weights fine_grained_activation_offloading fine_grained_offloading_max_inflight_offloads@0.19"
     " min_offloaded_tensor_size offload_modules",
     "train.mtp": "mtp_num_layers",
     "train.mtp_loss_weight": "mtp_loss_scaling_factor",
 }
-
-# What the trainer decides itself, for every recipe or from several keys.
-_DECIDED = """
-    attention_dropout batch_p2p_comm batch_p2p_sync bias_activation_fusion bias_dropout_fusion calculate_per_token_loss
-    deallocate_pipeline_outputs finalize_model_grads_func grad_scale_func grad_sync_func gradient_accumulation_fusion
-    hetereogenous_dist_checkpoint hidden_dropout masked_softmax_fusion moe_router_dtype no_sync_func normalization
-    overlap_p2p_comm persist_layer_norm variable_seq_lengths
-"""
-
-# What only parts of core read that this trainer does not use: inference, other kinds of layers, core's own router.
-_UNUSED = """
-    dsa_indexer_head_dim dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 dsa_indexer_loss_coeff dsa_indexer_n_heads
-    dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_skip_topk_offset
-    dsa_indexer_topk dsa_indexer_topk_freq dsa_indexer_use_sparse_loss dsa_kernel_backend inference_cuda_graph_scope
-    inference_disable_triton_nvls_kernels inference_grouped_gemm_backend inference_moe_disable_fused_quant_kernels
-    inference_moe_token_dispatcher_type inference_sampling_seed is_hybrid_model mamba_head_dim mamba_num_groups
-    mamba_num_heads mamba_state_dim mamba_training_ssm_states_dtype moe_input_jitter_eps
-    moe_pad_experts_for_cuda_graph_inference moe_per_layer_logging moe_router_force_biased
-    moe_router_force_load_balancing moe_router_fusion moe_router_quantile_balancing_ema moe_router_topk_limited_devices
-    moe_token_drop_policy mrope_section nccl_all_reduce_for_prefill symmetric_ar_type use_mamba_mem_eff_path
-"""
-
-# Fields that some path of core reads, or may read on a GPU, and with which no test trained a step.
-_UNPROVEN = """
-    _cpu_offloading_context account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
-    activation_func_fp8_input_store apply_query_key_layer_scaling apply_residual_connection_post_layernorm
-    async_tensor_model_parallel_allreduce attention_softmax_in_fp32 barrier_with_L1_time batch_invariant_mode
-    clone_scatter_output_in_embedding config_logger_dir cuda_graph_impl cuda_graph_modules
-    cuda_graph_retain_backward_graph cuda_graph_scope cuda_graph_use_single_mempool cuda_graph_warmup_steps
-    defer_embedding_wgrad_compute delay_offload_until_cuda_graph delay_wgrad_compute delta_offload_bytes_across_pp_ranks
-    disable_parameter_transpose_cache distribute_saved_activations enable_cuda_graph
-    ep_overlap_early_attn_memory_release experimental_attention_variant_loss_scale_func expert_gtp_weight_remat_size
-    expert_tensor_parallel_num_weight_shards external_cuda_graph first_last_layers_bf16 flash_attention_version
-    flash_decode fp32_residual_connection fp4 fp4_param fp4_quantizer_factory fp4_recipe fp8_interval fp8_output_proj
-    fp8_quantizer_factory fp8_wgrad fused_residual_rmsnorm fused_single_qkv_rope gtp_weight_remat_size
-    heterogeneous_block_specs high_priority_a2a_comm_stream inference_fuse_tp_communication inference_rng_tracker
-    init_model_with_meta_device kitchen_attention_backend log_max_attention_logit memory_efficient_layer_norm
-    microbatch_group_size_per_vp_stage mlp_chunks_for_prefill moe_apply_probs_on_input moe_deepep_num_sms
-    moe_enable_routing_replay moe_expert_rank_capacity_factor moe_extended_tp moe_flex_dispatcher_num_sms
-    moe_grad_scale_func moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms
-    moe_hybridep_num_sms_preprocessing moe_hybridep_pad_uneven_dispatch_inputs moe_latent_size
-    moe_mlp_glu_interleave_size moe_ncclep_static_shape moe_ncclep_zero_copy moe_pad_expert_input_to_capacity
-    moe_paged_stash moe_paged_stash_buffer_size_factor_cpu moe_paged_stash_buffer_size_factor_cuda
-    moe_paged_stash_page_size moe_permute_fusion_into_hybridep moe_router_padding_for_fp8
-    moe_router_padding_for_quantization moe_shared_expert_glu_interleave_size moe_shared_expert_overlap
-    moe_single_grouped_bias moe_single_grouped_weight moe_use_legacy_grouped_gemm mtp_detach_heads mtp_grad_scale_func
-    mtp_hybrid_override_pattern mtp_standalone mtp_use_repeated_layer mup_attn_scale_power mup_base_head_dim
-    mup_base_hidden_size mup_embedding_mult mup_output_mult mup_width_mult num_layers_at_end_in_bf16
-    num_layers_at_start_in_bf16 num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
-    num_microbatches_with_partial_activation_checkpoints overlap_dispatch_backward_with_experts_wgrad
-    overlap_moe_expert_parallel_comm overlap_p2p_comm_warmup_flush param_sync_func pipeline_model_parallel_comm_backend
-    pipeline_model_parallel_layout qk_clip qk_clip_alpha qk_clip_threshold qk_l2_norm quant_recipe
-    tensor_parallel_num_weight_shards test_mode timers tp_comm_atomic_ag tp_comm_atomic_rs tp_comm_bootstrap_backend
-    tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_overlap tp_comm_overlap_ag tp_comm_overlap_disable_fc1
-    tp_comm_overlap_disable_qkv tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_split_rs
-    tp_only_amax_red use_grouped_gemm_for_dense_mlp use_grouped_gemm_for_shared_expert use_inference_optimized_layers
-    use_kitchen use_kitchen_attention use_mup use_ring_exchange_p2p use_te_rng_tracker use_transformer_engine_op_fuser
-    wgrad_deferral_limit
-"""
-
-# Fields that one version has and the other lacks.
-_ONLY_IN = {
-    "0.16": "async_tensor_model_parallel_allreduce moe_extended_tp moe_use_legacy_grouped_gemm",
-    "0.19": """
-    activation_offload_fraction cpu_offloading_retain_pinned_cpu_buffers cuda_graph_modules
-    delay_offload_until_cuda_graph delta_offload_bytes_across_pp_ranks dsa_indexer_k_norm_epsilon
-    dsa_indexer_k_norm_fp32 dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu
-    dsa_indexer_skip_topk_offset dsa_indexer_topk_freq dsa_kernel_backend experimental_attention_variant_loss_scale_func
-    expert_gtp_weight_remat_size expert_tensor_parallel_num_weight_shards fine_grained_offloading_max_inflight_offloads
-    flash_attention_version fp8_output_proj fused_residual_rmsnorm gtp_weight_remat_size high_priority_a2a_comm_stream
-    inference_cuda_graph_scope inference_disable_triton_nvls_kernels inference_grouped_gemm_backend
-    inference_moe_disable_fused_quant_kernels inference_moe_token_dispatcher_type mamba_training_ssm_states_dtype
-    mlp_chunks_for_training moe_expert_rank_capacity_factor moe_flex_dispatcher_num_sms moe_grad_scale_func
-    moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing
-    moe_hybridep_pad_uneven_dispatch_inputs moe_mlp_glu_interleave_size moe_ncclep_static_shape moe_ncclep_zero_copy
-    moe_pad_experts_for_cuda_graph_inference moe_paged_stash moe_paged_stash_buffer_size_factor_cpu
-    moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_page_size moe_permute_fusion_into_hybridep
-    moe_router_force_biased moe_router_quantile_balancing_ema moe_shared_expert_glu_interleave_size
-    moe_single_grouped_bias moe_single_grouped_weight mtp_detach_heads mtp_grad_scale_func mtp_hybrid_override_pattern
-    mtp_use_repeated_layer mup_attn_scale_power mup_base_head_dim mup_base_hidden_size mup_embedding_mult
-    mup_output_mult mup_width_mult nccl_all_reduce_for_prefill overlap_dispatch_backward_with_experts_wgrad
-    tensor_parallel_num_weight_shards use_grouped_gemm_for_dense_mlp use_grouped_gemm_for_shared_expert use_mup
-    use_transformer_engine_op_fuser
-""",
+DECIDED = "is decided by the trainer, and no key changes it"
+UNUSED = "has no effect in this trainer"
+UNPROVEN = "is not proven: no test has trained a step with it"
+# Why no key stands for the other fields.
+_REASONS = {
+    # What the trainer decides itself, for every recipe or from several keys.
+    DECIDED: """
+        attention_dropout batch_p2p_comm batch_p2p_sync bias_activation_fusion bias_dropout_fusion
+        calculate_per_token_loss deallocate_pipeline_outputs finalize_model_grads_func grad_scale_func grad_sync_func
+        gradient_accumulation_fusion hetereogenous_dist_checkpoint hidden_dropout masked_softmax_fusion
+        moe_router_dtype no_sync_func normalization overlap_p2p_comm persist_layer_norm variable_seq_lengths
+    """,
+    # What only parts of core read that this trainer does not use: inference, other kinds of layers, core's own router.
+    UNUSED: """
+        dsa_indexer_head_dim dsa_indexer_k_norm_epsilon@0.19 dsa_indexer_k_norm_fp32@0.19 dsa_indexer_loss_coeff
+        dsa_indexer_n_heads dsa_indexer_rope_interleaved@0.19 dsa_indexer_rotate_activation@0.19
+        dsa_indexer_scoring_relu@0.19 dsa_indexer_skip_topk_offset@0.19 dsa_indexer_topk dsa_indexer_topk_freq@0.19
+        dsa_indexer_use_sparse_loss dsa_kernel_backend@0.19 inference_cuda_graph_scope@0.19
+        inference_disable_triton_nvls_kernels@0.19 inference_grouped_gemm_backend@0.19
+        inference_moe_disable_fused_quant_kernels@0.19 inference_moe_token_dispatcher_type@0.19
+        inference_sampling_seed is_hybrid_model mamba_head_dim mamba_num_groups mamba_num_heads mamba_state_dim
+        mamba_training_ssm_states_dtype@0.19 moe_input_jitter_eps moe_pad_experts_for_cuda_graph_inference@0.19
+        moe_per_layer_logging moe_router_force_biased@0.19 moe_router_force_load_balancing moe_router_fusion
+        moe_router_quantile_balancing_ema@0.19 moe_router_topk_limited_devices moe_token_drop_policy mrope_section
+        nccl_all_reduce_for_prefill@0.19 symmetric_ar_type use_mamba_mem_eff_path
+    """,
+    # Fields that some path of core reads, or may read on a GPU, and with which no test trained a step.
+    UNPROVEN: """
+        _cpu_offloading_context account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+        activation_func_fp8_input_store apply_query_key_layer_scaling apply_residual_connection_post_layernorm
+        async_tensor_model_parallel_allreduce@0.16 attention_softmax_in_fp32 barrier_with_L1_time
+        batch_invariant_mode clone_scatter_output_in_embedding config_logger_dir cuda_graph_impl
+        cuda_graph_modules@0.19 cuda_graph_retain_backward_graph cuda_graph_scope cuda_graph_use_single_mempool
+        cuda_graph_warmup_steps defer_embedding_wgrad_compute delay_offload_until_cuda_graph@0.19 delay_wgrad_compute
+        delta_offload_bytes_across_pp_ranks@0.19 disable_parameter_transpose_cache distribute_saved_activations
+        enable_cuda_graph ep_overlap_early_attn_memory_release experimental_attention_variant_loss_scale_func@0.19
+        expert_gtp_weight_remat_size@0.19 expert_tensor_parallel_num_weight_shards@0.19 external_cuda_graph
+        first_last_layers_bf16 flash_attention_version@0.19 flash_decode fp32_residual_connection fp4
+        fp4_param fp4_quantizer_factory fp4_recipe fp8_interval fp8_output_proj@0.19 fp8_quantizer_factory
+        fp8_wgrad fused_residual_rmsnorm@0.19 fused_single_qkv_rope gtp_weight_remat_size@0.19
+        heterogeneous_block_specs high_priority_a2a_comm_stream@0.19 inference_fuse_tp_communication
+        inference_rng_tracker init_model_with_meta_device kitchen_attention_backend log_max_attention_logit
+        memory_efficient_layer_norm microbatch_group_size_per_vp_stage mlp_chunks_for_prefill moe_apply_probs_on_input
+        moe_deepep_num_sms moe_enable_routing_replay moe_expert_rank_capacity_factor@0.19 moe_extended_tp@0.16
+        moe_flex_dispatcher_num_sms@0.19 moe_grad_scale_func@0.19 moe_hybridep_num_blocks_permute@0.19
+        moe_hybridep_num_blocks_unpermute@0.19 moe_hybridep_num_sms moe_hybridep_num_sms_preprocessing@0.19
+        moe_hybridep_pad_uneven_dispatch_inputs@0.19 moe_latent_size moe_mlp_glu_interleave_size@0.19
+        moe_ncclep_static_shape@0.19 moe_ncclep_zero_copy@0.19 moe_pad_expert_input_to_capacity moe_paged_stash@0.19
+        moe_paged_stash_buffer_size_factor_cpu@0.19 moe_paged_stash_buffer_size_factor_cuda@0.19
+        moe_paged_stash_page_size@0.19 moe_permute_fusion_into_hybridep@0.19 moe_router_padding_for_fp8
+        moe_router_padding_for_quantization moe_shared_expert_glu_interleave_size@0.19 moe_shared_expert_overlap
+        moe_single_grouped_bias@0.19 moe_single_grouped_weight@0.19 moe_use_legacy_grouped_gemm@0.16
+        mtp_detach_heads@0.19 mtp_grad_scale_func@0.19 mtp_hybrid_override_pattern@0.19 mtp_standalone
+        mtp_use_repeated_layer@0.19 mup_attn_scale_power@0.19 mup_base_head_dim@0.19 mup_base_hidden_size@0.19
+        mup_embedding_mult@0.19 mup_output_mult@0.19 mup_width_mult@0.19 num_layers_at_end_in_bf16
+        num_layers_at_start_in_bf16 num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
+        num_microbatches_with_partial_activation_checkpoints overlap_dispatch_backward_with_experts_wgrad@0.19
+        overlap_moe_expert_parallel_comm overlap_p2p_comm_warmup_flush param_sync_func
+        pipeline_model_parallel_comm_backend pipeline_model_parallel_layout qk_clip qk_clip_alpha
+        qk_clip_threshold qk_l2_norm quant_recipe tensor_parallel_num_weight_shards@0.19 test_mode timers
+        tp_comm_atomic_ag tp_comm_atomic_rs tp_comm_bootstrap_backend tp_comm_bulk_dgrad tp_comm_bulk_wgrad
+        tp_comm_overlap tp_comm_overlap_ag tp_comm_overlap_disable_fc1 tp_comm_overlap_disable_qkv tp_comm_overlap_rs
+        tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_split_rs tp_only_amax_red use_grouped_gemm_for_dense_mlp@0.19
+        use_grouped_gemm_for_shared_expert@0.19 use_inference_optimized_layers use_kitchen use_kitchen_attention
+        use_mup@0.19 use_ring_exchange_p2p use_te_rng_tracker use_transformer_engine_op_fuser@0.19 wgrad_deferral_limit
+    """,
 }
-_OWN_KEY = {name: key for key, names in _OWN_KEYS.items() for name in names.split()}
+_WORDS = {word: role for table in (_OWN_KEYS, _REASONS) for role, words in table.items() for word in words.split()}
+# By field: our key, or why no key stands for it; and its version, if only one has it.
+ROLES = {word.partition("@")[0]: role for word, role in _WORDS.items()}
+_ONLY_IN = {name: version for name, _, version in (word.partition("@") for word in _WORDS) if version}
 
 
 def fields_of(version: str) -> set[str]:
     """All fields of TransformerConfig in a version of core, such as 0.16."""
-    others = {name for other, names in _ONLY_IN.items() if other != version for name in names.split()}
-    return {*_OWN_KEY, *_IN_BOTH, *_DECIDED.split(), *_UNUSED.split(), *_UNPROVEN.split()} - others
+    return {*ALLOWED, *(name for name in ROLES if _ONLY_IN.get(name, version) == version)}
 
 
 def installed() -> str | None:
@@ -217,34 +199,22 @@ def why_not(name: str, value: object, release: str | None) -> str | None:
 
     num_layers, 3, 0.16.1 -> has its own key; use model.num_layers
     """
-    version = ".".join(release.split(".")[:2]) if release else max(ALLOWED)
-    if version not in ALLOWED:
-        supported = " or ".join(ALLOWED)
+    version = ".".join(release.split(".")[:2]) if release else max(VERSIONS)
+    if version not in VERSIONS:
+        supported = " or ".join(VERSIONS)
         return f"was never tried with megatron-core {release}, which is installed; leave it out, or use {supported}"
-    allowed = ALLOWED[version]
-    if name in allowed:
-        is_listed = any(value is listed for listed in allowed[name].values)  # 1 == True, but core may compare by `is`
-        return None if is_listed else f"; expected {in_words(allowed[name])}"
-    instead = ", ".join(f"{field} ({in_words(entry)})" for field, entry in allowed.items())
-    if name in fields_of(version):
-        return _refusal(name, instead)
-    home = next((other for other in ALLOWED if name in fields_of(other)), None)
-    if home is None:
-        return f"is not a field of megatron-core's TransformerConfig; leave it out.  Fields that can be set: {instead}"
-    elsewhere = f"is a field of megatron-core {home}, but {release} is installed"
-    return f"{elsewhere}.  Also with {home}, it {_refusal(name, instead)}"
-
-
-def _refusal(name: str, instead: str) -> str:
-    if name in _OWN_KEY:
-        return f"has its own key; use {_OWN_KEY[name]}"
-    if name in _DECIDED.split():
-        why = "is decided by the trainer, and no key changes it"
-    elif name in _UNUSED.split():
-        why = "has no effect in this trainer"
-    else:
-        why = "is not proven: no test has trained a step with it"
-    return f"{why}; leave it out.  Fields that can be set: {instead}"
+    if name in ALLOWED:
+        is_listed = any(value is listed for listed in ALLOWED[name].values)  # 1 == True, but core may compare by `is`
+        return None if is_listed else f"; expected {in_words(ALLOWED[name])}"
+    settable = ", ".join(f"{field} ({in_words(entry)})" for field, entry in ALLOWED.items())
+    instead = f"leave it out.  Fields that can be set: {settable}"
+    if name not in ROLES:
+        return f"is not a field of megatron-core's TransformerConfig; {instead}"
+    role, home = ROLES[name], _ONLY_IN.get(name, version)
+    refusal = f"has its own key; use {role}" if role in _OWN_KEYS else f"{role}; {instead}"
+    if home == version:
+        return refusal
+    return f"is a field of megatron-core {home}, but {release} is installed.  Also with {home}, it {refusal}"
 
 
 def in_words(entry: Allowed) -> str:

@@ -240,15 +240,13 @@ class ModelConfig(Section):
         return not (is_mixed or self.moe.dense_layers or self.full_attention.is_used)
 
     @property
-    def num_window_layers(self) -> int:
-        """Layers with a sliding window."""
-        if self.sliding_window is None:
-            return 0
-        return sum(self.kind_of(number + 1) == "window attention" for number in range(self.num_layers))
+    def kinds(self) -> set[LayerKind]:
+        """The kinds of its layers."""
+        return {self.kind_of(number + 1) for number in range(self.num_layers)}
 
     @property
     def portable_only(self) -> str | None:
-        """Keys of the model that only some backends support (`BackendTraits.has_all_layers`), as text; None: none."""
+        """Keys of the model that only the portable backend supports, as text; None: none."""
         kinds = {
             f"model.norm_placement = {self.norm_placement}": self.norm_placement != "pre",
             "model.qk_norm_across_heads": self.qk_norm_across_heads,

@@ -52,10 +52,9 @@ class MoeConfig(Section):
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         experts, top_k = self.num_experts, self.top_k
-        changed = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
-        for name in changed if experts is None else ():
-            yield name, "has no effect without model.moe.num_experts"
-        if experts is not None and top_k is None:
+        if experts is None:
+            yield from ((name, "has no effect without model.moe.num_experts") for name in self.changed)
+        elif top_k is None:
             yield "top_k", "is required with num_experts"
         if experts and top_k and top_k > experts:
             yield "top_k", f"is more than num_experts = {experts}"
@@ -74,9 +73,8 @@ class MoeConfig(Section):
 
     def _sigmoid_conflicts(self, experts: int) -> Iterator[tuple[str, str]]:
         if self.score_function == "softmax":
-            for name in ("num_groups", "correction_bias"):
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    yield name, "needs score_function = sigmoid"
+            sigmoid_only = [name for name in ("num_groups", "correction_bias") if name in self.changed]
+            yield from ((name, "needs score_function = sigmoid") for name in sigmoid_only)
         if self.bias_update_rate and not self.correction_bias:
             yield "bias_update_rate", "has no effect without correction_bias"
         if experts % self.num_groups or (self.num_groups > 1 and experts < 2 * self.num_groups):

@@ -63,7 +63,7 @@ class MemoryProfile(Section):
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         yield from _badly_chosen(self.steps, self.ranks)
-        if self.steps is None and self.max_entries != 100000:
+        if self.steps is None and "max_entries" in self.changed:
             yield "max_entries", "has no effect without steps; give steps"
 
 

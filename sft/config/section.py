@@ -35,6 +35,11 @@ class Section(BaseModel):
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
+    @property
+    def changed(self) -> list[str]:
+        """The keys whose values are not their defaults."""
+        return [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """The (field, reason) of each value that conflicts with other values of the section."""
         yield from ()

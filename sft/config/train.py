@@ -1,13 +1,14 @@
 """Keys of training: length, batch size, memory savings, the loss head, AdamW and its learning-rate schedule."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from sft.config.optimizers import ADAM, OptimizerStates
 from sft.config.section import Fraction, NonNegative, Positive, Section
 
+FP32 = 4  # bytes of a number
 MtpMode = Literal["off", "detached", "joint"]
 
 
@@ -43,7 +44,7 @@ class TrainConfig(Section):
             yield "num_steps", "and num_epochs = null; give one of them"
         if steps is not None and epochs is not None:
             yield "num_epochs", f"clashes with num_steps = {steps}; set one of them to null"
-        if self.mtp == "off" and self.mtp_loss_weight != type(self).model_fields["mtp_loss_weight"].default:
+        if self.mtp == "off" and "mtp_loss_weight" in self.changed:
             yield "mtp_loss_weight", "has no effect with train.mtp = off; use mtp = detached or joint, or leave it out"
 
 
@@ -75,6 +76,34 @@ class LossConfig(Section):
     def conflicts(self) -> Iterator[tuple[str, str]]:
         if self.impl == "full" and self.chunk_size not in ("auto", None):
             yield "chunk_size", "has no effect with impl = full; use null, or impl = fused or chunked"
+
+
+@dataclass(frozen=True)
+class OptimizerStates:
+    """The states of an optimizer for each parameter, for the estimate and for checkpoints.  `mcore/optimizer` runs it.
+
+    moments: names of the fp32 numbers, as torch's optimizer names them
+    """
+
+    moments: tuple[str, ...]
+
+    @property
+    def moment_bytes(self) -> int:
+        return FP32 * len(self.moments)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes per parameter in host memory: a weight, the moments, and the gradient in transfer."""
+        return self.moment_bytes + 2 * FP32
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes per parameter that an update reads and writes: gradient, weight and moments in fp32 are read, and all
+        but the gradient written."""
+        return 2 * (self.moment_bytes + FP32) + FP32
+
+
+ADAM = OptimizerStates(("exp_avg", "exp_avg_sq"))
 
 
 class OptimConfig(Section):

@@ -133,7 +133,7 @@ def _tensor(config: Config) -> Iterator[str]:
 def _heads_by_all_to_all(config: Config) -> Iterator[str]:
     """cp_comm a2a distributes whole heads over all cp ranks, a2a+p2p over the cp ranks of one group."""
     parallel, heads = config.parallel, softmax.heads(config.model)
-    applies = config.attention.may_read_cp_comm(config.run.device)
+    applies = config.attention.may_be_te(config.run.device)
     if not applies or parallel.cp_comm not in ("a2a", "a2a+p2p"):
         return
     tp, cp, two_levels = parallel.tp, parallel.cp, parallel.cp_a2a is not None

@@ -75,7 +75,7 @@ class Layout:
             doc_multiple=config.data.doc_multiple,
             pack_multiple=pack_multiple(config),
             cp_sizes=cp_sizes(parallel.cp) if parallel.dynamic_cp else (),
-            cp_a2a=parallel.cp_a2a if config.attention.may_read_cp_comm(config.run.device) else None,
+            cp_a2a=parallel.cp_a2a if config.attention.may_be_te(config.run.device) else None,
             fp8=config.run.fp8,
         )
 

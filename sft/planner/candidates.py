@@ -54,7 +54,7 @@ def _expert_sizes(config: Config, ranks: int) -> list[int]:
 def cp_comms(task: Task, size: Sizes, num_gpus: int) -> Iterator[CpComm]:
     """The values of cp_comm that the layout allows, p2p first."""
     special = task.config.model.portable_only or task.config.auto_is_portable
-    if special or not task.config.attention.may_read_cp_comm(task.config.run.device):
+    if special or not task.config.attention.may_be_te(task.config.run.device):
         yield P2P  # only the portable backend can run the model, and it ignores the key
         return
     for cp_comm in _cp_comms_of(size.cp):

@@ -28,7 +28,7 @@ def run(recipe: Recipe, layout: Layout, *, step: int, full: bool) -> ProbeReport
     """Show and check the microbatches of step `step`, counted from 1.  Collective."""
     with session(recipe, layout) as s:
         batch, samples = s.data.batch(step - 1), s.data.train.samples(step - 1)
-        problems = inputs.problems_of(batch.microbatches, samples, s.groups, s.row_name)
+        problems = inputs.problems_of(batch.microbatches, samples, s.groups, s.data.row_name)
         problems += _missing(s, batch.samples, batch.microbatches)
         tokenizer = tokenizer_of(recipe.config)
         shows = s.groups.tp_rank == s.groups.pp_rank == 0

@@ -15,7 +15,7 @@ from sft.parallel.collectives import all_gather_objects
 from sft.parallel.messages import message
 from sft.parallel.position import Position
 
-NameOf = Callable[[Sample], str]  # the name of a sample's row
+NameOf = Callable[[int], str]  # the name of a sample's row, by the sample's id
 
 
 @message
@@ -94,7 +94,7 @@ def _local_problems(mb: Microbatch, samples: Sequence[Sample], name_of: NameOf) 
         if where.any():
             first = int(where.argmax())
             document = int(documents[first])
-            name = name_of(samples[document]) if document < len(samples) else "filler"
+            name = name_of(samples[document].sample_id) if document < len(samples) else "filler"
             yield (
                 f"{fault}: {where.sum():,} tokens, first in document {document} ({name}): position_id "
                 f"{positions[first]} of {sizes[first]}"

@@ -100,7 +100,7 @@ def run(recipe: Recipe, layout: Layout, *, step: int, document: int | None) -> P
     """
     with session(_without_balancing_losses(recipe), layout) as s, model(s) as (engine, weights):
         subject = _choose(s, step, document)
-        problems = inputs.problems_of([subject.microbatch], [subject.samples], s.groups, s.row_name)
+        problems = inputs.problems_of([subject.microbatch], [subject.samples], s.groups, s.data.row_name)
         leaks, blind = _examine(s, engine, subject)
         packs = dict(all_gather_objects(lambda: (s.groups.dp_rank, _describe(s, subject)), s.groups.control))
         largest = max(all_gather_objects(lambda: len(subject.samples), s.groups.control))
@@ -154,7 +154,7 @@ def _describe(s: Session, subject: Subject) -> str:
     sample = subject.samples[subject.document]
     return (
         f"a pack of {subject.microbatch.cu_seqlens[-1]:,} tokens and {len(subject.samples)} documents; document "
-        f"{subject.document} ({s.row_name(sample)}, {len(sample.tokens):,} tokens) is replaced"
+        f"{subject.document} ({s.data.row_name(sample.sample_id)}, {len(sample.tokens):,} tokens) is replaced"
     )
 
 

@@ -17,11 +17,11 @@ from sft.batch import Microbatch
 from sft.config import ModelConfig
 from sft.errors import ConfigError
 from sft.mcore.engine import Engine
+from sft.mcore.gradients import gradient_chunks
 from sft.mcore.hidden_states import SKETCH_SIZE, observed, rows_of, sketch
 from sft.parallel.collectives import all_gather_objects
 from sft.parallel.layout import Layout
 from sft.parallel.rendezvous import shared_store
-from sft.probe.gradients import whole_gradients
 from sft.probe.report import ProbeReport
 from sft.probe.session import Session, model, session
 from sft.recipe.resolved import Recipe
@@ -151,10 +151,44 @@ def _hidden(s: Session, engine: Engine, microbatches: Sequence[Microbatch], samp
     return table
 
 
+def _whole_gradients(engine: Engine) -> Iterator[tuple[str, Tensor | None]]:
+    """Every parameter by name, in the same order on all ranks and layouts, with its whole gradient: fp32 on the CPU.
+
+    The n-th parameter is on rank n modulo the number of ranks; other ranks get None.  Collective, step by step.
+    """
+    control, rank = engine.groups.control, engine.groups.rank
+    local: dict[str, list[Tensor]] = {}
+    descriptions = []
+    for chunk in gradient_chunks(engine):
+        local.setdefault(chunk.parameter, []).append(chunk.data)
+        descriptions.append((chunk.parameter, chunk.shape, chunk.offset, tuple(chunk.data.shape), rank))
+    by_name: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]]] = {}
+    for of_rank in all_gather_objects(lambda: descriptions, control):
+        for name, *described in of_rank:
+            by_name.setdefault(name, []).append(tuple(described))  # type: ignore[arg-type]
+    for index, (name, chunks) in enumerate(sorted(by_name.items())):
+        owner, shape = index % engine.layout.world_size, chunks[0][0]
+        num_held = sum(math.prod(size) for _, _, size, _ in chunks)
+        assert num_held == math.prod(shape), f"the chunks of {name} are not the whole"
+        own = [data.cpu().contiguous() for data in local.get(name, [])]
+        if rank != owner:
+            for data in own:
+                dist.send(data, owner, group=control)
+            yield name, None
+            continue
+        whole = torch.empty(shape, dtype=torch.float32)
+        for _, offset, size, holder in chunks:
+            data = own.pop(0) if holder == rank else torch.empty(size, dtype=torch.float32)
+            if holder != rank:
+                dist.recv(data, holder, group=control)
+            whole[tuple(slice(o, o + n) for o, n in zip(offset, size))] = data
+        yield name, whole
+
+
 def _gathered(s: Session, engine: Engine) -> Iterator[tuple[str, Tensor | None]]:
-    """`whole_gradients`, with progress."""
+    """`_whole_gradients`, with progress."""
     with s.console.track("gathering gradients", None, "parameters") as progress:
-        for name, gradient in whole_gradients(engine):
+        for name, gradient in _whole_gradients(engine):
             progress.advance(1)
             yield name, gradient
 

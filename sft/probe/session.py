@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from sft.batch import Sample
 from sft.checkpoint import folders
 from sft.config import Config
 from sft.console import Console
@@ -37,9 +36,6 @@ class Session:
     groups: process_groups.ProcessGroups
     console: Console
     data: DataPipeline
-
-    def row_name(self, sample: Sample) -> str:
-        return self.data.row_name(sample.sample_id)
 
 
 @contextmanager

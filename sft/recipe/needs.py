@@ -5,16 +5,12 @@ import re
 import shlex
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from sft.config import listed
 from sft.errors import ConfigError
 from sft.files.atomic_files import why_no_folder
 from sft.hf import hub
 from sft.recipe.resolved import Recipe
-
-if TYPE_CHECKING:
-    from sft.data.chat.tokenizer import ChatTokenizer
 
 
 def check_paths(recipe: Recipe, *, trains: bool = True) -> None:
@@ -109,9 +105,3 @@ def check_packages(recipe: Recipe) -> None:
                 f"log.{package} = {value} ({recipe.origins[f'log.{package}']}) needs the package {package}, which is "
                 f"not installed here: pip install {package}; or train without it: log.{package}=null."
             )
-
-
-def read_tokenizer(recipe: Recipe) -> "ChatTokenizer":
-    from sft.recipe.tokenizer import tokenizer_of
-
-    return tokenizer_of(recipe.config)

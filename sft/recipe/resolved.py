@@ -46,16 +46,14 @@ class Recipe:
 
 def derived(config: Config) -> dict[str, tuple[Any, str]]:
     """The value that replaces each null: {"model.head_dim": (128, "hidden_size / num_attention_heads"), ...}."""
-    values_and_sources: dict[str, tuple[Any, str]] = {}
-    if config.model.num_query_groups is None:
-        values_and_sources["model.num_query_groups"] = (config.model.resolved_query_groups, "num_attention_heads")
-    if config.model.head_dim is None:
-        values_and_sources["model.head_dim"] = (config.model.resolved_head_dim, "hidden_size / num_attention_heads")
-    if config.data.tokenizer is None:
-        values_and_sources["data.tokenizer"] = (config.tokenizer, "model.hf" if config.model.hf else "no model.hf")
-    if config.data.cache_dir is None:
-        values_and_sources["data.cache_dir"] = (config.cache_dir, "run.dir/cache")
-    return values_and_sources
+    model, data = config.model, config.data
+    substitutes = {
+        "model.num_query_groups": (model.num_query_groups, model.resolved_query_groups, "num_attention_heads"),
+        "model.head_dim": (model.head_dim, model.resolved_head_dim, "hidden_size / num_attention_heads"),
+        "data.tokenizer": (data.tokenizer, config.tokenizer, "model.hf" if model.hf else "no model.hf"),
+        "data.cache_dir": (data.cache_dir, config.cache_dir, "run.dir/cache"),
+    }
+    return {key: (value, source) for key, (written, value, source) in substitutes.items() if written is None}
 
 
 def dump(recipe: Recipe) -> str:

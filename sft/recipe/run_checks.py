@@ -9,7 +9,6 @@ sft/config/ refuses what the keys alone show, and sft/parallel/layout.py what th
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from sft.config import Config, listed
 from sft.config.schedule import Schedule
@@ -19,43 +18,35 @@ from sft.recipe.resolved import Recipe
 _FEW_STEPS = 10  # in a run of fewer steps, a last step without an update is a considerable part of the run
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunLength:
-    """The length of a run, and facts about its data.
+def check_run(
+    recipe: Recipe, *, num_steps: int | None = None, num_packs: int | None = None, longest: int | None = None
+) -> list[str]:
+    """Warnings about the run.  Raises ConfigError that lists all mistakes.
 
     num_steps  steps of the whole run; None if the data, which decide it, are not read
     num_packs  packs of the first epoch, and tokens of the longest document; None if the data are not read
-    """
-
-    num_steps: int | None = None
-    num_packs: int | None = None
-    longest: int | None = None
-
-
-def check_run(recipe: Recipe, length: RunLength) -> list[str]:
-    """Warnings about the run.  Raises ConfigError that lists all mistakes.
 
     warm-up of 100 steps in a run of 32      -> ConfigError
     checkpoint.save_every = 500, 32 steps    -> ["checkpoint.save_every = 500 ... ends after 32 steps ..."]
     """
     problems = []
-    if length.num_steps is not None:
+    if num_steps is not None:
         try:
-            Schedule.resolve(recipe.config.optim, length.num_steps)
+            Schedule.resolve(recipe.config.optim, num_steps)
         except ConfigError as error:
             keys = [key for key in ("optim.warmup_steps", "optim.warmup_fraction") if recipe.is_from_user(key)]
             origins = ", ".join(f"{key} ({recipe.origins[key]})" for key in keys)
             problems.append(f"{error}  Set in: {origins}.")
-    beyond = _positions(recipe, length.longest)
-    if beyond is not None and length.longest is not None:
+    beyond = _positions(recipe, longest)
+    if beyond is not None and longest is not None:
         problems.append(beyond)
     if problems:
         raise ConfigError(listed(problems))
-    warnings = [] if length.num_steps is None else [*_step_warnings(recipe.config, length.num_steps)]
+    warnings = [] if num_steps is None else [*_step_warnings(recipe.config, num_steps)]
     batch = recipe.config.train.global_batch_size
-    if length.num_packs is not None and length.num_packs < batch:
+    if num_packs is not None and num_packs < batch:
         warnings.append(
-            f"the data fill {length.num_packs} of the {batch} packs of a step (train.global_batch_size = {batch}), and "
+            f"the data fill {num_packs} of the {batch} packs of a step (train.global_batch_size = {batch}), and "
             "the other packs are empty; lower train.global_batch_size or data.seq_length"
         )
     warnings += _node_warnings(recipe.config)

@@ -18,8 +18,6 @@ from sft.weights import initial, run_folder
 from sft.weights.lora import initial_adapters
 from sft.weights.trained import trained_names
 
-_FREEZE = "train.freeze"
-
 
 def check_weights(config: Config, trained: Trained, vocab_size: int | None) -> dict[str, list[str]]:
     """The weights and adapters that the run loads, {"weights": lines, ...}, from headers and indexes alone.
@@ -39,23 +37,19 @@ def check_weights(config: Config, trained: Trained, vocab_size: int | None) -> d
     return lines
 
 
-def check_shapes(config: Config, resumed: Continuation, vocab_size: int | None) -> None:
-    """Raise CheckpointError if changes are allowed with which the tensors of the checkpoint do not fit the model.
+def check_resumed(config: Config, resumed: Continuation, vocab_size: int | None) -> None:
+    """Raise CheckpointError if changes are allowed with which tensors or moments of the checkpoint do not fit the run.
 
-    Also if another program wrote the checkpoint, which then says nothing else of its model.
+    Also if another program wrote the checkpoint, which then says nothing of its model, and its tensors do not fit.
     """
-    is_unknown = resumed.facts is None or bool(config.checkpoint.allow_changes)
-    if is_unknown and not config.lora.is_used:
+    facts, changes = resumed.facts, config.checkpoint.allow_changes
+    if (facts is None or changes) and not config.lora.is_used:
         initial.compare_tensors(resumed.path, config, vocab_size)
-
-
-def check_trained(config: Config, resumed: Continuation, vocab_size: int | None) -> None:
-    """Raise CheckpointError if changes are allowed with which the run trains what the checkpoint has no moments of."""
-    if resumed.facts is None or not config.checkpoint.allow_changes:
+    if facts is None or not changes:
         return
-    before = with_current_names(resumed.facts["recipe"])
+    before = with_current_names(facts["recipe"])
     lora = {key.removeprefix("lora."): value for key, value in before.items() if key.startswith("lora.")}
-    train = config.train.model_copy(update={"freeze": before.get(_FREEZE, [])})
+    train = config.train.model_copy(update={"freeze": before.get("train.freeze", [])})
     then = config.model_copy(update={"train": train, "lora": LoraConfig.model_validate(lora)})
     rows = config.model.vocab_size or vocab_size or 0
     if then.lora.rank != config.lora.rank:
@@ -82,6 +76,5 @@ def check_start(config: Config, conditions: Conditions, trained: Trained, data: 
     resumed = continuation.check(config, Path(config.run.dir) / "checkpoints", conditions)
     if resumed is None:
         return None
-    check_shapes(config, resumed, data.vocab_size)
-    check_trained(config, resumed, data.vocab_size)
+    check_resumed(config, resumed, data.vocab_size)
     return continuation.jump(resumed, config, data.num_steps, data.train.plans.total_steps)

@@ -7,11 +7,15 @@ from pathlib import Path
 from unittest import mock
 
 from sft.calibration.session import Calibration, calibrate
-from sft.calibration.sizes import TINY
+from sft.calibration.sizes import MeasuredSizes
 from sft.estimate.constants import Constant, Constants, Curve, read, write
 from sft.estimate.gpus import gpu
 from tests.ranks.pool import RankPool, join
 
+TINY = MeasuredSizes(
+    products=(16, 64), rows=64, documents=(32, 64), heads=2, head_dim=16, message=1 << 18,
+    hidden_size=64, seq_length=64, vocab_size=256,
+)  # fmt: skip
 STEPS = {"layers", "weights", "tokens", "narrow", "recomputed", "experts"}
 ON_ONE_DEVICE = {
     *("gemm_tflops", "portable_forward", "portable_backward"),

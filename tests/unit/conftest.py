@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sft.data.chat.tokenizer import FolderTokenizer
+from tests.builders import RECIPE
 from tests.unit.fixtures import hf
 from tests.unit.fixtures.folder import ENDS_OF_TEMPLATE, OF_TEMPLATE, load_folder, template
 from tests.unit.fixtures.hf import Make
@@ -59,3 +60,13 @@ def made(tmp_path: Path) -> Make:
         return hf.save(tmp_path / "source", family, **fields)
 
     return make
+
+
+@pytest.fixture
+def recipe_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with RECIPE in a.yaml, of a process that no launcher started."""
+    (tmp_path / "a.yaml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path

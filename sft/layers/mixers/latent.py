@@ -178,7 +178,7 @@ class LatentAttention(Mixer):
         return cls.kind if is_mixed else "full attention"
 
     def bytes(self, config: Config, rank: RankShare, pack: float) -> MixerBytes:
-        if config.attention.may_share_latents:
+        if config.attention.may_be_portable:
             return LatentBytes(model=self.model, rank=rank)
         return ExpandedBytes(model=self.model, rank=rank, cp_comm=config.parallel.cp_comm)
 

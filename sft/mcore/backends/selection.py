@@ -21,20 +21,19 @@ def choose(config: Config, device_type: str) -> AttentionBackend:
 
     Raises ConfigError if te cannot run here, and the recipe names te or sets run.fp8, which only te has.
     """
-    candidates = config.attention.candidates
     te_problem = transformer_engine.why_not(config, device_type)
-    if te_problem and Portable.name not in candidates:
+    if te_problem and not config.attention.may_be_portable:
         raise ConfigError(f"attention.backend = te: {te_problem}.  attention.backend=portable runs everywhere.")
     if te_problem and config.run.fp8:
         raise ConfigError(
             f"run.fp8 = {config.run.fp8} needs Transformer Engine: {te_problem}.  run.fp8=null does not need it."
         )
     te_problem = te_problem or config.auto_is_portable
-    if not te_problem and TransformerEngine.name in candidates:
+    may_be_te = config.attention.may_be_te(device_type)
+    if not te_problem and may_be_te:
         transformer_engine.check_release(config)
         return TransformerEngine(config)
-    te_was_possible = TransformerEngine.name in candidates and device_type != "cpu"
-    return _portable(config, device_type, f"; not te: {te_problem}" if te_was_possible else "")
+    return _portable(config, device_type, f"; not te: {te_problem}" if may_be_te else "")
 
 
 def slower_than_possible(config: Config, backend: AttentionBackend, device_type: str) -> str | None:

@@ -27,7 +27,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sft.config.optimizers import ADAM
+from sft.config.train import ADAM
 from sft.mcore.model.chunks import sharded_tensors
 from sft.mcore.optimizer.offload import (
     adam_instances,

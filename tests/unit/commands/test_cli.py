@@ -15,23 +15,18 @@ from sft.errors import PeerError, StorageError, TrainingError
 from sft.parallel.layout import Layout
 from sft.recipe.resolved import Recipe
 from sft.run import environment
-from tests.builders import RECIPE
 
 ROOT = Path(__file__).resolve().parents[3]
 CHAT = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}]}\n'
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a recipe and its data, and an environment in which nothing was launched."""
-    (tmp_path / "a.yaml").write_text(RECIPE)
-    (tmp_path / "a.jsonl").write_text(CHAT * 300)
-    monkeypatch.chdir(tmp_path)
+def folder(recipe_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a recipe and its data."""
+    (recipe_folder / "a.jsonl").write_text(CHAT * 300)
     monkeypatch.setenv("COLUMNS", "80")
-    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(environment, "prepare", lambda config, layout: frozenset())
-    return tmp_path
+    return recipe_folder
 
 
 @pytest.fixture
@@ -163,30 +158,18 @@ def test_check_lays_out_the_smallest_world_or_the_launched_one(
     assert "world_size 8 = tp 1 x cp 4 x pp 1 x dp 2" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "key, paragraph",
-    [
-        (
-            "optim.lr",
-            "optim.lr = 1e-05\n    from     a.yaml, line 13\n    type     a number above 0.0; required\n"
-            "    meaning  Peak learning rate.\n",
-        ),
-        (
-            "attention",
-            'attention.backend = "auto"\n    from     default\n    type     one of auto, te, portable; '
-            'default "auto"\n'
-            "    meaning  te is Transformer Engine (CUDA); portable is plain torch and runs anywhere, cp "
-            "included.\n"
-            'attention.delta_rule = "auto"\n    from     default\n    type     one of auto, torch, fla; '
-            'default "auto"\n'
-            "    meaning  Kernel of linear attention: fla is flash-linear-attention (CUDA, bf16); torch is plain and "
-            "runs anywhere.\n",
-        ),
-    ],
-)
-def test_explain(key: str, paragraph: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "a.yaml", "--explain", key, "parallel.cp=2"]) == 0
-    assert capsys.readouterr().out == paragraph
+def test_explain_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "a.yaml", "--explain", "attention", "parallel.cp=2"]) == 0
+    assert capsys.readouterr().out == """\
+attention.backend = "auto"
+    from     default
+    type     one of auto, te, portable; default "auto"
+    meaning  te is Transformer Engine (CUDA); portable is plain torch and runs anywhere, cp included.
+attention.delta_rule = "auto"
+    from     default
+    type     one of auto, torch, fla; default "auto"
+    meaning  Kernel of linear attention: fla is flash-linear-attention (CUDA, bf16); torch is plain and runs anywhere.
+"""
 
 
 # train

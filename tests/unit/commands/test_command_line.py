@@ -1,20 +1,12 @@
 """Options, versions and explanations: what `sft` answers besides its results."""
 
-from pathlib import Path
-
 import pytest
 
 import sft
 from sft.cli import main
-from tests.builders import RECIPE
+from sft.commands.probe import overrides_of
 
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.yaml").write_text(RECIPE)
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "SLURM_JOB_ID"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("recipe_folder")
 
 
 @pytest.mark.parametrize(
@@ -81,3 +73,15 @@ num_microbatches = differs from step to step
 def test_a_run_that_was_never_started_is_started_and_not_started_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "a.yaml"]) == 75
     assert capsys.readouterr().out == "runs/a: the run was never started\nstart the run\n"
+
+
+@pytest.mark.parametrize(
+    "against, expected",
+    [
+        ("parallel.cp=1", ["parallel.cp=1"]),
+        ("parallel.cp=1,parallel.tp=2", ["parallel.cp=1", "parallel.tp=2"]),
+        ("data.train=[a.jsonl, b.jsonl],parallel.cp=1", ["data.train=[a.jsonl, b.jsonl]", "parallel.cp=1"]),
+    ],
+)
+def test_settings_of_the_second_layout_of_a_probe(against: str, expected: list[str]) -> None:
+    assert overrides_of(against) == expected

@@ -74,8 +74,7 @@ def test_the_first_difference_and_the_largest(compare: Compare) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags, code",
-    [(("--rtol", "0.1"), 1), (("--rtol", "0.2"), 0), (("--atol", "0.4"), 1), (("--atol", "0.5"), 0)],
+    "flags, code", [(("--rtol", "0.1"), 1), (("--rtol", "0.2"), 0), (("--atol", "0.4"), 1), (("--atol", "0.5"), 0)]
 )
 def test_tolerances(compare: Compare, flags: tuple[str, ...], code: int) -> None:
     assert compare([train(1, 2.0)], [train(1, 2.5)], *flags)[0] == code

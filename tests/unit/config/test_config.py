@@ -118,21 +118,11 @@ def test_rows_of_a_chunk(overrides: list[str], rows: int, chunk: int) -> None:
     assert config(*overrides).loss.chunk(rows) == chunk
 
 
-def test_initial_weights_are_never_random_unasked() -> None:
-    assert config("model.init_from=checkpoints/a").model.init_from == "checkpoints/a"
-    with pytest.raises(ConfigError) as refusal:
-        config("model.init_from=null")
-    assert str(refusal.value) == (
-        "model.init_from = null (command line: model.init_from=null) says no initial weights, because there is no "
-        "model.hf; set model.hf to a Hugging Face folder, model.init_from to a Megatron checkpoint, or "
-        "model.init_from=random."
-    )
-
-
 MOE = ("model.moe.num_experts=8", "model.moe.top_k=2")
 LINEAR = ("model.linear_attention.num_key_heads=2", "model.linear_attention.num_value_heads=2")
 SIGMOID = (*MOE, "model.moe.top_k=2", "model.moe.score_function=sigmoid")
 LORA = ("lora.rank=4", "lora.alpha=8.0")
+HOST_OPTIMIZER = "offload_fraction = 0.5 .*needs run.precision = bf16 and parallel.distributed_optimizer = true"
 
 
 @pytest.mark.parametrize(
@@ -172,6 +162,9 @@ LORA = ("lora.rank=4", "lora.alpha=8.0")
         (("train.offload_fraction=0.5",), "train.offload_fraction = 0.5 .*needs recompute = selective or full"),
         (("optim.offload_fraction=-0.1",), "expected a number of at least 0.0 and of at most 1.0"),
         (("optim.offload_fraction=1.01",), "expected a number of at least 0.0 and of at most 1.0"),
+        (("optim.offload_fraction=0.5", "run.precision=fp32"), HOST_OPTIMIZER),
+        (("optim.offload_fraction=0.5", "parallel.distributed_optimizer=false"), HOST_OPTIMIZER),
+        (("data.date=2026-13-40",), "data.date = .*is a day that no calendar has; give a day such as 2026-01-01"),
         (
             (*LINEAR, "model.linear_attention.layers=[1]", "model.sliding_window=8", "model.sliding_window_layers=[1]"),
             "sliding_window_layers .*names layers that linear_attention.layers names, too: 1",
@@ -202,20 +195,6 @@ def test_experts_as_wide_as_they_are_told() -> None:
     assert config(*MOE, "model.moe.top_k=1", "model.moe.normalize_top_k=false").model.moe.top_k == 1
 
 
-@pytest.mark.parametrize("also", ["run.precision=fp32", "parallel.distributed_optimizer=false"])
-def test_what_an_optimizer_on_the_host_needs(also: str) -> None:
-    for works in ("0", "0.5", "1"):
-        assert config(f"optim.offload_fraction={works}").optim.offload_fraction == float(works)
-    assert config("optim.offload_fraction=0", also).optim.offload_fraction == 0.0
-    with pytest.raises(ConfigError) as caught:
-        config("optim.offload_fraction=0.5", also)
-    needs = "needs run.precision = bf16 and parallel.distributed_optimizer = true"
-    assert str(caught.value).startswith(
-        f"optim.offload_fraction = 0.5 (command line: optim.offload_fraction=0.5) {needs}"
-    )
-
-
-def test_a_date_that_no_calendar_has_is_refused() -> None:
-    with pytest.raises(ValidationError, match="date: is a day that no calendar has; give a day such as 2026-01-01"):
-        DataConfig(train=["a.jsonl"], seq_length=1, date="2026-13-40")
-    assert DataConfig(train=["a.jsonl"], seq_length=1, date="2026-02-28").date == "2026-02-28"
+@pytest.mark.parametrize("share", ["0", "0.5", "1"])
+def test_shares_of_an_optimizer_on_the_host(share: str) -> None:
+    assert config(f"optim.offload_fraction={share}").optim.offload_fraction == float(share)

@@ -26,11 +26,7 @@ from sft.mcore.attention import flash_kernel, rope
 from sft.mcore.attention.torch_kernel import TorchKernel
 from sft.mcore.backends import selection, transformer_engine
 from sft.mcore.checkpoint_io.megatron_arguments import model_arguments
-from sft.mcore.latent_attention.shared_latent import (
-    Setting,
-    keys_and_values,
-    latent_attention,
-)
+from sft.mcore.latent_attention.shared_latent import Setting, keys_and_values, latent_attention
 from sft.parallel.alignment import misfits
 from sft.parallel.cp_bytes import CpBytes
 from sft.parallel.layout import Layout
@@ -42,13 +38,7 @@ FLOAT64_TOLERANCE = 1e-12
 FP32_TOLERANCE = 1e-6  # of numbers near 1, rounded a few times
 DEEPSEEK_V3 = dict(num_layers=61, hidden_size=7168, ffn_hidden_size=18432, num_attention_heads=128) | dict(
     latent_attention=dict(kv_lora_rank=512, q_lora_rank=1536),
-    rope=dict(
-        scaling="yarn",
-        factor=40.0,
-        original_max_position=4096,
-        mscale_all_dim=1.0,
-        attention_factor=1.0,
-    ),
+    rope=dict(scaling="yarn", factor=40.0, original_max_position=4096, mscale_all_dim=1.0, attention_factor=1.0),
 )
 MOONLIGHT = dict(num_layers=27, hidden_size=2048, ffn_hidden_size=11264, num_attention_heads=16) | dict(
     latent_attention=dict(kv_lora_rank=512)
@@ -98,23 +88,10 @@ def test_the_planner_knows_the_products(sizes: dict[str, Any]) -> None:
 def test_the_latent_travels_where_it_is_narrower() -> None:
     """Of DeepSeek-V3 and Moonlight it has 576 numbers; of a head, key and value have 320."""
     deepseek, moonlight = model(DEEPSEEK_V3), model(MOONLIGHT)
-    assert [sent(with_tp(deepseek, tp)) for tp in (1, 8, 64, 128)] == [
-        576,
-        576,
-        576,
-        320,
-    ]
-    assert [sent(with_tp(moonlight, tp)) for tp in (1, 8, 16)] == [
-        576,
-        576,
-        320,
-    ]
+    assert [sent(with_tp(deepseek, tp)) for tp in (1, 8, 64, 128)] == [576, 576, 576, 320]
+    assert [sent(with_tp(moonlight, tp)) for tp in (1, 8, 16)] == [576, 576, 320]
     te = {"attention": {"backend": "te"}}  # sends keys and values always: 16 heads of 192 + 128 numbers
-    assert [sent(with_tp(moonlight, tp, **te)) for tp in (1, 8, 16)] == [
-        5120,
-        640,
-        320,
-    ]
+    assert [sent(with_tp(moonlight, tp, **te)) for tp in (1, 8, 16)] == [5120, 640, 320]
     config = layout_config(parallel={"tp": 2}).model_copy(update={"model": moonlight})
     # bf16 twice forward and in backward, gradients once in fp32
     assert CpBytes.of(config).kv_bytes == 27 * 576 * (2 * 2 + 4)
@@ -127,12 +104,7 @@ def test_ranks_expand_the_latents_of_the_pack_only_where_latents_travel() -> Non
     for backend, expected in rows.items():
         config = layout_config(parallel={"cp": 2}, attention={"backend": backend})
         config = config.model_copy(update={"model": model(MOONLIGHT)})
-        products = layer_products(
-            config,
-            Layout.resolve(config, 2),
-            ModelProducts.of(config.model),
-            tokens=8.0,
-        )
+        products = layer_products(config, Layout.resolve(config, 2), ModelProducts.of(config.model), tokens=8.0)
         (up,) = (product for product in products if (product.columns, product.inner) == (16 * 256, 512))
         assert (up.rows, up.repeated) == expected, backend
 
@@ -146,10 +118,7 @@ def test_what_a_token_leaves_by_name() -> None:
     }  # fmt: skip
     found = LatentAttention(config.model).bytes(config, Layout.resolve(config, 1).share(config), 1024)
     assert LayerBytes.of(found, "selective").by_name == kept
-    assert LayerBytes.of(found, "none").attention == kept | {
-        "normed input": 14_336,
-        "normed latent of queries": 3072,
-    }
+    assert LayerBytes.of(found, "none").attention == kept | {"normed input": 14_336, "normed latent of queries": 3072}
 
 
 def test_what_a_token_leaves_by_name_on_te() -> None:
@@ -185,22 +154,10 @@ def test_neighbours_are_rotated_as_in_transformers() -> None:
     assert float(turned[0][1, 0, 0]) == pytest.approx(expected_number, rel=FP32_TOLERANCE)
 
 
-def test_the_gradient_of_a_rotation_of_neighbours() -> None:
-    config = RopeConfig(base=100.0, interleaved=True)
-    rotation = rope.Rotation.of(torch.arange(50), rope.frequencies(config, 8), torch.float32, config)
-    x, grad = torch.randn(50, 2, 8, requires_grad=True), torch.randn(50, 2, 8)
-    (expected,) = torch.autograd.grad(rotation.apply(x), x, grad)
-    torch.testing.assert_close(rotation.undo(grad), expected)
-
-
 @pytest.mark.parametrize("all_dim", [None, 0.707, 1.0])
 def test_yarn_scales_attention_in_two_ways(all_dim: float | None) -> None:
     """attention_factor is on the rotated numbers, mscale_all_dim on the whole product."""
-    positions = {
-        **DEEPSEEK_V3["rope"],
-        "mscale_all_dim": all_dim,
-        "attention_factor": 1.25,
-    }
+    positions = {**DEEPSEEK_V3["rope"], "mscale_all_dim": all_dim, "attention_factor": 1.25}
     deepseek = model(DEEPSEEK_V3, rope=positions)
     parameters = {"rope_type": "yarn", "factor": 40.0, "mscale_all_dim": all_dim or 0}
     assert rope.softmax_scale(deepseek) == pytest.approx(
@@ -215,29 +172,14 @@ def test_yarn_scales_attention_in_two_ways(all_dim: float | None) -> None:
 def test_arguments_of_megatron_lm() -> None:
     """mscale is the number whose factor, divided by that of mscale_all_dim, is attention_factor."""
     found = model_arguments(model(DEEPSEEK_V3), padded_vocab_size=128, positions=512, bf16=True)
-    expected = dict(
-        multi_latent_attention=True,
-        qk_layernorm=True,
-        q_lora_rank=1536,
-        kv_lora_rank=512,
-    ) | dict(
-        qk_head_dim=128,
-        qk_pos_emb_head_dim=64,
-        v_head_dim=128,
-        rope_type="yarn",
-        rotary_scaling_factor=40.0,
+    expected = dict(multi_latent_attention=True, qk_layernorm=True, q_lora_rank=1536, kv_lora_rank=512) | dict(
+        qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128, rope_type="yarn", rotary_scaling_factor=40.0
     )
     assert expected.items() <= found.items() and found["mscale"] == pytest.approx(1.0)
     assert "multi_latent_attention" not in model_arguments(
-        model(MOONLIGHT, latent_attention={}),
-        padded_vocab_size=128,
-        positions=512,
-        bf16=True,
+        model(MOONLIGHT, latent_attention={}), padded_vocab_size=128, positions=512, bf16=True
     )
-    scaled = model(
-        DEEPSEEK_V3,
-        rope={**DEEPSEEK_V3["rope"], "mscale_all_dim": 1.3, "attention_factor": 0.9},
-    ).rope
+    scaled = model(DEEPSEEK_V3, rope={**DEEPSEEK_V3["rope"], "mscale_all_dim": 1.3, "attention_factor": 0.9}).rope
     ratio = yarn_get_mscale(40.0, scaled.mscale) / yarn_get_mscale(40.0, 1.3)
     assert ratio == pytest.approx(0.9, rel=FLOAT64_TOLERANCE)
 
@@ -245,15 +187,7 @@ def test_arguments_of_megatron_lm() -> None:
 # --- the function ----------------------------------------------------------------------------------------------------
 
 BOUNDARIES = np.array([0, 16, 48, 64], dtype=np.int32)
-HEADS, RANK, PLAIN, ROTARY, VALUE, TOKENS, SCALE = (
-    8,
-    6,
-    3,
-    2,
-    4,
-    64,
-    0.4,
-)  # two heads in a group
+HEADS, RANK, PLAIN, ROTARY, VALUE, TOKENS, SCALE = (8, 6, 3, 2, 4, 64, 0.4)  # two heads in a group
 
 
 def setting(kernel: Any, weight: Tensor) -> Setting:
@@ -261,42 +195,25 @@ def setting(kernel: Any, weight: Tensor) -> Setting:
         rows = weight.view(HEADS, PLAIN + VALUE, RANK)[heads].flatten(0, 1)
         return torch.nn.functional.linear(latents, rows).squeeze(1).unflatten(-1, (-1, PLAIN + VALUE))
 
-    return Setting(
-        kernel=kernel,
-        scale=SCALE,
-        cp_group=None,
-        expand=expand,
-        rank=RANK,
-        key_width=PLAIN,
-    )
+    return Setting(kernel=kernel, scale=SCALE, cp_group=None, expand=expand, rank=RANK, key_width=PLAIN)
 
 
 @pytest.mark.parametrize("name", ["torch", "flash"])
 def test_output_and_gradients_in_float64(name: str) -> None:
     """Values of 4 and keys of 5 numbers; the flash kernel gets values of the width of keys."""
     generator = torch.Generator().manual_seed(5)
-    shapes = (
-        (TOKENS, HEADS, PLAIN + ROTARY),
-        (TOKENS, RANK + ROTARY),
-        (HEADS * (PLAIN + VALUE), RANK),
-    )
+    shapes = ((TOKENS, HEADS, PLAIN + ROTARY), (TOKENS, RANK + ROTARY), (HEADS * (PLAIN + VALUE), RANK))
     inputs = [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
     query, compressed, weight = inputs
     make: Any = TorchKernel.of if name == "torch" else partial(flash_kernel.FlashKernel.of, operators=PLAIN_FLASH)
-    found = latent_attention(
-        query,
-        compressed,
-        setting(make(BOUNDARIES, 1, 0, torch.device("cpu")), weight),
-        [weight],
-    )
+    found = latent_attention(query, compressed, setting(make(BOUNDARIES, 1, 0, torch.device("cpu")), weight), [weight])
     expanded = (compressed[:, :RANK] @ weight.T).view(TOKENS, HEADS, PLAIN + VALUE)
     keys, values = keys_and_values(expanded, compressed[:, None, RANK:], PLAIN)
     expected, _ = in_one_piece(query, keys, values, BOUNDARIES, SCALE)
     assert found.shape == (TOKENS, HEADS, VALUE)
     grad = torch.randn(found.shape, generator=generator, dtype=torch.float64)
     for ours, reference in zip(
-        (found, *torch.autograd.grad(found, inputs, grad)),
-        (expected, *torch.autograd.grad(expected, inputs, grad)),
+        (found, *torch.autograd.grad(found, inputs, grad)), (expected, *torch.autograd.grad(expected, inputs, grad))
     ):
         torch.testing.assert_close(ours, reference, rtol=FLOAT64_TOLERANCE, atol=FLOAT64_TOLERANCE)
 
@@ -307,32 +224,14 @@ def test_output_and_gradients_in_float64(name: str) -> None:
 @pytest.mark.parametrize(
     "changes, problem",
     [
-        (
-            dict(latent_attention=dict(q_lora_rank=8)),
-            "q_lora_rank: has no effect without",
-        ),
-        (
-            dict(latent_attention=dict(kv_lora_rank=8, qk_rope_head_dim=3)),
-            "qk_rope_head_dim: must be even",
-        ),
-        (
-            dict(head_dim=192),
-            "head_dim: must be null with latent_attention, whose keys are 192 wide",
-        ),
+        (dict(latent_attention=dict(q_lora_rank=8)), "q_lora_rank: has no effect without"),
+        (dict(latent_attention=dict(kv_lora_rank=8, qk_rope_head_dim=3)), "qk_rope_head_dim: must be even"),
+        (dict(head_dim=192), "head_dim: must be null with latent_attention, whose keys are 192 wide"),
         (dict(num_query_groups=4), "num_query_groups: must be null"),
         (dict(qk_norm=True), "qk_norm: is not supported with latent_attention"),
-        (
-            dict(sliding_window=16),
-            "sliding_window: is not supported with latent_attention",
-        ),
-        (
-            dict(rope=dict(fraction=0.5)),
-            "rope.fraction: is not supported with latent_attention",
-        ),
-        (
-            dict(rope=dict(mscale_all_dim=1.0)),
-            "mscale_all_dim: has no effect without scaling = yarn",
-        ),
+        (dict(sliding_window=16), "sliding_window: is not supported with latent_attention"),
+        (dict(rope=dict(fraction=0.5)), "rope.fraction: is not supported with latent_attention"),
+        (dict(rope=dict(mscale_all_dim=1.0)), "mscale_all_dim: has no effect without scaling = yarn"),
     ],
 )
 def test_what_it_excludes(changes: dict[str, Any], problem: str) -> None:
@@ -349,10 +248,7 @@ def test_both_backends_have_it() -> None:
     assert LatentAttentionConfig().compressed_width == 0 and not LatentAttentionConfig().projects_queries
 
 
-TE = {
-    "attention": {"backend": "te"},
-    "run": {"dir": "a", "device": "cuda", "precision": "bf16"},
-}
+TE = {"attention": {"backend": "te"}, "run": {"dir": "a", "device": "cuda", "precision": "bf16"}}
 
 
 def recipe(sizes: dict[str, Any], **sections: Any) -> Config:
@@ -362,29 +258,17 @@ def recipe(sizes: dict[str, Any], **sections: Any) -> Config:
 
 @pytest.mark.parametrize(
     "widths, fits",
-    [
-        ((128, 64, 128), True),
-        ((64, 32, 64), True),
-        ((192, 64, 256), False),
-        ((128, 64, 96), False),
-        ((6, 4, 7), False),
-    ],
+    [((128, 64, 128), True), ((64, 32, 64), True), ((192, 64, 256), False), ((128, 64, 96), False), ((6, 4, 7), False)],
 )
 def test_te_names_the_widths_that_it_has_no_kernel_for(widths: tuple[int, int, int], fits: bool) -> None:
     """GLM-4.7-Flash has keys and values of 256 numbers, which cuDNN does not train on Blackwell by the same table."""
     names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    sizes = {
-        **MOONLIGHT,
-        "latent_attention": {"kv_lora_rank": 512, **dict(zip(names, widths))},
-    }
+    sizes = {**MOONLIGHT, "latent_attention": {"kv_lora_rank": 512, **dict(zip(names, widths))}}
     assert recipe(sizes).auto_is_portable is not None
     if fits:
         assert recipe(sizes, **TE).shares_latents is False
         return
-    with pytest.raises(
-        ValidationError,
-        match=f"has {widths[0] + widths[1]} and {widths[2]}; use portable or auto",
-    ):
+    with pytest.raises(ValidationError, match=f"has {widths[0] + widths[1]} and {widths[2]}; use portable or auto"):
         recipe(sizes, **TE)
 
 

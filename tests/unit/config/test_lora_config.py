@@ -21,10 +21,7 @@ def test_the_scale() -> None:
         (dict(alpha=0.0), "greater than 0"),
         (dict(lr_ratio=0.0), "greater than 0"),
         (dict(rank=1, targets=[]), "at least 1 item"),
-        (
-            dict(rank=1, dropout=0.1),
-            "dropout: is not supported: the random mask of a token would depend on the layout",
-        ),
+        (dict(rank=1, dropout=0.1), "dropout: is not supported: the random mask of a token would depend on the layout"),
         (
             dict(rank=1, targets=[r".*\.q_proj"]),
             r'targets: contains ".*\.q_proj", which is no name or pattern of modules',

@@ -1,7 +1,6 @@
 """The model that model.hf names is found and read once, when the recipe is read; all later code reads that value."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +11,19 @@ from sft.config.keys import leaves, values
 from sft.config.pretrained import Pretrained
 from sft.hf import hub
 from sft.hf.model_family import model_family
-from sft.recipe.load import parse_recipe
 from sft.recipe.resolved import Recipe, dump
-from sft.recipe.run_checks import RunLength, check_run
+from sft.recipe.run_checks import check_run
 from sft.weights.lora.base_digest import remembered_digest
 from sft.weights.trained import trained_weights
-from tests.builders import RECIPE, refusal_lines
+from tests.builders import QWEN3, RECIPE, of_hf, refusal_lines
 from tests.unit.fixtures.hub import serving, use
-
-QWEN = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 300,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 512}  # fmt: skip
-
-
-def of_hf(name: str, *overrides: str) -> Recipe:
-    return parse_recipe(re.sub("(?s)model:.*data:", f"model: {{hf: {name}}}\ndata:", RECIPE), "a.yaml", overrides)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("m").mkdir()
-    Path("m/config.json").write_text(json.dumps(QWEN))
+    Path("m/config.json").write_text(json.dumps(QWEN3))
     return tmp_path
 
 
@@ -43,7 +34,7 @@ def use_everything(recipe: Recipe) -> None:
     assert found is not None and found.name == "qwen3"
     assert len(trained_weights(config, 300).adapted) == 2
     assert remembered_digest(config, Path("r")) == remembered_digest(config, Path("other"))
-    assert "was trained on 512 positions" in check_run(recipe, RunLength())[-1]
+    assert "was trained on 512 positions" in check_run(recipe)[-1]
 
 
 def test_after_the_recipe_is_read_nobody_asks_for_the_model_again(
@@ -88,6 +79,6 @@ def test_it_is_no_key_of_a_recipe(folder: Path) -> None:
 
 def test_a_config_without_positions(folder: Path) -> None:
     for positions in (None, 0, "512"):
-        Path("m/config.json").write_text(json.dumps(QWEN | {"max_position_embeddings": positions}))
+        Path("m/config.json").write_text(json.dumps(QWEN3 | {"max_position_embeddings": positions}))
         known = of_hf("m").config.model.pretrained
         assert known is not None and known.max_positions is None

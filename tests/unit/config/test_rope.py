@@ -131,10 +131,17 @@ def test_rotation_written_out() -> None:
     torch.testing.assert_close(turned.undo(turned.apply(x)), x, rtol=0.0, atol=1e-6)
 
 
-def test_undo_is_the_gradient_of_apply() -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"interleaved": True}, {"fraction": 0.75, "scaling": "yarn", "factor": 4.0, "original_max_position": 64}],
+    ids=["halves", "neighbours", "a part"],
+)
+def test_undo_is_the_gradient_of_apply(fields: dict[str, Any]) -> None:
     torch.manual_seed(1)
-    turned = rope.Rotation.of(torch.arange(5), torch.tensor([1.0, 0.3, 0.1]), torch.float32)
-    x, grad = torch.randn(5, 2, 6, requires_grad=True), torch.randn(5, 2, 6)
+    model = model_of(RopeConfig(base=100.0, **fields), 8)
+    inv_freq = rope.frequencies(model.rope, model.rotary_dim)
+    turned = rope.Rotation.of(torch.arange(50), inv_freq, torch.float32, model.rope)
+    x, grad = torch.randn(50, 2, 8, requires_grad=True), torch.randn(50, 2, 8)
     (expected,) = torch.autograd.grad(turned.apply(x), x, grad)
     torch.testing.assert_close(turned.undo(grad), expected)
 
@@ -151,16 +158,11 @@ def test_angles_are_fp32_whatever_is_turned() -> None:
 # --- a part of each head -----------------------------------------------------------------------------------
 
 
-def part_of_heads() -> tuple[ModelConfig, torch.Tensor, torch.Tensor]:
-    """A model that rotates 6 of 8 numbers with YaRN, positions of a document, and queries [1, heads, t, 8]."""
-    config = RopeConfig(base=100.0, fraction=0.75, scaling="yarn", factor=4.0, original_max_position=64)
-    generator = torch.Generator().manual_seed(4)
-    return model_of(config, 8), torch.arange(50), torch.randn(1, 2, 50, 8, generator=generator)
-
-
 def test_a_part_of_each_head_is_rotated_as_in_transformers() -> None:
     """YaRN's temperature is on the rotated numbers only, not on the whole product of query and key."""
-    model, positions, x = part_of_heads()
+    config = RopeConfig(base=100.0, fraction=0.75, scaling="yarn", factor=4.0, original_max_position=64)
+    model, positions = model_of(config, 8), torch.arange(50)
+    x = torch.randn(1, 2, 50, 8, generator=torch.Generator().manual_seed(4))  # [1, heads, t, 8]
     fields = dict(original_max_position_embeddings=64, partial_rotary_factor=0.75)
     parameters = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, **fields}
     theirs = Qwen3NextConfig(head_dim=8, hidden_size=16, num_attention_heads=2, rope_parameters=parameters)
@@ -172,14 +174,6 @@ def test_a_part_of_each_head_is_rotated_as_in_transformers() -> None:
     torch.testing.assert_close(rotation.apply(x[0].transpose(0, 1)), expected[0].transpose(0, 1), rtol=0.0, atol=1e-5)
     assert rope.softmax_scale(model) == rope.plain_scale(model)
     assert rope.RotaryTable(inv_freq)(4).shape == (4, 1, 1, 6)
-
-
-def test_the_gradient_of_a_rotation_of_a_part() -> None:
-    model, positions, _ = part_of_heads()
-    rotation = rope.Rotation.of(positions, rope.frequencies(model.rope, 6), torch.float32, model.rope)
-    x, grad = torch.randn(50, 2, 8, requires_grad=True), torch.randn(50, 2, 8)
-    (expected,) = torch.autograd.grad(rotation.apply(x), x, grad)
-    torch.testing.assert_close(rotation.undo(grad), expected)
 
 
 @pytest.mark.parametrize("fraction, problem", [(0.1, "rotates 0 of 8"), (0.4, "rotates 3 of 8")])

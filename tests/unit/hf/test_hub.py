@@ -331,8 +331,13 @@ def test_commands_download_the_weights_that_they_use(
     Path("adapter/adapter_config.json").write_text("{}")
     chats(tmp_path, 8)
     done = SimpleNamespace(exit_code=0)
-    for module, name, ended in (("trainer", "main", done), ("evaluate", "main", 0), ("probe.answer", "answer", 0)):
-        monkeypatch.setitem(sys.modules, f"sft.{module}", SimpleNamespace(**{name: lambda *_, ended=ended: ended}))
+    for module, ended in (("trainer", done), ("evaluate", 0)):
+        monkeypatch.setitem(sys.modules, f"sft.{module}", SimpleNamespace(main=lambda *_, ended=ended: ended))
+    asked = SimpleNamespace(run=lambda *_, **__: None)
+    report = SimpleNamespace(check_path=lambda _: None, publish=lambda *_: 0)
+    probes = SimpleNamespace(data=asked, leak=asked, parity=asked, report=report)
+    monkeypatch.setitem(sys.modules, "sft.probe", probes)
+    monkeypatch.setattr("sft.run.signals.leave_with_parent", lambda: None)
     monkeypatch.setattr("sft.run.environment.prepare", lambda *_: [])
     assert main([*words, "data.tokenizer=byte", "data.train=chat.jsonl"]) == 0
     assert sorted(served.downloads(".safetensors")) == files

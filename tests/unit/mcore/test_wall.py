@@ -203,8 +203,10 @@ def test_transformer_config_has_every_field_that_is_set() -> None:
     found = (named | FIELDS) - {None}
     assert {"calculate_per_token_loss", "moe_router_topk", "recompute_method"} <= found and len(found) > 55
     assert found <= {field.name for field in dataclasses.fields(find("transformer.TransformerConfig"))}
-    settled = (*megatron_fields._OWN_KEY, *megatron_fields._DECIDED.split(), "moe_permute_fusion")
-    assert found <= set(settled)  # a recipe may not set these fields, but the last, whose value is a default
+    unsettled = (megatron_fields.UNUSED, megatron_fields.UNPROVEN)
+    settled = {name for name, role in megatron_fields.ROLES.items() if role not in unsettled}
+    # A recipe may not set these fields, but the last, whose value is a default.
+    assert found <= {*settled, "moe_permute_fusion"}
 
 
 def test_the_tables_of_model_megatron_are_those_of_the_installed_version() -> None:

@@ -10,7 +10,6 @@ from sft.data.packing.pack import local_part, make_pack
 from sft.errors import ConfigError
 from sft.mcore.hidden_states import sketch
 from sft.parallel.context_parallel import local_indices
-from sft.probe.answer import overrides_of
 from sft.probe.inputs import runs
 from sft.probe.report import ProbeReport, check_path
 from tests.builders import sample
@@ -39,18 +38,6 @@ def test_runs_of_a_rank() -> None:
     pack = make_pack([sample(range(8)), sample(range(4))], doc_multiple=4, pad_id=0)
     mb = local_part(pack, local_indices(np.array([0, 8, 12]), 2, 0), cp_size=2, doc_multiple=4)
     assert runs(mb) == [(0, 0, 2), (0, 6, 8), (1, 0, 1), (1, 3, 4)]
-
-
-@pytest.mark.parametrize(
-    "against,expected",
-    [
-        ("parallel.cp=1", ["parallel.cp=1"]),
-        ("parallel.cp=1,parallel.tp=2", ["parallel.cp=1", "parallel.tp=2"]),
-        ("data.train=[a.jsonl, b.jsonl],parallel.cp=1", ["data.train=[a.jsonl, b.jsonl]", "parallel.cp=1"]),
-    ],
-)
-def test_settings_of_the_second_layout(against: str, expected: list[str]) -> None:
-    assert overrides_of(against) == expected
 
 
 def test_a_result_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -53,6 +53,8 @@ def test_mistakes(override: str, message: str) -> None:
 
 # Overrides that cannot be together; @ stands for the last of them.
 CLASHES = {
+    ("model.init_from=null",): "model.init_from = null (@) says no initial weights, because there is no model.hf; set "
+    "model.hf to a Hugging Face folder, model.init_from to a Megatron checkpoint, or model.init_from=random.",
     ("model.num_attention_heads=5",): "model.num_attention_heads = 5 (@) does not divide hidden_size 64; set head_dim.",
     ("model.num_query_groups=3",): "model.num_query_groups = 3 (@) does not divide 4 heads; use one of 1, 2, 4.",
     ("model.head_dim=15",): "model.head_dim = 15 (@) makes heads of width 15, but rotary positions need an even width.",

@@ -8,31 +8,19 @@ import pytest
 
 from sft.cli import main
 from sft.errors import ConfigError
-from sft.recipe.load import parse_recipe
-from sft.recipe.resolved import Recipe
-from sft.recipe.run_checks import RunLength, check_run
-from tests.builders import RECIPE, chats, parsed
+from sft.recipe.run_checks import check_run
+from tests.builders import QWEN3, RECIPE, chats, of_hf, parsed
 
-LONG = RunLength(num_steps=32, num_packs=128, longest=1000)
-QWEN = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 300,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 512}  # fmt: skip
-OF_HF = re.sub("(?s)model:.*data:", "model: {hf: m}\ndata:", RECIPE)
+LONG = dict(num_steps=32, num_packs=128, longest=1000)
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def folder(recipe_folder: Path) -> None:
     """A folder with data of 8 to 17 tokens, and a model m that was trained on 512 positions."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    chats(tmp_path, 20, "a.jsonl")
-    (tmp_path / "a.yaml").write_text(RECIPE.replace("num_steps: 10", "num_epochs: 1"))
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "config.json").write_text(json.dumps(QWEN))
-
-
-def of_hf(*overrides: str) -> Recipe:
-    return parse_recipe(OF_HF, "a.yaml", overrides)
+    chats(recipe_folder, 20, "a.jsonl")
+    (recipe_folder / "a.yaml").write_text(RECIPE.replace("num_steps: 10", "num_epochs: 1"))
+    (recipe_folder / "m").mkdir()
+    (recipe_folder / "m" / "config.json").write_text(json.dumps(QWEN3))
 
 
 def test_a_warm_up_as_long_as_the_run_is_refused() -> None:
@@ -41,8 +29,8 @@ def test_a_warm_up_as_long_as_the_run_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=re.escape("Set in: optim.warmup_steps (command line: optim.warmup_steps=32)")
     ):
-        check_run(parsed(*epochs, "optim.warmup_steps=32"), LONG)
-    assert check_run(parsed(*epochs, "optim.warmup_steps=31"), LONG) == []
+        check_run(parsed(*epochs, "optim.warmup_steps=32"), **LONG)
+    assert check_run(parsed(*epochs, "optim.warmup_steps=31"), **LONG) == []
 
 
 WARNINGS = {
@@ -66,7 +54,7 @@ WARNINGS = {
 
 @pytest.mark.parametrize("overrides, warning", WARNINGS.items(), ids=str)
 def test_a_setting_without_effect_is_warned_of(overrides: tuple[str, ...], warning: str) -> None:
-    assert check_run(parsed(*overrides), LONG) == [warning]
+    assert check_run(parsed(*overrides), **LONG) == [warning]
 
 
 def test_what_has_an_effect_is_not_warned_of() -> None:
@@ -76,17 +64,17 @@ def test_what_has_an_effect_is_not_warned_of() -> None:
         "profile.torch.steps=[32]",
         "train.global_batch_size=128",
     ]
-    assert check_run(parsed(*fits), LONG) == []
-    assert check_run(parsed(*fits), RunLength()) == [], "without data"
+    assert check_run(parsed(*fits), **LONG) == []
+    assert check_run(parsed(*fits)) == [], "without data"
 
 
 @pytest.mark.parametrize("setting", ["optim.schedule=constant", "optim.min_lr=1e-6"])
 def test_a_smoke_run_whose_last_step_trains_nothing_is_warned_of(setting: str) -> None:
-    one = RunLength(num_steps=1, num_packs=4, longest=10)
+    one = dict(num_steps=1, num_packs=4, longest=10)
     warning = "the last of 1 step has learning rate 0 (optim.min_lr = 0) and changes no weight; for a short test use "
-    assert check_run(parsed(), one) == [f"{warning}optim.schedule=constant"]
-    assert check_run(parsed(setting), one) == []
-    assert check_run(parsed(), RunLength(num_steps=10, num_packs=40, longest=10)) == [], "one step of ten is usual"
+    assert check_run(parsed(), **one) == [f"{warning}optim.schedule=constant"]
+    assert check_run(parsed(setting), **one) == []
+    assert check_run(parsed(), num_steps=10, num_packs=40, longest=10) == [], "one step of ten is usual"
 
 
 DYNAMIC_CP = ["parallel.cp=4", "parallel.dynamic_cp=true"]
@@ -106,47 +94,46 @@ def test_nodes_that_the_plan_does_not_know_are_warned_of(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
-    assert check_run(parsed(*DYNAMIC_CP), LONG) == ([] if warning is None else [warning])
-    assert check_run(parsed(*DYNAMIC_CP, f"parallel.gpus_per_node={local}"), LONG) == []
-    assert check_run(parsed("parallel.cp=4"), LONG) == [], "only dynamic CP reads the key"
+    assert check_run(parsed(*DYNAMIC_CP), **LONG) == ([] if warning is None else [warning])
+    assert check_run(parsed(*DYNAMIC_CP, f"parallel.gpus_per_node={local}"), **LONG) == []
+    assert check_run(parsed("parallel.cp=4"), **LONG) == [], "only dynamic CP reads the key"
 
 
-def test_without_torchrun_nothing_is_known_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert check_run(parsed(*DYNAMIC_CP), LONG) == []
+def test_without_torchrun_nothing_is_known_of_nodes() -> None:
+    assert check_run(parsed(*DYNAMIC_CP), **LONG) == []
 
 
 def test_documents_beyond_the_positions_of_the_model() -> None:
     """Positions begin anew in every document, so the longest document decides, and not the length of packs."""
-    assert check_run(of_hf(), RunLength(num_steps=32, num_packs=128, longest=512)) == []
+    assert check_run(of_hf("m"), **LONG | {"longest": 512}) == []
     with pytest.raises(ConfigError) as refused:
-        check_run(of_hf(), RunLength(num_steps=32, num_packs=128, longest=513))
+        check_run(of_hf("m"), **LONG | {"longest": 513})
     problem = (
         "but model.hf = m was trained on 512 positions (max_position_embeddings).  Scale the positions: "
         "model.rope.scaling=yarn model.rope.factor=2 model.rope.original_max_position=512; or train beyond them as "
         "they are: model.rope.scaling=none"
     )
     assert str(refused.value) == f"the longest document has 513 tokens, {problem}"
-    assert check_run(of_hf(), RunLength()) == [f"packs may hold documents of 1,024 tokens, {problem}"]
+    assert check_run(of_hf("m")) == [f"packs may hold documents of 1,024 tokens, {problem}"]
 
 
 @pytest.mark.parametrize(
-    "settings, longest",
+    "settings",
     [
-        (["model.rope.scaling=none"], 1000),
-        (["model.rope.base=5e6"], 1000),
-        (["model.rope.scaling=yarn", "model.rope.factor=2", "model.rope.original_max_position=512"], 1000),
-        (["model.rope.scaling=linear", "model.rope.factor=2"], 1000),
+        ["model.rope.scaling=none"],
+        ["model.rope.base=5e6"],
+        ["model.rope.scaling=yarn", "model.rope.factor=2", "model.rope.original_max_position=512"],
+        ["model.rope.scaling=linear", "model.rope.factor=2"],
     ],
 )
-def test_positions_that_the_user_accepts_or_scales(settings: list[str], longest: int) -> None:
-    assert check_run(of_hf(*settings), RunLength(num_steps=32, num_packs=128, longest=longest)) == []
+def test_positions_that_the_user_accepts_or_scales(settings: list[str]) -> None:
+    assert check_run(of_hf("m", *settings), **LONG) == []
 
 
 def test_a_scaling_that_does_not_reach_far_enough_is_refused() -> None:
     settings = ["model.rope.scaling=yarn", "model.rope.factor=1.5", "model.rope.original_max_position=512"]
     with pytest.raises(ConfigError, match="was trained on 768 positions"):
-        check_run(of_hf(*settings), RunLength(num_steps=32, num_packs=128, longest=769))
+        check_run(of_hf("m", *settings), **LONG | {"longest": 769})
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,6 @@
 """Runs a benchmark: measures its cases, prints a table and bars, writes JSON lines, and returns an exit status.
 
-A subject, one module of this folder, declares its cases, columns and bars, and measures one case at a time:
-
-    python -m tools.bench packing --tiny
-
-    | case   | tokens  | indices ms | inverse ms | sum ms |
-    |--------|--------:|-----------:|-----------:|-------:|
-    | 1000:8 | 131,072 |      1.120 |      0.320 |  1.440 |
-
+A subject, one module of this folder, declares its cases, columns and bars, and measures one case at a time.
 results.py defines rows, the table and bars.
 """
 
@@ -50,10 +43,6 @@ class Option:
             parser.add_argument(flag, type=self.read or type(value), default=value, help=text.replace("%", "%%"))
 
 
-def _no_bars(rows: Sequence[Row]) -> Iterable[Bar]:
-    return ()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Subject:
     """A benchmark.  These fields hold everything in which benchmarks differ.  With --tiny, a benchmark takes less than
@@ -77,12 +66,8 @@ class Subject:
     validate: Callable[[argparse.Namespace], None] = lambda options: None
     prepare: Callable[[argparse.Namespace], Iterable[Row]] = lambda options: ()
     describe: Callable[[Any], str] = str
-    bars: Callable[[Sequence[Row]], Iterable[Bar]] = _no_bars
+    bars: Callable[[Sequence[Row]], Iterable[Bar]] | None = None
     device: Literal["cpu", "any", "gpu"] = "cpu"
-
-    @property
-    def has_bars(self) -> bool:
-        return self.bars is not _no_bars
 
 
 def one_of(*names: str) -> Callable[[str], str]:
@@ -119,7 +104,7 @@ def run(subject: Subject, options: argparse.Namespace, header: Mapping[str, Any]
     if notes := table.notes():
         print(f"\n{notes}")
     failed = any(str(row.get("status", DONE)).startswith("failed") for row in rows)
-    return max(int(failed), judge(subject.bars(rows)) if options.check else 0)
+    return max(int(failed), judge(subject.bars(rows)) if options.check and subject.bars else 0)
 
 
 def append(path: Path | None, row: Mapping[str, Any]) -> None:

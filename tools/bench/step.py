@@ -29,8 +29,7 @@ from tools.bench.harness import Subject
 from tools.bench.results import Column, Row
 from tools.bench.steps.bars import bars
 from tools.bench.steps.case import StepCase
-from tools.bench.steps.options import OPTIONS, validate
-from tools.bench.steps.process import measured
+from tools.bench.steps.process import OPTIONS, measured, validate
 
 # Most important cases first, because --minutes may end the run before the last ones.
 CASES = (

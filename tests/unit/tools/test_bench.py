@@ -17,7 +17,7 @@ from tools.bench.harness import Option, Subject, one_of
 from tools.bench.results import Bar, Column, Row
 
 NUM_ROWS = {  # of a tiny run
-    "loss_head": 27,
+    "loss_head": 21,
     "attention": 10,
     "delta_rule": 5,
     "step": 2,

@@ -275,7 +275,8 @@ def test_the_command_needs_the_gpus_that_it_is_asked_for(
     ]  # fmt: skip
     monkeypatch.setattr(gpu_hour, "STEPS", [step("works", ROW), step("fails", "sys.exit(1)")])
     assert gpu_hour.main(["--only", "works", "--out", str(tmp_path)]) == 0
-    assert gpu_hour.main(["--out", str(tmp_path)]) == 1
+    assert gpu_hour.main(["--out", str(tmp_path)]) == 1 == gpu_hour.main(["--out", str(tmp_path)])
+    assert "== fails: taken from the record (failed)" in capsys.readouterr().out
     for option in ("--redo", "--only"):
         with pytest.raises(SystemExit, match="2"):
             gpu_hour.main([option, "nothing", "--out", str(tmp_path)])

@@ -13,7 +13,7 @@ from sft.estimate.saved_by_layer import saving_layers
 from sft.parallel.cp_bytes import CpBytes
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
-from tools import marked_tables
+from tools import page_text
 
 BEGIN, END = "<!-- made by tools/layer_kinds.py -->\n", "<!-- end of kinds -->\n"
 CP, LONG, SHORT = 8, 65_536, 1_024
@@ -79,7 +79,7 @@ def _rows() -> Iterator[str]:
 
 def page(text: str) -> str:
     """The page with a new table between its marks."""
-    return marked_tables.replaced(text, BEGIN, END, table())
+    return page_text.replaced(text, BEGIN, END, f"\n{table()}\n")
 
 
 if __name__ == "__main__":

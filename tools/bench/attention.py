@@ -32,9 +32,8 @@ from sft.parallel import context_parallel
 from tools.bench import attention_ways as ways
 from tools.bench.attention_ways import BACKWARD, Pack, Way
 from tools.bench.clock import check_close, medians, peak_beyond, time_on
-from tools.bench.harness import Option, Subject
+from tools.bench.harness import Column, Option, Row, Subject
 from tools.bench.mixes import boundaries_of, read_length_and_mix
-from tools.bench.results import Column, Row
 
 MULTIPLE = 64  # document lengths are multiples of it; it allows cp up to 32
 TOLERANCE = 2e-2  # share of the norm; both results are bf16

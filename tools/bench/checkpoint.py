@@ -39,8 +39,7 @@ from sft.parallel.messages import message
 from sft.recipe.load import parse_recipe
 from tools.bench import machine, ranks
 from tools.bench.clock import growth, memory
-from tools.bench.harness import Option, Subject, one_of
-from tools.bench.results import Bar, Column, Row
+from tools.bench.harness import Bar, Column, Option, Row, Subject, one_of
 
 UNITS = 20  # number of units of work that are timed without a concurrent save
 SYNC, FIRST, STALL = "sync save", "async save: first stall", "async save: stall"

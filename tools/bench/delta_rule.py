@@ -24,9 +24,8 @@ from sft.mcore.linear_attention.fla_kernel import FlaKernel
 from sft.mcore.linear_attention.gated_delta import gated_delta_rule
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 from tools.bench.clock import check_close, cpu_time, medians, time_on
-from tools.bench.harness import Option, Subject
+from tools.bench.harness import Bar, Column, Option, Row, Subject
 from tools.bench.mixes import boundaries_of, read_length_and_mix
-from tools.bench.results import Bar, Column, Row
 
 BASELINE = "transformers"
 WAYS = (BASELINE, "torch", "fla")

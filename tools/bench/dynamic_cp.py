@@ -32,9 +32,8 @@ from sft.data.packing.plan import PackingPlan, plan_epoch
 from sft.layers.flops import AttentionCost
 from sft.parallel.cp_group import cp_sizes
 from tools.bench.clock import cpu_time
-from tools.bench.harness import Option, Subject
+from tools.bench.harness import Bar, Column, Option, Row, Subject
 from tools.bench.mixes import MULTIPLE, SEQ_LENGTHS, TRACES, lengths_of
-from tools.bench.results import Bar, Column, Row
 
 # bf16, tp 1, no recompute, an H100 at 35% of its peak: 6 FLOPs for each active parameter of the layers.
 COSTS = {

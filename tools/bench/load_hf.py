@@ -38,8 +38,7 @@ from sft.hf.source import open_source
 from sft.weights.load import fill
 from tools.bench import machine
 from tools.bench.clock import growth
-from tools.bench.harness import Option, Refused, Subject, one_of
-from tools.bench.results import Bar, Column, Row
+from tools.bench.harness import Bar, Column, Option, Refused, Row, Subject, one_of
 
 SLOWEST, TP = 1.5, 8
 MOST_REQUESTED = 1.05

@@ -13,9 +13,8 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 
-from tools.bench.harness import Option, Subject
-from tools.bench.results import DONE, Column, Row
-from tools.bench.steps.bars import bars
+from tools.bench.harness import DONE, Column, Option, Row, Subject
+from tools.bench.step import bars
 from tools.bench.steps.case import SHAPES, StepCase
 from tools.bench.steps.process import HOST, OPTIONS, measured, memory_of, validate
 

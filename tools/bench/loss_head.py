@@ -20,9 +20,8 @@ from itertools import groupby
 import torch.distributed as dist
 
 from tools.bench import ranks
-from tools.bench.harness import Option, Subject
+from tools.bench.harness import DONE, Bar, Column, Option, Row, Subject
 from tools.bench.loss_problem import BASELINE, DTYPES, WAYS, Sizes, make_problem, measure
-from tools.bench.results import DONE, Bar, Column, Row
 
 CHECKED_TOKENS = 8192  # largest number of tokens for checking gradients: with more, the baseline would not fit
 

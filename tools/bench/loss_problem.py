@@ -20,7 +20,7 @@ from sft.config import LossConfig
 from sft.mcore.loss import Targets, VocabShard, lm_loss, token_statistics
 from tools.bench.clock import catch_out_of_memory, check_close, medians, wall_on
 from tools.bench.counter import Counter
-from tools.bench.results import DONE, Row
+from tools.bench.harness import DONE, Row
 
 BASELINE = "F.linear + F.cross_entropy"
 WAYS = ("fused", "frozen", "chunked", "full", "token_statistics", BASELINE)

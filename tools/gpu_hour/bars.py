@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
-from tools.bench.results import DONE, Bar, Row
+from tools.bench.harness import DONE, Bar, Row
 from tools.gpu_hour import curves
 from tools.gpu_hour.step import Result
 
@@ -90,7 +90,7 @@ GROUPS: Sequence[tuple[str, Callable[[Outcomes], Iterator[Bar]]]] = (
     ("Loss head", of_bench("loss_head", "loss-head")),
 )
 OF_TIMES = (  # which mean nothing at toy sizes
-    ("Training steps", of_bench("steps.bars", *STEPS)),  # rooflines, MFU, packing, offload, longest context
+    ("Training steps", of_bench("step", *STEPS)),  # rooflines, MFU, packing, offload, longest context
     ("Checkpoints", of_bench("checkpoint", "checkpoint")),
 )
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from sft.parallel.layout import Layout
 from sft.run import environment
-from tools.bench.harness import append
-from tools.bench.results import Column, Table
+from tools.bench.harness import Column, Table, append
 from tools.bench.steps.case import StepCase
 from tools.gpu_hour import curves
 

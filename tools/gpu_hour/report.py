@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sft.files.atomic_files import replace_text
-from tools.bench.results import Bar, Row, number
+from tools.bench.harness import Bar, Row, number
 from tools.gpu_hour import bars
 from tools.gpu_hour.bars import Outcome
 from tools.gpu_hour.runner import before_torchrun

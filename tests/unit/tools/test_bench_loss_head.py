@@ -16,10 +16,9 @@ from tools.bench import loss_head, loss_problem
 from tools.bench import ranks as bench_ranks
 from tools.bench.clock import check_close, medians
 from tools.bench.counter import Counter
-from tools.bench.harness import Refused
+from tools.bench.harness import Bar, Refused, Row
 from tools.bench.loss_head import bars
 from tools.bench.loss_problem import BASELINE, Problem, Sizes, count, make_problem, measure
-from tools.bench.results import Bar, Row
 
 TINY = Sizes(tokens=24, hidden=8, vocab=50, chunks=(5, 9))
 ALL_WAYS = ["fused 5", "fused 9", "frozen 9", "chunked", "full", "token_statistics", BASELINE]

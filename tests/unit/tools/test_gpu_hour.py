@@ -17,7 +17,7 @@ from sft.recipe.load import parse_recipe
 from sft.run import environment
 from tests.unit.gpu_hour_steps import ROW, setting, step
 from tools.bench import __main__ as bench
-from tools.bench.results import Bar
+from tools.bench.harness import Bar
 from tools.bench.steps.case import StepCase
 from tools.gpu_hour import __main__ as gpu_hour
 from tools.gpu_hour import bars, curves, report, runner

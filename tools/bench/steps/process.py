@@ -20,8 +20,7 @@ import torch
 from sft.estimate.memory import Memory
 from sft.parallel.layout import Layout
 from sft.run import environment
-from tools.bench.harness import Option
-from tools.bench.results import DONE, Row
+from tools.bench.harness import DONE, Option, Row
 from tools.bench.steps.case import StepCase
 from tools.bench.steps.loop import StepOptions
 from tools.bench.steps.roofline import shares, with_notes, with_rates

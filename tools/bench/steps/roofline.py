@@ -19,7 +19,7 @@ from torch import Tensor
 from tools.bench import attention_ways as ways
 from tools.bench.attention_ways import BACKWARD
 from tools.bench.clock import medians, time_on
-from tools.bench.results import Row
+from tools.bench.harness import Row
 from tools.bench.steps.case import StepCase
 
 LINEAR = 650 / 790  # rate of matrix products of a layer / rate of a large product

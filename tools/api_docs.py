@@ -7,24 +7,23 @@ import ast
 import re
 from pathlib import Path
 
+from tools import page_text
+
 ROOT = Path(__file__).resolve().parents[1]
-PART = re.compile(r"(?<=<!-- api -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
-def page(text: str, root: Path = ROOT) -> str:
-    """The page with a newly generated part.  Raises ValueError if the page has no place for it."""
-    if not PART.search(text):
-        raise ValueError("python-api.md has no <!-- api --> with an <!-- end --> after it.")
-    return PART.sub(lambda _: "\n".join([*map(section, _public(root)), ""]), text)
+def page(text: str) -> str:
+    """The page with a newly generated part."""
+    return page_text.replaced(text, "<!-- api -->\n", "<!-- end -->", "\n".join([*map(section, _public()), ""]))
 
 
-def _public(root: Path) -> list[ast.FunctionDef | ast.ClassDef]:
+def _public() -> list[ast.FunctionDef | ast.ClassDef]:
     """The functions and classes that sft/__init__.py offers, in the order of its `__all__`."""
-    tree = ast.parse((root / "sft/__init__.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "sft/__init__.py").read_text(encoding="utf-8"))
     values = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
     homes = ast.literal_eval(values["_HOMES"])
     names = [name for name in ast.literal_eval(values["__all__"]) if name in homes]
-    return [_definition(root / f"{homes[name].replace('.', '/')}.py", name) for name in names]
+    return [_definition(ROOT / f"{homes[name].replace('.', '/')}.py", name) for name in names]
 
 
 def _definition(file: Path, name: str) -> ast.FunctionDef | ast.ClassDef:

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterator
 
 from sft import cli, errors
+from tools import page_text
 
 _INTRO = """\
 # The command line
@@ -50,47 +51,36 @@ _OVERRIDES = ("recipe", "overrides")  # the introduction describes them
 
 def page(before: str) -> str:
     """The whole page; `before` is not read."""
-    return _INTRO + _ALL + "\n".join(line for name, parser in commands() for line in _section(name, parser))
+    commands = _commands(cli.whole_parser())
+    return _INTRO + _ALL + "\n".join(line for command in commands for line in _section(*command))
 
 
-def commands() -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """("train", its parser), ..., ("data prepare", its parser), ...: the commands that do something, in order."""
-    yield from _below(cli.whole_parser(), "")
-
-
-def _below(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+def _commands(
+    parser: argparse.ArgumentParser, name: str = "", about: str = ""
+) -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
+    """("train", what `sft --help` says of it, its parser), ...: the commands that do something, in order."""
     groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     if not groups:
-        yield name, parser
+        yield name, about, parser
     for group in groups:
+        helps = {action.dest: action.help or "" for action in group._choices_actions}
         for word, child in group.choices.items():
-            yield from _below(child, f"{name} {word}".strip())
+            yield from _commands(child, f"{name} {word}".strip(), helps[word])
 
 
-def _section(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
+def _section(name: str, about: str, parser: argparse.ArgumentParser) -> Iterator[str]:
     yield f"## sft {name}\n"
-    yield from _folded(f"{_help(parser, name)[:1].upper()}{_help(parser, name)[1:]}.")
+    yield from page_text.folded(f"{about[:1].upper()}{about[1:]}.")
     usage = re.sub(r"\s+", " ", parser.format_usage().removeprefix("usage: ")).replace("[-h] ", "")
     yield "\n```text"
     yield from textwrap.wrap(usage, 110, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
     yield "```\n"
     for action in parser._actions:
         if action.dest not in ("help", *_OVERRIDES):
-            yield from _folded(f"- {_named(action)}: {_about(action)}")
+            yield from page_text.folded(f"- {_named(action)}: {_about(action)}")
     if name in EXIT_CODES:
-        yield from _folded(f"- exit code: {EXIT_CODES[name]}")
+        yield from page_text.folded(f"- exit code: {EXIT_CODES[name]}")
     yield ""
-
-
-def _help(parser: argparse.ArgumentParser, name: str) -> str:
-    """What `sft --help` says of the command."""
-    *above, word = name.split()
-    group = cli.whole_parser()
-    for part in [*above, word]:
-        (choices,) = (action for action in group._actions if isinstance(action, argparse._SubParsersAction))
-        about = next(action.help for action in choices._choices_actions if action.dest == part)
-        group = choices.choices[part]
-    return about or ""
 
 
 def _named(action: argparse.Action) -> str:
@@ -109,17 +99,9 @@ def _about(action: argparse.Action) -> str:
     return re.sub(r"docs/([\w/-]+\.md)", r"[\1](../\1)", about)
 
 
-def _folded(text: str) -> Iterator[str]:
-    yield from textwrap.wrap(text, 118, subsequent_indent="  " if text.startswith("- ") else "",
-                             break_long_words=False, break_on_hyphens=False)  # fmt: skip
-
-
 def errors_page(before: str) -> str:
     """errors.md with a new table of the classes."""
-    begin, end = "<!-- classes -->\n", "<!-- end -->"
-    head, mark, rest = before.partition(begin)
-    assert mark and end in rest, "errors.md lacks the marks of its table"
-    return f"{head}{begin}{error_table()}{end}{rest.partition(end)[2]}"
+    return page_text.replaced(before, "<!-- classes -->\n", "<!-- end -->", error_table())
 
 
 def error_table() -> str:

@@ -50,8 +50,8 @@ a last step with learning rate 0 in a run of fewer than 10 steps.
 """
 
 
-def page(text: str = "") -> str:
-    """The text of the page.  Does not depend on the old text."""
+def page(before: str) -> str:
+    """The whole page; `before` is not read."""
     parts = [INTRODUCTION]
     for group, model in sections().items():
         parts.append(f"\n## {group}\n\n{_purpose(group)}\n\n")

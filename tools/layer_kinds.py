@@ -14,7 +14,7 @@ from sft.layers.kinds import layer_groups
 from sft.parallel.cp_bytes import CpBytes
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
-from tools import marked_tables
+from tools import page_text
 
 BEGIN, END = "<!-- made by tools/layer_kinds.py -->\n", "<!-- end of kinds -->\n"
 CP, LONG, SHORT = 8, 65_536, 1_024
@@ -81,7 +81,7 @@ def _rows() -> Iterator[str]:
 
 def page(text: str) -> str:
     """The page with a new table between its marks."""
-    return marked_tables.replaced(text, BEGIN, END, table())
+    return page_text.replaced(text, BEGIN, END, f"\n{table()}\n")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sft.batch import Microbatch, Pack, Sample
 from sft.cli import main as sft
@@ -74,9 +75,9 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = func._schema.name.partition("::")
         if namespace == "c10d" and name in _COLLECTIVES:
-            shapes = [list(x.shape) for x in _tensors(args)]
+            shapes = [list(x.shape) for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
             shapes = shapes[::-1] if name != "allreduce_" else shapes * 2  # the result is the first argument
-            self.lines.append(f"  {_COLLECTIVES[name]} {_shape(shapes[0])} -> {_shape(shapes[-1])}")
+            self.lines.append(f"  {_COLLECTIVES[name]} {shapes[0]} -> {shapes[-1]}")
         return func(*args, **(kwargs or {}))
 
     def note(self, name: str) -> Any:
@@ -84,28 +85,14 @@ class Recorder(TorchDispatchMode):
 
         def hook(module: Any, inputs: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
-            self.lines.append(f"output of {name} {_shape(hidden.shape)}")
-            hidden.register_hook(
-                lambda grad: self.lines.append(f"gradient of the output of {name} {_shape(grad.shape)}")
-            )
+            self.lines.append(f"output of {name} {list(hidden.shape)}")
+            hidden.register_hook(lambda grad: self.lines.append(f"gradient of the output of {name} {list(grad.shape)}"))
 
         return hook
 
     def until(self, name: str) -> list[str]:
         """The lines to the first one that begins with `name`: later messages are those of weights and metrics."""
         return self.lines[: 1 + next(i for i, line in enumerate(self.lines) if line.startswith(name))]
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors(part)
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return f"[{', '.join(map(str, shape))}]"
 
 
 def row(name: str, values: Iterable[Any], width: int = 4) -> str:
@@ -181,7 +168,7 @@ def part(session: Session, mb: Microbatch) -> str:
 def types(mb: Microbatch) -> str:
     shown = ("tokens", "labels", "position_ids", "loss_weights", "documents", "cu_seqlens")
     tensors = {name: getattr(mb, name) for name in shown}
-    lines = [f"{name:<13}{str(x.dtype).removeprefix('torch.'):<8} {_shape(x.shape)}" for name, x in tensors.items()]
+    lines = [f"{name:<13}{str(x.dtype).removeprefix('torch.'):<8} {list(x.shape)}" for name, x in tensors.items()]
     counts = ("cp_size", "max_seqlen", "num_documents", "num_real_tokens", "num_aligned_tokens", "num_tokens")
     return "\n".join([*lines, ", ".join(f"{name} {getattr(mb, name)}" for name in counts)])
 

@@ -39,14 +39,9 @@ MAX_FILLER = 8000  # tokens between the statements and the questions of a docume
 
 
 class Document(NamedTuple):
-    """A document in tokens.
-
-    evidence  the positions of the values in the statements; evidence[i] holds the value that answers[i] repeats
-    answers   the positions of the supervised tokens
-    """
+    """A document in tokens.  answers: the positions of the supervised tokens"""
 
     tokens: bytes
-    evidence: list[int]
     answers: list[int]
 
 
@@ -70,7 +65,6 @@ def document(rng: random.Random, text: bytes, values: list[str], *, before: int,
     first = len(tokens)
     return Document(
         tokens + b"".join(lines[i] for i in asked),
-        [before + LINE * i + LINE - 1 for i in asked],
         [first + LINE * i + LINE - 1 for i in range(len(asked))],
     )
 

@@ -1,10 +1,8 @@
 """Makes the tables of docs/numbers/performance.md that sft/estimate/memory.py predicts; nothing is measured.
 
-python -m tools.memory_table            print the tables
-python -m tools.memory_table --write    write the tables into the page
+`python -m tools.memory_table` prints the tables, and `python -m tools.pages` writes them into the page.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 
 from sft.config import Config
@@ -12,11 +10,11 @@ from sft.estimate import memory
 from sft.estimate.saved_by_layer import LayerBytes
 from sft.layers.mixers.softmax_bytes import PortableBytes
 from sft.parallel.layout import Layout
-from tools import marked_tables
+from tools import page_text
 from tools.bench.mixes import short
 from tools.bench.steps.case import StepCase
 
-BEGIN, END = "<!-- python -m tools.memory_table --write -->\n", "<!-- end of it -->\n"
+BEGIN, END = "<!-- made by tools/memory_table.py -->\n", "<!-- end of it -->\n"
 LENGTHS = (65_536, 131_072, 1_048_576)
 CARDS = (80e9, 141e9)  # cards are sold by 10^9 bytes; memory is printed in GiB
 GIB = 2.0**30
@@ -81,12 +79,8 @@ def _tokens_of(tokens: int) -> str:
 
 def page(text: str) -> str:
     """The page with new tables between its marks."""
-    return marked_tables.replaced(text, BEGIN, END, tables())
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return marked_tables.command(__doc__, tables, page, argv)
+    return page_text.replaced(text, BEGIN, END, f"\n{tables()}\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    print(tables(), end="")

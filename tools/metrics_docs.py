@@ -41,8 +41,8 @@ def _where(row: Row) -> str:
     return {ALL: "all", BOTH: "both"}.get(row.records, row.records[0])
 
 
-def schema_text(text: str = "") -> str:
-    """The text of docs/reference/metrics.schema.json.  Does not depend on the old text."""
+def schema_text(text: str) -> str:
+    """The text of docs/reference/metrics.schema.json.  The old text is not read."""
     return json.dumps(schema(), indent=1) + "\n"
 
 

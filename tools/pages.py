@@ -21,6 +21,7 @@ from tools import (
     plot_cp,
     recipes_docs,
     room_diagram,
+    traffic_table,
 )
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -31,15 +32,19 @@ PICTURES: Mapping[str, Callable[[], str]] = {
     "states.svg": plot_cp.states,
     "zigzag.svg": plot_cp.zigzag,
 }
-# Pictures that are measured, or drawn by matplotlib, whose files differ between releases: the command of each.
+# Pictures that are measured, or drawn by matplotlib, whose files differ between releases: how each was made.
 DRAWN_BY_HAND: Mapping[str, str] = {
-    "delta-rule.svg": "python -m tools.plot_delta_rule",
-    "dynamic-cp.png": "python -m tools.plot_dynamic_cp",
+    "delta-rule.svg": "`plot_delta_rule` of commit 86519c67",
+    "dynamic-cp.png": "`plot_dynamic_cp` of commit 6f3cfd08",
     "layouts.svg": "python -m tools.plot_layouts",
     "inspect.png": "sft data inspect",
     "plan.png": "sft plan",
     "retrieval.png": "sft plot",
 }
+
+
+def _performance(before: str) -> str:
+    return traffic_table.page(memory_table.page(before))
 
 
 def _drawn(picture: Callable[[], str], before: str) -> str:
@@ -57,23 +62,23 @@ PAGES: Mapping[str, Callable[[str], str]] = {
     "concepts/architecture.md": room_diagram.page,
     "reference/recipes.md": recipes_docs.page,
     "concepts/layer-kinds.md": layer_kinds.page,
-    "numbers/performance.md": memory_table.page,
+    "numbers/performance.md": _performance,
     **{f"pictures/{name}": partial(_drawn, picture) for name, picture in PICTURES.items()},
     "reference/python-api.md": api_docs.page,
 }
 
 
-def main(argv: list[str] | None = None, folder: Path = DOCS) -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only print which pages are out of date")
     is_check = parser.parse_args(argv).check
-    texts = {name: (folder / name).read_text(encoding="utf-8") for name in PAGES}
+    texts = {name: (DOCS / name).read_text(encoding="utf-8") for name in PAGES}
     stale = {name: text for name, before in texts.items() if (text := PAGES[name](before)) != before}
     for name, text in stale.items():
         if is_check:
             print(f"{name} is out of date; run: python -m tools.pages", file=sys.stderr)
         else:
-            (folder / name).write_text(text, encoding="utf-8")
+            (DOCS / name).write_text(text, encoding="utf-8")
     return int(is_check and bool(stale))
 
 

@@ -7,11 +7,10 @@ The constants are the assumed ones, also on a machine that has measured others. 
 """
 
 import argparse
-import json
-import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -116,17 +115,11 @@ def planned(case: Case) -> str:
 @contextmanager
 def released_models() -> Iterator[None]:
     """A current folder in which each name of a model is a folder with its config.json."""
-    before = Path.cwd()
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, chdir(folder):
         for name, file in CONFIGS.items():
-            (Path(folder) / name).mkdir(parents=True)
-            text = (RELEASED / f"{file}.json").read_text(encoding="utf-8")
-            (Path(folder) / name / "config.json").write_text(json.dumps(json.loads(text)), encoding="utf-8")
-        os.chdir(folder)
-        try:
-            yield
-        finally:
-            os.chdir(before)
+            Path(name).mkdir(parents=True)
+            shutil.copy(RELEASED / f"{file}.json", Path(name, "config.json"))
+        yield
 
 
 def main(argv: Sequence[str] | None = None, folder: Path = FOLDER) -> int:

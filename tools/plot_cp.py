@@ -120,10 +120,8 @@ def halo() -> str:
     length, cp, window = 12, 3, 3
     cu_seqlens = np.array([0, length])
     rank_of = {int(i): rank for rank in range(cp) for i in local_indices(cu_seqlens, cp, rank)}
-    parts = [
-        text(10, 20, "filled: a token of the rank; border only: a key that it receives, in the colour of its owner")
-    ]
-    parts.append(row(34, "document"))
+    words = "filled: a token of the rank; border only: a key that it receives, in the colour of its owner"
+    parts = [text(10, 20, words), row(34, "document")]
     for position, rank in sorted(rank_of.items()):
         parts += cell(LEFT + CELL * position, 34, str(position), COLOURS[rank])
     for rank in range(cp):

@@ -54,17 +54,14 @@ INK, FAINT = "#222222", "#888888"
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=ROOT / "build/layouts", help="folder of the runs")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--out", type=Path, default=PAGE, help="picture to write: .svg or .png")
-    arguments = parser.parse_args(argv)
-    folder = arguments.runs.absolute()
+    folder = parser.parse_args(argv).runs.absolute()
     write_inputs(folder)
     settings = [f"data.train={folder}/chats.jsonl", f"data.cache_dir={folder}/cache", f"run.dir={folder}"]
     prepare = [sys.executable, "-m", "sft", "data", "prepare", str(folder / "recipe.yaml"), *settings]
     subprocess.run(prepare, cwd=ROOT, check=True)
-    curves = {name: losses(train(folder, name, arguments.steps)) for name in LAYOUTS}
-    draw(curves, arguments.out)
-    print(arguments.out)
+    curves = {name: losses(train(folder, name)) for name in LAYOUTS}
+    draw(curves, PAGE)
+    print(PAGE)
 
 
 def write_inputs(folder: Path) -> None:
@@ -78,7 +75,7 @@ def write_inputs(folder: Path) -> None:
         (folder / "chats.jsonl").write_text("".join(row for row in rows if len(row) <= LONGEST))
 
 
-def train(folder: Path, name: str, steps: int) -> Path:
+def train(folder: Path, name: str) -> Path:
     """The run of this layout.  A run that is done ends at once."""
     world_size, settings = LAYOUTS[name]
     run = folder / name.replace(", ", "-").replace(" ", "")
@@ -87,7 +84,6 @@ def train(folder: Path, name: str, steps: int) -> Path:
         f"run.dir={run}",
         f"data.train={folder}/chats.jsonl",
         f"data.cache_dir={folder}/cache",
-        f"train.num_steps={steps}",
     )
     if not (run / "run_state.json").exists() or json.loads((run / "run_state.json").read_text())["status"] != "done":
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
@@ -135,9 +131,7 @@ def draw(curves: dict[str, np.ndarray], file: Path) -> None:
     right.set_ylabel("relative")
     for axes in (left, right):
         _plain(axes)
-    metadata = {"Date": None} if file.suffix == ".svg" else None
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, metadata=metadata, dpi=150)
+    figure.savefig(file, metadata={"Date": None})
 
 
 def _plain(axes: Axes) -> None:

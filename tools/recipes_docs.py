@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from tools import page_text
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "recipes"
 _MODELS = ("qwen3_0p6b", "qwen3_8b", "llama31_8b", "qwen3_30b", "gpt_oss", "gemma3", "qwen36_27b", "qwen36_35b")
@@ -48,8 +50,8 @@ def header(path: Path) -> dict[str, str]:
 def _by_hand(paths: list[Path]) -> Iterator[str]:
     for path in paths:
         lines = header(path)
-        purpose, hardware = lines["Purpose"].rstrip("."), lines["Hardware"].rstrip(".")
-        yield from _folded(f"- [{path.name}](../../recipes/{path.name}) {purpose}. Hardware: {hardware}.")
+        purpose, hardware = (" ".join(lines[name].split()).rstrip(".") for name in ("Purpose", "Hardware"))
+        yield from page_text.folded(f"- [{path.name}](../../recipes/{path.name}) {purpose}. Hardware: {hardware}.")
 
 
 def _by_planner(paths: list[Path]) -> Iterator[str]:
@@ -84,18 +86,6 @@ def _layout(keys: dict[str, Any]) -> str:
 def _number(pattern: str, text: str) -> str:
     match = re.search(pattern, text)
     return match[1] if match else ""
-
-
-def _folded(text: str) -> Iterator[str]:
-    """Lines of at most 118 columns; all but the first are indented."""
-    line = ""
-    for word in text.split():
-        if len(line) + 1 + len(word) > 118:
-            yield line
-            line = f"  {word}"
-        else:
-            line = f"{line} {word}" if line else word
-    yield line
 
 
 def _order(path: Path) -> tuple[int, bool, int, str]:

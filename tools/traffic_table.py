@@ -1,17 +1,15 @@
 """Makes the table of docs/numbers/performance.md of bytes that GPUs send in the two-node recipes; nothing is measured.
 
-python -m tools.traffic_table            print the table
-python -m tools.traffic_table --write    write the table into the page
+`python -m tools.traffic_table` prints the table, and `python -m tools.pages` writes it into the page.
 
 Counted are the messages of layers and of gradients, as a ring sends them: an all-gather or reduce-scatter of N bytes
 over n ranks sends N (n - 1) / n per rank.  A pack is one document, so a sliding window has one halo for each chunk of
 the pack, and linear attention two maps for each rank.  The embedding, the loss head and small messages are left out.
-The sizes of the models come from the hub, or from folders of the same names in the current folder.
+The sizes of the models are those of the released files in tests/.
 """
 
-import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,10 +24,11 @@ from sft.layers.kinds import layer_groups
 from sft.layers.traffic import Passes
 from sft.parallel.layout import Layout
 from sft.recipe.load import load_recipe
-from tools import marked_tables
+from tools import page_text
+from tools.plan_recipes import released_models
 
 ROOT = Path(__file__).resolve().parents[1]
-BEGIN, END = "<!-- python -m tools.traffic_table --write -->\n", "<!-- end of traffic -->\n"
+BEGIN, END = "<!-- made by tools/traffic_table.py -->\n", "<!-- end of traffic -->\n"
 GPUS_PER_MACHINE = 8
 RECIPES = {  # and number of GPUs
     "qwen3_8b_128k": 16,
@@ -69,9 +68,8 @@ def of(config: Config, layout: Layout) -> Iterator[Traffic]:
     tokens = config.data.seq_length / cp * layout.num_microbatches
     layers = model.num_layers / layout.pp
     queries = BF16 * tokens * model.num_attention_heads * model.resolved_head_dim / tp
-    pairs = (
-        BF16 * tokens * max(group.mixer.sent(config) for group in layer_groups(model))
-    )  # keys and values, or a latent
+    # Of keys and values, or of a latent.
+    pairs = BF16 * tokens * max(group.mixer.sent(config) for group in layer_groups(model))
     is_portable = uses_portable(config)
     heads = 1 if is_portable else layout.cp_a2a or 1
     ring = 1 if is_portable else cp // heads
@@ -142,7 +140,8 @@ def gradients(config: Config, layout: Layout) -> Iterator[Traffic]:
 
 
 def table() -> str:
-    return "\n".join([*_rows(), ""])
+    with released_models():
+        return "\n".join([*_rows(), ""])
 
 
 def _rows() -> Iterator[str]:
@@ -153,25 +152,16 @@ def _rows() -> Iterator[str]:
         config = load_recipe(path).config
         for overrides in (RING, []) if config.parallel.cp_a2a else ([],):
             config = load_recipe(path, overrides).config
+            way = "portable" if uses_portable(config) else config.parallel.cp_comm
             for traffic in of(config, Layout.resolve(config, gpus)):
-                cells = [
-                    name,
-                    "portable" if uses_portable(config) else config.parallel.cp_comm,
-                    traffic.group,
-                    str(traffic.size),
-                    f"{traffic.num_bytes / 1e9:.1f}",
-                ]
-                yield f"| {' | '.join([*cells, traffic.link])} |"
+                moved = f"{traffic.group} | {traffic.size} | {traffic.num_bytes / 1e9:.1f} | {traffic.link}"
+                yield f"| {name} | {way} | {moved} |"
 
 
 def page(text: str) -> str:
     """The page with a new table between its marks."""
-    return marked_tables.replaced(text, BEGIN, END, table())
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return marked_tables.command(__doc__, table, page, argv)
+    return page_text.replaced(text, BEGIN, END, f"\n{table()}\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    print(table(), end="")

@@ -3,6 +3,9 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from sft.mcore import device, process_groups
 from sft.mcore.checkpoint_io import engine_state
@@ -37,6 +40,15 @@ def train(engine: Engine, steps: range) -> list[float]:
     loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
     results = [engine.train_step(loader.microbatches(step)) for step in steps]
     return [r.objective / r.num_tokens for r in results]
+
+
+def gradients(engine: Engine, microbatches: list[Any]) -> dict[str, np.ndarray]:
+    """The gradient of each weight, summed over the microbatches."""
+    for chunk in engine.chunks:
+        chunk.train()
+        chunk.zero_grad_buffer()
+    engine._run(microbatches, forward_only=False)
+    return {name: p.main_grad.cpu().numpy() for name, p in engine.chunks[0].named_parameters()}
 
 
 def around_a_checkpoint(engine: Engine, folder: Path) -> list[float]:

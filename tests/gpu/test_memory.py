@@ -12,7 +12,7 @@ import torch
 from sft.config import ProfileConfig
 from sft.console import Console
 from sft.run.profiler import Profiler
-from tests.gpu.runs import running
+from tests.gpu.runs import gradients, running
 from tests.ranks import scenarios
 
 # bf16, of the norm of a gradient: the flash kernel adds up the gradient of queries in no fixed order.
@@ -41,13 +41,9 @@ def one_document(engine: Any) -> Any:
     return scenarios.microbatch_of(engine, [corpus.sample(0)])
 
 
-def gradients(overrides: list[str]) -> dict[str, np.ndarray]:
+def gradients_of(overrides: list[str]) -> dict[str, np.ndarray]:
     with running([*LONG, *overrides]) as engine:
-        for chunk in engine.chunks:
-            chunk.train()
-            chunk.zero_grad_buffer()
-        engine._run([one_document(engine)], forward_only=False)
-        return {name: p.main_grad.cpu().numpy() for name, p in engine.chunks[0].named_parameters()}
+        return gradients(engine, [one_document(engine)])
 
 
 WAYS = [
@@ -61,12 +57,12 @@ WAYS = [
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, np.ndarray]:
-    return gradients(["train.recompute=none"])
+    return gradients_of(["train.recompute=none"])
 
 
 @pytest.mark.parametrize("way", WAYS, ids=" ".join)
 def test_gradients_do_not_notice(plain: dict[str, np.ndarray], way: list[str]) -> None:
-    found = gradients(way)
+    found = gradients_of(way)
     for name, gradient in plain.items():
         error = np.linalg.norm(found[name] - gradient)
         assert error <= TOLERANCE * np.linalg.norm(gradient), (name, error)

@@ -14,7 +14,7 @@ import torch
 from sft.mcore.backends import kernels
 from sft.mcore.backends.portable import Portable
 from sft.mcore.optimizer import offload
-from tests.gpu.runs import BF16_TOLERANCE, GPU, around_a_checkpoint, losses, running, train
+from tests.gpu.runs import BF16_TOLERANCE, GPU, around_a_checkpoint, gradients, losses, running, train
 from tests.ranks import layouts, scenarios
 from tests.ranks.pool import RankPool
 
@@ -101,11 +101,7 @@ def token_losses_and_gradients(overrides: Sequence[str]) -> tuple[list[np.ndarra
             corpus = scenarios.SkewedCorpus(lengths)
             packs.append(scenarios.microbatch_of(engine, [corpus.sample(i) for i in range(len(lengths))], 8))
         found = [scenarios.local_token_losses(engine, pack) for pack in packs]
-        for chunk in engine.chunks:
-            chunk.train()
-            chunk.zero_grad_buffer()
-        engine._run(packs, forward_only=False)
-        grads = {_key(name): p.main_grad.cpu().numpy() for name, p in engine.chunks[0].named_parameters()}
+        grads = {_key(name): gradient for name, gradient in gradients(engine, packs).items()}
         return [losses.cpu().numpy() for losses in found if losses is not None], grads
 
 
@@ -120,12 +116,12 @@ def test_transformer_engine_agrees_with_portable() -> None:
     """Every token's loss and every weight's gradient, packed, in bf16; both from the same weights."""
     pytest.importorskip("transformer_engine.pytorch")
     recipe = ["run.precision=bf16", f"train.global_batch_size={len(MIXES)}"]
-    mine, gradients = token_losses_and_gradients([*recipe, "attention.backend=portable"])
+    mine, expected = token_losses_and_gradients([*recipe, "attention.backend=portable"])
     theirs, others = token_losses_and_gradients([*recipe, "attention.backend=te"])
     for a, b in zip(mine, theirs, strict=True):
         np.testing.assert_allclose(a, b, rtol=BF16_TOLERANCE)
-    assert gradients.keys() == others.keys()
-    for name, gradient in gradients.items():
+    assert expected.keys() == others.keys()
+    for name, gradient in expected.items():
         error = np.linalg.norm(others[name] - gradient)
         assert error <= BF16_GRADIENT_TOLERANCE * np.linalg.norm(gradient), (name, error)
 

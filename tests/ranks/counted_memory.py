@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from sft.estimate import memory
 from sft.estimate.memory import Memory
 from sft.weights.trained import trained_weights
-from tests.allocations import cpu
 from tests.allocations.categories import Peak, peak
 from tests.allocations.compare import Comparison
+from tests.allocations.recorded import cpu_events
 from tests.allocations.standing import standing_bytes
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
@@ -84,7 +84,7 @@ def counted(overrides: Sequence[str]) -> tuple[Peak, Memory]:
         engine.train_step(loader.microbatches(0))
         standing = standing_bytes(engine, "cpu")
         microbatches = loader.microbatches(1)
-        found = peak(cpu.events_of(lambda: engine.train_step(microbatches)), standing)
+        found = peak(cpu_events(lambda: engine.train_step(microbatches)), standing)
         config, layout = engine.config, engine.layout
         expected = memory.estimate(config, layout, VOCAB, trained=trained_weights(config, VOCAB))
         return found, expected

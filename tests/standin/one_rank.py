@@ -29,8 +29,8 @@ from sft.metrics.totals import Totals
 from sft.parallel import collectives
 from sft.parallel.layout import Layout
 from sft.weights.trained import trained_weights
-from tests.allocations import cuda
 from tests.allocations.categories import OTHER, Peak, peak
+from tests.allocations.recorded import cuda_events
 from tests.allocations.standing import standing_bytes
 from tools.bench.steps.trainer import RandomCorpus
 
@@ -67,7 +67,7 @@ def _count(config: Config, layout: Layout, vocab_size: int, lengths: Any) -> tup
         step(index)
     standing = standing_bytes(engine, "cuda")
     standing[OTHER] = torch.cuda.memory_allocated() - sum(standing.values())
-    events = cuda.events_of(lambda: step(STEPS - 1))
+    events = cuda_events(lambda: step(STEPS - 1))
     host = int(torch.cuda.host_memory_stats()["allocated_bytes.peak"])
     process_groups.stop()
     release(engine)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SUBJECTS = {
-    "loss_head": "the loss and its gradients, compared with six other implementations: time, memory, FLOPs",
+    "loss_head": "the loss and its gradients, compared with those of torch: time, memory, FLOPs",
     "attention": "attention over packed documents: every kernel, on one device and as the ranks of a cp group",
     "delta_rule": "the gated delta rule, compared with transformers: time and saved bytes",
     "step": "whole training steps on one GPU: tokens/s, MFU, memory, share of the roofline",
@@ -46,7 +46,7 @@ def parser_of(name: str, tiny: bool) -> argparse.ArgumentParser:
     add("--tiny", action="store_true", help="small sizes: a few seconds on a CPU")
     add("--json", type=Path, metavar="FILE", help="append every row to this file as a line of JSON")
     add("--minutes", type=float, default=float("inf"), help="begin no case after this many minutes")
-    if subject.has_bars:
+    if subject.bars:
         add("--check", action="store_true", help="compare the results with the bars; exit status 1 if one is missed")
         add("--judge", nargs="+", type=Path, metavar="FILE", help="measure nothing; check rows that --json wrote")
     if subject.device != "cpu":

@@ -15,30 +15,29 @@ times forward, because backward recomputes the scores.  `slowest` is the time of
 """
 
 import argparse
+import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from sft.mcore.attention import key_source
+from sft.parallel import context_parallel
 from tools.bench import attention_ways as ways
-from tools.bench.attention_check import backward, check, forward, in_memory_group
-from tools.bench.attention_ways import BACKWARD, Pack
-from tools.bench.clock import medians, peak_beyond, time_on
-from tools.bench.harness import Option, Subject
-from tools.bench.mixes import MIXES, boundaries_of, read_length
-from tools.bench.results import Column, Row
+from tools.bench.attention_ways import BACKWARD, Pack, Way
+from tools.bench.clock import check_close, medians, peak_beyond, time_on
+from tools.bench.harness import Column, Option, Row, Subject
+from tools.bench.mixes import boundaries_of, read_length_and_mix
 
 MULTIPLE = 64  # document lengths are multiples of it; it allows cp up to 32
+TOLERANCE = 2e-2  # share of the norm; both results are bf16
 PLAIN_UP_TO = 8192  # tokens; plain torch runs millions of small operations for longer packs
-
-Case = tuple[int, str]
-
-
-def read(name: str) -> Case:
-    length, mix = name.split(":")
-    if mix not in MIXES:
-        raise ValueError(f"{name}: {mix} is not one of {', '.join(MIXES)}")
-    return read_length(length), mix
 
 
 def read_cp(text: str) -> list[int]:
@@ -62,7 +61,58 @@ def prepare(options: argparse.Namespace) -> Iterator[Row]:
         yield {"case": "every", "way": name, "status": f"does not run here: {why}"}
 
 
-def measure(case: Case, options: argparse.Namespace) -> Iterator[Row]:
+def check(p: Pack, cp_sizes: Sequence[int], names: Sequence[str]) -> dict[str, str]:
+    """The ways that cannot compute these documents, with reasons.  Raises Refused if a result differs from sdpa's."""
+    expected = list(_results(ways.by_sdpa(p), p.tensors).values())
+    refusals: dict[str, str] = {}
+    for name in names:
+        if name in ("flash", "sdpa"):
+            continue
+        try:
+            check_close(name, _results(ways.whole(p, name), p.tensors), expected, TOLERANCE)
+        except ways.REFUSALS as error:
+            if not ways.is_refusal(name, error):
+                raise
+            refusals[name] = ways.reason(error)
+    for cp_size in cp_sizes if "flash" in names else ():
+        with in_memory_group(p, cp_size):
+            for rank in range(cp_size):
+                way, inputs, indices = ways.by_flash(p, cp_size, rank)
+                share = [x[torch.from_numpy(indices).to(p.device)] for x in expected]
+                check_close(f"flash, cp {cp_size}, rank {rank}", _results(way, inputs), share, TOLERANCE)
+    return refusals
+
+
+def _results(way: Way, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The output and the gradient of the queries."""
+    out, gradient = way()
+    (dquery,) = torch.autograd.grad(out, inputs[:1], gradient)
+    return {"the output": out.detach(), "the gradient of the queries": dquery}
+
+
+@contextmanager
+def in_memory_group(p: Pack, cp_size: int) -> Iterator[None]:
+    """Collectives of a cp group, replaced by copies in the memory of this device."""
+    order = np.concatenate([context_parallel.local_indices(p.boundaries, cp_size, rank) for rank in range(cp_size)])
+    both = torch.cat([x.detach() for x in p.tensors[1:3]], dim=-1)[torch.from_numpy(order).to(p.device)]
+    work, num_gathers = SimpleNamespace(wait=lambda: None), itertools.count()
+
+    def all_gather_into_tensor(out: Tensor, local: Tensor, group: Any, async_op: bool) -> Any:
+        num_heads = local.shape[1]  # heads of a head group; forward and backward gather the groups in order
+        first = next(num_gathers) * num_heads % both.shape[1]
+        out.copy_(both[:, first : first + num_heads])
+        return work
+
+    def reduce_scatter_tensor(local: Tensor, total: Tensor, group: Any, async_op: bool) -> Any:
+        local.copy_(total[group.rank() * len(local) : (group.rank() + 1) * len(local)])
+        return work
+
+    collectives = {"all_gather_into_tensor": all_gather_into_tensor, "reduce_scatter_tensor": reduce_scatter_tensor}
+    with mock.patch.object(key_source, "dist", SimpleNamespace(**collectives)):
+        yield
+
+
+def measure(case: tuple[int, str], options: argparse.Namespace) -> Iterator[Row]:
     length, mix = case
     pack = pack_of(mix, length, options)
     repeats = max(1, options.repeats // max(1, length // 65_536))  # a long pack takes seconds
@@ -90,6 +140,16 @@ def rows_of(names: Sequence[str], cp_sizes: Sequence[int], length: int) -> list[
     rows = [("flash", cp_size) for cp_size in cp_sizes if "flash" in names]
     others = [name for name in ways.NAMES[1:] if name in names and (name != "plain" or length <= PLAIN_UP_TO)]
     return rows + [(name, 1) for name in others]
+
+
+def forward(way: Way) -> None:
+    with torch.no_grad():
+        way()
+
+
+def backward(way: Way) -> None:
+    out, gradient = way()
+    out.backward(gradient)
 
 
 def timed(pack: Pack, name: str, cp_size: int, repeats: int) -> list[Row]:
@@ -154,7 +214,7 @@ SUBJECT = Subject(
     cases=[f"{length}:{mix}" for length in LENGTHS for mix in ("one", "chat", "longmix")],
     tiny_cases=["256:one", "512:chat"],
     ways=ways.NAMES,
-    read=read,
+    read=read_length_and_mix,
     options={
         "cp": Option("1,2,4,8,16", "1,2", "sizes of the cp groups", read=read_cp),
         "heads": Option(32, 4, "number of query heads"),

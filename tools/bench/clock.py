@@ -4,7 +4,9 @@ On CUDA, `time_on` measures between two events of the stream; on a CPU, it measu
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -85,6 +87,34 @@ def peak_beyond(call: Callable[[], Any], device: torch.device) -> int | None:
     call()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
+
+
+@contextmanager
+def catch_out_of_memory() -> Iterator[list[str]]:
+    """Catches out-of-memory errors of the body; the list holds the message of a caught error."""
+    errors: list[str] = []
+    try:
+        yield errors
+    except torch.OutOfMemoryError as error:
+        errors.append(str(error))
+    if errors:
+        torch.cuda.empty_cache()
+
+
+def growth(work: Callable[[], object]) -> tuple[float, int]:
+    """Seconds of `work`, and the bytes by which this process grew during it at most."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak of the process
+    before, start = memory()[0], time.perf_counter()
+    work()
+    return time.perf_counter() - start, max(0, memory()[1] - before)
+
+
+def memory() -> tuple[int, int]:
+    """(current, peak) memory of this process in bytes.  getrusage would include the peak of the parent process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    values = dict(line.split(":") for line in lines if line.startswith("Vm"))
+    return int(values["VmRSS"].split()[0]) << 10, int(values["VmHWM"].split()[0]) << 10
 
 
 def check_close(name: str, values: Mapping[str, Tensor], expected: Sequence[Tensor], tolerance: float) -> None:

@@ -1,4 +1,4 @@
-"""Counts allocated bytes, FLOPs of matrix products and sent bytes of operations that pass torch's dispatcher.
+"""Counts allocated bytes and sent bytes of operations that pass torch's dispatcher.
 
 Bytes are counted by storages, on a CPU.  Memory that a kernel allocates internally while it runs is not counted.
 """
@@ -14,8 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_aten, _c10d = torch.ops.aten, torch.ops.c10d
-_FIRST_FACTOR = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}  # operation -> index of its first factor
+_c10d = torch.ops.c10d
 _SENT = {_c10d.allreduce_: 0, _c10d._allgather_base_: 1, _c10d._reduce_scatter_base_: 1}
 
 
@@ -37,11 +36,9 @@ class Counter(TorchDispatchMode):
     counter.peak_bytes() -> 600
     """
 
-    def __init__(self, *, storages: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.flops = 0
         self.bytes_sent = 0
-        self._storages = storages
         self._clock = 0  # number of operations so far
         self._alive: dict[int, _Lifetime] = {}  # by address; the weak reference keeps it from reuse
         self._ended: list[_Lifetime] = []
@@ -50,14 +47,9 @@ class Counter(TorchDispatchMode):
         self._clock += 1
         self._end_expired()
         result = func(*args, **(kwargs or {}))
-        operation = func.overloadpacket
-        if operation in _FIRST_FACTOR:
-            a, b = args[_FIRST_FACTOR[operation] :][:2]
-            self.flops += 2 * a.numel() * b.shape[-1]
         if func.namespace == "c10d":
-            self.bytes_sent += sum(x.nbytes for x in tree_leaves(args[_SENT[operation]]))
-        if self._storages:
-            self._observe(x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor))
+            self.bytes_sent += sum(x.nbytes for x in tree_leaves(args[_SENT[func.overloadpacket]]))
+        self._observe(x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor))
         return result
 
     def peak_bytes(self, *, beyond: Iterable[Tensor] = ()) -> int:

@@ -24,9 +24,8 @@ from sft.mcore.linear_attention.fla_kernel import FlaKernel
 from sft.mcore.linear_attention.gated_delta import gated_delta_rule
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 from tools.bench.clock import check_close, cpu_time, medians, time_on
-from tools.bench.harness import Option, Subject
-from tools.bench.mixes import MIXES, boundaries_of, read_length
-from tools.bench.results import Bar, Column, Row
+from tools.bench.harness import Bar, Column, Option, Row, Subject
+from tools.bench.mixes import boundaries_of, read_length_and_mix
 
 BASELINE = "transformers"
 WAYS = (BASELINE, "torch", "fla")
@@ -35,15 +34,7 @@ TOLERANCE = {"cpu": 1e-5, "cuda": 2e-2}  # share of the norm, in fp32 and bf16
 MAX_TIME, MAX_SAVED = 0.7, 0.1  # of the baseline's
 JUDGED = "8k:one"
 
-Case = tuple[int, str]
 Way = Callable[[Inputs], Tensor]
-
-
-def read(name: str) -> Case:
-    length, mix = name.split(":")
-    if mix not in MIXES:
-        raise ValueError(f"{name}: {mix} is not one of {', '.join(MIXES)}")
-    return read_length(length), mix
 
 
 def random_inputs(tokens: int, options: argparse.Namespace) -> Inputs:
@@ -118,7 +109,7 @@ def saved_bytes(way: Way, inputs: Inputs) -> int:
     return sum(size for address, size in storages.items() if address not in of_inputs)
 
 
-def measure(case: Case, options: argparse.Namespace) -> Iterator[Row]:
+def measure(case: tuple[int, str], options: argparse.Namespace) -> Iterator[Row]:
     length, mix = case
     boundaries = boundaries_of(mix, length, 1).tolist()
     inputs = random_inputs(length, options)
@@ -163,7 +154,7 @@ SUBJECT = Subject(
     cases=["2k:one", "8k:one", "8k:chat"],
     tiny_cases=["256:one", "512:chat"],
     ways=WAYS,
-    read=read,
+    read=read_length_and_mix,
     options={
         "key_heads": Option(2, 1, "number of query and key heads"),
         "value_heads": Option(6, 3, "number of value heads"),

@@ -6,10 +6,9 @@ Both plans have the same global batches and tokens of a rank (seq_length / CP). 
     bytes, least         bytes over cp / those of fixed CP; with the smallest group that holds each document
     step / bound         the largest: time of the step / the bound of any assignment
     step / fixed         time of the step / that of fixed CP (sft/data/packing/balance.py)
-    step / core          time of the step / that of megatron-core's BalancedCPScheduler on the same lengths
     balance, microbatch  the smallest: mean work of a rank / time of the step; if all ranks wait after every microbatch
     level                `microbatch` of a plan for ranks that all wait
-    level / bound        the largest: time of that plan / the bound of any such plan (tools/bench/level_bound.py)
+    level / bound        the largest: time of that plan / the bound of any such plan (level_bound)
 
 The ranks do not wait for each other, except in `level`.  Times come from the cost model of sft/data/packing/cp_cost.py.
 """
@@ -33,11 +32,8 @@ from sft.data.packing.plan import PackingPlan, plan_epoch
 from sft.layers.flops import AttentionCost
 from sft.parallel.cp_group import cp_sizes
 from tools.bench.clock import cpu_time
-from tools.bench.core_schedule import core_ns
-from tools.bench.harness import Option, Subject
-from tools.bench.level_bound import level_bound
+from tools.bench.harness import Bar, Column, Option, Row, Subject
 from tools.bench.mixes import MULTIPLE, SEQ_LENGTHS, TRACES, lengths_of
-from tools.bench.results import Bar, Column, Row
 
 # bf16, tp 1, no recompute, an H100 at 35% of its peak: 6 FLOPs for each active parameter of the layers.
 COSTS = {
@@ -79,7 +75,7 @@ def measure(case: Case, options: argparse.Namespace) -> Iterator[Row]:
     (lengths, plan), cost, seq_length = plan_of(mix, options.samples), COSTS[model], (SEQ_LENGTHS | TRACES)[mix]
     dp = ranks // cp
     sizes: Any = {"cp": cp, "rank_tokens": seq_length // cp, "doc_multiple": MULTIPLE}
-    results: list[list[float]] = []
+    results: list[dict[str, float]] = []
     num_batches = len(plan) // (dp * num_microbatches)
     for step in np.linspace(0, num_batches - 1, options.batches).astype(int).tolist():
         packs = plan.batch(step, dp * num_microbatches)
@@ -109,24 +105,41 @@ def measure(case: Case, options: argparse.Namespace) -> Iterator[Row]:
             for k, size in enumerate(documents.sizes)
         )
         lowest = bound(ids, lengths, num_ranks=ranks, cost=cost, **sizes)
-        level_low = level_bound(documents, ranks, cost)
-        core = core_ns(lengths[ids], ranks, seq_length // cp, cost) if options.core else float("nan")
         results.append(
-            [
-                of_plan.num_bytes / of_fixed.num_bytes, least / of_fixed.num_bytes, of_plan.makespan_ns / lowest,
-                of_plan.makespan_ns / of_fixed.makespan_ns, of_plan.makespan_ns / core, of_plan.per_step,
-                of_plan.per_microbatch, level.per_microbatch, seconds, float(of_plan.num_microbatches),
-                level.makespan_ns / level_low,
-            ]
-        )  # fmt: skip
-    values = np.array(results)
-    row: Row = dict(zip(NAMES, values.mean(axis=0).tolist()))
-    row |= {name: float(values[:, NAMES.index(name)].max()) for name in ("bound", "level_bound", "seconds")}
-    row |= {name: float(values[:, NAMES.index(name)].min()) for name in ("balance", "microbatch", "level")}
+            {
+                "bytes": of_plan.num_bytes / of_fixed.num_bytes,
+                "least": least / of_fixed.num_bytes,
+                "bound": of_plan.makespan_ns / lowest,
+                "fixed": of_plan.makespan_ns / of_fixed.makespan_ns,
+                "balance": of_plan.per_step,
+                "microbatch": of_plan.per_microbatch,
+                "level": level.per_microbatch,
+                "seconds": seconds,
+                "num_microbatches": float(of_plan.num_microbatches),
+                "level_bound": level.makespan_ns / level_bound(documents, ranks, cost),
+            }
+        )
+    columns = {name: np.array([result[name] for result in results]) for name in results[0]}
+    row: Row = {name: float(values.mean()) for name, values in columns.items()}
+    row |= {name: float(columns[name].max()) for name in ("bound", "level_bound", "seconds")}
+    row |= {name: float(columns[name].min()) for name in ("balance", "microbatch", "level")}
     yield row | {"packs": dp * num_microbatches}
 
 
-NAMES = "bytes least bound fixed core balance microbatch level seconds num_microbatches level_bound".split()
+def level_bound(documents: Documents, num_ranks: int, cost: CpCost) -> float:
+    """Nanoseconds of a step whose ranks all wait after every microbatch, which no plan goes below.
+
+    Of documents that need all cp ranks, num_ranks / cp fit in a microbatch, which takes as long as the longest of them.
+    The k longest such microbatches hold at most the costliest tokens that fit, and all other work follows."""
+    sizes, index = np.array(documents.sizes), documents.least
+    work = documents.work(index)
+    order = np.argsort(-work / documents.units, kind="stable")
+    tokens, held = (np.concatenate([[0], np.cumsum(of[order])]) for of in (documents.units, work))
+    longest = -np.sort(-documents.times[-1][index == len(sizes) - 1])[:: num_ranks // sizes[-1]]
+    least = -(-int(tokens[-1]) // (num_ranks * documents.limit))
+    most = np.interp(np.arange(len(longest) + 1) * num_ranks * documents.limit, tokens, held)
+    times = np.concatenate([[0], np.cumsum(longest)]) + (held[-1] - most) / num_ranks
+    return float(times.max()) + least * cost.microbatch_ns
 
 
 def bars(rows: Sequence[Row]) -> Iterator[Bar]:
@@ -151,7 +164,6 @@ SUBJECT = Subject(
         Column("least", "least", ".2f"),
         Column("bound", "step / bound", ".3f"),
         Column("fixed", "step / fixed", ".2f"),
-        Column("core", "step / core", ".2f"),
         Column("balance", "balance", ".1f", 0.01),
         Column("microbatch", "microbatch", ".1f", 0.01),
         Column("level", "level", ".1f", 0.01),
@@ -168,7 +180,6 @@ SUBJECT = Subject(
     options={
         "samples": Option(200_000, 2000, "number of lengths per mix"),
         "batches": Option(3, 1, "global batches per case"),
-        "core": Option(False, help="compare with megatron-core's scheduler"),
     },
     bars=bars,
 )

@@ -1,25 +1,99 @@
 """Runs a benchmark: measures its cases, prints a table and bars, writes JSON lines, and returns an exit status.
 
-A subject, one module of this folder, declares its cases, columns and bars, and measures one case at a time:
-
-    python -m tools.bench packing --tiny
-
-    | case   | tokens  | indices ms | inverse ms | sum ms |
-    |--------|--------:|-----------:|-----------:|-------:|
-    | 1000:8 | 131,072 |      1.120 |      0.320 |  1.440 |
-
-results.py defines rows, the table and bars.
+A subject, one module of this folder, declares its cases, columns and bars, and measures one case at a time.  A row is a
+mapping of plain values and is written as a line of JSON.  A row with a `status` other than "done" was not measured; its
+status gives the reason.  The table prints the `notes` of rows at its end.  A bar is a bound that applies to rows.
 """
 
 import argparse
 import json
+import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tools.bench.results import DONE, Bar, Column, Row, Table, judge
+Row = dict[str, Any]
+DONE = "done"
+COMPARISONS = {"at most": operator.le, "at least": operator.ge, "exactly": operator.eq, "above": operator.gt}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: key of the value in a row, title, Python format, and unit by which the value is divided.
+
+    key "extra" in bytes, title "extra MiB", spec ",.1f", unit 2**20: 1572864 -> 1.5
+    """
+
+    key: str
+    title: str
+    spec: str = ""
+    unit: float = 1
+
+    def cell(self, row: Row) -> str:
+        value = row.get(self.key)
+        if value is None:
+            return "-"
+        return format(value if self.unit == 1 else value / self.unit, self.spec)
+
+
+class Table:
+    """Formats rows as a Markdown table.  Widths are fixed before the first row, so rows can be printed one by one."""
+
+    def __init__(self, columns: Sequence[Column], names: Sequence[str]) -> None:
+        self._columns = columns
+        self._widths = [max(34, *map(len, names))] + [max(9, len(column.title)) for column in columns]
+        self._notes: list[str] = []
+
+    def head(self) -> str:
+        titles = self._line(["case", *(column.title for column in self._columns)])
+        rules = [f"|{'-' * (self._widths[0] + 2)}|", *(f"{'-' * (width + 1)}:|" for width in self._widths[1:])]
+        return f"{titles}\n{''.join(rules)}"
+
+    def line(self, row: Row) -> str:
+        name = ", ".join(str(row[key]) for key in ("case", "way") if key in row)
+        self._notes += [f"{name}: {note}" for note in row.get("notes", ())]
+        if row.get("status", DONE) != DONE:
+            return f"| {name:<{self._widths[0]}} | {row['status']} |"
+        return self._line([name, *(column.cell(row) for column in self._columns)])
+
+    def notes(self) -> str:
+        return "\n".join(self._notes)
+
+    def _line(self, cells: Sequence[str]) -> str:
+        first, *others = (f"{cell:>{width}}" for cell, width in zip(cells, self._widths, strict=True))
+        return f"| {' | '.join([f'{first.strip():<{self._widths[0]}}', *others])} |"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """A bound and the measured value; a value of None was not measured."""
+
+    name: str
+    value: float | None
+    bound: float
+    relation: Literal["at most", "at least", "exactly", "above"] = "at most"
+
+    @property
+    def is_missed(self) -> bool:
+        return self.value is not None and not COMPARISONS[self.relation](self.value, self.bound)
+
+    @property
+    def verdict(self) -> str:
+        return "not measured" if self.value is None else "MISSED" if self.is_missed else "met"
+
+    def __str__(self) -> str:
+        """`met           1.7b at 64K, share of the roofline: 0.91, at least 0.85`"""
+        measured = "" if self.value is None else f": {number(self.value)}, {self.relation} {number(self.bound)}"
+        return f"{self.verdict:<14}{self.name}{measured}"
+
+
+def number(value: float) -> str:
+    """412316860416 -> 412,316,860,416; 54123456.7 -> 54,123,457; 0.94251 -> 0.9425"""
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 class Refused(Exception):
@@ -50,10 +124,6 @@ class Option:
             parser.add_argument(flag, type=self.read or type(value), default=value, help=text.replace("%", "%%"))
 
 
-def _no_bars(rows: Sequence[Row]) -> Iterable[Bar]:
-    return ()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Subject:
     """A benchmark.  These fields hold everything in which benchmarks differ.  With --tiny, a benchmark takes less than
@@ -77,12 +147,8 @@ class Subject:
     validate: Callable[[argparse.Namespace], None] = lambda options: None
     prepare: Callable[[argparse.Namespace], Iterable[Row]] = lambda options: ()
     describe: Callable[[Any], str] = str
-    bars: Callable[[Sequence[Row]], Iterable[Bar]] = _no_bars
+    bars: Callable[[Sequence[Row]], Iterable[Bar]] | None = None
     device: Literal["cpu", "any", "gpu"] = "cpu"
-
-    @property
-    def has_bars(self) -> bool:
-        return self.bars is not _no_bars
 
 
 def one_of(*names: str) -> Callable[[str], str]:
@@ -119,7 +185,7 @@ def run(subject: Subject, options: argparse.Namespace, header: Mapping[str, Any]
     if notes := table.notes():
         print(f"\n{notes}")
     failed = any(str(row.get("status", DONE)).startswith("failed") for row in rows)
-    return max(int(failed), judge(subject.bars(rows)) if options.check else 0)
+    return max(int(failed), judge(subject.bars(rows)) if options.check and subject.bars else 0)
 
 
 def append(path: Path | None, row: Mapping[str, Any]) -> None:
@@ -127,3 +193,12 @@ def append(path: Path | None, row: Mapping[str, Any]) -> None:
     if path:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def judge(bars: Iterable[Bar]) -> int:
+    """Prints the bars.  Returns 1 if a bar is missed or if there is no bar."""
+    bars = list(bars)
+    print("\n" + "\n".join(str(bar) for bar in bars))
+    num_missed, num_unmeasured = sum(bar.is_missed for bar in bars), sum(bar.value is None for bar in bars)
+    print(f"{len(bars) - num_missed - num_unmeasured} of {len(bars)} bars met, {num_missed} missed")
+    return int(num_missed > 0 or not bars)

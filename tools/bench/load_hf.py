@@ -12,11 +12,15 @@ requested from the files, and `touched` those that the kernel read, in sizes of 
 """
 
 import argparse
+import ctypes
 import json
+import mmap
 import os
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import starmap
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -26,12 +30,15 @@ import torch
 from safetensors.torch import load_file
 
 from sft.console import QUIET
+from sft.hf.architecture import architecture
 from sft.hf.family import TensorMapping
+from sft.hf.hub import CONFIG
+from sft.hf.safetensors_writer import write_tensors
 from sft.hf.source import open_source
 from sft.weights.load import fill
-from tools.bench import fresh_process, hf_model, machine, page_cache
-from tools.bench.harness import Option, Subject, one_of
-from tools.bench.results import Bar, Column, Row
+from tools.bench import machine
+from tools.bench.clock import growth
+from tools.bench.harness import Bar, Column, Option, Refused, Row, Subject, one_of
 
 SLOWEST, TP = 1.5, 8
 MOST_REQUESTED = 1.05
@@ -39,11 +46,57 @@ CACHED, COLD = "cached", "from disk"
 SUM, COPY, WHOLE, PART = "load_file, sum", "load_file, copy", "read and place", f"read and place, tp {TP}"
 BY_ROWS = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_fc1.weight")
 BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
+# Sizes of released models.
+KEYS = "hidden_size intermediate_size num_attention_heads num_key_value_heads vocab_size tie_word_embeddings".split()
+SHAPES = {
+    "llama-3.2-1b": (2048, 8192, 32, 8, 128_256, True),
+    "llama-3-8b": (4096, 14_336, 32, 8, 128_256, False),
+    "llama-3-70b": (8192, 28_672, 64, 8, 128_256, False),
+    "tiny": (64, 128, 4, 2, 512, False),
+}
 Turn = Mapping[tuple[str, str], Mapping[str, float]]  # by way and state of the page cache
 
 
-def parts_of(mapping: TensorMapping, rank: int, tp: int) -> Iterator[Any]:
-    """The parts of our tensor that one tensor-parallel rank holds, as Megatron makes them, with touched memory."""
+def config_of(shape: str, num_layers: int) -> dict[str, Any]:
+    """The content of the model's config.json."""
+    sizes = dict(zip(KEYS, SHAPES[shape]), num_hidden_layers=num_layers)
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", **sizes}
+
+
+def tensors_of(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a model with this config.json, on the meta device."""
+    model = architecture(content, CONFIG)
+    mappings = model.family.mappings(model.model, model.vocab_size)
+    parts = [part for mapping in mappings for part in mapping.sources]
+    return {part.name: torch.empty(part.shape, dtype=torch.bfloat16, device="meta") for part in parts}
+
+
+def num_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def num_layers_for(shape: str, limit: float) -> int:
+    """The largest number of layers of a model of at most `limit` bytes; at least one."""
+    first, second = (num_bytes(tensors_of(config_of(shape, layers))) for layers in (1, 2))
+    return max(1, 1 + int((limit - first) // (second - first)))
+
+
+def make_model(folder: Path, content: Mapping[str, Any]) -> None:
+    """Writes a random model, one tensor at a time."""
+    folder.mkdir()
+    (folder / CONFIG).write_text(json.dumps(content), encoding="utf-8")
+    tensors, generator = tensors_of(content), torch.Generator().manual_seed(0)
+
+    def values(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+        """Random bits of finite numbers; drawing normal numbers takes five times as long."""
+        bits = torch.empty(tensor.shape, dtype=torch.int16).random_(0, 0x4000, generator=generator)
+        return name, bits.view(tensor.dtype)
+
+    write_tensors(folder, tensors, starmap(values, tensors.items()))
+
+
+def parts_of(mapping: TensorMapping, tp: int) -> Iterator[Any]:
+    """The parts of our tensor that tensor-parallel rank 0 holds, as Megatron makes them, with touched memory."""
     whole = mapping.shape(mapping.num_rows)
     axes, matrices = len(mapping.stack), 2 if mapping.key.endswith("linear_fc1.weight") else 1
     axis = 0 if mapping.key.endswith(BY_ROWS) else 1 if mapping.key.endswith(BY_COLUMNS) else None
@@ -53,7 +106,6 @@ def parts_of(mapping: TensorMapping, rank: int, tp: int) -> Iterator[Any]:
         offset[0] = number * shape[0]
         if axis is not None:
             shape[axis] //= tp
-            offset[axis] += rank * shape[axis]
         yield SimpleNamespace(
             key=mapping.key,
             data=torch.zeros(shape, dtype=torch.bfloat16).fill_(torch.nan),
@@ -63,60 +115,93 @@ def parts_of(mapping: TensorMapping, rank: int, tp: int) -> Iterator[Any]:
         )
 
 
-def read_files() -> int:
-    """A command that maps every file and reads every byte of it once: sums it, or with 1 as the last word copies it."""
-    folder, result, copies = sys.argv[1:]
-    files = sorted(Path(folder).glob("*.safetensors"))
+def read_files(folder: Path, is_copy: bool) -> dict[str, float]:
+    """Maps every file and reads every byte of it once: sums it, or copies it.  Runs in a new process."""
+    files = sorted(folder.glob("*.safetensors"))
     target = torch.zeros(max(map(os.path.getsize, files)), dtype=torch.uint8).fill_(1)
 
     def read() -> None:
         for file in files:
             for tensor in load_file(file).values():
                 numbers = tensor.reshape(-1).view(torch.uint8)
-                target[: len(numbers)].copy_(numbers) if copies == "1" else numbers.view(torch.int64).sum().item()
+                target[: len(numbers)].copy_(numbers) if is_copy else numbers.view(torch.int64).sum().item()
 
-    Path(result).write_text(json.dumps(fresh_process.growth(read)))
-    return 0
+    seconds, peak = growth(read)
+    return {"seconds": seconds, "peak": peak}
 
 
-def fill_parameters() -> int:
-    """A command that fills the parameters of rank 0 of `tp` ranks."""
-    folder, result, tp = sys.argv[1:]
-    source = open_source(Path(folder))
-    parts = [part for mapping in source.mappings for part in parts_of(mapping, 0, int(tp))]
-    numbers = fresh_process.growth(lambda: fill(parts, source, QUIET))
+def fill_parameters(folder: Path, tp: int) -> dict[str, float]:
+    """Fills the parameters of rank 0 of `tp` ranks.  Runs in a new process."""
+    source = open_source(folder)
+    parts = [part for mapping in source.mappings for part in parts_of(mapping, tp)]
+    seconds, peak = growth(lambda: fill(parts, source, QUIET))
     kept = sum(part.data.nbytes for part in parts)
-    Path(result).write_text(json.dumps({**numbers, "kept": kept, "requested": source.stored.requested_bytes}))
-    return 0
+    return {"seconds": seconds, "peak": peak, "kept": kept, "requested": source.stored.requested_bytes}
+
+
+WAYS: dict[str, tuple[Callable[..., dict[str, float]], int]] = {
+    SUM: (read_files, False),
+    COPY: (read_files, True),
+    WHOLE: (fill_parameters, 1),
+    PART: (fill_parameters, TP),
+}
+
+
+def in_new_process(function: Callable[..., dict[str, float]], *arguments: Any) -> dict[str, float]:
+    """The result of `function(*arguments)` in a new process.  Raises Refused with the error of a call that fails."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        try:
+            return pool.submit(function, *arguments).result()
+        except Exception as error:
+            raise Refused(f"{function.__name__}: {type(error).__name__}: {error}") from error
 
 
 def turn(folder: Path) -> Turn:
     """Measures every row once."""
-    model, result = folder / "model", folder / "result.json"
-    files, numbers = sorted(model.glob("*.safetensors")), {}
+    files, numbers = sorted(folder.glob("*.safetensors")), {}
     for state in (CACHED, COLD):
-        for way, command, tp in (
-            (SUM, "read_files", 0),
-            (COPY, "read_files", 1),
-            (WHOLE, "fill_parameters", 1),
-            (PART, "fill_parameters", TP),
-        ):
-            (page_cache.forget if state == COLD else page_cache.fill)(files)
-            fresh_process.run(f"{__name__}:{command}", model, result, tp)
-            numbers[way, state] = {**json.loads(result.read_text()), "touched": page_cache.num_bytes(files)}
+        for way, (function, argument) in WAYS.items():
+            prepare_page_cache(files, is_cold=state == COLD)
+            took = in_new_process(function, folder, argument)
+            numbers[way, state] = {**took, "touched": bytes_in_page_cache(files)}
     return numbers
 
 
+def prepare_page_cache(files: Iterable[Path], *, is_cold: bool) -> None:
+    """Drops the files from the page cache, or reads them, so that the page cache holds them."""
+    for file in files:
+        with file.open("rb") as opened:
+            if is_cold:
+                os.fsync(opened.fileno())
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            else:
+                while opened.read(16 << 20):
+                    pass
+
+
+def bytes_in_page_cache(files: Iterable[Path]) -> int:
+    """Bytes of the files that are in the page cache."""
+    libc, pages = ctypes.CDLL(None, use_errno=True), 0
+    for file in files:
+        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, mmap.MAP_PRIVATE) as mapped:
+            resident = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
+            address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+            if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), resident):
+                raise OSError(ctypes.get_errno(), "mincore")
+            pages += sum(page & 1 for page in resident)
+    return pages * mmap.PAGESIZE
+
+
 def measure(shape: str, options: argparse.Namespace) -> Iterator[Row]:
-    num_layers = hf_model.num_layers_for(shape, options.gib * 2**30)
-    tensors = hf_model.tensors_of(content := hf_model.config_of(shape, num_layers))
+    num_layers = num_layers_for(shape, options.gib * 2**30)
+    tensors = tensors_of(content := config_of(shape, num_layers))
     facts: Row = {"layers": num_layers, "largest": max(tensor.nbytes for tensor in tensors.values())}
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-load-") as name:
         folder = Path(name).resolve()
-        hf_model.make(folder / "model", content)
-        turns = [turn(folder) for _ in range(options.repeats)]
+        make_model(folder / "model", content)
+        turns = [turn(folder / "model") for _ in range(options.repeats)]
         facts["file_system"] = machine.file_system(folder)
-    for row in rows_of(turns, hf_model.num_bytes(tensors)):
+    for row in rows_of(turns, num_bytes(tensors)):
         yield {**facts, **row}
 
 
@@ -166,7 +251,7 @@ SUBJECT = Subject(
     ],
     cases=["llama-3.2-1b"],
     tiny_cases=["tiny"],
-    read=one_of(*hf_model.SHAPES),
+    read=one_of(*SHAPES),
     options={
         "gib": Option(1.0, 0.001, "size limit of the model; it has at least one layer"),
         "repeats": Option(3, 1, "number of times that all rows are measured"),

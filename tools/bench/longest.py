@@ -13,12 +13,10 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 
-from tools.bench.harness import Option, Subject
-from tools.bench.results import DONE, Column, Row
-from tools.bench.steps.bars import bars
+from tools.bench.harness import DONE, Column, Option, Row, Subject
+from tools.bench.step import bars
 from tools.bench.steps.case import SHAPES, StepCase
-from tools.bench.steps.options import OPTIONS, validate
-from tools.bench.steps.process import HOST, measured, memory_of
+from tools.bench.steps.process import HOST, OPTIONS, measured, memory_of, validate
 
 CUDA_CONTEXT = 2**30  # bytes of memory that CUDA itself uses
 FIRST = 0.05  # distance of the first two tries, as a share of the predicted length; each next distance doubles

@@ -1,21 +1,32 @@
-"""Makes the inputs of the loss head, and the functions that compute the loss by each implementation."""
+"""Makes the inputs of the loss head and its implementations, counts FLOPs and bytes of each, checks its gradients, and
+times all in turns.
 
-from collections.abc import Callable, Sequence
+extra   peak bytes without inputs and final gradients.  On a CPU, tools/bench/counter.py counts them at every operation;
+        on CUDA, they are the allocator's peak minus inputs and gradients
+total   peak bytes with inputs and gradients
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from sft.config import LossConfig
 from sft.mcore.loss import Targets, VocabShard, lm_loss, token_statistics
-from tools.bench import loss_ways
-from tools.bench.loss_bars import BASELINE, CONCATENATE, RECOMPUTE
-from tools.bench.problem import Problem
+from tools.bench.clock import catch_out_of_memory, check_close, medians, wall_on
+from tools.bench.counter import Counter
+from tools.bench.harness import DONE, Row
 
-WAYS = ("fused", "frozen", "chunked", "full", "token_statistics", BASELINE, CONCATENATE, RECOMPUTE)
+BASELINE = "F.linear + F.cross_entropy"
+WAYS = ("fused", "frozen", "chunked", "full", "token_statistics", BASELINE)
+IGNORED = -100  # label of a token that is not supervised
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # share of a gradient's norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +46,32 @@ class Sizes:
         return round(self.fraction * self.tokens)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Ways to compute one loss, and the inputs of the loss.  The first way is the reference of the others."""
+
+    ways: dict[str, Callable[[], Tensor]]
+    leaves: tuple[Tensor, ...]  # inputs that require gradients
+    constants: tuple[Tensor, ...]
+    num_gradients: Mapping[str, int]  # of ways that have them of the first leaves only
+
+    def backward(self, name: str) -> None:
+        self.clear()
+        self.ways[name]().backward()
+
+    def clear(self) -> None:
+        for leaf in self.leaves:
+            leaf.grad = None
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        return {f"gradient {i}": leaf.grad for i, leaf in enumerate(self.leaves) if leaf.grad is not None}
+
+    @property
+    def device(self) -> torch.device:
+        return self.leaves[0].device
+
+
 def make_problem(sizes: Sizes, only: Sequence[str] = WAYS) -> Problem:
     """Random inputs whose logits have about unit variance.  Ranks differ only in their part of the vocabulary."""
     group = dist.group.WORLD
@@ -48,11 +85,15 @@ def make_problem(sizes: Sizes, only: Sequence[str] = WAYS) -> Problem:
     order = torch.randperm(t, device=device, generator=generator)
     rows = order[: sizes.num_supervised].sort().values
     labels = torch.randint(v, (len(rows),), device=device, generator=generator)
-    all_labels = torch.full((t,), loss_ways.IGNORED, device=device).index_copy_(0, rows, labels)
+    all_labels = torch.full((t,), IGNORED, device=device).index_copy_(0, rows, labels)
     targets = Targets(rows=rows, labels=labels, weights=torch.ones(len(rows), device=device))
     shard = VocabShard.of(weight, v, group, sequence_parallel=False)
     frozen = replace(shard, weight=weight.detach())
     largest = max(sizes.chunks)
+
+    def plain() -> Tensor:
+        logits = F.linear(hidden.flatten(0, 1), weight)
+        return F.cross_entropy(logits.float(), all_labels, reduction="sum", ignore_index=IGNORED)
 
     def ours(loss: LossConfig, of: VocabShard = shard) -> Tensor:
         return lm_loss(hidden, of, targets, loss)[0]
@@ -61,17 +102,16 @@ def make_problem(sizes: Sizes, only: Sequence[str] = WAYS) -> Problem:
         return -token_statistics(hidden, shard, targets, LossConfig(impl="fused", chunk_size=largest)).logprob.sum()
 
     ways: dict[str, Callable[[], Tensor]] = {
-        BASELINE: partial(loss_ways.plain, hidden, weight, all_labels),
+        BASELINE: plain,
         **{f"fused {chunk}": partial(ours, LossConfig(impl="fused", chunk_size=chunk)) for chunk in sizes.chunks},
         f"frozen {largest}": partial(ours, LossConfig(impl="fused", chunk_size=largest), frozen),
         "chunked": partial(ours, LossConfig(impl="chunked", chunk_size=largest)),
         "token_statistics": statistics,
         "full": partial(ours, LossConfig(impl="full")),
-        CONCATENATE: partial(loss_ways.concatenate, hidden, weight, all_labels, largest),
-        RECOMPUTE: partial(loss_ways.recompute, hidden, weight, all_labels, largest),
     }
-    if group.size() > 1:  # the other implementations cannot split the vocabulary over ranks
-        ways = {"full": ways["full"]} | {n: ways[n] for n in ways if n not in (BASELINE, CONCATENATE, RECOMPUTE)}
+    if group.size() > 1:  # torch's functions cannot split the vocabulary over ranks
+        del ways[BASELINE]
+        ways = {"full": ways.pop("full")} | ways
     reference = next(iter(ways))
     chosen = {
         name: way for name, way in ways.items() if name == reference or name.split(" ")[0] in only or name in only
@@ -82,3 +122,51 @@ def make_problem(sizes: Sizes, only: Sequence[str] = WAYS) -> Problem:
         constants=(all_labels, targets.rows, targets.labels, targets.weights),
         num_gradients={f"frozen {largest}": 1},
     )
+
+
+def measure(problem: Problem, checked: Problem, *, repeats: int) -> Iterator[Row]:
+    """Yields a row for every way of `problem`.  Checks gradients on `checked`: the same problem, or a smaller one."""
+    reference = next(iter(checked.ways))
+    checked.backward(reference)
+    expected = list(checked.gradients.values())
+    counts: dict[str, Row] = {}
+    for name in problem.ways:
+        counts[name] = count(problem, name)
+        if checked is not problem:
+            checked.backward(name)
+        if checked is not problem or counts[name]["status"] == DONE:
+            num_gradients = checked.num_gradients.get(name, len(expected))
+            check_close(name, checked.gradients, expected[:num_gradients], TOLERANCE[expected[0].dtype])
+    problem.clear()
+    checked.clear()
+    del expected
+    calls = {name: partial(problem.backward, name) for name, row in counts.items() if row["status"] == DONE}
+    seconds = medians(calls, repeats=repeats, clock=wall_on(problem.device))
+    for name, row in counts.items():
+        ratio = seconds[name] / seconds[reference] if name in seconds and reference in seconds else None
+        yield {"way": name, **row, "seconds": seconds.get(name), "ratio": ratio}
+
+
+def count(problem: Problem, name: str) -> Row:
+    """Counts FLOPs and bytes of one run.  Leaves the gradients in the leaves."""
+    problem.clear()
+    inputs = (*problem.leaves, *problem.constants)
+    on_cuda = problem.device.type == "cuda"
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats(problem.device)
+        before = torch.cuda.memory_allocated(problem.device)
+    with catch_out_of_memory() as errors, FlopCounterMode(display=False) as flops, Counter() as counter:
+        problem.backward(name)
+    if errors:
+        return {"status": "out of memory"}
+    bytes_sent = counter.bytes_sent if dist.get_world_size() > 1 else 0  # a single rank sends nothing
+    row: Row = {"status": DONE, "flops": flops.get_total_flops(), "bytes_sent": bytes_sent}
+    gradients = problem.gradients.values()
+    if on_cuda:
+        new = torch.cuda.max_memory_allocated(problem.device) - before
+        row["extra"] = max(0, new - sum(x.nbytes for x in gradients))
+        row["total"] = new + sum(x.nbytes for x in inputs)
+    else:
+        row["extra"] = counter.peak_bytes(beyond=[*inputs, *gradients])
+        row["total"] = counter.peak_bytes(beyond=inputs) + sum(x.nbytes for x in inputs)
+    return row

@@ -68,6 +68,14 @@ def read_length(text: str) -> int:
     return int(text[:-1]) * 1024 if text.lower().endswith("k") else int(text)
 
 
+def read_length_and_mix(case: str) -> tuple[int, str]:
+    """`64k:chat` -> (65536, "chat").  Raises ValueError."""
+    length, mix = case.split(":")
+    if mix not in MIXES:
+        raise ValueError(f"{case}: {mix} is not one of {', '.join(MIXES)}")
+    return read_length(length), mix
+
+
 def short(tokens: int) -> str:
     """65536 -> 64K"""
     return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)

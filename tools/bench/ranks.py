@@ -14,8 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from sft.mcore.process_groups import parallel_state
-from tools.bench.harness import Refused
-from tools.bench.results import Row
+from tools.bench.harness import Refused, Row
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 

@@ -4,13 +4,13 @@ Bounds of benchmarks are those of tools/bench; docs/numbers/performance.md lists
 the value None.
 """
 
+import importlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
-from tools.bench import loss_bars
-from tools.bench.results import DONE, Bar, Row
+from tools.bench.harness import DONE, Bar, Row
 from tools.gpu_hour import curves
 from tools.gpu_hour.step import Result
 
@@ -70,17 +70,14 @@ def memory(outcomes: Outcomes) -> Iterator[Bar]:
                 yield Bar(name=f"{row['case']}, reserved over allocated memory", value=ratio, bound=RESERVED)
 
 
-def training(outcomes: Outcomes) -> Iterator[Bar]:
-    """Rooflines, MFU, packing, offload, longest context."""
-    from tools.bench.steps.bars import bars
+def of_bench(module: str, *steps: str) -> Callable[[Outcomes], Iterator[Bar]]:
+    """The bars that a module of tools/bench has for the rows of these steps.  Its import takes seconds."""
 
-    yield from bars([row for name in STEPS for row in outcomes[name].measured])
+    def judge(outcomes: Outcomes) -> Iterator[Bar]:
+        rows = [row for name in steps for row in outcomes[name].measured]
+        yield from importlib.import_module(f"tools.bench.{module}").bars(rows)
 
-
-def saving(outcomes: Outcomes) -> Iterator[Bar]:
-    from tools.bench.checkpoint import bars
-
-    yield from bars(outcomes["checkpoint"].measured)
+    return judge
 
 
 GROUPS: Sequence[tuple[str, Callable[[Outcomes], Iterator[Bar]]]] = (
@@ -90,9 +87,12 @@ GROUPS: Sequence[tuple[str, Callable[[Outcomes], Iterator[Bar]]]] = (
     ("Transformer Engine beside portable", lambda outcomes: curves.bars(outcomes["backends"].measured)),
     ("Deterministic runs", lambda outcomes: curves.deterministic_bars(outcomes["deterministic"].measured)),
     ("Memory", memory),
-    ("Loss head", lambda outcomes: loss_bars.bars(outcomes["loss-head"].measured)),
+    ("Loss head", of_bench("loss_head", "loss-head")),
 )
-OF_TIMES = (("Training steps", training), ("Checkpoints", saving))  # which mean nothing at toy sizes
+OF_TIMES = (  # which mean nothing at toy sizes
+    ("Training steps", of_bench("step", *STEPS)),  # rooflines, MFU, packing, offload, longest context
+    ("Checkpoints", of_bench("checkpoint", "checkpoint")),
+)
 
 
 def judged(outcomes: Outcomes, *, tiny: bool = False) -> list[tuple[str, list[Bar]]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from sft.config import Config
 from sft.recipe.load import parse_recipe
-from tools.bench.results import Bar, Row
+from tools.bench.harness import Bar, Row
 
 RECIPE = """
 run: {dir: unused, seed: 7, precision: fp32}

@@ -7,7 +7,6 @@ A process of its own, because torch takes memory of the GPU in a process that as
 
 import argparse
 import hashlib
-import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from tools.bench import machine
+from tools.bench.harness import append
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ("sft", "tools", "tests/gpu", "recipes")  # what the numbers depend on
@@ -63,8 +63,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="append the line to this file")
     options = parser.parse_args()
     measured = facts()
-    with options.json.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(measured) + "\n")
+    append(options.json, measured)
     print(f"{machine.text(measured)}\n{measured['num_gpus']} GPUs, commit {measured['commit']}\n{measured['topology']}")
 
 

@@ -12,7 +12,7 @@ from sft.mcore import device as devices
 from sft.mcore import process_groups
 from sft.parallel.collectives import all_gather_objects
 from sft.parallel.layout import Layout
-from tools.bench.results import DONE, Row
+from tools.bench.harness import DONE, Row
 from tools.bench.steps import trainer
 from tools.bench.steps.case import StepCase
 from tools.bench.steps.roofline import useful_flops

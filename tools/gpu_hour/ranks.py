@@ -9,14 +9,12 @@ speed   time and memory of steps of a case (tools/bench/steps/case.py) on the la
 """
 
 import argparse
-import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from sft.parallel.layout import Layout
 from sft.run import environment
-from tools.bench.results import Column, Table
+from tools.bench.harness import Column, Table, append
 from tools.bench.steps.case import StepCase
 from tools.gpu_hour import curves
 
@@ -57,22 +55,21 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="append every row to this file")
     options = parser.parse_args()
-    columns: Mapping[str, list[Column]] = {"curves": CURVE_COLUMNS, "speed": SPEED_COLUMNS}
     prepare(options)
 
     from tools.gpu_hour import measured  # may start CUDA
 
     if options.subject == "curves":
-        rows = measured.curve_rows(options.case, options.device, curves.TINY_SIZES if options.tiny else ())
+        sizes = curves.TINY_SIZES if options.tiny else ()
+        columns, rows = CURVE_COLUMNS, measured.curve_rows(options.case, options.device, sizes)
     else:
-        rows = measured.speed_rows(options.case, options.set, options.device)
-    table, is_first = Table(columns[options.subject], [options.case]), os.environ["RANK"] == "0"
+        columns, rows = SPEED_COLUMNS, measured.speed_rows(options.case, options.set, options.device)
+    table, is_first = Table(columns, [options.case]), os.environ["RANK"] == "0"
     if is_first:
         print(table.head(), flush=True)
     for row in rows:
         if is_first:
-            with options.json.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            append(options.json, row)
             print(table.line(row), flush=True)
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from sft.files.atomic_files import replace_text
-from tools.bench.results import Bar, Row, number
+from tools.bench.harness import Bar, Row, number
 from tools.gpu_hour import bars
 from tools.gpu_hour.bars import Outcome
-from tools.gpu_hour.commands import JUNIT
 from tools.gpu_hour.runner import before_torchrun
 from tools.gpu_hour.step import OUTPUT, ROWS, Result, Setting, Step
+from tools.gpu_hour.steps import JUNIT
 
 JSON, MARKDOWN = "report.json", "report.md"
 LAST_LINES = 6  # of a step that printed no table

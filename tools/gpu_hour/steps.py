@@ -1,15 +1,100 @@
-"""The steps of the first hour on a GPU machine, in their order.  docs/numbers/gpu-hour.md describes them.
+"""The steps of the first hour on a GPU machine, in their order, with their commands: with their own sizes on GPUs, with
+toy sizes in a tiny run.  docs/numbers/gpu-hour.md describes them.
 
-A new step is declared here with its command (commands.py) and its limit, and its bars in bars.py.
+A new step is declared here with its command and its limit, and its bars in bars.py.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
-from tools.gpu_hour.commands import TE, bench, curves, gpu_tests, probe, probe_data, probe_parity, speed
-from tools.gpu_hour.step import Step, module
+from tools.gpu_hour.step import Command, Setting, Step, module, torchrun
 
-STEP_S = 480  # longest limit of a step
-TOTAL_S = {1: 2400, 8: 3600}  # most that all limits add up to, by --gpus
+JUNIT = "junit.xml"
+SESSION_S = 240  # after which no further test starts, so that the report of those that ran is written
+TE = "transformer-engine"
+TINY_CASE, TINY_LAYOUT = "tiny:512:chat:full", ["parallel.cp=2"]
+LAYOUT = {1: [], 2: ["parallel.cp=2"], 8: ["parallel.cp=4", "parallel.pp=2"]}  # of probes, by processes
+
+
+def recipe(setting: Setting, *more: str) -> list[str]:
+    """The demo's recipe and overrides for this machine: its data are made by the first probe."""
+    folder = setting.folder("probe-data")
+    sizes = ["model.num_layers=4", "train.global_batch_size=8"]
+    if setting.tiny:
+        sizes = ["data.seq_length=6144", "train.global_batch_size=2"]
+    precision = "bf16" if setting.device == "cuda" else "fp32"
+    return [
+        "recipes/demo.yaml", f"run.device={setting.device}", f"run.precision={precision}", "model.head_dim=64",
+        f"data.train={folder}/train.jsonl", f"data.eval={folder}/heldout.jsonl", f"data.cache_dir={folder}/cache",
+        f"run.dir={folder}/run", "parallel.cp=1", *sizes, *more,
+    ]  # fmt: skip
+
+
+def probe(name: str, setting: Setting, *more: str) -> Command:
+    words = [*recipe(setting, *LAYOUT[setting.num_processes]), *more]
+    return torchrun(setting, "sft", "probe", name, *words, "--json", setting.rows(f"probe-{name}"))
+
+
+def probe_data(setting: Setting) -> Sequence[Command]:
+    sizes = ["--samples", "40", "--max-tokens", "6000"] if setting.tiny else []
+    return [
+        module("tools.make_demo_corpus", "--out", str(setting.folder("probe-data")), *sizes),
+        module("sft", "data", "prepare", *recipe(setting)),
+        probe("data", setting),
+    ]
+
+
+def probe_parity(setting: Setting) -> Sequence[Command]:
+    """The layout of the probes against dp alone; on one GPU the backends, or else the precisions."""
+    against = "parallel.cp=1,parallel.pp=1"
+    if setting.num_processes == 1:
+        has_te = TE in setting.packages and setting.device == "cuda"
+        other = "bf16" if setting.device == "cpu" else "fp32"
+        against = "attention.backend=portable" if has_te else f"run.precision={other}"
+    return [probe("parity", setting, "--against", against)]
+
+
+def bench(name: str, question: str, command: str, *, limit_s: int, tiny: str = "") -> Step:
+    """A step of a benchmark of tools/bench with these options, or with its tiny sizes and the options `tiny`."""
+    subject, *words = command.split()
+
+    def commands(setting: Setting) -> Sequence[Command]:
+        chosen = ["--tiny", *tiny.split()] if setting.tiny else words
+        return [module("tools.bench", subject, *chosen, "--device", setting.device, "--json", setting.rows(name))]
+
+    return Step(name=name, question=question, commands=commands, limit_s=limit_s)
+
+
+def curves(name: str, question: str, **more: Any) -> Step:
+    """A step of a group of curves.py, on all GPUs."""
+
+    def commands(setting: Setting) -> Sequence[Command]:
+        words = ["curves", name, *(["--tiny"] if setting.tiny else [])]
+        words += ["--device", setting.device, "--json", setting.rows(name)]
+        return [torchrun(setting, "tools.gpu_hour.ranks", *words)]
+
+    return Step(name=name, question=question, commands=commands, **more)
+
+
+def speed(name: str, subject: str, case: str, settings: str, **needs: Any) -> Step:
+    """A step that measures training steps of a case of tools/bench/steps/case.py on all GPUs, with these settings."""
+
+    def commands(setting: Setting) -> Sequence[Command]:
+        chosen, keys = (TINY_CASE, TINY_LAYOUT) if setting.tiny else (case, settings.split())
+        words = ["speed", chosen, *(word for key in keys for word in ("--set", key))]
+        words += ["--device", setting.device, "--json", setting.rows(name)]
+        return [torchrun(setting, "tools.gpu_hour.ranks", *words)]
+
+    question = f"speed and memory of {subject}"
+    return Step(name=name, question=question, commands=commands, limit_s=240, gpus=8, **needs)
+
+
+def gpu_tests(setting: Setting) -> Sequence[Command]:
+    report = f"--junitxml={setting.folder('tests') / JUNIT}"
+    chosen = ["-k", "rms_norm"] if setting.tiny else ["-n", "4"]
+    words = ["-q", "-p", "no:cacheprovider", f"--session-timeout={SESSION_S}", "--durations=10", report]
+    return [module("pytest", *words, "tests/gpu", *chosen)]
+
 
 MACHINE = Step(
     name="machine",
@@ -37,125 +122,74 @@ STEPS: Sequence[Step] = (
         limit_s=120,
     ),
     Step(name="tests", question="do the tests of GPUs pass", commands=gpu_tests, limit_s=270, cuda=True),
-    Step(
-        name="layouts",
-        question="do layouts, recompute and bf16 give one curve",
-        commands=curves("layouts"),
-        limit_s=150,
-    ),
-    Step(
-        name="backends",
-        question="does Transformer Engine give the curve of portable, with every cp_comm",
-        commands=curves("backends"),
+    curves("layouts", "do layouts, recompute and bf16 give one curve", limit_s=150),
+    curves(
+        "backends",
+        "does Transformer Engine give the curve of portable, with every cp_comm",
         limit_s=150,
         packages=(TE,),
         cuda=True,
     ),
-    Step(
-        name="deterministic",
-        question="is a run with run.deterministic bitwise repeatable",
-        commands=curves("deterministic"),
-        limit_s=90,
-    ),
-    Step(
-        name="memory",
-        question="is the allocator's peak that of the estimate",
-        commands=bench(
-            "memory",
-            "step",
-            *["--steps", "1", "--kernels", "flash", "--minutes", "0.8"],
-            *["--cases", "1.7b:64k:one:selective,1.7b:32k:chat:selective,1.7b:84k:longmix:selective"],
-        ),
+    curves("deterministic", "is a run with run.deterministic bitwise repeatable", limit_s=90),
+    bench(
+        "memory",
+        "is the allocator's peak that of the estimate",
+        "step --steps 1 --kernels flash --minutes 0.8 "
+        "--cases 1.7b:64k:one:selective,1.7b:32k:chat:selective,1.7b:84k:longmix:selective",
         limit_s=150,
     ),
-    Step(
-        name="loss-head",
-        question="time and memory of the loss head at 262,144 tokens",
-        commands=bench(
-            "loss-head",
-            "loss_head",
-            *["--cases", "1", "--dtype", "bf16", "--tokens", "262144", "--hidden", "2048", "--vocab", "62080"],
-            *["--chunks", "4096", "--ways", "fused"],
-            tiny=["--no-peak"],  # its bar holds for chunks that are larger than the rest
-        ),
+    bench(
+        "loss-head",
+        "time and memory of the loss head at 262,144 tokens",
+        "loss_head --cases 1 --dtype bf16 --tokens 262144 --hidden 2048 --vocab 62080 --chunks 4096 --ways fused",
         limit_s=120,
     ),
-    Step(
-        name="attention",
-        question="time of each attention kernel, and of the ranks of cp 8",
-        commands=bench(
-            "attention", "attention", "--cases", "64k:one,64k:chat,128k:one", "--cp", "1,8", "--minutes", "0.8"
-        ),
+    bench(
+        "attention",
+        "time of each attention kernel, and of the ranks of cp 8",
+        "attention --cases 64k:one,64k:chat,128k:one --cp 1,8 --minutes 0.8",
         limit_s=150,
     ),
-    Step(
-        name="steps",
-        question="tokens per second, MFU and share of the roofline of whole training steps",
-        commands=bench(
-            "steps",
-            "step",
-            *["--minutes", "4", "--cases"],
-            "1.7b:64k:one:selective,1.7b:128k:one:selective+offload,1.7b:32k:chat,1.7b:32k:padded,"
-            "4b:64k:one:selective+offload",
-        ),
+    bench(
+        "steps",
+        "tokens per second, MFU and share of the roofline of whole training steps",
+        "step --minutes 4 --cases 1.7b:64k:one:selective,1.7b:128k:one:selective+offload,1.7b:32k:chat,1.7b:32k:padded,"
+        "4b:64k:one:selective+offload",
         limit_s=360,
     ),
-    Step(
-        name="offload",
-        question="time of a step with activations, and with half of the optimizer, in host memory",
-        commands=bench(
-            "offload",
-            "step",
-            *["--minutes", "0.8", "--cases", "1.7b:64k:one:selective+offload,1.7b:64k:one:full+optim0.5"],
-            tiny=["--cases", "tiny:512:one:selective+offload"],
-        ),
+    bench(
+        "offload",
+        "time of a step with activations, and with half of the optimizer, in host memory",
+        "step --minutes 0.8 --cases 1.7b:64k:one:selective+offload,1.7b:64k:one:full+optim0.5",
         limit_s=150,
+        tiny="--cases tiny:512:one:selective+offload",
     ),
-    Step(
-        name="longest",
-        question="is the longest context that fits the one of the estimate",
-        commands=bench("longest", "longest", "--minutes", "2", "--cases", "1.7b"),
+    bench(
+        "longest",
+        "is the longest context that fits the one of the estimate",
+        "longest --minutes 2 --cases 1.7b",
         limit_s=240,
     ),
-    Step(
-        name="checkpoint",
-        question="how long a save stalls training, and how long a load takes",
-        commands=bench(
-            "checkpoint", "checkpoint", "--ranks", "1", "--mib", "4096", "--repeats", "2", tiny=["--ranks", "1"]
-        ),
+    bench(
+        "checkpoint",
+        "how long a save stalls training, and how long a load takes",
+        "checkpoint --ranks 1 --mib 4096 --repeats 2",
         limit_s=180,
+        tiny="--ranks 1",
     ),
-    Step(
-        name="speed-dp8",
-        question="speed and memory of Qwen3-1.7B on chats, dp 8",
-        commands=speed("speed-dp8", "1.7b:32k:chat:selective", "train.global_batch_size=16"),
-        limit_s=240,
-        gpus=8,
+    speed("speed-dp8", "Qwen3-1.7B on chats, dp 8", "1.7b:32k:chat:selective", "train.global_batch_size=16"),
+    speed(
+        "speed-tp2-cp4",
+        "Qwen3-8B at 64K, tp 2 x cp 4",
+        "8b:64k:one:selective",
+        "parallel.tp=2 parallel.cp=4",
     ),
-    Step(
-        name="speed-tp2-cp4",
-        question="speed and memory of Qwen3-8B at 64K, tp 2 x cp 4",
-        commands=speed("speed-tp2-cp4", "8b:64k:one:selective", "parallel.tp=2", "parallel.cp=4"),
-        limit_s=240,
-        gpus=8,
-    ),
-    Step(
-        name="speed-cp8",
-        question="speed and memory of Qwen3-8B at 64K, cp 8",
-        commands=speed("speed-cp8", "8b:64k:one:selective+offload", "parallel.cp=8"),
-        limit_s=240,
-        gpus=8,
-    ),
-    Step(
-        name="speed-cp8-a2a-p2p",
-        question="speed and memory of Qwen3-8B at 64K, cp 8 in two levels",
-        commands=speed(
-            "speed-cp8-a2a-p2p",
-            "8b:64k:one:selective+offload",
-            *["parallel.cp=8", "parallel.cp_comm=a2a+p2p", "parallel.cp_a2a=2", "attention.backend=te"],
-        ),
-        limit_s=240,
-        gpus=8,
+    speed("speed-cp8", "Qwen3-8B at 64K, cp 8", "8b:64k:one:selective+offload", "parallel.cp=8"),
+    speed(
+        "speed-cp8-a2a-p2p",
+        "Qwen3-8B at 64K, cp 8 in two levels",
+        "8b:64k:one:selective+offload",
+        "parallel.cp=8 parallel.cp_comm=a2a+p2p parallel.cp_a2a=2 attention.backend=te",
         packages=(TE,),
         cuda=True,
     ),

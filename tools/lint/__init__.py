@@ -1,11 +1,9 @@
 """Checks that flake8 does not have: words of docs/glossary.md, stale names in prose, and limits of length.
 
-    python -m tools.lint               print every fault with file, line and advice; exit code 1 if there is one
-    python -m tools.lint sft/data      print only faults of files whose path begins with sft/data
-    python -m tools.lint --report      print only the numbers of faults, by folder and kind
+    python -m tools.lint             print every fault with file, line and advice; exit code 1 if there is one
+    python -m tools.lint sft/data    print only faults of files whose path begins with sft/data
 
-words        retired words, in code and docs
-definitions  docstrings that do not name the thing, and class names that two classes have
-references   names, paths and links in prose whose targets do not exist
-limits       lines of functions, files and docs; parameters; methods; entries at the top of sft/
+words       retired words, docstrings that do not name the thing, and class names that two classes have
+references  names, paths and links in prose whose targets do not exist
+limits      lines of functions, files and docs; parameters; methods; entries at the top of sft/
 """

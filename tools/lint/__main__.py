@@ -3,10 +3,9 @@
 import argparse
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
-from tools.lint import definitions, limits, references, words
+from tools.lint import limits, references, words
 from tools.lint.source import Fault, Source
 
 EXEMPT = ("CHANGELOG.md", "tools/lint/words.py", "tests/unit/repository/test_lint_house.py")  # quote retired words
@@ -22,32 +21,20 @@ def sources(root: Path) -> list[Source]:
 def check(root: Path, files: list[Source]) -> list[Fault]:
     """All faults, sorted by file and line."""
     checked = [file for file in files if file.path not in EXEMPT]
-    faults = [*words.check(checked), *definitions.check(checked), *limits.check(checked)]
-    faults += references.check(root, checked, files)
+    faults = [*words.check(checked), *limits.check(checked), *references.check(root, checked, files)]
     return sorted(faults, key=lambda fault: (fault.path, fault.line, fault.text))
-
-
-def report(faults: list[Fault]) -> str:
-    """A table with one row per folder: numbers of faults in words, references and limits."""
-    counts = Counter[tuple[str, str]]((fault.folder, fault.kind) for fault in faults)
-    kinds = ("word", "reference", "limit")
-    rows = [f"{'folder':32}" + "".join(f"{kind + 's':>12}" for kind in kinds)]
-    for folder in sorted({folder for folder, _ in counts}):
-        rows.append(f"{folder:32}" + "".join(f"{counts[folder, kind] or '':>12}" for kind in kinds))
-    return "\n".join([*rows, f"{'all':32}" + "".join(f"{sum(f.kind == kind for f in faults):>12}" for kind in kinds)])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.lint", description=__doc__)
     parser.add_argument("paths", nargs="*", help="show only faults of files whose path starts with one of these")
-    parser.add_argument("--report", action="store_true", help="count by folder; exit code 0")
     options = parser.parse_args()
     root = Path(__file__).parents[2]
     faults = check(root, sources(root))
     if options.paths:
         faults = [fault for fault in faults if fault.path.startswith(tuple(options.paths))]
-    print(report(faults) if options.report else "\n".join(map(str, faults)))
-    return 1 if faults and not options.report else 0
+    print("\n".join(map(str, faults)))
+    return int(bool(faults))
 
 
 if __name__ == "__main__":

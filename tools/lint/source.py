@@ -18,13 +18,6 @@ class Fault:
     kind: Literal["word", "reference", "limit"]
     text: str
 
-    @property
-    def folder(self) -> str:
-        """The folder, or page, by which a report counts: sft/data, sft/mcore/loss, tools, docs/start/data.md."""
-        parts = self.path.split("/")
-        depth = 3 if parts[:2] == ["sft", "mcore"] else 2
-        return "/".join(parts[:depth] if len(parts) > depth or parts[0] == "docs" else parts[:-1]) or self.path
-
     def __str__(self) -> str:
         return f"{self.path}:{self.line}: {self.kind}: {self.text}"
 

@@ -1,7 +1,10 @@
-"""Finds retired words, and names the words to use instead: one word for one thing, as in docs/glossary.md.
+"""Finds retired words, and names the words to use instead: one word for one thing, as in docs/glossary.md.  Finds
+docstrings of sft/ that do not say what they describe, and class names of sft/ that stand for two classes.
 
 A word is found by itself and as a part of a name, in upper and lower case.  Names of files on disk and keys of a recipe
 are allowed (KEPT).  Words in IN_NAMES are retired in names only; in prose they are allowed.
+
+A docstring begins with a verb or with a noun phrase that names the thing: "The gradient of x, [t, h]" and not "Of x".
 """
 
 import ast
@@ -60,6 +63,7 @@ KEPT_NAMES = {
     ("sft/data/cache/omissions.py", "said"),  # in ledger.json and in the JSON of `sft data inspect`
     ("sft/data/inspect/findings.py", "what"),  # the same
 }
+_ELLIPSIS = re.compile(r"(Of|Those|That of|The same|As|What|By|With|Without|Also|Both of)\b")
 _KEPT = re.compile("|".join(KEPT))
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
@@ -70,7 +74,18 @@ def check(files: list[Source]) -> list[Fault]:
         is_ours = file.path.startswith(("sft/", "tools/")) or not file.is_python  # tests may keep their own style
         if is_ours:
             faults += [Fault(file.path, number, "word", text) for number, text in [*_in_text(file), *_in_names(file)]]
-    return faults
+    return [*faults, *_definitions([file for file in files if file.is_python and file.path.startswith("sft/")])]
+
+
+def _definitions(modules: list[Source]) -> Iterator[Fault]:
+    first: dict[str, str] = {}
+    for file in modules:
+        for line, text in _ellipses(file.tree):
+            yield Fault(file.path, line, "word", text)
+        for line, name in _classes(file.tree):
+            other = first.setdefault(name, file.path)
+            if other != file.path:
+                yield Fault(file.path, line, "word", f"class {name} is also in {other}; say what it is of")
 
 
 def _in_text(file: Source) -> Iterator[tuple[int, str]]:
@@ -108,3 +123,18 @@ def _bound(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node.lineno, node.attr
+
+
+def _ellipses(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if match := _ELLIPSIS.match(ast.get_docstring(node) or ""):
+                text = f'docstring begins with "{match[0]}"; begin with a verb, or with a noun for the thing'
+                yield node.body[0].lineno, text
+
+
+def _classes(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and name of each class that is not private; a private name means something in its own module only."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield node.lineno, node.name

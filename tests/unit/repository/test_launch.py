@@ -188,15 +188,8 @@ def test_slurm_starts_one_torchrun_per_node(tmp_path: Path) -> None:
 
 def test_what_slurm_reads_of_the_script() -> None:
     lines = (ROOT / "launch/slurm.sbatch").read_text().splitlines()
-    for option in (
-        "--ntasks-per-node=1",
-        "--exclusive",
-        "--mem=0",
-        "--requeue",
-        "--open-mode=append",
-        "--signal=B:USR1@120",
-    ):
-        assert f"#SBATCH {option}" in lines
+    for option in "ntasks-per-node=1 exclusive mem=0 requeue open-mode=append signal=B:USR1@120".split():
+        assert f"#SBATCH --{option}" in lines
 
 
 def test_a_prefix_stands_before_all_four_commands(tmp_path: Path) -> None:

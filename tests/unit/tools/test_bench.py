@@ -13,11 +13,10 @@ import torch
 
 from tools.bench import __main__ as bench
 from tools.bench import harness
-from tools.bench.harness import Option, Subject, one_of
-from tools.bench.results import Bar, Column, Row
+from tools.bench.harness import Bar, Column, Option, Row, Subject, one_of
 
 NUM_ROWS = {  # of a tiny run
-    "loss_head": 27,
+    "loss_head": 21,
     "attention": 10,
     "delta_rule": 5,
     "step": 2,

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tools.bench import __main__ as bench
-from tools.bench import attention, attention_stand_in, attention_ways
+from tools.bench import attention, attention_ways
 from tools.bench.attention_ways import Pack, Way
-from tools.bench.steps import bars as step_bars
+from tools.bench.step import bars as bars_of_steps
 from tools.bench.steps import case as step_case
-from tools.bench.steps import process, rates, roofline, trainer
+from tools.bench.steps import process, roofline, trainer
 from tools.bench.steps.case import StepCase
 from tools.bench.steps.loop import StepOptions
 
@@ -193,7 +193,7 @@ def test_what_a_kernel_refuses_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None
     assert absent["status"] == "does not run here: No dot product attention backend is available"
     assert (timed["way"], timed["length"]) == ("cudnn", 256) and timed["both_s"] > 0
     assert (refused["length"], refused["status"]) == (512, "refused: No available kernel. Aborting execution.")
-    found, why = rates.attention_rates(StepCase.read("tiny:512:one"), CPU, ["sdpa", "te", "cudnn"])
+    found, why = roofline.attention_rates(StepCase.read("tiny:512:one"), CPU, ["sdpa", "te", "cudnn"])
     assert list(found) == ["sdpa"] and list(why) == ["te", "cudnn"]
     assert not attention_ways.is_refusal("te", torch.OutOfMemoryError())
     monkeypatch.setattr(attention_ways, "by_plain", by_cudnn)
@@ -202,8 +202,8 @@ def test_what_a_kernel_refuses_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_wrong_attention_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    right = attention_stand_in.stand_in
-    monkeypatch.setattr(attention_stand_in, "stand_in", lambda *a, **k: (right(*a, **k)[0] * 1.1, right(*a, **k)[1]))
+    right = attention_ways.stand_in
+    monkeypatch.setattr(attention_ways, "stand_in", lambda *a, **k: (right(*a, **k)[0] * 1.1, right(*a, **k)[1]))
     assert bench.main(["attention", "--tiny", "--cases", "256:one"]) == 2
     output = capsys.readouterr()
     assert "attention: flash, cp 1, rank 0: the output differs by " in output.err and "fwd ms" not in output.out
@@ -226,10 +226,10 @@ def test_all_bars_are_met() -> None:
     rows = [step(f"{case}:{way}") for case in shapes for way in ("selective", "selective+offload")]
     rows += [step("1.7b:32k:chat:full", tokens_per_s=2000.0), step("1.7b:32k:padded:full")]
     rows += [longest(shape, 0.97) for shape in ("0.6b", "1.7b", "4b", "8b")]
-    bars = list(step_bars.bars(rows))
+    bars = list(bars_of_steps(rows))
     assert len(bars) == 13 and not any(bar.is_missed or bar.value is None for bar in bars)
     elsewhere = [*({**row, "device": "cpu"} for row in rows), {"step": "4b:64k:one:full", "status": "out of memory"}]
-    assert all(bar.value is None for bar in step_bars.bars(elsewhere))
+    assert all(bar.value is None for bar in bars_of_steps(elsewhere))
 
 
 ROOFLINE = "4b at 64K, share of the roofline with keep-attention"
@@ -259,4 +259,4 @@ PACKED = step("1.7b:32k:chat:full", tokens_per_s=1990.0)
     ],
 )
 def test_bars_that_are_missed(rows: list[dict[str, Any]], missed: list[str]) -> None:
-    assert [str(bar) for bar in step_bars.bars(rows) if bar.is_missed] == [f"MISSED        {text}" for text in missed]
+    assert [str(bar) for bar in bars_of_steps(rows) if bar.is_missed] == [f"MISSED        {text}" for text in missed]

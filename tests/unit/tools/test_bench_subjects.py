@@ -1,6 +1,5 @@
 """tools/bench, subjects checkpoint, load_hf, longest and delta_rule: models, rows and bars; no speed is judged."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,8 +7,9 @@ import torch
 
 from tests.unit.fixtures.recurrence import random_inputs
 from tools.bench import __main__ as bench
-from tools.bench import checkpoint, delta_rule, fresh_process, hf_model, load_hf, longest
-from tools.bench.checkpoint_rank import BESIDE, FIRST, STALL, SYNC, WORK, Took
+from tools.bench import checkpoint, delta_rule, load_hf, longest
+from tools.bench.checkpoint import BESIDE, FIRST, STALL, SYNC, WORK, Took
+from tools.bench.clock import growth
 from tools.bench.harness import Refused
 
 MIB, GIB = 2**20, 2**30
@@ -60,33 +60,32 @@ def test_an_async_save_stalls_for_15_percent(stall: float, is_missed: bool) -> N
 
 def test_the_model_fits_the_bytes() -> None:
     """Layers of 60,821,504 numbers, the embedding 262,668,288, a norm 2,048; one layer, however little is asked for."""
-    assert [hf_model.num_layers_for("llama-3.2-1b", gib * GIB) for gib in (1, 0.001)] == [4, 1]
-    tensors = hf_model.tensors_of(hf_model.config_of("llama-3.2-1b", 4))
-    assert hf_model.num_bytes(tensors) == 2 * (262_668_288 + 2_048 + 4 * 60_821_504)
+    assert [load_hf.num_layers_for("llama-3.2-1b", gib * GIB) for gib in (1, 0.001)] == [4, 1]
+    tensors = load_hf.tensors_of(load_hf.config_of("llama-3.2-1b", 4))
+    assert load_hf.num_bytes(tensors) == 2 * (262_668_288 + 2_048 + 4 * 60_821_504)
 
 
-def test_a_process_grows_by_its_own_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By 64 MiB, after 200 that its libraries had for a while; what this process holds counts for nothing."""
+def grown(num_mib: int) -> dict[str, float]:
+    """The growth of this process by one block, after another one that it had for a while."""
+    bytearray(200 * MIB)
+    seconds, peak = growth(lambda: bytearray(num_mib * MIB))
+    return {"seconds": seconds, "peak": peak}
+
+
+def test_a_process_grows_by_its_own_work() -> None:
+    """By 64 MiB; what this process holds counts for nothing."""
     here = bytearray(500 * MIB)
-    (tmp_path / "command.py").write_text(
-        "import json, sys\nfrom pathlib import Path\nfrom tools.bench.fresh_process import growth\n"
-        "bytearray(200 << 20)\n"
-        "def main():\n    numbers = growth(lambda: bytearray(int(sys.argv[2]) << 20))\n"
-        "    Path(sys.argv[1]).write_text(json.dumps(numbers))\n    return 0\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    fresh_process.run("command:main", tmp_path / "result.json", 64)
-    assert 60 * MIB < json.loads((tmp_path / "result.json").read_text())["peak"] < 90 * MIB and len(here) == 500 * MIB
-    with pytest.raises(Refused, match=r"(?s)command:main ended with 1: .*IndexError"):
-        fresh_process.run("command:main")
+    assert 60 * MIB < load_hf.in_new_process(grown, 64)["peak"] < 90 * MIB and len(here) == 500 * MIB
+    with pytest.raises(Refused, match="grown: .*negative"):
+        load_hf.in_new_process(grown, -1)
 
 
 def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(command: str, model: Path, *words: object) -> None:
+    def interrupted(function: object, model: Path, *arguments: object) -> None:
         assert (model / "model.safetensors").exists()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fresh_process, "run", run)
+    monkeypatch.setattr(load_hf, "in_new_process", interrupted)
     assert bench.main(["load_hf", "--tiny", f"--folder={tmp_path}"]) == 130
     assert list(tmp_path.iterdir()) == []
 

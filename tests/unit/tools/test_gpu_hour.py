@@ -17,7 +17,7 @@ from sft.recipe.load import parse_recipe
 from sft.run import environment
 from tests.unit.gpu_hour_steps import ROW, setting, step
 from tools.bench import __main__ as bench
-from tools.bench.results import Bar
+from tools.bench.harness import Bar
 from tools.bench.steps.case import StepCase
 from tools.gpu_hour import __main__ as gpu_hour
 from tools.gpu_hour import bars, curves, report, runner
@@ -275,7 +275,8 @@ def test_the_command_needs_the_gpus_that_it_is_asked_for(
     ]  # fmt: skip
     monkeypatch.setattr(gpu_hour, "STEPS", [step("works", ROW), step("fails", "sys.exit(1)")])
     assert gpu_hour.main(["--only", "works", "--out", str(tmp_path)]) == 0
-    assert gpu_hour.main(["--out", str(tmp_path)]) == 1
+    assert gpu_hour.main(["--out", str(tmp_path)]) == 1 == gpu_hour.main(["--out", str(tmp_path)])
+    assert "== fails: taken from the record (failed)" in capsys.readouterr().out
     for option in ("--redo", "--only"):
         with pytest.raises(SystemExit, match="2"):
             gpu_hour.main([option, "nothing", "--out", str(tmp_path)])

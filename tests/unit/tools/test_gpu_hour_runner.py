@@ -64,14 +64,6 @@ def test_a_step_ends_at_its_limit_with_all_its_processes(tmp_path: Path, monkeyp
     assert (tmp_path / "out/hangs/rows.jsonl").read_text() == '{"case": "a"}\n'  # what it had is kept
 
 
-def test_finished_steps_are_taken_from_the_record(tmp_path: Path) -> None:
-    counting = "(OUT.parent / 'count').open('a').write('x'); sys.exit(3)"
-    for _ in range(2):
-        record, _ = started(tmp_path / "out", [step("counts", counting)])
-        assert record.results["counts"].exit_code == 3
-    assert (tmp_path / "out/count").read_text() == "x"
-
-
 def test_results_of_another_machine_or_code_are_not_mixed(tmp_path: Path) -> None:
     started(tmp_path / "out", [step("works", ROW)])
     with pytest.raises(runner.Unusable) as refused:

@@ -1,12 +1,17 @@
-"""Every picture of the site is made by a tool, which `make pages` runs or which the pages that show it name."""
+"""Every picture of the site is made by a tool, which `make pages` runs or which the pages that show it name; and what
+the pictures show."""
 
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from sft.parallel.layout import Layout
+from sft.recipe.load import parse_recipe
 from tools import layer_kinds, pages, plot_cp
 from tools.bench.__main__ import SUBJECTS
+from tools.plot_layouts import LAYOUTS, RECIPE, differences, draw
 
 SHOWN = re.compile(r"!\[[^\]]*\]\(([^)]*pictures/([^)/]+))\)")
 
@@ -48,3 +53,31 @@ def test_bytes_of_layers_by_hand() -> None:
 def test_every_benchmark_is_on_the_page_of_numbers() -> None:
     text = (pages.DOCS / "numbers/index.md").read_text(encoding="utf-8")
     assert not [name for name in SUBJECTS if not re.search(rf"`{name}\b|bench {name}\b", text)]
+
+
+# --- the picture of the README -----------------------------------------------------------------------------------
+
+
+def test_each_layout_takes_all_its_processes() -> None:
+    resolved = []
+    for world_size, settings in LAYOUTS.values():
+        config = parse_recipe(RECIPE, "recipe.yaml", ["run.dir=a", "data.train=a.jsonl", *settings]).config
+        layout = Layout.resolve(config, world_size)
+        resolved.append((layout.tp, layout.cp, layout.pp, layout.dp))
+    assert resolved == [
+        *((1, 1, 1, 1), (1, 1, 1, 2), (2, 1, 1, 1), (1, 1, 2, 1)),
+        *((1, 4, 1, 1), (1, 4, 1, 1), (2, 2, 1, 1), (1, 2, 2, 1)),
+    ]
+
+
+def test_differences_are_relative_to_the_first() -> None:
+    curves = {"a": np.array([4.0, 2.0]), "b": np.array([4.0, 2.5]), "c": np.array([3.0, 2.0])}
+    told = differences(curves)
+    assert list(told) == ["b", "c"]
+    assert told["b"].tolist() == [0.0, 0.25] and told["c"].tolist() == [0.25, 0.0]
+
+
+def test_the_picture_names_every_layout(tmp_path: Path) -> None:
+    draw({name: np.array([5.0, 4.0 + 1e-8 * number]) for number, name in enumerate(LAYOUTS)}, tmp_path / "a.svg")
+    picture = (tmp_path / "a.svg").read_text()
+    assert all(f">{name}<" in picture for name in LAYOUTS) and "promised: 1e-6" in picture

@@ -35,10 +35,7 @@ def test_a_document() -> None:
     assert first == statements and second != statements and sorted(second) == sorted(statements)
     keys, values = zip(*(line.decode() for line in statements), strict=True)
     assert len(set(keys)) == 8 and "".join(keys).islower() and "".join(values) == "31415926"
-    assert made.evidence[:8] == [7, 10, 13, 16, 19, 22, 25, 28]
     assert made.answers == [131, 134, 137, 140, 143, 146, 149, 152, 155, 158, 161, 164, 167, 170, 173, 176]
-    for evidence, answer in zip(made.evidence, made.answers, strict=True):
-        assert made.tokens[evidence - 2 : evidence + 1] == made.tokens[answer - 2 : answer + 1]
 
 
 def test_filler_has_no_statement(monkeypatch: pytest.MonkeyPatch) -> None:

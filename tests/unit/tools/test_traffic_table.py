@@ -1,11 +1,10 @@
-"""The table of bytes by link: its numbers by hand, and the page that shows it."""
+"""The table of bytes by link: its numbers by hand."""
 
 import pytest
 
 from sft.config.linear_attention import LinearAttentionConfig
 from sft.parallel.layout import Layout
 from sft.recipe.load import load_recipe
-from tools import marked_tables, traffic_table
 from tools.traffic_table import GPUS_PER_MACHINE, RECIPES, RING, ROOT, Traffic, of
 
 pytestmark = pytest.mark.usefixtures("released_models")
@@ -82,9 +81,3 @@ def test_cp_of_two_machines_has_two_levels(name: str) -> None:
     parallel = load_recipe(str(ROOT / "recipes" / f"{name}.yaml")).config.parallel
     if parallel.tp * parallel.cp > GPUS_PER_MACHINE:
         assert parallel.cp_comm == "a2a+p2p" and parallel.tp * (parallel.cp_a2a or 0) == GPUS_PER_MACHINE
-
-
-def test_the_page_shows_the_table() -> None:
-    """If not: python -m tools.traffic_table --write"""
-    text = marked_tables.PAGE.read_text(encoding="utf-8")
-    assert traffic_table.page(text) == text

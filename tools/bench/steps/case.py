@@ -83,9 +83,8 @@ class StepCase:
             elif name == "lora":
                 case = replace(case, lora=int(amount or RANK))
             else:
-                raise ValueError(
-                    f"{flag} is not offload or optim with a share, tile with a length, or lora with a rank"
-                )
+                expected = "offload or optim with a share, tile with a length, or lora with a rank"
+                raise ValueError(f"{flag} is not {expected}")
         return case
 
     @property
@@ -145,8 +144,3 @@ class StepCase:
         config = self.config(device, also=also)
         trained = trained_weights(config, self.vocab)
         return memory.longest_context(config, Layout.resolve(config, 1), self.vocab, bytes_available, trained)
-
-    def at_least(self, device: str, also: Sequence[str] = ()) -> float:
-        """Bytes that every step needs: weights, gradients, optimizer states and saved tensors of layers."""
-        estimate = self.estimate(device, also=also)
-        return estimate.static + estimate.layers

@@ -14,9 +14,8 @@ import torch
 from tools.bench.clock import wall_on
 from tools.bench.steps.roofline import RANGE
 
-Step = Callable[
-    [int], dict[str, float]
-]  # number -> tokens, labels, attention_flops, data_wait_s, peak_bytes, loss, ...
+# number of a step -> tokens, labels, attention_flops, data_wait_s, peak_bytes, loss, ...
+Step = Callable[[int], dict[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""Measures a training step in a new process, so that every outcome, also a crash, becomes a row.
+"""Options of the benchmarks `step` and `longest`.  Measures a training step in a new process, so that every outcome,
+also a crash, becomes a row.
 
 The process is `python -m tools.bench.steps.process CASE RESULT OPTIONS`; RESULT is a file, and OPTIONS is JSON.
 """
@@ -16,9 +17,10 @@ from pathlib import Path
 import psutil
 import torch
 
+from sft.estimate.memory import Memory
 from sft.parallel.layout import Layout
 from sft.run import environment
-from tools.bench.results import DONE, Row
+from tools.bench.harness import DONE, Option, Row
 from tools.bench.steps.case import StepCase
 from tools.bench.steps.loop import StepOptions
 from tools.bench.steps.roofline import shares, with_notes, with_rates
@@ -26,6 +28,32 @@ from tools.bench.steps.roofline import shares, with_notes, with_rates
 ROOT = Path(__file__).resolve().parents[3]
 GRACE_S = 90  # seconds that the last case may run beyond --minutes
 HOST = 0.9  # share of host memory that the predicted use of a case may reach
+
+DEFAULTS = StepOptions()
+OPTIONS = {
+    "set": Option([], help="KEY=VALUE of the recipe, for all cases"),
+    "steps": Option(DEFAULTS.steps, 1, "largest number of timed steps"),
+    "seconds": Option(DEFAULTS.seconds, 5.0, "no step begins after this many seconds"),
+    "limit": Option(400.0, help="time limit of a case in seconds"),
+    "kernels": Option(",".join(DEFAULTS.kernels), help="attention kernels; the roofline uses their best rates"),
+    "peak_tflops": Option(DEFAULTS.peak_tflops, help="peak TFLOP/s of the device, dense bf16"),
+    "memory": Option(None, help="GiB that torch may allocate on the device; default: all", read=float),
+    "host_gib": Option(None, help="host memory in GiB; default: that of the machine", read=float),
+    "try_all": Option(False, help="also run cases that are predicted not to fit"),
+}
+
+
+def validate(options: argparse.Namespace) -> None:
+    """Checks the options, and sets `work`, the options that the process of a case receives.  Raises ValueError."""
+    kernels = tuple(options.kernels.split(","))
+    if unknown := sorted({*kernels} - {*DEFAULTS.kernels}):
+        raise ValueError(f"--kernels {', '.join(unknown)}: expected some of {', '.join(DEFAULTS.kernels)}")
+    if options.steps < 1 or not options.seconds > 0:
+        raise ValueError("--steps must be at least 1, and --seconds above 0")
+    options.work = StepOptions(
+        device="cpu" if options.device == "cpu" else "cuda", steps=options.steps, seconds=options.seconds,
+        overrides=tuple(options.set), kernels=kernels, peak_tflops=options.peak_tflops, memory_gib=options.memory,
+    )  # fmt: skip
 
 
 def measured(case: StepCase, options: argparse.Namespace, *, only_fits: bool = False) -> Row:
@@ -38,7 +66,7 @@ def measured(case: StepCase, options: argparse.Namespace, *, only_fits: bool = F
     if case.recompute != "peer":
         estimate = case.estimate(work.device, also=work.overrides)
         row |= {"by_equations": estimate.device, "host_by_equations": estimate.host}
-        if not options.try_all and not only_fits and (lack := _lack(case, options)):
+        if not options.try_all and not only_fits and (lack := _lack(estimate, options)):
             return {**row, "status": f"skipped: {lack}; --try-all runs it"}
     limit_s = min(options.limit, seconds_left + GRACE_S)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
@@ -63,16 +91,14 @@ def memory_of(options: argparse.Namespace) -> tuple[float, float]:
     return device_gib, options.host_gib or psutil.virtual_memory().total / 2**30
 
 
-def _lack(case: StepCase, options: argparse.Namespace) -> str | None:
+def _lack(estimate: Memory, options: argparse.Namespace) -> str | None:
     """The memory that a case is predicted to lack; None if it may fit."""
     device_gib, host_gib = memory_of(options)
-    work: StepOptions = options.work
-    least = case.at_least(work.device, work.overrides)
+    least = estimate.static + estimate.layers  # every step needs these
     if device_gib and least > device_gib * 2**30:
         return f"needs at least {least / 2**30:.0f} GiB, and the device has {device_gib:.0f} GiB"
-    of_host = case.estimate(work.device, also=work.overrides).host
-    if of_host > HOST * host_gib * 2**30:  # pinned memory cannot be swapped out
-        return f"needs {of_host / 2**30:.0f} GiB of host memory, and the host has {host_gib:.0f} GiB"
+    if estimate.host > HOST * host_gib * 2**30:  # pinned memory cannot be swapped out
+        return f"needs {estimate.host / 2**30:.0f} GiB of host memory, and the host has {host_gib:.0f} GiB"
     return None
 
 

@@ -4,32 +4,38 @@ The second half of every sample is supervised.
 """
 
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
 
-from sft.batch import Sample
+from sft.batch import Microbatch, Sample
 from sft.config import Config
 from sft.data.loader import Loader, make_loader
 from sft.mcore import device as devices
 from sft.mcore import engine as engine_module
 from sft.mcore import process_groups
+from sft.mcore.checkpoint_io.optimizer_shards import optimizer_slices
+from sft.mcore.engine import Engine
 from sft.mcore.initial_weights import initialise
 from sft.mcore.lora import adapted
 from sft.mcore.optimizer import build
 from sft.parallel.layout import Layout
 from sft.weights.trained import trained_weights
+from tools.bench.clock import catch_out_of_memory, medians, wall_on
 from tools.bench.mixes import lengths_to
-from tools.bench.steps.adapters import against_full
 from tools.bench.steps.case import StepCase
 from tools.bench.steps.loop import StepOptions, measured, most_memory
-from tools.bench.steps.rates import constants
+from tools.bench.steps.roofline import constants
 
 NUM_PADDED = 16  # number of samples of the mix `padded`
 MULTIPLE = 64
 NUM_STEPS = 1000  # steps of the schedule; fewer are timed
+ROUNDS = 5  # timed steps of an engine with adapters, and of one without
 
 
 class RandomCorpus:
@@ -76,19 +82,16 @@ def measure(case: StepCase, options: StepOptions) -> dict[str, Any]:
     row = most_memory(step, device) if options.only_fits else measured(step, options, ranges)
     row["host_bytes"] = max(0, host_bytes() - before)
     if case.lora and not options.only_fits:
-
-        def make(other: StepCase) -> engine_module.Engine:
-            recipe = other.config(device.type, seq_length=seq_length, multiple=multiple, also=options.overrides)
-            return engine_of(other, recipe, layout, groups)
-
-        row |= against_full(case, engine, loader.microbatches(0), make)
+        whole = replace(case, lora=0)
+        recipe = whole.config(device.type, seq_length=seq_length, multiple=multiple, also=options.overrides)
+        row |= against_full(engine, lambda: engine_of(whole, recipe, layout, groups), loader.microbatches(0))
     process_groups.stop()
     return {**row, "constants": rates, "backend": f"attention {engine.backend}"}
 
 
 def engine_and_loader(
     case: StepCase, config: Config, layout: Layout, groups: process_groups.ProcessGroups, *, num_steps: int
-) -> tuple[engine_module.Engine, Loader]:
+) -> tuple[Engine, Loader]:
     """The engine of this rank with random weights, and a loader of random packs for `num_steps` steps."""
     engine = engine_of(case, config, layout, groups)
     lengths = documents_of(case, num_steps * config.train.global_batch_size + 2)[2]
@@ -98,15 +101,45 @@ def engine_and_loader(
     return engine, loader
 
 
-def engine_of(
-    case: StepCase, config: Config, layout: Layout, groups: process_groups.ProcessGroups
-) -> engine_module.Engine:
+def engine_of(case: StepCase, config: Config, layout: Layout, groups: process_groups.ProcessGroups) -> Engine:
     """The engine of this rank with random weights, and adapters of a new run."""
     trained = trained_weights(config, case.vocab)
-    engine = engine_module.Engine(config, layout, groups, vocab_size=case.vocab, num_steps=NUM_STEPS, trained=trained)
+    engine = Engine(config, layout, groups, vocab_size=case.vocab, num_steps=NUM_STEPS, trained=trained)
     initialise(engine)
     adapted.initialise(engine.chunks, config.run.seed)
     return engine
+
+
+def against_full(
+    adapted: Engine, make_full: Callable[[], Engine], microbatches: Sequence[Microbatch]
+) -> dict[str, Any]:
+    """Facts of an engine with adapters and of full fine-tuning, which train in turns on the same pack.
+
+    time_ratio is the median time of a step / that of full fine-tuning; None if both do not fit in memory.
+    """
+    facts: dict[str, Any] = {"time_ratio": None, "lora": state_of(adapted)}
+    with catch_out_of_memory():
+        engines = {"lora": adapted, "full": make_full()}
+        calls = {name: partial(engine.train_step, microbatches) for name, engine in engines.items()}
+        seconds = medians(calls, repeats=ROUNDS, clock=wall_on(adapted.groups.device))
+        facts |= {"time_ratio": seconds["lora"] / seconds["full"], "full": state_of(engines["full"])}
+    return facts
+
+
+def state_of(engine: Engine) -> dict[str, int]:
+    """Trained parameters, and the bytes of their gradients and of the optimizer's states without the model's weights.
+
+    the shape `tiny` with rank 8 in fp32: 16,384 trained, 65,536 bytes of gradients, 131,072 of the optimizer
+    """
+    params = [param for chunk in engine.chunks for param in chunk.parameters()]
+    buffers = [buffer for chunk in engine.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    own = {param.untyped_storage().data_ptr() for param in params}
+    states = [tensor for part in optimizer_slices(engine.optimizer) for tensor in part.tensors.values()]
+    return {
+        "trained": sum(param.numel() for param in params if param.requires_grad),
+        "gradient_bytes": sum(buffer.grad_data.nbytes for buffer in buffers),
+        "optimizer_bytes": sum(x.nbytes for x in states if x.untyped_storage().data_ptr() not in own),
+    }
 
 
 def documents_of(case: StepCase, num_packs: int) -> tuple[int, int, np.ndarray]:

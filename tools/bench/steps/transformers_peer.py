@@ -11,7 +11,7 @@ import torch
 from sft.layers.flops import TrainFlops
 from tools.bench.steps.case import StepCase
 from tools.bench.steps.loop import StepOptions, measured
-from tools.bench.steps.rates import constants
+from tools.bench.steps.roofline import constants
 from tools.bench.steps.trainer import RandomCorpus
 
 

@@ -1,16 +1,19 @@
-"""Records the allocations of torch's CPU allocator in this thread, with the Python stack of each."""
+"""Records the allocations of torch's allocators, with the Python stack of each."""
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from tests.allocations.categories import Event, Frame
 
+_MOST = 10_000_000  # entries of the history
 
-def events_of(run: Callable[[], Any]) -> list[Event]:
-    """What `run()` allocates and frees, in order.  Autograd's backward on a CPU runs in this thread, too."""
+
+def cpu_events(run: Callable[[], Any]) -> list[Event]:
+    """What `run()` allocates and frees on the CPU, in order.  Autograd's backward on a CPU runs in this thread, too."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, with_stack=True) as profiler:
         run()
     found: list[tuple[int, Event]] = []
@@ -27,3 +30,23 @@ def events_of(run: Callable[[], Any]) -> list[Event]:
             found.append((event.start_time_ns, Event(block.ptr, block.alloc_size, frames)))
         waiting += ((child, frames) for child in event.children)
     return [event for _, event in sorted(found, key=lambda pair: pair[0])]
+
+
+def cuda_events(run: Callable[[], Any]) -> list[Event]:
+    """What `run()` allocates and frees on the current device, in order."""
+    torch.cuda.memory._record_memory_history("all", context="all", stacks="python", max_entries=_MOST)
+    try:
+        run()
+        history = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+    sign = {"alloc": 1, "free_requested": -1}
+    return [
+        Event(
+            entry["addr"],
+            sign[entry["action"]] * entry["size"],
+            tuple((frame["filename"], frame["name"]) for frame in entry["frames"]),
+        )
+        for entry in history
+        if entry["action"] in sign
+    ]

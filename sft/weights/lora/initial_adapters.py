@@ -34,16 +34,12 @@ _KEYS = {EMBEDDING: "train_embeddings", HEAD: "train_head"}  # keys of the recip
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """An adapter folder, compared with a model.
-
-    module_of: the module in the folder, by the name of the Linear in the files of the base model
-    whole: the modules in the folder whose weights are trained whole, by the key of our weight
-    """
+    """An adapter folder, compared with a model."""
 
     name: str
     adapter: folder.PeftAdapter
-    module_of: Mapping[str, str]
-    whole: Mapping[str, str]
+    module_of: Mapping[str, str]  # the module in the folder, by the name of the Linear in the files of the base model
+    whole: Mapping[str, str]  # the modules in the folder whose weights are trained whole, by the key of our weight
 
     def describe(self) -> str:
         """out/adapter: 252 adapters of rank 16; 166 MiB"""

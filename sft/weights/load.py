@@ -42,13 +42,10 @@ class Shard(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPiece:
-    """Rows of a view that become a part of a parameter.
+    """Rows of a view that become a part of a parameter."""
 
-    target: [rows] or [rows, columns, ...]; the rows are consecutive rows of the stored tensor; view: None means zeros
-    """
-
-    target: Tensor
-    view: HfView | None
+    target: Tensor  # [rows] or [rows, columns, ...]; the rows are consecutive rows of the stored tensor
+    view: HfView | None  # None means zeros
     first_row: int
     first_column: int
 
@@ -65,7 +62,7 @@ def load_weights(engine: Engine, source: Source, console: Console, *, read_once:
     readers = _readers(shards, groups) if read_once else [group.rank() for group in groups]
     own = [shard for shard, group, reader in zip(shards, groups, readers) if reader == group.rank()]
     with torch.no_grad():
-        all_gather_objects(lambda: _fill_checked(own, source, console), engine.groups.control)
+        all_gather_objects(lambda: _fill(own, source, console), engine.groups.control)
         if read_once:
             for shard, group, reader in zip(shards, groups, readers):
                 dist.broadcast(shard.data, dist.get_global_rank(group, reader), group=group)
@@ -90,15 +87,8 @@ def _readers(shards: Sequence[Shard], groups: Sequence[dist.ProcessGroup]) -> li
     return readers
 
 
-def _fill_checked(shards: Sequence[Shard], source: Source, console: Console) -> None:
-    fill(shards, source, console)
-    if not torch_dist_files.are_finite([shard.data for shard in shards]):
-        wrong = next(shard.key for shard in shards if not torch_dist_files.are_finite([shard.data]))
-        raise CheckpointError(f"{source.name} holds values that are not finite, for example in {wrong}.")
-
-
-def fill(shards: Sequence[Shard], source: Source, console: Console) -> None:
-    """Give the shards their values.  Not collective."""
+def _fill(shards: Sequence[Shard], source: Source, console: Console) -> None:
+    """Give the shards their values.  Not collective.  Raises CheckpointError for values that are not finite."""
     mapping_of = {(mapping.key, mapping.stack_index): mapping for mapping in source.mappings}
     pieces = [piece for shard in shards for piece in pieces_of(shard, _mapping(shard, mapping_of, source.name))]
     num_bytes = sum(piece.target.nbytes for piece in pieces)
@@ -117,6 +107,9 @@ def fill(shards: Sequence[Shard], source: Source, console: Console) -> None:
                     first_column=piece.first_column,
                 )
             progress.advance(piece.target.nbytes)
+    if not torch_dist_files.are_finite([shard.data for shard in shards]):
+        wrong = next(shard.key for shard in shards if not torch_dist_files.are_finite([shard.data]))
+        raise CheckpointError(f"{source.name} holds values that are not finite, for example in {wrong}.")
 
 
 def _position(piece: WeightPiece, stored: SafetensorsFolder) -> tuple[str, int, int]:

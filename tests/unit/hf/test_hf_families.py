@@ -25,6 +25,7 @@ from tests.unit.fixtures.hf import back, model_of, refusal
 from tests.unit.hf.released import config
 
 FACTOR_TOLERANCE = 1e-12  # float64, the same operations
+QWEN3_NEXT = FAMILIES["qwen3_next"]  # rotates a part of each head
 
 
 def test_phi_4_stores_joint_projections() -> None:
@@ -168,8 +169,8 @@ def test_the_rotated_part_of_a_head() -> None:
     """Of a family that rotates parts of heads: in rope_parameters, beside them, or the family's own; written back."""
     places = [{"rope_parameters": {"partial_rotary_factor": 0.5}}, {"partial_rotary_factor": 0.5}, {}]
     for content, expected in zip(places, (0.5, 0.5, 0.25)):
-        values, problems = rope_of({"rope_theta": 1e4, **content}, fraction=0.25)
+        values, problems = rope_of({"rope_theta": 1e4, **content}, QWEN3_NEXT, 1e4, 0.25)
         assert values["fraction"] == expected and not problems
     for is_new in (False, True):
-        content = written(RopeConfig(fraction=0.5), is_new=is_new, is_partial=True)
-        assert rope_of(content, fraction=0.25)[0]["fraction"] == 0.5
+        content = written(RopeConfig(fraction=0.5), QWEN3_NEXT, is_new=is_new)
+        assert rope_of(content, QWEN3_NEXT, 1e4, 0.25)[0]["fraction"] == 0.5

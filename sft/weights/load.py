@@ -62,7 +62,7 @@ def load_weights(engine: Engine, source: Source, console: Console, *, read_once:
     readers = _readers(shards, groups) if read_once else [group.rank() for group in groups]
     own = [shard for shard, group, reader in zip(shards, groups, readers) if reader == group.rank()]
     with torch.no_grad():
-        all_gather_objects(lambda: _fill(own, source, console), engine.groups.control)
+        all_gather_objects(lambda: _fill_checked(own, source, console), engine.groups.control)
         if read_once:
             for shard, group, reader in zip(shards, groups, readers):
                 dist.broadcast(shard.data, dist.get_global_rank(group, reader), group=group)
@@ -87,8 +87,15 @@ def _readers(shards: Sequence[Shard], groups: Sequence[dist.ProcessGroup]) -> li
     return readers
 
 
-def _fill(shards: Sequence[Shard], source: Source, console: Console) -> None:
-    """Give the shards their values.  Not collective.  Raises CheckpointError for values that are not finite."""
+def _fill_checked(shards: Sequence[Shard], source: Source, console: Console) -> None:
+    fill(shards, source, console)
+    if not torch_dist_files.are_finite([shard.data for shard in shards]):
+        wrong = next(shard.key for shard in shards if not torch_dist_files.are_finite([shard.data]))
+        raise CheckpointError(f"{source.name} holds values that are not finite, for example in {wrong}.")
+
+
+def fill(shards: Sequence[Shard], source: Source, console: Console) -> None:
+    """Give the shards their values.  Not collective."""
     mapping_of = {(mapping.key, mapping.stack_index): mapping for mapping in source.mappings}
     pieces = [piece for shard in shards for piece in pieces_of(shard, _mapping(shard, mapping_of, source.name))]
     num_bytes = sum(piece.target.nbytes for piece in pieces)
@@ -107,9 +114,6 @@ def _fill(shards: Sequence[Shard], source: Source, console: Console) -> None:
                     first_column=piece.first_column,
                 )
             progress.advance(piece.target.nbytes)
-    if not torch_dist_files.are_finite([shard.data for shard in shards]):
-        wrong = next(shard.key for shard in shards if not torch_dist_files.are_finite([shard.data]))
-        raise CheckpointError(f"{source.name} holds values that are not finite, for example in {wrong}.")
 
 
 def _position(piece: WeightPiece, stored: SafetensorsFolder) -> tuple[str, int, int]:

@@ -110,7 +110,8 @@ def _write_model(
         check_stored(reader, tensors.values(), path)
     else:
         merging = open_merged(path, common, recipe, tensors, like=options.like, original=original, console=console)
-    expected = _expected(tensors, original, reader, options.dtype, moves_bias=_moves_bias(common))
+    moves_bias = bool(getattr(common.get("args"), "moe_router_bias_update_rate", 0.0))
+    expected = _expected(tensors, original, reader, options.dtype, moves_bias=moves_bias)
     names = sorted(tensors, key=lambda name: -TYPES[expected[name].dtype].itemsize)  # aligns every tensor to its type
     untrained = original.names("passed through")
     planned = {name: kept.on_meta(expected[name], name) for name in [*names, *untrained]}
@@ -170,10 +171,6 @@ def _expected(
         if dtype is not None:
             expected[name] = replace(expected[name], dtype=NAMES[getattr(torch, dtype)])
     return expected
-
-
-def _moves_bias(common: Mapping[str, Any]) -> bool:
-    return bool(getattr(common.get("args"), "moe_router_bias_update_rate", 0.0))
 
 
 def _converted(

@@ -106,7 +106,7 @@ def explained() -> Iterator[None]:
         yield
     except OSError as error:
         path = "a file" if error.filename is None else str(error.filename)
-        message = f"{path} cannot be read or written: {fault_of(error) or error.strerror} (OSError: {error})."
+        message = f"{path} cannot be read or written: {_fault_of(error) or error.strerror} (OSError: {error})."
         if error.errno in _PASSING:
             raise StorageError(f"{message}  {_MEND}") from error
         if error.errno in _OF_THE_USER:
@@ -114,15 +114,12 @@ def explained() -> Iterator[None]:
         raise
 
 
-def fault_of(error: OSError) -> str | None:
+def _fault_of(error: OSError) -> str | None:
     """The reason of the error in words, if its errno is a known one.  It names the permission that is missing."""
-    return _missing_permission(error.filename) if error.errno == errno.EACCES else _FAULTS.get(error.errno or 0)
-
-
-def _missing_permission(path: str | bytes | int | None) -> str:
-    """The missing permission for `path`, as a phrase.  The errno does not say whether a read or a write has failed."""
-    missing = []
-    if path is not None and os.access(path, os.F_OK):
+    if error.errno != errno.EACCES:
+        return _FAULTS.get(error.errno or 0)
+    path, missing = error.filename, []
+    if path is not None and os.access(path, os.F_OK):  # the errno does not say whether a read or a write has failed
         missing = [name for name, mode in (("read", os.R_OK), ("write", os.W_OK)) if not os.access(path, mode)]
     return f"this user has no permission to {' or '.join(missing)} it" if missing else "this user has no permission"
 

@@ -38,17 +38,13 @@ _REQUIRED = (  # keys that config.json must have if the family has them
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """The model that a config.json describes.
-
-    values: by dotted key below `model`; sources: for each value, the key of config.json that gives it
-    scheme: how weights are dequantised; None: the weights are not quantised
-    """
+    """The model that a config.json describes."""
 
     family: Family
     model: ModelConfig
-    values: dict[str, Any]
-    sources: dict[str, str]
-    scheme: Scheme | Mxfp4 | None
+    values: dict[str, Any]  # by dotted key below `model`
+    sources: dict[str, str]  # for each value, the key of config.json that gives it
+    scheme: Scheme | Mxfp4 | None  # how weights are dequantised; None: the weights are not quantised
 
     @property
     def vocab_size(self) -> int:
@@ -130,7 +126,7 @@ def _rope(content: Mapping[str, Any], family: Family, problems: list[str]) -> di
     if family.rope_by_layer_type:
         positions, window_base, wrong = by_layer_type(positions, *(family.window_theta or ("rope_theta", base)))
         problems += wrong
-    rope, wrong = rope_of(positions, base, family.rope_keys, _default_fraction(content, family), family.has_latents)
+    rope, wrong = rope_of(positions, family, base, _default_fraction(content, family))
     problems += wrong
     if family.rope_by_layer_type:
         rope["window_base"] = window_base
@@ -170,9 +166,8 @@ def write_back(
         is_new = "rope_parameters" in content or "rope_theta" not in content
         # Outside of rope_parameters, these keys would override the values inside it.
         outer = ("original_max_position_embeddings", *(("rope_theta", "rope_scaling") if is_new else ()))
-        changed = {key: value for key, value in changed.items() if key not in outer} | written(
-            now.rope, is_new=is_new, **_form(family)
-        )
+        changed = {key: value for key, value in changed.items() if key not in outer}
+        changed |= written(now.rope, family, is_new=is_new)
     if seq_length is not None and isinstance(content.get(_LONGEST), int):
         changed[_LONGEST] = max(content[_LONGEST], seq_length)
     name = "dtype" if "dtype" in content else "torch_dtype"
@@ -257,13 +252,7 @@ def _resolved(model: ModelConfig, vocab_size: int, family: Family) -> dict[str, 
         derived["ffn_hidden_size"] = model.resolved_expert_ffn
     keys = (*family.keys, *family.computed)
     own = {key: derived[key] if key in derived else attrgetter(key)(model) for key in keys}
-    return own | {"rope": written(model.rope, is_new=True, **_form(family))}
-
-
-def _form(family: Family) -> dict[str, Any]:
-    """Arguments of `written`."""
-    is_partial = family.rope_fraction is not None
-    return dict(names=family.rope_keys, is_partial=is_partial, by_type=family.rope_by_layer_type)
+    return own | {"rope": written(model.rope, family, is_new=True)}
 
 
 def _same_family(family: Family, now: ModelConfig, path: str) -> None:

@@ -6,7 +6,6 @@ activations are used up here: to its readers, the folder has the tensors of the 
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +28,7 @@ class DequantisedFolder(SafetensorsFolder):
         super().__init__(folder)
         self._dtype = DTYPES[scheme.dtype]
         self._scales: dict[str, StoredTensor] = {}  # by FP8 tensor
+        self.dequantised = self._scales.keys()
         self._scheme, used, unusable = scheme, set(), []
         for name, tensor in self.tensors.items():
             if tensor.dtype == FP8:
@@ -45,18 +45,6 @@ class DequantisedFolder(SafetensorsFolder):
                 f"and {scheme.suffix}; {shape}): {', '.join(first_few(fold_by_layer(unusable)))}."
             )
         self.tensors = {name: self._after(name, tensor) for name, tensor in self.tensors.items() if name not in used}
-
-    @property
-    def num_dequantised(self) -> int:
-        """Tensors that were FP8."""
-        return len(self._scales)
-
-    def raw_blocks(self, name: str, max_bytes: int) -> Iterator[memoryview]:
-        if name not in self._scales:
-            yield from super().raw_blocks(name, max_bytes)
-        else:
-            for block in self.blocks(name, max_bytes):
-                yield block.view(torch.uint8).reshape(-1).numpy().data
 
     def _after(self, name: str, tensor: StoredTensor) -> StoredTensor:
         if name not in self._scales:
@@ -81,13 +69,10 @@ class DequantisedFolder(SafetensorsFolder):
             wanted = slice(wanted, wanted + 1) if isinstance(wanted, int) else wanted
             start, stop, stride = wanted.start, wanted.stop, wanted.step or 1
             if scale.shape[axis] > 1:
-                step = 1 if scale.shape[axis] == whole[axis] else self._block_of(axis, len(where))
+                block = self._scheme.block
+                step = 1 if block is None or scale.shape[axis] == whole[axis] else block[axis - len(where) + 2]
                 scale = scale.index_select(axis, torch.arange(start, stop, stride) // step)
         return scale.reshape([size for size, wanted in zip(scale.shape, where) if isinstance(wanted, slice)])
-
-    def _block_of(self, axis: int, num_axes: int) -> int:
-        assert self._scheme.block is not None
-        return self._scheme.block[axis - num_axes + 2]
 
 
 def _fits(scale: StoredTensor, tensor: StoredTensor, block: tuple[int, int] | None) -> bool:

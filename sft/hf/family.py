@@ -56,15 +56,11 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class MtpBlock:
-    """The tensors of the block for multi-token prediction, which ends in a layer like those of the model.
+    """The tensors of the block for multi-token prediction, which ends in a layer like those of the model."""
 
-    layer   first part of the names of the layer's tensors; LAYER stands for the number of layers of the model
-    own     rules for the tensors around the layer
-    copies  tensors that files may store once more, by name: `embedding` or `head`, whose values they have
-    """
-
-    layer: str
-    own: tuple[Rule, ...]
+    layer: str  # first part of the names of the layer's tensors; LAYER stands for the number of layers of the model
+    own: tuple[Rule, ...]  # for the tensors around the layer
+    # Tensors that files may store once more, by name: `embedding` or `head`, whose values they have.
     copies: Mapping[str, Literal["embedding", "head"]] = field(default_factory=dict)
 
     def rules(self, layer_rules: tuple[Rule, ...], model: ModelConfig) -> Iterator[Rule]:
@@ -79,12 +75,9 @@ class MtpBlock:
 
 @dataclass(frozen=True)
 class RowSpan:
-    """`num_rows` rows of one view, from the view's row `start` on.  In our tensor these rows start at row `target`.
+    """`num_rows` rows of one view, from the view's row `start` on.  In our tensor these rows start at row `target`."""
 
-    source: index of the view in `TensorMapping.sources`; None: rows of zeros
-    """
-
-    source: int | None
+    source: int | None  # index of the view in `TensorMapping.sources`; None: rows of zeros
     start: int
     num_rows: int
     target: int
@@ -92,18 +85,13 @@ class RowSpan:
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """One layer and expert of one of our tensors, and the views of Hugging Face tensors that this part consists of.
-
-    layer, expert: counted from 0; None: the tensor is outside of layers, or of experts
-    stack: sizes of the layer axis and the expert axis of our whole tensor, if it has them
-    stack_index: the layer and the expert, as indices on these axes
-    """
+    """One layer and expert of one of our tensors, and the views of Hugging Face tensors that this part consists of."""
 
     key: str
-    layer: int | None
-    expert: int | None
-    stack: tuple[int, ...]
-    stack_index: tuple[int, ...]
+    layer: int | None  # counted from 0; None: the tensor is outside of layers
+    expert: int | None  # counted from 0; None: the tensor is outside of experts
+    stack: tuple[int, ...]  # sizes of the layer axis and the expert axis of our whole tensor, if it has them
+    stack_index: tuple[int, ...]  # the layer and the expert, as indices on these axes
     sources: tuple[HfView, ...]
     form: Form
     num_groups: int
@@ -123,6 +111,12 @@ class TensorMapping:
     def shape(self, num_rows: int | None = None) -> tuple[int, ...]:
         """Shape of our whole tensor, with all layers and experts.  num_rows: rows with padding; None: no padding"""
         return (*self.stack, self.num_rows if num_rows is None else num_rows, *self.row_shape)
+
+    def shape_like(self, stored: tuple[int, ...] | None) -> tuple[int, ...]:
+        """The expected shape of our tensor.  A vocabulary may have as many rows of padding as the stored one."""
+        shape = self.shape()
+        is_padded = stored is not None and stored[0] > shape[0] and stored[1:] == shape[1:]
+        return stored if self.form == "vocabulary" and is_padded and stored else shape
 
     def spans(self, num_rows: int | None = None) -> list[RowSpan]:
         """The sources of all rows of our tensor, in row order.  num_rows: number of these rows, with padding
@@ -152,53 +146,38 @@ class TensorMapping:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One `model_type`: its tensors, the keys of its config.json, and defaults for keys that the file omits.
-
-    implied  keys of `model.*` whose values follow from the model_type alone
-    keys     our key below `model` -> the key of config.json
-    computed our key below `model` -> how config.json expresses it, if not by one key with the same value
-    rope_keys  key of `rope_parameters` that the family must have -> our key below `model.rope`
-    aliases  key of config.json -> another name of the same key
-    options  key of config.json -> the values that our model supports
-    lacks    key of `options` -> what our model lacks for other values
-    scalings  kinds of scaled positions that transformers computes for this family
-    other_rules  rules for other names or shapes under which files store the same model
-    text_config  whether the keys of the language model stand in the group text_config of config.json
-    has_mrope    whether rotary positions have sections for time, height and width, which are equal for text
-    rope_fraction  partial_rotary_factor of a config.json that has none; None: the family rotates whole heads
-    rope_width   key of the number of rotated numbers of a head, in a config.json without partial_rotary_factor
-    rope_by_layer_type  whether rope_parameters has a group for each type of layer; that of full attention is scaled
-    window_theta  the base of layers with a sliding window in a config.json without such groups: its key, and its value
-        if the key is absent; None: as in other layers
-    text_type    model_type in text_config, for a family whose language model may be of several types
-    passed_through  patterns of the names of tensors that are kept unchanged and not trained, such as `visual.*`
-    has_mtp_layers  whether files may have more layers, for multi-token prediction, which are passed through
-    mtp          the block for multi-token prediction that a model may train; None: unknown
-    """
+    """One `model_type`: its tensors, the keys of its config.json, and defaults for keys that the file omits."""
 
     model_type: str
     class_name: str
     rules: tuple[Rule, ...]
-    implied: Mapping[str, Any]
-    keys: Mapping[str, str]
+    implied: Mapping[str, Any]  # keys of `model.*` whose values follow from the model_type alone
+    keys: Mapping[str, str]  # our key below `model` -> the key of config.json
+    # Our key below `model` -> how config.json expresses it, if not by one key with the same value.
     computed: Mapping[str, Computed] = field(default_factory=dict)
+    # Key of `rope_parameters` that the family must have -> our key below `model.rope`.
     rope_keys: Mapping[str, str] = field(default_factory=dict)
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)  # key of config.json -> another name of the same key
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    lacks: Mapping[str, str] = field(default_factory=dict)
-    scalings: tuple[str, ...] = ("none", "linear", "llama3", "yarn")
-    other_rules: tuple[tuple[Rule, ...], ...] = ()
+    options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # -> the values that our model supports
+    lacks: Mapping[str, str] = field(default_factory=dict)  # key of `options` -> what our model lacks for other values
+    scalings: tuple[str, ...] = ("none", "linear", "llama3", "yarn")  # that transformers computes for this family
+    other_rules: tuple[tuple[Rule, ...], ...] = ()  # for other names or shapes under which files store the same model
+    # Whether the keys of the language model stand in the group text_config of config.json.
     text_config: Literal["none", "required", "optional"] = "none"
-    text_type: str = ""
-    has_mrope: bool = False
+    text_type: str = ""  # model_type in text_config, for a family whose language model may be of several types
+    has_mrope: bool = False  # whether positions have sections for time, height and width, which are equal for text
+    # partial_rotary_factor of a config.json that has none; None: the family rotates whole heads.
     rope_fraction: float | None = None
-    rope_width: str = ""
+    rope_width: str = ""  # key of the number of rotated numbers of a head, in a file without partial_rotary_factor
+    # Whether rope_parameters has a group for each type of layer; that of full attention is scaled.
     rope_by_layer_type: bool = False
+    # The base of layers with a window in a config.json without such groups: its key, and its value if the key is
+    # absent; None: as in other layers.
     window_theta: tuple[str, float] | None = None
-    passed_through: tuple[str, ...] = ()
-    has_mtp_layers: bool = False
-    mtp: MtpBlock | None = None
+    passed_through: tuple[str, ...] = ()  # patterns of names of tensors that are kept and not trained: `visual.*`
+    has_mtp_layers: bool = False  # whether files may have more layers, which are passed through
+    mtp: MtpBlock | None = None  # the block for multi-token prediction that a model may train; None: unknown
 
     @property
     def name(self) -> str:
@@ -280,12 +259,15 @@ def _mappings_of(
     rule: Rule, layer: int | None, model: ModelConfig, sizes: Mapping[str, int]
 ) -> Iterator[TensorMapping]:
     """One mapping for each expert.  layer: None outside of the model's layers"""
+    # decoder.layers.mlp.linear_fc2.weight, layer 3 -> decoder.layers.3.mlp.linear_fc2.weight
+    has_own_key = layer is not None and not model.stacks_layers
+    key = rule.ours.replace(_LAYERS, f"{_LAYERS}{layer}.", 1) if has_own_key else rule.ours
     for expert in range(sizes["x"]) if rule.in_experts else (None,):
         axes = [(layer, model.num_layers)] if layer is not None and model.stacks_layers else []
         numbered = [*axes, *([(expert, sizes["x"])] if expert is not None else [])]
         number = model.num_layers if layer is None else layer  # of the layer for multi-token prediction
         yield TensorMapping(
-            key=rule.ours if model.stacks_layers else _of_layer(rule.ours, layer),
+            key=key,
             layer=layer,
             expert=expert,
             stack=tuple(count for _, count in numbered),
@@ -301,11 +283,6 @@ def _has(model: ModelConfig, layer: int | None, rule: Rule) -> bool:
     number = (layer or 0) + 1
     mlp = "experts" if model.has_experts(number) else "dense"
     return layer is None or (rule.kind in (None, model.kind_of(number)) and rule.mlp in (None, mlp))
-
-
-def _of_layer(key: str, layer: int | None) -> str:
-    """decoder.layers.mlp.linear_fc2.weight, layer 3 -> decoder.layers.3.mlp.linear_fc2.weight"""
-    return key if layer is None else key.replace(_LAYERS, f"{_LAYERS}{layer}.", 1)
 
 
 def views_by_tensor(mappings: Iterable[TensorMapping]) -> dict[HfTensor, list[tuple[TensorMapping, int]]]:

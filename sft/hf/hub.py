@@ -32,7 +32,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Everything beside the weights that a model or a tokenizer needs.  Files in folders of a repository are other formats.
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _IN_FOLDERS = ["*/*"]
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"[\w.-]{1,250}\.safetensors")  # a file that an index may name
 _snapshots: dict[str, "HubSnapshot"] = {}
 
@@ -118,13 +118,7 @@ def missing_weights(name: str) -> MissingWeights | None:
 
     Raises ConfigError if the repository has no safetensors files.
     """
-    snap = snapshot(name)
-    sizes = _listing(snap)
-    wanted = _weight_files(snap, sizes)
-    files = tuple(file for file in wanted if not (snap.folder / file).exists())
-    if not files:
-        return None
-    return MissingWeights(files=files, num_bytes=None if sizes is None else sum(sizes[file] for file in files))
+    return _missing(snapshot(name))
 
 
 def is_offline() -> bool:
@@ -181,19 +175,26 @@ def _look_up(name: str, repo: str, revision: str | None) -> Path:
         return folder
 
 
+def _missing(snap: HubSnapshot) -> MissingWeights | None:
+    sizes = _listing(snap)
+    files = tuple(file for file in _weight_files(snap, sizes) if not (snap.folder / file).exists())
+    if not files:
+        return None
+    return MissingWeights(files=files, num_bytes=None if sizes is None else sum(sizes[file] for file in files))
+
+
 def _download(snap: HubSnapshot) -> Path:
     from huggingface_hub import constants, snapshot_download
 
-    sizes = _listing(snap)
-    files = [file for file in _weight_files(snap, sizes) if not (snap.folder / file).exists()]
-    if not files:
+    missing = _missing(snap)
+    if missing is None:
         return snap.folder
     if constants.is_offline_mode():
         raise ConfigError(
-            f"{snap.name}: HF_HUB_OFFLINE is set, and the cache ({snap.folder}) lacks {_some(files)}.  Download the "
-            f"model with `hf download {snap.repo} --revision {snap.commit}`, or unset HF_HUB_OFFLINE."
+            f"{snap.name}: HF_HUB_OFFLINE is set, and the cache ({snap.folder}) lacks {_some(missing.files)}.  "
+            f"Download the model with `hf download {snap.repo} --revision {snap.commit}`, or unset HF_HUB_OFFLINE."
         )
-    total = None if sizes is None else sum(sizes[file] for file in files)
+    total = missing.num_bytes
     blobs = snap.folder.parents[1] / "blobs"
     free = shutil.disk_usage(snap.folder).free
     if total is not None and total > free:
@@ -207,7 +208,7 @@ def _download(snap: HubSnapshot) -> Path:
         hub_errors.translated(snap.name, snap.repo, snap.commit),
         _console().watch(f"downloading {snap.name}", total, "bytes", lambda: _bytes_in(blobs) - before),
     ):
-        return Path(snapshot_download(snap.repo, revision=snap.commit, allow_patterns=files))
+        return Path(snapshot_download(snap.repo, revision=snap.commit, allow_patterns=list(missing.files)))
 
 
 def _listing(snap: HubSnapshot) -> dict[str, int] | None:
@@ -223,24 +224,24 @@ def _listing(snap: HubSnapshot) -> dict[str, int] | None:
 
 def _weight_files(snap: HubSnapshot, sizes: dict[str, int] | None) -> list[str]:
     """The safetensors files of a model: those that the index names, or the single one."""
-    index = snap.folder / _INDEX
+    index = snap.folder / INDEX
     if not index.exists():
         held = sorted(sizes or (path.name for path in snap.folder.iterdir()))
-        if _SINGLE in held or (sizes is None and not any(name.endswith(".safetensors") for name in held)):
-            return [_SINGLE]
+        if SINGLE in held or (sizes is None and not any(name.endswith(".safetensors") for name in held)):
+            return [SINGLE]
         raise ConfigError(
-            f"{snap.name} has neither {_SINGLE} nor {_INDEX} (it has {_some(held)}).  Other formats of weights are "
+            f"{snap.name} has neither {SINGLE} nor {INDEX} (it has {_some(held)}).  Other formats of weights are "
             "not read, and pickles (.bin, .pth) are never opened.  Convert the model with save_pretrained of "
             "transformers, or name a revision with safetensors files."
         )
     try:
-        named = sorted({str(file) for file in read_json(snap.folder, _INDEX, LIST_BYTES)["weight_map"].values()})
+        named = sorted({str(file) for file in read_json(snap.folder, INDEX, LIST_BYTES)["weight_map"].values()})
         if unsafe := [file for file in named if not SHARD.fullmatch(file)]:  # * would download every file
             raise ValueError(f"it names {unsafe[0][:80]!r}, which is not a safetensors file of the repository")
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{snap.name}: {_INDEX} cannot be read ({type(error).__name__}: {error}).") from None
+        raise ConfigError(f"{snap.name}: {INDEX} cannot be read ({type(error).__name__}: {error}).") from None
     if sizes is not None and (unknown := [file for file in named if file not in sizes]):
-        raise ConfigError(f"{snap.name}: {_INDEX} names {_some(unknown)}, but the repository has no such file.")
+        raise ConfigError(f"{snap.name}: {INDEX} names {_some(unknown)}, but the repository has no such file.")
     return named
 
 

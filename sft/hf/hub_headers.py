@@ -14,8 +14,8 @@ from typing import Any
 
 from sft.files.folder_files import LIST_BYTES, copy, regular_file
 from sft.hf import hub_errors
-from sft.hf.hub import CONFIG, HubSnapshot
-from sft.hf.safetensors_files import INDEX
+from sft.hf.hub import CONFIG, INDEX, HubSnapshot
+from sft.hf.safetensors_files import header_of
 
 _REQUESTS_AT_ONCE = 8
 
@@ -28,8 +28,8 @@ def header_folder(snapshot: HubSnapshot, files: Sequence[str]) -> Iterator[Path]
     """
     with tempfile.TemporaryDirectory(prefix="sft-headers-") as folder:
         for name in sorted({path.name for path in snapshot.folder.iterdir()}.difference(files)):
-            if name.endswith(".safetensors"):
-                _write(Path(folder) / name, _stored_header(regular_file(snapshot.folder, name)))
+            if name.endswith(".safetensors"):  # downloaded already
+                _write(Path(folder) / name, header_of(regular_file(snapshot.folder, name))[1])
             elif name in (CONFIG, INDEX):
                 copy(snapshot.folder, name, Path(folder), LIST_BYTES)
         with hub_errors.translated(snapshot.name, snapshot.repo, snapshot.commit):
@@ -37,13 +37,6 @@ def header_folder(snapshot: HubSnapshot, files: Sequence[str]) -> Iterator[Path]
                 for file, header in zip(files, pool.map(lambda file: _header(snapshot, file), files)):
                     _write(Path(folder) / file, header)
         yield Path(folder)
-
-
-def _stored_header(path: Path) -> dict[str, Any]:
-    """The header of a file that is downloaded already."""
-    with path.open("rb") as file:
-        header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return {name: tensor for name, tensor in header.items() if name != "__metadata__"}
 
 
 def _header(snapshot: HubSnapshot, file: str) -> dict[str, Any]:

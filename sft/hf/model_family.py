@@ -5,21 +5,16 @@ from operator import attrgetter
 from sft.config import ModelConfig
 from sft.hf.families import FAMILIES
 from sft.hf.family import Family
+from sft.hf.model_keys import PLAIN
 
 # Keys of `model` that add or move tensors, and their values in families that do not name them.
-_USUAL = {
-    "norm_placement": "pre",
-    "norm_zero_centered": False,
-    "value_norm": False,
-    "layer_scalar": False,
-    "full_attention.is_used": False,
-    "qk_norm_across_heads": False,
-    "moe.shared_ffn_hidden_size": None,
-    "moe.shared_gate": False,
-    "moe.own_norms": False,
-    "moe.correction_bias": False,
-    "moe.dense_layers": 0,
-    "attention_output_gate": False,
+_USUAL = {"full_attention.is_used": False} | {
+    key: PLAIN[key]
+    for key in (
+        *("norm_placement", "norm_zero_centered", "value_norm", "layer_scalar", "qk_norm_across_heads"),
+        *("moe.shared_ffn_hidden_size", "moe.shared_gate", "moe.own_norms", "moe.correction_bias", "moe.dense_layers"),
+        "attention_output_gate",
+    )
 }
 
 

@@ -13,12 +13,12 @@ class Computed:
     """A key below `model` that config.json expresses in another way.
 
     read: content of config.json -> the value.  Raises ValueError that says what is wrong
-    write: the value and the number of layers -> the changed keys of config.json
+    write: the value and the number of layers -> the changed keys of config.json; none if no recipe can change the value
     """
 
     source: str  # key of config.json, for messages
     read: Callable[[Mapping[str, Any]], Any]
-    write: Callable[[Any, int], dict[str, Any]]
+    write: Callable[[Any, int], dict[str, Any]] = lambda value, count: {}
     layer_types: tuple[str, ...] = ()  # names in config.json's layer_types that it reads
 
 
@@ -34,24 +34,10 @@ PLAIN: dict[str, Any] = {
         "round_embedding_multiplier",
         *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
         "logits_softcap",
-        *(
-            "moe.shared_ffn_hidden_size",
-            "moe.shared_gate",
-            "moe.own_norms",
-            "moe.score_function",
-            "moe.scaling_factor",
-            "moe.num_groups",
-            "moe.top_groups",
-            "moe.correction_bias",
-            "moe.dense_layers",
-            "rope.fraction",
-            "rope.skip_layers",
-            "rope.query_scale_beta",
-            "attention_output_gate",
-            "rope.window_base",
-            "rope.interleaved",
-            "rope.mscale_all_dim",
-        ),
+        *("moe.shared_ffn_hidden_size", "moe.shared_gate", "moe.own_norms", "moe.score_function", "moe.scaling_factor"),
+        *("moe.num_groups", "moe.top_groups", "moe.correction_bias", "moe.dense_layers"),
+        *("rope.fraction", "rope.skip_layers", "rope.query_scale_beta", "attention_output_gate", "rope.window_base"),
+        *("rope.interleaved", "rope.mscale_all_dim"),
         *(f"{name}.{section.switch}" for name, section in MIXER_SECTIONS.items()),
     )
 }

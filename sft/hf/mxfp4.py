@@ -11,7 +11,6 @@ Formats (MX) 1.0.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,21 +42,10 @@ class Mxfp4Folder(SafetensorsFolder):
                 f"{folder} has MXFP4 blocks without usable scales (uint8 blocks [experts, rows, columns / 32, 16] "
                 f"need uint8 scales [experts, rows, columns / 32]): {', '.join(first_few(fold_by_layer(unusable)))}."
             )
-        self._quantised = frozenset(names)
+        self.dequantised = frozenset(names)
         used = {name + suffix for name in names for suffix in (_BLOCKS, _SCALES)}
         self.tensors = {name: tensor for name, tensor in stored.items() if name not in used}
         self.tensors |= {name: self._after(stored[name + _BLOCKS], scheme) for name in names}
-
-    @property
-    def num_dequantised(self) -> int:
-        return len(self._quantised)
-
-    def raw_blocks(self, name: str, max_bytes: int) -> Iterator[memoryview]:
-        if name not in self._quantised:
-            yield from super().raw_blocks(name, max_bytes)
-        else:
-            for block in self.blocks(name, max_bytes):
-                yield block.view(torch.uint8).reshape(-1).numpy().data
 
     def _after(self, blocks: StoredTensor, scheme: Mxfp4) -> StoredTensor:
         experts, rows, groups, _ = blocks.shape
@@ -65,7 +53,7 @@ class Mxfp4Folder(SafetensorsFolder):
         return replace(blocks, dtype=scheme.dtype, shape=shape, num_bytes=math.prod(shape) * self._dtype.itemsize)
 
     def _part(self, name: str, where: tuple[int | slice, ...]) -> torch.Tensor:
-        if name not in self._quantised:
+        if name not in self.dequantised:
             return super()._part(name, where)
         expert, columns, rows = where
         assert isinstance(columns, slice) and columns.step in (None, 1)

@@ -25,16 +25,11 @@ _ACTIVATION_SCALES = ("activation_scale", "input_scale", "output_scale")
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How to dequantise the tensors of type F8_E4M3: number = stored number * scale, in fp32, rounded to `dtype`.
+    """How to dequantise the tensors of type F8_E4M3: number = stored number * scale, in fp32, rounded to `dtype`."""
 
-    suffix: the scale of the tensor X is the tensor X + suffix
-    block: rows and columns that share a scale; None: one scale per matrix or row
-    dtype: name in safetensors of the type that config.json gives the model
-    """
-
-    suffix: str
-    block: tuple[int, int] | None
-    dtype: str
+    suffix: str  # the scale of the tensor X is the tensor X + suffix
+    block: tuple[int, int] | None  # rows and columns that share a scale; None: one scale per matrix or row
+    dtype: str  # name in safetensors of the type that config.json gives the model
 
     def scale_of(self, name: str) -> str:
         return name + self.suffix
@@ -65,7 +60,11 @@ def scheme_of(content: Mapping[str, Any]) -> tuple[Scheme | Mxfp4 | None, list[s
         problems = _unknown(config, _MXFP4_KEYS)
         return (None if problems else Mxfp4(dtype=dtype)), problems
     if method == "fp8":
-        block, problems = config.get("weight_block_size", [128, 128]), _problems_of_fp8(config)  # transformers' default
+        block, problems = config.get("weight_block_size", [128, 128]), _unknown(
+            config, _FP8_KEYS
+        )  # transformers' default
+        if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn", None):
+            problems.append(f"{QUANTIZATION}.fmt = {json.dumps(config['fmt'])} is not supported, only e4m3")
     elif method == "compressed-tensors":
         block, problems = _compressed(config)
     else:
@@ -75,13 +74,6 @@ def scheme_of(content: Mapping[str, Any]) -> tuple[Scheme | Mxfp4 | None, list[s
     if problems:
         return None, problems
     return Scheme(suffix=_SUFFIX[method], block=None if block is None else (block[0], block[1]), dtype=dtype), []
-
-
-def _problems_of_fp8(config: Mapping[str, Any]) -> list[str]:
-    problems = _unknown(config, _FP8_KEYS)
-    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn", None):
-        problems.append(f"{QUANTIZATION}.fmt = {json.dumps(config['fmt'])} is not supported, only e4m3")
-    return problems
 
 
 def _unknown(config: Mapping[str, Any], known: Collection[str]) -> list[str]:

@@ -7,11 +7,11 @@ forms as transformers 5 does, and writes changes in the form that the file alrea
 import json
 import math
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from sft.config import RopeConfig
 from sft.hf.families.windows import FULL, SLIDING
+from sft.hf.family import Family
 
 _KINDS = {"default": "none", **{kind: kind for kind in ("linear", "llama3", "yarn", "proportional")}}
 _ORIGINAL, _FRACTION = "original_max_position_embeddings", "partial_rotary_factor"
@@ -35,18 +35,12 @@ _MSCALE = ("mscale", _ALL_DIM)  # yarn: together they give the attention factor
 
 
 def rope_of(
-    content: Mapping[str, Any],
-    default_base: float = 10000.0,
-    names: Mapping[str, str] = MappingProxyType({}),
-    fraction: float | None = None,
-    has_latents: bool = False,
+    content: Mapping[str, Any], family: Family, default_base: float, fraction: float | None
 ) -> tuple[dict[str, Any], list[str]]:
     """The keys below `model.rope`, and a list of problems.
 
     default_base: used if config.json has none
-    names: keys that the group must have besides those of its scaling, and our names of them
     fraction: partial_rotary_factor if config.json has none; None: only whole heads are rotated
-    has_latents: the attention scale of latent attention also depends on mscale_all_dim
 
     {"rope_theta": 500000.0, "rope_scaling": None} -> {"base": 500000.0, "scaling": "none"}, []
     """
@@ -59,8 +53,10 @@ def rope_of(
     kind = _KINDS.get(named) if isinstance(named, str) else None
     if kind is None:
         return {"base": base}, [f"rope_type = {json.dumps(named)} is not supported, only {', '.join(_KINDS)}"]
-    problems = []
-    same = (*_READ[kind], _ALL_DIM) if has_latents and kind == "yarn" else _READ[kind]  # names in a recipe
+    problems, names = [], family.rope_keys
+    same = _READ[kind]  # names in a recipe
+    if family.has_latents and kind == "yarn":  # the attention scale of latent attention also depends on it
+        same += (_ALL_DIM,)
     known = {*same, "rope_type", "type", "rope_theta", "max_position_embeddings", *names}
     known |= {_FRACTION} if fraction is not None else set()
     known |= {_ORIGINAL} if kind in ("llama3", "yarn") or names else set()
@@ -126,19 +122,8 @@ def by_layer_type(
     return {**content, "rope_parameters": {"rope_type": "default", **full}}, base, problems
 
 
-def written(
-    rope: RopeConfig,
-    *,
-    is_new: bool,
-    names: Mapping[str, str] = MappingProxyType({}),
-    is_partial: bool = False,
-    by_type: bool = False,
-) -> dict[str, Any]:
-    """The keys of config.json for these positions.
-
-    is_new: whether to use the form of transformers 5; names: as for `rope_of`
-    is_partial: whether to write the part of each head that is rotated
-    by_type: whether the form of transformers 5 has a group for each type of layer
+def written(rope: RopeConfig, family: Family, *, is_new: bool) -> dict[str, Any]:
+    """The keys of config.json for these positions.  is_new: whether to use the form of transformers 5
 
     base 1e6, yarn with factor 4 -> {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, ...}}
     """
@@ -147,13 +132,13 @@ def written(
     scaling |= {name: value for name in _READ[rope.scaling] if (value := getattr(rope, name)) is not None}
     if rope.truncate:
         scaling.pop("truncate", None)  # the default
-    scaling |= {name: getattr(rope, ours) for name, ours in names.items()}
+    scaling |= {name: getattr(rope, ours) for name, ours in family.rope_keys.items()}
     if rope.mscale_all_dim is not None:
         scaling |= {"mscale": rope.mscale, _ALL_DIM: rope.mscale_all_dim}  # some readers ignore attention_factor
-    if rope.scaling in ("llama3", "yarn") or names:
+    if rope.scaling in ("llama3", "yarn") or family.rope_keys:
         scaling[_ORIGINAL] = rope.original_max_position
-    part = {_FRACTION: rope.fraction} if is_partial else {}
-    if is_new and by_type:
+    part = {} if family.rope_fraction is None else {_FRACTION: rope.fraction}
+    if is_new and family.rope_by_layer_type:
         sliding = {"rope_type": "default", "rope_theta": rope.window_base or rope.base}
         return {"rope_parameters": {FULL: {"rope_theta": rope.base, **scaling, **part}, SLIDING: sliding}}
     if is_new:

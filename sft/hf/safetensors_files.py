@@ -9,7 +9,7 @@ the process until the file is unmapped.
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,26 +20,22 @@ from safetensors import SafetensorError, safe_open
 
 from sft.errors import CheckpointError, first_few
 from sft.files.folder_files import LIST_BYTES, UnsafeFileError, read_json, regular_file
-from sft.hf.hub import SHARD
+from sft.hf.hub import INDEX, SHARD, SINGLE
+from sft.hf.safetensors_writer import bytes_of
 from sft.hf.tensor_check import fold_by_layer
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MAPPED_BYTES = 64 << 20  # read from mapped files before unmapping; a file that is mapped again reads its header again
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """One tensor of a file.
-
-    dtype: name of the type in safetensors, which `DTYPES` may lack
-    start: offset of the tensor's bytes in the file
-    """
+    """One tensor of a file."""
 
     file: Path
-    dtype: str
+    dtype: str  # name of the type in safetensors, which `DTYPES` may lack
     shape: tuple[int, ...]
-    start: int
+    start: int  # offset of the tensor's bytes in the file
     num_bytes: int
 
 
@@ -47,10 +43,11 @@ class SafetensorsFolder:
     """The tensors of a folder by name.  Raises CheckpointError listing all problems of the files.
 
     requested_bytes: stored bytes of all values that were read so far
-    number_format: of the tensors that `num_dequantised` counts
+    dequantised: names of the tensors whose numbers are not the stored ones, which have the format `number_format`
     """
 
     number_format = ""
+    dequantised: Collection[str] = ()
 
     def __init__(self, folder: Path) -> None:
         self.tensors: dict[str, StoredTensor] = {}
@@ -75,11 +72,6 @@ class SafetensorsFolder:
         if index is not None:
             _compare_with_index(self.tensors, index, folder)
         self._files = {name: tensor.file for name, tensor in self.tensors.items()}
-
-    @property
-    def num_dequantised(self) -> int:
-        """Tensors whose numbers are not the stored ones."""
-        return 0
 
     def read_rows(
         self,
@@ -117,6 +109,9 @@ class SafetensorsFolder:
 
     def raw_blocks(self, name: str, max_bytes: int) -> Iterator[memoryview]:
         """The bytes of a tensor of any type, as an export writes them, in blocks of about `max_bytes`."""
+        if name in self.dequantised:
+            yield from map(bytes_of, self.blocks(name, max_bytes))
+            return
         tensor = self.tensors[name]
         with as_checkpoint_error(tensor.file), tensor.file.open("rb") as file:
             file.seek(tensor.start)
@@ -169,9 +164,7 @@ def _read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
         regular_file(folder, name)
         with safe_open(path, framework="pt"):
             pass  # the header is valid, and fits the size of the file
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
+        length, header = header_of(path)
     return {
         name: StoredTensor(
             file=path,
@@ -181,8 +174,15 @@ def _read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
             num_bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
         )
         for name, entry in header.items()
-        if name != "__metadata__"
     }
+
+
+def header_of(path: Path) -> tuple[int, dict[str, Any]]:
+    """The length in bytes of the header of a complete file, and the entry of each tensor in it."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = json.loads(file.read(length))
+    return length, {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 
 @contextmanager

@@ -31,34 +31,24 @@ Role = Literal["trained", "tied copy", "passed through"]
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """One tensor of an export.
-
-    dtype: name of the type in safetensors, such as BF16
-    role: a tied copy has the values of the embedding; the files of some tied models store the output as well
-    """
+    """One tensor of an export."""
 
     shape: tuple[int, ...]
-    dtype: str
-    role: Role
+    dtype: str  # name of the type in safetensors, such as BF16
+    role: Role  # a tied copy has the values of the embedding; the files of some tied models store the output as well
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The model in a Hugging Face folder.
+    """The model in a Hugging Face folder."""
 
-    name: the folder, or the name on the hub, for messages
-    content: of config.json
-    mappings: our tensors, and the stored tensors of which they consist
-    manifest: every tensor of the folder, as an export must write it
-    """
-
-    name: str
+    name: str  # the folder, or the name on the hub, for messages
     folder: Path
-    content: Mapping[str, Any]
+    content: Mapping[str, Any]  # of config.json
     architecture: Architecture
     stored: SafetensorsFolder
-    mappings: list[TensorMapping]
-    manifest: Mapping[str, Expected]
+    mappings: list[TensorMapping]  # our tensors, and the stored tensors of which they consist
+    manifest: Mapping[str, Expected]  # every tensor of the folder, as an export must write it
 
     def names(self, role: Role) -> list[str]:
         return [name for name, expected in self.manifest.items() if expected.role == role]
@@ -76,7 +66,7 @@ class Source:
         passed_through = len(self.names("passed through"))
         trained = len(self.manifest) - passed_through
         counts = f"{trained:,} tensors trained, {passed_through:,} passed through, 0 refused"
-        count, number_format = self.stored.num_dequantised, self.stored.number_format
+        count, number_format = len(self.stored.dequantised), self.stored.number_format
         dequantised = f", {count:,} tensors dequantised from {number_format}" if count else ""
         return f"{self.name}: {counts}; {size(self.num_bytes)}{dequantised}"
 
@@ -144,7 +134,7 @@ def _sort(
     for copy, name in family.copies(model).items():
         if copy not in stored.tensors or name not in shapes:
             continue
-        if _same_form(stored, name, copy) and not (compare and _differ(stored, name, copy)):
+        if _are_equal(stored, name, copy, compare=compare):
             shapes.pop(copy, None)
             roles[copy] = "tied copy"
         else:
@@ -169,12 +159,12 @@ def _mixed_types(tensors: Mapping[str, StoredTensor], mappings: list[TensorMappi
     ]
 
 
-def _same_form(stored: SafetensorsFolder, name: str, other_name: str) -> bool:
+def _are_equal(stored: SafetensorsFolder, name: str, other_name: str, *, compare: bool) -> bool:
+    """Whether two tensors have the same type and shape, and the same bits.  compare: look at the bits, too"""
     tensor, other = stored.tensors[name], stored.tensors[other_name]
-    return (tensor.dtype, tensor.shape) == (other.dtype, other.shape) and tensor.dtype in DTYPES
-
-
-def _differ(stored: SafetensorsFolder, name: str, other_name: str) -> bool:
-    """Whether any bit of two tensors of the same type and shape differs."""
+    if (tensor.dtype, tensor.shape) != (other.dtype, other.shape) or tensor.dtype not in DTYPES:
+        return False
+    if not compare:
+        return True
     pairs = zip(stored.blocks(name, _COMPARED_BYTES), stored.blocks(other_name, _COMPARED_BYTES))
-    return not all(torch.equal(block.view(torch.uint8), other.view(torch.uint8)) for block, other in pairs)
+    return all(torch.equal(block.view(torch.uint8), copy.view(torch.uint8)) for block, copy in pairs)

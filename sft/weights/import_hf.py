@@ -23,12 +23,11 @@ from sft.checkpoint.manifest import Manifest
 from sft.checkpoint.train_state import installed
 from sft.config import ModelConfig
 from sft.console import Console, Progress, size
-from sft.hf.architecture import Architecture
 from sft.hf.family import RowSpan, TensorMapping
 from sft.hf.hub import IMPORTED
 from sft.hf.nested_config import text_part
 from sft.hf.safetensors_files import DTYPES, SafetensorsFolder
-from sft.hf.source import open_source
+from sft.hf.source import Source, open_source
 from sft.layers.kinds import layer_groups
 from sft.mcore.checkpoint_io.engine_state import CHECKPOINT_VERSION, write_common
 from sft.mcore.checkpoint_io.megatron_arguments import model_arguments
@@ -53,14 +52,13 @@ def import_hf(source: Path, target: Path, console: Console, name: str = "") -> N
     refuse_existing(target)  # before reading headers, which may take long
     opened = open_source(source, name)
     model, num_bytes = opened.architecture, opened.num_trained_bytes
-    with closing(opened.stored) as stored:
+    with closing(opened.stored):
         padding = (padded_vocab_size(model.vocab_size, 1) - model.vocab_size) * model.model.hidden_size * 4 * 2
         with new_folder(target, num_bytes + padding) as temporary:
             checkpoint = temporary / folders.name_of(0)
             checkpoint.mkdir()
             with console.track(f"importing {source}", num_bytes, "bytes") as progress:
-                positions = text_part(opened.content, model.family).get("max_position_embeddings")
-                _write(stored, opened.mappings, model, checkpoint, positions, progress)
+                _write(opened, checkpoint, progress)
             kept.keep(opened, temporary / IMPORTED)
             (temporary / folders.POINTER).write_text("0", encoding="ascii")
     console.say(
@@ -69,14 +67,10 @@ def import_hf(source: Path, target: Path, console: Console, name: str = "") -> N
     )
 
 
-def _write(
-    stored: SafetensorsFolder,
-    mappings: list[TensorMapping],
-    model: Architecture,
-    folder: Path,
-    positions: object,
-    progress: Progress,
-) -> None:
+def _write(source: Source, folder: Path, progress: Progress) -> None:
+    """Write the checkpoint into the existing, empty `folder`."""
+    stored, mappings, model = source.stored, source.mappings, source.architecture
+    positions = text_part(source.content, model.family).get("max_position_embeddings")
     padded_rows = padded_vocab_size(model.vocab_size, 1)
     with closing(TorchDistWriter(folder)) as writer:
         for key in _extra_state_keys(model.model):

@@ -6,14 +6,12 @@
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from sft.checkpoint import folders, manifest, resume
 from sft.config import RANDOM, Config
 from sft.console import Console, size
 from sft.errors import CheckpointError, ConfigError
 from sft.hf import hub
-from sft.hf.family import TensorMapping
 from sft.hf.hub import CONFIG
 from sft.hf.hub_headers import header_folder
 from sft.hf.model_family import model_family
@@ -75,7 +73,7 @@ def compare_tensors(path: Path, config: Config, vocab_size: int | None) -> str:
     if family is None:
         return f"{path}: not compared with the model, because no table has its tensors"
     wanted = {
-        mapping.key: _padded_like(stored.get(mapping.key), mapping)
+        mapping.key: mapping.shape_like(stored[mapping.key][0] if mapping.key in stored else None)
         for mapping in family.mappings(model, model.vocab_size or vocab_size or 0)
     }
     held = {key: stored[key][0] for key in wanted if key in stored}
@@ -135,10 +133,3 @@ def _open(config: Config, *, compare: bool = True) -> Source:
             f"model.init_from={name}."
         )
     return open_source(pretrained.folder, name, compare=compare, has_mtp=config.model.has_mtp)
-
-
-def _padded_like(stored: tuple[tuple[int, ...], Any] | None, mapping: TensorMapping) -> tuple[int, ...]:
-    """The expected shape of our tensor.  A vocabulary may have as many rows of padding as the stored one."""
-    shape = mapping.shape()
-    is_longer = stored is not None and stored[0][0] > shape[0] and stored[0][1:] == shape[1:]
-    return stored[0] if mapping.form == "vocabulary" and is_longer and stored else shape

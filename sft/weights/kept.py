@@ -17,7 +17,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,26 +46,17 @@ _BLOCK_BYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """The content of source.json.
-
-    name     the model as the recipe names it
-    commit   of the hub, if the files came from its cache
-    origin   the folder from which the files were copied
-    tensors  of an export, by name; None if the weights did not come from a Hugging Face model
-    digests  SHA-256 of each tensor that is passed through
-    has_mtp  whether the block for multi-token prediction is trained
-    served   what tokenizer and template hold; None: they are copies of the model's
-    """
+    """The content of source.json."""
 
     folder: Path
-    name: str
-    commit: str | None
-    origin: Path
-    files: dict[str, Entry]
-    tensors: dict[str, Expected] | None
-    digests: dict[str, str]
-    has_mtp: bool = False
-    served: Record | None = None
+    name: str  # the model as the recipe names it
+    commit: str | None = None  # of the hub, if the files came from its cache
+    origin: Path  # the folder from which the files were copied
+    files: dict[str, Entry] = field(default_factory=dict)
+    tensors: Mapping[str, Expected] | None = None  # of an export; None: the weights are of no Hugging Face model
+    digests: dict[str, str] = field(default_factory=dict)  # SHA-256 of each tensor that is passed through
+    has_mtp: bool = False  # whether the block for multi-token prediction is trained
+    served: Record | None = None  # what tokenizer and template hold; None: they are copies of the model's
 
     def damage(self, verify: Verify) -> list[str]:
         """One line for each file that is missing or differs."""
@@ -137,42 +128,29 @@ def keep(source: Source, target: Path, served: Served | None = None) -> None:
             tensors = not_trained(source)
             _, digests = write_tensors(folder, planned, tensors, SHARD_BYTES, stem=STEM, digested=planned)
         _copy_small_files(source.folder, folder)
-        _write(
-            folder,
-            name=source.name,
-            origin=source.folder,
-            tensors=source.manifest,
-            digests=digests,
-            has_mtp=source.architecture.model.has_mtp,
-            served=served_files.write(folder, served),
-        )
+        model = Kept(folder=folder, name=source.name, origin=source.folder, tensors=source.manifest, digests=digests)
+        _write(replace(model, has_mtp=source.architecture.model.has_mtp, served=served_files.write(folder, served)))
 
 
 def keep_files(folder: Path, name: str, target: Path, served: Served | None = None) -> None:
     """Write the folder `target` for a run whose weights do not come from the Hugging Face folder `folder`."""
     with new_folder(target, 0) as temporary:
         _copy_small_files(folder, temporary)
-        record = served_files.write(temporary, served)
-        _write(temporary, name=name, origin=folder, tensors=None, digests={}, served=record)
+        _write(Kept(folder=temporary, name=name, origin=folder, served=served_files.write(temporary, served)))
 
 
-def copy(kept: Kept, target: Path, served: Served | None = None) -> None:
-    """Copy the folder of another run or of an imported checkpoint.  Raises CheckpointError if it is damaged."""
+def copy(kept: Kept, target: Path, served: Served | None = None, *, origin: Path | None = None) -> None:
+    """Copy the folder of another run or of an imported checkpoint.  Raises CheckpointError if it is damaged.
+
+    origin: what the copy names as its origin; None: the folder that is copied
+    """
     with new_folder(target, sum(entry.num_bytes for entry in kept.files.values())) as folder:
         for name, entry in kept.files.items():
             copy_file(kept.folder, name, folder)
             if entry_of(folder / name) != entry:
                 raise CheckpointError(f"{kept.folder / name} is damaged: its size or SHA-256 is another.")
-        _write(
-            folder,
-            name=kept.name,
-            origin=kept.folder,
-            tensors=kept.tensors,
-            digests=kept.digests,
-            commit=kept.commit,
-            has_mtp=kept.has_mtp,
-            served=served_files.write(folder, served),
-        )
+        record = served_files.write(folder, served)
+        _write(replace(kept, folder=folder, origin=origin or kept.folder, served=record))
 
 
 def restore(kept: Kept, served: Served | None = None) -> None:
@@ -192,7 +170,7 @@ def restore(kept: Kept, served: Served | None = None) -> None:
         new = read(remade)
         if new is None or (new.files, new.tensors) != (kept.files, kept.tensors):
             raise CheckpointError(f"{kept.origin} has changed since the run began.")
-        replace(remade, kept.folder)
+        _rename(remade, kept.folder)
     finally:
         shutil.rmtree(remade, ignore_errors=True)
 
@@ -200,13 +178,11 @@ def restore(kept: Kept, served: Served | None = None) -> None:
 def serve(kept: Kept, served: Served) -> None:
     """Put tokenizer and template of the run into a folder that an earlier version wrote without them."""
     remade = kept.folder.with_name(f"{kept.folder.name}.tmp-{secrets.token_hex(4)}")
-    copy(kept, remade, served)
-    content = read_json(remade, SOURCE, LIST_BYTES) | {"origin": str(kept.origin)}
-    (remade / SOURCE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    replace(remade, kept.folder)
+    copy(kept, remade, served, origin=kept.origin)
+    _rename(remade, kept.folder)
 
 
-def replace(new: Path, folder: Path) -> None:
+def _rename(new: Path, folder: Path) -> None:
     """Rename the folder `new` to `folder`, and remove what had this name."""
     old = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
     if folder.exists():
@@ -251,32 +227,22 @@ def _copy_small_files(source: Path, target: Path) -> None:
     copy_companions(source, target)
 
 
-def _write(
-    folder: Path,
-    *,
-    name: str,
-    origin: Path,
-    tensors: Mapping[str, Expected] | None,
-    digests: Mapping[str, str],
-    commit: str | None = None,
-    has_mtp: bool = False,
-    served: Record | None = None,
-) -> None:
+def _write(kept: Kept) -> None:
     """Write source.json, which lists all files that the folder has."""
-    origin = origin.absolute()
+    folder, origin, commit = kept.folder, kept.origin.absolute(), kept.commit
     if commit is None and origin.parent.name == "snapshots":  # in the cache of the hub
         commit = origin.name
     files = {str(path.relative_to(folder)): entry_of(path) for path in sorted(folder.rglob("*")) if path.is_file()}
     content = {
         "format": FORMAT,
-        "name": name,
+        "name": kept.name,
         "commit": commit,
         "origin": str(origin),
         "files": {key: asdict(entry) for key, entry in files.items()},
-        "tensors": None if tensors is None else {key: asdict(tensor) for key, tensor in tensors.items()},
-        "digests": dict(digests),
-        **({"has_mtp": True} if has_mtp else {}),
-        **({"served": asdict(served)} if served else {}),
+        "tensors": kept.tensors and {key: asdict(tensor) for key, tensor in kept.tensors.items()},
+        "digests": kept.digests,
+        **({"has_mtp": True} if kept.has_mtp else {}),
+        **({"served": asdict(kept.served)} if kept.served else {}),
     }
     (folder / SOURCE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
@@ -291,7 +257,3 @@ def describe(kept: Kept) -> str:
     passed, num_bytes = len(kept.digests), sum(entry.num_bytes for entry in kept.files.values())
     tensors = f"{passed:,} tensor{'s that are' if passed > 1 else ' that is'} not trained and " if passed else ""
     return f"kept {tensors}the files of {kept.name} in {kept.folder} ({size(num_bytes)}), for exports"
-
-
-def remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)

@@ -42,13 +42,10 @@ class Shard(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPiece:
-    """Rows of a view that become a part of a parameter.
+    """Rows of a view that become a part of a parameter."""
 
-    target: [rows] or [rows, columns, ...]; the rows are consecutive rows of the stored tensor; view: None means zeros
-    """
-
-    target: Tensor
-    view: HfView | None
+    target: Tensor  # [rows] or [rows, columns, ...]; the rows are consecutive rows of the stored tensor
+    view: HfView | None  # None means zeros
     first_row: int
     first_column: int
 

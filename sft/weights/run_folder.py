@@ -4,6 +4,7 @@ A damaged folder is made again from its origin, if the origin still has the same
 trains on, because its checkpoints are complete: an export then needs --hf.  Rank 0 uses this module.
 """
 
+import shutil
 from pathlib import Path
 
 from sft.checkpoint import folders
@@ -42,9 +43,9 @@ def prepare(
         return
     assert model.hf is None or model.pretrained is not None, "a recipe that names a model knows it"
     for leftover in run.glob(f"{IMPORTED}.tmp-*"):
-        kept.remove(leftover)
+        shutil.rmtree(leftover, ignore_errors=True)
     if folder.is_dir():  # of an earlier start, which saved no checkpoint; the recipe may have changed
-        kept.remove(folder)
+        shutil.rmtree(folder, ignore_errors=True)
     check_exports(run, model, checkpoint, is_new=True)
     if (other := _kept_beside(_sources(model, checkpoint))) is not None:
         kept.copy(other, folder, served)

@@ -1,29 +1,27 @@
 """The table of families: one `Family` for each supported `model_type`.
 
 `rules.py` holds what families share, and `sft/hf/tensor_view.py` explains the letters of a shape.  The other files
-declare the families: `dense.py`, `experts.py`, `variants.py`, `gemma.py`, `gemma4.py` and `gpt_oss.py` for those whose
-layers compute more, `routed.py` for those whose routers have sigmoid scores, `linear.py` for those with linear
-attention, `latent.py` for those with latent attention, and `vision.py` for those with a vision tower.
+declare the families: `llama.py`; `variants.py`, `gemma.py` and `gemma4.py` for those whose layers compute more,
+`routed.py` for those whose routers have sigmoid scores, `linear.py` for those with linear attention, `latent.py` for
+those with latent attention, and `vision.py` for those with a vision tower.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from sft.hf.families.dense import DENSE
-from sft.hf.families.experts import EXPERTS
 from sft.hf.families.gemma import GEMMA
 from sft.hf.families.gemma4 import GEMMA4
-from sft.hf.families.gpt_oss import GPT_OSS
 from sft.hf.families.latent import LATENT
 from sft.hf.families.linear import LINEAR_FAMILIES
+from sft.hf.families.llama import LLAMA_LIKE
 from sft.hf.families.routed import ROUTED
-from sft.hf.families.variants import VARIANTS
+from sft.hf.families.variants import GPT_OSS, VARIANTS
 from sft.hf.families.vision import VISION
 from sft.hf.family import Family
 
 FAMILIES = {
     family.name: family
-    for family in (*DENSE, *EXPERTS, *VARIANTS, *GEMMA, *GEMMA4, *GPT_OSS, *ROUTED, *LINEAR_FAMILIES, *LATENT, *VISION)
+    for family in (*LLAMA_LIKE, *VARIANTS, *GEMMA, *GEMMA4, *GPT_OSS, *ROUTED, *LINEAR_FAMILIES, *LATENT, *VISION)
 }
 
 

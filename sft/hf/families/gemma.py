@@ -5,7 +5,7 @@ that of query-key products from query_pre_attn_scalar.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,8 +28,7 @@ def root(key: str, default: float | None, power: float) -> Computed:
             raise ValueError(f"{key} = {value} is not a number above 0")
         return math.pow(value, power)
 
-    write: Callable[[Any, int], dict[str, Any]] = lambda value, count: {}  # noqa: E731
-    return Computed(key, read, write)
+    return Computed(key, read)
 
 
 def _rules(model: str = "model", head: str = "lm_head.weight") -> tuple[Rule, ...]:

@@ -82,7 +82,7 @@ def _size_of_full_layers(names: tuple[str, str], default: int | None) -> Compute
             return None  # transformers reads the key only if keys are values
         return content.get(names[1], default)
 
-    return Computed(names[1], read, lambda value, count: {})
+    return Computed(names[1], read)
 
 
 def _rules(model: str = "model") -> tuple[Rule, ...]:
@@ -135,7 +135,7 @@ def _of_mixture(name: str) -> Computed:
         value: int = content[name]
         return value
 
-    return Computed(name, read, lambda value, count: {})
+    return Computed(name, read)
 
 
 _ROPE = {
@@ -166,7 +166,7 @@ _TEXT = Family(
         "moe.top_k": _of_mixture("top_k_experts"),
         "moe.ffn_hidden_size": _of_mixture("moe_intermediate_size"),
         "moe.shared_ffn_hidden_size": _of_mixture("intermediate_size"),
-        "moe.own_norms": Computed(_MIXTURE, lambda content: bool(content.get(_MIXTURE)), lambda value, count: {}),
+        "moe.own_norms": Computed(_MIXTURE, lambda content: bool(content.get(_MIXTURE))),
     },
     defaults={
         "vocab_size": 262_144,

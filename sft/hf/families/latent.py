@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from sft.hf.families.mtp import NEXT_LAYER
 from sft.hf.families.routed import ROUTER_KEYS, SIGMOID, routed, shared_width
-from sft.hf.families.rules import DEFAULTS, KEYS, NO_BIAS, OPTIONS, outer
+from sft.hf.families.rules import DEFAULTS, KEYS, NEXT_LAYER, NO_BIAS, OPTIONS, outer
 from sft.hf.family import Family, Rule
 from sft.hf.model_keys import Computed
 from sft.hf.tensor_view import LAYER, View
@@ -52,10 +51,6 @@ def _attention(model: str = "model") -> tuple[Rule, ...]:
     )
 
 
-def _no_change(value: Any, count: int) -> dict[str, Any]:
-    return {}
-
-
 def _num_dense(content: Mapping[str, Any]) -> int:
     """{"mlp_layer_types": ["dense", "sparse", "sparse"]} -> 1: layers without experts come first."""
     kinds, count = content.get(_KINDS), content.get("num_hidden_layers")
@@ -74,7 +69,7 @@ def _layer_types(number: int, count: int) -> dict[str, Any]:
 
 
 # num_key_value_heads says nothing: kv_b_proj has keys and values of all heads.
-_GROUPS = Computed("num_attention_heads", lambda content: content.get("num_attention_heads"), _no_change)
+_GROUPS = Computed("num_attention_heads", lambda content: content.get("num_attention_heads"))
 _SIZES = {"qk_rope_head_dim": 64, "kv_lora_rank": 512, "rope_interleave": True, "norm_topk_prob": True}
 
 _DEEPSEEK = Family(
@@ -83,7 +78,7 @@ _DEEPSEEK = Family(
     rules=(*outer(), *_attention(), *routed()),
     implied=_IMPLIED,
     keys={**_KEYS, **ROUTER_KEYS},
-    computed={"num_query_groups": _GROUPS, "moe.shared_ffn_hidden_size": shared_width(2048, 1)},
+    computed={"num_query_groups": _GROUPS, "moe.shared_ffn_hidden_size": shared_width(2048)},
     aliases={"n_routed_experts": "num_local_experts"},
     defaults={
         **DEFAULTS,
@@ -121,7 +116,7 @@ LATENT = (
         keys={**_KEYS, **{key: name for key, name in ROUTER_KEYS.items() if key != "moe.dense_layers"}},
         computed={
             "num_query_groups": _GROUPS,
-            "moe.shared_ffn_hidden_size": shared_width(1536, 1),
+            "moe.shared_ffn_hidden_size": shared_width(1536),
             "moe.dense_layers": Computed(_KINDS, _num_dense, _layer_types),
         },
         aliases={"n_routed_experts": "num_local_experts"},

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from sft.config.mixer_section import LayerKind
-from sft.hf.families.mtp import APART
 from sft.hf.families.rules import (
+    APART,
     DEFAULTS,
     EXPERT_KEYS,
     KEYS,

@@ -5,17 +5,17 @@
     minimax_m2   no              no                   across heads
 
 Half of each head has rotary positions.  Files of GLM-4.5 have one layer more than the model, for multi-token
-prediction; it is passed through, or trained (`mtp.py`).
+prediction; it is passed through, or trained.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from sft.hf.families.mtp import NEXT_LAYER
 from sft.hf.families.rules import (
     DEFAULTS,
     KEYS,
+    NEXT_LAYER,
     OPTIONS,
     attention,
     correction_bias,
@@ -63,17 +63,19 @@ def routed(model: str = "model") -> tuple[Rule, ...]:
     )
 
 
-def _shared_width(content: Mapping[str, Any], width: int, count: int) -> int:
-    """{"moe_intermediate_size": 1408, "n_shared_experts": 2} -> 2816: the shared experts are one MLP."""
-    width, count = content.get(_WIDTH, width), content.get(_COUNT, count)
-    if type(width) is not int or type(count) is not int or count < 1:
-        raise ValueError(f"{_COUNT} = {count} with {_WIDTH} = {width} is no shared expert")
-    return width * count
+def shared_width(default: int) -> Computed:
+    """{"moe_intermediate_size": 1408, "n_shared_experts": 2} -> 2816: the shared experts are one MLP.
 
+    default: the width of an expert in a config.json without the key
+    """
 
-def shared_width(width: int, count: int) -> Computed:
-    """width, count: those of a config.json without the keys"""
-    return Computed(_COUNT, lambda content: _shared_width(content, width, count), lambda value, layers: {})
+    def read(content: Mapping[str, Any]) -> int:
+        width, count = content.get(_WIDTH, default), content.get(_COUNT, 1)
+        if type(width) is not int or type(count) is not int or count < 1:
+            raise ValueError(f"{_COUNT} = {count} with {_WIDTH} = {width} is no shared expert")
+        return width * count
+
+    return Computed(_COUNT, read)
 
 
 ROUTED = (
@@ -89,7 +91,7 @@ ROUTED = (
         ),
         implied=SIGMOID,
         keys={**KEYS, **ROUTER_KEYS, "qkv_bias": "attention_bias", "qk_norm": "use_qk_norm"},
-        computed={"moe.shared_ffn_hidden_size": shared_width(1408, 1)},
+        computed={"moe.shared_ffn_hidden_size": shared_width(1408)},
         aliases={"n_routed_experts": "num_local_experts"},
         defaults={
             **DEFAULTS,

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from sft.config.mixer_section import LayerKind
-from sft.hf.family import Rule
+from sft.hf.family import MtpBlock, Rule
 from sft.hf.tensor_view import EXPERT, LAYER, View
 
-_OURS = "decoder.layers"
+_OURS, _MTP = "decoder.layers", "mtp.layers.0"
 
 
 def outer(model: str = "model", head: str = "lm_head.weight") -> tuple[Rule, ...]:
@@ -62,11 +62,10 @@ def gated_attention(model: str = "model") -> tuple[Rule, ...]:
     return tuple(replace(rule, kind="full attention") for rule in rules)
 
 
-def joint_attention(model: str = "model") -> tuple[Rule, ...]:
+def joint_attention() -> tuple[Rule, ...]:
     """The rules of `attention`, for files that store queries, keys and values as one tensor."""
-    layer = f"{model}.layers.{LAYER}"
-    qkv = tuple(View(f"{layer}.self_attn.qkv_proj.weight", "q+k+k h", part) for part in range(3))
-    norm, _, output = attention(model)
+    qkv = tuple(View(f"model.layers.{LAYER}.self_attn.qkv_proj.weight", "q+k+k h", part) for part in range(3))
+    norm, _, output = attention()
     return (norm, Rule(f"{_OURS}.self_attention.linear_qkv.weight", qkv, "groups"), output)
 
 
@@ -86,23 +85,23 @@ def qkv_bias(model: str = "model", *, needs: str = "") -> tuple[Rule, ...]:
     )
 
 
-def attention_output_bias(model: str = "model", *, needs: str = "") -> tuple[Rule, ...]:
-    name = f"{model}.layers.{LAYER}.self_attn.o_proj.bias"
-    return (Rule(f"{_OURS}.self_attention.linear_proj.bias", (View(name, "h"),), needs=needs),)
+def attention_output_bias(*, needs: str = "") -> tuple[Rule, ...]:
+    bias = View(f"model.layers.{LAYER}.self_attn.o_proj.bias", "h")
+    return (Rule(f"{_OURS}.self_attention.linear_proj.bias", (bias,), needs=needs),)
 
 
-def sinks(model: str = "model") -> tuple[Rule, ...]:
-    name = f"{model}.layers.{LAYER}.self_attn.sinks"
+def sinks() -> tuple[Rule, ...]:
+    name = f"model.layers.{LAYER}.self_attn.sinks"
     return (Rule(f"{_OURS}.self_attention.core_attention.softmax_offset", (View(name, "a"),)),)
 
 
-def optional_biases(model: str = "model") -> tuple[Rule, ...]:
+def optional_biases() -> tuple[Rule, ...]:
     """Biases that a model has if attention_bias or mlp_bias is true in its config.json (`BIAS_KEYS`)."""
-    layer = f"{model}.layers.{LAYER}.mlp"
+    layer = f"model.layers.{LAYER}.mlp"
     gate_up = tuple(View(f"{layer}.{name}_proj.bias", "f") for name in ("gate", "up"))
     return (
-        *qkv_bias(model, needs="qkv_bias"),
-        *attention_output_bias(model, needs="attention_output_bias"),
+        *qkv_bias(needs="qkv_bias"),
+        *attention_output_bias(needs="attention_output_bias"),
         Rule(f"{_OURS}.mlp.linear_fc1.bias", gate_up, needs="mlp_bias"),
         Rule(f"{_OURS}.mlp.linear_fc2.bias", (View(f"{layer}.down_proj.bias", "h"),), needs="mlp_bias"),
     )
@@ -118,14 +117,12 @@ def qk_norm(model: str = "model", *, across_heads: bool = False, kind: LayerKind
     )
 
 
-def output_norms(
-    model: str = "model", attention: str = "post_attention_layernorm", mlp: str = "post_feedforward_layernorm"
-) -> tuple[Rule, ...]:
-    """Norms on the outputs of attention and MLP.  attention, mlp: their names"""
+def output_norms(model: str = "model") -> tuple[Rule, ...]:
+    """Norms on the outputs of attention and MLP."""
     layer = f"{model}.layers.{LAYER}"
     return (
-        *_norm(f"{_OURS}.post_self_attn_layernorm.weight", layer, attention),
-        *_norm(f"{_OURS}.post_mlp_layernorm.weight", layer, mlp),
+        *_norm(f"{_OURS}.post_self_attn_layernorm.weight", layer, "post_attention_layernorm"),
+        *_norm(f"{_OURS}.post_mlp_layernorm.weight", layer, "post_feedforward_layernorm"),
     )
 
 
@@ -146,11 +143,10 @@ def mlp(model: str = "model", norm: str | None = "post_attention_layernorm") -> 
     )
 
 
-def joint_mlp(model: str = "model") -> tuple[Rule, ...]:
+def joint_mlp() -> tuple[Rule, ...]:
     """The rules of `mlp`, for files that store gate and up as one tensor."""
-    layer = f"{model}.layers.{LAYER}"
-    gate_up = tuple(View(f"{layer}.mlp.gate_up_proj.weight", "f+f h", part) for part in range(2))
-    norm, _, down = mlp(model)
+    gate_up = tuple(View(f"model.layers.{LAYER}.mlp.gate_up_proj.weight", "f+f h", part) for part in range(2))
+    norm, _, down = mlp()
     return (norm, Rule(f"{_OURS}.mlp.linear_fc1.weight", gate_up), down)
 
 
@@ -214,30 +210,22 @@ def stacked_experts(
     )
 
 
-def stacked_expert_biases(
-    model: str = "model",
-    block: str = "mlp",
-    router: str = "router.bias",
-    gate_up: str = "experts.gate_up_proj_bias",
-    down: str = "experts.down_proj_bias",
-    *,
-    interleaved: bool = False,
-) -> tuple[Rule, ...]:
-    """The biases of `stacked_experts`, in tensors [experts, ...]."""
-    layer, ours = f"{model}.layers.{LAYER}.{block}", f"{_OURS}.mlp"
-    parts = tuple(View(f"{layer}.{gate_up}", "X e+e", part, blocks="e" * interleaved) for part in range(2))
+def interleaved_expert_biases() -> tuple[Rule, ...]:
+    """The biases of `stacked_experts`, in tensors [experts, ...].  Gate and up take turns."""
+    layer, ours = f"model.layers.{LAYER}.mlp", f"{_OURS}.mlp"
+    gate_up = tuple(View(f"{layer}.experts.gate_up_proj_bias", "X e+e", part, blocks="e") for part in range(2))
     return (
-        Rule(f"{ours}.router.bias", (View(f"{layer}.{router}", "x"),)),
-        Rule(f"{ours}.experts.experts.linear_fc1.bias", parts),
-        Rule(f"{ours}.experts.experts.linear_fc2.bias", (View(f"{layer}.{down}", "X h"),)),
+        Rule(f"{ours}.router.bias", (View(f"{layer}.router.bias", "x"),)),
+        Rule(f"{ours}.experts.experts.linear_fc1.bias", gate_up),
+        Rule(f"{ours}.experts.experts.linear_fc2.bias", (View(f"{layer}.experts.down_proj_bias", "X h"),)),
     )
 
 
 def shared_expert(
-    block: str = "mlp", name: str = "shared_expert", gate: str | None = "shared_expert_gate", model: str = "model"
+    name: str = "shared_expert", gate: str | None = "shared_expert_gate", model: str = "model"
 ) -> tuple[Rule, ...]:
-    """block: name of the module that contains the experts; gate: name of the shared expert's gate; None: no gate"""
-    module, ours = f"{model}.layers.{LAYER}.{block}", f"{_OURS}.mlp.shared_experts"
+    """gate: name of the shared expert's gate; None: no gate"""
+    module, ours = f"{model}.layers.{LAYER}.mlp", f"{_OURS}.mlp.shared_experts"
     projections = [View(f"{module}.{name}.{part}_proj.weight", "s h") for part in ("gate", "up")]
     rules = (
         Rule(f"{ours}.linear_fc1.weight", tuple(projections)),
@@ -245,6 +233,33 @@ def shared_expert(
     )
     return rules if gate is None else (*rules, Rule(f"{ours}.gate_weight", (View(f"{module}.{gate}.weight", "1 h"),)))
 
+
+def _around_mtp(embedding_norm: str, hidden_norm: str, projection: str, norm: str) -> tuple[Rule, ...]:
+    """Rules for the tensors around the layer of the block for multi-token prediction, by their names in files.
+
+    The names, and that the norm of the last layer is applied to hidden states before they enter the block, are those of
+    vLLM (deepseek_mtp.py, glm4_moe_mtp.py, qwen3_next_mtp.py).
+    """
+    return (
+        Rule(f"{_MTP}.enorm.weight", (View(f"{embedding_norm}.weight", "h"),)),
+        Rule(f"{_MTP}.hnorm.weight", (View(f"{hidden_norm}.weight", "h"),)),
+        Rule(f"{_MTP}.eh_proj.weight", (View(f"{projection}.weight", "h h+h"),)),
+        Rule(f"{_MTP}.final_layernorm.weight", (View(f"{norm}.weight", "h"),)),
+    )
+
+
+_NEXT = f"model.layers.{LAYER}"
+# DeepSeek-V3, GLM-4.5 and later: one layer more than the model has; files may store embedding and output again.
+NEXT_LAYER = MtpBlock(
+    layer=_NEXT,
+    own=_around_mtp(f"{_NEXT}.enorm", f"{_NEXT}.hnorm", f"{_NEXT}.eh_proj", f"{_NEXT}.shared_head.norm"),
+    copies={f"{_NEXT}.embed_tokens.weight": "embedding", f"{_NEXT}.shared_head.head.weight": "head"},
+)
+# Qwen3-Next, Qwen3.5 and later.
+APART = MtpBlock(
+    layer="mtp.layers.0",
+    own=_around_mtp("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"),
+)
 
 LLAMA_DENSE: dict[str, Any] = {"qkv_bias": False, "qk_norm": False, "moe.num_experts": None}
 KEYS = {

@@ -14,7 +14,9 @@ from sft.hf.families.rules import (
     OPTIONS,
     QWEN_OPTIONS,
     attention,
+    attention_output_bias,
     experts,
+    interleaved_expert_biases,
     mlp,
     optional_biases,
     outer,
@@ -22,6 +24,7 @@ from sft.hf.families.rules import (
     qk_norm,
     qkv_bias,
     shared_expert,
+    sinks,
     stacked_experts,
 )
 from sft.hf.families.windows import ALL_LAYERS, all_but_every
@@ -220,5 +223,62 @@ VARIANTS = (
         keys={**KEYS, **_MULTIPLIERS, "moe.num_experts": "num_local_experts", "moe.top_k": "num_experts_per_tok"},
         defaults={**DEFAULTS, **dict.fromkeys(_MULTIPLIERS, 1.0), "num_local_experts": 8, "num_experts_per_tok": 2},
         options={**OPTIONS, **NO_BIAS},
+    ),
+)
+
+# Every second layer has a window.  Released files hold the experts in MXFP4 (mxfp4.py); the tensors here are those that
+# transformers saves.
+GPT_OSS = (
+    Family(
+        model_type="gpt_oss",
+        class_name="GptOssForCausalLM",
+        rules=(
+            *outer(),
+            *attention(),
+            *qkv_bias(),
+            *attention_output_bias(),
+            *sinks(),
+            *stacked_experts(router="router.weight", transposed=True, interleaved=True),
+            *interleaved_expert_biases(),
+        ),
+        implied={
+            "qkv_bias": True,
+            "qk_norm": False,
+            "attention_output_bias": True,
+            "attention_sinks": True,
+            "mlp_bias": True,
+            "activation": "clamped_swiglu",
+            "moe.router_bias": True,
+            "moe.normalize_top_k": True,
+        },
+        keys={
+            **KEYS,
+            "activation_limit": "swiglu_limit",
+            "activation_alpha": "swiglu_alpha",
+            "moe.num_experts": "num_local_experts",
+            "moe.top_k": "num_experts_per_tok",
+        },
+        computed=all_but_every(2, default=128),
+        aliases={"num_local_experts": "num_experts"},
+        defaults={
+            **DEFAULTS,
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_limit": 7.0,
+            "swiglu_alpha": 1.702,
+            "rope_theta": 150000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        options={**OPTIONS, "attention_bias": (True,)},
     ),
 )

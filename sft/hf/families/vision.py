@@ -6,13 +6,12 @@ Their names are those of the released files.  transformers has other names in me
 from dataclasses import replace
 from typing import Any
 
-from sft.hf.families.dense import DENSE
-from sft.hf.families.experts import EXPERTS
+from sft.hf.families.llama import LLAMA_LIKE
 from sft.hf.families.rules import DEFAULTS, attention, mlp, outer, qk_norm, qkv_bias, stacked_experts
 from sft.hf.families.variants import VARIANTS
 from sft.hf.family import Family
 
-_TEXT = {family.model_type: family for family in (*DENSE, *EXPERTS, *VARIANTS)}
+_TEXT = {family.model_type: family for family in (*LLAMA_LIKE, *VARIANTS)}
 _INNER = "model.language_model"  # in files of Qwen3-VL, and in files of others that some versions of transformers wrote
 _OUTER = "language_model.model"  # in files of Mistral 3
 

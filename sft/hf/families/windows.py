@@ -16,13 +16,9 @@ def in_all_layers(switch: str | None = _USES) -> dict[str, Computed]:
     return _computed(lambda content, layer: True, switch)
 
 
-def from_a_layer_on(default: int = 28) -> dict[str, Computed]:
+def from_a_layer_on() -> dict[str, Computed]:
     """Qwen: windows in the layers from max_window_layers on, if use_sliding_window is true."""
-
-    def has_window(content: Mapping[str, Any], layer: int) -> bool:
-        return layer >= int(content.get("max_window_layers", default))
-
-    return _computed(has_window, switch=_USES)
+    return _computed(lambda content, layer: layer >= int(content.get("max_window_layers", 28)), switch=_USES)
 
 
 def all_but_every(
@@ -50,38 +46,30 @@ def all_but_every(
     return _computed(has_window, default=default)
 
 
-def _window_and_layers(
-    content: Mapping[str, Any], has_window: Callable[[Mapping[str, Any], int], bool], switch: str | None, default: int
-) -> tuple[int | None, list[int] | None]:
-    """model.sliding_window and model.sliding_window_layers.
-
-    has_window: of a layer, counted from 0, if the file has no layer_types
-    """
-    window, count = content.get(_WINDOW, default), content.get("num_hidden_layers")
-    if window is None or (switch is not None and not content.get(switch, False)) or type(count) is not int:
-        return None, None
-    kinds = content.get(_TYPES)
-    if kinds is None:
-        kinds = [SLIDING if has_window(content, layer) else FULL for layer in range(count)]
-    if not isinstance(kinds, list) or len(kinds) != count or not {*kinds} <= {*LAYER_KINDS}:
-        raise ValueError(f"{_TYPES} is not a list of {count} names {' and '.join(LAYER_KINDS)}, one for each layer")
-    layers = [number for number, kind in enumerate(kinds, 1) if kind == SLIDING]
-    if not layers:
-        return None, None
-    return window, None if len(layers) == count else layers
-
-
 def _computed(
     has_window: Callable[[Mapping[str, Any], int], bool], switch: str | None = None, default: int = 4096
 ) -> dict[str, Computed]:
+    """has_window: of a layer, counted from 0, if the file has no layer_types"""
+
+    def read(content: Mapping[str, Any]) -> tuple[int | None, list[int] | None]:
+        window, count = content.get(_WINDOW, default), content.get("num_hidden_layers")
+        if window is None or (switch is not None and not content.get(switch, False)) or type(count) is not int:
+            return None, None
+        kinds = content.get(_TYPES)
+        if kinds is None:
+            kinds = [SLIDING if has_window(content, layer) else FULL for layer in range(count)]
+        if not isinstance(kinds, list) or len(kinds) != count or not {*kinds} <= {*LAYER_KINDS}:
+            raise ValueError(f"{_TYPES} is not a list of {count} names {' and '.join(LAYER_KINDS)}, one for each layer")
+        layers = [number for number, kind in enumerate(kinds, 1) if kind == SLIDING]
+        if not layers:
+            return None, None
+        return window, None if len(layers) == count else layers
+
     def write_window(window: int | None, count: int) -> dict[str, Any]:
         return {_WINDOW: window} | ({} if switch is None else {switch: window is not None})
 
     def write_layers(layers: list[int] | None, count: int) -> dict[str, Any]:
         return {_TYPES: [SLIDING if layers is None or n + 1 in layers else FULL for n in range(count)]}
-
-    def read(content: Mapping[str, Any]) -> tuple[int | None, list[int] | None]:
-        return _window_and_layers(content, has_window, switch, default)
 
     return {
         "sliding_window": Computed(_WINDOW, lambda content: read(content)[0], write_window),

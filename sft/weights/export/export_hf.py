@@ -36,10 +36,9 @@ from sft.weights.background_exports import CHECKPOINT_DIGEST
 from sft.weights.export.export_adapter import export_adapter
 from sft.weights.export.merged_weights import open_merged
 from sft.weights.export.model_card import write_model_card
-from sft.weights.export.model_tensors import check_stored, model_tensors
 from sft.weights.export.original import Original, describe_tokenizer, find_original
 from sft.weights.export.proof import check_export
-from sft.weights.export.trained_tensors import TrainedTensor, prefetched, put_together
+from sft.weights.export.trained_tensors import TrainedTensor, check_stored, model_tensors, prefetched, put_together
 from sft.weights.lora import merged_adapters
 from sft.weights.serving import served_files
 from sft.weights.torch_dist import TorchDistReader
@@ -52,16 +51,12 @@ Finish = Callable[[Path, dict[str, Entry]], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """like: the Hugging Face folder from which the weights came; None: derived from the checkpoint
+    """The choices of a user."""
 
-    dtype   type of all trained tensors, `float32`; None: each has the type of the original
-    merged  whether adapters are added to the weights, or exported alone; None: as the recipe's lora.export says
-    """
-
-    like: Path | None = None
-    dtype: str | None = None
+    like: Path | None = None  # the Hugging Face folder from which the weights came; None: derived from the checkpoint
+    dtype: str | None = None  # type of all trained tensors, `float32`; None: each has the type of the original
     shard_bytes: int = SHARD_BYTES
-    merged: bool | None = None
+    merged: bool | None = None  # whether adapters are added to the weights; None: as the recipe's lora.export says
 
 
 def export_hf(source: Path, target: Path, console: Console, *, verify: Verify = "full", **options: Any) -> Path:
@@ -115,7 +110,8 @@ def _write_model(
         check_stored(reader, tensors.values(), path)
     else:
         merging = open_merged(path, common, recipe, tensors, like=options.like, original=original, console=console)
-    expected = _expected(tensors, original, reader, options.dtype, moves_bias=_moves_bias(common))
+    moves_bias = bool(getattr(common.get("args"), "moe_router_bias_update_rate", 0.0))
+    expected = _expected(tensors, original, reader, options.dtype, moves_bias=moves_bias)
     names = sorted(tensors, key=lambda name: -TYPES[expected[name].dtype].itemsize)  # aligns every tensor to its type
     untrained = original.names("passed through")
     planned = {name: kept.on_meta(expected[name], name) for name in [*names, *untrained]}
@@ -175,10 +171,6 @@ def _expected(
         if dtype is not None:
             expected[name] = replace(expected[name], dtype=NAMES[getattr(torch, dtype)])
     return expected
-
-
-def _moves_bias(common: Mapping[str, Any]) -> bool:
-    return bool(getattr(common.get("args"), "moe_router_bias_update_rate", 0.0))
 
 
 def _converted(

@@ -19,8 +19,7 @@ from sft.config import RANDOM
 from sft.config.lora import LoraConfig
 from sft.console import Console
 from sft.errors import CheckpointError
-from sft.hf.hub import local_folder
-from sft.hf.safetensors_files import INDEX, SINGLE
+from sft.hf.hub import INDEX, SINGLE, local_folder
 from sft.hf.safetensors_writer import NAMES
 from sft.hf.source import open_source
 from sft.hf.tensor_check import fold_by_layer
@@ -32,7 +31,6 @@ from sft.weights.initial import find_checkpoint
 from sft.weights.lora import merged_adapters
 from sft.weights.lora.base_digest import digest_of
 from sft.weights.lora.merged_adapters import Merged
-from sft.weights.lora.peft.merge import merged
 from sft.weights.torch_dist import TorchDistReader
 
 BLOCK_BYTES = 16 << 20  # of the sum in fp32
@@ -42,20 +40,15 @@ Read = Callable[[str, TrainedTensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class MergedWeights:
-    """reader: of the checkpoint of adapters
+    """The adapters of a checkpoint, and the weights beside which they were trained."""
 
-    base     folder or checkpoint of the weights beside which the adapters were trained
-    read     reads one of these weights
-    holds    the adapters that an export holds, oldest first
-    digests  type and SHA-256 of each tensor that `values` has read and not changed
-    """
-
-    base: Path
-    read: Read
-    reader: TorchDistReader
+    base: Path  # folder or checkpoint of these weights
+    read: Read  # reads one of them
+    reader: TorchDistReader  # of the checkpoint of adapters
     adapters: StoredAdapters
     scale: float
-    holds: tuple[Merged, ...]
+    holds: tuple[Merged, ...]  # the adapters that an export holds, oldest first
+    # Type and SHA-256 of each tensor that `values` has read and not changed.
     digests: dict[str, tuple[torch.dtype, str]] = field(default_factory=dict)
 
     def values(
@@ -80,7 +73,7 @@ class MergedWeights:
         num_rows = max(1, BLOCK_BYTES // (4 * weight.shape[1]))
         for first in range(0, len(weight), num_rows):
             rows = slice(first, first + num_rows)
-            result[rows] = merged(weight[rows].to(torch.float32), a, b[rows], self.scale)
+            result[rows] = torch.addmm(weight[rows].float(), b[rows].float(), a.float(), alpha=self.scale)
             if not result[rows].isfinite().all():
                 raise CheckpointError(
                     f"{linear} is not finite in {NAMES[dtype]} with its adapter.  Export with --dtype float32, or "

@@ -27,26 +27,19 @@ from sft.weights.serving.served import Record
 
 @dataclass(frozen=True, kw_only=True)
 class Original:
-    """The original model of a checkpoint.
-
-    name            as the recipe names it
-    origin          the folder from which the files were copied; None if they are no copies
-    tensors         that an export must have, by name; None if the folder has no weights and does not list them
-    digests         SHA-256 of tensors that are passed through, if they are known
-    passed_through  returns the values of the tensors that are passed through, one at a time
-    tokenizer       the folder of tokenizer, chat template and generation_config.json
-    served          what these hold of the run; None: they are those of the model
-    """
+    """The original model of a checkpoint."""
 
     folder: Path
-    name: str
+    name: str  # as the recipe names it
     commit: str | None = None
-    origin: Path | None = None
+    origin: Path | None = None  # the folder from which the files were copied; None if they are no copies
+    # What an export must have, by name; None if the folder has no weights and does not list them.
     tensors: Mapping[str, Expected] | None = None
-    digests: Mapping[str, str] = field(default_factory=dict)
+    digests: Mapping[str, str] = field(default_factory=dict)  # of tensors that are passed through, if they are known
+    # Returns the values of the tensors that are passed through, one at a time.
     passed_through: Callable[[], Iterable[tuple[str, torch.Tensor]]] = tuple
-    tokenizer: Path
-    served: Record | None = None
+    tokenizer: Path  # the folder of tokenizer, chat template and generation_config.json
+    served: Record | None = None  # what these hold of the run; None: they are those of the model
 
     def names(self, role: Role) -> list[str]:
         return [name for name, tensor in (self.tensors or {}).items() if tensor.role == role]

@@ -78,7 +78,7 @@ def digest_of(base: Path, run: Path) -> str:
 
     run: the folder that may know digests of the files
     """
-    files = _safetensors_files(base) or _files_of_checkpoint(base)
+    files = _regular(base, "*.safetensors") or _files_of_checkpoint(base)
     known = _read_memory(run)
     return _digest_of_all({name: _digest_of(Path(name), known) for name in files})
 
@@ -92,17 +92,13 @@ def _weight_files(config: Config) -> list[str]:
     """The files whose digests identify the weights: safetensors files, or the manifest of a checkpoint."""
     model = config.model
     if model.init_from is None:
-        return _safetensors_files(_folder(config))
+        return _regular(_folder(config), "*.safetensors")
     return _files_of_checkpoint(find_checkpoint(model.init_from))
 
 
 def _folder(config: Config) -> Path:
     assert config.model.pretrained is not None
     return config.model.pretrained.folder
-
-
-def _safetensors_files(folder: Path) -> list[str]:
-    return _regular(folder, "*.safetensors")
 
 
 def _files_of_checkpoint(checkpoint: Path) -> list[str]:

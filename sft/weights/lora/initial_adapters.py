@@ -4,7 +4,7 @@
 An adapter folder must have exactly the adapters of the recipe, with their rank and scale.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,16 +34,12 @@ _KEYS = {EMBEDDING: "train_embeddings", HEAD: "train_head"}  # keys of the recip
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """An adapter folder, compared with a model.
-
-    module_of: the module in the folder, by the name of the Linear in the files of the base model
-    whole: the modules in the folder whose weights are trained whole, by the key of our weight
-    """
+    """An adapter folder, compared with a model."""
 
     name: str
     adapter: folder.PeftAdapter
-    module_of: Mapping[str, str]
-    whole: Mapping[str, str]
+    module_of: Mapping[str, str]  # the module in the folder, by the name of the Linear in the files of the base model
+    whole: Mapping[str, str]  # the modules in the folder whose weights are trained whole, by the key of our weight
 
     def describe(self) -> str:
         """out/adapter: 252 adapters of rank 16; 166 MiB"""
@@ -174,30 +170,23 @@ def _family(source: str, config: Config) -> Family:
 def _matched(
     source: str, adapter: folder.PeftAdapter, family: Family, config: Config
 ) -> tuple[dict[str, str], list[str]]:
-    """The result of `_by_name`, and the shortest lora.targets that select exactly these Linears."""
-    linears = kinds_of(family, config.model).keys()
-    by_name = _by_name(source, adapter.contents.modules, family, linears)
-    return by_name, target_modules(by_name, linears - by_name.keys())
+    """The modules of the folder by the names of the Linears in the files of the base model, and the lora.targets.
 
-
-def _by_name(source: str, modules: Iterable[str], family: Family, linears: Iterable[str]) -> dict[str, str]:
-    """The modules of the folder by the names of the Linears in the files of the base model.
-
-    Beside a vision tower, PEFT writes the names in the memory of some version of transformers.
-    Raises CheckpointError for names that are no Linears.
+    The targets are the shortest that select exactly these Linears.  Beside a vision tower, PEFT writes the names in the
+    memory of some version of transformers.  Raises CheckpointError for names that are no Linears.
     """
-    has_vision = family.text_config != "none"
+    linears, has_vision = kinds_of(family, config.model).keys(), family.text_config != "none"
     linear_of = {module_of(linear, has_vision=has_vision): linear for linear in linears}
-    modules, by_name = list(modules), dict[str, str]()
+    modules, by_name = adapter.contents.modules.keys(), dict[str, str]()
     for module in modules:
         if linear := linear_of.get(module_of(module, has_vision=has_vision)):
             by_name.setdefault(linear, module)
-    if unknown := sorted({*modules} - {*by_name.values()}):
+    if unknown := sorted(modules - {*by_name.values()}):
         raise CheckpointError(
             f"{source} has adapters of {_shown(unknown)}, but this trainer adapts no Linears of these names in this "
             "model.  Use an adapter of the model that model.hf names."
         )
-    return by_name
+    return by_name, target_modules(by_name, linears - by_name.keys())
 
 
 def _whole(source: str, adapter: folder.PeftAdapter, family: Family, config: Config) -> dict[str, list[str]]:

@@ -24,16 +24,12 @@ FORMAT = "sft merged adapters 1"
 
 @dataclass(frozen=True, kw_only=True)
 class Merged:
-    """Adapters that weights hold.
+    """Adapters that weights hold."""
 
-    checkpoint, step, sha256: from which they came; None if the checkpoint has no manifest
-    base: digest of the weights beside which they were trained
-    """
-
-    checkpoint: str
+    checkpoint: str  # from which they came
     step: int
-    base: str
-    sha256: str | None
+    base: str  # digest of the weights beside which they were trained
+    sha256: str | None  # of the checkpoint's manifest; None if it has none
 
 
 def read(folder: Path) -> list[Merged]:

@@ -94,12 +94,9 @@ def _of_linears(family: Family, model: ModelConfig, vocab_size: int = 0) -> list
     return [
         mapping
         for mapping in family.mappings(model, vocab_size)
-        if _is_linear(mapping.parameter) or mapping.sources[0].name.endswith(_ROUTER)
+        if (is_of_layer(mapping.parameter) and weight_of(mapping.parameter).is_linear)
+        or mapping.sources[0].name.endswith(_ROUTER)
     ]
-
-
-def _is_linear(key: str) -> bool:
-    return is_of_layer(key) and weight_of(key).is_linear
 
 
 def _kind(mapping: TensorMapping) -> str:
@@ -164,8 +161,8 @@ def _adapted(mappings: Sequence[TensorMapping], model: ModelConfig, chosen: Coll
     mapping, sources = mappings[0], [view for mapping in mappings for view in mapping.sources]
     num_experts = 0 if mapping.expert is None else model.moe.num_experts or 0
     assert mapping.layer is not None
-    adapters = (
-        Adapter(name=_of_all(name), parts=parts, num_blocks=sources[parts[0]].num_blocks)
+    adapters = (  # the first expert's Linear stands for those of all experts
+        Adapter(name=name.replace(".experts.0.", ".experts.*."), parts=parts, num_blocks=sources[parts[0]].num_blocks)
         for name, parts in _linears(sources).items()
     )
     return AdaptedWeight(
@@ -177,11 +174,6 @@ def _adapted(mappings: Sequence[TensorMapping], model: ModelConfig, chosen: Coll
         num_groups=mapping.num_groups if mapping.form == "groups" else 1,
         adapters=tuple(adapter for adapter in adapters if _is_chosen(adapter.name, num_experts, chosen)),
     )
-
-
-def _of_all(name: str) -> str:
-    """The name of an adapter of all experts, from that of the first expert's Linear; other names stay."""
-    return name.replace(".experts.0.", ".experts.*.")
 
 
 def _is_chosen(name: str, num_experts: int, chosen: Collection[str]) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sft.config import Config
-from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer, FolderTokenizer
+from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer
 from sft.hf.pretrained import tokenizer_folder
 
 DEFAULT = "default"  # transformers' name of the template for chats without tools
@@ -18,54 +18,34 @@ DEFAULT = "default"  # transformers' name of the template for chats without tool
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """The tokenizer and the templates of a run, before anything is written.
+    """The tokenizer and the templates of a run, before anything is written."""
 
-    tokenizer_folder  all files of the tokenizer
-    own_templates     the templates that this folder has by itself, by transformers' names
-    templates         the templates trained with, by the same names; {}: the run has none
-    special_tokens    what each template gets from the tokenizer: {"eos_token": "<|endoftext|>"}
-    switches          data.chat_template_kwargs, the same in all rows
-    date              what a template gets that asks for today's date
-    ends              the tokens after which a template never continues the same message, the usual one first
-    end_ids           their ids
-    eos_token         of the tokenizer for servers; None: it stays as it is
-    row_switches      names of variables that rows gave themselves
-    is_other          whether the tokenizer is not that of model.hf
-    """
-
-    tokenizer_folder: Path
-    own_templates: Mapping[str, str]
-    templates: Mapping[str, str]
-    special_tokens: Mapping[str, Any] = field(default_factory=dict)
-    switches: Mapping[str, Any] = field(default_factory=dict)
-    date: str | None = None
-    ends: tuple[str, ...] = ()
+    tokenizer_folder: Path  # has all files of the tokenizer
+    own_templates: Mapping[str, str]  # the templates that this folder has by itself, by transformers' names
+    templates: Mapping[str, str]  # the templates trained with, by the same names; {}: the run has none
+    special_tokens: Mapping[str, Any] = field(default_factory=dict)  # for each template: {"eos_token": "<|endoftext|>"}
+    switches: Mapping[str, Any] = field(default_factory=dict)  # data.chat_template_kwargs, the same in all rows
+    date: str | None = None  # what a template gets that asks for today's date
+    ends: tuple[str, ...] = ()  # tokens after which a template never continues the same message, the usual one first
     end_ids: tuple[int, ...] = ()
-    eos_token: str | None = None
-    row_switches: tuple[str, ...] = ()
-    is_other: bool = False
+    eos_token: str | None = None  # of the tokenizer for servers; None: it stays as it is
+    row_switches: tuple[str, ...] = ()  # names of variables that rows gave themselves
+    is_other: bool = False  # whether the tokenizer is not that of model.hf
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """The written files and template settings, as source.json keeps them.
+    """The written files and template settings, as source.json keeps them."""
 
-    templates  the files of the templates
-    defaults   switches that are defaults in the templates
-    requests   switches that each request must give, because the template would write another text with a default
-    date       in the templates; None: they do not ask for it
-    asks_for_today  whether a template still asks the server for today's date
-    """
-
-    templates: tuple[str, ...]
-    defaults: Mapping[str, Any]
-    requests: Mapping[str, Any]
-    date: str | None
+    templates: tuple[str, ...]  # the files of the templates
+    defaults: Mapping[str, Any]  # switches that are defaults in the templates
+    requests: Mapping[str, Any]  # switches that each request must give, because a default would change the text
+    date: str | None  # in the templates; None: they do not ask for it
     ends: tuple[str, ...]
     end_ids: tuple[int, ...]
     row_switches: tuple[str, ...]
     is_other: bool
-    asks_for_today: bool = False
+    asks_for_today: bool = False  # whether a template still asks the server for today's date
     has_marks: bool = False
 
 
@@ -81,7 +61,7 @@ def served_of(config: Config, tokenizer: ChatTokenizer, row_switches: Sequence[s
     """The files and settings that a server needs of this run; None for the byte tokenizer, which has no files."""
     if isinstance(tokenizer, ByteTokenizer):
         return None
-    folder, own = tokenizer_folder(config), _own_templates(tokenizer)
+    folder, own = tokenizer_folder(config), dict(tokenizer.files.templates)
     assert folder is not None
     template = tokenizer.chat_template
     templates = {} if template is None else own if config.data.chat_template is None else {DEFAULT: template.source}
@@ -104,11 +84,6 @@ def served_of(config: Config, tokenizer: ChatTokenizer, row_switches: Sequence[s
         row_switches=tuple(row_switches),
         is_other=config.tokenizer != config.model.hf,
     )
-
-
-def _own_templates(tokenizer: FolderTokenizer) -> dict[str, str]:
-    """The templates of the tokenizer's folder, as AutoTokenizer reads them."""
-    return dict(tokenizer.files.templates)
 
 
 def _writes_eos(templates: Mapping[str, str], eos: str | None) -> bool:

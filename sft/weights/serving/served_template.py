@@ -51,16 +51,12 @@ _CHATS: list[tuple[list[Message], Tools]] = [
 
 @dataclass(frozen=True, kw_only=True)
 class ForServers:
-    """A template for servers.
-
-    requests: the switches that it reads and that are no defaults in it
-    has_date, asks_for_today: whether it holds the date, or asks the server for today's
-    """
+    """A template for servers."""
 
     source: str
-    requests: tuple[str, ...]
-    has_date: bool
-    asks_for_today: bool
+    requests: tuple[str, ...]  # the switches that it reads and that are no defaults in it
+    has_date: bool  # whether it holds the date of the training
+    asks_for_today: bool  # whether it asks the server for today's
     has_marks: bool
 
 
@@ -96,11 +92,6 @@ def for_servers(
         asks_for_today=asks and not has_date,
         has_marks=has_marks,
     )
-
-
-def moment(date: str) -> datetime:
-    """Midnight of the date, as a template sees it."""
-    return datetime.strptime(date, "%Y-%m-%d")
 
 
 def default_line(name: str, value: bool | int | float | str) -> str:
@@ -156,7 +147,8 @@ def _clock_line(source: str, date: str) -> str:
             if len(call.args) != 1 or not isinstance(call.args[0], nodes.Const) or call.kwargs:
                 return ""
             formats.append(str(call.args[0].value))
-    pairs = ", ".join(f"{literal(text)}: {literal(moment(date).strftime(text))}" for text in dict.fromkeys(formats))
+    midnight = datetime.strptime(date, "%Y-%m-%d")
+    pairs = ", ".join(f"{literal(text)}: {literal(midnight.strftime(text))}" for text in dict.fromkeys(formats))
     return f"{{%- macro {_CLOCK}(format) %}}{{{{- {{{pairs}}}[format] }}}}{{%- endmacro %}}\n" if formats else ""
 
 

@@ -34,6 +34,7 @@ from tests.builders import pretrained
 from tests.unit.fixtures import torch_dist
 
 SECRET = "a key that only its owner may read"
+SIZES: dict[str, Any] = dict(num_layers=2, hidden_size=32, ffn_hidden_size=64, num_attention_heads=8)
 BAD_NAMES = [
     *("", ".", "..", "../secret", "../../.bashrc", "a/../../secret", "a/..", "/etc/hostname", "a//b", "a/", "./a"),
     *("..\\secret", "C:\\x", "a\0b", "a\nb", "a\x1b[2Jb", "a\u202eb", "\ud800", "x" * 256, "/".join("a" * 21)),
@@ -51,15 +52,8 @@ def write_json(path: Path, content: Any) -> None:
 def source_json(folder: Path, name: str) -> None:
     entry = {"num_bytes": len(SECRET), "sha256": hashlib.sha256(SECRET.encode()).hexdigest()}
     files = {name: entry, "config.json": entry}
-    content: dict[str, Any] = {
-        "format": kept.FORMAT,
-        "name": "m",
-        "commit": None,
-        "origin": "m",
-        "tensors": None,
-        "digests": {},
-    }
-    write_json(folder / "source.json", {**content, "files": files})
+    model = {"name": "m", "commit": None, "origin": "m", "tensors": None, "digests": {}}
+    write_json(folder / "source.json", {"format": kept.FORMAT, **model, "files": files})
     (folder / "config.json").write_text(SECRET)
 
 
@@ -287,7 +281,7 @@ def test_a_model_does_not_replace_a_file_beside_the_run(place: str, tmp_path: Pa
     if place == "model.init_from":
         model["init_from"] = str(checkpoint)
     resume = str(checkpoint) if place == "checkpoint.resume" else "auto"
-    config = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=64, num_attention_heads=8, **model)
+    config = ModelConfig(**SIZES, **model)
     with pytest.raises(SftError, match=r"source.json is damaged .*the name '../../.bashrc' is not the plain path"):
         run_folder.prepare(run, config, CheckpointConfig(resume=resume), QUIET, is_new=True)
     assert (home / ".bashrc").read_text() == "mine" and not os.listdir(run)
@@ -302,14 +296,7 @@ def test_a_secret_behind_a_link_does_not_reach_the_run(name: str, tmp_path: Path
         write_json(folder / "config.json", {"model_type": "qwen2"})
     (tmp_path / "secret").write_text(SECRET)
     (folder / name).symlink_to(tmp_path / "secret")
-    config = ModelConfig(
-        num_layers=2,
-        hidden_size=32,
-        ffn_hidden_size=64,
-        num_attention_heads=8,
-        pretrained=pretrained(folder),
-        init_from="random",
-    )
+    config = ModelConfig(**SIZES, pretrained=pretrained(folder), init_from="random")
     with pytest.raises(SftError, match="is a link out of the folder"):
         run_folder.prepare(run, config, CheckpointConfig(), QUIET, is_new=True)
     assert not os.listdir(run)
@@ -340,7 +327,7 @@ def test_a_link_named_hf_takes_no_model_along(key: str, tmp_path: Path) -> None:
     before = sorted(os.listdir(tmp_path)), sorted(os.listdir(run)), sorted(os.listdir(private))
     model = {"init_from": str(archive)} if key == "model.init_from" else {}
     resume = str(archive) if key == "checkpoint.resume" else "auto"
-    config = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=64, num_attention_heads=8, **model)
+    config = ModelConfig(**SIZES, **model)
     with pytest.raises(ConfigError) as refused:
         if key == "model.hf":
             read_pretrained(str(archive))

@@ -1,7 +1,6 @@
 """What a conversion refuses, and that it leaves nothing behind."""
 
 import json
-import os
 import shutil
 import struct
 from argparse import Namespace
@@ -64,13 +63,11 @@ def test_one_tensor_of_ours_cannot_have_two_types(made: Make) -> None:
     assert f"tensors that become one tensor have different types: F32 ({first}), BF16 (" in told
 
 
-@pytest.mark.parametrize("what", ["one number", "another type", "another shape"])
+@pytest.mark.parametrize("what", ["another type", "another shape"])
 def test_an_output_that_is_tied_and_another_is_refused(made: Make, what: str) -> None:
     source = made(tied=True)
     head = tensors(source)["model.embed_tokens.weight"].clone()
-    if what == "one number":
-        head[-1, -1] += 1
-    head = head.half() if what == "another type" else head[:-1] if what == "another shape" else head
+    head = head.half() if what == "another type" else head[:-1]
     told = import_refused(hf.rewrite(source, **{"lm_head/weight": head}))
     assert "surplus: lm_head.weight" in told
     assert "lm_head.weight and model.embed_tokens.weight differ" in told
@@ -118,13 +115,6 @@ def test_a_file_that_shrinks_meanwhile(made: Make, monkeypatch: pytest.MonkeyPat
     assert before and "became shorter while model.embed_tokens.weight was read" in import_refused(source)
 
 
-def test_a_pipe_is_not_waited_for(made: Make) -> None:
-    source = made()
-    (source / "model.safetensors").unlink()
-    os.mkfifo(source / "model.safetensors")
-    assert "model.safetensors is a pipe, a socket or a device, not a regular file" in import_refused(source)
-
-
 def test_pickles_are_not_opened(made: Make) -> None:
     source = made()
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
@@ -154,9 +144,6 @@ def test_an_index_and_files_that_disagree(made: Make) -> None:
     assert (
         "missing from the file that the index names: model.layers.*.mlp.experts.*.up_proj.weight (layer 1; experts "
         f"0-99) ({file})." in told({**good["weight_map"], **experts})
-    )
-    assert "names '../secret.safetensors', which is not a safetensors file" in told(
-        {**rest, first: "../secret.safetensors"}
     )
     other = next(name for name in files if name != file)
     assert f"missing from the file that the index names: {fold_by_layer([first])[0]} ({other})" in told(

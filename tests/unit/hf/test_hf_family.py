@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from safetensors.torch import load_file
 
@@ -101,13 +100,7 @@ def test_a_family_has_the_tensors_of_transformers(tmp_path: Path, family: str, t
         model = architecture(read(tmp_path), "config.json").model
     views = views_by_tensor(FAMILIES[family].mappings(model, hf.VOCAB))
     assert {one.name: one.shape for one in views} == {name: tuple(one.shape) for name, one in theirs.items()}
-    for tensor, parts in views.items():
-        covered = np.zeros(tensor.shape, dtype=int)
-        for mapping, number in parts:
-            view = mapping.sources[number]
-            matrix = covered[view.index].T if view.transposed else covered[view.index]
-            matrix[[view.row(number) for number in range(view.num_rows)]] += 1
-        assert (covered == 1).all(), f"{tensor.name}: the views do not contain every number once"
+    hf.assert_covered_once(views)
 
 
 def test_experts_written_out() -> None:

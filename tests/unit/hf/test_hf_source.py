@@ -149,6 +149,8 @@ def test_the_family_of_a_recipe_with_typed_sizes_has_its_tensors() -> None:
     assert family_of() == family_of(num_layers=3) == "qwen3"
     assert family_of(norm_placement="post", qk_norm_across_heads=True) == "olmo2"  # its norms are other tensors
     assert family_of(moe=experts) == "qwen3_moe"
+    routed = experts | {"score_function": "sigmoid", "correction_bias": True}
+    assert family_of(moe=routed, qk_norm_across_heads=True) == "minimax_m2"
     assert family_of(moe=experts | {"shared_ffn_hidden_size": 8}) is None
 
 

@@ -18,7 +18,7 @@ from sft.errors import ConfigError
 from sft.hf import hub
 from sft.weights.initial import describe
 from tests.builders import chats, parsed
-from tests.unit.fixtures.hf import Make
+from tests.unit.fixtures.hf import Make, released
 from tests.unit.fixtures.hub import Hub, serving, use
 
 NAME = "org/tiny"
@@ -247,12 +247,12 @@ def test_commands_say_it_in_one_paragraph(served: Hub, tmp_path: Path, capsys: p
         return error
 
     Path("a.yaml").write_text(f"run: {{dir: r}}\nmodel: {{hf: {NAME}}}\n{REST}")
-    Path("upload/config.json").write_text(json.dumps(QWEN3))
+    Path("upload/config.json").write_text(json.dumps(released("qwen3_0p6b")))
     assert "model.hf = org/none (command line: model.hf=org/none): org/none: there is no" in said("model.hf=org/none")
     assert main(["check", "a.yaml", "--no-data", "--explain", "model.num_layers"]) == 0
     assert f"from     derived: {NAME}/config.json, num_hidden_layers\n" in capsys.readouterr().out
     Path("code").mkdir()
-    Path("code/config.json").write_text(json.dumps(QWEN3 | {"auto_map": {"AutoModel": "modeling.Own"}}))
+    Path("code/config.json").write_text(json.dumps(released("qwen3_0p6b", auto_map={"AutoModel": "modeling.Own"})))
     served.add("org/code", Path("code"))
     assert "auto_map" in said("model.hf=org/code")
     chats(tmp_path, 8)
@@ -268,18 +268,6 @@ def test_commands_say_it_in_one_paragraph(served: Hub, tmp_path: Path, capsys: p
 
 
 REST = "data: {train: a, seq_length: 256}\ntrain: {num_steps: 5, global_batch_size: 4}\noptim: {lr: 1e-3}\n"
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 301,
-    "rms_norm_eps": 1e-6,
-}
 
 
 def test_every_tensor_is_known_before_a_download(served: Hub, made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +313,7 @@ def test_commands_download_the_weights_that_they_use(
     served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], files: list[str]
 ) -> None:
     Path("a.yaml").write_text(f"run: {{dir: r, device: cpu}}\nmodel: {{hf: {NAME}}}\n{REST}")
-    Path("upload/config.json").write_text(json.dumps(QWEN3))
+    Path("upload/config.json").write_text(json.dumps(released("qwen3_0p6b")))
     Path("begun/checkpoints/iter_0000001").mkdir(parents=True)
     Path("adapter").mkdir()
     Path("adapter/adapter_config.json").write_text("{}")

@@ -223,14 +223,11 @@ def test_what_belongs_to_a_model_goes_along(made: Make, tmp_path: Path) -> None:
 
 
 def test_the_checkpoint_is_one(made: Make, tmp_path: Path) -> None:
-    """The newest of its folder, whole by its manifest, with the plain values that Megatron-LM looks for."""
+    """The newest of its folder, with the plain values that Megatron-LM looks for."""
     source = made("qwen3", dtype=torch.bfloat16)
     import_hf(source, tmp_path / "there", QUIET)
     (path,) = folders.candidates(tmp_path / "there")
     assert path.name == "iter_0000000" and folders.read_pointer(tmp_path / "there") == 0
-    written = manifest.read(path)
-    assert written is not None and not manifest.damage(path, written, verify="full")
-    assert sorted(written.files) == manifest.names_in(path)
     args = safe_reader.common_state(path)["args"]
     assert (args.num_layers, args.hidden_size, args.num_query_groups, args.kv_channels) == (2, 32, 4, 8)
     assert args.qk_layernorm and not args.add_qkv_bias and args.bf16 and args.padded_vocab_size == 384

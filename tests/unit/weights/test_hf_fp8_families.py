@@ -12,7 +12,7 @@ from sft.hf.source import open_source
 from sft.weights.export.export_hf import export_hf
 from sft.weights.import_hf import import_hf
 from tests.unit.fixtures import fp8, hf
-from tests.unit.fixtures.hf import refusal, released, same, tensors
+from tests.unit.fixtures.hf import same, tensors
 
 # A part of the layer for multi-token prediction of DeepSeek-V3, which has two layers here.
 NEXT_LAYER = {
@@ -50,11 +50,3 @@ def test_blocks_are_those_of_transformers(tmp_path: Path) -> None:
         found = torch.empty(rows, columns, dtype=torch.bfloat16)
         opened.stored.read_rows(name, 0, found)
         assert torch.equal(found, expected)
-
-
-def test_four_bits_of_kimi_k2_thinking_are_refused() -> None:
-    weights = dict(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True, dynamic=False)
-    group = dict(targets=["Linear"], weights=weights, input_activations=None, output_activations=None)
-    config = dict(quant_method="compressed-tensors", format="pack-quantized", config_groups={"group_0": group})
-    told = 'weights of num_bits = 4, type = "int", strategy = "group", which are not supported; fp8 (one scale per'
-    assert told in refusal(released("kimi_k2", quantization_config=config))

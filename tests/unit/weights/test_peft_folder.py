@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from sft.config.lora import LoraConfig
 from sft.files.file_digest import Entry
 from sft.weights.lora.peft import folder as peft_folder
 from sft.weights.lora.peft.config import AdapterConfig
 from sft.weights.lora.peft.folder import Contents
-from sft.weights.lora.peft.merge import merged
 from sft.weights.lora.peft.targets import module_of, target_modules
 from tests.unit.fixtures import hf, peft, vision
 from tests.unit.fixtures.peft import ALPHA, ATTENTION, MLP, RANK, Factors
@@ -61,6 +61,7 @@ class Written:
             if module.rpartition(".")[2] in leaves and chosen(module) and not any(tower in name for tower in towers)
         }
         self.config = AdapterConfig(**{"rank": RANK, "alpha": float(ALPHA)} | config)
+        self.scale = LoraConfig(rank=RANK, alpha=self.config.alpha, rslora=self.config.rslora).scale
         self.saved: dict[str, torch.Tensor] = {}
         generator = torch.Generator().manual_seed(3)
         self.factors: dict[str, Factors] = {
@@ -99,7 +100,7 @@ class Written:
         """transformers' model with weights W + scale * B A, which float64 computes."""
         weights = dict(self.weights)
         for module, (a, b) in self.factors.items():
-            weight = weights[self.name_of[module]].double() + self.config.scale * (b.double() @ a.double())
+            weight = weights[self.name_of[module]].double() + self.scale * (b.double() @ a.double())
             weights[self.name_of[module]] = weight.float()
         stored = [module for module in self.saved if module in self.name_of]  # no tied output weight
         weights |= {self.name_of[module]: self.saved[module] for module in stored}
@@ -118,11 +119,13 @@ def test_what_peft_writes_is_read_exactly(tmp_path: Path, family: str, targets: 
     expected = peft.factors(model)
     assert adapter.contents.config == AdapterConfig(rank=RANK, alpha=ALPHA, base=adapter.contents.config.base)
     assert adapter.contents.modules == {module: (len(b), a.shape[1]) for module, (a, b) in expected.items()}
+    values = peft.values(adapter)
     leaves = {"llama": ATTENTION, "qwen3_moe": ATTENTION, "qwen3": ATTENTION + MLP, "phi3": PHI3}[family]
     assert {module.rpartition(".")[2] for module in expected} == {*leaves}
     assert len(expected) == hf.LAYERS * len(leaves)
     for module, factors in expected.items():
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(adapter.factors(module), factors, strict=True))
+        for factor, theirs in zip("AB", factors, strict=True):
+            assert torch.equal(values[f"base_model.model.{module}.lora_{factor}.weight"], theirs)
 
 
 def test_weights_that_peft_trains_whole_are_read_exactly(tmp_path: Path) -> None:
@@ -132,9 +135,9 @@ def test_weights_that_peft_trains_whole_are_read_exactly(tmp_path: Path) -> None
     shape = (hf.VOCAB, hf.WIDTH)
     assert adapter.contents.saved == {"model.embed_tokens": shape, "lm_head": shape}
     trained = model.base_model.model
-    assert torch.equal(adapter.saved("lm_head"), trained.lm_head.modules_to_save.default.weight)
-    embedding = trained.model.embed_tokens.modules_to_save.default.weight
-    assert torch.equal(adapter.saved("model.embed_tokens"), embedding)
+    values, embedding = peft.values(adapter), trained.model.embed_tokens.modules_to_save.default.weight
+    assert torch.equal(values["base_model.model.lm_head.weight"], trained.lm_head.modules_to_save.default.weight)
+    assert torch.equal(values["base_model.model.model.embed_tokens.weight"], embedding)
 
 
 def test_a_tied_embedding_that_peft_trains_is_read(tmp_path: Path) -> None:
@@ -143,7 +146,8 @@ def test_a_tied_embedding_that_peft_trains_is_read(tmp_path: Path) -> None:
     peft.adapted(hf.build("qwen3", tied=True), **options).save_pretrained(tmp_path)
     adapter = peft_folder.read(tmp_path)
     assert adapter.contents.config.tied
-    assert torch.equal(adapter.saved("lm_head"), adapter.saved("model.embed_tokens"))
+    assert adapter.contents.saved.keys() == {"lm_head", "model.embed_tokens"}
+    adapter.check_equal("lm_head", "model.embed_tokens")
 
 
 @pytest.mark.parametrize(
@@ -178,7 +182,7 @@ def test_peft_computes_the_same_beside_a_vision_tower(tmp_path: Path, family: st
 
 def test_peft_has_our_scale_with_rslora(tmp_path: Path) -> None:
     ours = Written(tmp_path, lambda path: hf.save(path, "llama"), ["q_proj"], rslora=True, alpha=2.5)
-    assert ours.config.scale == 1.25
+    assert ours.scale == 1.25
     assert_peft_computes_the_same(ours)
 
 
@@ -212,8 +216,8 @@ def test_gradients_of_experts_in_peft_are_those_of_single_adapters(tmp_path: Pat
     for module, (a, b) in ours.factors.items():
         by_a, by_b = gradients[module]
         weight = gradient_of_weight(merged_model, module)
-        torch.testing.assert_close(by_a, ours.config.scale * b.T @ weight, atol=GRADIENTS, rtol=0)
-        torch.testing.assert_close(by_b, ours.config.scale * weight @ a.T, atol=GRADIENTS, rtol=0)
+        torch.testing.assert_close(by_a, ours.scale * b.T @ weight, atol=GRADIENTS, rtol=0)
+        torch.testing.assert_close(by_b, ours.scale * weight @ a.T, atol=GRADIENTS, rtol=0)
         assert by_a.abs().max() > 100 * GRADIENTS and by_b.abs().max() > 100 * GRADIENTS
 
 
@@ -251,10 +255,7 @@ def test_what_we_write_is_read_again(tmp_path: Path) -> None:
     adapter = peft_folder.read(ours.write(dtype=torch.bfloat16))
     assert adapter.contents == ours.contents()
     adapter.check(ours.modules, adapter.contents.saved)
-    for module, factors in ours.factors.items():
-        for stored, value in zip(adapter.factors(module), factors, strict=True):
-            assert torch.equal(stored, value.bfloat16())
-    assert torch.equal(adapter.saved("lm_head").float(), ours.saved["lm_head"])
+    assert hf.same(peft.values(adapter), {key: value.bfloat16().float() for key, value in ours.tensors()})
     # PEFT on transformers 4, where an expert is a module, wrote none of the options for experts.
     peft.rewrite(ours.folder, target_parameters=None, rank_pattern={}, alpha_pattern={})
     assert peft_folder.read(ours.folder).contents == ours.contents()
@@ -296,25 +297,3 @@ def test_an_adapter_is_one_file_however_large(tmp_path: Path, monkeypatch: pytes
 )
 def test_target_modules_are_the_shortest_endings_that_are_exact(adapted: str, others: str, endings: str) -> None:
     assert target_modules(adapted.split(), others.split()) == endings.split()
-
-
-@pytest.mark.parametrize("rslora", [False, True])
-def test_a_merged_weight_is_that_of_peft(rslora: bool) -> None:
-    model = peft.adapted(hf.build("llama"), target_modules=["q_proj"], use_rslora=rslora)
-    name = "model.layers.1.self_attn.q_proj"
-    weight = model.base_model.model.get_submodule(name).base_layer.weight.detach().clone()
-    a, b = peft.factors(model)[name]
-    scale = AdapterConfig(rank=RANK, alpha=ALPHA, rslora=rslora).scale
-    theirs = model.merge_and_unload().get_submodule(name).weight
-    torch.testing.assert_close(merged(weight, a, b, scale), theirs, atol=1e-6, rtol=0)  # sums of 4 products in fp32
-
-
-def test_a_merged_weight_is_rounded_once() -> None:
-    """-1 + (1 + 2^-12) is 2^-12.  bf16, which has 8 bits, rounds the second number to 1, and so the sum to 0."""
-    weight, b = -torch.ones(1, 1), torch.ones(1, 2)
-    a = torch.tensor([[1.0], [2.0**-12]])
-    assert merged(weight.bfloat16(), a, b, 1.0).item() == 2.0**-12
-    assert merged(weight.bfloat16(), a.sum(0, keepdim=True), b[:, :1].bfloat16(), 1.0).item() == 2.0**-12
-    assert merged(weight.bfloat16(), a, b, 1.0).dtype == torch.bfloat16
-    a = torch.tensor([[1.0], [2.0**-40]], dtype=torch.float64)
-    assert merged(weight.double(), a, b.double(), 1.0).item() == 2.0**-40

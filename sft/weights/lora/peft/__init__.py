@@ -3,7 +3,6 @@
     config.py   adapter_config.json, and which of its options are supported
     targets.py  names of modules: the list target_modules, and what PEFT makes of experts
     folder.py   writes and reads a folder
-    merge.py    adds an adapter to its weight
 
 A module is a Linear of transformers, such as model.layers.0.self_attn.q_proj, with weight [out, in].  Its adapter has A
 [rank, in] and B [out, rank].  The experts of released files are modules, too, although transformers 5 stacks them:

@@ -5,7 +5,6 @@ leave the product of B and A as it is.  So an option of a later PEFT is refused,
 """
 
 import json
-import math
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -49,24 +48,15 @@ _WHY = {
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """The fields of adapter_config.json that decide values and shapes.
-
-    base, revision: name of the base model, as far as the file has one
-    tied: the embedding is trained, and the output weight is the same
-    """
+    """The fields of adapter_config.json that decide values and shapes."""
 
     rank: int
     alpha: float
     rslora: bool = False
     dropout: float = 0.0
-    base: str | None = None
+    base: str | None = None  # name of the base model, as far as the file has one
     revision: str | None = None
-    tied: bool = False
-
-    @property
-    def scale(self) -> float:
-        """Factor on the product of B and A."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+    tied: bool = False  # the embedding is trained, and the output weight is the same
 
 
 def content_of(

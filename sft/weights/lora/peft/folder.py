@@ -7,7 +7,7 @@ configuration, and one another, is known before a number is read.  Pickle files 
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,16 +35,11 @@ _PREFIX, _A, _B, _WEIGHT = "base_model.model.", ".lora_A.weight", ".lora_B.weigh
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """The configuration and the shapes of an adapter, without its values.
-
-    config: its adapter_config.json
-    modules: (out, in) of the weight of each module with an adapter
-    saved: shape of each weight that is trained whole, by module
-    """
+    """The configuration and the shapes of an adapter, without its values."""
 
     config: AdapterConfig
-    modules: Mapping[str, tuple[int, int]]
-    saved: Mapping[str, Shape] = field(default_factory=dict)
+    modules: Mapping[str, tuple[int, int]]  # (out, in) of the weight of each module with an adapter
+    saved: Mapping[str, Shape] = field(default_factory=dict)  # of each weight that is trained whole, by module
 
     def shapes(self) -> dict[str, Shape]:
         """The tensors of the file, in its order: base_model.model.q_proj.lora_A.weight -> (rank, in), ..."""
@@ -110,24 +105,12 @@ def _converted(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) 
 
 @dataclass(frozen=True, kw_only=True)
 class PeftAdapter:
-    """An adapter in a folder, whose numbers are read on request.
-
-    dtypes: names of their types in safetensors, such as F32
-    """
+    """An adapter in a folder, whose numbers are read on request."""
 
     file: Path
     num_bytes: int
     contents: Contents
-    dtypes: frozenset[str]
-
-    def factors(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """A [rank, in] and B [out, rank] of a module, in the type of the file."""
-        a, b = self._read([key_of_a(module), key_of_b(module)])
-        return a, b
-
-    def saved(self, module: str) -> torch.Tensor:
-        """The weight of a module that is trained whole."""
-        return self._read([key_of_saved(module)])[0]
+    dtypes: frozenset[str]  # names of the types of the numbers in safetensors, such as F32
 
     def read_parts(self, parts: Iterable[tuple[str, tuple[slice, ...], torch.Tensor]]) -> None:
         """Fill tensors with parts of stored ones, of which no other numbers are read.
@@ -136,7 +119,10 @@ class PeftAdapter:
         """
         with self._opened() as stored:
             for key, where, target in parts:
-                target.copy_(_checked(stored.get_slice(key)[where], key, self.file))
+                part = stored.get_slice(key)[where]
+                if not part.isfinite().all():
+                    raise CheckpointError(f"{self.file}: {key} has numbers that are not finite.  Use another adapter.")
+                target.copy_(part)
 
     def check_equal(self, module: str, copy: str) -> None:
         """Raise CheckpointError unless two modules that are trained whole have the same weight."""
@@ -155,10 +141,6 @@ class PeftAdapter:
         wanted = Contents(config=self.contents.config, modules=modules, saved=saved)
         check_tensors(self.contents.shapes(), wanted.shapes(), str(self.file))
 
-    def _read(self, keys: Sequence[str]) -> list[torch.Tensor]:
-        with self._opened() as stored:
-            return [_checked(stored.get_tensor(key), key, self.file) for key in keys]
-
     @contextmanager
     def _opened(self) -> Iterator[Any]:
         with as_checkpoint_error(self.file):
@@ -166,12 +148,6 @@ class PeftAdapter:
                 raise SafetensorError("its size has changed since it was opened")
             with safe_open(self.file, framework="pt") as stored:
                 yield stored
-
-
-def _checked(tensor: torch.Tensor, key: str, file: Path) -> torch.Tensor:
-    if not tensor.isfinite().all():
-        raise CheckpointError(f"{file}: {key} has numbers that are not finite.  Use another adapter.")
-    return tensor
 
 
 def read(folder: Path) -> PeftAdapter:

@@ -1,0 +1,98 @@
+"""config.json of released models: the files of fixtures/released, and the sizes of models that have no file there."""
+
+from typing import Any
+
+from tests.unit.fixtures.hf import released
+
+
+def _sizes(layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: int) -> dict[str, int]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "vocab_size": vocab,
+    }
+
+
+_GEMMA = {"head_dim": 256, "rope_theta": 10000.0}
+_GEMMA2 = {**_GEMMA, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
+SIZES: dict[str, dict[str, Any]] = {
+    "granite_3_3_8b": {
+        "model_type": "granite",
+        **_sizes(40, 4096, 12800, 32, 8, 49159),
+        **{"attention_multiplier": 0.0078125, "embedding_multiplier": 12.0},
+        **{"logits_scaling": 16.0, "residual_multiplier": 0.22},
+        **{"rms_norm_eps": 1e-5, "rope_theta": 1e7, "tie_word_embeddings": True},
+    },
+    "smollm3_3b": {
+        "model_type": "smollm3",
+        **_sizes(36, 2048, 11008, 16, 4, 128256),
+        **{"no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9, "rope_theta": 5e6},
+        **{"use_sliding_window": False, "sliding_window": None},
+    },
+    "olmo2_7b": {  # OLMo-2-1124-7B
+        "model_type": "olmo2",
+        **_sizes(32, 4096, 11008, 32, 32, 100352),
+        **{"rms_norm_eps": 1e-6, "rope_theta": 5e5},
+    },
+    "gemma_2b": {  # as it was released
+        "model_type": "gemma",
+        **_sizes(18, 2048, 16384, 8, 1, 256000),
+        **{**_GEMMA, "hidden_act": "gelu", "rms_norm_eps": 1e-6},
+    },
+    "cwm": {
+        "model_type": "cwm",
+        **_sizes(64, 6144, 21504, 48, 8, 128256),
+        **{"head_dim": 128, "sliding_window": 8192, "rope_theta": 1e6},
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "ministral_8b": {  # Ministral-8B-Instruct-2410
+        "model_type": "ministral",
+        **_sizes(36, 4096, 12288, 32, 8, 131072),
+        **{"head_dim": 128, "sliding_window": 32768, "rms_norm_eps": 1e-5, "rope_theta": 1e8},
+        "layer_types": (["full_attention"] + ["sliding_attention"] * 3) * 9,
+    },
+    "gemma2_9b": {
+        "model_type": "gemma2",
+        **_sizes(42, 3584, 14336, 16, 8, 256000),
+        **{**_GEMMA2, "hidden_act": "gelu_pytorch_tanh", "sliding_window": 4096},
+        **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    },
+    "gemma3_1b": {
+        "model_type": "gemma3_text",
+        **_sizes(26, 1152, 6912, 4, 1, 262144),
+        **{**_GEMMA2, "rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None},
+        **{"sliding_window": 512, "sliding_window_pattern": 6},
+    },
+    "qwen1_5_moe_a2_7b": {
+        "model_type": "qwen2_moe",
+        **_sizes(24, 2048, 5632, 16, 16, 151936),
+        **{"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "norm_topk_prob": False},
+        **{"num_experts": 60, "num_experts_per_tok": 4},
+        **{"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 21},
+    },
+}
+
+VISION = ("qwen2_5_vl_7b", "qwen3_vl_8b", "qwen3_vl_30b_a3b", "mistral_small_3_2", "ministral_3_8b", "gemma_3_27b")
+
+
+def config(name: str, **changes: Any) -> dict[str, Any]:
+    """The config.json of a released model.  "gemma_3_27b text": of its language model alone; ... removes a key."""
+    base, _, part = name.partition(" ")
+    content = SIZES[base] if base in SIZES else released(base)
+    content = {**(content["text_config"] if part else content), **changes}
+    return {key: value for key, value in content.items() if value is not ...}
+
+
+def with_text(content: dict[str, Any], **values: Any) -> dict[str, Any]:
+    """The content with other keys of its language model."""
+    text = {key: value for key, value in (content["text_config"] | values).items() if value is not ...}
+    return content | {"text_config": text}

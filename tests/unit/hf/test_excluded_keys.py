@@ -1,0 +1,63 @@
+"""Keys of a recipe that exclude each other, and layers that Transformer Engine lacks."""
+
+import pytest
+
+from sft.errors import ConfigError
+from tests.builders import RECIPE, parsed, refusal_lines
+
+WINDOW = "model.sliding_window=8"
+WINDOWS = ["model.sliding_window=16", "model.sliding_window_layers=[1]", "model.value_norm=true"]
+
+
+@pytest.mark.parametrize(
+    "overrides,why",
+    [
+        (["model.rope.skip_layers=[2, 1]"], "model.rope.skip_layers"),
+        (["model.rope.skip_layers=[99]"], "names layer 99 of"),
+        (["model.rope.query_scale_beta=0.1"], "is required with query_scale_beta"),
+        (["model.rope.truncate=false"], "model.rope.truncate.*has no effect without scaling = yarn"),
+        (["model.rope.window_base=1e4"], "model.rope.window_base.*has no effect without sliding_window"),
+        (["model.rope.scaling=proportional", "model.rope.interleaved=true"], "scaling = proportional"),
+        (["model.rope.scaling=proportional", "model.rope.factor=2"], "has no effect with scaling = proportional"),
+        (["model.qk_norm=false", "model.qk_norm_across_heads=true"], "has no effect without qk_norm"),
+        (["model.moe.shared_ffn_hidden_size=8"], "has no effect without model.moe.num_experts"),
+        (["model.moe.router_bias=true"], "router_bias.*has no effect without model.moe.num_experts"),
+        (["model.sliding_window_layers=[1]"], "model.sliding_window_layers.*has no effect without sliding_window"),
+        ([WINDOW, "model.sliding_window_layers=[2, 1]"], "must be in increasing order"),
+        ([WINDOW, "model.sliding_window_layers=[99]"], "names layer 99 of"),
+        ([WINDOW, "model.sliding_window_layers=[]"], "is empty; use sliding_window = null"),
+        (["model.full_attention.head_dim=16"], "needs layers of both kinds"),
+        ([*WINDOWS, "model.full_attention.num_query_groups=3"], "does not divide"),
+        ([*WINDOWS, "model.full_attention.head_dim=7"], "odd"),
+        ([*WINDOWS, "model.full_attention.head_dim=16"], "needs rope.window_base"),
+        ([*WINDOWS, "model.value_norm=false", "model.full_attention.keys_as_values=true"], "needs value_norm = true"),
+        (["model.norm_placement=post", "attention.backend=te"], "attention.backend.*use portable or auto"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_values_that_exclude_each_other(overrides: list[str], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        parsed(*overrides)
+
+
+@pytest.mark.parametrize(
+    "key,named",
+    [
+        ("model.norm_placement=post", "model.norm_placement = post"),
+        ("model.norm_placement=both", "model.norm_placement = both"),
+        ("model.activation=geglu", "model.activation = geglu"),
+        ("model.value_norm=true", "model.value_norm"),
+        ("model.layer_scalar=true", "model.layer_scalar"),
+        ("model.rope.scaling=proportional", "model.rope.scaling = proportional"),
+        ("model.attention_sinks=true", "model.attention_sinks"),
+        ("model.attention_output_bias=true", "model.attention_output_bias"),
+        ("model.mlp_bias=true", "model.mlp_bias"),
+        (WINDOW, "model.sliding_window"),
+    ],
+)
+def test_transformer_engine_lacks_it(key: str, named: str) -> None:
+    """auto takes the portable backend, and FP8, which only Transformer Engine has, is refused."""
+    lacks = f"does not have {named}"
+    assert any(f"{lacks}; use portable" in line for line in refusal_lines(RECIPE, key, "attention.backend=te"))
+    assert any("run.fp8" in line and lacks in line for line in refusal_lines(RECIPE, key, "run.fp8=delayed"))
+    assert parsed(key).config.attention.backend == "auto"

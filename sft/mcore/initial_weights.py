@@ -20,7 +20,7 @@ from torch import Tensor
 from sft.config import ModelConfig
 from sft.layers.weights import is_of_layer, weight_of
 from sft.mcore.engine import Engine, weights_changed
-from sft.mcore.model.chunks import sharded_tensors
+from sft.mcore.modules.stored import sharded_tensors
 
 # Values per block.  One GPU kernel draws a block.  A data-centre GPU has a thread for each of 131,072 values; with more
 # values, torch's values would depend on the number of threads.

@@ -27,7 +27,7 @@ from sft.mcore.checkpoint_io.megatron_arguments import model_arguments
 from sft.mcore.checkpoint_io.save_plans import SavePlans
 from sft.mcore.engine import Engine, weights_changed
 from sft.mcore.lora import adapted, freeze
-from sft.mcore.model.chunks import sharded_tensors
+from sft.mcore.modules.stored import sharded_tensors
 from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 from sft.parallel.layout import padded_vocab_size
 

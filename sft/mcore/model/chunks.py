@@ -7,13 +7,10 @@ draws them, or `checkpoint_io` loads them.
 
 import importlib.util
 import math
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -261,12 +258,3 @@ def _embedding_multiplier(model: ModelConfig, dtype: torch.dtype) -> float:
     """The factor on embeddings, rounded as transformers does for Gemma: to fp32, then to the dtype of the weights."""
     rounded = torch.tensor(model.embedding_multiplier, dtype=torch.float32).to(dtype)
     return rounded.item() if model.round_embedding_multiplier else model.embedding_multiplier
-
-
-def sharded_tensors(state: dict[str, Any] | list[Any]) -> Iterator[ShardedTensor]:
-    """Every tensor of this rank in a sharded state dict, including the tensors that factories make."""
-    for leaf in nested_values(state):
-        if isinstance(leaf, ShardedTensorFactory):
-            yield from sharded_tensors([leaf.build()])
-        elif isinstance(leaf, ShardedTensor) and leaf.data is not None:
-            yield leaf

@@ -51,7 +51,10 @@ def transformer_config(
         num_query_groups=model.resolved_query_groups,
         kv_channels=model.resolved_head_dim,
         softmax_scale=rope.softmax_scale(model),
-        **_norm_fields(model),
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_epsilon,
+        layernorm_zero_centered_gamma=model.norm_zero_centered,
+        qk_layernorm=model.qk_norm,
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
         attention_output_gate=model.attention_output_gate,
@@ -142,15 +145,6 @@ def _expert_fields(model: ModelConfig, layout: Layout) -> dict[str, Any]:
         moe_layer_freq=[int(model.has_experts(i + 1)) for i in range(model.num_layers)] if moe.dense_layers else 1,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
-    )
-
-
-def _norm_fields(model: ModelConfig) -> dict[str, Any]:
-    return dict(
-        normalization="RMSNorm",
-        layernorm_epsilon=model.norm_epsilon,
-        layernorm_zero_centered_gamma=model.norm_zero_centered,
-        qk_layernorm=model.qk_norm,
     )
 
 

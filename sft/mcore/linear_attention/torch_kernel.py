@@ -23,8 +23,6 @@ class TorchDeltaKernel:
 
     reason: str = "plain torch"
 
-    name = "torch"
-
     def __str__(self) -> str:
         return f"torch ({self.reason})"
 

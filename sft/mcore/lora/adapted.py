@@ -12,7 +12,7 @@ One factor is split over tp as the weight is, and the other factor is replicated
 An adapter adds to the output of its layer, so its output must be in the same state: this rank's rows, the sum over tp,
 or this rank's tokens of that sum.
 
-The factors of all experts of a layer are one tensor, in memory and in a checkpoint (see grouped_experts.py).
+The factors of all experts of a layer are one tensor, in memory and in a checkpoint (see experts/grouped.py).
 
 `sft.weights.lora.targets` selects the weights.  `checkpoint_io` stores the factors under the names of PEFT.
 """

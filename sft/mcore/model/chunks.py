@@ -36,6 +36,8 @@ from sft.parallel.layout import Layout, padded_vocab_size
 
 # torch compiles the fused functions that Transformer Engine lacks.  With TORCHDYNAMO_DISABLE=1 they run uncompiled.
 _CUDA_TRANSFORMER_FIELDS = dict(bias_activation_fusion=True)
+# Core recomputes whole layers.  `layer.py` recomputes only the second half of a layer.
+_FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
 def transformer_config(
@@ -86,7 +88,7 @@ def transformer_config(
             **(CPU_TRANSFORMER_FIELDS if device_type == "cpu" else _CUDA_TRANSFORMER_FIELDS),
             **_activation_fields(model),
         },
-        **_recompute_fields(config.train.recompute),
+        **(_FULL_RECOMPUTE if config.train.recompute == "full" else {}),
     )
     defaults = {PERMUTE_FUSION: backend.library.is_te and model.moe.num_experts is not None}
     try:
@@ -152,13 +154,6 @@ def _activation_fields(model: ModelConfig) -> dict[str, Any]:
     """Fields of the activation.  Core passes gate and up together only to activations of Transformer Engine, so these
     fields make it build our activation instead of one of these."""
     return dict(bias_activation_fusion=False, use_te_activation_func=True) if GatedActivation.fields(model) else {}
-
-
-def _recompute_fields(recompute: str) -> dict[str, Any]:
-    """Fields with which core recomputes whole layers.  `layer.py` recomputes only the second half of a layer."""
-    if recompute == "full":
-        return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    return {}
 
 
 def build(

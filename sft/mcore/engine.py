@@ -61,13 +61,8 @@ class Engine:
         trains: bool = True,
         progress: Callable[[str], None] = lambda name: None,
     ) -> None:
-        self.config, self.layout, self.groups, self.vocab_size, self.trained = (
-            config,
-            layout,
-            groups,
-            vocab_size,
-            trained,
-        )
+        self.config, self.layout, self.groups = config, layout, groups
+        self.vocab_size, self.trained = vocab_size, trained
         self.backend = choose(config, groups.device.type)
         self.chunks = model.build(config, layout, groups, vocab_size, self.backend, trained=trained, trains=trains)
         self._save_policy = self._make_save_policy()

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
@@ -31,19 +31,10 @@ def gradient_chunks(engine: Engine) -> Iterator[GradientChunk]:
     Call it after `engine.measure(..., forward_only=False)`.  With the distributed optimizer, a rank holds the reduced
     gradients of the elements that it updates.
     """
-    slices = [
-        OptimizerSlice(
-            param=part.param,
-            start=part.start,
-            tensors={MAIN: _main_grad(part)},
-            is_distributed=part.is_distributed,
-        )
-        for part in optimizer_slices(engine.optimizer)
-    ]
+    slices = [replace(part, tensors={MAIN: _main_grad(part)}) for part in optimizer_slices(engine.optimizer)]
     for shard in sharded_slices(slices, trained_state(engine), main=""):
-        if any(shard.replica_id):
-            continue
-        yield chunk_of(shard)
+        if not any(shard.replica_id):
+            yield chunk_of(shard)
 
 
 def chunk_of(shard: ShardedTensor) -> GradientChunk:

@@ -20,7 +20,7 @@ from torch import Tensor
 from sft.config import ModelConfig
 from sft.layers.weights import is_of_layer, weight_of
 from sft.mcore.engine import Engine, weights_changed
-from sft.mcore.model.chunks import sharded_tensors
+from sft.mcore.modules.stored import sharded_tensors
 
 # Values per block.  One GPU kernel draws a block.  A data-centre GPU has a thread for each of 131,072 values; with more
 # values, torch's values would depend on the number of threads.
@@ -63,35 +63,19 @@ def _set_part(shard: ShardedTensor, model: ModelConfig, seed: int) -> None:
         draw(part, name, std, shape=shard.global_shape[axes:], offset=shard.global_offset[axes:])
 
 
-def draw_in_sequence(
-    part: Tensor,
-    name: str,
-    std: float,
-    *,
-    shape: Sequence[int],
-    offset: Sequence[int],
-    block_size: int = _BLOCK_SIZE["cpu"],
-) -> None:
+def draw_in_sequence(part: Tensor, name: str, std: float, *, shape: Sequence[int], offset: Sequence[int]) -> None:
     """Set `part`, which begins at `offset` of a parameter of `shape`, to what one generator gives for the parameter."""
     generator = _generator(part.device, name)
-    rows = max(1, block_size // math.prod(shape[1:]) // _VECTOR) * _VECTOR
+    rows = max(1, _BLOCK_SIZE["cpu"] // math.prod(shape[1:]) // _VECTOR) * _VECTOR
     for start, stop in _blocks(shape[0], rows):
         if start >= offset[0] + part.shape[0]:
             break
         _copy_rows(torch.empty(stop - start, *shape[1:]).normal_(generator=generator).mul_(std), start, part, offset)
 
 
-def draw_by_block(
-    part: Tensor,
-    name: str,
-    std: float,
-    *,
-    shape: Sequence[int],
-    offset: Sequence[int],
-    block_size: int = _BLOCK_SIZE["cuda"],
-) -> None:
+def draw_by_block(part: Tensor, name: str, std: float, *, shape: Sequence[int], offset: Sequence[int]) -> None:
     """Set `part` like `draw_in_sequence`, from the blocks that contain its rows."""
-    rows = max(1, block_size // math.prod(shape[1:]))
+    rows = max(1, _BLOCK_SIZE["cuda"] // math.prod(shape[1:]))
     for start, stop in _blocks(shape[0], rows):
         if start < offset[0] + part.shape[0] and stop > offset[0]:
             generator = _generator(part.device, f"{name}:{start}")

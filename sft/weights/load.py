@@ -22,7 +22,7 @@ from sft.hf.source import Source
 from sft.hf.tensor_view import HfView
 from sft.mcore.checkpoint_io import torch_dist_files
 from sft.mcore.engine import Engine, weights_changed
-from sft.mcore.model.chunks import sharded_tensors
+from sft.mcore.modules.stored import sharded_tensors
 from sft.parallel.collectives import all_gather_objects
 
 

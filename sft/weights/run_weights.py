@@ -32,8 +32,7 @@ def load_for_reading(engine: Engine, config: Config, checkpoint: Path | None, co
     if is_used:
         _check_base(engine, config, checkpoint)
         load_initial(engine, config, console)
-    load = engine_state.load_trained if is_used else engine_state.load_weights
-    load(engine, point.path)
+    engine_state.load_weights(engine, point.path, trained=True)
     return f"the weights of {point.path} ({point.verification})"
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sft.mcore.experts.router import Router, begin
-from sft.mcore.model.chunks import sharded_tensors
+from sft.mcore.modules.stored import sharded_tensors
 from tests.ranks import scenarios
 from tests.ranks.layouts import ALL_ON, AUX, GRADIENT_TOLERANCE, LOSS_TOLERANCE, MOE, NORM_TOLERANCE, NUM_EXPERTS, TOP_K
 from tests.ranks.pool import RankPool

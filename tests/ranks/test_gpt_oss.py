@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sft.batch import Sample
-from sft.mcore.model.chunks import sharded_tensors
+from sft.mcore.modules.stored import sharded_tensors
 from tests.ranks import etp_on_gloo, scenarios
 from tests.ranks.hf_models import (
     GRADIENT_TOLERANCE,

@@ -13,7 +13,7 @@ from sft.errors import CheckpointError
 from sft.hf.source import open_source
 from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.engine import Engine
-from sft.mcore.model.chunks import sharded_tensors
+from sft.mcore.modules.stored import sharded_tensors
 from sft.weights.import_hf import import_hf
 from sft.weights.load import load_weights
 from tests.ranks import scenarios

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft.checkpoint import resume
 from sft.console import QUIET
-from sft.mcore.model.chunks import sharded_tensors
+from sft.mcore.modules.stored import sharded_tensors
 from sft.weights.initial import load_initial
 from tests.ranks import saving, scenarios
 from tests.ranks.pool import RankPool

@@ -14,6 +14,7 @@ from sft.mcore.checkpoint_io.optimizer_shards import optimizer_slices
 from sft.mcore.engine import Engine
 from sft.mcore.gradients import gradient_chunks
 from sft.mcore.lora import adapted
+from sft.mcore.modules.stored import sharded_tensors
 from sft.mcore.optimizer import build
 from tests.ranks import etp_on_gloo, scenarios
 from tests.ranks.hf_models import PACKS, Reference, check_losses, check_parameters, load, recipe_of
@@ -208,7 +209,7 @@ def train(overrides: list[str], folder: str, values: dict[str, torch.Tensor], pa
         mine = packs[engine.groups.dp_rank :: engine.layout.dp]
         for _ in range(STEPS):
             step = engine.train_step([scenarios.microbatch_of(engine, pack) for pack in mine])
-        shards = list(adapted.sharded_tensors(engine.chunks))
+        shards = list(sharded_tensors(list(adapted.leaves(engine.chunks))))
         return {
             "factors": [(s.key, s.global_shape, s.global_offset, s.data.detach().numpy().copy()) for s in shards],
             "unchanged": frozen_hash(engine) == frozen,

@@ -13,7 +13,7 @@ from sft.console import QUIET
 from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.engine import Engine
 from sft.mcore.gradients import gradient_chunks
-from sft.mcore.model.chunks import sharded_tensors
+from sft.mcore.modules.stored import sharded_tensors
 from sft.weights.export.export_adapter import export_adapter
 from tests.ranks import scenarios
 from tests.ranks.hf_models import PACKS, Reference, check_losses, check_parameters, load, losses_of, recipe_of

@@ -16,6 +16,7 @@ from sft.config.lora import LoraConfig
 from sft.layers.adapters import AdaptedWeight, Adapter
 from sft.mcore.lora import adapted
 from sft.mcore.lora.split import Split
+from sft.mcore.modules.stored import sharded_tensors
 from tests.ranks import scenarios
 from tests.ranks.peft_models import whole
 from tests.ranks.pool import RankPool
@@ -74,7 +75,7 @@ def compute() -> dict[str, Any]:
             )
             layers.append(adapted.AdaptedExperts(base, weight, split, LORA))
         with torch.no_grad():
-            for shard in adapted.sharded_tensors(layers):
+            for shard in sharded_tensors(list(adapted.leaves(layers))):
                 value = given[shard.key.removeprefix(f"{adapted.PREFIX}experts.*.")]
                 shard.data.copy_(value[tuple(slice(o, o + n) for o, n in zip(shard.global_offset, shard.local_shape))])
         x = given["x"].clone().requires_grad_()
@@ -84,7 +85,9 @@ def compute() -> dict[str, Any]:
         total, dx = output.detach().clone(), x.grad
         dist.all_reduce(total, group=group)  # as the dispatcher does
         dist.all_reduce(dx, group=group)
-        gradients = [(s.key, s.global_offset, s.data.grad.numpy()) for s in adapted.sharded_tensors(layers)]
+        gradients = [
+            (s.key, s.global_offset, s.data.grad.numpy()) for s in sharded_tensors(list(adapted.leaves(layers)))
+        ]
         return {"output": total.numpy(), "dx": dx.numpy(), "gradients": gradients}  # type: ignore[union-attr]
 
 

@@ -30,11 +30,6 @@ class PinnedMemory:
         self.num_slabs = 0  # number of slabs allocated so far; slabs are never freed
         self._free: list[Tensor] = []
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all slabs, including free ones."""
-        return self.num_slabs * self.slab_bytes
-
     def borrow(self) -> Tensor:
         """A free slab, uint8 [slab_bytes].  Raises StorageError if no more memory can be pinned."""
         if self._free:
@@ -43,9 +38,9 @@ class PinnedMemory:
             slab = torch.empty(self.slab_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         except RuntimeError as error:
             raise StorageError(
-                f"train.offload_fraction: no more than {size(self.num_bytes)} of host memory could be page-locked for "
-                f"saved tensors: {str(error).splitlines()[0]}.  Use a smaller fraction, a larger cp, "
-                "train.recompute=full, or a higher limit (ulimit -l, memory of the job)."
+                f"train.offload_fraction: no more than {size(self.num_slabs * self.slab_bytes)} of host memory could "
+                f"be page-locked for saved tensors: {str(error).splitlines()[0]}.  Use a smaller fraction, a "
+                "larger cp, train.recompute=full, or a higher limit (ulimit -l, memory of the job)."
             ) from error
         self.num_slabs += 1
         return slab

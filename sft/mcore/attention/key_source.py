@@ -8,6 +8,7 @@ Gathered keys and values are not saved: backward asks for them again.  Gradients
 chunks and ranks in fp32 or float64.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,13 +22,27 @@ from sft.mcore.device import send
 from sft.parallel.halo import Halo
 
 
-class Transfer(Protocol):
-    """A collective in progress."""
+class Transfer:
+    """A collective in progress.
 
-    def wait(self) -> None: ...
+    work    the collective; None: nothing is in progress
+    finish  makes the tensors of what has arrived
+    """
+
+    def __init__(self, work: Any, finish: Callable[[], Sequence[Tensor]]) -> None:
+        self._work: Any = work
+        self._finish: Any = finish
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None  # it keeps the buffers
 
     def result(self) -> Any:
-        """The received tensors.  Call it once; it frees the buffer."""
+        """The received tensors.  Call it once; it frees the buffers."""
+        self.wait()
+        finish, self._finish = self._finish, None
+        return finish()
 
 
 class KeySource(Protocol):
@@ -45,28 +60,15 @@ class KeySource(Protocol):
 
 
 @dataclass(frozen=True)
-class _Arrived:
-    """Nothing is in progress."""
-
-    value: Any
-
-    def wait(self) -> None:
-        pass
-
-    def result(self) -> Any:
-        return self.value
-
-
-@dataclass(frozen=True)
 class LocalKeys:
     def num_groups(self, num_key_heads: int) -> int:
         return 1
 
     def start(self, key: Tensor, value: Tensor, cp_group: Any) -> Transfer:
-        return _Arrived((key, value))
+        return Transfer(None, lambda: (key, value))
 
     def start_return(self, dkeys: Tensor, dvalues: Tensor, num_tokens: int, cp_group: Any) -> Transfer:
-        return _Arrived((dkeys, dvalues))
+        return Transfer(None, lambda: (dkeys, dvalues))
 
 
 @dataclass(frozen=True)
@@ -79,10 +81,19 @@ class AllGatheredKeys:
         return num_head_groups(num_key_heads)
 
     def start(self, key: Tensor, value: Tensor, cp_group: Any) -> Transfer:
-        return _AllGather(key, value, self.key_order, cp_group)
+        """An all-gather of one head group's keys and values."""
+        local, widths = torch.cat((key, value), dim=-1), [key.shape[-1], value.shape[-1]]
+        gathered = local.new_empty((local.shape[0] * cp_group.size(), *local.shape[1:]))
+        work = dist.all_gather_into_tensor(gathered, local, group=cp_group, async_op=True)
+        return Transfer(work, lambda: gathered.index_select(0, self.key_order).split(widths, dim=-1))
 
     def start_return(self, dkeys: Tensor, dvalues: Tensor, num_tokens: int, cp_group: Any) -> Transfer:
-        return _ReduceScatter(dkeys, dvalues, self.key_order, num_tokens, cp_group)
+        """The sum over ranks of the gradients of one head group's keys and values."""
+        widths = [dkeys.shape[-1], dvalues.shape[-1]]
+        total = _summed(dkeys, dvalues, self.key_order, num_tokens * cp_group.size())
+        local = total.new_empty((num_tokens, *total.shape[1:]))
+        work = dist.reduce_scatter_tensor(local, total, group=cp_group, async_op=True)
+        return Transfer(work, lambda: local.split(widths, dim=-1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,100 +118,29 @@ class HaloKeys:
         return 1  # the messages are small
 
     def start(self, key: Tensor, value: Tensor, cp_group: Any) -> Transfer:
-        return _HaloTransfer(key, value, self, cp_group)
+        """An all-to-all of the keys and values before the chunks of other ranks."""
+        local, widths = torch.cat((key, value), dim=-1), [key.shape[-1], value.shape[-1]]
+        received, sent = local.new_empty((sum(self.num_received), *local.shape[1:])), local.index_select(0, self.send)
+        work = dist.all_to_all_single(received, sent, self.num_received, self.num_sent, group=cp_group, async_op=True)
+
+        def finish() -> Sequence[Tensor]:
+            nonlocal local, received
+            held = torch.cat((local, received))
+            del local, received
+            return held.index_select(0, self.key_order).split(widths, dim=-1)
+
+        return Transfer(work, finish)
 
     def start_return(self, dkeys: Tensor, dvalues: Tensor, num_tokens: int, cp_group: Any) -> Transfer:
-        return _HaloReturn(dkeys, dvalues, self, num_tokens, cp_group)
-
-
-class _AllGather:
-    """The all-gather of one head group's keys and values."""
-
-    def __init__(self, key: Tensor, value: Tensor, order: Tensor, cp_group: Any) -> None:
-        self._order, self._widths = order, [key.shape[-1], value.shape[-1]]
-        local = torch.cat((key, value), dim=-1)
-        self._gathered: Any = local.new_empty((local.shape[0] * cp_group.size(), *local.shape[1:]))
-        self._work: Any = dist.all_gather_into_tensor(self._gathered, local, group=cp_group, async_op=True)
-
-    def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None  # it keeps the buffer
-
-    def result(self) -> tuple[Tensor, Tensor]:
-        self.wait()
-        gathered, self._gathered = self._gathered, None
-        keys, values = gathered.index_select(0, self._order).split(self._widths, dim=-1)
-        return keys, values
-
-
-class _ReduceScatter:
-    """The sum over ranks of the gradients of one head group's keys and values."""
-
-    def __init__(self, dkeys: Tensor, dvalues: Tensor, order: Tensor, num_tokens: int, cp_group: Any) -> None:
-        self._widths = [dkeys.shape[-1], dvalues.shape[-1]]
-        total = _summed(dkeys, dvalues, order, num_tokens * cp_group.size())
-        self._local = total.new_empty((num_tokens, *total.shape[1:]))
-        self._work: Any = dist.reduce_scatter_tensor(self._local, total, group=cp_group, async_op=True)
-
-    def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-
-    def result(self) -> tuple[Tensor, ...]:
-        self.wait()
-        return self._local.split(self._widths, dim=-1)
-
-
-class _HaloTransfer:
-    """The all-to-all of the keys and values before the chunks of other ranks."""
-
-    def __init__(self, key: Tensor, value: Tensor, keys: HaloKeys, cp_group: Any) -> None:
-        self._keys, self._widths = keys, [key.shape[-1], value.shape[-1]]
-        local = torch.cat((key, value), dim=-1)
-        sent = local.index_select(0, keys.send)
-        self._received: Any = local.new_empty((sum(keys.num_received), *local.shape[1:]))
-        self._local: Any = local
-        self._work: Any = dist.all_to_all_single(
-            self._received, sent, keys.num_received, keys.num_sent, group=cp_group, async_op=True
+        """An all-to-all that returns the gradients of received keys and values to the ranks that hold these tokens."""
+        widths = [dkeys.shape[-1], dvalues.shape[-1]]
+        total = _summed(dkeys, dvalues, self.key_order, num_tokens + sum(self.num_received))
+        local, dreceived = total[:num_tokens], total[num_tokens:]
+        returned = total.new_empty((len(self.send), *total.shape[1:]))
+        work = dist.all_to_all_single(
+            returned, dreceived, self.num_sent, self.num_received, group=cp_group, async_op=True
         )
-
-    def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None  # it keeps the buffer
-
-    def result(self) -> tuple[Tensor, Tensor]:
-        self.wait()
-        held = torch.cat((self._local, self._received))
-        self._local = self._received = None
-        keys, values = held.index_select(0, self._keys.key_order).split(self._widths, dim=-1)
-        return keys, values
-
-
-class _HaloReturn:
-    """The all-to-all that returns the gradients of received keys and values to the ranks that hold these tokens."""
-
-    def __init__(self, dkeys: Tensor, dvalues: Tensor, keys: HaloKeys, num_tokens: int, cp_group: Any) -> None:
-        self._widths = [dkeys.shape[-1], dvalues.shape[-1]]
-        total = _summed(dkeys, dvalues, keys.key_order, num_tokens + sum(keys.num_received))
-        self._local, dreceived = total[:num_tokens], total[num_tokens:]
-        self._send = keys.send
-        self._returned = total.new_empty((len(keys.send), *total.shape[1:]))
-        self._work: Any = dist.all_to_all_single(
-            self._returned, dreceived, keys.num_sent, keys.num_received, group=cp_group, async_op=True
-        )
-
-    def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-            self._local.index_add_(0, self._send, self._returned)
-
-    def result(self) -> tuple[Tensor, ...]:
-        self.wait()
-        return self._local.split(self._widths, dim=-1)
+        return Transfer(work, lambda: local.index_add_(0, self.send, returned).split(widths, dim=-1))
 
 
 def _summed(dkeys: Tensor, dvalues: Tensor, order: Tensor, num_tokens: int) -> Tensor:

@@ -69,7 +69,9 @@ class TorchKernel:
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Implements `AttentionKernel.forward`."""
         out = query.new_empty((*query.shape[:2], values.shape[-1]))
-        lse = torch.empty(query.shape[1::-1], dtype=_compute_dtype(query), device=query.device)
+        lse = torch.empty(
+            query.shape[1::-1], dtype=torch.promote_types(query.dtype, torch.float32), device=query.device
+        )
         for tile in self._tiles():
             out[tile.rows], lse[:, tile.rows] = _attend(query[tile.rows], keys, values, tile, scale)
         return out, lse
@@ -186,13 +188,9 @@ def _scores(rows: Tensor, keys: Tensor, tile: _Tile, columns: slice, scale: floa
     return (scores if hidden is None else scores.masked_fill_(hidden, -math.inf)), slope
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _grouped(x: Tensor, groups: int) -> Tensor:
     """[n, heads, d] -> [groups, heads per group, n, d] in the dtype of the computation."""
-    return x.to(_compute_dtype(x)).unflatten(1, (groups, -1)).permute(1, 2, 0, 3).contiguous()
+    return x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(1, (groups, -1)).permute(1, 2, 0, 3).contiguous()
 
 
 def _ungrouped(x: Tensor) -> Tensor:
@@ -202,4 +200,4 @@ def _ungrouped(x: Tensor) -> Tensor:
 
 def _by_group(x: Tensor) -> Tensor:
     """[k, groups, d] -> [groups, k, d]"""
-    return x.to(_compute_dtype(x)).transpose(0, 1)
+    return x.to(torch.promote_types(x.dtype, torch.float32)).transpose(0, 1)

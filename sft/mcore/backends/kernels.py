@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from sft.config import Config
 from sft.config.mixer_section import LayerKind
+from sft.errors import ConfigError
 from sft.layers.kinds import all_layer_groups
 from sft.layers.mixer import Mixer
 from sft.mcore.attention.ffpa import FFPA
@@ -16,7 +17,10 @@ from sft.mcore.attention.package import Package
 from sft.mcore.attention.packed_attention import AttentionKernel
 from sft.mcore.attention.torch_kernel import TorchKernel
 from sft.mcore.backend import params_dtype
-from sft.mcore.backends import delta_rule
+from sft.mcore.linear_attention import fla_kernel
+from sft.mcore.linear_attention.delta_rule import Kernel
+from sft.mcore.linear_attention.fla_kernel import FlaKernel
+from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 
 # cu_seqlens of the whole pack, cp size, cp rank, device; window -> the kernel of a microbatch
 MakeKernel = Callable[..., AttentionKernel]
@@ -88,7 +92,21 @@ def _softmax(config: Config, mixer: Mixer, device_type: str) -> Chosen:
 
 
 def _delta(config: Config, mixer: Mixer, device_type: str) -> Chosen:
-    kernel = delta_rule.choose(config, device_type)
+    """`auto` is fla if FLA can compute what the recipe wants, else torch.  As text, the kernel says why.
+
+    Raises ConfigError if the recipe names fla, and FLA cannot.
+    """
+    wanted = config.attention.delta_rule
+    kernel: Kernel
+    if wanted == "torch":
+        kernel = TorchDeltaKernel("attention.delta_rule = torch")
+    elif (problem := fla_kernel.why_not(config, device_type)) is None:
+        kernel = FlaKernel(fla_kernel.operator(), "flash-linear-attention")
+    elif wanted == "fla":
+        raise ConfigError(f"attention.delta_rule = fla: {problem}.  attention.delta_rule=torch runs everywhere.")
+    else:
+        slow = f"plain torch, slow on GPUs; not fla: {problem}"
+        kernel = TorchDeltaKernel("plain torch" if device_type == "cpu" else slow)
     return Chosen(kernel, str(kernel))
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from sft.config import Config, ModelConfig
@@ -23,6 +22,7 @@ from sft.mcore.backend import AttentionBackend, PackedDocuments
 from sft.mcore.backends.kernels import Chosen
 from sft.mcore.latent_attention.core_attention import SharedLatents
 from sft.mcore.modules.library import LocalLibrary
+from sft.mcore.modules.stored import OwnWeights
 from sft.parallel.cp_group import CpGroup
 
 
@@ -55,8 +55,10 @@ class Portable(AttentionBackend):
         return packed
 
 
-class PortableAttention(torch.nn.Module):
+class PortableAttention(OwnWeights):
     """Implements megatron-core's CoreAttention protocol with `packed_attention`, for one kind of layer."""
+
+    split_axes = {"softmax_offset": 0}
 
     def __init__(
         self,
@@ -74,10 +76,10 @@ class PortableAttention(torch.nn.Module):
         self.has_own_base = self.kind == "window attention" and model.rope.window_base is not None
         is_scaled = self.rotates and not self.has_own_base
         self.scale = softmax_scale if is_scaled else rope.plain_scale(model_of_kind(model, self.kind))
-        self._tp_group = pg_collection.tp
+        self.tp_group = pg_collection.tp
         self.softmax_offset = None  # core's name for the scores of sinks
         if model.attention_sinks:
-            num_heads = model.num_attention_heads // self._tp_group.size()
+            num_heads = model.num_attention_heads // self.tp_group.size()
             self.softmax_offset = torch.nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype))
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
@@ -102,16 +104,3 @@ class PortableAttention(torch.nn.Module):
         cp_group = documents.cp.members
         out = packed_attention(query, key, value, kernel, self.scale, cp_group, rotation, self.softmax_offset)
         return out.flatten(1)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
-    ) -> Any:
-        assert metadata is not None
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"softmax_offset": 0},
-            sharded_offsets,
-            tp_group=self._tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )

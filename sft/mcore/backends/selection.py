@@ -21,7 +21,7 @@ def choose(config: Config, device_type: str) -> AttentionBackend:
 
     Raises ConfigError if te cannot run here, and the recipe names te or sets run.fp8, which only te has.
     """
-    te_problem = transformer_engine.why_not(config, device_type)
+    te_problem = transformer_engine.unfit(config, device_type) or transformer_engine.missing()
     if te_problem and not config.attention.may_be_portable:
         raise ConfigError(f"attention.backend = te: {te_problem}.  attention.backend=portable runs everywhere.")
     if te_problem and config.run.fp8:

@@ -71,11 +71,6 @@ def rotating(attention: Any, model: ModelConfig) -> Any:
     return RotatingAttention
 
 
-def why_not(config: Config, device_type: str) -> str | None:
-    """The reason why this run cannot use Transformer Engine; None if it can."""
-    return unfit(config, device_type) or missing()
-
-
 def unfit(config: Config, device_type: str) -> str | None:
     """The reason why Transformer Engine cannot do what the recipe wants on this device; None if it can."""
     if device_type != "cuda":

@@ -27,7 +27,7 @@ from sft.mcore.checkpoint_io.megatron_arguments import model_arguments
 from sft.mcore.checkpoint_io.save_plans import SavePlans
 from sft.mcore.engine import Engine, weights_changed
 from sft.mcore.lora import adapted, freeze
-from sft.mcore.model.chunks import sharded_tensors
+from sft.mcore.modules.stored import sharded_tensors
 from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 from sft.parallel.layout import padded_vocab_size
 
@@ -107,20 +107,12 @@ def is_same_layout(engine: Engine, common: dict[str, Any]) -> bool:
     return all(getattr(stored, size, 1) == getattr(current, size) for size in sizes)
 
 
-def load_weights(engine: Engine, folder: Path) -> None:
+def load_weights(engine: Engine, folder: Path, *, trained: bool = False) -> None:
     """Load the weights only; Adam's moments, the schedule and the step keep the values of a new run.  Collective.
 
-    With LoRA these are the frozen weights, and `load_trained` loads the adapters.
+    With LoRA these are the frozen weights, or if `trained` the adapters and the weights that are trained beside them.
     """
-    _load_weights(engine, model_state(engine), folder)
-
-
-def load_trained(engine: Engine, folder: Path) -> None:
-    """Load the weights that the engine trains, and nothing else.  Collective."""
-    _load_weights(engine, trained_state(engine), folder)
-
-
-def _load_weights(engine: Engine, state: dict[str, Any], folder: Path) -> None:
+    state = trained_state(engine) if trained else model_state(engine)
     tensors, reader = list(sharded_tensors(state)), safe_reader.SafeReader(folder)
     _check_shapes(tensors, safe_reader.tensors(reader), folder)
     torch_dist_files.read_replicated(tensors, reader, engine.groups)

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sft.config.train import ADAM
-from sft.mcore.model.chunks import sharded_tensors
+from sft.mcore.modules.stored import sharded_tensors
 from sft.mcore.optimizer.offload import (
     adam_instances,
     adam_lookup,

@@ -16,8 +16,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import Tensor
 
 from sft.mcore.activations.recompute import recomputed
-from sft.mcore.experts.documents import TokenDocuments
 from sft.mcore.experts.grouped import layer_by_layer
+from sft.mcore.experts.router import TokenDocuments
 from sft.mcore.modules.gated_activation import GatedActivation
 
 

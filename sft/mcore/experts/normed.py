@@ -17,9 +17,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from sft.config import MoeConfig
-from sft.mcore.experts.documents import TokenDocuments
 from sft.mcore.experts.layer import ExpertLayer
-from sft.mcore.experts.router import Router, Routing
+from sft.mcore.experts.router import Router, Routing, TokenDocuments
 from sft.mcore.modules.norm import UnscaledNorm
 
 

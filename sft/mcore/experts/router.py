@@ -41,12 +41,30 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from sft.config import ModelConfig, MoeConfig
-from sft.mcore.experts.documents import TokenDocuments
 from sft.metrics.totals import ExpertLoad
 
 _AUX, _Z, _DROPPED, _TOKENS = range(4)  # columns of `Router.totals`, after one column per expert
 _LEAST_SUM = 1e-20  # keeps the weights of scores that are all 0 finite, as in transformers
 _BLOCK = 1 << 14  # tokens whose probabilities are converted to float64 at a time: 16 MiB for 128 experts
+
+
+@dataclass(frozen=True)
+class TokenDocuments:
+    """The document of each token of this rank in a microbatch.
+
+    numbers     int32 [t], -1 for padding
+    count       documents of the whole pack, filler documents included
+    cp_members  the ranks that share the pack; None: this rank has all of it
+    """
+
+    numbers: Tensor
+    count: int
+    cp_members: dist.ProcessGroup | None = None
+
+    @property
+    def is_real(self) -> Tensor:
+        """bool [t], false for padding"""
+        return self.numbers >= 0
 
 
 class Router(TopKRouter):
@@ -151,8 +169,16 @@ class Routing:
 
     @staticmethod
     def of(logits: Tensor, moe: MoeConfig, bias: Tensor | None) -> "Routing":
-        """logits [t, experts], bias [experts]: the correction bias"""
-        return by_softmax(logits, moe) if moe.score_function == "softmax" else by_sigmoid(logits, moe, bias)
+        """logits [t, experts], bias [experts]: the correction bias
+
+        softmax of 2, 1, 0, top_k 2: weights 0.731, 0.269, 0; without normalize_top_k 0.665, 0.245, 0
+        """
+        if moe.score_function == "sigmoid":
+            return _by_sigmoid(logits, moe, bias)
+        weights, chosen = topk_routing_with_score_function(
+            logits, moe.top_k, use_pre_softmax=not moe.normalize_top_k, scaling_factor=moe.scaling_factor
+        )
+        return Routing(weights, chosen)
 
     def balanced(self, logits: Tensor, moe: MoeConfig) -> tuple[Tensor, Tensor]:
         """[t, experts]: the probabilities and the choices that the load-balancing loss is about."""
@@ -162,22 +188,8 @@ class Routing:
         return scores / scores.sum(-1, keepdim=True), _among_largest(scores.detach(), moe.top_k)
 
 
-def by_softmax(logits: Tensor, moe: MoeConfig) -> Routing:
-    """logits [t, experts] -> the routing by softmax.
-
-    logits 2, 1, 0 and top_k 2: weights 0.731, 0.269, 0; without normalize_top_k 0.665, 0.245, 0
-    """
-    weights, chosen = topk_routing_with_score_function(
-        logits, moe.top_k, use_pre_softmax=not moe.normalize_top_k, scaling_factor=moe.scaling_factor
-    )
-    return Routing(weights, chosen)
-
-
-def by_sigmoid(logits: Tensor, moe: MoeConfig, bias: Tensor | None) -> Routing:
-    """logits [t, experts], bias [experts] -> the routing by sigmoid scores.
-
-    scores 0.6, 0.5, 0.2, bias 0, 0, 0.4, top_k 2: weights 0.75, 0, 0.25; without normalize_top_k 0.6, 0, 0.2
-    """
+def _by_sigmoid(logits: Tensor, moe: MoeConfig, bias: Tensor | None) -> Routing:
+    """scores 0.6, 0.5, 0.2, bias 0, 0, 0.4, top_k 2: weights 0.75, 0, 0.25; without normalize_top_k 0.6, 0, 0.2"""
     scores = logits.sigmoid()
     ranked = scores.detach() if bias is None else scores.detach() + bias
     if moe.num_groups > 1:

@@ -9,7 +9,7 @@
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -45,22 +45,13 @@ class CoreAttention(Protocol):
 MakeCoreAttention = Callable[..., CoreAttention]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _OverTp:
-    """Gives every tensor-parallel rank the tokens of all; backward sums the gradients of all heads."""
-
-    group: Any
-    sequence_parallel: bool
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[s, 1, d] -> [t, 1, d]"""
-        if self.group.size() == 1:
-            return x
-        over_tp = (
-            gather_from_sequence_parallel_region if self.sequence_parallel else copy_to_tensor_model_parallel_region
-        )
-        result: Tensor = over_tp(x, group=self.group)
-        return result
+def _over_tp(x: Tensor, group: Any, sequence_parallel: bool) -> Tensor:
+    """[s, 1, d] -> [t, 1, d], tokens of all tensor-parallel ranks; backward sums the gradients of all heads."""
+    if group.size() == 1:
+        return x
+    over_tp = gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_model_parallel_region
+    result: Tensor = over_tp(x, group=group)
+    return result
 
 
 class SharedLatents:
@@ -68,7 +59,7 @@ class SharedLatents:
         sizes, tp = model.latent_attention, pg_collection.tp
         assert sizes.kv_lora_rank is not None
         self._sizes, self._rank, self._scale = sizes, sizes.kv_lora_rank, rope.softmax_scale(model)
-        self._over_tp = _OverTp(group=tp, sequence_parallel=config.sequence_parallel)
+        self._over_tp = partial(_over_tp, group=tp, sequence_parallel=config.sequence_parallel)
         num_heads = model.num_attention_heads // tp.size()
         self._heads, self._sends_latent = slice(0, num_heads), sizes.sends_latent(num_heads)
 
@@ -134,7 +125,7 @@ class ExpandedKeys(torch.nn.Module):
     ) -> None:
         super().__init__()
         self._sizes = model.latent_attention
-        self._over_tp = _OverTp(group=pg_collection.tp, sequence_parallel=config.sequence_parallel)
+        self._over_tp = partial(_over_tp, group=pg_collection.tp, sequence_parallel=config.sequence_parallel)
         self.attention = attention(
             config=config,
             layer_number=layer_number,

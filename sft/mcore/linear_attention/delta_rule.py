@@ -92,9 +92,6 @@ class Kernel(Protocol):
     schedule, as an argument: what `schedule` of the same kernel has returned, which no other kernel can use
     """
 
-    @property
-    def name(self) -> str: ...
-
     def schedule(self, fragments: Fragments, heads: int, device: torch.device) -> Any:
         """The `FragmentSchedule` of a microbatch.  heads: value heads of this rank"""
 

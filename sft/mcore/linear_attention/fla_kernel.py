@@ -63,8 +63,6 @@ class FlaKernel:
     operator: Operator
     reason: str = ""
 
-    name = "fla"
-
     def __str__(self) -> str:
         return f"fla ({self.reason})"
 

@@ -7,30 +7,17 @@ order.  The gradients of A and B need no separate treatment: they are those of t
 `Kernel.backward` gets the gradient of the last state.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sft.mcore.linear_attention.delta_rule import FragmentSchedule, Inputs, Kernel
-
-
-class StatePassing(Protocol):
-    """Passes states between the linked fragments of all ranks.  Both methods are collective over cp."""
-
-    def initial_states(self, a: Tensor, b: Tensor) -> Tensor:
-        """Maps A [m, value heads, K, K] and B [m, value heads, K, V] -> initial states [m, value heads, K, V]."""
-
-    def final_gradients(self, a: Tensor, dstates: Tensor) -> Tensor:
-        """Gradients of the linked fragments' last states, from the fragments that follow them: [m, value heads, K, V].
-
-        dstates: gradients of initial states through the outputs of the fragment alone.  With f + 1 after f in the
-        document, last[f] = dstates[f + 1] + A[f + 1]^T last[f + 1].
-        """
+from sft.mcore.linear_attention.state_passing import HeadwisePassing
 
 
 def gated_delta_rule(
-    inputs: Inputs, schedule: FragmentSchedule, kernel: Kernel, passing: StatePassing | None = None
+    inputs: Inputs, schedule: FragmentSchedule, kernel: Kernel, passing: HeadwisePassing | None = None
 ) -> Tensor:
     """Outputs [t, value heads, V] in the dtype of v.
 

@@ -4,7 +4,7 @@ Both directions are one all-to-all.  Backward of one direction is the other: gra
 gradients of outputs like tokens.  A message holds all tensors of a token side by side as bytes, each in its own dtype.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from sft.mcore.device import send
 from sft.parallel.fragments import Relayout
+
+_Move = Callable[[Sequence[Tensor], Any], list[Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,36 +67,27 @@ class TokenRelayout:
 
 def to_computed(relayout: TokenRelayout, cp_group: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
     """`TokenRelayout.to_computed` with gradients."""
-    moved: tuple[Tensor, ...] = _ToComputed.apply(relayout, cp_group, *tensors)
+    moved: tuple[Tensor, ...] = _Moved.apply(relayout.to_computed, relayout.to_local, cp_group, *tensors)
     return moved
 
 
 def to_local(relayout: TokenRelayout, cp_group: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
     """`TokenRelayout.to_local` with gradients."""
-    moved: tuple[Tensor, ...] = _ToLocal.apply(relayout, cp_group, *tensors)
+    moved: tuple[Tensor, ...] = _Moved.apply(relayout.to_local, relayout.to_computed, cp_group, *tensors)
     return moved
 
 
-class _ToComputed(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
+    """The tensors as `move` returns them; backward moves the gradients `back`."""
+
     @staticmethod
-    def forward(ctx: Any, relayout: TokenRelayout, cp_group: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.relayout, ctx.cp_group = relayout, cp_group
-        return tuple(relayout.to_computed(tensors, cp_group))
+    def forward(ctx: Any, move: _Move, back: _Move, cp_group: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.back, ctx.cp_group = back, cp_group
+        return tuple(move(tensors, cp_group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.relayout.to_local(grads, ctx.cp_group)
-
-
-class _ToLocal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, relayout: TokenRelayout, cp_group: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.relayout, ctx.cp_group = relayout, cp_group
-        return tuple(relayout.to_local(tensors, cp_group))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.relayout.to_computed(grads, ctx.cp_group)
+        return None, None, None, *ctx.back(grads, ctx.cp_group)
 
 
 def _all_to_all(rows: Sequence[Tensor], num_sent: list[int], num_received: list[int], cp_group: Any) -> list[Tensor]:

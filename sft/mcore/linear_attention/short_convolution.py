@@ -119,7 +119,7 @@ def _wide(x: Tensor, received: Tensor, weight: Tensor, channels: slice) -> tuple
 
 def _preactivation(held: Tensor, taps: Tensor, plan: ConvolutionPlan) -> Tensor:
     """z [t, block].  At edges, what precedes in memory belongs elsewhere and is replaced."""
-    num_tokens = len(held) - _num_received(plan)
+    num_tokens = len(held) - sum(plan.num_received or ())
     x = held[:num_tokens]
     z = x * taps[0]
     for shift in range(1, len(taps)):
@@ -149,7 +149,3 @@ def _gradient_of_weight(dz: Tensor, held: Tensor, plan: ConvolutionPlan) -> Tens
         edge_products = dz.index_select(0, rows) * held.index_select(0, sources)
         dtaps.append((inner[shift:] * held[: max(len(dz) - shift, 0)]).sum(0) + edge_products.sum(0))
     return torch.stack(dtaps).flip(0).t()
-
-
-def _num_received(plan: ConvolutionPlan) -> int:
-    return sum(plan.num_received or ())

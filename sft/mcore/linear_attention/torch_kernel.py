@@ -1,6 +1,6 @@
 """A kernel of the gated delta rule in plain torch, on any device and in any precision.
 
-schedule.py says which chunks are computed together, chunks.py and chunk_gradients.py what is computed of them.  Forward
+schedule.py says which chunks are computed together, and chunks.py what is computed of them.  Forward
 saves nothing but the states at the start of every INTERVAL-th chunk; backward recomputes the rest, block by block.
 States and all products are float32, or float64 for float64 values.
 """
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sft.mcore.linear_attention.chunk_gradients import gradients
-from sft.mcore.linear_attention.chunks import Chunks, gathered, scatter, without_padding
+from sft.mcore.linear_attention.chunks import Chunks, gathered, gradients, scatter, without_padding
 from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
 from sft.mcore.linear_attention.schedule import Block, ChunkSchedule, Group
 
@@ -22,8 +21,6 @@ class TorchDeltaKernel:
     """Implements `delta_rule.Kernel` in torch.  reason: why this run uses this kernel, for the log"""
 
     reason: str = "plain torch"
-
-    name = "torch"
 
     def __str__(self) -> str:
         return f"torch ({self.reason})"

@@ -12,7 +12,7 @@ One factor is split over tp as the weight is, and the other factor is replicated
 An adapter adds to the output of its layer, so its output must be in the same state: this rank's rows, the sum over tp,
 or this rank's tokens of that sum.
 
-The factors of all experts of a layer are one tensor, in memory and in a checkpoint (see grouped_experts.py).
+The factors of all experts of a layer are one tensor, in memory and in a checkpoint (see experts/grouped.py).
 
 `sft.weights.lora.targets` selects the weights.  `checkpoint_io` stores the factors under the names of PEFT.
 """
@@ -33,6 +33,7 @@ from sft.config.lora import LoraConfig
 from sft.layers.adapters import AdaptedWeight, Adapter, names_of
 from sft.mcore.experts.grouped import RowsOfExperts, layer_by_layer
 from sft.mcore.lora.split import Split
+from sft.mcore.modules.stored import sharded_tensors
 from sft.mcore.process_groups import ProcessGroups
 
 PREFIX = "adapter."  # of the keys of adapters in a checkpoint
@@ -238,27 +239,19 @@ def factors_of(chunks: Iterable[torch.nn.Module]) -> Iterator[Factors]:
         yield from (module for module in chunk.modules() if isinstance(module, Factors))
 
 
-def sharded_tensors(chunks: Iterable[torch.nn.Module]) -> Iterator[ShardedTensor]:
+def leaves(chunks: Iterable[torch.nn.Module]) -> Iterator[ShardedTensor | ShardedTensorFactory]:
     """Every factor of this rank as a checkpoint holds it: as a part of PEFT's tensor, or of a stack of these.
 
-    The factors of the experts of a layer are one tensor [experts, ...], whose name has * for the expert's number.
+    The factors of the experts of a layer are one tensor [experts, ...], whose name has * for the expert's number.  A
+    factor whose rows lie apart in PEFT's tensor is a factory of several parts.
     """
-    for leaf in leaves(chunks):
-        if isinstance(leaf, ShardedTensorFactory):
-            yield from leaf.build()
-        else:
-            yield leaf
-
-
-def leaves(chunks: Iterable[torch.nn.Module]) -> Iterator[ShardedTensor | ShardedTensorFactory]:
-    """Every factor of this rank; one whose rows lie apart in PEFT's tensor is a factory of several parts."""
     for factors in factors_of(chunks):
         yield from factors.leaves()
 
 
 def linear_tensors(chunks: Iterable[torch.nn.Module]) -> Iterator[ShardedTensor]:
     """Every factor of this rank as a part of a tensor with PEFT's name; `data` are views of the factors."""
-    for shard in sharded_tensors(chunks):
+    for shard in sharded_tensors(list(leaves(chunks))):
         if len(shard.global_shape) == 2:
             yield shard
             continue

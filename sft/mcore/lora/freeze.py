@@ -12,6 +12,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from sft.layers.adapters import EMBEDDING, Trained
+from sft.mcore.modules.stored import sharded_tensors
 
 
 def apply(chunk: Any, trained: Trained, *, keeps_graph: bool) -> None:
@@ -33,7 +34,7 @@ def whole_leaves(state: Any, trained: Trained) -> Iterator[ShardedTensor | Shard
     """The entries of a sharded state dict that describe weights which are trained themselves."""
     for leaf in nested_values(state):
         if isinstance(leaf, ShardedTensor | ShardedTensorFactory) and leaf.data is not None:
-            part = leaf if isinstance(leaf, ShardedTensor) else next(iter(nested_values(leaf.build())))
+            part = next(sharded_tensors([leaf]))
             if trained.has(part.key, tuple(part.global_offset[: part.prepend_axis_num])):
                 yield leaf
 

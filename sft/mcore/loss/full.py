@@ -35,8 +35,7 @@ def _correct(scores: Tensor, local: Tensor, shard: VocabShard) -> Tensor:
     is_local = (local >= 0) & (local < shard.num_real)
     own = scores.gather(1, local.clamp(0, scores.shape[1] - 1)[:, None]).squeeze(1)
     largest = torch.stack([scores.amax(-1), torch.where(is_local, own, -torch.inf)])
-    if shard.group.size() > 1:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard.group)
+    shard.all_reduce(largest, dist.ReduceOp.MAX)
     return (largest[1] >= largest[0]).to(scores.dtype)
 
 
@@ -46,8 +45,7 @@ def _lse_and_entropy(scores: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]
         largest = scores.detach().amax(-1)
     else:
         largest = scores.new_full(scores.shape[:1], -torch.inf)
-    if shard.group.size() > 1:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard.group)
+    shard.all_reduce(largest, dist.ReduceOp.MAX)
     total = _sum_over_tp((scores - largest[:, None]).exp().sum(-1), shard)
     lse = largest + total.log()
     # Each shard's part of the entropy depends on lse, so backward sums the gradients of lse over the shards.

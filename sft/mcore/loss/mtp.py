@@ -3,7 +3,7 @@
     objective = lm loss + train.mtp_loss_weight * mean of -log p over the predicted tokens of the global batch
 
 A token is predicted if it is supervised and has two tokens of its document before it.  Each counts the same, whatever
-loss.reduction says.  `mtp.py` computes the hidden states.
+loss.reduction says.  `model/mtp.py` computes the hidden states.
 """
 
 from dataclasses import replace

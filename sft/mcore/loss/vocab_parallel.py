@@ -1,6 +1,7 @@
 """Splits the vocabulary over tensor-parallel ranks, and makes all collectives of the loss head."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,10 +71,10 @@ class VocabShard:
         dist.all_gather_into_tensor(whole, local.contiguous(), group=self.group)
         return whole
 
-    def all_reduce(self, partial: Tensor) -> None:
-        """Sum over tp, in place."""
+    def all_reduce(self, partial: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        """Sum over tp, or another operation, in place."""
         if self.group.size() > 1:
-            dist.all_reduce(partial, group=self.group)
+            dist.all_reduce(partial, op=op, group=self.group)
 
     def reduce_scatter(self, partial: Tensor) -> Tensor:
         """[t, h] of each rank -> [t / tp, h], this rank's slice of the sum."""

@@ -7,13 +7,10 @@ draws them, or `checkpoint_io` loads them.
 
 import importlib.util
 import math
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -39,6 +36,8 @@ from sft.parallel.layout import Layout, padded_vocab_size
 
 # torch compiles the fused functions that Transformer Engine lacks.  With TORCHDYNAMO_DISABLE=1 they run uncompiled.
 _CUDA_TRANSFORMER_FIELDS = dict(bias_activation_fusion=True)
+# Core recomputes whole layers.  `layer.py` recomputes only the second half of a layer.
+_FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
 def transformer_config(
@@ -54,7 +53,10 @@ def transformer_config(
         num_query_groups=model.resolved_query_groups,
         kv_channels=model.resolved_head_dim,
         softmax_scale=rope.softmax_scale(model),
-        **_norm_fields(model),
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_epsilon,
+        layernorm_zero_centered_gamma=model.norm_zero_centered,
+        qk_layernorm=model.qk_norm,
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
         attention_output_gate=model.attention_output_gate,
@@ -86,7 +88,7 @@ def transformer_config(
             **(CPU_TRANSFORMER_FIELDS if device_type == "cpu" else _CUDA_TRANSFORMER_FIELDS),
             **_activation_fields(model),
         },
-        **_recompute_fields(config.train.recompute),
+        **(_FULL_RECOMPUTE if config.train.recompute == "full" else {}),
     )
     defaults = {PERMUTE_FUSION: backend.library.is_te and model.moe.num_experts is not None}
     try:
@@ -148,26 +150,10 @@ def _expert_fields(model: ModelConfig, layout: Layout) -> dict[str, Any]:
     )
 
 
-def _norm_fields(model: ModelConfig) -> dict[str, Any]:
-    return dict(
-        normalization="RMSNorm",
-        layernorm_epsilon=model.norm_epsilon,
-        layernorm_zero_centered_gamma=model.norm_zero_centered,
-        qk_layernorm=model.qk_norm,
-    )
-
-
 def _activation_fields(model: ModelConfig) -> dict[str, Any]:
     """Fields of the activation.  Core passes gate and up together only to activations of Transformer Engine, so these
     fields make it build our activation instead of one of these."""
     return dict(bias_activation_fusion=False, use_te_activation_func=True) if GatedActivation.fields(model) else {}
-
-
-def _recompute_fields(recompute: str) -> dict[str, Any]:
-    """Fields with which core recomputes whole layers.  `layer.py` recomputes only the second half of a layer."""
-    if recompute == "full":
-        return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    return {}
 
 
 def build(
@@ -261,12 +247,3 @@ def _embedding_multiplier(model: ModelConfig, dtype: torch.dtype) -> float:
     """The factor on embeddings, rounded as transformers does for Gemma: to fp32, then to the dtype of the weights."""
     rounded = torch.tensor(model.embedding_multiplier, dtype=torch.float32).to(dtype)
     return rounded.item() if model.round_embedding_multiplier else model.embedding_multiplier
-
-
-def sharded_tensors(state: dict[str, Any] | list[Any]) -> Iterator[ShardedTensor]:
-    """Every tensor of this rank in a sharded state dict, including the tensors that factories make."""
-    for leaf in nested_values(state):
-        if isinstance(leaf, ShardedTensorFactory):
-            yield from sharded_tensors([leaf.build()])
-        elif isinstance(leaf, ShardedTensor) and leaf.data is not None:
-            yield leaf

@@ -44,11 +44,8 @@ class HiddenStatesGPT(GPTModel):
         **core: Any,
     ) -> None:
         super().__init__(**core)
-        self._logits_scaling, self._embedding_multiplier, self._mtp_mode = (
-            logits_scaling,
-            embedding_multiplier,
-            mtp_mode,
-        )
+        self._logits_scaling, self._embedding_multiplier = logits_scaling, embedding_multiplier
+        self._mtp_mode = mtp_mode
         if self.pre_process and embedding_multiplier != 1.0:
             self.embedding.register_forward_hook(lambda module, args, output: output * embedding_multiplier)
         # Core would treat an attribute `mtp` as its own block.

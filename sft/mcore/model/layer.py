@@ -22,8 +22,8 @@ from torch import Tensor
 from sft.mcore.activations.recompute import recomputed
 from sft.mcore.activations.saved_tensors import SavePolicy
 from sft.mcore.backend import PackedDocuments
-from sft.mcore.experts.documents import TokenDocuments
 from sft.mcore.experts.layer import ExpertLayer
+from sft.mcore.experts.router import TokenDocuments
 
 
 class Layer(TransformerLayer):

@@ -14,7 +14,7 @@ This module replaces megatron-core's block (multi_token_prediction.py).  In core
 that it holds, and asks its neighbours for the missing ones, document by document.  Its loss depends on the layout,
 because it divides by the tokens of a microbatch on a rank (Megatron-LM#2417, #3943).  In this trainer, the collator
 determines both following tokens before context parallelism divides a pack, and the loss is divided by the number of
-predicted tokens of the global batch (mtp_loss.py).
+predicted tokens of the global batch (loss/mtp.py).
 """
 
 from collections.abc import Callable

@@ -7,8 +7,9 @@ import torch
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import ModuleSpec
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+
+from sft.mcore.modules.stored import OwnWeights
 
 
 def with_bias(linear: Any) -> Any:
@@ -21,13 +22,15 @@ def with_bias(linear: Any) -> Any:
     return Biased
 
 
-class ExpertOutput(RowParallelLinear):
+class ExpertOutput(OwnWeights, RowParallelLinear):
     """The second projection of an expert, [n, e / etp] -> [n, h], with a bias of which each rank of etp has a part.
 
     The dispatcher sums the outputs over etp.  A rank returns a bias [h] that is 0 outside of its part, so that the sum
     has each number once.  Every rank of etp sees the same tokens, so that the gradient of its part is complete.
     Checkpoints hold the whole bias.
     """
+
+    split_axes = {"weight": 1, "bias": 0}
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool, config: Any, **core: Any) -> None:
         super().__init__(input_size, output_size, bias=False, config=config, **core)
@@ -43,19 +46,6 @@ class ExpertOutput(RowParallelLinear):
         before = self.tp_group.rank() * len(self.bias)
         after = self.output_size - before - len(self.bias)
         return output, torch.nn.functional.pad(self.bias, (before, after))
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
-    ) -> Any:
-        assert metadata is not None
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 1, "bias": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
 
 
 def bias_mlp(mlp: Any, *, has_experts: bool) -> None:

@@ -1,15 +1,15 @@
 """A linear layer that every tensor-parallel rank holds whole, because its output is narrow."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from sft.mcore.modules.stored import OwnWeights
 
-class DuplicatedLinear(torch.nn.Module):
+
+class DuplicatedLinear(OwnWeights):
     """A linear layer without bias, whole on every rank.  With sequence parallelism a rank computes its own tokens.
 
     The attribute `sequence_parallel` of the weight makes core sum the weight's gradient over these ranks.
@@ -17,22 +17,10 @@ class DuplicatedLinear(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, num_columns: int, num_rows: int, tp_group: Any) -> None:
         super().__init__()
-        self._tp_group = tp_group
+        self.tp_group = tp_group
         self.weight = torch.nn.Parameter(torch.full((num_rows, num_columns), torch.nan, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """[t, 1, columns] -> [t, 1, rows], and no bias, as core's linear layers."""
         return torch.nn.functional.linear(x, self.weight), None
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None
-    ) -> Any:
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {},
-            sharded_offsets,
-            tp_group=self._tp_group,
-            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
-        )

@@ -16,6 +16,7 @@ from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.identity_op import IdentityOp
 
 from sft.config import Config
+from sft.mcore.modules.biases import submodules_of
 from sft.mcore.modules.norm import RMSNorm
 from sft.mcore.modules.qk_norm import norms_over
 
@@ -86,9 +87,7 @@ def with_norms_apart(spec: ModuleSpec) -> ModuleSpec:
     layer.sharded_state_dict_keys_map["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     if layer.pre_mlp_layernorm is IdentityOp:  # with experts, the norm is a module of its own already
         layer.pre_mlp_layernorm = TENorm
-        mlp = layer.mlp
-        parts = mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]  # up to core 0.18
-        parts.linear_fc1 = TEColumnParallelLinear
+        submodules_of(layer.mlp).linear_fc1 = TEColumnParallelLinear
     return spec
 
 

@@ -14,20 +14,19 @@ from torch import Tensor
 from sft.mcore.activations.saved_tensors import SavePolicy
 
 
-class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm, computed in fp32; its output is marked as recomputable.
+class UnscaledNorm(torch.nn.Module):
+    """Root-mean-square norm over the last axis, computed in fp32; its output is marked as recomputable.
 
-    Under sequence parallelism each rank computes a slice of the tokens.  The attribute `sequence_parallel` of the
-    weight makes core sum the weight's gradient over these ranks.
+    offset: added to the weight, which subclasses have
     """
 
     save_policy: SavePolicy | None = None
+    weight: torch.nn.Parameter | None
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+    def __init__(self, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.eps, self.offset = eps, 1.0 if config.layernorm_zero_centered_gamma else 0.0  # added to the weight
-        self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1.0 - self.offset, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.eps, self.offset = eps, offset
+        self.register_parameter("weight", None)
 
     def forward(self, x: Tensor) -> Tensor:
         # Queries and keys are views.  A saved view would keep the whole output of the projection in memory.
@@ -39,32 +38,24 @@ class RMSNorm(torch.nn.Module):
 
     def _norm(self, x: Tensor) -> Tensor:
         if not self.offset and x.is_cuda and hasattr(torch.ops.aten, "_fused_rms_norm"):
-            return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
         out: Tensor = _RMSNorm.apply(x, self.weight, self.eps, self.offset)
         return out
 
 
-class UnscaledNorm(torch.nn.Module):
-    """RMSNorm without a weight, over the last axis."""
+class RMSNorm(UnscaledNorm):
+    """The norm with a weight.
 
-    save_policy: SavePolicy | None = None
+    Under sequence parallelism each rank computes a slice of the tokens.  The attribute `sequence_parallel` of the
+    weight makes core sum the weight's gradient over these ranks.
+    """
 
-    def __init__(self, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
+    weight: torch.nn.Parameter
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        out = self._norm(x)
-        if self.save_policy is not None:
-            self.save_policy.mark_recomputable(out, self._norm, x)
-        return out
-
-    def _norm(self, x: Tensor) -> Tensor:
-        if x.is_cuda and hasattr(torch.ops.aten, "_fused_rms_norm"):
-            return torch.nn.functional.rms_norm(x, x.shape[-1:], None, self.eps)
-        out: Tensor = _RMSNorm.apply(x, None, self.eps, 0.0)
-        return out
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__(eps, offset=1.0 if config.layernorm_zero_centered_gamma else 0.0)
+        self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1.0 - self.offset, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -14,7 +14,7 @@ from torch import Tensor
 from sft.mcore.activations.saved_tensors import SavePolicy
 
 
-class _AcrossHeadsNorm(torch.nn.Module):
+class AcrossHeadsNorm(torch.nn.Module):
     """Every tp rank holds the weight of all heads, [heads * d], and reads the part of its own heads.
 
     The gradient of the other part is 0.  Core sums gradients over tp if the weight's name has q_layernorm or
@@ -22,48 +22,32 @@ class _AcrossHeadsNorm(torch.nn.Module):
     """
 
     save_policy: SavePolicy | None = None
-    tp_group: Any  # of a subclass, `norms_over`
+    heads_field: str  # field of TransformerConfig: number of heads of all tp ranks; of a subclass, `norms_over`
+    tp_group: Any
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         """hidden_size: width of a head"""
         super().__init__()
-        self.eps, self._group = eps, self.tp_group
-        self.weight = torch.nn.Parameter(torch.ones(self._num_heads(config) * hidden_size, dtype=config.params_dtype))
-
-    @staticmethod
-    def _num_heads(config: TransformerConfig) -> int:
-        """Heads of all tp ranks."""
-        raise NotImplementedError
+        self.eps = eps
+        width = getattr(config, self.heads_field) * hidden_size
+        self.weight = torch.nn.Parameter(torch.ones(width, dtype=config.params_dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         """[t, 1, heads of this rank, d]"""
         x = x.contiguous()  # a saved view would keep the whole output of the projection in memory
         num_heads, width = x.shape[-2:]
-        first = self._group.rank() * num_heads
+        first = self.tp_group.rank() * num_heads
         weight = self.weight.view(-1, width)[first : first + num_heads]
-        out, shrink = _Norm.apply(x, weight, self.eps, self.weight.numel(), self._group)
+        out, shrink = _Norm.apply(x, weight, self.eps, self.weight.numel(), self.tp_group)
         if self.save_policy is not None:
             self.save_policy.mark_recomputable(out, _normed, x, weight, shrink)
         return out
 
 
-class QueryNorm(_AcrossHeadsNorm):
-    @staticmethod
-    def _num_heads(config: TransformerConfig) -> int:
-        return config.num_attention_heads
-
-
-class KeyNorm(_AcrossHeadsNorm):
-    @staticmethod
-    def _num_heads(config: TransformerConfig) -> int:
-        assert config.num_query_groups is not None
-        return config.num_query_groups
-
-
-def norms_over(tp_group: Any) -> tuple[type[QueryNorm], type[KeyNorm]]:
-    """The norms over the heads of the ranks of this group: classes, because core makes the modules itself."""
-    arguments = {"tp_group": tp_group}
-    return type("QueryNorm", (QueryNorm,), arguments), type("KeyNorm", (KeyNorm,), arguments)
+def norms_over(tp_group: Any) -> list[type[AcrossHeadsNorm]]:
+    """The norms of queries and of keys: classes, because core makes the modules itself."""
+    fields = ("num_attention_heads", "num_query_groups")
+    return [type("Norm", (AcrossHeadsNorm,), {"tp_group": tp_group, "heads_field": field}) for field in fields]
 
 
 class _Norm(torch.autograd.Function):
@@ -71,7 +55,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, width: int, group: Any) -> tuple[Tensor, Tensor]:
-        squares = x.to(_wide(x)).pow(2)
+        squares = x.to(torch.promote_types(x.dtype, torch.float32)).pow(2)
         shrink = torch.rsqrt(_sum_over_heads(squares, group) / width + eps)
         ctx.save_for_backward(x, weight, shrink)
         ctx.width, ctx.group = width, group
@@ -98,7 +82,3 @@ def _sum_over_heads(x: Tensor, group: Any) -> Tensor:
     if group.size() > 1:
         dist.all_reduce(total, group=group)
     return total
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

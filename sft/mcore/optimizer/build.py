@@ -17,12 +17,14 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from torch import Tensor
 
 from sft.config import Config, OptimConfig
 from sft.config.schedule import Schedule
-from sft.mcore.optimizer import learning_rates, offload
+from sft.mcore.lora import adapted
+from sft.mcore.optimizer import offload
 
 # Numbers per piece.  A CPU makes a float64 copy of a piece, 512 KiB, which fits the cache of a core.  A GPU makes no
 # copy: its kernel converts each number that it reads, adds 65,536 numbers in a block, and stores 8 bytes per block.
@@ -49,12 +51,25 @@ def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> Me
     )
     if optim.offload_fraction:
         offload.enable_offload(core, optim.offload_fraction)
-    overrides = {**get_standard_config_overrides(core), **learning_rates.overrides_of(config, chunks)}
+    overrides = {**get_standard_config_overrides(core), **_rates_of_lora_b(config, chunks)}
     optimizer = get_megatron_optimizer(core, chunks, config_overrides=overrides, use_gloo_process_groups=False)
     if optim.offload_fraction:
         offload.check_and_free(optimizer)
     offload.use_fused_kernel(optimizer)
     return optimizer
+
+
+def _rates_of_lora_b(config: Config, chunks: list[DistributedDataParallel]) -> dict[ParamKey, ParamGroupOverride]:
+    """The learning rates of the factor B of every adapter, if they are not those of A (LoRA+, arXiv:2402.12354).
+
+    lr 1e-4, min_lr 1e-5, lr_ratio 16 -> max_lr 1.6e-3, min_lr 1.6e-4, which core's schedule scales like the others
+    """
+    ratio = config.lora.lr_ratio
+    if ratio == 1.0:
+        return {}
+    b_ids = {id(b) for factors in adapted.factors_of(chunks) for b in factors.b}
+    key = ParamKey(predicate=ParamPredicate(name="lora_B", fn=lambda param: id(param) in b_ids))
+    return {key: {"max_lr": config.optim.lr * ratio, "min_lr": config.optim.min_lr * ratio}}
 
 
 def update(optimizer: MegatronOptimizer, device: torch.device) -> float:

@@ -4,7 +4,6 @@ import os
 import socket
 from collections.abc import Collection, Sequence
 from fractions import Fraction
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +21,8 @@ def use(optimizer: MegatronOptimizer, group: dist.ProcessGroup) -> None:
     threads, threads_outside = num_threads(ranks, dist.get_rank(group)), torch.get_num_threads()
     for adam in adam_instances(optimizer):
         if all(param.device.type == "cpu" for settings in adam.param_groups for param in settings["params"]):
-            adam.register_step_pre_hook(_set_threads(threads))
-            adam.register_step_post_hook(_set_threads(threads_outside))
+            adam.register_step_pre_hook(lambda *unused: torch.set_num_threads(threads))
+            adam.register_step_post_hook(lambda *unused: torch.set_num_threads(threads_outside))
 
 
 def num_threads(ranks: Sequence[Cores], rank: int) -> int:
@@ -38,10 +37,3 @@ def num_threads(ranks: Sequence[Cores], rank: int) -> int:
 
 def _cores() -> Collection[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))  # macOS
-
-
-def _set_threads(number: int) -> Any:
-    def hook(*unused: Any) -> None:
-        torch.set_num_threads(number)
-
-    return hook

@@ -19,12 +19,11 @@ from sft.mcore.backends import kernels
 from sft.mcore.backends.portable import Portable
 from sft.mcore.backends.selection import choose, slower_than_possible
 from sft.parallel.cp_group import CpGroup
-from sft.recipe.load import parse_recipe
-from tests.builders import RECIPE
+from tests.builders import parsed
 
 
 def config(*overrides: str) -> Config:
-    return parse_recipe(RECIPE, "a.yaml", list(overrides)).config
+    return parsed(*overrides).config
 
 
 @pytest.fixture
@@ -134,29 +133,29 @@ def test_what_a_kernel_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_with_transformer_engine(te: None) -> None:
     assert str(choose(config(), "cuda")) == "te (Transformer Engine)"
     assert choose(config("attention.backend=portable"), "cuda").name == "portable"
+    assert choose(config("parallel.cp_comm=a2a", "parallel.cp=1"), "cuda").name == "te"  # nothing to move
 
 
-@pytest.mark.parametrize("way, since", [("a2a", "2.10"), ("all_gather", "2.18")])
-def test_a_release_that_cannot_is_refused(te: None, monkeypatch: pytest.MonkeyPatch, way: str, since: str) -> None:
-    wanted = config(f"parallel.cp_comm={way}", "parallel.cp=2")
+@pytest.mark.parametrize(
+    "way, since, before, sizes",
+    [
+        ("a2a", "2.10", "2.9.0+abc", ["parallel.cp=2"]),
+        ("all_gather", "2.18", "2.9.0+abc", ["parallel.cp=2"]),
+        ("a2a+p2p", "2.19", "2.18.0", ["parallel.cp=4", "parallel.cp_a2a=2"]),
+    ],
+)
+def test_a_release_that_cannot_is_refused(
+    te: None, monkeypatch: pytest.MonkeyPatch, way: str, since: str, before: str, sizes: list[str]
+) -> None:
+    wanted = config(f"parallel.cp_comm={way}", *sizes)
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: before)
     with pytest.raises(ConfigError) as caught:
         choose(wanted, "cuda")
     assert str(caught.value) == (
-        f"parallel.cp_comm = {way} needs Transformer Engine {since} or newer for packed documents, but 2.9.0+abc is "
+        f"parallel.cp_comm = {way} needs Transformer Engine {since} or newer for packed documents, but {before} is "
         "installed.  parallel.cp_comm=p2p works."
     )
-    assert choose(config(f"parallel.cp_comm={way}", "parallel.cp=1"), "cuda").name == "te"  # nothing to move
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: f"{since}.1")
-    assert choose(wanted, "cuda").name == "te"
-
-
-def test_two_levels_of_context_parallelism(te: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = config("parallel.cp_comm=a2a+p2p", "parallel.cp=4", "parallel.cp_a2a=2")
-    for there in ("2.18.0", "2.9.0"):
-        monkeypatch.setattr(importlib.metadata, "version", lambda package: there)
-        with pytest.raises(ConfigError, match=rf"a2a\+p2p needs Transformer Engine 2.19 or newer .* but {there} is"):
-            choose(wanted, "cuda")
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: "2.19.0")
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: f"{since}.0")
     assert choose(wanted, "cuda").name == "te"
 
 

@@ -4,12 +4,14 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sft.mcore import initial_weights
 from sft.mcore.initial_weights import draw_by_block, draw_in_sequence
 
 NAME, STD = "7:decoder.layers.mlp.linear_fc1.weight(3,)", 0.02
@@ -35,7 +37,8 @@ class Drawn(TorchDispatchMode):
 
 def drawn(draw: Draw, shape: Sequence[int], offset: Sequence[int], size: Sequence[int], block_size: int) -> Tensor:
     part = torch.full(tuple(size), math.nan)
-    draw(part, NAME, STD, shape=shape, offset=offset, block_size=block_size)
+    with mock.patch.dict(initial_weights._BLOCK_SIZE, cpu=block_size, cuda=block_size):
+        draw(part, NAME, STD, shape=shape, offset=offset)
     return part
 
 
@@ -81,7 +84,6 @@ def test_a_rank_draws_only_the_blocks_of_its_rows() -> None:
 
 @pytest.mark.parametrize("draw,largest", [(draw_in_sequence, 2 * 16 * 64), (draw_by_block, 2 * 15 * 64)])
 def test_no_more_than_two_blocks_exist_beside_the_model(draw: Draw, largest: int) -> None:
-    part = torch.empty(1000, 64)
     with Drawn() as found:
-        draw(part, NAME, STD, shape=(1000, 64), offset=(0, 0), block_size=1000)
+        drawn(draw, (1000, 64), (0, 0), (1000, 64), block_size=1000)
     assert sum(found.sizes) == 64_000 and 0 < found.largest < largest

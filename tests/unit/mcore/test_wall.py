@@ -33,13 +33,6 @@ NAMES: dict[str, str] = {
     "dist_checkpointing.mapping.ShardedTensorFactory.build": "self",
     "dist_checkpointing.mapping.is_main_replica": "replica_id",
     "dist_checkpointing.strategies.checkpointable.CheckpointableShardedTensor.from_sh_ten": "sh_ten",
-    "dist_checkpointing.strategies.fully_parallel.FullyParallelLoadStrategyWrapper": "strategy parallelization_group",
-    "dist_checkpointing.strategies.fully_parallel.FullyParallelLoadStrategyWrapper.load": (
-        "sharded_state_dict checkpoint_dir"
-    ),
-    "dist_checkpointing.strategies.fully_parallel.determine_main_replica_uniform_distribution": (
-        "sharded_state_dict parallelization_group"
-    ),
     "dist_checkpointing.strategies.fully_parallel.distribute_main_replicas_with_precomputed_distribution": (
         "sharded_state_dict parallelization_group precomputed_distribution"
     ),
@@ -52,8 +45,7 @@ NAMES: dict[str, str] = {
     "distributed.DistributedDataParallel.start_grad_sync": "self",
     "distributed.DistributedDataParallel.zero_grad_buffer": "self",
     "distributed.DistributedDataParallelConfig": (
-        "grad_reduce_in_fp32 overlap_grad_reduce overlap_param_gather use_distributed_optimizer "
-        "check_for_nan_in_grad"
+        "grad_reduce_in_fp32 overlap_grad_reduce use_distributed_optimizer check_for_nan_in_grad"
     ),
     "distributed.finalize_model_grads": "model num_tokens",
     "extensions.transformer_engine.TENorm": "config hidden_size eps",
@@ -79,7 +71,7 @@ NAMES: dict[str, str] = {
     "optimizer.MegatronOptimizer.zero_grad": "self",
     "optimizer.OptimizerConfig": (
         "optimizer lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad bf16 params_dtype "
-        "use_distributed_optimizer overlap_param_gather optimizer_cpu_offload optimizer_offload_fraction "
+        "use_distributed_optimizer optimizer_cpu_offload optimizer_offload_fraction "
         "overlap_cpu_optimizer_d2h_h2d use_precision_aware_optimizer"
     ),
     "optimizer.clip_grads.clip_grad_by_total_norm_fp32": "parameters max_norm total_norm use_decoupled_grad",
@@ -128,15 +120,11 @@ NAMES: dict[str, str] = {
     "transformer.moe.moe_layer.MoELayer.forward": "self hidden_states intermediate_tensors padding_mask",
     "transformer.moe.moe_layer.MoELayer.preprocess": "self hidden_states probs routing_map",
     "transformer.moe.moe_layer.MoELayer.dispatch": "self hidden_states probs",
-    "transformer.moe.moe_layer.MoELayer.routed_experts_compute": "self hidden_states probs",
     "transformer.moe.moe_layer.MoELayer.combine": "self output",
     "transformer.moe.moe_layer.MoELayer.postprocess": "self output shared_expert_output",
     "transformer.moe.moe_utils.apply_router_token_dropping": "routing_probs routing_map router_topk capacity_factor",
     "transformer.moe.moe_utils.topk_routing_with_score_function": "logits topk use_pre_softmax",
     "transformer.moe.router.TopKRouter": "config pg_collection",
-    "transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher.combine_postprocess": (
-        "self permutated_local_input_tokens"
-    ),
     "transformer.moe.token_dispatcher.all_to_all": "group input_ output_split_sizes_ input_split_sizes",
     "transformer.transformer_block.TransformerBlockSubmodules": "layer_specs layer_norm",
     "transformer.transformer_block.get_num_layers_to_build": "config vp_stage pp_rank",

@@ -1,4 +1,4 @@
-"""What the operators of flash-attn-4 and ffpa-attn are called with: a replacement has the names of their arguments."""
+"""Flash kernels of libraries: what they refuse, and how operators are called.  Replacements have their arguments."""
 
 import importlib.metadata
 from collections.abc import Callable, Iterator
@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from sft.mcore.attention import ffpa, flash4, package
+from sft.mcore.attention import ffpa, flash2, flash4, package
 from sft.mcore.attention.flash_kernel import Demand, FlashKernel, Operators
 from sft.mcore.attention.packed_attention import packed_attention
 from sft.mcore.attention.torch_kernel import TorchKernel
 from sft.mcore.backends.selection import choose, slower_than_possible
-from sft.recipe.load import parse_recipe
-from tests.builders import RECIPE
+from tests.builders import parsed
 from tests.plain_flash import PLAIN
 
 CPU = torch.device("cpu")
@@ -110,6 +109,7 @@ def _refuses_wide_values(width: int, value_width: int, major: int, alignment: in
 
 
 LIBRARIES: dict[str, tuple[Operators, Any]] = {
+    "flash2": (flash2.FLASH2, None),  # of torch itself
     "flash4": (
         flash4.FLASH4,
         SimpleNamespace(
@@ -173,6 +173,10 @@ UP_TO_256 = "it has heads of up to 256 in multiples of 8, but heads of this mode
 @pytest.mark.parametrize(
     "name, demand, reason",
     [
+        ("flash2", Demand("cpu", BF16, 128, 128), "it needs CUDA"),
+        ("flash2", Demand("cuda", torch.float32, 128, 128), "it computes in bf16 only"),
+        ("flash2", Demand("cuda", BF16, 288, 288), f"{UP_TO_256} 288 wide"),
+        ("flash2", Demand("cuda", BF16, 128, 128), None),
         ("flash4", Demand("cpu", BF16, 128, 128), "it needs CUDA"),
         ("flash4", Demand("cuda", torch.float32, 128, 128), "it computes in bf16 only"),
         ("flash4", Demand("cuda", BF16, 128, 128, heads_per_key=7, softcap=50.0, is_deterministic=True), None),
@@ -260,7 +264,7 @@ def test_a_package_whose_parts_do_not_fit(be: Be, name: str, module: Any, proble
 
 def test_a_broken_package_is_warned_of(be: Be) -> None:
     be(_broken)
-    wanted = parse_recipe(RECIPE, "a.yaml", ["attention.backend=portable", "model.sliding_window=64"]).config
+    wanted = parsed("attention.backend=portable", "model.sliding_window=64").config
     said = slower_than_possible(wanted, choose(wanted, "cuda"), "cuda")
     assert said is not None and said.splitlines()[1:] == [
         "It would be faster, but flash-attn-4 1.0 cannot be imported (module 'cutlass' has no attribute 'cute')."
@@ -272,7 +276,7 @@ def test_packages_to_install(be: Be) -> None:
     be(SimpleNamespace(), release=None)
     overrides = ["model.sliding_window=64", "model.sliding_window_layers=[1]", "model.full_attention.head_dim=512"]
     overrides += ["model.rope.window_base=1e4", "attention.backend=portable"]
-    wanted = parse_recipe(RECIPE, "a.yaml", overrides).config
+    wanted = parsed(*overrides).config
     said = slower_than_possible(wanted, choose(wanted, "cuda"), "cuda")
     assert said is not None
     first, wide, fast = said.splitlines()

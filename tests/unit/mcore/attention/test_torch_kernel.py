@@ -1,26 +1,43 @@
-"""Attention in plain tiles against attention in one piece: tiles smaller than documents, and no divisor of any."""
+"""Attention in plain tiles against attention in one piece: tiles smaller than documents, and no divisor of any.
+
+Also sliding windows, sinks and soft caps, on one process.
+"""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from sft.mcore.attention import flash2, flash_kernel, torch_kernel
+from sft.mcore.attention import flash2
+from sft.mcore.attention import packed_attention as packed_attention_module
+from sft.mcore.attention import torch_kernel
 from sft.mcore.attention.flash2 import FLASH2
-from sft.mcore.attention.flash_kernel import Demand
+from sft.mcore.attention.flash_kernel import FlashKernel, Operators
 from sft.mcore.attention.key_source import AllGatheredKeys, LocalKeys
+from sft.mcore.attention.packed_attention import packed_attention
+from sft.mcore.attention.torch_kernel import TorchKernel
 from sft.parallel import context_parallel
+from tests.reference_attention import in_one_piece
 
 BOUNDARIES = np.array([0, 48, 64, 144, 176], dtype=np.int32)
+DOCUMENTS = np.array([0, 48, 49, 64, 144, 176], dtype=np.int32)  # one of one token
 TOKENS, HEADS, GROUPS, WIDTH, SCALE = 176, 4, 2, 8, 0.4
 FLOAT64_TOLERANCE = 1e-12
 CPU = torch.device("cpu")
+ALONE: Any = SimpleNamespace(size=lambda: 1)
+SINKS = torch.tensor([6.0, -2.0, 0.5, 3.0], dtype=torch.float64)  # large ones: with zero, a sink that is ignored hides
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_kernel, "QUERY_TILE", 9)
     monkeypatch.setattr(torch_kernel, "KEY_TILE", 13)
+    monkeypatch.setattr(packed_attention_module, "SINK_TOKENS", 50)
 
 
 def inputs(dtype: torch.dtype) -> list[Tensor]:
@@ -30,30 +47,21 @@ def inputs(dtype: torch.dtype) -> list[Tensor]:
     return [3 * torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def key_order(kernel: torch_kernel.TorchKernel | flash_kernel.FlashKernel) -> Tensor:
+def key_order(kernel: TorchKernel | FlashKernel) -> Tensor:
     assert isinstance(kernel.key_source, AllGatheredKeys)
     return kernel.key_source.key_order
 
 
-def in_one_piece(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Output, and log-sum-exp of the scores."""
-    key, value = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in (key, value))
-    document = torch.bucketize(torch.arange(TOKENS), torch.from_numpy(BOUNDARIES[1:].copy()), right=True)
-    seen = (document[:, None] == document[None, :]).tril()
-    scores = (torch.einsum("qhd,khd->hqk", query, key) * SCALE).masked_fill(~seen, -torch.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value), scores.logsumexp(-1)
-
-
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
-def test_output_and_gradients(cp_size: int) -> None:
+def test_output_and_gradients_of_each_rank(cp_size: int) -> None:
     query, key, value, grad = inputs(torch.float64)
     whole = [x.clone().requires_grad_() for x in (query, key, value)]
-    expected, expected_lse = in_one_piece(*whole)
+    expected, expected_lse = in_one_piece(*whole, BOUNDARIES, SCALE)
     dquery, dkey, dvalue = torch.autograd.grad(expected, whole, grad)
     local = [torch.from_numpy(context_parallel.local_indices(BOUNDARIES, cp_size, rank)) for rank in range(cp_size)]
     sums = torch.zeros_like(key), torch.zeros_like(value)
     for rank, here in enumerate(local):
-        kernel = torch_kernel.TorchKernel.of(BOUNDARIES, cp_size, rank, CPU)
+        kernel = TorchKernel.of(BOUNDARIES, cp_size, rank, CPU)
         order = torch.cat(local)[key_order(kernel)] if cp_size > 1 else torch.cat(local)
         out, lse = kernel.forward(query[here], key[order], value[order], SCALE)
         close(out, expected[here])
@@ -74,7 +82,7 @@ def test_bf16_is_computed_in_fp32() -> None:
     """Bitwise the numbers of fp32, rounded once; sums of keys and values are not rounded at all."""
     narrow = inputs(torch.bfloat16)
     wide = [x.float() for x in narrow]
-    kernel = torch_kernel.TorchKernel.of(BOUNDARIES, 1, 0, CPU)
+    kernel = TorchKernel.of(BOUNDARIES, 1, 0, CPU)
     out, lse = kernel.forward(*narrow[:3], SCALE)
     expected, expected_lse = kernel.forward(*wide[:3], SCALE)
     assert out.dtype == torch.bfloat16 and torch.equal(out, expected.bfloat16())
@@ -89,7 +97,7 @@ def test_bf16_is_computed_in_fp32() -> None:
 @pytest.mark.parametrize("length", [1, 9, 10, 13, 14, 40])
 def test_no_tile_is_wider_than_it_may_be(length: int) -> None:
     chunk = context_parallel.Chunk(local_start=3, length=length, document_start=100, position=50)
-    kernel = torch_kernel.TorchKernel(chunks=(chunk,), key_source=LocalKeys())
+    kernel = TorchKernel(chunks=(chunk,), key_source=LocalKeys())
     made = list(kernel._tiles())
     assert [row for tile in made for row in range(TOKENS)[tile.rows]] == list(range(3, 3 + length))
     for tile in made:
@@ -99,41 +107,122 @@ def test_no_tile_is_wider_than_it_may_be(length: int) -> None:
         assert [key for keys in columns for key in range(500)[keys]] == list(range(100, last_seen))
 
 
+# --- windows, sinks and soft caps -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "window, softcap, has_sinks",
+    [*itertools.product((1, 2, 12, 13, 50, 80, 500), (None,), (False,))]
+    + [(None, 2.0, False), (None, None, True), (12, 2.0, True), (50, None, True), (None, 0.5, True)],
+)
+def test_outputs_and_gradients(window: int | None, softcap: float | None, has_sinks: bool) -> None:
+    *tensors, grad = inputs(torch.float64)
+    if has_sinks:
+        tensors.append(SINKS)
+    expected, found = ([x.clone().requires_grad_() for x in tensors] for _ in range(2))
+    kernel = TorchKernel.of(DOCUMENTS, 1, 0, CPU, window=window, softcap=softcap)
+    whole, _ = in_one_piece(
+        *expected[:3], DOCUMENTS, SCALE, window=window, softcap=softcap, sinks=expected[3] if has_sinks else None
+    )
+    out = packed_attention(*found[:3], kernel, SCALE, ALONE, sinks=found[3] if has_sinks else None)
+    close(out, whole)
+    for ours, theirs in zip(torch.autograd.grad(out, found, grad), torch.autograd.grad(whole, expected, grad)):
+        close(ours, theirs)
+
+
+@pytest.mark.parametrize("window", [1, 5, 30])
+def test_a_window_computes_no_more_than_its_keys_and_one_tile(window: int) -> None:
+    kernel = TorchKernel.of(DOCUMENTS, 1, 0, CPU, window=window)
+    for tile in kernel._tiles():
+        num_keys = sum(keys.stop - keys.start for keys in tile.key_tiles())
+        assert num_keys <= window + torch_kernel.QUERY_TILE
+
+
+@pytest.mark.parametrize("rank, first_chunks", [(0, 1), (3, 0)])
+def test_the_products_of_gpt_oss_at_64k(monkeypatch: pytest.MonkeyPatch, rank: int, first_chunks: int) -> None:
+    """Counted by torch on tensors without data: cp 4, window 128, 64 query heads of 64, tiles of 256 queries.
+
+    A tile computes 256 + 127 keys a query, at the beginning of a document 256.  Forward has two products of this size
+    (scores, output), backward five (scores again, and the gradients of values, weights, queries and keys).
+    """
+    monkeypatch.setattr(torch_kernel, "QUERY_TILE", 256)
+    monkeypatch.setattr(torch_kernel, "KEY_TILE", 512)
+    length, window, heads, key_heads, width, tokens = 65_536, 128, 64, 8, 64, 16_384
+    kernel = TorchKernel.of(np.array([0, length], dtype=np.int32), 4, rank, CPU, window=window)
+    num_keys = int(kernel.key_source.key_order.numel())  # type: ignore[attr-defined]
+    assert num_keys == tokens + 127 * (2 - first_chunks)
+    query, keys = (torch.empty(n, h, width, device="meta") for n, h in ((tokens, heads), (num_keys, key_heads)))
+    lse = torch.empty(heads, tokens, device="meta")
+    scores = (tokens * 383 - first_chunks * 256 * 127) * heads
+    with FlopCounterMode(display=False) as forward:
+        kernel.forward(query, keys, keys, 1.0)
+    with FlopCounterMode(display=False) as backward:
+        kernel.backward(query, query, keys, keys, query, lse, 1.0)
+    assert forward.get_total_flops() == 2 * 2 * width * scores
+    assert backward.get_total_flops() == 5 * 2 * width * scores
+    assert scores <= tokens * heads * (window + 256)
+
+
+@pytest.mark.parametrize(
+    "cp_size, num_queries, num_keys", [(1, [65_536], [65_536]), (4, [8192, 8192], [8192, 8192 + 127])]
+)
+def test_the_flash_kernel_gets_the_window_and_no_keys_before_it(
+    cp_size: int, num_queries: list[int], num_keys: list[int]
+) -> None:
+    """Rank 0 of gpt-oss at 64K: the keys of each chunk of queries, and how many before a query the kernel may see."""
+    calls: list[Any] = []
+
+    def forward(query: Tensor, keys: Tensor, values: Tensor, *sizes: Any, **options: Any) -> Any:
+        calls.append((*sizes, options))
+        return query, torch.empty(0)
+
+    def backward(grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, *rest: Any, **options: Any) -> Any:
+        calls.append((*rest[2:], options))
+        return query, keys, values
+
+    kernel = FlashKernel.of(
+        np.array([0, 65_536], dtype=np.int32), cp_size, 0, CPU, window=128, operators=Operators(forward, backward)
+    )
+    unused = torch.empty(0)
+    kernel.forward(unused, unused, unused, 1.0)
+    kernel.backward(unused, unused, unused, unused, unused, unused, 1.0)
+    for boundaries_q, boundaries_k, _, max_seqlen_k, options in calls:
+        assert boundaries_q.diff().tolist() == num_queries
+        assert boundaries_k.diff().tolist() == num_keys and max_seqlen_k == max(num_keys)
+        assert options == {"scale": 1.0, "num_before": 127}
+    assert len(calls) == 2
+
+
+def test_a_document_does_not_know_its_neighbours() -> None:
+    """Bitwise, with windows, sinks and caps."""
+    query, key, value, _ = inputs(torch.float64)
+    kernel = TorchKernel.of(DOCUMENTS, 1, 0, CPU, window=12, softcap=2.0)
+    before = packed_attention(query, key, value, kernel, SCALE, ALONE, sinks=SINKS)
+    for x in (query, key, value):
+        x[49:64] = 7.0
+    after = packed_attention(query, key, value, kernel, SCALE, ALONE, sinks=SINKS)
+    for others in (slice(0, 49), slice(64, TOKENS)):
+        assert torch.equal(before[others], after[others])
+    assert not torch.equal(before[49:64], after[49:64])
+
+
 # --- torch's flash kernel: tests/ranks/test_flash.py has its numbers ---------------------------------------
 
 
 def test_sequences_written_out() -> None:
     """A document of 8 and one of 4 over two ranks; gathered parts hold 0 1 6 7 8 11 | 2 3 4 5 9 10."""
     boundaries = np.array([0, 8, 12], dtype=np.int32)
-    early = flash_kernel.FlashKernel.of(boundaries, 2, 0, torch.device("cpu"), operators=FLASH2)
+    early = FlashKernel.of(boundaries, 2, 0, CPU, operators=FLASH2)
     assert early.cu_seqlens_q.tolist() == [0, 2, 4, 5, 6]
     assert early.cu_seqlens_k.tolist() == [0, 2, 10, 11, 15]
     assert key_order(early).tolist() == [0, 1, 0, 1, 6, 7, 8, 9, 2, 3, 4, 4, 10, 11, 5]
     assert (early.max_seqlen_q, early.max_seqlen_k) == (2, 8)
-    late = flash_kernel.FlashKernel.of(boundaries, 2, 1, torch.device("cpu"), operators=FLASH2)
+    late = FlashKernel.of(boundaries, 2, 1, CPU, operators=FLASH2)
     assert late.cu_seqlens_q.tolist() == [0, 2, 4, 5, 6]
     assert late.cu_seqlens_k.tolist() == [0, 4, 10, 12, 15]
-    alone = flash_kernel.FlashKernel.of(boundaries, 1, 0, torch.device("cpu"), operators=FLASH2)
+    alone = FlashKernel.of(boundaries, 1, 0, CPU, operators=FLASH2)
     assert alone.key_source == LocalKeys()
     assert alone.cu_seqlens_q.tolist() == alone.cu_seqlens_k.tolist() == [0, 8, 12]
-
-
-@pytest.mark.parametrize(
-    "head_dim, dtype, device, reason",
-    [
-        (128, torch.bfloat16, "cpu", "it needs CUDA"),
-        (128, torch.float32, "cuda", "it computes in bf16 only"),
-        (
-            288,
-            torch.bfloat16,
-            "cuda",
-            "it has heads of up to 256 in multiples of 8, but heads of this model are 288 wide",
-        ),
-        (128, torch.bfloat16, "cuda", None),
-    ],
-)
-def test_why_not(head_dim: int, dtype: torch.dtype, device: str, reason: str | None) -> None:
-    assert FLASH2.why_not(Demand(device, dtype, head_dim, head_dim)) == reason
 
 
 def test_the_kernel_of_this_torch_takes_what_it_is_given() -> None:

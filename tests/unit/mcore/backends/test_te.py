@@ -11,21 +11,12 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip(
-    "transformer_engine.pytorch",
-    reason="Transformer Engine is not installed",
-    exc_type=ImportError,
-)
+pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine is not installed", exc_type=ImportError)
 
 ROOT = Path(__file__).parents[4]
 DENSE = ["model.qk_norm=true", "model.qkv_bias=true"]
 EXPERTS = "lora={rank: 8, targets: [all-linear, experts.*]}"
-LATENT = [
-    "model.qk_norm=false",
-    "model.num_query_groups=null",
-    "model.head_dim=null",
-    "model.qkv_bias=false",
-]
+LATENT = ["model.qk_norm=false", "model.num_query_groups=null", "model.head_dim=null", "model.qkv_bias=false"]
 LATENT += ["model.latent_attention={kv_lora_rank: 32, q_lora_rank: 16, qk_nope_head_dim: 16, qk_rope_head_dim: 8}"]
 ROUTER = ["model.moe={num_experts: 4, top_k: 2, score_function: sigmoid, correction_bias: true, dense_layers: 1}"]
 ROUTER += ["model.moe.shared_ffn_hidden_size=32"]
@@ -36,11 +27,7 @@ MODELS = {
     "latent": LATENT,
     "adapted latent": [*LATENT, *ROUTER, "lora.rank=8"],
     "adapted": ["model.qk_norm=true", "lora.rank=8"],  # norms apart from projections
-    "adapted experts": [
-        "model.qk_norm=true",
-        "model.moe={num_experts: 4, top_k: 2}",
-        EXPERTS,
-    ],
+    "adapted experts": ["model.qk_norm=true", "model.moe={num_experts: 4, top_k: 2}", EXPERTS],
 }
 
 # A process of its own: what stands in for CUDA is there for its lifetime.
@@ -55,11 +42,14 @@ torch.cuda.get_device_properties = lambda *a: types.SimpleNamespace(major=9, min
 import transformer_engine.pytorch.utils
 transformer_engine.pytorch.utils._get_device_compute_capability = lambda device: (9, 0)
 from sft.weights.lora.targets import adapted_weights
-from sft.mcore import fp8, lora, model, process_groups
+from sft.mcore import process_groups
 from sft.mcore.backends.portable import Portable
 from sft.mcore.backends import kernels
 from sft.mcore.backends.transformer_engine import TransformerEngine
 from sft.mcore.checkpoint_io import fp8_state
+from sft.mcore.lora import adapted as lora
+from sft.mcore.model import chunks as model
+from sft.mcore.modules.stored import sharded_tensors
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
 from tests.builders import RECIPE
@@ -83,11 +73,7 @@ def out_of(code: str, *arguments: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PREAMBLE + code, *arguments],
         cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "0",
-        },
+        env={**os.environ, "PYTHONPATH": str(ROOT), "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "0"},
         capture_output=True,
         text=True,
         timeout=240,
@@ -100,7 +86,7 @@ KEYS = """
 config, _, chunk = built(sys.argv[1], sys.argv[2:])
 if config.lora.is_used:
     lora.attach(chunk, adapted_weights(config, 300), config.lora, place)
-for s in [*model.sharded_tensors(chunk.sharded_state_dict()), *lora.sharded_tensors([chunk])]:
+for s in sharded_tensors([chunk.sharded_state_dict(), *lora.leaves([chunk])]):
     print(">", s.key, s.global_shape, s.global_offset, s.dtype, tuple(s.data.shape))
 """
 
@@ -130,23 +116,10 @@ print(">", {name for name, parameter in chunk.named_parameters() if parameter.re
 def test_adapters_stand_beside_layers_without_norms() -> None:
     """Experts' beside Transformer Engine's grouped layers, four in one factor."""
     norms, nothing_else = "RMSNorm RMSNorm", "set()"
-    attention = [
-        "AdaptedLinear TEColumnParallelLinear ()",
-        "AdaptedLinear TERowParallelLinear ()",
-    ]
-    assert out_of(ADAPTED, *MODELS["adapted"]) == [
-        *attention,
-        *attention,
-        norms,
-        nothing_else,
-    ]
+    attention = ["AdaptedLinear TEColumnParallelLinear ()", "AdaptedLinear TERowParallelLinear ()"]
+    assert out_of(ADAPTED, *MODELS["adapted"]) == [*attention, *attention, norms, nothing_else]
     experts = [f"AdaptedExperts TE{kind}ParallelGroupedLinear (4,)" for kind in ("Column", "Row")]
-    assert out_of(ADAPTED, *MODELS["adapted experts"]) == [
-        *attention,
-        *experts,
-        norms,
-        nothing_else,
-    ]
+    assert out_of(ADAPTED, *MODELS["adapted experts"]) == [*attention, *experts, norms, nothing_else]
 
 
 ROTARY = """
@@ -159,10 +132,7 @@ for length in ("1048576", "1048608"):
 
 def test_attention_rotates_where_the_fused_kernel_cannot() -> None:
     """From 1,048,576 tokens of 4 x 512 numbers on."""
-    assert out_of(ROTARY) == [
-        "TEDotProductAttention True rope",
-        "RotatingAttention False none",
-    ]
+    assert out_of(ROTARY) == ["TEDotProductAttention True rope", "RotatingAttention False none"]
 
 
 RECIPES = """

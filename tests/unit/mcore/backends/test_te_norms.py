@@ -1,7 +1,5 @@
 """Transformer Engine's layers with norms apart, without Transformer Engine; test_te.py builds them."""
 
-from typing import Any
-
 import pytest
 import torch
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
@@ -9,17 +7,13 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.identity_op import IdentityOp
 
 from sft.mcore.backends import transformer_engine
+from sft.mcore.modules.biases import submodules_of
 from sft.mcore.modules.library import with_norms_apart
-from sft.recipe.load import parse_recipe
-from tests.builders import RECIPE
+from tests.builders import parsed
 
 
 class Fused:
     """Takes the place of a projection that computes the norm itself."""
-
-
-def parts_of(mlp: Any) -> Any:
-    return mlp.submodules if hasattr(mlp, "submodules") else mlp.keywords["submodules"]
 
 
 @pytest.mark.parametrize("num_experts", [None, 4], ids=["dense", "experts"])
@@ -29,19 +23,19 @@ def test_the_norms_before_projections_are_modules(num_experts: int | None) -> No
     layer.input_layernorm, layer.self_attention.submodules.linear_qkv = IdentityOp, Fused
     layer.sharded_state_dict_keys_map = {"mlp.0.weight": "mlp.linear_fc1.layer_norm_weight"}
     if num_experts is None:
-        layer.pre_mlp_layernorm, parts_of(layer.mlp).linear_fc1 = IdentityOp, Fused
+        layer.pre_mlp_layernorm, submodules_of(layer.mlp).linear_fc1 = IdentityOp, Fused
     before = layer.pre_mlp_layernorm
     with_norms_apart(spec)
     assert layer.input_layernorm is TENorm and layer.self_attention.submodules.linear_qkv is TEColumnParallelLinear
     assert layer.sharded_state_dict_keys_map == keys, "the names of the norms in a checkpoint are those of core"
     if num_experts is None:
-        assert layer.pre_mlp_layernorm is TENorm and parts_of(layer.mlp).linear_fc1 is TEColumnParallelLinear
+        assert layer.pre_mlp_layernorm is TENorm and submodules_of(layer.mlp).linear_fc1 is TEColumnParallelLinear
     else:
         assert layer.pre_mlp_layernorm is before
 
 
 def test_adapters_are_no_reason_against_transformer_engine_and_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ["run.device=cuda", "run.precision=bf16", "run.fp8=delayed", "lora.rank=2"]
-    config = parse_recipe(RECIPE, "tests", overrides).config
+    config = parsed(*overrides).config
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert config.run.fp8 == "delayed" and transformer_engine.unfit(config, "cuda") is None

@@ -9,15 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from sft.config import Config
 from sft.errors import ConfigError
-from sft.mcore.backends.delta_rule import choose
+from sft.mcore.backends import kernels
 from sft.mcore.linear_attention import fla_kernel
 from sft.mcore.linear_attention.delta_rule import Fragments, Inputs, Kernel
 from sft.mcore.linear_attention.fla_kernel import FlaKernel
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
-from sft.recipe.load import parse_recipe
-from tests.builders import RECIPE
+from tests.builders import parsed
 from tests.unit.fixtures.recurrence import VALUE_HEADS, K, V, random_inputs, recurrence
 
 BOUNDARIES, LINKED = [0, 5, 5, 12, 13, 30], [0, 1, 4]
@@ -73,8 +71,8 @@ def test_maps_outputs_and_gradients_are_those_of_plain_torch(boundaries: list[in
     close(*results)
 
 
-def config(*overrides: str) -> Config:
-    return parse_recipe(RECIPE, "a.yaml", list(overrides)).config
+def chosen(device_type: str, *overrides: str) -> Any:
+    return kernels.KERNELS["linear attention"](parsed(*overrides).config, None, device_type).kernel
 
 
 @pytest.fixture
@@ -89,13 +87,13 @@ def fla(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_fla() -> None:
     """Not installed here."""
-    assert str(choose(config(), "cpu")) == "torch (plain torch)"
-    assert str(choose(config("attention.delta_rule=torch"), "cuda")) == "torch (attention.delta_rule = torch)"
-    found = choose(config(), "cuda")
+    assert str(chosen("cpu")) == "torch (plain torch)"
+    assert str(chosen("cuda", "attention.delta_rule=torch")) == "torch (attention.delta_rule = torch)"
+    found = chosen("cuda")
     assert isinstance(found, TorchDeltaKernel)
     assert str(found).startswith("torch (plain torch, slow on GPUs; not fla: fla cannot be imported (")
     with pytest.raises(ConfigError) as caught:
-        choose(config("attention.delta_rule=fla"), "cuda")
+        chosen("cuda", "attention.delta_rule=fla")
     assert str(caught.value).startswith("attention.delta_rule = fla: fla cannot be imported (")
     assert str(caught.value).endswith(
         'Install it with: pip install "fla-core[cuda]>=0.6" (docs/start/install.md).  attention.delta_rule=torch runs '
@@ -105,10 +103,11 @@ def test_without_fla() -> None:
 
 @pytest.mark.usefixtures("fla")
 def test_with_fla() -> None:
-    found = choose(config(), "cuda")
+    found = chosen("cuda")
     assert isinstance(found, FlaKernel) and found.operator is replacement
     assert str(found) == "fla (flash-linear-attention)"
-    assert choose(config(), "cpu").name == choose(config("attention.delta_rule=torch"), "cuda").name == "torch"
+    assert isinstance(chosen("cpu"), TorchDeltaKernel)
+    assert isinstance(chosen("cuda", "attention.delta_rule=torch"), TorchDeltaKernel)
 
 
 @pytest.mark.usefixtures("fla")
@@ -131,16 +130,16 @@ def test_releases_of_triton_with_wrong_gradients(
         f"torch (plain torch, slow on GPUs; not fla: Triton {triton} computes wrong gradients on Hopper, and FLA "
         "refuses it.  Install Triton 3.7.1 or later, or tilelang)"
     )
-    assert str(choose(config(), "cuda")) == (by_torch if is_refused else by_fla)
+    assert str(chosen("cuda")) == (by_torch if is_refused else by_fla)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "tilelang")
-    assert str(choose(config(), "cuda")) == by_fla  # by a kernel of its own
+    assert str(chosen("cuda")) == by_fla  # by a kernel of its own
 
 
 @pytest.mark.usefixtures("fla")
 def test_a_run_on_the_cpu_refuses_fla() -> None:
     """run.device is auto, so that only the start knows."""
     with pytest.raises(ConfigError) as caught:
-        choose(config("attention.delta_rule=fla"), "cpu")
+        chosen("cpu", "attention.delta_rule=fla")
     problem = "FLA needs CUDA, but this run is on the CPU"
     assert str(caught.value) == f"attention.delta_rule = fla: {problem}.  attention.delta_rule=torch runs everywhere."
 
@@ -157,6 +156,6 @@ def test_a_run_on_the_cpu_refuses_fla() -> None:
 def test_what_fla_cannot_compute(override: str, problem: str) -> None:
     """A recipe that names fla is refused before the start; auto takes torch."""
     with pytest.raises(ConfigError, match=f"= fla {problem}; use torch or auto"):
-        config("attention.delta_rule=fla", override)
+        parsed("attention.delta_rule=fla", override)
     device = "cpu" if override == "run.device=cpu" else "cuda"
-    assert choose(config(override), device).name == "torch"
+    assert isinstance(chosen(device, override), TorchDeltaKernel)

@@ -1,6 +1,5 @@
 """The loss head in one process: every implementation against the definition in float64, over the real vocabulary."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,18 +13,21 @@ from sft.mcore.loss import lm_loss, token_statistics
 from tests.unit.loss_cases import (
     CHUNKED,
     EACH,
-    EVERY,
     FULL,
     FUSED,
     PADDED,
+    SOFTCAP,
     SUPERVISED,
     TERMS,
     TOKENS,
     VOCAB,
     WIDTH,
     Case,
+    caps,
     case,
     check,
+    each,
+    every,
     expected,
     inputs_of,
     name,
@@ -37,22 +39,11 @@ from tests.unit.loss_cases import (
     terms_of,
     tolerance,
     with_terms,
-    world_of_one,
 )
 
 # bf16 keeps 8 bits: scores of about 3 are off by up to 8e-3, a mean over tokens less.
 BF16_LOSS_TOLERANCE = 1e-2
 BF16_GRADIENT_TOLERANCE = 2e-2  # of the gradient's norm
-
-
-every = pytest.mark.parametrize("loss", EVERY, ids=name)
-each = pytest.mark.parametrize("loss", EACH, ids=lambda c: c.impl)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[dist.ProcessGroup]:
-    with world_of_one() as tp:
-        yield tp
 
 
 # --- the value and its gradients ---------------------------------------------------------------------------
@@ -79,36 +70,63 @@ def test_every_term_written_out(loss: LossConfig, group: dist.ProcessGroup) -> N
     torch.testing.assert_close(found.weight.flatten(), torch.tensor([0.1218781, 0.4326396]), rtol=0.0, atol=1e-6)
 
 
+@each
+def test_a_soft_cap_written_out(loss: LossConfig, group: dist.ProcessGroup) -> None:
+    """Scores [20, 0] with limit 2: [2 tanh(10), 0] = [2, 0], label 1: -log p = ln(1 + e^2) = 2.1269280.
+
+    Scores [1, 0]: [2 tanh(1/2), 0] = [0.9242343, 0]; p = 0.7159041, 1 - tanh(1/2)^2 = 0.7864477, product 0.5630211.
+    """
+    far, near = (
+        Case(
+            hidden=torch.tensor([[[score]]]),
+            weight=torch.tensor([[1.0], [0.0]]),
+            labels=torch.tensor([[1]]),
+            weights=torch.ones(1, 1),
+            softcap=2.0,
+        )
+        for score in (20.0, 1.0)
+    )
+    assert float(run(far, loss, group, vocab=2).loss) == pytest.approx(2.1269280, abs=1e-6)
+    found = run(near, loss, group, vocab=2)
+    torch.testing.assert_close(found.weight.flatten(), torch.tensor([0.5630211, -0.7159041]), rtol=0.0, atol=1e-6)
+
+
 @every
-@pytest.mark.parametrize("supervised", [SUPERVISED, [0], [22], list(range(23))], ids=["some", "first", "last", "all"])
+@pytest.mark.parametrize(
+    "supervised, softcap",
+    [(SUPERVISED, None), ([0], None), ([22], None), (list(range(23)), None), (SUPERVISED, SOFTCAP)],
+    ids=["some", "first", "last", "all", "softcap"],
+)
 def test_loss_and_gradients_are_those_of_the_definition(
-    loss: LossConfig, supervised: list[int], group: dist.ProcessGroup
+    loss: LossConfig, supervised: list[int], softcap: float | None, group: dist.ProcessGroup
 ) -> None:
-    c = case(supervised)
+    c = case(supervised, softcap=softcap)
     found, wanted = run(c, loss, group), expected(c)
     check(found, wanted)
     assert not found.hidden[~c.supervised].any()  # exactly 0
     assert not found.weight[VOCAB:].any()
 
 
+@caps
 @terms
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @each
 def test_every_term_is_that_of_the_definition(
-    loss: LossConfig, dtype: torch.dtype, more: dict[str, float], group: dist.ProcessGroup
+    loss: LossConfig, dtype: torch.dtype, more: dict[str, float], softcap: float | None, group: dist.ProcessGroup
 ) -> None:
-    c, limit = case().to(dtype), tolerance(loss, dtype)
+    c, limit = case(softcap=softcap).to(dtype), tolerance(loss, dtype)
     check(run(c, with_terms(loss, more), group), expected(c, **more), limit, limit)
 
 
+@caps
 @pytest.mark.parametrize("column", ["logprob", "lse", "entropy", "all"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @each
 def test_every_statistic_has_a_gradient_of_its_own(
-    loss: LossConfig, dtype: torch.dtype, column: str, group: dist.ProcessGroup
+    loss: LossConfig, dtype: torch.dtype, column: str, softcap: float | None, group: dist.ProcessGroup
 ) -> None:
     """Upstream gradients of either sign, unlike per token; `full` makes lse only for the z-loss."""
-    c, limit = case().to(dtype), tolerance(loss, dtype)
+    c, limit = case(softcap=softcap).to(dtype), tolerance(loss, dtype)
     generator = torch.Generator().manual_seed(1)
     upstream: list[Tensor | None] = list(torch.randn(3, len(SUPERVISED), generator=generator, dtype=torch.float64))
     if column != "all":
@@ -149,15 +167,17 @@ def test_scores_far_from_zero_do_not_overflow(loss: LossConfig, group: dist.Proc
         assert found.weight.flatten().tolist() == [1000.0, -1000.0]
 
 
+@caps
 @each
-def test_hidden_states_in_bf16(loss: LossConfig, group: dist.ProcessGroup) -> None:
-    c = case().to(torch.bfloat16)
+def test_hidden_states_in_bf16(loss: LossConfig, softcap: float | None, group: dist.ProcessGroup) -> None:
+    c = case(softcap=softcap).to(torch.bfloat16)
     check(run(c, loss, group), expected(c), BF16_LOSS_TOLERANCE, BF16_GRADIENT_TOLERANCE)
 
 
+@caps
 @each
-def test_without_gradients_the_same_is_found(loss: LossConfig, group: dist.ProcessGroup) -> None:
-    c, loss = case(), with_terms(loss, TERMS["all"])
+def test_without_gradients_the_same_is_found(loss: LossConfig, softcap: float | None, group: dist.ProcessGroup) -> None:
+    c, loss = case(softcap=softcap), with_terms(loss, TERMS["all"])
     objective, rows = terms_of(c, loss, group)
     trained = run(c, loss, group)
     assert not objective.requires_grad and torch.equal(objective, trained.loss)
@@ -168,8 +188,11 @@ def test_without_gradients_the_same_is_found(loss: LossConfig, group: dist.Proce
 # --- guesses -----------------------------------------------------------------------------------------------
 
 
+@caps
 @each
-def test_a_label_is_guessed_where_no_score_is_above_its_own(loss: LossConfig, group: dist.ProcessGroup) -> None:
+def test_a_label_is_guessed_where_no_score_is_above_its_own(
+    loss: LossConfig, softcap: float | None, group: dist.ProcessGroup
+) -> None:
     """Scores of three tokens: [2, 1, 0], [0, 1, 2], [-1, -1, -2]; the last row of the weight pads the vocabulary, and
     its score is the largest."""
     c = Case(
@@ -177,6 +200,7 @@ def test_a_label_is_guessed_where_no_score_is_above_its_own(loss: LossConfig, gr
         weight=torch.cat([torch.eye(3), torch.ones(1, 3) * 9]),
         labels=torch.tensor([[0, 1, 1]]),
         weights=torch.ones(1, 3),
+        softcap=softcap,
     )
     assert terms_of(c, loss, group, 3)[1].correct.tolist() == [1.0, 0.0, 1.0]  # a tie counts
     others = replace(c, labels=torch.tensor([[1, 2, 2]]))

@@ -10,13 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sft.config import LossConfig
-from sft.mcore.loss import chunked, lm_loss, softmax, token_statistics
+from sft.mcore.loss import Targets, chunked, lm_loss, softmax, token_statistics
+from tests.ranks.alive import Alive
 from tests.unit.loss_cases import (
     EACH,
     FULL,
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,
     PADDED,
+    SOFTCAP,
     SUPERVISED,
     TERMS,
     TOKENS,
@@ -35,7 +37,6 @@ from tests.unit.loss_cases import (
     terms,
     wide_case,
     with_terms,
-    world_of_one,
 )
 
 FUSED, CHUNKED, _ = EACH
@@ -47,12 +48,6 @@ AS_GOOD = 1.1
 ONCE_MORE = 1.5
 # fp32 keeps 24 bits: two orders of the same sum differ by this much of it even where one of them happens to be exact.
 FP32_ROUNDING = 1e-7
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[dist.ProcessGroup]:
-    with world_of_one() as tp:
-        yield tp
 
 
 # --- precision ---------------------------------------------------------------------------------------------
@@ -153,6 +148,27 @@ def test_nothing_is_read_before_it_is_written(
                 found.append((run(c.to(dtype), cut, group), run_statistics(c.to(dtype), cut, group, upstream)))
             for clean, dirty in zip(*found):
                 same(clean, dirty)
+
+
+def test_a_vocabulary_of_gemma_makes_no_logits(group: dist.ProcessGroup) -> None:
+    """64 tokens over 262,208 entries of width 8, in chunks of 4: what exists beside the inputs at a time.
+
+    Scores of 4 tokens and the gradient of the weight, 8 wide, are 12 x 262,208 numbers.  A pass takes blocks of
+    1/2 MiB, here one row, and makes up to 5 tensors of its size.  Logits of all tokens would be 64 x 262,208 numbers.
+    """
+    vocab, width, tokens, chunk = 262_208, 8, 64, 4
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(tokens, 1, width, generator=generator).requires_grad_()
+    weight = torch.randn(vocab, width, generator=generator).requires_grad_()
+    labels = torch.randint(0, vocab, (tokens,), generator=generator)
+    targets = Targets(rows=torch.arange(tokens), labels=labels, weights=torch.ones(tokens))
+    shard = shard_of(weight, group, vocab, SOFTCAP)
+    with Alive() as alive:
+        total, _ = lm_loss(hidden, shard, targets, LossConfig(impl="fused", chunk_size=chunk))
+    assert alive.peak <= 4 * vocab * (width + chunk + 5)
+    scores = hidden.detach()[:, 0].double() @ weight.detach().double().t()
+    logprobs = (SOFTCAP * torch.tanh(scores / SOFTCAP)).log_softmax(-1)
+    assert float(total.detach()) == pytest.approx(-float(logprobs[torch.arange(tokens), labels].sum()), rel=1e-6)
 
 
 # --- logits that others hold -------------------------------------------------------------------------------

@@ -1,0 +1,40 @@
+"""How modules describe their weights to checkpoints, and the tensors that such descriptions contain."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+
+
+class OwnWeights(torch.nn.Module):
+    """A module that has weights of its own.
+
+    split_axes: by name, the axis along which the ranks of `tp_group` split a weight; they hold other weights whole
+    """
+
+    split_axes: ClassVar[Mapping[str, int]] = {}
+    tp_group: Any
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Iterable[Any] = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            self.split_axes,
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
+
+
+def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
+    """Every tensor of this rank in a sharded state dict or a list, including the tensors that factories make."""
+    for leaf in nested_values(state):
+        if isinstance(leaf, ShardedTensorFactory):
+            yield from sharded_tensors([leaf.build()])
+        elif isinstance(leaf, ShardedTensor) and leaf.data is not None:
+            yield leaf

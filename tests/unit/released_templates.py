@@ -14,11 +14,10 @@ from unittest.mock import patch
 from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
-from sft.data.chat.encode_chat import Encoding, Mask, encode_chat
-from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
+from sft.data.chat.encode_chat import Encoding, encode_chat
 from sft.data.rows.formats import Chat, read_row
 from sft.data.template.chat_template import DATE
-from tests.unit.fixtures.folder import config
+from tests.unit.fixtures.folder import open_folder
 from tests.unit.fixtures.model_folder import Tokens, write_folder
 from tests.unit.released_chats import CHATS, for_transformers, tools_of
 
@@ -45,55 +44,33 @@ _GEMMA4 = (
 
 
 def _tokens(special: str, ordinary: str, eos: str, stops: str, bos: str = "", rstrip: str = "") -> Tokens:
-    return Tokens(
-        tuple(special.split()),
-        tuple(ordinary.split()),
-        eos,
-        bos,
-        stops=tuple(stops.split()),
-        rstrip=tuple(rstrip.split()),
-    )
+    tokens = tuple(special.split()), tuple(ordinary.split())
+    return Tokens(*tokens, eos, bos, tuple(stops.split()), tuple(rstrip.split()))
 
 
-# Special tokens, ordinary added tokens, the eos, and the tokens at which generation stops.
+# Special tokens, ordinary added tokens, the eos, the tokens at which generation stops, the bos, and the special tokens
+# that swallow the spaces after them
 TOKENS = {
     "qwen2": _tokens(_QWEN, "<tool_call> </tool_call>", "<|im_end|>", "<|im_end|> <|endoftext|>"),
     "qwen3": _tokens(_QWEN, f"{_HERMES} {_THINK}", "<|im_end|>", "<|im_end|> <|endoftext|>"),
     "llama3": _tokens(_LLAMA, "", "<|eot_id|>", "<|end_of_text|> <|eot_id|>", "<|begin_of_text|>"),
     "llama31": _tokens(_LLAMA, "", "<|eot_id|>", "<|end_of_text|> <|eom_id|> <|eot_id|>", "<|begin_of_text|>"),
-    "phi3": _tokens(
-        "<unk> <s> <|endoftext|> <|assistant|> <|system|> <|end|> <|user|>",
-        "</s>",
-        "<|endoftext|>",
-        "<|endoftext|> <|assistant|> <|end|>",
-        "<s>",
-        rstrip="<|assistant|> <|system|> <|end|> <|user|>",
-    ),
+    "phi3": _tokens("<unk> <s> <|endoftext|> <|assistant|> <|system|> <|end|> <|user|>", "</s>", "<|endoftext|>",
+                    "<|endoftext|> <|assistant|> <|end|>", "<s>", "<|assistant|> <|system|> <|end|> <|user|>"),
     "gemma": _tokens(
         "<pad> <eos> <bos> <start_of_turn> <end_of_turn> <start_of_image>", "", "<eos>", "<eos> <end_of_turn>", "<bos>"
     ),
     "gemma4": _tokens(f"<pad> <eos> <bos> {_GEMMA4}", "", "<eos>", "<eos> <turn|> <|tool_response>", "<bos>"),
     "gptoss": _tokens(
-        "<|startoftext|> <|endoftext|> <|return|> <|constrain|> <|channel|> <|start|> <|end|> <|message|> <|call|>",
-        "",
-        "<|return|>",
-        "<|return|> <|endoftext|> <|call|>",
-        "<|startoftext|>",
-    ),
+        "<|startoftext|> <|endoftext|> <|return|> <|constrain|> <|channel|> <|start|> <|end|> <|message|> <|call|>", "",
+        "<|return|>", "<|return|> <|endoftext|> <|call|>", "<|startoftext|>"),
     "glm": _tokens(
-        f"<|endoftext|> [MASK] [gMASK] [sMASK] <sop> <eop> {_GLM}",
-        f"{_THINK} <tool_call> </tool_call> {_GLM_XML}",
-        "<|endoftext|>",
-        "<|endoftext|> <|user|> <|observation|>",
-    ),
+        f"<|endoftext|> [MASK] [gMASK] [sMASK] <sop> <eop> {_GLM}", f"{_THINK} <tool_call> </tool_call> {_GLM_XML}",
+        "<|endoftext|>", "<|endoftext|> <|user|> <|observation|>"),
     "deepseek": _tokens(
-        "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜▁pad▁｜>",
-        f"<｜User｜> <｜Assistant｜> {_DEEPSEEK_TOOLS} {_THINK}",
-        "<｜end▁of▁sentence｜>",
-        "<｜end▁of▁sentence｜>",
-        "<｜begin▁of▁sentence｜>",
-    ),
-}
+        "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜▁pad▁｜>", f"<｜User｜> <｜Assistant｜> {_DEEPSEEK_TOOLS} {_THINK}",
+        "<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>"),
+}  # fmt: skip
 
 
 class Family(NamedTuple):
@@ -164,16 +141,15 @@ class Model:
     def __init__(self, folder: Path, name: str, family: Family) -> None:
         self.family, self.tokens = family, TOKENS[family.tokens]
         written = write_folder(folder, self.tokens, template(name))
-        loaded = load_tokenizer(config(tokenizer=str(written)))
-        assert isinstance(loaded, FolderTokenizer)
-        self.ours, self.theirs = loaded, AutoTokenizer.from_pretrained(str(written), local_files_only=True)
+        self.ours = open_folder(written)
+        self.theirs = AutoTokenizer.from_pretrained(str(written), local_files_only=True)
 
     def encoded(self, chat: str) -> Encoding:
         """Ids and weights of this trainer.  Raises DataError."""
         tools = tools_of(chat)
         row = read_row({"messages": deepcopy(CHATS[chat]), **({"tools": tools} if tools else {})})
         assert isinstance(row, Chat)
-        return encode_chat(row, self.ours, Mask())
+        return encode_chat(row, self.ours)
 
     def rendered(self, chat: str, stop: int | None = None, *, prompt: bool = False) -> list[int]:
         """Ids of transformers, of the first messages of a chat.  Raises what the template raises."""

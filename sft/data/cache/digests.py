@@ -9,9 +9,11 @@ that was changed less than two seconds before is not remembered.
 
 import hashlib
 import json
-import os
 import time
+from contextlib import suppress
 from pathlib import Path
+
+from sft.files.atomic_files import replacing
 
 FOLDER = "digests"
 _RECENT_NS = 2_000_000_000  # the coarsest resolution of a file system's clock (FAT)
@@ -32,7 +34,8 @@ def content_digest(path: Path, cache_dir: Path) -> str:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
     _, _, modified_ns, changed_ns = before
     if _state(path) == before and max(modified_ns, changed_ns) + _RECENT_NS < started:
-        _remember(memo, {"path": name, "state": before, "sha256": digest})
+        with suppress(OSError), replacing(memo) as temporary:  # a cache that cannot be written to stays as it is
+            temporary.write_text(json.dumps({"path": name, "state": before, "sha256": digest}), encoding="utf-8")
     return digest
 
 
@@ -52,14 +55,3 @@ def _remembered(memo: Path, name: str, state: list[int]) -> str | None:
         return str(content["sha256"]) if (content["path"], content["state"]) == (name, state) else None
     except (OSError, ValueError, KeyError, TypeError):  # nothing is remembered, or the memo is damaged
         return None
-
-
-def _remember(memo: Path, content: dict[str, object]) -> None:
-    """Write the memo.  A cache that this user cannot write to stays as it is: then the next start reads the file."""
-    try:
-        memo.parent.mkdir(parents=True, exist_ok=True)
-        temporary = memo.with_name(f"{memo.name}-{os.getpid()}")
-        temporary.write_text(json.dumps(content), encoding="utf-8")
-        os.replace(temporary, memo)
-    except OSError:
-        pass

@@ -7,7 +7,7 @@ files.  Every tokenising process imports this module, so it does not import torc
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,13 +35,13 @@ class EncodedRows(NamedTuple):
     mask: np.ndarray  # uint8 [n], the index in `weights` of each token's weight
     weights: np.ndarray  # float32 [at most 256], the distinct weights: 0, then rising
     lines: np.ndarray  # LINE [samples and dropped rows]
-    rejects: tuple[Reject, ...]
-    omitted: tuple[RowOmission, ...] = ()  # texts that the chat template left out, by row, role and kind
+    rejects: Sequence[Reject]
+    omitted: Sequence[RowOmission] = ()  # texts that the chat template left out, by row, role and kind
     num_chats: int = 0  # usable rows with messages
-    unused: tuple[tuple[str, int], ...] = ()  # names of keys that usable rows have and nothing reads; number of rows
-    unwanted: tuple[int, ...] = ()  # numbers of rows that are dropped by their label
-    spelled: tuple[tuple[str, int], ...] = ()  # control tokens that stayed text, and numbers of rows
-    variables: tuple[str, ...] = ()  # names of variables that rows give to the chat template
+    unused: Sequence[tuple[str, int]] = ()  # names of keys that usable rows have and nothing reads; number of rows
+    unwanted: Sequence[int] = ()  # numbers of rows that are dropped by their label
+    spelled: Sequence[tuple[str, int]] = ()  # control tokens that stayed text, and numbers of rows
+    variables: Sequence[str] = ()  # names of variables that rows give to the chat template
     num_padded: int = 0  # number of rows whose padding was dropped
     num_padding: int = 0  # number of tokens of this padding
 
@@ -88,19 +88,12 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
                 lines.append(line)
         except DataError as error:
             raise DataError(f"{row_name(file, number)}: {error}") from error
-    try:
-        palette, mask = to_palette(np.concatenate(weights))
-    except DataError as error:
-        raise DataError(f"{file}: {error}") from error
+    palette, mask = to_palette(np.concatenate(weights))
+    check_palette(palette, file)
     table = np.array(lines, dtype=LINE)
     return EncodedRows(
-        *(np.concatenate(tokens), mask, palette, table, tuple(rejects), tuple(omitted), num_chats),
-        unused=tuple(unused.items()),
-        spelled=tuple(spelled.items()),
-        variables=tuple(sorted(variables)),
-        unwanted=tuple(unwanted),
-        num_padded=num_padded,
-        num_padding=num_padding,
+        *(np.concatenate(tokens), mask, palette, table, rejects, omitted, num_chats),
+        *([*unused.items()], unwanted, [*spelled.items()], sorted(variables), num_padded, num_padding),
     )
 
 
@@ -155,20 +148,17 @@ def to_palette(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The distinct weights, including 0, and the index of each token's weight among them.
 
     0 0 1 0.5 0.5  ->  palette 0 0.5 1, mask 0 0 2 1 1
-
-    Raises DataError for more than 255 distinct weights above 0.
     """
     starts = np.concatenate([[0], np.flatnonzero(weights[1:] != weights[:-1]) + 1])[: len(weights)]
     palette = np.union1d(0, weights[starts]).astype(np.float32)
-    check_palette(palette)
     index = np.searchsorted(palette, weights[starts]).astype(np.uint8)
     return palette, np.repeat(index, np.diff(starts, append=len(weights)))
 
 
-def check_palette(palette: np.ndarray) -> None:
+def check_palette(palette: np.ndarray, file: DataFile) -> None:
     """Raises DataError if there are more than 256 distinct weights: a byte is the index of a token's weight."""
     if len(palette) > MAX_WEIGHTS:
         raise DataError(
-            f"more than {MAX_WEIGHTS - 1} different weights above 0, such as {palette[1]:g}, {palette[2]:g} and "
-            f"{palette[3]:g}; a data file can have {MAX_WEIGHTS - 1}.  Round them."
+            f"{file}: more than {MAX_WEIGHTS - 1} different weights above 0, such as {palette[1]:g}, {palette[2]:g} "
+            f"and {palette[3]:g}; a data file can have {MAX_WEIGHTS - 1}.  Round them."
         )

@@ -38,18 +38,14 @@ _OURS = re.compile(r"[0-9a-f]{32}(\.work)?")
 
 def store_folder(cache_dir: Path, file: DataFile, data: DataConfig, tokenizer: ChatTokenizer) -> Path:
     """The cache folder of one data file; its name is a hash of everything that the samples depend on: 32 hex digits."""
-    libraries = (
-        []
-        if isinstance(tokenizer, ByteTokenizer)
-        else [version(name) for name in ("transformers", "tokenizers", "jinja2")]
-    )
+    libraries = () if isinstance(tokenizer, ByteTokenizer) else ("transformers", "tokenizers", "jinja2")
     parts: dict[str, Any] = {
         "content": file.digest if isinstance(file, LoadedDataset) else content_digest(file, cache_dir),
         "kind": "dataset" if isinstance(file, LoadedDataset) else file.suffix,
         "tokenizer": tokenizer.digest,
         "settings": {name: getattr(data, name) for name in _SETTINGS},
         "code": ENCODING,
-        "libraries": libraries,
+        "libraries": [version(name) for name in libraries],
     }
     if data.on_bad_row == "skip":
         parts["refusals"] = REFUSALS

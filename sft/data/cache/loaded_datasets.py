@@ -9,7 +9,6 @@ Arrow files, like that of any data file, so the rows of another commit have anot
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from sft.data.read.named_dataset import COMMIT, HubUnreachable, LoadedDataset, i
 from sft.data.read.rows import DataFile, check_file
 from sft.data.read.tables import TableSlice
 from sft.errors import DataError
+from sft.files.atomic_files import replacing
 
 FOLDER = "datasets"
 
@@ -132,10 +132,8 @@ def _remember(wanted: NamedDataset, cache_dir: Path, memo: _Memo) -> None:
     path = _path(wanted, cache_dir)
     content = {**asdict(memo.dataset), "folder": memo.folder}
     content["slices"] = [[str(part.file), part.first, part.stop] for part in memo.dataset.slices]
-    temporary = path.with_name(f"{path.name}-{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
     except OSError as error:
         raise DataError(f"data.cache_dir {cache_dir} cannot be written: {error.strerror}.") from error

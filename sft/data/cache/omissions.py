@@ -17,6 +17,7 @@ from sft.data.chat.omitted import find_omitted, why_omitted
 from sft.data.chat.render import RenderedChat
 from sft.data.chat.tokenizer import ChatTokenizer, template_name
 from sft.data.read.rows import DataFile, row_name
+from sft.data.rows.messages import as_unicode
 from sft.errors import DataError
 
 _ROWS_LISTED = 100
@@ -90,9 +91,8 @@ def row_omissions(row: int, chat: RenderedChat, explained: set[tuple[str, str]])
     for kind, num in Counter((text.role, text.kind) for text in texts).items():
         first = next(text for text in texts if (text.role, text.kind) == kind)
         said, why = ("", "") if kind in explained else (first.text, why_omitted(chat, first))
-        begin = said[:_NUM_CHARACTERS].encode("utf-8", "backslashreplace").decode()
         explained.add(kind)
-        yield RowOmission(row, first.number, *kind, num, begin, why)
+        yield RowOmission(row, first.number, *kind, num, as_unicode(said[:_NUM_CHARACTERS]), why)
 
 
 def add_up(omissions: Iterable[FileOmission], *, rows_listed: int = _ROWS_LISTED) -> tuple[FileOmission, ...]:

@@ -239,10 +239,7 @@ def _check_rows(job: FileJob, result: PartResult, rejects: Sequence[Reject]) -> 
 
 def _assemble(job: FileJob, results: Sequence[PartResult]) -> Store:
     weights = np.unique(np.array([w for result in results for w in result.weights], dtype=np.float32))
-    try:
-        check_palette(weights)
-    except DataError as error:
-        raise DataError(f"{job.file}: {error}") from error
+    check_palette(weights, job.file)
     for _ in range(_ATTEMPTS):
         temp = job.folder / f"store-{uuid.uuid4().hex[:12]}"
         try:

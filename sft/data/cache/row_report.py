@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -127,9 +127,10 @@ class RowReport:
             f"({share:.1f}% supervised), longest {self.longest:,}"
         )
         if self.rows_packed:
-            text += f"; {describe_packed(self)}"
+            lost = self.documents_unsupervised, self.tokens_unsupervised
+            text += f"; {describe_packed(self.rows_packed, self.documents, *lost)}"
         if self.tokens_padding:
-            text += f"; {describe_padding(self)}"
+            text += f"; {describe_padding(self.tokens_padding, self.rows_padded)}"
         if self.rows_cut:
             text += f"; cut {self.rows_cut:,} samples: {_rows(self.cut, self.rows_cut)}"
         if self.rows_windowed:
@@ -233,41 +234,18 @@ def count_rows(lines: np.ndarray, counts: RowCounts | None = None) -> RowReport:
     )
 
 
-class PackedCounts(Protocol):
-    """Counts of rows of tokens that other programs packed or padded (`RowReport`)."""
-
-    @property
-    def rows_packed(self) -> int: ...
-
-    @property
-    def documents(self) -> int: ...
-
-    @property
-    def documents_unsupervised(self) -> int: ...
-
-    @property
-    def tokens_unsupervised(self) -> int: ...
-
-    @property
-    def rows_padded(self) -> int: ...
-
-    @property
-    def tokens_padding(self) -> int: ...
-
-
-def describe_packed(counts: PackedCounts) -> str:
+def describe_packed(rows: int, documents: int, unsupervised: int, tokens: int) -> str:
     """cut 2 packed rows into 7 documents, of which 1 of 5 tokens has no supervised token and is dropped"""
-    text = f"cut {_counted(counts.rows_packed, 'packed row')} into {counts.documents:,} documents"
-    if not counts.documents_unsupervised:
+    text = f"cut {_counted(rows, 'packed row')} into {documents:,} documents"
+    if not unsupervised:
         return text
-    are = "has no supervised token and is" if counts.documents_unsupervised == 1 else "have none supervised and are"
-    tokens = f"{counts.tokens_unsupervised:,} tokens"
-    return f"{text}, of which {counts.documents_unsupervised:,} of {tokens} {are} dropped"
+    are = "has no supervised token and is" if unsupervised == 1 else "have none supervised and are"
+    return f"{text}, of which {unsupervised:,} of {tokens:,} tokens {are} dropped"
 
 
-def describe_padding(counts: PackedCounts) -> str:
+def describe_padding(tokens: int, rows: int) -> str:
     """dropped 24 tokens of padding of 1 row"""
-    return f"dropped {_counted(counts.tokens_padding, 'token')} of padding of {_counted(counts.rows_padded, 'row')}"
+    return f"dropped {_counted(tokens, 'token')} of padding of {_counted(rows, 'row')}"
 
 
 def _counted(count: int, name: str) -> str:

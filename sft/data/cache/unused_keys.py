@@ -44,16 +44,18 @@ def describe_unused(listed: Sequence[tuple[str, int]], others: int) -> str:
 
     Names that are not printable are quoted, with escapes.
     """
-    names = [f"{name if name.isprintable() else to_json(name)} ({_rows(count)})" for name, count in listed]
+    names = _names(listed)
     return f"keys not used: {', '.join([*names, *([f'and other keys {others:,} times'] if others else [])])}"
-
-
-def _rows(count: int) -> str:
-    return f"{count:,} {'row' if count == 1 else 'rows'}"
 
 
 def describe_spelled(spelled: Sequence[tuple[str, int]]) -> str:
     """control tokens that stayed text: <|im_end|> in user texts (3 rows)"""
-    names = [f"{name if name.isprintable() else to_json(name)} ({_rows(count)})" for name, count in spelled[:10]]
     more = f" and {len(spelled) - 10:,} more" if len(spelled) > 10 else ""
-    return f"control tokens that stayed text: {', '.join(names)}{more}"
+    return f"control tokens that stayed text: {', '.join(_names(spelled[:10]))}{more}"
+
+
+def _names(listed: Sequence[tuple[str, int]]) -> list[str]:
+    return [
+        f"{name if name.isprintable() else to_json(name)} ({count:,} {'row' if count == 1 else 'rows'})"
+        for name, count in listed
+    ]

@@ -35,7 +35,7 @@ from sft.errors import DataError
 ROWS_PER_PART = 2048
 BYTES_PER_PART = 16 << 20
 _DIGEST_BYTES = 32
-_NUM_LISTS = len(EncodedRows._fields) - 4  # what a part holds beside its arrays
+_NUM_ARRAYS = 4  # the first fields of EncodedRows; the others are JSON
 _ATTEMPTS = 5
 
 
@@ -63,7 +63,7 @@ class PartResult(NamedTuple):
     num_rows: int = 0
     num_tokens: int = 0
     weights: tuple[float, ...] = ()
-    rejects: tuple[Reject, ...] = ()
+    rejects: Sequence[Reject] = ()
     omitted: RowOmission | None = None  # the first omission of the part
     was_there: bool = False  # whether another preparation, earlier or concurrent, made the part
     error: str | None = None  # begins with the name of a row
@@ -122,23 +122,13 @@ def read_part(path: Path) -> EncodedRows | None:
     if hashlib.sha256(payload).digest() != digest:
         return None
     stream = io.BytesIO(payload)
-    tokens, mask, weights, lines = (np.load(stream) for _ in range(4))
+    tokens, mask, weights, lines = (np.load(stream) for _ in range(_NUM_ARRAYS))
     lists = json.loads(stream.read())
-    if len(lists) != _NUM_LISTS:  # another version of sft made the part
+    if len(lists) != len(EncodedRows._fields) - _NUM_ARRAYS:  # another version of sft made the part
         return None
-    rejects, omitted, num_chats, unused, unwanted, spelled, variables, num_padded, num_padding = lists
-    return EncodedRows(
-        *(tokens, mask, weights, lines),
-        tuple(Reject(*reject) for reject in rejects),
-        tuple(RowOmission(*fields) for fields in omitted),
-        num_chats,
-        tuple((name, count) for name, count in unused),
-        tuple(unwanted),
-        tuple((text, count) for text, count in spelled),
-        tuple(variables),
-        num_padded,
-        num_padding,
-    )
+    rejects, omitted, *counts = lists
+    rejects, omitted = [Reject(*fields) for fields in rejects], [RowOmission(*fields) for fields in omitted]
+    return EncodedRows(tokens, mask, weights, lines, rejects, omitted, *counts)
 
 
 def _write_part(path: Path, encoded: EncodedRows) -> None:
@@ -146,18 +136,7 @@ def _write_part(path: Path, encoded: EncodedRows) -> None:
     stream = io.BytesIO()
     for array in (encoded.tokens, encoded.mask, encoded.weights, encoded.lines):
         np.save(stream, array)
-    lists = [
-        encoded.rejects,
-        encoded.omitted,
-        encoded.num_chats,
-        encoded.unused,
-        encoded.unwanted,
-        encoded.spelled,
-        encoded.variables,
-        encoded.num_padded,
-        encoded.num_padding,
-    ]
-    stream.write(json.dumps(lists).encode())
+    stream.write(json.dumps(encoded[_NUM_ARRAYS:]).encode())
     payload = stream.getbuffer()
     temp = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}")
     for attempt in range(_ATTEMPTS):

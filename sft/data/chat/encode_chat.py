@@ -10,24 +10,22 @@ template's text.  Then it finds the assistant's turns in the text (`turns.py`) a
     all        every token except the first
 
 If the supervised tokens cannot be proven, an error is raised.  Errors name the message; the caller adds file and line.
-`encode_text.py` encodes plain texts, `cache/truncation.py` handles samples that are too long, and `omitted.py` finds
-text that the template left out.
+`cache/truncation.py` handles samples that are too long, and `omitted.py` finds text that the template left out.
 """
 
 import gc
 import json
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from sft.data.chat.encode_text import encode_text
+from sft.config import DataConfig
 from sft.data.chat.render import RenderedChat, render_chat
-from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer
+from sft.data.chat.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer
 from sft.data.chat.tokens import TokenSpan, find_token_spans, tokenise
 from sft.data.chat.turns import Turn, find_turns
 from sft.data.rows.formats import Chat, PlainText, Tokenized
 from sft.data.rows.messages import THINKING, with_arguments, with_reasoning_keys
-from sft.data.tokenizer.byte_tokenizer import BYTE_CONTROL
 from sft.errors import DataError
 
 Supervise = Literal["assistant", "last", "all"]
@@ -62,35 +60,14 @@ class Encoding(NamedTuple):
         ]
 
 
-class Masking(Protocol):
-    """The keys of `data` that decide which tokens of a chat are supervised."""
-
-    @property
-    def supervise(self) -> Supervise: ...
-
-    @property
-    def supervise_inserted(self) -> bool: ...
-
-
-class Mask(NamedTuple):
-    """The keys of `Masking` with their default values."""
-
-    supervise: Supervise = "assistant"
-    supervise_inserted: bool = True
-
-
-DEFAULT = Mask()
-
-
-def encode_row(row: Chat | PlainText | Tokenized, tokenizer: ChatTokenizer, data: Masking) -> Encoding:
+def encode_row(row: Chat | PlainText | Tokenized, tokenizer: ChatTokenizer, data: DataConfig) -> Encoding:
     """Tokens and weights of a row of any length.  Raises DataError:
     token ids 3 259, a tokenizer with 259 ids  ->  token 2 is 259, but the tokenizer has the ids 0 to 258.
     """
     if isinstance(row, Chat):
-        return encode_chat(row, tokenizer, data)
+        return encode_chat(row, tokenizer, data.supervise, inserted=data.supervise_inserted)
     if isinstance(row, PlainText):
-        tokens, weights, num_before = encode_text(row, tokenizer)
-        return Encoding(tokens, weights, None, num_before)
+        return _encode_text(row.text, tokenizer)
     outside = np.flatnonzero(row.tokens >= tokenizer.vocab_size)
     if len(outside):
         first = int(outside[0])
@@ -101,8 +78,42 @@ def encode_row(row: Chat | PlainText | Tokenized, tokenizer: ChatTokenizer, data
     return Encoding(row.tokens, row.weights, None, starts=row.starts, num_padding=row.num_padding)
 
 
-def encode_chat(chat: Chat, tokenizer: ChatTokenizer, data: Masking = DEFAULT) -> Encoding:
+def _encode_text(text: str, tokenizer: ChatTokenizer) -> Encoding:
+    """Encodes a document or a file of code, all of which is supervised, whatever data.supervise is.
+
+    A text gets the tokens of `tokenizer(text)` in transformers, as in pretraining: no chat template, control strings in
+    the text are control tokens, and a BOS token comes first if the tokenizer adds one.  Then the tokenizer's EOS token
+    ends the document, once: it is added unless the text already ends with it.
+
+    "hé", byte tokenizer                          104 195 169               no BOS, no EOS
+    "Hi", Llama 3      <|begin_of_text|> Hi <|end_of_text|>                 supervised: Hi <|end_of_text|>
+    "Hi", Qwen                           Hi <|endoftext|>                   supervised: <|endoftext|>
+
+    The tokens before the text have weight 0, and so has the first token, which no token predicts.  Raises DataError if
+    no token is left to supervise.
+    """
+    if isinstance(tokenizer, ByteTokenizer):
+        ids, num_before = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32), 0
+    else:
+        before, after = tokenizer.files.around_text
+        num_before = len(before)
+        content = tokenizer.encode(text).ids
+        last = after[-1] if after else content[-1] if len(content) else None
+        end = [] if tokenizer.files.eos_id in (None, last) else [tokenizer.files.eos_id]
+        ids = np.concatenate([before, content, after, end]).astype(np.int32)
+    weights = np.ones(len(ids), dtype=np.float32)
+    weights[: max(1, num_before)] = 0
+    if not weights.any():
+        raise DataError("the text has only one token, so no token is supervised.")
+    return Encoding(ids, weights, None, num_before)
+
+
+def encode_chat(
+    chat: Chat, tokenizer: ChatTokenizer, supervise: Supervise = "assistant", *, inserted: bool = True
+) -> Encoding:
     """Tokens and weights of a chat.  Raises DataError if a turn cannot be located, or if no token is supervised.
+
+    inserted: data.supervise_inserted
 
     user "a", assistant "b", byte tokenizer:
     <|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\nb<|im_end|>\\n      1: b <|im_end|>      0: all others
@@ -110,50 +121,44 @@ def encode_chat(chat: Chat, tokenizer: ChatTokenizer, data: Masking = DEFAULT) -
     enabled = gc.isenabled()
     gc.disable()  # a long chat makes a million small objects without a reference cycle
     try:
-        return _encode_chat(chat, tokenizer, data)
+        return _encode_chat(chat, tokenizer, supervise, inserted)
     finally:
         if enabled:
             gc.enable()
 
 
-def _encode_chat(chat: Chat, tokenizer: ChatTokenizer, data: Masking) -> Encoding:
-    by_message = weights_of_turns(chat, data.supervise)
+def _encode_chat(chat: Chat, tokenizer: ChatTokenizer, supervise: Supervise, inserted: bool) -> Encoding:
+    by_message = weights_of_turns(chat, supervise)
     spelled: tuple[tuple[str, str], ...] = ()
     rendered = None  # the byte tokenizer's own template leaves nothing out
     if isinstance(tokenizer, ByteTokenizer):
         ids, spans = _encode_bytes(chat)
     else:
         rendered = render_chat(chat, tokenizer)
-        tokenised = tokenise(rendered.reading, tokenizer)
-        ids, spelled = tokenised.encoded.ids, tuple(tokenised.spelled)
+        reading = rendered.reading
+        encoded, counts = tokenise(reading, tokenizer)
+        spelled = tuple(counts)
         # If a turn has the same weight as all other tokens, its position does not matter.
-        unlike = [i for i, weight in by_message.items() if weight != (data.supervise == "all")]
+        unlike = [i for i, weight in by_message.items() if weight != (supervise == "all")]
         last = len(chat.messages) - 1
-        if data.supervise == "all" and chat.messages[last]["role"] == "assistant" and tokenizer.appends_end:
+        if supervise == "all" and chat.messages[last]["role"] == "assistant" and tokenizer.appends_end:
             unlike = sorted({*unlike, last})
-        turns = _turns(rendered, unlike)
-        inserted = data.supervise_inserted
-        spans = find_token_spans(turns, rendered.reading.text, tokenised.encoded, tokenizer, inserted=inserted)
-        ids, spans = _with_final_end(ids, spans, rendered, turns)
-    weights = (np.ones if data.supervise == "all" else np.zeros)(len(ids), dtype=np.float32)
+        turns = find_turns(rendered, unlike)
+        spans = find_token_spans(turns, reading.text, encoded, tokenizer, inserted=inserted)
+        ids, spans = _with_final_end(encoded.ids, spans, rendered, turns)
+    weights = (np.ones if supervise == "all" else np.zeros)(len(ids), dtype=np.float32)
     for span in spans:
         if span.message in by_message:
             weights[span.start : span.end] = by_message[span.message]
-            if not span.is_end_usual and data.supervise != "all":
+            if not span.is_end_usual and supervise != "all":
                 weights[span.end_start : span.end] = 0
     weights[:1] = 0  # no token precedes and predicts the first token
     if not weights.any():
         raise DataError(
-            f"every token has weight 0 with data.supervise = {data.supervise}, so the chat has no loss.  Give an "
+            f"every token has weight 0 with data.supervise = {supervise}, so the chat has no loss.  Give an "
             "assistant message a weight above 0, or remove the chat."
         )
     return Encoding(ids, weights, rendered, spelled=spelled)
-
-
-def _turns(rendered: RenderedChat, wanted: list[int]) -> list[Turn]:
-    tokenizer = rendered.tokenizer
-    messages, template = rendered.chat.messages, tokenizer.template
-    return find_turns(rendered.reading, messages, wanted, tokenizer.habits, rendered.prompt_after, template)
 
 
 def _with_final_end(

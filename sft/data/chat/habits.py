@@ -12,7 +12,7 @@ template refuses.  `turns.py` applies the result to the chats of the data.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -32,11 +32,6 @@ _PARTS = [{"type": "thinking", "thinking": "REASON"}, {"type": "text", "text": "
 _SCHEMA = {"type": "object", "properties": {"NAME": {"type": "string", "description": "NAME"}}, "required": ["NAME"]}
 _TOOLS = [{"type": "function", "function": {"name": "FUNCTION", "description": "TOOL", "parameters": _SCHEMA}}]
 _FORMS: tuple[dict[str, Any], ...] = ({}, {"content": None}, {"content": ""})
-
-
-def _call(arguments: Any, **rest: Any) -> Message:
-    call = {"id": "abcdefghi", "type": "function", "function": {"name": "FUNCTION", "arguments": arguments}}
-    return {"role": "assistant", **rest, "tool_calls": [call]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,18 +54,18 @@ class Habits:
     """
 
     control: re.Pattern[str]
-    ends: tuple[str, ...] = ()
-    last_ends: Mapping[bool, str | None] = field(default_factory=lambda: {False: None, True: None})
-    stops: tuple[str, ...] = ()
-    starts: frozenset[str] = frozenset()
-    handed: frozenset[str] = frozenset()
-    inside: frozenset[str] = frozenset()
-    following: Mapping[bool, str | None] = field(default_factory=lambda: {False: None, True: None})
-    header: str = ""
-    lead: str = ""
-    calls_as_text: bool = False
-    empty_content: Mapping[str, Any] = field(default_factory=dict)
-    takes_parts: bool = False
+    ends: tuple[str, ...]
+    last_ends: Mapping[bool, str | None]
+    stops: tuple[str, ...]
+    starts: frozenset[str]
+    handed: frozenset[str]
+    inside: frozenset[str]
+    following: Mapping[bool, str | None]
+    header: str
+    lead: str
+    calls_as_text: bool
+    empty_content: Mapping[str, Any]
+    takes_parts: bool
 
     def first_end(self, text: str) -> tuple[int, int] | None:
         """Start and end of the first token in a text that ends a turn."""
@@ -94,8 +89,8 @@ class Vocabulary(NamedTuple):
     control: re.Pattern[str]
     added: frozenset[str]
     special: frozenset[str]
-    generation_ends: tuple[str, ...] = ()
-    eos: str | None = None
+    generation_ends: tuple[str, ...]
+    eos: str | None
 
 
 def learn(template: ChatTemplate, vocabulary: Vocabulary) -> Habits:
@@ -124,7 +119,8 @@ class _Learner:
         asked = self._read([_USER, calling_message(as_text, empty), _RESULT], tools=_TOOLS) if calling else None
         handed_call = None
         if asked is not None and last_call is None:
-            handed_call = first_of(self.control, self._tail(asked, 1), known) or self._handed(asked)
+            tail = self._tail(asked, 1)
+            handed_call = first_of(self.control, tail, known) or next(iter(self._special(tail)), None)
         ends = tuple(dict.fromkeys(end for end in (*known, last_call, handed_call) if end))
         edges, written = self._tokens(ends, as_text, empty, calling is not None)
         # Contents of thinking models contain <think>, even if their template does not write it.
@@ -179,27 +175,24 @@ class _Learner:
 
     def _tail(self, reading: Reading, message: int) -> str:
         """The text between the last own text of a message and the next text of the chat."""
-        last = reading.last_own(len(self.opening) + message)
-        if last is None:
+        own = reading.own.get(len(self.opening) + message)
+        if own is None:
             return ""
+        last = reading.marks[own[-1]]
         following = reading.after(last)
         return reading.text[last.end : following.start if following else len(reading.text)]
 
     def _first(self, tail: str) -> str | None:
         """The text's control token that ends generation; without one, its first special or its first control token."""
-        tokens = self.control.findall(tail)
-        if end := first_of(self.control, tail, self.generation_ends):
-            return end
-        return next((token for token in tokens if token in self.special), tokens[0] if tokens else None)
+        end = first_of(self.control, tail, self.generation_ends)
+        return end or next(iter([*self._special(tail), *self.control.findall(tail)]), None)
 
     def _end_of_call(self, tail: str, known: tuple[str, ...]) -> str | None:
         """The end of a last turn with a call: a known end, or the last special token."""
-        special = [token for token in self.control.findall(tail) if token in self.special]
-        return first_of(self.control, tail, known) or (special[-1] if special else None)
+        return first_of(self.control, tail, known) or next(reversed(self._special(tail)), None)
 
-    def _handed(self, asked: Reading) -> str | None:
-        """The token that hands a call over to its result if no token ends the call: the first special one."""
-        return next((token for token in self.control.findall(self._tail(asked, 1)) if token in self.special), None)
+    def _special(self, tail: str) -> list[str]:
+        return [token for token in self.control.findall(tail) if token in self.special]
 
     @cached_property
     def _header(self) -> str:
@@ -311,10 +304,5 @@ def small_chat(role: str, habits: Habits, *, has_tools: bool) -> tuple[list[Mess
 
 def calling_message(as_text: bool, empty: Mapping[str, Any]) -> Message:
     """A message with one call."""
-    return _call(json.dumps(_ARGUMENTS) if as_text else _ARGUMENTS, **empty)
-
-
-def final_end(habits: Habits, calls: bool, wanted: str | None, generation_ends: Sequence[str]) -> str | None:
-    """The token to append after a last turn that the template does not end; None: no token.  wanted: data.final_end"""
-    following = habits.following[calls] or habits.following[False]
-    return wanted if wanted != "auto" else following if following in generation_ends else None
+    function = {"name": "FUNCTION", "arguments": json.dumps(_ARGUMENTS) if as_text else _ARGUMENTS}
+    return {"role": "assistant", **empty, "tool_calls": [{"id": "abcdefghi", "type": "function", "function": function}]}

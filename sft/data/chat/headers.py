@@ -8,37 +8,27 @@ the template writes in a prompt at the same position, and if they differ, with t
 """
 
 import re
-from collections.abc import Callable
-from typing import NamedTuple
 
 from sft.data.chat.habits import Habits
 from sft.data.chat.reading import Reading, after_header, after_header_end, common_length
+from sft.data.chat.render import RenderedChat
 from sft.data.rows.messages import THINKING, Message
 from sft.data.template.rendering import Run
 from sft.data.template.sources import MARKED, Field
 
-# number of messages, start and end of the text after them in the chat -> the text after them in a prompt
-Prompt = Callable[[int, int, int], str | None]
 _PART = re.compile(r"[<|｜\w]*\Z")  # the beginning of a word or of a token
 
 
-class Start(NamedTuple):
-    """The start of a turn.
+def start_of(rendered: RenderedChat, run: Run, message: Message, asked: int) -> tuple[int, int]:
+    """The start of the turn whose first own text is `run`, and the end of the template's own text at this start.
 
-    at        position of the first character
-    inserted  position after the template's own text at the start of the turn; `at` if there is none
+    asked: the number of messages before the turn
     """
-
-    at: int
-    inserted: int
-
-
-def start_of(reading: Reading, run: Run, message: Message, asked: int, habits: Habits, prompt_after: Prompt) -> Start:
-    """The start of the turn whose first own text is `run`.  asked: the number of messages before the turn"""
+    reading, habits = rendered.reading, rendered.tokenizer.habits
     before, control = reading.before(run), habits.control
     begin = before.end if before else 0
     between = reading.text[begin : run.start]
-    shown = prompt_after(asked, begin, run.start) if asked else None
+    shown = rendered.prompt_after(asked, begin, run.start) if asked else None
     common = 0 if shown is None else common_length(reading.text[begin : begin + len(shown)], shown)
     if shown is None or common < len(shown):
         whole = reading.text[begin : run.start + len(habits.header)]
@@ -54,7 +44,7 @@ def start_of(reading: Reading, run: Run, message: Message, asked: int, habits: H
             # Without this prompt and the usual header, the turn begins after the last token that starts messages.
             common = max((match.end() for match in control.finditer(between)), default=0)
     start = begin + common
-    return Start(start, _inserted(reading, run, message, start, asked, habits))
+    return start, _inserted(reading, run, message, start, asked, habits)
 
 
 def _whole_tokens(text: str, at: int, habits: Habits) -> int:

@@ -40,9 +40,17 @@ class OmittedText(NamedTuple):
     text: str  # the first omitted text
 
 
-def find_omitted(chat: RenderedChat) -> list[OmittedText]:
-    """The texts that the template leaves out of a chat.  Those of tools come first, then those of messages in order."""
-    return _omitted(chat, chat.reading)
+def find_omitted(chat: RenderedChat, reading: Reading | None = None) -> list[OmittedText]:
+    """The texts that the template leaves out of a chat: one for each message and kind, those of tools first.
+
+    reading: another rendering of the chat
+    """
+    missing = dict((reading or chat.reading).unwritten)
+    firsts: dict[tuple[bool, int, str, str], str] = {}
+    for field, gaps in missing.items():
+        for number, role, kind, text in _named(field, gaps, missing, chat):
+            firsts.setdefault((role not in (TOOLS, DOCUMENTS, VARIABLES), number, role, kind), text)
+    return [OmittedText(number, role, kind, text) for (_, number, role, kind), text in sorted(firsts.items())]
 
 
 def why_omitted(chat: RenderedChat, omitted: OmittedText) -> str:
@@ -115,17 +123,7 @@ def _omitted_with(
     except (Refused, DataError):
         return None
     fields = [f for f in inputs.fields if f.message is None or f.message < len(inputs.messages)]
-    return _omitted(chat, Reading(rendering, fields))
-
-
-def _omitted(chat: RenderedChat, reading: Reading) -> list[OmittedText]:
-    """One OmittedText for each message and kind of text."""
-    missing = dict(reading.unwritten)
-    firsts: dict[tuple[bool, int, str, str], str] = {}
-    for field, gaps in missing.items():
-        for number, role, kind, text in _named(field, gaps, missing, chat):
-            firsts.setdefault((role not in (TOOLS, DOCUMENTS, VARIABLES), number, role, kind), text)
-    return [OmittedText(number, role, kind, text) for (_, number, role, kind), text in sorted(firsts.items())]
+    return find_omitted(chat, Reading(rendering, fields))
 
 
 def _named(

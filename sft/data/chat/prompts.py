@@ -15,7 +15,7 @@ from sft.data.template.chat_template import ChatTemplate
 from sft.data.template.prompt_inputs import PromptInputs, shape
 from sft.errors import DataError
 
-_MOST = 1_000  # cached prompts of small chats; rows may have many different variables
+_MOST = 1_000  # cached prompts; rows may have many different variables
 _MOST_SHAPES = 100_000  # different shapes of the first messages of chats
 
 
@@ -25,8 +25,7 @@ class Prompts:
 
     template: ChatTemplate
     habits: Habits
-    _usual: dict[tuple[str, bool, str], str | None] = field(default_factory=dict)
-    _of_shapes: dict[tuple[int, str], str | None] = field(default_factory=dict)
+    _cached: dict[tuple[Any, ...], str | None] = field(default_factory=dict)
     _numbers: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
     def usual(self, role: str, variables: dict[str, Any], *, has_tools: bool) -> str | None:
@@ -37,19 +36,15 @@ class Prompts:
         """
         if self.template.prompt_inputs is not PromptInputs.NOTHING:
             return None
-        key = role, has_tools, repr(variables)
-        if key not in self._usual:
+
+        def make() -> str | None:
             messages, tools = small_chat(role, self.habits, has_tools=has_tools)
             try:
-                rendering = self.template.render(messages, tools, prompt=True, variables=variables)
+                return Reading(self.template.render(messages, tools, prompt=True, variables=variables)).after_all
             except DataError:
-                prompt = None
-            else:
-                prompt = Reading(rendering).after_all
-            if len(self._usual) >= _MOST:
-                return prompt
-            self._usual[key] = prompt
-        return self._usual[key]
+                return None
+
+        return self.cached((role, has_tools, repr(variables)), make)
 
     def shapes_of(self, chat: Chat) -> list[int]:
         """For each number of first messages, a number that all chats with the same shapes share: [messages + 1].
@@ -66,11 +61,10 @@ class Prompts:
     def _number(self, *of: Any) -> int:
         return self._numbers.setdefault(of, len(self._numbers))
 
-    def prompt_of_shape(self, number: int, written: str, make: Callable[[], str | None]) -> str | None:
-        """The prompt after messages of these shapes, made once.  written: the text after them in the chat"""
-        key = number, written
-        if key not in self._of_shapes:
-            if len(self._of_shapes) >= _MOST:
+    def cached(self, key: tuple[Any, ...], make: Callable[[], str | None]) -> str | None:
+        """The prompt of this key, made once, or each time if there are too many keys."""
+        if key not in self._cached:
+            if len(self._cached) >= _MOST:
                 return make()
-            self._of_shapes[key] = make()
-        return self._of_shapes[key]
+            self._cached[key] = make()
+        return self._cached[key]

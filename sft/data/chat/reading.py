@@ -11,15 +11,14 @@ from functools import cached_property, lru_cache
 from json import dumps
 
 from sft.data.template.rendering import Rendering, Run, is_of_template
-from sft.data.template.sources import Field, Source, Unknown
+from sft.data.template.sources import Field, Unknown
 
 _Path = tuple[int | None, str, tuple[str | int, ...]]  # message, role and path of a field
 
 # Keys of an assistant's message whose texts the assistant did not write: text of headers, and results of Gemma's calls.
 _HEADER = frozenset({"role", "name"})
+_NOT_OWN = _HEADER | {"tool_responses", "tool_call_id"}
 _TAGS = re.compile(r"</?think>")
-_OF_OTHERS = frozenset({"tool_responses", "tool_call_id"})
-_NOT_OWN = _HEADER | _OF_OTHERS
 
 
 class Reading:
@@ -62,20 +61,10 @@ class Reading:
         position = bisect_left(self._mark_starts, run.start)
         return self.marks[position - 1] if position else None
 
-    def source_before(self, run: Run) -> Source | None:
-        """The source of the mark before a mark."""
-        before = self.before(run)
-        return None if before is None else before.source
-
     def after(self, run: Run) -> Run | None:
         """The mark after a mark; None after the last."""
         position = bisect_right(self._mark_starts, run.start)
         return self.marks[position] if position < len(self.marks) else None
-
-    def last_own(self, message: int) -> Run | None:
-        """The last own text of a message; None if it has none."""
-        positions = self.own.get(message)
-        return self.marks[positions[-1]] if positions else None
 
     @property
     def after_all(self) -> str:

@@ -45,7 +45,7 @@ class RenderedChat(NamedTuple):
             return usual
         if self.shapes:
             make = partial(self._prompt_of, num_messages)
-            return self.tokenizer.prompts.prompt_of_shape(self.shapes[num_messages], written, make)
+            return self.tokenizer.prompts.cached((self.shapes[num_messages], written), make)
         state = (last["role"], bool(last.get("tool_calls")))
         shown = known.get(state)
         if shown is not None and self.reading.text.startswith(shown, start):

@@ -10,21 +10,44 @@ with limits (`sft/data/limited.py`), so a template cannot end the run's process.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+
 from sft.config import DataConfig
 from sft.data import limited
-from sft.data.chat.habits import Habits, Vocabulary, final_end, learn
+from sft.data.chat.habits import Habits, Vocabulary, learn
 from sft.data.chat.prompts import Prompts
 from sft.data.template.chat_template import ChatTemplate
-from sft.data.tokenizer.byte_tokenizer import ByteTokenizer
-from sft.data.tokenizer.files import TokenizerFiles, template_for
+from sft.data.tokenizer.files import TokenizerFiles
 from sft.data.tokenizer.reading import read_tokenizer
 from sft.data.tokenizer.text_tokenizer import TextTokenizer
 from sft.errors import DataError
 from sft.files.folder_files import CONFIG_BYTES, UnsafeFileError, read_file
+
+BYTE_CONTROL = {"<|im_start|>": 256, "<|im_end|>": 257, "<|pad|>": 258}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByteTokenizer:
+    """UTF-8 bytes and three control ids.  Control strings typed inside a message stay bytes.
+
+    "hé" -> 104 195 169        <|im_start|> 256        <|im_end|> 257        <|pad|> 258
+    """
+
+    name: str = "byte"
+    vocab_size: int = 256 + len(BYTE_CONTROL)
+    pad_id: int = BYTE_CONTROL["<|pad|>"]
+    end_of_turn: str = "<|im_end|>"
+    digest: str = hashlib.sha256(b"sft byte tokenizer 1").hexdigest()
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Text of `ids`, control ids by their names; broken UTF-8 becomes U+FFFD."""
+        control = {i: name.encode() for name, i in BYTE_CONTROL.items()}
+        return b"".join(control.get(int(i)) or bytes([int(i)]) for i in ids).decode("utf-8", errors="replace")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +76,7 @@ class FolderTokenizer(TextTokenizer):
     def habits(self) -> Habits:
         """The behaviour of the template around an assistant's turns.  Raises DataError if there is no chat template."""
         added, special = frozenset(self.files.added_ids), frozenset(self.files.special_ids)
-        eos = self.control_names.get(-1 if self.eos_id is None else self.eos_id)
+        eos = self.control_names.get(-1 if self.files.eos_id is None else self.files.eos_id)
         ends = tuple(end for end in self.files.generation_ends if end in self.ids)
         vocabulary = Vocabulary(self.control, added, special, ends, eos)
         return limited.call(f"chat template {self.template.name}", learn, self.template, vocabulary)
@@ -70,8 +93,11 @@ class FolderTokenizer(TextTokenizer):
         return self.final_end is not None and None in self.habits.last_ends.values()
 
     def final_end_of(self, *, calls: bool) -> str | None:
-        """The token to append after a last turn that the template does not end."""
-        return final_end(self.habits, calls, self.final_end, self.files.generation_ends)
+        """The token to append after a last turn that the template does not end; None: no token."""
+        if self.final_end != "auto":
+            return self.final_end
+        following = self.habits.following[calls] or self.habits.following[False]
+        return following if following in self.files.generation_ends else None
 
     @cached_property
     def prompts(self) -> Prompts:
@@ -96,7 +122,7 @@ class FolderTokenizer(TextTokenizer):
         facts = {
             "backend": self.files.backend.to_str(),
             "special": self.files.special_tokens,
-            "text": [self.around_text, self.eos_id],
+            "text": [self.files.around_text, self.files.eos_id],
             "template": template and [template.source, template.switches],
             **{name: value for name, value in further.items() if value is not None},
         }
@@ -164,8 +190,8 @@ def _load_folder(name: str, folder: Path, data: DataConfig) -> FolderTokenizer:
 def _choose_template(files: TokenizerFiles, name: str, data: DataConfig) -> ChatTemplate | None:
     """The template of the file or of the tokenizer; None if there is none.  Texts and tokens need no template."""
     switches, template_file = data.chat_template_kwargs, data.chat_template
-    source, template_name = template_for(files, has_tools=False), f"of {name}"
-    with_tools = template_for(files, has_tools=True)
+    source, template_name = files.templates.get("default"), f"of {name}"
+    with_tools = files.templates.get("tool_use", source)  # as transformers chooses the template of a chat with tools
     if template_file is not None:
         try:
             source, template_name = read_file(Path(template_file), CONFIG_BYTES).decode(), template_file

@@ -25,7 +25,7 @@ from sft.data.chat.turns import Turn
 from sft.data.rows.messages import quoted
 from sft.data.template.rendering import is_of_template
 from sft.data.template.sources import CONSTANT, Field, Unknown
-from sft.data.tokenizer.encoded import Encoded
+from sft.data.tokenizer.text_tokenizer import Encoded
 from sft.errors import DataError
 
 _PRIVATE = (0xF0000, 0x10FFFE)  # Unicode planes 15 and 16: characters for private use
@@ -41,15 +41,11 @@ class TokenSpan(NamedTuple):
     is_end_usual: bool = True
 
 
-class TokenisedChat(NamedTuple):
-    """The tokens of a chat.  spelled: the number of control strings that stayed text, by token and role"""
+def tokenise(reading: Reading, tokenizer: FolderTokenizer) -> tuple[Encoded, Counter[tuple[str, str]]]:
+    """The tokens of a rendering, and the number of control strings that stayed text, by token and role.
 
-    encoded: Encoded
-    spelled: Counter[tuple[str, str]]
-
-
-def tokenise(reading: Reading, tokenizer: FolderTokenizer) -> TokenisedChat:
-    """The tokens of a rendering.  Raises DataError if it cannot be proven that a text stays text."""
+    Raises DataError if it cannot be proven that a text stays text.
+    """
     num_control, typed, spelled = _typed(reading, tokenizer)
     masked, stand_ins = _masked(reading.text, typed) if typed else (reading.text, "")
     whole = tokenizer.encode(masked)
@@ -60,7 +56,7 @@ def tokenise(reading: Reading, tokenizer: FolderTokenizer) -> TokenisedChat:
         )
     if typed:
         whole = _without_typed(reading.text, masked, stand_ins, whole, tokenizer)
-    return TokenisedChat(whole, spelled)
+    return whole, spelled
 
 
 def _typed(reading: Reading, tokenizer: FolderTokenizer) -> tuple[int, list[tuple[int, int]], Counter[tuple[str, str]]]:

@@ -19,11 +19,10 @@ message has several spans if it contains texts of other messages (Gemma 4 writes
 import re
 from typing import NamedTuple
 
-from sft.data.chat.habits import Habits
-from sft.data.chat.headers import Prompt, Start, start_of
-from sft.data.chat.reading import Reading, is_in, is_text
-from sft.data.rows.messages import THINKING, Message, quoted
-from sft.data.template.chat_template import ChatTemplate
+from sft.data.chat.headers import start_of
+from sft.data.chat.reading import is_in, is_text
+from sft.data.chat.render import RenderedChat
+from sft.data.rows.messages import THINKING, quoted
 from sft.data.template.rendering import Run
 from sft.data.template.sources import Field, Unknown
 from sft.errors import DataError
@@ -47,16 +46,9 @@ class Turn(NamedTuple):
     is_end_usual: bool = True
 
 
-def find_turns(
-    reading: Reading,
-    messages: list[Message],
-    wanted: list[int],
-    habits: Habits,
-    prompt_after: Prompt,
-    template: ChatTemplate,
-) -> list[Turn]:
+def find_turns(rendered: RenderedChat, wanted: list[int]) -> list[Turn]:
     """The turns of the messages `wanted`, in the order of the text.  Raises DataError if one cannot be located."""
-    finder = _Finder(reading, messages, habits, prompt_after, template)
+    finder = _Finder(rendered)
     turns = sorted((turn for i in wanted for turn in finder.turns_of(i)), key=lambda turn: turn.start)
     for turn, following in zip(turns, turns[1:], strict=False):
         if following.start < turn.end:
@@ -71,11 +63,9 @@ def find_turns(
 class _Finder:
     """Finds the turns of one rendering."""
 
-    def __init__(
-        self, reading: Reading, messages: list[Message], habits: Habits, prompt_after: Prompt, template: ChatTemplate
-    ) -> None:
-        self.reading, self.messages, self.habits = reading, messages, habits
-        self.prompt_after, self.template = prompt_after, template
+    def __init__(self, rendered: RenderedChat) -> None:
+        self.rendered, self.reading, self.messages = rendered, rendered.reading, rendered.chat.messages
+        self.habits, self.template = rendered.tokenizer.habits, rendered.tokenizer.template
 
     def turns_of(self, index: int) -> list[Turn]:
         groups = self._without_repetitions(self._groups(index))
@@ -133,12 +123,13 @@ class _Finder:
                 kept.append(group)
         return kept
 
-    def _start(self, index: int, run: Run, *, first: bool) -> Start:
+    def _start(self, index: int, run: Run, *, first: bool) -> tuple[int, int]:
         """The start of the turn whose first own text is `run`."""
-        if isinstance(self.reading.source_before(run), Unknown):
-            self._refuse_unknown(index, self.reading.before(run))
+        before = self.reading.before(run)
+        if before is not None and isinstance(before.source, Unknown):
+            self._refuse_unknown(index, before)
         asked = index if first else 0  # a prompt after texts of other messages would contain the rest of this message
-        return start_of(self.reading, run, self.messages[index], asked, self.habits, self.prompt_after)
+        return start_of(self.rendered, run, self.messages[index], asked)
 
     def _end(self, index: int, run: Run, is_last: bool) -> tuple[int, int]:
         """Start and end of the end token of the turn whose last own text is `run`."""
@@ -146,20 +137,18 @@ class _Finder:
         following = reading.after(run)
         stop = following.start if following else len(reading.text)
         tail = reading.text[run.end : stop]
+        starts, control = self.habits.starts, self.habits.control
         end_token = self.habits.first_end(tail)
         if end_token is not None:
             begin, end = run.end + end_token[0], run.end + end_token[1]
-            started = any(
-                match[0] in self.habits.starts for match in self.habits.control.finditer(tail, 0, end_token[0])
-            )
-            if not started and reading.is_constant(begin, end):
+            if starts.isdisjoint(control.findall(tail, 0, end_token[0])) and reading.is_constant(begin, end):
                 return begin, end
-        if following is None and not any(token in self.habits.starts for token in self.habits.control.findall(tail)):
+        if following is None and starts.isdisjoint(control.findall(tail)):
             return len(reading.text), len(reading.text)  # `encode_chat` appends data.final_end
         if following is not None and isinstance(following.source, Unknown) and following.writer in (index, None):
             self._refuse_unknown(index, following)
         goes_on = following is not None and isinstance(following.source, Field) and following.source.role == "assistant"
-        if goes_on and not self.habits.control.search(tail):
+        if goes_on and not control.search(tail):
             return run.end, run.end  # the next answer continues the turn (Gemma 4)
         if following is not None and self.habits.last_ends[_is_of_call(run)] is None and self._begins(tail):
             return run.end, run.end  # another answer follows, and generation does not stop at its header (GLM)
@@ -223,8 +212,8 @@ class _Finder:
         names = THINKING if field.path[0] in THINKING else (str(field.path[0]),)
         return any(name in self.template.code for name in names)
 
-    def _refuse_unknown(self, index: int, run: Run | None) -> None:
-        assert run is not None and isinstance(run.source, Unknown)
+    def _refuse_unknown(self, index: int, run: Run) -> None:
+        assert isinstance(run.source, Unknown)
         raise self.error(index, f"{run.source.operation} hides where text comes from", run.start)
 
     def error(self, index: int, why: str, at: int | None) -> DataError:

@@ -159,9 +159,10 @@ def _losses(counts: FileCounts) -> Iterator[str]:
     """Lines about rows of a file that data.over_long or data.on_bad_row changes or drops."""
     name = _file(counts)
     if counts.rows_packed:
-        yield f"{name}: {describe_packed(counts)}"
+        lost = counts.documents_unsupervised, counts.tokens_unsupervised
+        yield f"{name}: {describe_packed(counts.rows_packed, counts.documents, *lost)}"
     if counts.tokens_padding:
-        yield f"{name}: {describe_padding(counts)}"
+        yield f"{name}: {describe_padding(counts.tokens_padding, counts.rows_padded)}"
     if counts.rows_windowed:
         made = f"{counts.samples_windowed:,} windows of {_rows(counts.rows_windowed)}"
         share = percent(counts.tokens_repeated, counts.tokens)

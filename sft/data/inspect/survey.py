@@ -20,13 +20,12 @@ from sft.console import Console
 from sft.data.cache.corpus import Corpus
 from sft.data.cache.prepare import prepare
 from sft.data.cache.tokenizer_notes import say_notes
-from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer
+from sft.data.chat.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer
 from sft.data.inspect import findings
 from sft.data.inspect.counts import DataSet, FileCounts, Retention, counts_of, of_files, of_sources, retention
 from sft.data.inspect.findings import Finding, Scan, scan
 from sft.data.inspect.preview import Preview, preview
 from sft.data.inspect.roles import Role, count_messages
-from sft.data.tokenizer.byte_tokenizer import BYTE_CONTROL
 from sft.errors import DataError
 
 SCHEMA = 1
@@ -161,7 +160,7 @@ def tokenizer_facts(tokenizer: ChatTokenizer) -> TokenizerFacts:
     if isinstance(tokenizer, ByteTokenizer):
         ends, masks = (BYTE_CONTROL[tokenizer.end_of_turn],), "built in"
     else:
-        eos, eos_id = tokenizer.files.special_tokens.get("eos_token"), tokenizer.eos_id
+        eos, eos_id = tokenizer.files.special_tokens.get("eos_token"), tokenizer.files.eos_id
         if tokenizer.chat_template is not None:
             usual = tokenizer.end_of_turn
             names = dict.fromkeys((usual, *tokenizer.habits.ends))  # the usual end of a turn first

@@ -120,20 +120,12 @@ def _commit(wanted: NamedDataset) -> str | None:
 
 
 def _hub_refusal(wanted: NamedDataset, error: Exception) -> DataError:
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     name = wanted.name
     match error:
         case GatedRepoError():
-            return DataError(
-                f"dataset {name} is gated: its owner grants access.  Ask for it on "
-                f"https://huggingface.co/datasets/{name}, and give your token: HF_TOKEN=... or hf auth login."
-            )
+            return _gated(name)
         case RevisionNotFoundError():
             return DataError(f"dataset {name} has no revision {wanted.revision}.  Give a commit, a tag or a branch.")
         case RepositoryNotFoundError() | HFValidationError():
@@ -180,11 +172,15 @@ def _load_refusal(wanted: NamedDataset, error: Exception) -> DataError:
             f"{reason}.  Run sft data prepare once on a machine with a network, with the same HF_HOME."
         )
     if "gated" in reason:
-        return DataError(
-            f"dataset {wanted.name} is gated: its owner grants access.  Ask for it on "
-            f"https://huggingface.co/datasets/{wanted.name}, and give your token: HF_TOKEN=... or hf auth login."
-        )
+        return _gated(wanted.name)
     return DataError(f"dataset {wanted.name} cannot be loaded: {reason}.")
+
+
+def _gated(name: str) -> DataError:
+    return DataError(
+        f"dataset {name} is gated: its owner grants access.  Ask for it on https://huggingface.co/datasets/{name}, and "
+        "give your token: HF_TOKEN=... or hf auth login."
+    )
 
 
 def _reason(error: BaseException) -> str:

@@ -17,7 +17,8 @@ Row = dict[str, Any]
 CHAT_KEYS = ("tools", "functions", "system", "system_prompt", "documents", "chat_template_kwargs", "loss_mask", "mask")
 LABELS = ("label", "kto_tag")  # of trl and LLaMA-Factory: false marks an answer that nobody should learn
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_GIVEN = ("messages", "tools", "documents", "add_generation_prompt")  # variables that every template gets
+# Variables that every template gets.  Others come from special tokens, data.chat_template_kwargs and rows.
+GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
 _USERS = ("user", "human")
 
 
@@ -69,16 +70,11 @@ def read_variables(row: Row) -> dict[str, Any]:
     for key in variables:
         if not _VARIABLE.fullmatch(key):
             raise DataError(f"{name} has the variable {shortened(to_json(key))}, which is no name in a template.")
-        if key in _GIVEN or key.endswith(("_token", "_tokens")):
+        if key in GIVEN or key.endswith(("_token", "_tokens")):
             raise DataError(
                 f"{name} sets {key}, but a template gets this from the chat or the tokenizer.  Remove it from {name}."
             )
     return variables
-
-
-def read_documents(row: Row) -> list[dict[str, Any]] | None:
-    """The documents for the chat template; None without one."""
-    return _read_objects(row.get("documents"), "documents", "document")
 
 
 def take_tools(row: Row, turns: list[CheckedMessage]) -> tuple[Tools, list[CheckedMessage]]:
@@ -137,7 +133,7 @@ def check_values(value: object, where: str) -> None:
 
 
 def _read_tools(value: object, name: str, item: str) -> Tools:
-    tools = _read_objects(value, name, item)
+    tools = read_objects(value, name, item)
     for number, tool in enumerate(tools or [], start=1):
         schema = tool.get("function", tool)
         if not isinstance(schema, dict) or not isinstance(schema.get("name"), str) or not schema["name"]:
@@ -145,7 +141,7 @@ def _read_tools(value: object, name: str, item: str) -> Tools:
     return tools
 
 
-def _read_objects(value: object, name: str, item: str) -> list[dict[str, Any]] | None:
+def read_objects(value: object, name: str, item: str) -> list[dict[str, Any]] | None:
     """A list of objects; the list or each object may be JSON text.  None for an empty list or text."""
     objects = _parsed(value, name)
     if objects is None:

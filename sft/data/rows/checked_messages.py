@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from sft.data.rows.messages import (
     ROLES,
+    THINKING,
     Message,
     read_calls,
     read_json,
@@ -24,21 +25,12 @@ from sft.errors import DataError
 
 _ALIASES = {"developer": "system"} | {role: role for role in ROLES}
 _SENDERS = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bard": "assistant",
-    "bing": "assistant",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "bard", "bing"), "assistant"),
     "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
     "function_call": "assistant",
 }
-_REASONING = ("reasoning_content", "reasoning", "thinking")
 # Keys for the weight of a message.  weight and loss_scale (ms-swift) are numbers; loss_mask and step_loss_mask (slime)
 # are numbers, or true or false.  Switches must be true or false, because a number under the key `loss` may be a
 # measured loss.
@@ -240,7 +232,7 @@ def _read_reasoning(message: Message, role: str, where: str) -> None:
     """Checks the keys with reasoning.  reasoning_details (OpenRouter) becomes reasoning_content, if no other key has
     the text."""
     details = message.pop("reasoning_details", None)
-    thoughts = {name: message[name] for name in _REASONING if name in message}
+    thoughts = {name: message[name] for name in THINKING if name in message}
     for name, thought in (thoughts | ({"reasoning_details": ""} if details else {})).items():
         if role != "assistant" or not isinstance(thought, str):
             got = f"of the {role}" if role != "assistant" else type_name(thought)

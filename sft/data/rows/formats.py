@@ -21,7 +21,7 @@ from sft.data.rows.chat_keys import (
     check_media,
     check_values,
     is_unwanted,
-    read_documents,
+    read_objects,
     read_system,
     read_variables,
     take_tools,
@@ -197,7 +197,7 @@ def _chat(row: Row, turns: list[CheckedMessage], system_weight: float | None = N
             raise DataError("the row has a system text and also a system message.  Keep one of them.")
         turns = [CheckedMessage({"role": "system", "content": system}, system_weight, "system"), *turns]
     check_calls(turns)
-    variables, documents = read_variables(row), read_documents(row)
+    variables, documents = read_variables(row), read_objects(row.get("documents"), "documents", "document")
     for turn in turns:
         check_values(turn.message, turn.where)
     for name, value in (("tools", tools), ("chat_template_kwargs", variables), ("documents", documents)):

@@ -5,7 +5,6 @@ object, because templates differ in the form that they need (`with_arguments`). 
 """
 
 import json
-import re
 from datetime import date, time, timedelta
 from typing import Any
 
@@ -15,9 +14,7 @@ from sft.errors import DataError
 Message = dict[str, Any]  # role, content, and all other keys of the message in the row
 Tools = list[dict[str, Any]] | None
 
-THINKING = ("reasoning_content", "thinking", "reasoning")  # keys of a message; most templates read reasoning_content
-# Thinking at the start of a content, in four parts: opening tag, thinking, closing tag, answer.
-THOUGHT = re.compile(r"(\s*(?:<think>)?\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)
+THINKING = ("reasoning_content", "reasoning", "thinking")  # keys of a message; most templates read reasoning_content
 ROLES = ("system", "user", "assistant", "tool")
 
 _SMALLEST_WEIGHT, _LARGEST_WEIGHT = 1e-6, 1e6  # products do not overflow or underflow in float32

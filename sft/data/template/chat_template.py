@@ -4,7 +4,8 @@ Decides which variables a template gets, and which of a tokenizer's templates re
 inputs, `sandbox.py` the template, and `turns.py` decides which text is supervised.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from jinja2 import Template, meta
 
 from sft.data import limited
+from sft.data.rows.chat_keys import GIVEN
 from sft.data.rows.messages import Message, Tools, shortened
 from sft.data.template.limits import TooMuch
 from sft.data.template.prompt_inputs import PromptInputs, prompt_inputs
@@ -21,8 +23,6 @@ from sft.data.template.sources import CONSTANT
 from sft.data.template.trace import Text
 from sft.errors import DataError
 
-# Variables that every template gets.  Others come from special tokens, data.chat_template_kwargs and rows.
-GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
 DATE = "2026-01-01"  # the default of data.date
 MAX_SOURCE = 1_000_000  # characters; the largest template of a released model has some 30,000
 _MOST_REASON = 500  # characters of a template's error that messages show
@@ -106,7 +106,7 @@ class ChatTemplate:
     def rendered(self, inputs: TemplateInputs, *, prompt: bool = False) -> Rendering:
         """The rendering of inputs that already have sources.  Raises as `render`."""
         sandbox, template = self._compiled[-1 if inputs.tools else 0]
-        try:
+        with self._refusing("refused the chat"):
             sandbox.begin(inputs.containers, {id(message): i for i, message in enumerate(inputs.messages)})
             context = template.new_context(
                 {
@@ -119,12 +119,18 @@ class ChatTemplate:
                 }
             )
             return collected(template.root_render_func(context), lambda: sandbox.message)
+
+    @contextmanager
+    def _refusing(self, outcome: str) -> Iterator[None]:
+        """Raises Refused for an error of the template, and DataError beyond the sandbox's limits."""
+        try:
+            yield
         except TooMuch as error:
             raise DataError(f"chat template {self.name} {error}; a chat template does not need this.") from error
         except MemoryError:  # depends on the machine, not on the chat
             raise
-        except Exception as error:  # the template is the user's code and may raise anything
-            raise Refused(f"chat template {self.name} refused the chat: {_reason(error)}") from error
+        except Exception as error:  # the template is the user's code and may raise anything, also when it is compiled
+            raise Refused(f"chat template {self.name} {outcome}: {_reason(error)}") from error
 
     @cached_property
     def _of_run(self) -> dict[str, Any]:
@@ -137,14 +143,8 @@ class ChatTemplate:
         compiled = []
         for source in self.sources:
             sandbox = Sandbox(self.date)
-            try:
+            with self._refusing("cannot be read"):
                 compiled.append((sandbox, sandbox.compiled(source)))
-            except TooMuch as error:
-                raise DataError(f"chat template {self.name} {error}; a chat template does not need this.") from error
-            except MemoryError:
-                raise
-            except Exception as error:  # jinja runs constant parts of the user's code
-                raise Refused(f"chat template {self.name} cannot be read: {_reason(error)}") from error
         return compiled
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -39,11 +39,6 @@ class Run(NamedTuple):
     first: int
     last: int
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether the characters are those of the field; False: escaped ones."""
-        return self.last - self.first == self.end - self.start
-
 
 class Rendering(NamedTuple):
     """The text of a chat, and the sources of its characters in order."""

@@ -12,9 +12,9 @@ from typing import Any
 from unicodedata import is_normalized
 
 from sft.data.rows.messages import quoted
-from sft.data.tokenizer.conversion import load
 from sft.data.tokenizer.files import TokenizerFiles, around_text, encode, plain
 from sft.data.tokenizer.probe_texts import NUM_TEXTS, probe_texts
+from sft.data.tokenizer.reading import load
 from sft.data.tokenizer.special_tokens import reason
 from sft.errors import DataError
 

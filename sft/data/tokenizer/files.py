@@ -9,6 +9,7 @@ This module does not decide which template a chat gets (`tokenizer.py`), nor wha
 """
 
 import json
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -75,13 +76,6 @@ class TokenizerFiles:
         return None if token is None else self.backend.token_to_id(token)
 
 
-def template_for(files: TokenizerFiles, *, has_tools: bool) -> str | None:
-    """The template of a chat, as transformers chooses it: `tool_use` for a chat with tools, if there is one."""
-    if has_tools and "tool_use" in files.templates:
-        return files.templates["tool_use"]
-    return files.templates.get("default")
-
-
 def encode(backend: Tokenizer, text: str, *, as_text: bool = False, offsets: bool = False) -> Any:
     """The encoding of `text`, without added special tokens.  Raises DataError if the tokenizer fails at it.
 
@@ -94,7 +88,7 @@ def encode(backend: Tokenizer, text: str, *, as_text: bool = False, offsets: boo
         return backend.encode_batch_fast([text], add_special_tokens=False)[0]
 
 
-def failing_at(text: str) -> refusing:
+def failing_at(text: str) -> AbstractContextManager[None]:
     """Raises DataError with the beginning of the text if native code fails at it."""
     return refusing(
         lambda why: f"the tokenizer fails at a text of {len(text):,} characters, {json.dumps(text[:20])}...: {why}.  "

@@ -38,24 +38,7 @@ _INVISIBLE = (
     "\u00a0 \u200b \u200c \u200d \u2009 \u202f \u2028 \u2029 \u3000 \ufeff \u00ad \u0085 \u180e \u2060 "
     "\u200e \u061c \x01 \x1b[0m \x7f \x0b \x0c \ufe0f \U000e0041 \ue000"
 ).split(" ")
-_BLANKS = (
-    " ",
-    "  ",
-    "   ",
-    "    ",
-    "\t",
-    "\t\t",
-    " \t",
-    "\n",
-    "\n\n",
-    "\n\n\n",
-    "\r\n",
-    "\r\n\r\n",
-    "\r",
-    " \n",
-    "\n ",
-    " \n \n ",
-)
+_BLANKS = " |  |   |    |\t|\t\t| \t|\n|\n\n|\n\n\n|\r\n|\r\n\r\n|\r| \n|\n | \n \n ".split("|")
 _AROUND = ("{}", "a{}b", "a{}", "{}b", "1{}2", "你{}好")
 _CODE = (
     "def f(x):\n    return x + 1\n",
@@ -99,20 +82,7 @@ _SENTENCES = (
     "E=mc² and a²+b²=c²|I ❤️ NY 🇺🇸!|naïve café résumé|na\u0308ive cafe\u0301|مرحبا hello שלום|1. First\n2. "
     "Second|No\u00a0break\u200bhere"
 ).split("|")
-_CONTROLS = (
-    "{}",
-    "a{}b",
-    " {} ",
-    "{}\n",
-    "\n{}",
-    "{}{}",
-    "Hello {} world",
-    "{}user\nHi",
-    "Hi{}",
-    "<{}>",
-    "{}.",
-    "'{}'",
-)
+_CONTROLS = "{}|a{}b| {} |{}\n|\n{}|{}{}|Hello {} world|{}user\nHi|Hi{}|<{}>|{}.|'{}'".split("|")
 
 
 def probe_texts(control: Sequence[str]) -> list[str]:

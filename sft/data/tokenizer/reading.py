@@ -1,15 +1,17 @@
 """Reads a tokenizer folder: its tokenizer.json, or without one, other files by transformers.
 
-Native code reads these files, and may end its process.  So a child with limits reads each content first.
+Native code reads these files, and may end its process.  So a child with limits reads each content first.  Decides what
+a failure of transformers means: a missing package, a config.json that cannot be read, or other files.
 """
 
 import hashlib
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from sft.data import limited
-from sft.data.tokenizer.conversion import convert
-from sft.data.tokenizer.files import EXPECTED, FILE, LARGEST_ID, TokenizerFiles, from_tokenizer_json
-from sft.data.tokenizer.special_tokens import refusing
+from sft.data.tokenizer.files import EXPECTED, FILE, LARGEST_ID, TokenizerFiles, complete, from_tokenizer_json
+from sft.data.tokenizer.special_tokens import read_json, reason, refusing
 from sft.errors import DataError
 from sft.files.folder_files import LIST_BYTES, UnsafeFileError, matching, read_file
 
@@ -59,7 +61,7 @@ def _read(name: str, folder: Path) -> TokenizerFiles:
     if FILE in names:
         files = from_tokenizer_json(name, folder)
     else:
-        files = convert(name, folder, held)
+        files = _convert(name, folder, held)
     largest = max(files.backend.get_vocab().values(), default=-1)
     if not 0 <= largest <= LARGEST_ID:
         fault = (
@@ -67,3 +69,76 @@ def _read(name: str, folder: Path) -> TokenizerFiles:
         )
         raise DataError(f"the tokenizer of {name} {fault}.  {EXPECTED}.")
     return files
+
+
+def load(folder: Path, *, fix_mistral_regex: bool = False) -> Any:
+    """The tokenizer that AutoTokenizer makes from the files of a folder alone.  Raises any error, also a panic of Rust.
+
+    With a value of fix_mistral_regex, an installed mistral-common does not take over Mistral's folders.
+    """
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(
+        str(folder), local_files_only=True, trust_remote_code=False, fix_mistral_regex=fix_mistral_regex
+    )
+
+
+def _convert(name: str, folder: Path, held: str) -> TokenizerFiles:
+    """The tokenizer that transformers makes of vocab.json, tokenizer.model and the like.  Raises DataError.
+
+    held: names of files in the folder, for errors
+    """
+    try:
+        hf = load(folder, fix_mistral_regex=True)
+        is_fast = getattr(hf, "is_fast", False)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # tokenizer classes of transformers may raise any error
+        raise DataError(_why_not(name, folder, held, error)) from error
+    if not is_fast:
+        raise DataError(
+            f"the tokenizer of {name} has no character offsets, so the supervised tokens cannot be verified.  Save "
+            "the tokenizer in the fast format (tokenizer.json)."
+        )
+    note = (
+        f"{name} has no tokenizer.json, so transformers makes the tokenizer ({type(hf).__name__}) of other files, and "
+        "other releases may make another one.  To keep it, save it with save_pretrained of transformers."
+    )
+    settings = read_json(name, folder, "tokenizer_config.json")
+    special = dict(hf.special_tokens_map)
+    return complete(name, folder, settings, hf.backend_tokenizer, special, [note], is_of_file=False)
+
+
+def _why_not(name: str, folder: Path, held: str, error: BaseException) -> str:
+    """Why transformers could not load a folder, and what would work."""
+    models = sorted(path.name for path in folder.glob("*.model"))
+    package = "sentencepiece" if models and _is_sentencepiece(folder / models[0]) else "tiktoken" if models else None
+    if package is not None and find_spec(package) is None:
+        return (
+            f"{models[0]} of {name} needs the package {package} to be read, which is not installed here: pip install "
+            f"{package}; or give a folder with tokenizer.json."
+        )
+    if str(_config_error(folder)) == str(error):
+        return (
+            f"config.json of {name} cannot be read by transformers, which chooses the kind of tokenizer by it: "
+            f"{reason(error)}.  Correct it, or give data.tokenizer a folder with tokenizer.json."
+        )
+    return f"{name} is not a usable tokenizer folder (it holds {held}): {reason(error)}.  {EXPECTED}."
+
+
+def _is_sentencepiece(path: Path) -> bool:
+    """Whether a .model file is one of SentencePiece, a protobuf that begins with a field; tiktoken's are base64."""
+    with path.open("rb") as file:
+        return file.read(1) == b"\n"
+
+
+def _config_error(folder: Path) -> BaseException | None:
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # also a panic of Rust; `_why_not` compares it
+        return error
+    return None

@@ -7,7 +7,8 @@ Errors of libraries while a folder is read become one sentence here, too.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,15 @@ def reason(error: BaseException) -> str:
     return shortened(lines[0].strip().rstrip("."), 200) if lines else type(error).__name__
 
 
-class refusing:
+@contextmanager
+def refusing(describe: Callable[[str], str]) -> Iterator[None]:
     """Raises DataError(describe(reason)) for any error of a library, also a panic of Rust, which is no Exception."""
-
-    __slots__ = ("describe",)
-
-    def __init__(self, describe: Callable[[str], str]) -> None:
-        self.describe = describe
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and not isinstance(error, (DataError, KeyboardInterrupt, SystemExit, GeneratorExit)):
-            raise DataError(self.describe(reason(error))) from error
+    try:
+        yield
+    except (DataError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise DataError(describe(reason(error))) from error
 
 
 def read_json(name: str, folder: Path, file: str) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """A whole random template: its Jinja text, and its rendering with labels in Python alone."""
 
 from tests.unit.fixtures.model_folder import Tokens
-from tests.unit.random_templates.answers import Answers
 from tests.unit.random_templates.expressions import EITHER, ROLES, Expr, Message, Part, Where, constant, tojson
+from tests.unit.random_templates.pieces import Pieces
 
 
-class Draw(Answers):
+class Draw(Pieces):
     """One random template."""
 
     def result_parts(self) -> tuple[list[Part], Part]:
@@ -13,26 +13,27 @@ class Draw(Answers):
         content = self.changed(self.field("content"))
         wrapped = self.joined([constant("<tool_response>"), content, constant("</tool_response>")])
         after = self.after_turn()
-        # An end that asks for `last` looks at the assistant only.
-        end = constant(
-            "" if self.end_style == "none" else self.before_end + ("<|eos|>" if self.end_style == "eos" else "<|end|>")
-        )
+        end = self.end_of_others()
         if self.result == "grouped" and self.end_style != "none":
-            first = "previous != 'tool'"
-            final = "following != 'tool'"
             head = self.part(self.header("tool"))
             tail = self.part(self.joined([end, after]))
             header = Part(
-                f"{{%- if {first} -%}}{head.jinja}{{%- endif -%}}",
+                f"{{%- if previous != 'tool' -%}}{head.jinja}{{%- endif -%}}",
                 lambda w: head.text(w) if w.role_at(w.index - 1) != "tool" else "",
             )
             ending = Part(
-                f"{{%- if {final} -%}}{tail.jinja}{{%- endif -%}}",
+                f"{{%- if following != 'tool' -%}}{tail.jinja}{{%- endif -%}}",
                 lambda w: tail.text(w) if w.role_at(w.index + 1) != "tool" else "",
             )
             return [header, self.part(wrapped)], ending
         body = wrapped if self.result == "wrapped" else content
         return [self.part(self.header("tool")), self.part(body)], self.part(self.joined([end, after]))
+
+    def end_of_others(self) -> Expr:
+        """The end of a message of anybody else.  An end that asks for `last` looks at the assistant only."""
+        if self.end_style == "none":
+            return constant("")
+        return constant(self.before_end + ("<|eos|>" if self.end_style == "eos" else "<|end|>"))
 
     def compose(self) -> None:
         """Draws all parts."""
@@ -42,10 +43,7 @@ class Draw(Answers):
         self.assistant_end = self.part(self.end())
         self.assistant_after = self.part(self.after_turn())
         self.tool_body, self.tool_end = self.result_parts()
-        self.others = {}
-        end = constant(
-            "" if self.end_style == "none" else self.before_end + ("<|eos|>" if self.end_style == "eos" else "<|end|>")
-        )
+        self.others, end = {}, self.end_of_others()
         for role in ("system", "user"):
             header = self.header(role if self.headers == "literal" or self.rng.random() < 0.5 else None)
             content = self.changed(self.field("content"))
@@ -56,16 +54,13 @@ class Draw(Answers):
                     lambda w: f"{self.hoisted}\n\n" if w.first and self.hoisted else "",
                 )
                 pieces.insert(1, system)
-            parts = (
-                [self.part(self.joined(pieces))] if self.rng.random() < 0.5 else [self.part(piece) for piece in pieces]
-            )
-            self.others[role] = parts
+            is_one = self.rng.random() < 0.5
+            self.others[role] = [self.part(piece) for piece in ([self.joined(pieces)] if is_one else pieces)]
         self.system_text = self.changed(Expr("system", lambda w: self.hoisted), same=True)
         self.system_block = self.part(
             self.joined([constant(self.header_text("system")), self.system_text, end, constant(self.after)])
         )
         self.prompt = self.part(constant(self.header_text("assistant") + self.prompt_think))
-        self.end_of_others = end
 
     def template(self) -> str:
         """The Jinja text."""
@@ -130,7 +125,7 @@ class Draw(Answers):
         if not self.tools:
             return
         head = self.header_text("system")
-        end, after = self.end_of_others.text(None), self.after
+        end, after = self.end_of_others().raw, self.after
         opening, closing = self.part(constant(head + "<tools>\n")), self.part(constant("</tools>" + end + after))
         one = {
             "json": ("{{- t | tojson -}}", tojson),

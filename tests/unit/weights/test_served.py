@@ -14,7 +14,7 @@ import torch
 from sft.commands import check
 from sft.config import CheckpointConfig, ModelConfig
 from sft.console import QUIET, Console
-from sft.data.chat.encode_chat import Mask, encode_row
+from sft.data.chat.encode_chat import encode_chat
 from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
 from sft.data.rows.formats import Chat
 from sft.recipe.tokenizer import same_ids
@@ -112,7 +112,7 @@ class Export:
         """The whole chats, and their prompts, have the ids of training; a prompt ends where supervision begins."""
         exported = self.tokenizer
         for messages in CHATS:
-            encoding = encode_row(Chat(messages, None, None), self.trained_with, Mask("last"))
+            encoding = encode_chat(Chat(messages, None, None), self.trained_with, "last")
             ids = exported.apply_chat_template(messages, return_dict=False, **variables)
             assert ids == encoding.tokens.tolist()
             prompt = exported.apply_chat_template(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sft.data.cache.corpus import Corpus
-from sft.data.cache.encoder import EncodedRows, to_palette
+from sft.data.cache.encoder import EncodedRows, check_palette, to_palette
 from sft.data.cache.folders import store_folder
 from sft.data.cache.row_report import LINE, Reject, RowCounts, RowReport, count_rows
 from sft.data.cache.store import Store, open_store, publish, write_store
@@ -144,8 +144,12 @@ def test_cache_follows_all_that_samples_depend_on(tmp_path: Path, monkeypatch: p
     template_file.write_text(template_file.read_text().replace("# Tools", "# TOOLS"))
     names.append(name(tokenizer=str(folder)))
     monkeypatch.setattr("sft.data.cache.folders.version", lambda library: "99.0")
-    names.append(name(tokenizer=str(folder)))
-    assert len(set(names)) == len(names) == 14
+    names += [name(tokenizer=str(folder)), name(on_bad_row="skip")]
+    unskipped = name()
+    monkeypatch.setattr("sft.data.cache.folders.REFUSALS", "texts are usable")
+    names.append(name(on_bad_row="skip"))
+    assert name() == unskipped, "a store that skipped no row holds the same samples when further rows become usable"
+    assert len(set(names)) == len(names) == 16
 
 
 def block(row: int, weights: list[float], *rejects: Reject) -> EncodedRows:
@@ -174,8 +178,9 @@ def test_a_palette_in_numbers() -> None:
     assert mask.tolist() == [0, 0, 2, 1, 1] and mask.dtype == np.uint8
     palette, mask = to_palette(np.arange(1, 256, dtype=np.float32))
     assert palette.tolist() == list(range(256)) and mask.tolist() == list(range(1, 256))
-    with pytest.raises(DataError, match="more than 255 different weights above 0, such as 1, 2 and 3; .* Round them"):
-        to_palette(np.arange(1, 257, dtype=np.float32))
+    wanted = "a.jsonl: more than 255 different weights above 0, such as 1, 2 and 3; .* Round them"
+    with pytest.raises(DataError, match=wanted):
+        check_palette(np.arange(257, dtype=np.float32), Path("a.jsonl"))
 
 
 def test_what_goes_in_comes_out(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_datasets_of_the_hub(hub: Hub, tmp_path: Path) -> None:
     """Four processes: main is its first commit; it moves; there is no network; the hub does not answer."""
     repo = hub.commits[f"datasets/{NAME}"]
     (first, _), newest = repo[0], repo.pop()
-    fixed, other = {"revision": first}, str(tmp_path / "other")
+    fixed, elsewhere = {"revision": first}, {"cache": str(tmp_path / "other")}
     (old,) = session(hub, tmp_path, {})
     assert (old["commit"], old["rows"], old["said"]) == (first, 3, f"{NAME} train: commit {first}, 3 rows\n")
 
@@ -107,14 +107,7 @@ def test_datasets_of_the_hub(hub: Hub, tmp_path: Path) -> None:
 
     # Offline: what was loaded into this cache_dir; into another one, only the copy that datasets made last.
     num_asked = len(hub.asked)
-    steps = [
-        {},
-        fixed,
-        {"cache": other},
-        {"cache": other, **fixed},
-        {"cache": other, "revision": "v1"},
-        {"name": "a/b"},
-    ]
+    steps = [{}, fixed, elsewhere, {**elsewhere, **fixed}, {**elsewhere, "revision": "v1"}, {"name": "a/b"}]
     same, pinned, copy, older, tag, absent = session(hub, tmp_path, *steps, HF_HUB_OFFLINE="1")
     assert len(hub.asked) == num_asked
     assert same["commit"] == second and "using commit" in same["said"] and "HF_HUB_OFFLINE" in same["said"]
@@ -133,9 +126,7 @@ def test_datasets_of_the_hub(hub: Hub, tmp_path: Path) -> None:
 REFUSED: dict[str, dict[str, Any]] = {
     "is neither a folder nor a dataset on the Hugging Face hub that this user may read": {"name": "org/nothing"},
     "has no revision v9.  Give a commit, a tag or a branch.": {"revision": "v9"},
-    "is gated: its owner grants access.  Ask for it on https://huggingface.co/datasets/org/gated": {
-        "name": "org/gated"
-    },
+    "is gated: its owner grants access.  Ask for it on https://huggingface.co/datasets/org": {"name": "org/gated"},
     "is a program (code.py), and code of a dataset is not run.": {"name": "org/code"},
     "has no split test.  Its splits are train;": {"split": "test"},
     "is not loaded into": {"how": "find", "split": "train[:1]"},

@@ -121,16 +121,10 @@ def digest_of(
     `left_out` of list and table, numbered from 1, are taken for rows that cannot be used."""
     digest = hashlib.sha256()
     lengths = {"error": 1024, "drop": 96, "cut_turns": 96, "windows": 96}
+    settings: dict[str, Any] = {"doc_multiple": 8, "on_bad_row": "skip", "supervise_inserted": inserted}
     for supervise in ("assistant", "last", "all"):
         for over_long, seq_length in lengths.items():
-            data = config(
-                seq_length=seq_length,
-                doc_multiple=8,
-                over_long=over_long,
-                on_bad_row="skip",
-                supervise=supervise,
-                supervise_inserted=inserted,
-            )
+            data = config(seq_length=seq_length, over_long=over_long, supervise=supervise, **settings)
             for path in files:
                 others = left_out[path.suffix == ".parquet"] if supervise == "assistant" else set()
                 rows = [row for row in read_rows(path) if row[0] not in others]

@@ -109,11 +109,7 @@ def test_a_document_that_is_too_long(
 
 def test_documents_without_a_loss_are_dropped_and_counted(tmp_path: Path) -> None:
     """Of one token, and of a prompt alone.  A prompt of any length is none that is too long."""
-    row = {
-        "input_ids": [1, *range(30), *FIRST],
-        "loss_mask": [1] + [0] * 30 + [0, 0, 1, 1],
-        "seq_lengths": [1, 30, 4],
-    }
+    row = {"input_ids": [1, *range(30), *FIRST], "loss_mask": [1] + [0] * 30 + [0, 0, 1, 1], "seq_lengths": [1, 30, 4]}
     path = write(tmp_path / "a.jsonl", row)
     corpus = corpus_of(path, seq_length=16, doc_multiple=8)
     assert samples(corpus) == [(FIRST, [0, 0, 1, 1])] and corpus.name(0) == f"{path}:1 document 3 of 3"
@@ -134,14 +130,6 @@ def test_a_row_that_is_not_cleanly_packed_is_a_bad_row(tmp_path: Path) -> None:
     )
     skipped = corpus_of(path, on_bad_row="skip").row_reports[Path(path)]
     assert (skipped.rows, skipped.rows_packed, skipped.documents, skipped.skipped) == (10, 9, 27, (10,))
-
-
-def test_the_samples_of_workers_are_those_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padding and documents of all parts are added up."""
-    monkeypatch.setattr("sft.data.cache.workers.ROWS_PER_PART", 2)
-    path = write(tmp_path / "a.jsonl", *[FORMS["padded cu_seqlens"], APART[0]] * 3)
-    report = corpus_of(path).row_reports[Path(path)]
-    assert (report.rows_packed, report.documents, report.rows_padded, report.tokens_padding) == (3, 9, 3, 6)
 
 
 def test_inspect_counts_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sft.cli import main
 from sft.data.cache import unused_keys, workers
-from sft.data.cache.row_report import RowCounts, RowReport, count_rows
+from sft.data.cache.row_report import LINE, RowCounts, RowReport, count_rows
 from sft.data.cache.unused_keys import KeyCounter, describe_unused
 from sft.errors import DataError
 from tests.builders import RECIPE
@@ -63,9 +64,12 @@ def test_parts_and_processes_do_not_change_the_report(tmp_path: Path, monkeypatc
     monkeypatch.setattr(unused_keys, "_NAMES_COUNTED", 30)
     monkeypatch.setattr(unused_keys, "NAMES_LISTED", 7)
     rows = [{**ROW, f"key {i % 50}": 1, f"z {i % 3}": 1} for i in range(60)]
-    path = write(tmp_path / "a.jsonl", *rows, *ROWS)
+    packed = {"tokens": [1, 2, 3, 4, 0], "loss_mask": [0, 1, 0, 1, 0], "attention_mask": [1, 1, 2, 2, 0]}
+    path = write(tmp_path / "a.jsonl", *rows, *ROWS, *[packed] * 9)
     one = corpus_of(path, num_workers=1).row_reports
-    assert one[Path(path)].unused[:3] == (("z 0", 20), ("z 1", 20), ("z 2", 20))
+    report = one[Path(path)]
+    assert report.unused[:3] == (("z 0", 20), ("z 1", 20), ("z 2", 20))
+    assert (report.rows_packed, report.documents, report.rows_padded, report.tokens_padding) == (9, 18, 9, 9)
     monkeypatch.setattr(workers, "ROWS_PER_PART", 7)
     two = corpus_of(path, num_workers=2, cache=tmp_path / "other").row_reports
     assert two == one
@@ -80,17 +84,9 @@ def test_many_names_are_summed() -> None:
     assert len(counter.listed) == 100
     assert counter.listed[:3] == (("id", 10_050), ("user 00000", 2), ("user 00001", 2))
     assert counter.others == (10_050 - 99) * 2
-    report = count_rows(corpus_table(), RowCounts(unused=counter))
+    report = count_rows(np.array([(1, 1, 1, 10, 4, 10, 10, 4)], dtype=LINE), RowCounts(unused=counter))
     assert str(report).endswith("user 00098 (2 rows), and other keys 19,902 times")
     assert len(json.dumps(asdict(report))) < 4000
-
-
-def corpus_table() -> Any:
-    import numpy as np
-
-    from sft.data.cache.row_report import LINE
-
-    return np.array([(1, 1, 1, 10, 4, 10, 10, 4)], dtype=LINE)
 
 
 def test_names_that_a_terminal_would_interpret_are_escaped(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from sft.data.chat.encode_chat import Mask, encode_chat
+from sft.data.chat.encode_chat import encode_chat
 from sft.data.chat.omitted import find_omitted
 from sft.data.chat.tokenizer import ByteTokenizer, FolderTokenizer
 from sft.data.rows.formats import Chat
@@ -191,7 +191,7 @@ def test_supervise_last_or_all(tokenizers: Tokenizers, name: str) -> None:
     """Of all, every token but the first, which nothing predicts."""
     tokenizer = either(name, tokenizers)
     assert runs(Chat(TALK, None), tokenizer, "last") == [LAST]
-    ids, weights, *_ = encode_chat(Chat(TALK, None), tokenizer, Mask("all"))
+    ids, weights, *_ = encode_chat(Chat(TALK, None), tokenizer, "all")
     assert weights.tolist() == [0.0] + [1.0] * (len(ids) - 1)
 
 
@@ -206,7 +206,7 @@ def test_weights_of_messages(tokenizers: Tokenizers, name: str) -> None:
     assert [tokenizer.decode(ids[weights == weight]) for weight in (0.5, 2.0)] == [FIRST, LAST]
     assert ((weights > 0) == (ones > 0)).all() and set(weights.tolist()) == {0.0, 0.5, 2.0}
     # With data.supervise all
-    ids, weights, *_ = encode_chat(Chat(TALK, None, (1.0, 0.0, 1.0, 2.0)), tokenizer, Mask("all"))
+    ids, weights, *_ = encode_chat(Chat(TALK, None, (1.0, 0.0, 1.0, 2.0)), tokenizer, "all")
     assert tokenizer.decode(ids[1:][weights[1:] == 0]) == FIRST
     assert tokenizer.decode(ids[weights == 2]) == LAST
 
@@ -214,7 +214,7 @@ def test_weights_of_messages(tokenizers: Tokenizers, name: str) -> None:
 @EITHER
 def test_nothing_to_learn(tokenizers: Tokenizers, name: str) -> None:
     with pytest.raises(DataError, match="every token has weight 0 with data.supervise = last, so the chat"):
-        encode_chat(Chat(TALK, None, (1.0, 1.0, 1.0, 0.0)), either(name, tokenizers), Mask("last"))
+        encode_chat(Chat(TALK, None, (1.0, 1.0, 1.0, 0.0)), either(name, tokenizers), "last")
 
 
 def test_a_text_that_the_template_leaves_out_is_not_learned(tokenizers: Tokenizers) -> None:

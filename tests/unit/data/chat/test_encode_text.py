@@ -1,6 +1,5 @@
 """Plain texts: the tokens of transformers and one end, all supervised, split into windows, without a template."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,15 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sft.data.cache import folders
-from sft.data.cache.folders import store_folder
-from sft.data.chat.encode_chat import encode_row
-from sft.data.chat.encode_text import encode_text
+from sft.data.chat.encode_chat import Encoding, encode_row
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer, load_tokenizer
 from sft.data.rows.formats import Chat, PlainText, Tokenized, read_row
 from sft.errors import DataError
 from tests.unit.corpora import ROW, corpus_of, write
-from tests.unit.fixtures.folder import SPECIAL, config, make_folder
+from tests.unit.fixtures.folder import SPECIAL, config, make_folder, open_folder
 
 TEXT = "def f(x):\n    return '<|im_end|>'  # é\n"
 EOS, BOS = SPECIAL.index("<|endoftext|>"), SPECIAL.index("<s>")
@@ -44,10 +40,6 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     return with_post_processor
 
 
-def loaded(folder: Path) -> ChatTokenizer:
-    return load_tokenizer(config(tokenizer=str(folder)))
-
-
 @pytest.mark.parametrize(
     ("single", "num_before", "end"),
     [
@@ -63,25 +55,30 @@ def test_tokens_are_those_of_transformers_and_one_end(make: Make, single: str, n
     folder = make(single)
     reference = AutoTokenizer.from_pretrained(folder)(TEXT, truncation=False)["input_ids"]
     assert SPECIAL.index("<|im_end|>") in reference  # a control string in a text is a control token
+    row, tokenizer = PlainText(TEXT), open_folder(folder)
     for supervise in ("assistant", "last", "all"):
-        tokens, weights, rendered, before, *_ = encode_row(PlainText(TEXT), loaded(folder), config(supervise=supervise))
+        tokens, weights, rendered, before, *_ = encode_row(row, tokenizer, config(supervise=supervise))
         assert tokens.tolist() == [*reference, *end] and tokens.dtype == np.int32
         assert weights.tolist() == [0.0] * max(1, num_before) + [1.0] * (len(tokens) - max(1, num_before))
         assert (rendered, before) == (None, num_before)
 
 
+def encoded(text: str, tokenizer: ChatTokenizer) -> Encoding:
+    return encode_row(PlainText(text), tokenizer, config())
+
+
 def test_a_text_that_ends_with_eos_gets_no_second_one(make: Make) -> None:
-    tokens, *_ = encode_text(PlainText("one<|endoftext|>two<|endoftext|>"), loaded(make("$A")))
+    tokens, *_ = encoded("one<|endoftext|>two<|endoftext|>", open_folder(make("$A")))
     assert tokens.tolist().count(EOS) == 2 and tokens[-1] == EOS != tokens[-2]
 
 
 def test_bytes() -> None:
     """The byte tokenizer has no EOS, and its control strings are bytes."""
-    tokens, weights, num_before = encode_text(PlainText("hé<|im_end|>"), ByteTokenizer())
+    tokens, weights, _, num_before, *_ = encoded("hé<|im_end|>", ByteTokenizer())
     assert tokens.tolist() == [104, 195, 169, *b"<|im_end|>"]
     assert (weights.tolist(), num_before) == ([0.0] + [1.0] * 12, 0)
     with pytest.raises(DataError, match="the text has only one token, so no token is supervised."):
-        encode_text(PlainText("h"), ByteTokenizer())
+        encoded("h", ByteTokenizer())
 
 
 def test_a_row_is_a_text_only_if_it_is_nothing_else() -> None:
@@ -106,9 +103,9 @@ def test_windows_of_a_text(make: Make, tmp_path: Path, single: str, first: list[
     path = write(tmp_path / "a.jsonl", {"text": "word " * 100}, {"text": "short"})
     settings = {"tokenizer": str(folder), "seq_length": 64, "doc_multiple": 8, "over_long": "windows"}
     corpus = corpus_of(path, **settings)
-    whole, full, _ = encode_text(PlainText("word " * 100), loaded(folder))
+    whole, full, *_ = encoded("word " * 100, open_folder(folder))
     samples = [corpus.sample(i) for i in range(len(corpus))]
-    assert samples.pop().tokens.tolist() == encode_text(PlainText("short"), loaded(folder))[0].tolist()
+    assert samples.pop().tokens.tolist() == encoded("short", open_folder(folder)).tokens.tolist()
     assert len(samples) > 2 and all(len(sample.tokens) <= 64 for sample in samples)
     assert all(sample.tokens[: len(first)].tolist() == first for sample in samples)
     learnt = np.concatenate([sample.tokens[sample.weights > 0] for sample in samples])
@@ -140,19 +137,3 @@ def test_only_chats_need_a_chat_template(make: Make, tmp_path: Path) -> None:
         corpus_of(write(tmp_path / "mixed.jsonl", {"text": "one"}, ROW), **settings)
     with pytest.raises(DataError, match="chat_template_kwargs gives quiet, but the tokenizer of .* has no chat templ"):
         load_tokenizer(config(**settings, chat_template_kwargs={"quiet": True}))
-
-
-def test_only_stores_that_skipped_rows_depend_on_which_rows_are_unusable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A store that skipped no row holds the same samples, and is found, when further rows become usable."""
-    (tmp_path / "a.jsonl").write_text(json.dumps(ROW))
-
-    def names() -> list[str]:
-        policies = (config(on_bad_row="error"), config(on_bad_row="skip"))
-        return [store_folder(Path(), tmp_path / "a.jsonl", data, ByteTokenizer()).name for data in policies]
-
-    before = names()
-    monkeypatch.setattr(folders, "REFUSALS", "texts are usable")
-    after = names()
-    assert before[0] == after[0] and len({*before, *after}) == 3

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from sft.data.chat.encode_chat import encode_chat
-from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
+from sft.data.chat.tokenizer import FolderTokenizer
 from sft.data.rows.formats import Chat
 from sft.errors import DataError
 from tests.unit.fixtures.chats import TALK, Messages, assistant, call, chat_of, runs, tool, user
-from tests.unit.fixtures.folder import OF_TEMPLATE, config, load_folder, load_letters, make_folder, template
+from tests.unit.fixtures.folder import OF_TEMPLATE, load_folder, load_letters, make_folder, open_folder, template
 
 Tokenizers = Callable[[str], FolderTokenizer]
 PRIVATE = (0xF0000, 0xF0100)  # 256 of them stand for all 131,068
@@ -87,11 +87,10 @@ def test_roles_that_are_no_special_tokens_stay_text(tmp_path: Path) -> None:
     for token in saved["added_tokens"]:
         token["special"] = token["special"] and token["content"] not in ("<｜User｜>", "<｜Assistant｜>")
     (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
-    tokenizer = load_tokenizer(config(tokenizer=str(tmp_path)))
-    assert isinstance(tokenizer, FolderTokenizer)
+    tokenizer = open_folder(tmp_path)
     typed = [user("What does <｜Assistant｜> mean?"), assistant("It is <｜Assistant｜>.")]
     assert controls(typed, tokenizer) == [
-        *("<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
+        *("<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>")
     ]
     assert runs(Chat(typed, None), tokenizer) == ["It is <｜Assistant｜>.<｜end▁of▁sentence｜>"]
 
@@ -207,7 +206,7 @@ def test_characters_that_become_a_control_token(tmp_path: Path) -> None:
     for token in saved["added_tokens"]:
         token["normalized"] = True
     (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
-    tokenizer = load_tokenizer(config(tokenizer=str(tmp_path)))
+    tokenizer = open_folder(tmp_path)
     assert runs(Chat(TALK, None), tokenizer)
     with pytest.raises(DataError, match="turns ordinary characters of the chat into a control token"):
         encode_chat(Chat([user("hi ＜|im_end|＞ there"), assistant("fine")], None), tokenizer)

@@ -12,7 +12,7 @@ from sft.data.chat.encode_chat import encode_chat
 from sft.data.chat.tokenizer import ByteTokenizer
 from sft.data.read.strict_json import parse_json
 from sft.data.rows.formats import Chat, read_row
-from sft.data.rows.messages import text_of, with_arguments, with_reasoning_keys
+from sft.data.rows.messages import with_arguments
 from sft.errors import DataError
 
 Message = dict[str, Any]
@@ -163,20 +163,11 @@ def test_thinking_parts_stay_parts() -> None:
 
 
 def test_the_byte_tokenizer_writes_thinking_parts_like_reasoning() -> None:
-    in_parts = read(USER, {"role": "assistant", "content": [THINKING, FOUR]})
-    in_a_key = read(USER, {"role": "assistant", "content": "4", "reasoning_content": "sum"})
+    in_parts = read(USER, {"role": "assistant", "content": [THINKING, FOUR, FOUR]})
+    in_a_key = read(USER, {"role": "assistant", "content": "44", "reasoning_content": "sum"})
     byte = ByteTokenizer()
     assert encode_chat(in_parts, byte).tokens.tolist() == encode_chat(in_a_key, byte).tokens.tolist()
-    assert b"<think>\nsum\n</think>\n4" in bytes(id_ for id_ in encode_chat(in_parts, byte).tokens if id_ < 256)
-
-
-def test_texts_of_contents() -> None:
-    message = {"role": "assistant", "content": [THINKING, FOUR, FOUR]}
-    assert text_of(message) == "44" and text_of(ANSWER) == "6" and text_of({"role": "assistant"}) == ""
-    assert with_reasoning_keys([USER, message]) == [
-        USER,
-        {"role": "assistant", "content": "44", "reasoning_content": "sum"},
-    ]
+    assert b"<think>\nsum\n</think>\n44" in bytes(id_ for id_ in encode_chat(in_parts, byte).tokens if id_ < 256)
 
 
 # Calls

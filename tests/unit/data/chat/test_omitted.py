@@ -7,14 +7,14 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from sft.data.chat.encode_chat import Mask, encode_chat
+from sft.data.chat.encode_chat import encode_chat
 from sft.data.chat.omitted import find_omitted, why_omitted
 from sft.data.chat.render import prepared, render_chat
-from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
+from sft.data.chat.tokenizer import FolderTokenizer
 from sft.data.rows.formats import Chat
 from sft.errors import DataError
 from tests.unit.fixtures.chats import CALLING, SYSTEM, TALK, THINKING, TOOLS, Messages, assistant, tool, user
-from tests.unit.fixtures.folder import config, make_folder, template
+from tests.unit.fixtures.folder import make_folder, open_folder, template
 
 Load = Callable[..., FolderTokenizer]
 TOWN = {"type": "string", "description": "Which one"}
@@ -31,16 +31,14 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     def new(name: str = "", source: str | None = None) -> FolderTokenizer:
         file = tmp_path_factory.mktemp("template") / "chat.jinja"
         file.write_text(template(name) if source is None else source, encoding="utf-8")
-        loaded = load_tokenizer(config(tokenizer=str(folder), chat_template=str(file)))
-        assert isinstance(loaded, FolderTokenizer)
-        return loaded
+        return open_folder(folder, chat_template=str(file))
 
     return new
 
 
 def found(messages: Messages, tokenizer: Any, tools: Any = None, supervise: Any = "all") -> list[str]:
     """ "1 system content": number of the message or tool, role, kind."""
-    rendered = encode_chat(Chat(messages, tools), tokenizer, Mask(supervise)).rendered
+    rendered = encode_chat(Chat(messages, tools), tokenizer, supervise).rendered
     assert rendered is not None
     return [f"{one.number} {one.role} {one.kind}" for one in find_omitted(rendered)]
 
@@ -117,9 +115,7 @@ LONG = assistant("An answer that goes on and on, and ends")
     ],
 )  # fmt: skip
 def test_contents_calls_and_results(load: Load, key: str, messages: Messages, expected: list[str]) -> None:
-    tokenizer = load(source=reads(key))
-    assert found(messages, tokenizer) == expected
-    assert found(messages, tokenizer) == expected  # by what was learnt
+    assert found(messages, load(source=reads(key))) == expected
 
 
 @pytest.mark.parametrize(
@@ -132,7 +128,6 @@ def test_contents_calls_and_results(load: Load, key: str, messages: Messages, ex
 )
 def test_schemas(load: Load, written: str, tools: Any, expected: list[str]) -> None:
     tokenizer = load(source=reads("message.content", "{% if tools %}{{ " + written + " }}{% endif %}"))
-    assert found(TALK, tokenizer, tools) == expected
     assert found(TALK, tokenizer, tools) == expected
 
 
@@ -166,20 +161,17 @@ SHORT = "{% for message in messages %}{% if message.role != 'system' %}<|im_star
 
 
 @pytest.mark.parametrize("text", ["user", "ok", "im_start", "5", "You are helpful"])
-@pytest.mark.parametrize("learnt", [False, True])
-def test_a_short_text_is_not_taken_for_another(load: Load, text: str, learnt: bool) -> None:
+def test_a_short_text_is_not_taken_for_another(load: Load, text: str) -> None:
     """It stands in headers, in what the template says itself, and in other messages."""
     tokenizer = load(source="<|im_start|>system\nYou are helpful, ok?<|im_end|>\n" + SHORT)
     talk = [user("Hello, user. You are helpful?"), assistant("a 5 is ok and fine.")]
-    if learnt:
-        assert found(talk, tokenizer) == [] and found([SYSTEM, *talk], tokenizer) == ["1 system content"]
+    assert found(talk, tokenizer) == []
     assert found([{"role": "system", "content": text}, *talk], tokenizer) == ["1 system content"]
 
 
 @pytest.mark.parametrize("name", ["qwen25", "qwen3"])
 def test_short_reasoning(load: Load, name: str) -> None:
     tokenizer = load(name)
-    found(THINKING, tokenizer)
     for text in ("user", "assistant", "think", "six", "42"):
         talk = [user("six"), assistant("six 42", reasoning_content=text), user("think"), assistant("42")]
         assert found(talk, tokenizer) == ["2 assistant reasoning"]

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from sft.data.chat.encode_chat import Encoding, Mask, encode_chat
-from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
+from sft.data.chat.encode_chat import Encoding, encode_chat
+from sft.data.chat.tokenizer import FolderTokenizer
 from sft.data.rows.formats import Chat, read_row
 from sft.data.template.chat_template import ChatTemplate
 from sft.errors import DataError
-from tests.unit.fixtures.folder import config
+from tests.unit.fixtures.folder import open_folder
 from tests.unit.fixtures.model_folder import Tokens, pieces_of, write_folder
 from tests.unit.random_templates import Case, case
 from tests.unit.random_templates.expressions import EITHER
@@ -54,16 +54,13 @@ def encoded(made: Case, folder: Path) -> Encoding:
     template = ChatTemplate(made.template, "random", dict(loaded.files.special_tokens))
     row = read_row({"messages": made.messages, **({"tools": made.tools} if made.tools else {})})
     assert isinstance(row, Chat)
-    return encode_chat(row, replace(loaded, chat_template=template), Mask())
+    return encode_chat(row, replace(loaded, chat_template=template))
 
 
 @cache
 def tokenizer_of(tokens: Tokens, folder: Path) -> FolderTokenizer:
     """The tokenizer with these control tokens, loaded once."""
-    written = write_folder(folder / str(abs(hash(tokens))), tokens, WITHOUT)
-    tokenizer = load_tokenizer(config(tokenizer=str(written)))
-    assert isinstance(tokenizer, FolderTokenizer)
-    return tokenizer
+    return open_folder(write_folder(folder / str(abs(hash(tokens))), tokens, WITHOUT))
 
 
 def complaint_of(made: Case, encoding: Encoding) -> str | None:

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from sft.data.chat.encode_chat import Encoding, Mask, encode_row
+from sft.data.chat.encode_chat import Encoding, encode_row
 from sft.data.chat.omitted import find_omitted
-from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
+from sft.data.chat.tokenizer import FolderTokenizer
 from sft.data.rows.formats import read_row
 from sft.errors import DataError
-from tests.unit.fixtures.folder import config
+from tests.unit.fixtures.chats import assistant as answer
+from tests.unit.fixtures.chats import user
+from tests.unit.fixtures.folder import config, open_folder
 from tests.unit.fixtures.model_folder import Tokens, marked, write_folder
 
 Make = Callable[..., "Reported"]
@@ -26,39 +28,28 @@ TALK = """{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content
 TOOLS = [{"type": "function", "function": {"name": "rain", "description": "rain of a day", "parameters": {}}}]
 
 
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def answer(text: str | None, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": text, **more}
-
-
-def call(arguments: Any, text: str | None = "", identifier: str = "c1", **more: Any) -> dict[str, Any]:
+def call(arguments: Any, text: str | None = "", **more: Any) -> dict[str, Any]:
     function = {"name": "rain", "arguments": arguments}
-    return answer(text, tool_calls=[{"id": identifier, "type": "function", "function": function}], **more)
+    return answer(text, tool_calls=[{"id": "c1", "type": "function", "function": function}], **more)
 
 
-def result(text: str, identifier: str = "c1") -> dict[str, Any]:
-    return {"role": "tool", "content": text, "tool_call_id": identifier}
+def result(text: str) -> dict[str, Any]:
+    return {"role": "tool", "content": text, "tool_call_id": "c1"}
 
 
 class Reported:
     """A tokenizer folder with a template."""
 
     def __init__(self, folder: Path, tokens: Tokens, template: str, **data: Any) -> None:
-        self.tokens, self.folder = tokens, write_folder(folder, tokens, template)
-        self.data = data
+        self.tokens, self.folder, self.data = tokens, write_folder(folder, tokens, template), data
 
     @property
     def tokenizer(self) -> FolderTokenizer:
-        loaded = load_tokenizer(config(tokenizer=str(self.folder), **self.data))
-        assert isinstance(loaded, FolderTokenizer)
-        return loaded
+        return open_folder(self.folder, **self.data)
 
     def encoded(self, row: dict[str, Any] | list[dict[str, Any]], *, inserted: bool = True) -> Encoding:
         row = {"messages": row} if isinstance(row, list) else row
-        return encode_row(read_row(row), self.tokenizer, Mask(supervise_inserted=inserted))
+        return encode_row(read_row(row), self.tokenizer, config(supervise_inserted=inserted))
 
     def text(self, row: dict[str, Any] | list[dict[str, Any]], *, inserted: bool = True) -> str:
         encoding = self.encoded(row, inserted=inserted)
@@ -130,14 +121,6 @@ def test_an_answer_after_an_answer_hands_nothing_over(make: Make) -> None:
     assert make(GLM, GLM_TOKENS).text([user("2+2?"), answer("4"), answer("Four.")]) == (
         "<|user|>\n2+2?<|assistant|>\n[[4]]<|assistant|>\n[[Four.<|user|>]]"
     )
-
-
-def test_rows_of_tokens_and_texts_need_no_template(make: Make) -> None:
-    model = make("{{ raise_exception('no chats') }}", GLM_TOKENS)
-    assert model.text({"tokens": [65, 66, 67], "labels": [-100, 66, 67]}) == "b[[cd]]"
-    assert model.text({"text": "plain text"}) == "p[[lain text<|endoftext|>]]"
-    with pytest.raises(DataError, match="no chats"):
-        model.text([user("2+2?"), answer("4")])
 
 
 # F3: DeepSeek
@@ -219,7 +202,31 @@ def test_harmony_s_channel_is_inserted(make: Make) -> None:
     )
 
 
-# F7: keys of a row that change the text or the weights
+# Separators only between turns, so a prompt has none before its header, and a content that begins as the prompt ends
+
+BETWEEN = """{%- for m in messages %}{{- '<|' + m.role + '|>' + WRITE + '<|end|>' }}
+{%- if not loop.last %}{{- '\n' }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|><think>\n' }}{%- endif %}"""
+BETWEEN_TOKENS = Tokens(
+    ("<|bos|>", "<|end|>", "<|user|>", "<|assistant|>"), ("<think>", "</think>"), "<|end|>", "<|bos|>"
+)
+
+
+@pytest.mark.parametrize("content", ["m.content", "(m.content | list | join)"], ids=["plain", "letters"])
+def test_a_content_that_begins_as_the_prompt_ends(make: Make, content: str) -> None:
+    model = make(BETWEEN.replace("WRITE", content), BETWEEN_TOKENS)
+    chat = [user("2+2?"), answer("<think>\nsum</think>4"), user("3+3?"), answer("6")]
+    answers = "<|assistant|><think>\n[[sum</think>4<|end|>]]\n<|user|>3+3?<|end|>\n<|assistant|>[[6<|end|>]]"
+    for inserted in (True, False):
+        assert model.text(chat, inserted=inserted) == f"<|user|>2+2?<|end|>\n{answers}"
+        assert model.text(chat[1:], inserted=inserted) == answers
+    habits = model.tokenizer.habits
+    assert habits.inside == {"<think>", "</think>"}, "a header is no token that an answer may contain"
+    assert habits.lead == ""
+    assert model.encoded([user("2+2?"), answer("<|assistant|>")]).spelled == (("<|assistant|>", "assistant"),)
+
+
+# F7: keys of a row that change the text
 
 SWITCHED = """{{- '<|im_start|>system\n' }}
 {{- '/no_think' if enable_thinking is defined and not enable_thinking else '/think' }}
@@ -234,51 +241,6 @@ def test_keys_of_rows_reach_the_template(make: Make) -> None:
     assert without == "<|im_start|>system\n/no_think<|im_end|>\n" + HI
     with_documents = model.text({"messages": chat, "documents": [{"title": "t", "text": "A fact."}]})
     assert with_documents == "<|im_start|>system\n/think\nA fact.<|im_end|>\n" + HI
-
-
-def test_system_prompts_and_masks_of_rows(make: Make) -> None:
-    said = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
-    assert make(TALK).text({"conversations": said, "system_prompt": "Be kind."}) == (
-        "<|im_start|>system\nBe kind.<|im_end|>\n" + HI
-    )
-    chat = [user("Hi"), answer("Wrong"), user("Hi"), answer("Hello")]
-    assert make(TALK).text({"messages": chat, "loss_mask": [0, 0, 0, 1]}) == (
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nWrong<|im_end|>\n" + HI
-    )
-
-
-@pytest.mark.parametrize(
-    ("keys", "complaint"),
-    [
-        ({"images": ["cat.png"]}, "images"),
-        ({"attention_mask": [1, 1, 0]}, "attention_mask, but it is supervised"),
-        ({"position_ids": [0, 1, 3]}, "position_ids"),
-    ],
-)
-def test_keys_of_rows_that_are_refused(keys: dict[str, Any], complaint: str) -> None:
-    tokens = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
-    row = {"messages": [user("Hi"), answer("Hello")]} if "images" in keys else tokens
-    with pytest.raises(DataError, match=complaint):
-        read_row({**row, **keys})
-
-
-# F8: control tokens that an answer needs
-
-INST = """{%- for m in messages %}{{- '[INST]' + m.content + '[/INST]' if m.role == 'user' else m.content + '</s>' }}
-{%- endfor %}"""
-INST_TOKENS = Tokens(("</s>", "[INST]", "[/INST]", "[THINK]", "[/THINK]"), eos="</s>")
-
-
-def test_control_tokens_that_the_recipe_allows_an_answer(make: Make) -> None:
-    chat = [user("[THINK]?"), answer("[THINK]sum[/THINK]4")]
-    spelled = make(INST, INST_TOKENS).encoded(chat)
-    assert sorted(spelled.spelled) == [("[/THINK]", "assistant"), ("[THINK]", "assistant"), ("[THINK]", "user")]
-    model = make(INST, INST_TOKENS, assistant_control_tokens=["[THINK]", "[/THINK]"])
-    allowed = model.encoded(chat)
-    assert allowed.spelled == (("[THINK]", "user"),)
-    think, end = 256 + INST_TOKENS.special.index("[THINK]"), 256 + INST_TOKENS.special.index("[/THINK]")
-    assert [int(i) for i in allowed.tokens if i in (think, end)] == [think, end]
-    assert model.text(chat) == "[INST][THINK]?[/INST][[[THINK]sum[/THINK]4</s>]]"
 
 
 # F9: tokens of roles that are not special
@@ -322,19 +284,7 @@ def test_a_template_that_needs_tools(make: Make) -> None:
         model.text(chat)
 
 
-# F11: messages that mislead
-
-
-def test_an_older_form_of_calls_is_named() -> None:
-    row = {"messages": [user("q"), answer(None, function_call={"name": "f", "arguments": "{}"})]}
-    with pytest.raises(DataError, match="function_call, an older form of tool_calls"):
-        read_row(row)
-
-
-@pytest.mark.parametrize("identifier", ["call_0", ""])
-def test_ids_that_begin_anew_in_each_round(make: Make, identifier: str) -> None:
-    rounds = [call({}, identifier=identifier), result("no", identifier)] * 2
-    assert make(ORDERED).text([user("q"), *rounds, answer("a")]).count("[[<call>rain {}<|im_end|>]]") == 2
+# F11: a tag that misleads
 
 
 def test_a_tag_inside_of_an_answer_is_no_reasoning(make: Make) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sft.data.chat.encode_chat import Mask, encode_chat
+from sft.data.chat.encode_chat import encode_chat
 from sft.data.chat.tokenizer import FolderTokenizer
 from sft.data.rows.formats import Chat
 from sft.errors import DataError
@@ -65,35 +65,20 @@ SUM = [user("2 + 2?"), assistant([{"type": "thinking", "thinking": "sum"}, {"typ
         ("phi3", TALK, ["I am fine.\n<|end|>", "42\n\nWhat is the question?<|end|>"]),  # its header swallows the space
         # An end in the history that is not the last one's has weight 0; thinking and answer are two messages.
         ("harmony", TALK, [f"{FINAL} I am fine.\n", f"{FINAL}42\n\nWhat is the question?<|return|>"]),
-        (
-            "harmony",
-            THINKING,
-            [f"{FINAL}Hello.", f"{ANALYSIS}six\ntimes seven<|end|><|start|>assistant{FINAL}42<|return|>"],
-        ),
-        (
-            "harmony",
-            CALLING_AGAIN,
-            [f'{TO_ADD}{{"x": 1}}<|call|>', f"{FINAL}3.", f'{TO_ADD}{{"x": 5}}<|call|>', f"{FINAL}6.<|return|>"],
-        ),
+        ("harmony", THINKING,
+         [f"{FINAL}Hello.", f"{ANALYSIS}six\ntimes seven<|end|><|start|>assistant{FINAL}42<|return|>"]),
+        ("harmony", CALLING_AGAIN,
+         [f'{TO_ADD}{{"x": 1}}<|call|>', f"{FINAL}3.", f'{TO_ADD}{{"x": 5}}<|call|>', f"{FINAL}6.<|return|>"]),
         # A turn is ended by the token with which the next message begins; <|assistant|> swallows the newline after it.
-        (
-            "glm4_moe",
-            TALK,
-            ["<think></think>\n I am fine.\n<|user|>", "<think></think>\n42\n\nWhat is the question?<|user|>"],
-        ),
+        ("glm4_moe", TALK,
+         ["<think></think>\n I am fine.\n<|user|>", "<think></think>\n42\n\nWhat is the question?<|user|>"]),
         ("glm4_moe", CALLING, [f"<think></think>{GLM_CALL}<|observation|>", "<think></think>\n3.<|user|>"]),
         ("glm4_moe", CALLING[:2], [f"<think></think>{GLM_CALL}<|observation|>"]),
-        (
-            "glm4_moe",
-            THINKING_CALLING,
-            [f"<think>add</think>\nLet me{GLM_CALL}<|observation|>", "<think>so</think>\n3.<|user|>"],
-        ),
+        ("glm4_moe", THINKING_CALLING,
+         [f"<think>add</think>\nLet me{GLM_CALL}<|observation|>", "<think>so</think>\n3.<|user|>"]),
         # Results stand before the content beside their call: two spans of one message.
-        (
-            "gemma4",
-            [user("1 + 2?"), assistant("I did.", tool_calls=[call()]), tool("3"), assistant("3.")],
-            ["<|tool_call>call:add{x:1}<tool_call|><|tool_response>", "I did.<turn|>", "3.<turn|>"],
-        ),
+        ("gemma4", [user("1 + 2?"), assistant("I did.", tool_calls=[call()]), tool("3"), assistant("3.")],
+         ["<|tool_call>call:add{x:1}<tool_call|><|tool_response>", "I did.<turn|>", "3.<turn|>"]),
         ("gemma4", CALLING, ["<|tool_call>call:add{x:1}<tool_call|><|tool_response>", "3.<turn|>"]),
         ("gemma4", CALLING[:2], ["<|tool_call>call:add{x:1}<tool_call|><|tool_response>"]),
         ("deepseek_v3_text", CALLING, [DEEP_CALL, "3.<｜end▁of▁sentence｜>"]),
@@ -108,7 +93,7 @@ SUM = [user("2 + 2?"), assistant([{"type": "thinking", "thinking": "sum"}, {"typ
         ("mistral", ASSISTANT_FIRST, [" Hi</s>", " Bye</s>"]),
         ("llama31", ASSISTANT_FIRST, ["Hi<|eot_id|>", "Bye<|eot_id|>"]),
     ],
-)
+)  # fmt: skip
 def test_what_is_supervised(tokenizers: Tokenizers, name: str, messages: Messages, expected: list[str]) -> None:
     assert runs(chat_of(messages, TOOLS if name == "command_r_tools" else None), tokenizers(name)) == expected
 
@@ -176,7 +161,7 @@ def test_the_token_after_a_last_answer(
 ) -> None:
     tokenizer = load_folder(tmp_path, template("glm4_moe"), ends=ends, final_end=final_end)
     assert runs(Chat(GLM, None), tokenizer) == expected
-    ids, weights, *_ = encode_chat(Chat(GLM, None), tokenizer, Mask("all"))
+    ids, weights, *_ = encode_chat(Chat(GLM, None), tokenizer, "all")
     assert tokenizer.decode(ids).endswith(expected[0].removeprefix("<think></think>")), "with data.supervise = all, too"
     assert weights[-1] == 1
     asked = [*GLM, user("c")]
@@ -222,23 +207,16 @@ def block(text: str) -> str:
 
 FINE, QUESTION = " I am fine.\n<|im_end|>", "42\n\nWhat is the question?<|im_end|>"
 THOUGHTS = ["<think>\nhm\n</think>\n\nHello.<|im_end|>", "<think>\nsix\ntimes seven\n</think>\n\n42<|im_end|>"]
-THINK = "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{{ m.content }}"
+THOUGHT = "<think>\n{{ m.reasoning_content }}\n</think>\n\n"
+THINK = THOUGHT + "{{ m.content }}"
 
 
 @pytest.mark.parametrize(
     ("jinja", "messages", "expected"),
     [
         # Text before the last message differs between the chat and its prompt.
-        (
-            "{% for m in messages %}" + LAST + HEADER + "{{ m.content }}<|im_end|>{% endfor %}" + ASK,
-            TALK,
-            [FINE, QUESTION],
-        ),
-        (
-            for_messages(LAST + MESSAGE, LAST + HEADER + THINK + "<|im_end|>") + ASK,
-            THINKING,
-            THOUGHTS,
-        ),
+        (for_messages(LAST + MESSAGE, LAST + MESSAGE) + ASK, TALK, [FINE, QUESTION]),
+        (for_messages(LAST + MESSAGE, LAST + HEADER + THINK + "<|im_end|>") + ASK, THINKING, THOUGHTS),
         # The template changes the answer.
         (
             "{% for m in messages %}" + HEADER + "{{ m.content | replace('42', '24') }}<|im_end|>{% endfor %}" + ASK,
@@ -256,17 +234,7 @@ THINK = "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{{ m.content }}"
         (for_messages(MESSAGE, HEADER + block("{{ m.content }}<|im_end|>")) + ASK, TALK, [FINE, QUESTION]),
         (for_messages(HEADER + block("{{ m.content }}") + "<|im_end|>", MESSAGE) + ASK, TALK, [FINE, QUESTION]),
         # Thinking before the block, and more words behind the end of the turn.
-        (
-            for_messages(
-                MESSAGE,
-                HEADER
-                + "<think>\n{{ m.reasoning_content }}\n</think>\n\n"
-                + block("{{ m.content }}<|im_end|> and more"),
-            )
-            + ASK,
-            THINKING,
-            THOUGHTS,
-        ),
+        (for_messages(MESSAGE, HEADER + THOUGHT + block("{{ m.content }}<|im_end|> more")) + ASK, THINKING, THOUGHTS),
         # transformers#47325: a block that ends at token 0.  Nothing predicts token 0, so it has weight 0.
         (
             for_messages("{{ m.content }}<|im_end|>", block("{{ m.content }}") + "<|im_end|>"),
@@ -275,15 +243,13 @@ THINK = "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{{ m.content }}"
         ),
         # Texts that are written by macros, set blocks and joins keep their sources.
         (
-            "{% macro turn(m) %}{% set text %}{{ [m.content, ''] | join('') }}{% endset %}"
-            + HEADER
-            + "{{ text }}<|im_end|>{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}"
-            + ASK,
+            "{% macro turn(m) %}{% set text %}{{ [m.content, ''] | join('') }}{% endset %}" + HEADER
+            + "{{ text }}<|im_end|>{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}" + ASK,
             TALK,
             [FINE, QUESTION],
         ),
     ],
-)
+)  # fmt: skip
 def test_templates_of_other_shapes(tmp_path: Path, jinja: str, messages: Messages, expected: list[str]) -> None:
     assert runs(Chat(messages, None), load_folder(tmp_path, jinja)) == expected
 
@@ -302,26 +268,19 @@ CENTER = "the filter center hides where text comes from"
         (for_messages(TURN, "<|im_start|>{{ m.content | reverse }}<|im_end|>"), "the filter reverse hides where text"),
         (for_messages(TURN, "<|im_start|>{{ m.content.zfill(50) }}<|im_end|>"), "zfill hides where text comes from"),
         # A part of the answer is not found, and could be anywhere.
-        (
-            for_messages(TURN, "<|im_start|>{{ m.content[:3] }}<|im_end|>")
-            + "{{ messages[1].content[3:] | center(50) }}",
-            'its text " I am fine.\\n" is not found, and the filter center hides text',
-        ),
+        (for_messages(TURN, "<|im_start|>{{ m.content[:3] }}<|im_end|>") + "{{ messages[1].content[3:] | center(50) }}",
+         'its text " I am fine.\\n" is not found, and the filter center hides text'),
         # Somebody else's text stands in the turn.
-        (
-            for_messages(TURN, "<|im_start|>{{ m.content[:2] }}{{ messages[0].content }}{{ m.content[2:] }}<|im_end|>"),
-            "no token ends it",
-        ),
+        (for_messages(TURN, "<|im_start|>{{ m.content[:2] }}{{ messages[0].content }}{{ m.content[2:] }}<|im_end|>"),
+         "no token ends it"),
         # The assistant is quoted outside of its turn, by text that no loop over messages writes.
-        (
-            "{{ messages[1].content[3:] }}<|im_end|>{{ messages[0].content }}<|im_end|>{{ messages[1].content[:3] }}"
-            "<|im_end|>",
-            "its text is written in several places, outside a loop over messages",
-        ),
+        ("{{ messages[1].content[3:] }}<|im_end|>{{ messages[0].content }}<|im_end|>{{ messages[1].content[:3] }}"
+         "<|im_end|>",
+         "its text is written in several places, outside a loop over messages"),
         # Nothing of the assistant is written.
         (for_messages(TURN, "<|im_start|>answer<|im_end|>"), "the template writes nothing of it, so the model"),
     ],
-)
+)  # fmt: skip
 def test_chats_that_are_refused(tmp_path: Path, jinja: str, complaint: str) -> None:
     tokenizer = load_folder(tmp_path, jinja)
     with pytest.raises(DataError) as error:

@@ -95,12 +95,8 @@ def test_a_row_over_the_limit_is_named_and_alone(tmp_path: Path, ending: str, mo
         save(path, gzip.compress(content, 1) if ending else content)
         (_, first), (number, bad), (_, last) = read_rows(path)
         assert number == 2 and parse(first) == parse(last) == ROW
-        with pytest.raises(DataError) as error:
+        with pytest.raises(DataError, match=r"^5,000,000 bytes long; a row may have at most 3,000,000 bytes\.  A line"):
             parse(bad)
-        assert (
-            str(error.value)
-            == "5,000,000 bytes long; a row may have at most 3,000,000 bytes.  A line end may be missing."
-        )
         assert index_rows(path).num_rows == 3
 
 

@@ -195,11 +195,7 @@ def images(home: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "named", "complaint"),
     [
-        (
-            None,
-            {"split": "train_sft"},
-            r"has no split train_sft.  Its splits are train, test; a part of one is written",
-        ),
+        (None, {"split": "train_sft"}, "has no split train_sft.  Its splits are train, test; a part of one is written"),
         (None, {"split": "train[:"}, r"has no split train\[:.*Its splits are train, test"),
         (None, {"config": "fr"}, r"cannot be loaded: BuilderConfig 'fr' not found. Available: \['default'\]."),
         (None, {"revision": "main"}, "is a folder, which has no revision main.  Remove revision."),

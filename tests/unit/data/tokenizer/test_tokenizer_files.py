@@ -13,16 +13,16 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from sft.console import Console
 from sft.data.cache.tokenizer_notes import first_texts, say_notes
-from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
 from sft.data.tokenizer import mistral_regex
 from sft.data.tokenizer.comparison import compare_with_transformers, losses
-from sft.data.tokenizer.files import encode, template_for
+from sft.data.tokenizer.files import encode
 from sft.data.tokenizer.probe_texts import probe_texts
 from sft.data.tokenizer.reading import read_tokenizer
 from sft.errors import DataError
-from tests.unit.fixtures.folder import config, make_folder, template
+from tests.unit.fixtures.folder import make_folder, open_folder, template
 
 Change = Callable[..., Path]
+NO_JINJA = {"chat_template.jinja": None}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def change(base: Path, tmp_path: Path) -> Change:
-    """Writes a copy of the folder with other settings in tokenizer_config.json and other files."""
+    """Writes a copy of the folder with other settings in tokenizer_config.json and other files; None removes one."""
 
     def changed(settings: dict[str, Any] | None = None, files: dict[str, object] | None = None) -> Path:
         copy = shutil.copytree(base, tmp_path / "copy")
@@ -41,6 +41,8 @@ def change(base: Path, tmp_path: Path) -> Change:
         for name, content in (files or {}).items():
             (copy / name).parent.mkdir(exist_ok=True)
             (copy / name).write_text(content if isinstance(content, str) else json.dumps(content))
+            if content is None:
+                (copy / name).unlink()
         return copy
 
     return changed
@@ -105,44 +107,22 @@ def test_special_tokens_are_those_of_transformers(
         ({"chat_template": "C"}, {"chat_template.jinja": ""}, {"default": ""}),
         ({}, {"additional_chat_templates/tool_use.jinja": "T"}, {"default": "{{ bos_token }}default", "tool_use": "T"}),
         ({}, {"chat_template.json": {"chat_template": "J"}}, {"default": "{{ bos_token }}default"}),
+        ({"chat_template": "C"}, NO_JINJA, {"default": "C"}),
+        ({"chat_template": [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]}, NO_JINJA,
+         {"default": "D", "tool_use": "T"}),
+        ({}, {"additional_chat_templates/rag.jinja": "R", **NO_JINJA}, {"rag": "R"}),
+        ({}, {"chat_template.json": {"chat_template": "J"}, **NO_JINJA}, {"default": "J"}),
+        ({}, NO_JINJA, {}),
     ],
-)
+)  # fmt: skip
 def test_templates(change: Change, settings: dict[str, Any], files: dict[str, object], templates: object) -> None:
     assert read_tokenizer("it", change(settings, files)).templates == templates
 
 
-@pytest.mark.parametrize(
-    ("settings", "files", "templates"),
-    [
-        ({"chat_template": "C"}, {}, {"default": "C"}),
-        (
-            {"chat_template": [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]},
-            {},
-            {"default": "D", "tool_use": "T"},
-        ),
-        ({}, {"additional_chat_templates/rag.jinja": "R"}, {"rag": "R"}),
-        ({}, {"chat_template.json": {"chat_template": "J"}}, {"default": "J"}),
-        ({}, {}, {}),
-    ],
-)
-def test_templates_without_a_jinja_file(
-    change: Change, settings: dict[str, Any], files: dict[str, object], templates: object
-) -> None:
-    folder = change(settings, files)
-    (folder / "chat_template.jinja").unlink()
-    assert read_tokenizer("it", folder).templates == templates
-
-
-def test_the_template_for_tools(change: Change) -> None:
-    files = read_tokenizer("it", change({}, {"additional_chat_templates/tool_use.jinja": "T"}))
-    assert template_for(files, has_tools=True) == "T"
-    assert template_for(files, has_tools=False) == "{{ bos_token }}default"
-
-
-def test_a_chat_without_tools_has_the_default_template(change: Change) -> None:
+def test_a_chat_with_tools_has_the_template_for_tools(change: Change) -> None:
     files = {"chat_template.jinja": template("chatml"), "additional_chat_templates/tool_use.jinja": "T"}
-    tokenizer = load_tokenizer(config(tokenizer=str(change({}, files))))
-    assert isinstance(tokenizer, FolderTokenizer) and tokenizer.template.source == template("chatml")
+    loaded = open_folder(change({}, files)).template
+    assert (loaded.source, loaded.with_tools) == (template("chatml"), "T")
 
 
 @pytest.mark.parametrize(
@@ -245,7 +225,7 @@ def test_letters_that_are_lost(tmp_path: Path) -> None:
 def test_notes_are_said_once_for_each_preparation(change: Change, capsys: pytest.CaptureFixture[str]) -> None:
     files = {"chat_template.jinja": template("chatml"), "config.json": {"model_type": "qwen2"}}
     folder = change({"pad_token": "<pad>"}, files)
-    tokenizer = load_tokenizer(config(tokenizer=str(folder)))
+    tokenizer = open_folder(folder)
     rows = folder / "rows.jsonl"
     rows.write_text(
         '{"messages": [{"role": "user", "content": "Hi"}]}\nnot JSON\n{"tokens": [1, 2]}\n{"text": "e\u0301"}\n'
@@ -320,11 +300,7 @@ def test_when_a_regex_is_mended(
     [
         ("tokenizer.json", "{}", "tokenizer.json of it is not a usable tokenizer: Model missing"),
         ("tokenizer.json", "version https://git-lfs.github.com/spec/v1\noid", "it is a pointer of Git LFS: fetch the"),
-        (
-            "tokenizer_config.json",
-            "[]",
-            "tokenizer_config.json of tokenizer folder it cannot be read: it holds no JSON",
-        ),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json of tokenizer folder it cannot be read: it holds no"),
         ("tokenizer_config.json", '{"pad_token": 1}', "tokenizer_config.json of it has a special token that cannot be"),
         ("special_tokens_map.json", "{", "special_tokens_map.json of tokenizer folder it cannot be read: Expecting"),
         ("additional_chat_templates/x.jinja", b"\xff", "a chat template of it cannot be read: 'utf-8' codec"),
@@ -342,34 +318,16 @@ def test_folders_that_cannot_be_used(change: Change, file: str, content: str | b
 @pytest.mark.parametrize(
     ("part", "value", "complaint"),
     [
-        (
-            "normalizer",
-            {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
-            "is not a usable tokenizer: Precompiled:",
-        ),
-        (
-            "post_processor",
-            {
-                "type": "TemplateProcessing",
-                "single": [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-                "pair": [],
-                "special_tokens": {},
-            },
-            "the tokenizer of it fails at 'a': no entry found for key.",
-        ),
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "is not a usable tokenizer: Precompil"),
+        ("post_processor",
+         {"type": "TemplateProcessing", "pair": [], "special_tokens": {},
+          "single": [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]},
+         "the tokenizer of it fails at 'a': no entry found for key."),
         ("model", {"type": "BPE", "vocab": {"q": 0}, "merges": []}, "gives no token for 'a', 'A', '0', ' a', 'the'"),
-        (
-            "model",
-            {"type": "WordLevel", "vocab": {"q": 0}, "unk_token": "<unk>"},
-            "fails at 'a': WordLevel error: Missing",
-        ),
-        (
-            "model",
-            {"type": "BPE", "vocab": {"a": 4_000_000_000}, "merges": []},
-            "has the id 4,000,000,000, and ids of at",
-        ),
+        ("model", {"type": "WordLevel", "vocab": {"q": 0}, "unk_token": "<unk>"}, "fails at 'a': WordLevel error: Mis"),
+        ("model", {"type": "BPE", "vocab": {"a": 4_000_000_000}, "merges": []}, "has the id 4,000,000,000, and ids of"),
     ],
-)
+)  # fmt: skip
 def test_panics_and_vocabularies(change: Change, part: str, value: object, complaint: str) -> None:
     folder = change()
     content = json.loads((folder / "tokenizer.json").read_text())
@@ -415,8 +373,8 @@ def test_a_package_that_is_missing(
 ) -> None:
     (tmp_path / "tokenizer.model").write_bytes(content)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    monkeypatch.setattr("sft.data.tokenizer.conversion.find_spec", lambda name: None)
-    monkeypatch.setattr("sft.data.tokenizer.conversion.load", _fail)
+    monkeypatch.setattr("sft.data.tokenizer.reading.find_spec", lambda name: None)
+    monkeypatch.setattr("sft.data.tokenizer.reading.load", _fail)
     with pytest.raises(DataError) as refusal:
         read_tokenizer("it", tmp_path)
     assert str(refusal.value) == (

@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from sft.data.tokenizer.encoded import Encoder
+from sft.data.tokenizer.text_tokenizer import Encoder
 
 # Ids: "a" 0, "b" 1, the two bytes of "é" 2 and 3, "ab" 4, "A" 5, the letters "«" and "»" of bytes 6 and 7.
 _VOCABULARY = {"a": 0, "b": 1, "Ã": 2, "©": 3, "ab": 4, "A": 5, "«": 6, "»": 7}

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from sft.data.inspect.cp_picture import drawn
 from sft.data.packing import balance
-from sft.data.packing.cp_grid import fixed
-from sft.data.packing.cp_timeline import timeline
+from sft.data.packing.cp_grid import fixed, timeline
 from sft.data.packing.dynamic_cp import assign
 from sft.parallel.cp_group import cp_sizes
 from tools.bench.dynamic_cp import COSTS, plan_of
@@ -28,8 +27,8 @@ def main() -> None:
         packs, lengths, dp=DP, seq_length=seq_length, doc_multiple=MULTIPLE, attention=cost.attention
     )
     samples = [sample for pack in packs for sample in pack]
-    dynamic = assign(samples, lengths, dp=DP, cp=CP, rank_tokens=seq_length // CP, doc_multiple=MULTIPLE, cost=cost)
-    panels = [timeline(grid, lengths, doc_multiple=MULTIPLE, cost=cost) for grid in (fixed(slots, CP), dynamic)]
+    dynamic = assign(samples, lengths, dp=DP, cp=CP, rank_tokens=seq_length // CP, cost=cost)
+    panels = [timeline(grid, lengths, cost) for grid in (fixed(slots, CP), dynamic)]
     drawn(*panels, num_ranks=DP * CP, cp_sizes=cp_sizes(CP)).savefig(OUT, dpi=120, format="png")
 
 

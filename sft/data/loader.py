@@ -28,7 +28,7 @@ class Loader:
     """The microbatches of one rank of the dp x cp grid, by step.
 
     collators  by the CP size of a pack
-    attention  cost of attention by the length of a document; by default none, so that a cost is a token count
+    attention  cost of attention by the length of a document
     cp_cost    time of a pack by its CP size; None: each pack is on all ranks of CP
     """
 
@@ -41,7 +41,7 @@ class Loader:
         *,
         seq_length: int,
         dp_rank: int,
-        attention: AttentionCost = AttentionCost(),
+        attention: AttentionCost,
         cp_cost: CpCost | None = None,
     ) -> None:
         assert 0 <= dp_rank < layout.dp
@@ -77,9 +77,9 @@ class Loader:
         """The samples of each of this rank's microbatches of a step."""
         return [self.samples_of(slot) for slot in self.grid(step)[self._grid_rank]]
 
-    def microbatch(self, samples: Sequence[Sample], cp_size: int | None = None) -> Microbatch:
-        """This rank's part of the pack of these samples.  cp_size: number of ranks that share it; None: all of CP"""
-        return self._collators[cp_size or self._layout.cp].microbatch(samples)
+    def microbatch(self, samples: Sequence[Sample], cp_size: int) -> Microbatch:
+        """This rank's part of the pack of these samples.  cp_size: number of ranks that share it"""
+        return self._collators[cp_size].microbatch(samples)
 
     def eval_batches(self) -> Iterator[list[Microbatch]]:
         """All packs once, unshuffled, a global batch at a time; packs of filler complete the last one."""
@@ -111,12 +111,10 @@ class Loader:
             dp=layout.dp,
             cp=layout.cp,
             rank_tokens=self._seq_length // layout.cp,
-            doc_multiple=layout.doc_multiple,
             cost=cost,
             microbatch_multiple=layout.pp if layout.virtual_stages > 1 else 1,
         )
-        sizes = {"cp": layout.cp, "doc_multiple": layout.doc_multiple}
-        return dynamic_cp.unless_longer(grid, samples, lengths, fixed_cp, **sizes, cost=cost)
+        return dynamic_cp.unless_longer(grid, samples, lengths, fixed_cp, cp=layout.cp, cost=cost)
 
     def _slots(self, plan: PackingPlan, batch: int) -> Slots:
         return assign(
@@ -150,7 +148,7 @@ def make_loader(
             doc_multiple=data.doc_multiple,
             pack_multiple=pack_multiple(config, cp_size),
             pad_id=pad_id,
-            pad_to_length=cp_size * rank_tokens if data.pad_to_seq_length else None,
+            pad_to_length=cp_size * rank_tokens if data.pad_to_seq_length else 0,
             reduction=config.loss.reduction,
             cp_size=cp_size,
             cp_rank=cp_rank % cp_size,

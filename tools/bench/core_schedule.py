@@ -3,7 +3,6 @@
 import numpy as np
 
 from sft.data.packing.cp_cost import CpCost
-from tools.bench.mixes import MULTIPLE
 
 
 def core_ns(lengths: np.ndarray, ranks: int, rank_tokens: int, cost: CpCost) -> float:
@@ -24,9 +23,7 @@ def core_ns(lengths: np.ndarray, ranks: int, rank_tokens: int, cost: CpCost) -> 
         for ids in group:
             for i in ids:
                 size_of[i] = size_of.get(i, 0) + 1
-        of_document = {
-            i: cost.times(lengths[[i]], MULTIPLE, size)[0] + cost.microbatch_ns for i, size in size_of.items()
-        }
+        of_document = {i: cost.times(lengths[[i]], size)[0] + cost.microbatch_ns for i, size in size_of.items()}
         for rank, ids in enumerate(group):
             times[rank] = sum(of_document[i] for i in ids)
         total += times.max()

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from sft.data.packing.cp_cost import CpCost
-from sft.data.packing.cp_documents import Documents
+from sft.data.packing.cp_cost import CpCost, Documents
 
 
 def level_bound(documents: Documents, num_ranks: int, cost: CpCost) -> float:

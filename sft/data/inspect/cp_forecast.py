@@ -1,7 +1,7 @@
 """Predicts the first epoch of a run with dynamic CP, and what dynamic CP would give a run with a fixed cp.
 
 Decides what `sft data plan` and `sft check` print about CP sizes.  The packs are those of a `Loader`, so the run
-has the same ones; `packing/cp_prediction.py` predicts times and bytes.  Nothing is measured.
+has the same ones; `packing/cp_grid.py` predicts times and bytes.  Nothing is measured.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,9 +13,8 @@ import numpy as np
 from sft.config import Config
 from sft.data.cache.corpus import Corpus
 from sft.data.loader import Loader, make_loader
-from sft.data.packing.cp_cost import CpCost
-from sft.data.packing.cp_grid import fixed
-from sft.data.packing.cp_prediction import Prediction, bound, predict
+from sft.data.packing.cp_cost import CpCost, Documents
+from sft.data.packing.cp_grid import Prediction, fixed, predict
 from sft.errors import ConfigError
 from sft.layers.flops import ASSUMED_SHARE, ASSUMED_TFLOPS
 from sft.parallel.layout import Layout
@@ -51,23 +50,19 @@ def batches_of(
     config: Config, layout: Layout, corpus: Corpus, loader: Loader, steps: Sequence[int]
 ) -> list[BatchForecast]:
     """The forecasts of these steps.  loader: of a layout with dynamic CP"""
-    cost, doc_multiple = CpCost.of(config), layout.doc_multiple
-    return [
-        BatchForecast(
-            dynamic=predict(loader.grid(step), corpus.lengths, doc_multiple=doc_multiple, cost=cost),
-            fixed=predict(fixed(loader.slots(step), layout.cp), corpus.lengths, doc_multiple=doc_multiple, cost=cost),
-            bound_ns=bound(
-                [i for pack in loader.plans.global_batch(step) for i in pack],
-                corpus.lengths,
-                num_ranks=layout.dp * layout.cp,
-                cp=layout.cp,
-                rank_tokens=config.data.seq_length // layout.cp,
-                doc_multiple=doc_multiple,
-                cost=cost,
-            ),
+    cost, lengths, rank_tokens = CpCost.of(config), corpus.lengths, config.data.seq_length // layout.cp
+    batches = []
+    for step in steps:
+        samples = [i for pack in loader.plans.global_batch(step) for i in pack]
+        documents = Documents.of(samples, lengths, layout.cp_sizes, rank_tokens=rank_tokens, cost=cost)
+        batches.append(
+            BatchForecast(
+                dynamic=predict(loader.grid(step), lengths, cost),
+                fixed=predict(fixed(loader.slots(step), layout.cp), lengths, cost),
+                bound_ns=documents.bound_ns(layout.dp * layout.cp),
+            )
         )
-        for step in steps
-    ]
+    return batches
 
 
 def spread_steps(loader: Loader, count: int) -> list[int]:

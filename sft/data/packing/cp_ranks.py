@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sft.data.packing.cp_documents import Documents
+from sft.data.packing.cp_cost import Documents
 from sft.data.packing.cp_fill import fill
 
 Packs = list[list[int]]  # numbers of documents, by pack
@@ -36,18 +36,16 @@ MAX_MICROBATCHES = 8  # numbers of microbatches that are tried
 LEVEL, MAX_SWAPS = 0.002, 40  # swaps end if the largest work is within this share of the mean
 
 
-def packs_of_groups(
-    documents: Documents, num_ranks: int, microbatch_ns: float, multiple: int
-) -> Iterator[tuple[int, list[Packs]]]:
+def packs_of_groups(documents: Documents, num_ranks: int, multiple: int) -> Iterator[tuple[int, list[Packs]]]:
     """The packs of every group: (size, packs of each group in order), sizes falling."""
     best: Ranks | None = None
-    enough_ns = documents.bound_ns(num_ranks, microbatch_ns) * (1 + BETTER)
+    enough_ns = documents.bound_ns(num_ranks) * (1 + BETTER)
     for share, few in CHOICES:
         ranks = Ranks(documents, num_ranks)
         ranks.add_groups(sizes_of(documents, num_ranks, share, few))
         ranks.swap(1)
-        ranks.choose_microbatches(microbatch_ns, multiple)
-        ranks.finish(microbatch_ns)
+        ranks.choose_microbatches(multiple)
+        ranks.finish()
         if best is None or ranks.predicted < best.predicted * (1 - BETTER):
             best = ranks
         if best.predicted <= enough_ns:
@@ -117,13 +115,13 @@ class Ranks:
         for work, block in least:
             load[block] = work
 
-    def finish(self, microbatch_ns: float) -> None:
+    def finish(self) -> None:
         """Places the documents of groups of one rank, and computes the time of the step."""
         self.add_singles()
         self.swap(0)
         of_singles = [len(self.packed(0, rank)) for rank in range(self.num_ranks)]
         num_microbatches = int((self.num_packs + of_singles).max())
-        self.predicted = int(self.load.max()) + num_microbatches * microbatch_ns
+        self.predicted = int(self.load.max()) + num_microbatches * self.documents.microbatch_ns
 
     def swap(self, first_level: int) -> None:
         """Swaps documents of the costliest rank's groups for less work, until the work of all ranks is about even."""
@@ -171,7 +169,7 @@ class Ranks:
         self.load[first * size : (first + 1) * size] -= moved
         self.load[block * size : (block + 1) * size] += moved
 
-    def choose_microbatches(self, microbatch_ns: float, multiple: int) -> None:
+    def choose_microbatches(self, multiple: int) -> None:
         """Chooses the number of microbatches, and predicts the time of the step with it."""
         for level in range(1, len(self.documents.sizes)):
             size = self.documents.sizes[level]
@@ -186,7 +184,7 @@ class Ranks:
         for number in range(first, first + MAX_MICROBATCHES * multiple, multiple):
             capacity = (number - self.num_packs) * limit * (work / max(1, units))
             level_ns = max(_water_level(self.load, capacity, work), float(self.load.max()))
-            predicted = level_ns + number * microbatch_ns
+            predicted = level_ns + number * self.documents.microbatch_ns
             if not self.num_microbatches or predicted < self.predicted:
                 self.num_microbatches, self.predicted = number, predicted
 

@@ -7,7 +7,7 @@ import pytest
 
 from sft.cli import main
 from sft.data.inspect.cp_forecast import BatchForecast, lines
-from sft.data.packing.cp_prediction import Prediction
+from sft.data.packing.cp_grid import Prediction
 from tests.unit.metric_values import config
 
 # A token is 6 x 2 x 64 x 832 FLOPs outside attention.  At 0.35 of this peak it takes 1 ms, and a microbatch of two

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from sft.data.packing.pack import make_pack, token_weight
+from sft.data.packing.pack import Collator, token_weight
 from sft.mcore.loss import Targets, VocabShard
 from tests.builders import sample
 from tests.unit.loss_cases import microbatch
@@ -21,7 +21,7 @@ def test_weights_of_a_pack_in_numbers(reduction: str, four: float, one: float) -
         sample(range(10, 13), [0, 0, 1]),
         sample(range(10, 12), [1, 0]),
     ]
-    pack = make_pack(samples, doc_multiple=4, pad_id=0, reduction=reduction, pack_multiple=20)
+    pack = Collator(doc_multiple=4, pad_id=0, reduction=reduction, pack_multiple=20).pack(samples)
     first, second = [four, four, 0, four, four, 0, 0, 0], [0, one, 0, 0]
     assert pack.loss_weights.tolist() == first + second + [0] * 8
     assert pack.loss_weights.dtype == np.float32
@@ -29,7 +29,8 @@ def test_weights_of_a_pack_in_numbers(reduction: str, four: float, one: float) -
 
 
 def test_packs_weigh_tokens_alike_by_default() -> None:
-    assert make_pack([sample(range(10, 13), [1, 1, 1])], doc_multiple=4, pad_id=0).loss_weights.tolist() == [1, 1, 0, 0]
+    pack = Collator(doc_multiple=4, pad_id=0).pack([sample(range(10, 13), [1, 1, 1])])
+    assert pack.loss_weights.tolist() == [1, 1, 0, 0]
     assert token_weight(0, "sample") == 1.0  # no token has it
 
 

@@ -94,30 +94,31 @@ class Ranks:
         """Places all documents on groups of more than one rank.  index: of the size of each document's group"""
         self.index, self.singles = index, np.flatnonzero(index == 0)
         for level in range(len(self.documents.sizes) - 1, 0, -1):
-            size = self.documents.sizes[level]
+            size, times, blocks = self.documents.sizes[level], self.documents.times[level], self.blocks[level]
             numbers = self._costliest_first(np.flatnonzero(index == level), level)
             load = self.load[::size].tolist()  # ranks of a group have run the same packs so far
-            self._add(numbers, level, load)
+            least = [(work, block) for block, work in enumerate(load)]
+            heapq.heapify(least)
+            for number, time in zip(numbers.tolist(), times[numbers].tolist()):
+                work, block = least[0]
+                blocks[block].append(number)
+                heapq.heapreplace(least, (work + time, block))
+            for work, block in least:
+                load[block] = work
             self.load = np.repeat(np.array(load, dtype=np.int64), size)
 
     def _costliest_first(self, numbers: np.ndarray, level: int) -> np.ndarray:
         return numbers[np.argsort(-self.documents.times[level][numbers], kind="stable")]
 
-    def _add(self, numbers: np.ndarray, level: int, load: list[int]) -> None:
-        """Each document to the group with the least work."""
-        least = [(work, block) for block, work in enumerate(load)]
-        heapq.heapify(least)
-        blocks = self.blocks[level]
-        for number, time in zip(numbers.tolist(), self.documents.times[level][numbers].tolist()):
-            work, block = least[0]
-            blocks[block].append(number)
-            heapq.heapreplace(least, (work + time, block))
-        for work, block in least:
-            load[block] = work
-
     def finish(self) -> None:
-        """Places the documents of groups of one rank, and computes the time of the step."""
-        self.add_singles()
+        """Places each document of a group of one rank on the rank with the least work of those with room, and computes
+        the time of the step."""
+        numbers = self._costliest_first(self.singles, 0)
+        left = ((self.num_microbatches - self.num_packs) * self.documents.limit * FILL).astype(np.int64)
+        levels = np.zeros(self.num_ranks, dtype=np.int64)
+        rank_of = fill(self.documents, numbers, self.load, left, levels, self.documents.limit)
+        for number, rank in zip(numbers.tolist(), rank_of.tolist()):
+            self.blocks[0][rank].append(number)
         self.swap(0)
         of_singles = [len(self.packed(0, rank)) for rank in range(self.num_ranks)]
         num_microbatches = int((self.num_packs + of_singles).max())
@@ -187,15 +188,6 @@ class Ranks:
             predicted = level_ns + number * self.documents.microbatch_ns
             if not self.num_microbatches or predicted < self.predicted:
                 self.num_microbatches, self.predicted = number, predicted
-
-    def add_singles(self) -> None:
-        """Places the documents of groups of one rank: each on the rank with the least work of those with room."""
-        numbers = self._costliest_first(self.singles, 0)
-        left = ((self.num_microbatches - self.num_packs) * self.documents.limit * FILL).astype(np.int64)
-        levels = np.zeros(self.num_ranks, dtype=np.int64)
-        rank_of = fill(self.documents, numbers, self.load, left, levels, self.documents.limit)
-        for number, rank in zip(numbers.tolist(), rank_of.tolist()):
-            self.blocks[0][rank].append(number)
 
     def packed(self, level: int, block: int) -> Packs:
         """The packs of a group: each document, longest first, into the first pack with room."""

@@ -97,13 +97,7 @@ def _completed(grid: Grid, multiple: int) -> Grid:
 
 
 def unless_longer(
-    grid: Grid,
-    samples: Sequence[int],
-    lengths: np.ndarray,
-    fixed_cp: Callable[[], Grid],
-    *,
-    cp: int,
-    cost: CpCost,
+    grid: Grid, samples: Sequence[int], lengths: np.ndarray, fixed_cp: Callable[[], Grid], *, cp: int, cost: CpCost
 ) -> Grid:
     """`grid`, or the grid of a fixed cp if `grid` takes longer by more than BETTER; within that, fewer bytes decide.
 

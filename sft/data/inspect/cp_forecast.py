@@ -13,7 +13,7 @@ import numpy as np
 from sft.config import Config
 from sft.data.cache.corpus import Corpus
 from sft.data.loader import Loader, make_loader
-from sft.data.packing.cp_cost import CpCost, Documents
+from sft.data.packing.cp_cost import Documents
 from sft.data.packing.cp_grid import Prediction, fixed, predict
 from sft.errors import ConfigError
 from sft.layers.flops import ASSUMED_SHARE, ASSUMED_TFLOPS
@@ -46,11 +46,11 @@ class BatchForecast:
         return self.dynamic.num_bytes / max(1, self.fixed.num_bytes)
 
 
-def batches_of(
-    config: Config, layout: Layout, corpus: Corpus, loader: Loader, steps: Sequence[int]
-) -> list[BatchForecast]:
+def batches_of(loader: Loader, steps: Sequence[int]) -> list[BatchForecast]:
     """The forecasts of these steps.  loader: of a layout with dynamic CP"""
-    cost, lengths, rank_tokens = CpCost.of(config), corpus.lengths, config.data.seq_length // layout.cp
+    layout, lengths, cost = loader.layout, loader.corpus.lengths, loader.cp_cost
+    assert cost is not None
+    rank_tokens = loader.seq_length // layout.cp
     batches = []
     for step in steps:
         samples = [i for pack in loader.plans.global_batch(step) for i in pack]
@@ -87,9 +87,9 @@ def lines(config: Config, batches: Sequence[BatchForecast]) -> list[str]:
     ]
 
 
-def short_line(config: Config, layout: Layout, corpus: Corpus, loader: Loader) -> str:
+def short_line(loader: Loader) -> str:
     """One line about a run with dynamic CP."""
-    batches = batches_of(config, layout, corpus, loader, spread_steps(loader, FEW))
+    batches = batches_of(loader, spread_steps(loader, FEW))
     alone = mean(b.dynamic.share_of_tokens.get(1, 0.0) for b in batches)
     return (
         f"dynamic CP, predicted: a step {median(b.step for b in batches):.2f} of fixed cp, bytes over cp "
@@ -110,7 +110,7 @@ def advice(config: Config, layout: Layout, corpus: Corpus) -> list[str]:
     except ConfigError:
         return []
     loader = make_loader(changed, layout, corpus, pad_id=0)
-    batches = batches_of(changed, layout, corpus, loader, spread_steps(loader, FEW))
+    batches = batches_of(loader, spread_steps(loader, FEW))
     step = median(b.step for b in batches)
     if step > HELPS:
         return []

@@ -23,14 +23,14 @@ SHADES = ("#cfe1f2", "#9ecae1", "#6aaed6", "#3787c0", "#1c5fa5", "#08306b")  # b
 FILLER, IDLE, END = "#a6a6a6", "#e9e9e9", "#c00000"
 
 
-def draw_step(out: Path, config: Config, layout: Layout, corpus: Corpus, step: int = 0) -> str:
-    """Writes the PNG file `out` of a step of a run with dynamic CP.  Returns a line about it."""
+def draw_step(out: Path, config: Config, layout: Layout, corpus: Corpus) -> str:
+    """Writes the PNG file `out` of the first step of a run with dynamic CP.  Returns a line about it."""
     loader, cost = make_loader(config, layout, corpus, pad_id=0), CpCost.of(config)
-    grids = (fixed(loader.slots(step), layout.cp), loader.grid(step))
+    grids = (fixed(loader.slots(0), layout.cp), loader.grid(0))
     panels = [timeline(grid, corpus.lengths, cost) for grid in grids]
     figure = drawn(*panels, num_ranks=layout.dp * layout.cp, cp_sizes=layout.cp_sizes)
     figure.savefig(out, dpi=120, format="png")
-    return f"step {step + 1} with cp {layout.cp} and with dynamic CP, {layout.dp * layout.cp} ranks of dp x cp"
+    return f"step 1 with cp {layout.cp} and with dynamic CP, {layout.dp * layout.cp} ranks of dp x cp"
 
 
 def drawn(

@@ -220,10 +220,7 @@ def test_what_is_padding() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    st.lists(st.lists(st.booleans(), min_size=1, max_size=40), min_size=1, max_size=8),
-    st.sampled_from([2, 4, 32]),
-)
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=40), min_size=1, max_size=8), st.sampled_from([2, 4, 32]))
 def test_supervised_labels_are_all_but_first_tokens(masks: list[list[bool]], doc_multiple: int) -> None:
     """P01, P02, P05, P09, P10: any lengths, 1 token included, any masks, pad id without influence."""
     samples = [sample([100 * i + k for k in range(len(m))], m, sample_id=i) for i, m in enumerate(masks)]
@@ -276,7 +273,7 @@ def test_the_plan_of_a_recipe_knows_its_windows() -> None:
             layout(global_batch_size=4),
             corpus_of([2048, 1024]),
             pad_id=PAD,
-        )._attention(np.array([1024, 2048]))
+        ).attention(np.array([1024, 2048]))
         for window in ({}, {"sliding_window": 1024})
     )
     assert full.tolist() == pytest.approx([1024**2 / 53_248, 2048**2 / 53_248])

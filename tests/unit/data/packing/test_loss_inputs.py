@@ -1,5 +1,7 @@
 """What the loss is given: the weights of tokens by `loss.reduction`, the supervised ones, a slice of the vocabulary."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
@@ -10,10 +12,7 @@ from tests.builders import sample
 from tests.unit.loss_cases import microbatch
 
 
-@pytest.mark.parametrize(
-    "reduction, four, one",
-    [("token", 1.0, 1.0), ("sample", 0.25, 1.0), ("sqrt", 0.5, 1.0)],
-)
+@pytest.mark.parametrize("reduction, four, one", [("token", 1.0, 1.0), ("sample", 0.25, 1.0), ("sqrt", 0.5, 1.0)])
 def test_weights_of_a_pack_in_numbers(reduction: str, four: float, one: float) -> None:
     """Samples of 4 and of 1 supervised labels (the first token is never one), and of none; then filler."""
     samples = [
@@ -44,23 +43,12 @@ def test_targets_are_the_tokens_with_a_weight() -> None:
     assert len(found) == 3
 
 
-class _Rank:
-    """What VocabShard.of asks of a process group."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def rank(self) -> int:
-        return self._rank
-
-
 @pytest.mark.parametrize(
-    "rank, vocab, first, num_real",
-    [(0, 70, 0, 32), (1, 70, 32, 32), (2, 70, 64, 6), (3, 70, 96, 0), (3, 128, 96, 32)],
+    "rank, vocab, first, num_real", [(0, 70, 0, 32), (1, 70, 32, 32), (2, 70, 64, 6), (3, 70, 96, 0), (3, 128, 96, 32)]
 )
 def test_which_rows_of_a_slice_are_tokens(rank: int, vocab: int, first: int, num_real: int) -> None:
     """70 tokens in 128 rows over 4 ranks: 32, 32, 6 and none."""
-    weight = torch.zeros(32, 4)
-    shard = VocabShard.of(weight, vocab, _Rank(rank), sequence_parallel=False)  # type: ignore[arg-type]
+    weight, group = torch.zeros(32, 4), Mock(rank=lambda: rank)
+    shard = VocabShard.of(weight, vocab, group, sequence_parallel=False)
     assert (shard.first, shard.num_real) == (first, num_real)
     assert shard.weight is weight

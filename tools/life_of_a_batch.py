@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from sft.batch import Microbatch, Pack, Sample
 from sft.cli import main as sft
-from sft.data.packing.pack import make_pack
+from sft.data.packing.pack import Collator
 from sft.metrics.records import train_record
 from sft.metrics.run_facts import RunFacts
 from sft.parallel.alignment import aligned
@@ -194,7 +194,7 @@ def step(recipe_path: str) -> list[dict[str, str]]:
     with session(recipe, layout) as s, model(s) as (engine, _):
         (mb,) = microbatches = s.data.batch(0).microbatches
         (read,) = s.data.train.samples(0)
-        pack = make_pack(read, doc_multiple=layout.doc_multiple, pad_id=tokenizer_of(s.config).pad_id)
+        pack = Collator(doc_multiple=layout.doc_multiple, pad_id=tokenizer_of(s.config).pad_id).pack(read)
         ((objective, rows),) = engine.measure(microbatches, forward_only=True)
         own = losses(s, mb, rows.logprob, float(objective))
         module = engine.chunks[0].module

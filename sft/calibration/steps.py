@@ -100,4 +100,4 @@ def _microbatch(config: Config, number: int) -> Microbatch:
     length = config.data.seq_length
     tokens = np.random.default_rng(number).integers(0, config.model.vocab_size or 0, size=length, dtype=np.int32)
     sample = Sample(sample_id=number, tokens=tokens, weights=np.ones(length, dtype=np.float32))
-    return Collator(doc_multiple=config.data.doc_multiple, pack_multiple=1, pad_id=0).microbatch([sample])
+    return Collator(doc_multiple=config.data.doc_multiple, pad_id=0).microbatch([sample])

@@ -91,7 +91,8 @@ def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
     from sft.commands.resume_lines import with_data
     from sft.data.cache.prepare import prepare_recipe
     from sft.data.inspect import cp_forecast
-    from sft.data.inspect.forecast import length_lines, loader_of
+    from sft.data.inspect.forecast import length_lines
+    from sft.data.loader import make_loader
     from sft.estimate.lengths import Lengths
     from sft.parallel.layout import vocab_rows
     from sft.recipe.start import check_weights
@@ -106,7 +107,7 @@ def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
         print_group(name, lines)
     corpora = prepare_recipe(recipe.config, tokenizer, progress())
     corpus = corpora.pop("train")
-    loader = loader_of(recipe.config, layout, corpus)
+    loader = make_loader(recipe.config, layout, corpus, pad_id=0)
     num_steps = train.num_steps or loader.plans.total_steps(train.num_epochs or 1)
     loader.plans.check_length(num_steps)
     plan = loader.plans.plan(0)
@@ -115,7 +116,7 @@ def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
         f"{len(plan):,} packs of at most {recipe.config.data.seq_length:,} tokens, {plan.fill:.1%} full, "
         f"of which {plan.alignment_waste:.1%} is padding inside documents",
         *length_lines(recipe.config, plan),
-        *([cp_forecast.short_line(recipe.config, layout, corpus, loader)] if layout.cp_sizes else ()),
+        *([cp_forecast.short_line(loader)] if layout.cp_sizes else ()),
     ]
     print_group("data", lines)
     lines, warnings = with_data(recipe, layout, corpus, loader, rows)

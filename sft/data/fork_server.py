@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from fcntl import F_SETFL, fcntl
 from importlib import import_module
@@ -28,10 +28,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-MODULES = (
-    "sft.data.cache.workers",
-    "sft.weights.serving.served_template",
-)  # imported by the server, so that no child imports them
+# The server imports these, so that no child does.
+MODULES = ("sft.data.cache.workers", "sft.weights.serving.served_template")
 _SERVER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from sft.data import fork_server; fork_server.serve()"
 )
@@ -97,7 +95,7 @@ class Child:
             with suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
         self.pipe.close()
-        code = self._server.wait_for(self._pid)
+        code = self._server.ask(_WAIT, self._pid)
         before, now = self._num_oom_kills, _num_oom_kills()
         end = End(code, _last_lines(self._stderr), None if before is None or now is None else now > before)
         os.close(self._stderr)
@@ -115,42 +113,28 @@ class _Server:
     def __init__(self) -> None:
         self.pid, self._lock = os.getpid(), threading.Lock()
         self.control, far = socket.socketpair()
-        stderr = _memory_file()
+        self._stderr = _memory_file()
         command = [sys.executable, "-P", "-c", _SERVER, json.dumps(_search_path()), str(far.fileno())]
         with far:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=stderr,
+                stderr=self._stderr,
                 pass_fds=[far.fileno()],
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # a process that forks should have one thread
             )
-        self._stderr = stderr
 
-    def start(self, descriptors: list[int]) -> int | None:
-        """The pid of a new child; None if the server has ended."""
+    def ask(self, kind: bytes, pid: int = 0, descriptors: Sequence[int] = ()) -> int | None:
+        """_START: the pid of a new child with these descriptors.  _WAIT: the exit code of a child, or minus the number
+        of the signal that ended it.  None if the server has ended."""
         with self._lock:
             try:
-                socket.send_fds(self.control, [_REQUEST.pack(_START, 0)], descriptors)
-                return self._answer()
+                socket.send_fds(self.control, [_REQUEST.pack(kind, pid)], descriptors)
+                content = self.control.recv(_ANSWER.size)
             except OSError:
                 return None
-
-    def wait_for(self, pid: int) -> int | None:
-        """The exit code of a child, or minus the number of the signal that ended it; None if the server has ended."""
-        with self._lock:
-            try:
-                self.control.sendall(_REQUEST.pack(_WAIT, pid))
-                return self._answer()
-            except OSError:
-                return None
-
-    def _answer(self) -> int | None:
-        content = self.control.recv(_ANSWER.size)
-        if len(content) < _ANSWER.size:
-            return None
-        number: int = _ANSWER.unpack(content)[0]
+        number: int | None = _ANSWER.unpack(content)[0] if len(content) == _ANSWER.size else None
         return number
 
     def stop(self) -> End:
@@ -171,11 +155,11 @@ def _start(descriptors: list[int]) -> tuple[_Server, int]:
     global _server
     with _starting:
         if _server is not None:
-            if (pid := _server.start(descriptors)) is not None:
+            if (pid := _server.ask(_START, descriptors=descriptors)) is not None:
                 return _server, pid
             _server.stop()  # it was killed
         _server = _Server()
-        if (pid := _server.start(descriptors)) is not None:
+        if (pid := _server.ask(_START, descriptors=descriptors)) is not None:
             return _server, pid
         end, _server = _server.stop(), None
         raise ChildProcessError(f"the process that starts child processes {end.describe()}")

@@ -175,15 +175,15 @@ def run(
             yield outcome.result
     finally:
         for child in children:
-            child.end()
+            if not child.pipe.closed:
+                child.end(kill=True)
 
 
-class _Child:
-    """A child and the pipe to it.  `task` is the number of the task that it has; -1: none."""
+class _Child(fork_server.Child):
+    """A child that has the task of number `task`; -1: none."""
 
     def __init__(self, function: Callable[..., Any], start: tuple[Any, ...]) -> None:
-        self._child = fork_server.Child(_serve, (function, start))
-        self.pipe = self._child.pipe
+        super().__init__(_serve, (function, start))
         self.task = -1
 
     def give(self, number: int, task: tuple[Any, ...]) -> None:
@@ -196,14 +196,9 @@ class _Child:
         try:
             outcome: _Outcome = pickle.loads(self.pipe.recv_bytes(LARGEST_RESULT))
         except (EOFError, OSError):
-            return _Outcome(limit=_why(self._child.end(kill=False)))
-        self._child.forget_stderr()
+            return _Outcome(limit=_why(self.end(kill=False)))
+        self.forget_stderr()
         return outcome
-
-    def end(self) -> None:
-        """Ends the child, also in the midst of a task."""
-        if not self.pipe.closed:
-            self._child.end(kill=True)
 
 
 def _that_are_ready(children: list[_Child]) -> list[_Child]:

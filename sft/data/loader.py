@@ -7,6 +7,7 @@ microbatches; a microbatch without samples holds filler documents.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from sft.batch import Microbatch, Sample
 from sft.config import Config
@@ -24,38 +25,34 @@ from sft.parallel.alignment import pack_multiple
 from sft.parallel.layout import Layout
 
 
+@dataclass(eq=False)
 class Loader:
     """The microbatches of one rank of the dp x cp grid, by step.
 
     collators  by the CP size of a pack
-    attention  cost of attention by the length of a document; by default none, so that a cost is a token count
+    attention  cost of attention by the length of a document
     cp_cost    time of a pack by its CP size; None: each pack is on all ranks of CP
     """
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        plans: EpochPlans,
-        collators: Mapping[int, Collator],
-        layout: Layout,
-        *,
-        seq_length: int,
-        dp_rank: int,
-        attention: AttentionCost = AttentionCost(),
-        cp_cost: CpCost | None = None,
-    ) -> None:
-        assert 0 <= dp_rank < layout.dp
-        assert plans.global_batch_size == layout.global_batch_size == layout.dp * layout.num_microbatches
-        self.plans = plans
-        self._corpus, self._collators, self._layout = corpus, collators, layout
-        self._seq_length, self._attention, self._cp_cost = seq_length, attention, cp_cost
-        self._grid_rank = dp_rank * layout.cp + collators[layout.cp].cp_rank
-        self._eval_plan: PackingPlan | None = None
+    corpus: Corpus
+    plans: EpochPlans
+    collators: Mapping[int, Collator]
+    layout: Layout
+    seq_length: int
+    dp_rank: int
+    attention: AttentionCost
+    cp_cost: CpCost | None = None
+
+    def __post_init__(self) -> None:
+        layout = self.layout
+        assert 0 <= self.dp_rank < layout.dp
+        assert self.plans.global_batch_size == layout.global_batch_size == layout.dp * layout.num_microbatches
+        self._grid_rank = self.dp_rank * layout.cp + self.collators[layout.cp].cp_rank
 
     @property
     def sources(self) -> tuple[str, ...]:
         """Names of the sources; `Sample.source` is an index into them."""
-        return self._corpus.sources
+        return self.corpus.sources
 
     def grid(self, step: int) -> Grid:
         """The packs of a step and their CP sizes, by rank of the dp x cp grid and microbatch."""
@@ -77,16 +74,15 @@ class Loader:
         """The samples of each of this rank's microbatches of a step."""
         return [self.samples_of(slot) for slot in self.grid(step)[self._grid_rank]]
 
-    def microbatch(self, samples: Sequence[Sample], cp_size: int | None = None) -> Microbatch:
-        """This rank's part of the pack of these samples.  cp_size: number of ranks that share it; None: all of CP"""
-        return self._collators[cp_size or self._layout.cp].microbatch(samples)
+    def microbatch(self, samples: Sequence[Sample], cp_size: int) -> Microbatch:
+        """This rank's part of the pack of these samples.  cp_size: number of ranks that share it"""
+        return self.collators[cp_size].microbatch(samples)
 
     def eval_batches(self) -> Iterator[list[Microbatch]]:
         """All packs once, unshuffled, a global batch at a time; packs of filler complete the last one."""
-        if self._eval_plan is None:
-            self._eval_plan = self.plans.unshuffled()
-        for batch in range(self._eval_plan.num_batches(self.plans.global_batch_size)):
-            yield self.microbatches_of(self._grid(self._eval_plan, batch))
+        plan = self.plans.unshuffled
+        for batch in range(plan.num_batches(self.plans.global_batch_size)):
+            yield self.microbatches_of(self._grid(plan, batch))
 
     def _located(self, step: int) -> tuple[PackingPlan, int]:
         epoch, batch = self.plans.locate(step)
@@ -94,10 +90,10 @@ class Loader:
 
     def samples_of(self, slot: Slot) -> list[Sample]:
         """The samples of a pack, in order."""
-        return [self._corpus.sample(i) for i in slot.samples]
+        return [self.corpus.sample(i) for i in slot.samples]
 
     def _grid(self, plan: PackingPlan, batch: int) -> Grid:
-        layout, cost, lengths = self._layout, self._cp_cost, self._corpus.lengths
+        layout, cost, lengths = self.layout, self.cp_cost, self.corpus.lengths
 
         def fixed_cp() -> Grid:
             return fixed(self._slots(plan, batch), layout.cp)
@@ -110,22 +106,20 @@ class Loader:
             lengths,
             dp=layout.dp,
             cp=layout.cp,
-            rank_tokens=self._seq_length // layout.cp,
-            doc_multiple=layout.doc_multiple,
+            rank_tokens=self.seq_length // layout.cp,
             cost=cost,
             microbatch_multiple=layout.pp if layout.virtual_stages > 1 else 1,
         )
-        sizes = {"cp": layout.cp, "doc_multiple": layout.doc_multiple}
-        return dynamic_cp.unless_longer(grid, samples, lengths, fixed_cp, **sizes, cost=cost)
+        return dynamic_cp.unless_longer(grid, samples, lengths, fixed_cp, cp=layout.cp, cost=cost)
 
     def _slots(self, plan: PackingPlan, batch: int) -> Slots:
         return assign(
             plan.batch(batch, self.plans.global_batch_size),
-            self._corpus.lengths,
-            dp=self._layout.dp,
-            seq_length=self._seq_length,
-            doc_multiple=self._layout.doc_multiple,
-            attention=self._attention,
+            self.corpus.lengths,
+            dp=self.layout.dp,
+            seq_length=self.seq_length,
+            doc_multiple=self.layout.doc_multiple,
+            attention=self.attention,
         )
 
 
@@ -150,7 +144,7 @@ def make_loader(
             doc_multiple=data.doc_multiple,
             pack_multiple=pack_multiple(config, cp_size),
             pad_id=pad_id,
-            pad_to_length=cp_size * rank_tokens if data.pad_to_seq_length else None,
+            pad_to_length=cp_size * rank_tokens if data.pad_to_seq_length else 0,
             reduction=config.loss.reduction,
             cp_size=cp_size,
             cp_rank=cp_rank % cp_size,

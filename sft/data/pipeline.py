@@ -1,6 +1,6 @@
 """Provides the data of a run on this rank: prepared samples, their order, and this rank's microbatches."""
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from sft.batch import Microbatch
 from sft.config import Config, Input
 from sft.console import Console
-from sft.data.cache.corpus import Corpus, find_prepared, map_prepared
+from sft.data.cache.corpus import find_prepared, map_prepared
 from sft.data.cache.vocabulary import check_ids
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.loader import Loader, make_loader
@@ -51,58 +51,58 @@ def check_agreement(grid: Grid, step: int, group: dist.ProcessGroup) -> None:
     )
 
 
+@dataclass(eq=False)
 class HeldOutData:
-    """Loaders of the held-out sets by name.  The constructor is collective."""
+    """Loaders of the held-out sets by name.  The constructor is collective.
 
-    def __init__(
-        self,
-        config: Config,
-        tokenizer: ChatTokenizer,
-        arguments: str,
-        layout: Layout,
-        position: Position,
-        console: Console,
-    ) -> None:
-        """arguments: the command-line arguments of this recipe, e.g. `a.yaml parallel.cp=4`, for error messages"""
-        self._config, self._layout, self._position, self._console = config, layout, position, console
-        self._command = f"sft data prepare {arguments}"
+    arguments  the command-line arguments of this recipe, e.g. `a.yaml parallel.cp=4`, for error messages
+    """
+
+    config: Config
+    tokenizer: InitVar[ChatTokenizer]
+    arguments: str
+    layout: Layout
+    position: Position
+    console: Console
+
+    def __post_init__(self, tokenizer: ChatTokenizer) -> None:
+        config = self.config
+        self._command = f"sft data prepare {self.arguments}"
         self.vocab_size = vocab_rows(config.model, tokenizer.vocab_size)
         if (note := surplus_note(config.model, tokenizer.vocab_size)) is not None:
-            console.say(note)
-        self._held_out = {name: self._prepared(files, tokenizer) for name, files in config.data.eval_sets.items()}
-        self.held_out = {
-            name: self._loader(corpus, tokenizer, is_held_out=True) for name, corpus in self._held_out.items()
-        }
+            self.console.say(note)
+        sets = config.data.eval_sets.items()
+        self.held_out = {name: self._loader(files, tokenizer, is_held_out=True) for name, files in sets}
 
     def held_out_facts(self) -> dict[str, tuple[str, int]]:
         """Digest and number of documents of each held-out set."""
-        return {name: (corpus.digest, len(corpus)) for name, corpus in self._held_out.items()}
+        return {name: (loader.corpus.digest, len(loader.corpus)) for name, loader in self.held_out.items()}
 
-    def _prepared(self, inputs: list[Input], tokenizer: ChatTokenizer, names: list[str] | None = None) -> Corpus:
+    def _loader(
+        self, inputs: list[Input], tokenizer: ChatTokenizer, names: list[str] | None = None, is_held_out: bool = False
+    ) -> Loader:
         """Rank 0 reads the files once and finds their stores; then every rank maps the stores."""
-        data, cache_dir = self._config.data, Path(self._config.cache_dir)
+        data, cache_dir = self.config.data, Path(self.config.cache_dir)
         prepared = broadcast_from_rank0(
-            lambda: find_prepared(inputs, data, tokenizer, cache_dir, command=self._command), self._position.control
+            lambda: find_prepared(inputs, data, tokenizer, cache_dir, command=self._command), self.position.control
         )
         corpus = map_prepared(prepared, data, names, command=self._command)
         if tokenizer.vocab_size > self.vocab_size:
-            broadcast_from_rank0(lambda: check_ids(self._config, corpus, tokenizer), self._position.control)
-        self._console.say(corpus.summary())
-        return corpus
-
-    def _loader(self, corpus: Corpus, tokenizer: ChatTokenizer, *, is_held_out: bool = False) -> Loader:
+            broadcast_from_rank0(lambda: check_ids(self.config, corpus, tokenizer), self.position.control)
+        self.console.say(corpus.summary())
         return make_loader(
-            self._config,
-            self._layout,
+            self.config,
+            self.layout,
             corpus,
             # Padding tokens count nowhere, but need a row of the embedding.
             pad_id=tokenizer.pad_id if tokenizer.pad_id < self.vocab_size else 0,
-            dp_rank=self._position.dp_rank,
-            cp_rank=self._position.cp_rank,
+            dp_rank=self.position.dp_rank,
+            cp_rank=self.position.cp_rank,
             is_held_out=is_held_out,
         )
 
 
+@dataclass(eq=False)
 class DataPipeline(HeldOutData):
     """Loaders of training and held-out data.  The constructor is collective.
 
@@ -114,34 +114,25 @@ class DataPipeline(HeldOutData):
     longest      tokens of the longest sample
     """
 
-    def __init__(
-        self,
-        config: Config,
-        tokenizer: ChatTokenizer,
-        arguments: str,
-        layout: Layout,
-        position: Position,
-        console: Console,
-    ) -> None:
-        super().__init__(config, tokenizer, arguments, layout, position, console)
-        data = config.data
-        self._corpus = self._prepared(data.train_files, tokenizer, data.train_names)
-        self.train = self._loader(self._corpus, tokenizer)
-        self.plan: dict[str, Any] = follows_from(config, self._corpus)
-        corpora = {"train": self._corpus, **self._held_out}
-        self.row_reports = {name: corpus.report() for name, corpus in corpora.items()}
-        reports = self._corpus.row_reports.values()
-        self.row_variables = sorted({name for report in reports for name in report.variables})
+    def __post_init__(self, tokenizer: ChatTokenizer) -> None:
+        super().__post_init__(tokenizer)
+        config = self.config
+        self.train = self._loader(config.data.train_files, tokenizer, config.data.train_names)
+        corpus = self.train.corpus
+        self.plan: dict[str, Any] = follows_from(config, corpus)
+        loaders = {"train": self.train, **self.held_out}
+        self.row_reports = {name: loader.corpus.report() for name, loader in loaders.items()}
+        self.row_variables = sorted({name for report in corpus.row_reports.values() for name in report.variables})
         self._epoch: int | None = None  # the latest epoch whose packing was reported
-        self.num_packs, self.longest = len(self.train.plans.plan(0)), int(self._corpus.lengths.max())
+        self.num_packs, self.longest = len(self.train.plans.plan(0)), int(corpus.lengths.max())
         self.num_steps = config.train.num_steps or self.train.plans.total_steps(config.train.num_epochs or 1)
         self.train.plans.check_length(self.num_steps)
 
     def batch(self, step: int) -> GlobalBatch:
         """The data of step `step`, counted from 0.  With dynamic CP: collective, see `check_agreement`."""
         grid = self.train.grid(step)
-        if self._layout.cp_sizes:
-            check_agreement(grid, step, self._position.control)
+        if self.layout.cp_sizes:
+            check_agreement(grid, step, self.position.control)
         return GlobalBatch(
             location=self.train.plans.locate(step),
             samples=[sample for pack in self.train.plans.global_batch(step) for sample in pack],
@@ -158,4 +149,4 @@ class DataPipeline(HeldOutData):
 
     def row_name(self, sample: int) -> str:
         """The name of a sample's row, e.g. `chat.jsonl:1841`."""
-        return self._corpus.name(sample)
+        return self.train.corpus.name(sample)

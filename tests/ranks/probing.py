@@ -104,13 +104,13 @@ def late_shift() -> Any:
 
 def running_positions() -> Any:
     """Positions count through the whole pack."""
-    make_pack = pack.make_pack
+    make_pack = pack.Collator.pack
 
-    def faulty(*args: Any, **options: Any) -> Any:
-        made = make_pack(*args, **options)
+    def faulty(*args: Any) -> Any:
+        made = make_pack(*args)
         return replace(made, position_ids=np.arange(len(made.tokens), dtype=np.int32))
 
-    return mock.patch.object(pack, "make_pack", faulty)
+    return mock.patch.object(pack.Collator, "pack", faulty)
 
 
 def contiguous_split() -> Any:

@@ -140,7 +140,7 @@ def collator_of(engine: Engine, cp_size: int | None = None) -> Collator:
         doc_multiple=data.doc_multiple,
         pack_multiple=pack_multiple(engine.config, size),
         pad_id=0,
-        pad_to_length=data.seq_length * size // layout.cp if data.pad_to_seq_length else None,
+        pad_to_length=data.seq_length * size // layout.cp if data.pad_to_seq_length else 0,
         reduction=engine.config.loss.reduction,
         cp_size=size,
         cp_rank=engine.groups.cp_rank % size,
@@ -151,7 +151,7 @@ def microbatch_of(
     engine: Engine, samples: Sequence[Sample], doc_multiple: int | None = None, cp_size: int | None = None
 ) -> Microbatch:
     """The samples as one pack, and this rank's part of it; no samples: filler only."""
-    collator = replace(collator_of(engine, cp_size), pad_to_length=None)
+    collator = replace(collator_of(engine, cp_size), pad_to_length=0)
     if doc_multiple:
         collator = replace(collator, doc_multiple=doc_multiple, pack_multiple=1)
     return collator.microbatch(samples)

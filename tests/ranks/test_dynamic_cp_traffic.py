@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft.data.packing.cp_cost import CpCost
-from sft.data.packing.cp_prediction import predict
+from sft.data.packing.cp_grid import predict
 from sft.metrics.records import train_record
 from sft.metrics.run_facts import RunFacts
 from tests.ranks import scenarios
@@ -73,8 +73,8 @@ def steps(overrides: list[str], lengths: Sequence[int]) -> list[dict[str, Any]]:
             with OverCp(groups) as over_cp:
                 result = engine.train_step(microbatches)
             record = train_record(step, result, run, seconds=1.0)
-            arguments: Any = {"doc_multiple": engine.config.data.doc_multiple, "cost": CpCost.of(engine.config)}
-            of_stage = predict(loader.grid(step), corpus.lengths, **arguments).num_bytes  # and of a rank of tp
+            predicted = predict(loader.grid(step), corpus.lengths, CpCost.of(engine.config))
+            of_stage = predicted.num_bytes  # and of a rank of tp
             plan = of_stage * engine.layout.tp * engine.layout.pp
             packs = Counter(mb.cp_size for mb in microbatches)
             results.append(

@@ -25,6 +25,11 @@ def chat(*texts: str, system: str | None = None) -> dict[str, Any]:
     return {"messages": ([{"role": "system", "content": system}] if system is not None else []) + messages}
 
 
+def chat_of(length: int) -> dict[str, Any]:
+    """A chat of so many tokens, 9 of them of the user."""
+    return chat("x", "y" * (length - 22))
+
+
 A = [  # tokens, supervised
     chat("hi", "hello"),  # 10 + 18 = 28, 6
     chat("hi", "hello"),  # a copy: 28, 6

@@ -18,15 +18,12 @@ import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 
 from sft.data.packing import balance
-from sft.data.packing.cp_cost import CpCost
-from sft.data.packing.cp_documents import Documents
-from sft.data.packing.cp_grid import Grid, fixed
-from sft.data.packing.cp_prediction import bound, predict
+from sft.data.packing.cp_cost import CpCost, Documents
+from sft.data.packing.cp_grid import Grid, fixed, predict
 from sft.data.packing.dynamic_cp import assign, unless_longer
 from sft.data.packing.plan import PackingPlan, plan_epoch
 from sft.layers.flops import AttentionCost
@@ -38,11 +35,11 @@ from tools.bench.mixes import MULTIPLE, SEQ_LENGTHS, TRACES, lengths_of
 # bf16, tp 1, no recompute, an H100 at 35% of its peak: 6 FLOPs for each active parameter of the layers.
 COSTS = {
     "llama-8b": CpCost(
-        attention=AttentionCost(57_000.0),
+        doc_multiple=MULTIPLE, attention=AttentionCost(57_000.0),
         token_ns=121_000.0, microbatch_ns=16e6, kv_bytes=32 * 2 * 8 * 128 * 8,
     ),
     "qwen3-30b-a3b": CpCost(
-        attention=AttentionCost(15_400.0),
+        doc_multiple=MULTIPLE, attention=AttentionCost(15_400.0),
         token_ns=47_600.0, microbatch_ns=24e6, kv_bytes=48 * 2 * 4 * 128 * 8,
     ),
 }  # fmt: skip
@@ -74,7 +71,6 @@ def measure(case: Case, options: argparse.Namespace) -> Iterator[Row]:
     mix, model, ranks, num_microbatches, cp = case
     (lengths, plan), cost, seq_length = plan_of(mix, options.samples), COSTS[model], (SEQ_LENGTHS | TRACES)[mix]
     dp = ranks // cp
-    sizes: Any = {"cp": cp, "rank_tokens": seq_length // cp, "doc_multiple": MULTIPLE}
     results: list[dict[str, float]] = []
     num_batches = len(plan) // (dp * num_microbatches)
     for step in np.linspace(0, num_batches - 1, options.batches).astype(int).tolist():
@@ -89,22 +85,20 @@ def measure(case: Case, options: argparse.Namespace) -> Iterator[Row]:
         )
 
         def planned(costs: CpCost) -> Grid:
-            grid = assign(ids, lengths, dp=dp, cost=costs, **sizes)
-            return unless_longer(grid, ids, lengths, lambda: plain, cp=cp, doc_multiple=MULTIPLE, cost=costs)
+            grid = assign(ids, lengths, dp=dp, cp=cp, rank_tokens=seq_length // cp, cost=costs)
+            return unless_longer(grid, ids, lengths, lambda: plain, cp=cp, cost=costs)
 
         grids: list[Grid] = []
         gc.freeze()  # so that the time of a plan does not include a collection of all imported modules
         seconds = max(cpu_time(lambda: grids.append(planned(costs))) for costs in (cost, waits))
-        of_plan, of_fixed = (predict(grid, lengths, doc_multiple=MULTIPLE, cost=cost) for grid in (grids[0], plain))
-        level = predict(grids[1], lengths, doc_multiple=MULTIPLE, cost=waits)
-        documents = Documents.of(
-            ids, lengths, cp_sizes(cp), rank_tokens=seq_length // cp, doc_multiple=MULTIPLE, cost=cost
-        )
+        of_plan, of_fixed = (predict(grid, lengths, cost) for grid in (grids[0], plain))
+        level = predict(grids[1], lengths, waits)
+        documents = Documents.of(ids, lengths, cp_sizes(cp), rank_tokens=seq_length // cp, cost=cost)
         least = sum(
             int(cost.num_bytes(lengths[documents.ids[documents.least == k]], MULTIPLE, size).sum())
             for k, size in enumerate(documents.sizes)
         )
-        lowest = bound(ids, lengths, num_ranks=ranks, cost=cost, **sizes)
+        lowest = documents.bound_ns(ranks)
         results.append(
             {
                 "bytes": of_plan.num_bytes / of_fixed.num_bytes,

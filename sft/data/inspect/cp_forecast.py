@@ -1,7 +1,7 @@
 """Predicts the first epoch of a run with dynamic CP, and what dynamic CP would give a run with a fixed cp.
 
 Decides what `sft data plan` and `sft check` print about CP sizes.  The packs are those of a `Loader`, so the run
-has the same ones; `packing/cp_prediction.py` predicts times and bytes.  Nothing is measured.
+has the same ones; `packing/cp_grid.py` predicts times and bytes.  Nothing is measured.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,9 +13,8 @@ import numpy as np
 from sft.config import Config
 from sft.data.cache.corpus import Corpus
 from sft.data.loader import Loader, make_loader
-from sft.data.packing.cp_cost import CpCost
-from sft.data.packing.cp_grid import fixed
-from sft.data.packing.cp_prediction import Prediction, bound, predict
+from sft.data.packing.cp_cost import Documents
+from sft.data.packing.cp_grid import Prediction, fixed, predict
 from sft.errors import ConfigError
 from sft.layers.flops import ASSUMED_SHARE, ASSUMED_TFLOPS
 from sft.parallel.layout import Layout
@@ -47,27 +46,23 @@ class BatchForecast:
         return self.dynamic.num_bytes / max(1, self.fixed.num_bytes)
 
 
-def batches_of(
-    config: Config, layout: Layout, corpus: Corpus, loader: Loader, steps: Sequence[int]
-) -> list[BatchForecast]:
+def batches_of(loader: Loader, steps: Sequence[int]) -> list[BatchForecast]:
     """The forecasts of these steps.  loader: of a layout with dynamic CP"""
-    cost, doc_multiple = CpCost.of(config), layout.doc_multiple
-    return [
-        BatchForecast(
-            dynamic=predict(loader.grid(step), corpus.lengths, doc_multiple=doc_multiple, cost=cost),
-            fixed=predict(fixed(loader.slots(step), layout.cp), corpus.lengths, doc_multiple=doc_multiple, cost=cost),
-            bound_ns=bound(
-                [i for pack in loader.plans.global_batch(step) for i in pack],
-                corpus.lengths,
-                num_ranks=layout.dp * layout.cp,
-                cp=layout.cp,
-                rank_tokens=config.data.seq_length // layout.cp,
-                doc_multiple=doc_multiple,
-                cost=cost,
-            ),
+    layout, lengths, cost = loader.layout, loader.corpus.lengths, loader.cp_cost
+    assert cost is not None
+    rank_tokens = loader.seq_length // layout.cp
+    batches = []
+    for step in steps:
+        samples = [i for pack in loader.plans.global_batch(step) for i in pack]
+        documents = Documents.of(samples, lengths, layout.cp_sizes, rank_tokens=rank_tokens, cost=cost)
+        batches.append(
+            BatchForecast(
+                dynamic=predict(loader.grid(step), lengths, cost),
+                fixed=predict(fixed(loader.slots(step), layout.cp), lengths, cost),
+                bound_ns=documents.bound_ns(layout.dp * layout.cp),
+            )
         )
-        for step in steps
-    ]
+    return batches
 
 
 def spread_steps(loader: Loader, count: int) -> list[int]:
@@ -92,9 +87,9 @@ def lines(config: Config, batches: Sequence[BatchForecast]) -> list[str]:
     ]
 
 
-def short_line(config: Config, layout: Layout, corpus: Corpus, loader: Loader) -> str:
+def short_line(loader: Loader) -> str:
     """One line about a run with dynamic CP."""
-    batches = batches_of(config, layout, corpus, loader, spread_steps(loader, FEW))
+    batches = batches_of(loader, spread_steps(loader, FEW))
     alone = mean(b.dynamic.share_of_tokens.get(1, 0.0) for b in batches)
     return (
         f"dynamic CP, predicted: a step {median(b.step for b in batches):.2f} of fixed cp, bytes over cp "
@@ -115,7 +110,7 @@ def advice(config: Config, layout: Layout, corpus: Corpus) -> list[str]:
     except ConfigError:
         return []
     loader = make_loader(changed, layout, corpus, pad_id=0)
-    batches = batches_of(changed, layout, corpus, loader, spread_steps(loader, FEW))
+    batches = batches_of(loader, spread_steps(loader, FEW))
     step = median(b.step for b in batches)
     if step > HELPS:
         return []

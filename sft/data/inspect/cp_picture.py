@@ -1,6 +1,6 @@
 """Draws a step with fixed and with dynamic CP: ranks against time, each pack a block coloured by its CP size.
 
-Decides panels, axes and colours.  `packing/cp_timeline.py` predicts when packs begin and end; nothing is measured.
+Decides panels, axes and colours.  `packing/cp_grid.py` predicts when packs begin and end; nothing is measured.
 Importing this module without matplotlib (the extra `plot`) raises ImportError.
 """
 
@@ -16,22 +16,21 @@ from sft.config import Config
 from sft.data.cache.corpus import Corpus
 from sft.data.loader import make_loader
 from sft.data.packing.cp_cost import CpCost
-from sft.data.packing.cp_grid import Grid, fixed
-from sft.data.packing.cp_timeline import TimedPack, timeline
+from sft.data.packing.cp_grid import TimedPack, fixed, timeline
 from sft.parallel.layout import Layout
 
 SHADES = ("#cfe1f2", "#9ecae1", "#6aaed6", "#3787c0", "#1c5fa5", "#08306b")  # by CP size, the largest last
 FILLER, IDLE, END = "#a6a6a6", "#e9e9e9", "#c00000"
 
 
-def draw_step(out: Path, config: Config, layout: Layout, corpus: Corpus, step: int = 0) -> str:
-    """Writes the PNG file `out` of a step of a run with dynamic CP.  Returns a line about it."""
+def draw_step(out: Path, config: Config, layout: Layout, corpus: Corpus) -> str:
+    """Writes the PNG file `out` of the first step of a run with dynamic CP.  Returns a line about it."""
     loader, cost = make_loader(config, layout, corpus, pad_id=0), CpCost.of(config)
-    grids: list[Grid] = [fixed(loader.slots(step), layout.cp), loader.grid(step)]
-    panels = [timeline(grid, corpus.lengths, doc_multiple=layout.doc_multiple, cost=cost) for grid in grids]
+    grids = (fixed(loader.slots(0), layout.cp), loader.grid(0))
+    panels = [timeline(grid, corpus.lengths, cost) for grid in grids]
     figure = drawn(*panels, num_ranks=layout.dp * layout.cp, cp_sizes=layout.cp_sizes)
     figure.savefig(out, dpi=120, format="png")
-    return f"step {step + 1} with cp {layout.cp} and with dynamic CP, {layout.dp * layout.cp} ranks of dp x cp"
+    return f"step 1 with cp {layout.cp} and with dynamic CP, {layout.dp * layout.cp} ranks of dp x cp"
 
 
 def drawn(

@@ -142,10 +142,7 @@ def of_rows(data: DataSet, config: DataConfig) -> list[Finding]:
         num_long += len(numbers)
         skipped += [row_name(path, number) for number in report.skipped]
         long += [row_name(path, int(number)) for number in numbers[:NUM_EXAMPLES]]
-    return [
-        finding("unusable", num_skipped, num_rows, skipped),
-        finding("too_long", num_long, num_used, long),
-    ]
+    return [finding("unusable", num_skipped, num_rows, skipped), finding("too_long", num_long, num_used, long)]
 
 
 def of_template(data: DataSet) -> list[Finding]:

@@ -45,14 +45,9 @@ class Bounds:
     microbatch: float
 
 
-def loader_of(config: Config, layout: Layout, corpus: Corpus) -> Loader:
-    """The loader of rank 0 in `sft train`."""
-    return make_loader(config, layout, corpus, pad_id=0)
-
-
 def forecast(config: Config, layout: Layout, corpus: Corpus) -> dict[str, list[str]]:
     """Lines about the first epoch: {topic: lines to print}"""
-    loader = loader_of(config, layout, corpus)
+    loader = make_loader(config, layout, corpus, pad_id=0)
     plan = loader.plans.plan(0)
     looked_at = cp_forecast.spread_steps(loader, LOOKED_AT)
     lines = {
@@ -61,15 +56,15 @@ def forecast(config: Config, layout: Layout, corpus: Corpus) -> dict[str, list[s
         "sources": _sources(config, plan, corpus),
     }
     if layout.cp_sizes:
-        batches = cp_forecast.batches_of(config, layout, corpus, loader, looked_at)
+        batches = cp_forecast.batches_of(loader, looked_at)
         return lines | {"cp size": cp_forecast.lines(config, batches), "balance": _dynamic_balance(config, batches)}
-    balance = _balance(config, layout, corpus, loader, looked_at)
+    balance = _balance(config, loader, looked_at)
     return lines | {"balance": [*balance, *cp_forecast.advice(config, layout, corpus)]}
 
 
 def write_run(path: Path, config: Config, layout: Layout, corpus: Corpus) -> str:
     """Writes the plans of all epochs of a run to `path`.  Returns a line with the numbers of batches and epochs."""
-    loader = loader_of(config, layout, corpus)
+    loader = make_loader(config, layout, corpus, pad_id=0)
     num_steps = config.train.num_steps or 1
     loader.plans.check_work(config.train.num_epochs or -(-num_steps // loader.plans.steps_per_epoch(0)))
     epochs = config.train.num_epochs or 1 + loader.plans.locate(num_steps - 1)[0]
@@ -133,23 +128,22 @@ def _sources(config: Config, plan: PackingPlan, corpus: Corpus) -> list[str]:
     ]
 
 
-def _balance(config: Config, layout: Layout, corpus: Corpus, loader: Loader, looked_at: list[int]) -> list[str]:
-    attention = AttentionCost.of(config.model)
-    work = costs(corpus.lengths, doc_multiple=config.data.doc_multiple, attention=attention)
+def _balance(config: Config, loader: Loader, looked_at: list[int]) -> list[str]:
+    work = costs(loader.corpus.lengths, doc_multiple=config.data.doc_multiple, attention=loader.attention)
     levels, limits = [], []
     for step in looked_at:
         slots = loader.slots(step)
         levels.append(efficiency(np.array([[work[list(ids)].sum() for ids in rank] for rank in slots])))
-        limits.append(_limits(config, corpus, loader, step, layout.dp))
+        limits.append(_limits(loader, step, loader.layout.dp))
     per_step, per_microbatch = zip(*levels)
     lines = [
-        f"{_equal_length(attention)}; {len(looked_at)} batches checked",
+        f"{_equal_length(loader.attention)}; {len(looked_at)} batches checked",
         f"efficiency per step {_spread(per_step)}, of at most {_spread(x.full for x in limits)}",
         f"efficiency per microbatch {_spread(per_microbatch)}, of at most {_spread(x.microbatch for x in limits)}",
         f"longest sequence alone: at most {_spread(x.longest for x in limits)}",
     ]
     if median(x.full for x in limits) < LIMITED:
-        lines.append(_larger_cp(config, layout, corpus, loader, looked_at))
+        lines.append(_larger_cp(config, loader, looked_at))
     return lines
 
 
@@ -168,26 +162,26 @@ def _equal_length(attention: AttentionCost) -> str:
     return f"attention takes as many FLOPs as all else at {length:,.0f} tokens"
 
 
-def _limits(config: Config, corpus: Corpus, loader: Loader, step: int, dp: int) -> Bounds:
+def _limits(loader: Loader, step: int, dp: int) -> Bounds:
     ids = [i for pack in loader.plans.global_batch(step) for i in pack]
     return bounds(
-        corpus.lengths[ids],
+        loader.corpus.lengths[ids],
         dp=dp,
-        num_microbatches=config.train.global_batch_size // dp,
-        seq_length=config.data.seq_length,
-        doc_multiple=config.data.doc_multiple,
-        attention=AttentionCost.of(config.model),
+        num_microbatches=loader.layout.global_batch_size // dp,
+        seq_length=loader.seq_length,
+        doc_multiple=loader.layout.doc_multiple,
+        attention=loader.attention,
     )
 
 
-def _larger_cp(config: Config, layout: Layout, corpus: Corpus, loader: Loader, looked_at: list[int]) -> str:
+def _larger_cp(config: Config, loader: Loader, looked_at: list[int]) -> str:
     """Advice: the next larger cp with which `Bounds.full` is at least LIMITED.  tp, pp and world size stay the same."""
-    advice = "no larger cp that fits would help"
+    advice, layout = "no larger cp that fits would help", loader.layout
     ranks = layout.world_size // smallest_world(config) * layout.cp  # dp * cp
     for cp in range(2 * layout.cp, ranks + 1, layout.cp):
         fits = ranks % cp == 0 and config.train.global_batch_size % (ranks // cp) == 0
         if fits:
-            reached = median(_limits(config, corpus, loader, step, ranks // cp).full for step in looked_at)
+            reached = median(_limits(loader, step, ranks // cp).full for step in looked_at)
             if reached >= LIMITED:
                 multiple = "" if config.data.doc_multiple % (2 * cp) == 0 else f" and data.doc_multiple={2 * cp}"
                 advice = f"parallel.cp={cp}{multiple} would lift the limit to {reached:.1%}"

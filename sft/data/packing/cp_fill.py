@@ -10,7 +10,7 @@ import heapq
 
 import numpy as np
 
-from sft.data.packing.cp_documents import Documents
+from sft.data.packing.cp_cost import Documents
 
 ROUND = 64  # bins that make a round faster than the heap
 BY_HEAP = 512  # documents placed by the heap before a round is tried again, and at the end, where room is scarce

@@ -1,11 +1,20 @@
-"""The packs of a step by rank of the dp x cp grid and microbatch, each with a CP size of its own.
+"""The packs of a step by rank of the dp x cp grid and microbatch, and predictions of the step by `cp_cost.py`.
 
-Decides nothing: `dynamic_cp.py` makes grids, `cp_prediction.py` predicts their times.
+`dynamic_cp.py` makes grids.  This module decides when each pack begins and ends, and what follows: time, balance, bytes
+over cp, shares of cp sizes.  A group begins a pack when the last of its ranks is ready.  With pipelines or experts, all
+of `CpCost.wait_ranks` consecutive ranks wait for each other after every microbatch.  Nothing is measured.
 """
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from sft.data.packing.balance import Slots
+from sft.data.packing.cp_cost import CpCost
+from sft.parallel.alignment import aligned
 
 
 class Slot(NamedTuple):
@@ -22,3 +31,113 @@ FILLER = Slot(1, ())
 def fixed(slots: Slots, cp: int) -> Grid:
     """The grid of a fixed cp, from the packs of each data-parallel rank (`balance.assign`)."""
     return [[Slot(cp, tuple(pack)) for pack in packs] for packs in slots for _ in range(cp)]
+
+
+class TimedPack(NamedTuple):
+    """One pack of a grid on the ranks `rank`, ..., `rank` + `cp_size` - 1; without samples it is filler."""
+
+    rank: int
+    cp_size: int
+    microbatch: int
+    samples: tuple[int, ...]
+    start_ns: int
+    end_ns: int
+
+
+def timeline(grid: Grid, lengths: np.ndarray, cost: CpCost) -> list[TimedPack]:
+    """Each pack once, microbatch by microbatch and in each by rank.
+
+    Two ranks, 10 ns a token, cp sizes 1 and 1, then 2, documents of 3 and 1 tokens, then 4
+    -> rank 0: 0 to 30 ns, rank 1: 0 to 10 ns, ranks 0 and 1: 30 to 50 ns
+    """
+    packs = [
+        (microbatch, rank, slot)
+        for microbatch, row in enumerate(zip(*grid, strict=True))
+        for rank, slot in _groups(row)
+    ]
+    work = _work([slot for _, _, slot in packs], lengths, cost)
+    ready, domain = [0] * len(grid), cost.domain(len(grid)) if cost.wait_ranks > 1 else 1
+    timed, current = list[TimedPack](), 0
+    for (microbatch, rank, (size, samples)), work_ns in zip(packs, work.tolist(), strict=True):
+        if microbatch > current and domain > 1:
+            ready = [max(ready[rank - rank % domain :][:domain]) for rank in range(len(grid))]
+        current = microbatch
+        start = max(ready[rank : rank + size])
+        ready[rank : rank + size] = [start + work_ns] * size
+        timed.append(TimedPack(rank, size, microbatch, samples, start, start + work_ns))
+    return timed
+
+
+def _groups(row: Sequence[Slot]) -> Iterator[tuple[int, Slot]]:
+    """The packs of a microbatch once, each with the first rank of its group."""
+    rank = 0
+    while rank < len(row):
+        yield rank, row[rank]
+        rank += row[rank].cp_size
+
+
+def _work(packs: Sequence[Slot], lengths: np.ndarray, cost: CpCost) -> np.ndarray:
+    """int64 [packs]: nanoseconds of each pack."""
+    work = np.full(len(packs), round(cost.microbatch_ns), dtype=np.int64)
+    for size in {slot.cp_size for slot in packs}:
+        of_size = [k for k, slot in enumerate(packs) if slot.cp_size == size]
+        ids = np.array([i for k in of_size for i in packs[k].samples], dtype=np.int64)
+        pack_of = np.repeat(of_size, [len(packs[k].samples) for k in of_size])
+        np.add.at(work, pack_of, cost.times(lengths[ids], size))
+    return work
+
+
+def makespan_ns(grid: Grid, lengths: np.ndarray, cost: CpCost) -> int:
+    """Time of the slowest rank, with its waits."""
+    return max(pack.end_ns for pack in timeline(grid, lengths, cost))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One step.
+
+    makespan_ns      time of the slowest rank, with its waits
+    num_bytes        bytes over cp that all ranks together receive (of one rank of tp, and of one pipeline stage)
+    per_step         mean work of a rank / makespan
+    per_microbatch   the same ratio if all ranks waited for each other after every microbatch
+    share_of_packs   by cp size; packs of filler do not count
+    share_of_tokens  by cp size
+    """
+
+    makespan_ns: int
+    num_bytes: int
+    num_microbatches: int
+    per_step: float
+    per_microbatch: float
+    share_of_packs: dict[int, float]
+    share_of_tokens: dict[int, float]
+
+
+def predict(grid: Grid, lengths: np.ndarray, cost: CpCost) -> Prediction:
+    """One rank, one microbatch with a document of 6 tokens, 10 ns a token -> 60 ns, 1.0 per step, {1: 1.0} ..."""
+    num_ranks, num_microbatches = len(grid), len(grid[0])
+    work = np.zeros((num_ranks, num_microbatches), dtype=np.int64)
+    samples: dict[int, list[int]] = {}
+    packs, makespan = Counter[int](), 0
+    for pack in timeline(grid, lengths, cost):
+        work[pack.rank : pack.rank + pack.cp_size, pack.microbatch] = pack.end_ns - pack.start_ns
+        makespan = max(makespan, pack.end_ns)
+        if pack.samples:
+            packs[pack.cp_size] += 1
+            samples.setdefault(pack.cp_size, []).extend(pack.samples)
+    real = {size: lengths[ids] for size, ids in samples.items()}
+    mean = work.sum() / num_ranks
+    return Prediction(
+        makespan_ns=makespan,
+        num_bytes=sum(int(cost.num_bytes(real[size], cost.doc_multiple, size).sum()) for size in real),
+        num_microbatches=num_microbatches,
+        per_step=float(mean / makespan) if makespan else 1.0,
+        per_microbatch=float(mean / work.max(axis=0).sum()) if makespan else 1.0,
+        share_of_packs=_shares(packs),
+        share_of_tokens=_shares(Counter({size: int(aligned(real[size], cost.doc_multiple).sum()) for size in real})),
+    )
+
+
+def _shares(counts: Counter[int]) -> dict[int, float]:
+    """{2: 1, 1: 3} -> {1: 0.75, 2: 0.25}"""
+    return {size: counts[size] / counts.total() for size in sorted(counts)}

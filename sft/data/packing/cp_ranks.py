@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sft.data.packing.cp_documents import Documents
+from sft.data.packing.cp_cost import Documents
 from sft.data.packing.cp_fill import fill
 
 Packs = list[list[int]]  # numbers of documents, by pack
@@ -36,18 +36,16 @@ MAX_MICROBATCHES = 8  # numbers of microbatches that are tried
 LEVEL, MAX_SWAPS = 0.002, 40  # swaps end if the largest work is within this share of the mean
 
 
-def packs_of_groups(
-    documents: Documents, num_ranks: int, microbatch_ns: float, multiple: int
-) -> Iterator[tuple[int, list[Packs]]]:
+def packs_of_groups(documents: Documents, num_ranks: int, multiple: int) -> Iterator[tuple[int, list[Packs]]]:
     """The packs of every group: (size, packs of each group in order), sizes falling."""
     best: Ranks | None = None
-    enough_ns = documents.bound_ns(num_ranks, microbatch_ns) * (1 + BETTER)
+    enough_ns = documents.bound_ns(num_ranks) * (1 + BETTER)
     for share, few in CHOICES:
         ranks = Ranks(documents, num_ranks)
         ranks.add_groups(sizes_of(documents, num_ranks, share, few))
         ranks.swap(1)
-        ranks.choose_microbatches(microbatch_ns, multiple)
-        ranks.finish(microbatch_ns)
+        ranks.choose_microbatches(multiple)
+        ranks.finish()
         if best is None or ranks.predicted < best.predicted * (1 - BETTER):
             best = ranks
         if best.predicted <= enough_ns:
@@ -96,34 +94,35 @@ class Ranks:
         """Places all documents on groups of more than one rank.  index: of the size of each document's group"""
         self.index, self.singles = index, np.flatnonzero(index == 0)
         for level in range(len(self.documents.sizes) - 1, 0, -1):
-            size = self.documents.sizes[level]
+            size, times, blocks = self.documents.sizes[level], self.documents.times[level], self.blocks[level]
             numbers = self._costliest_first(np.flatnonzero(index == level), level)
             load = self.load[::size].tolist()  # ranks of a group have run the same packs so far
-            self._add(numbers, level, load)
+            least = [(work, block) for block, work in enumerate(load)]
+            heapq.heapify(least)
+            for number, time in zip(numbers.tolist(), times[numbers].tolist()):
+                work, block = least[0]
+                blocks[block].append(number)
+                heapq.heapreplace(least, (work + time, block))
+            for work, block in least:
+                load[block] = work
             self.load = np.repeat(np.array(load, dtype=np.int64), size)
 
     def _costliest_first(self, numbers: np.ndarray, level: int) -> np.ndarray:
         return numbers[np.argsort(-self.documents.times[level][numbers], kind="stable")]
 
-    def _add(self, numbers: np.ndarray, level: int, load: list[int]) -> None:
-        """Each document to the group with the least work."""
-        least = [(work, block) for block, work in enumerate(load)]
-        heapq.heapify(least)
-        blocks = self.blocks[level]
-        for number, time in zip(numbers.tolist(), self.documents.times[level][numbers].tolist()):
-            work, block = least[0]
-            blocks[block].append(number)
-            heapq.heapreplace(least, (work + time, block))
-        for work, block in least:
-            load[block] = work
-
-    def finish(self, microbatch_ns: float) -> None:
-        """Places the documents of groups of one rank, and computes the time of the step."""
-        self.add_singles()
+    def finish(self) -> None:
+        """Places each document of a group of one rank on the rank with the least work of those with room, and computes
+        the time of the step."""
+        numbers = self._costliest_first(self.singles, 0)
+        left = ((self.num_microbatches - self.num_packs) * self.documents.limit * FILL).astype(np.int64)
+        levels = np.zeros(self.num_ranks, dtype=np.int64)
+        rank_of = fill(self.documents, numbers, self.load, left, levels, self.documents.limit)
+        for number, rank in zip(numbers.tolist(), rank_of.tolist()):
+            self.blocks[0][rank].append(number)
         self.swap(0)
         of_singles = [len(self.packed(0, rank)) for rank in range(self.num_ranks)]
         num_microbatches = int((self.num_packs + of_singles).max())
-        self.predicted = int(self.load.max()) + num_microbatches * microbatch_ns
+        self.predicted = int(self.load.max()) + num_microbatches * self.documents.microbatch_ns
 
     def swap(self, first_level: int) -> None:
         """Swaps documents of the costliest rank's groups for less work, until the work of all ranks is about even."""
@@ -171,7 +170,7 @@ class Ranks:
         self.load[first * size : (first + 1) * size] -= moved
         self.load[block * size : (block + 1) * size] += moved
 
-    def choose_microbatches(self, microbatch_ns: float, multiple: int) -> None:
+    def choose_microbatches(self, multiple: int) -> None:
         """Chooses the number of microbatches, and predicts the time of the step with it."""
         for level in range(1, len(self.documents.sizes)):
             size = self.documents.sizes[level]
@@ -186,18 +185,9 @@ class Ranks:
         for number in range(first, first + MAX_MICROBATCHES * multiple, multiple):
             capacity = (number - self.num_packs) * limit * (work / max(1, units))
             level_ns = max(_water_level(self.load, capacity, work), float(self.load.max()))
-            predicted = level_ns + number * microbatch_ns
+            predicted = level_ns + number * self.documents.microbatch_ns
             if not self.num_microbatches or predicted < self.predicted:
                 self.num_microbatches, self.predicted = number, predicted
-
-    def add_singles(self) -> None:
-        """Places the documents of groups of one rank: each on the rank with the least work of those with room."""
-        numbers = self._costliest_first(self.singles, 0)
-        left = ((self.num_microbatches - self.num_packs) * self.documents.limit * FILL).astype(np.int64)
-        levels = np.zeros(self.num_ranks, dtype=np.int64)
-        rank_of = fill(self.documents, numbers, self.load, left, levels, self.documents.limit)
-        for number, rank in zip(numbers.tolist(), rank_of.tolist()):
-            self.blocks[0][rank].append(number)
 
     def packed(self, level: int, block: int) -> Packs:
         """The packs of a group: each document, longest first, into the first pack with room."""

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sft.data.packing.cp_documents import Documents
+from sft.data.packing.cp_cost import Documents
 from sft.data.packing.cp_fill import fill
 from sft.data.packing.cp_ranks import FILL, sizes_of
 
@@ -41,9 +41,7 @@ class Placed(NamedTuple):
     documents: list[int]
 
 
-def packs_of_rows(
-    documents: Documents, num_ranks: int, microbatch_ns: float, multiple: int, wait_ranks: int
-) -> list[Placed]:
+def packs_of_rows(documents: Documents, num_ranks: int, multiple: int, wait_ranks: int) -> list[Placed]:
     """All packs with a document."""
     plans, spent = [], 0
     least = max(1, -(-int(documents.units.sum()) // (num_ranks * documents.limit)))
@@ -60,7 +58,7 @@ def packs_of_rows(
         spent += int(is_long.sum()) + len(documents.ids) // 8
         if spent >= MAX_LONG:
             break
-    return min(plans, key=lambda plan: plan.step_ns + plan.num_microbatches * microbatch_ns).packs()
+    return min(plans, key=lambda plan: plan.step_ns + plan.num_microbatches * documents.microbatch_ns).packs()
 
 
 class _Shelves:

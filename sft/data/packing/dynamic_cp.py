@@ -18,16 +18,13 @@ another way on another processor.  So `pipeline.check_agreement` compares the gr
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
-from sft.data.packing.cp_cost import CpCost
-from sft.data.packing.cp_documents import Documents
-from sft.data.packing.cp_grid import FILLER, Grid, Slot
+from sft.data.packing.cp_cost import CpCost, Documents
+from sft.data.packing.cp_grid import FILLER, Grid, Slot, makespan_ns
 from sft.data.packing.cp_ranks import BETTER, packs_of_groups
 from sft.data.packing.cp_rows import packs_of_rows
-from sft.data.packing.cp_timeline import makespan_ns
 from sft.parallel.cp_group import cp_sizes
 
 # Documents of a batch that has so many short ones that rows are even without further balancing.
@@ -42,7 +39,6 @@ def assign(
     dp: int,
     cp: int,
     rank_tokens: int,
-    doc_multiple: int,
     cost: CpCost,
     microbatch_multiple: int = 1,
 ) -> Grid:
@@ -54,26 +50,23 @@ def assign(
     rank_tokens          padded tokens that a rank holds at most: a group of s ranks takes packs of s * rank_tokens
     microbatch_multiple  divides the number of microbatches, which is the same for all ranks
     """
-    assert rank_tokens % doc_multiple == 0, f"rank_tokens {rank_tokens} is not a multiple of {doc_multiple}"
-    documents = Documents.of(
-        samples, lengths, cp_sizes(cp), rank_tokens=rank_tokens, doc_multiple=doc_multiple, cost=cost
-    )
-    arguments = documents, dp * cp, cost.microbatch_ns, microbatch_multiple
+    assert rank_tokens % cost.doc_multiple == 0, f"rank_tokens {rank_tokens} is not a multiple of {cost.doc_multiple}"
+    documents = Documents.of(samples, lengths, cp_sizes(cp), rank_tokens=rank_tokens, cost=cost)
+    arguments = documents, dp * cp, microbatch_multiple
     if cost.wait_ranks > 1 or len(documents.ids) > MANY:
         return _of_rows(*arguments, cost.domain(dp * cp) if cost.wait_ranks > 1 else cp)
-    costs: Any = {"doc_multiple": doc_multiple, "cost": cost}
     by_groups = _of_groups(*arguments)
-    time = makespan_ns(by_groups, lengths, **costs)
-    if time <= documents.bound_ns(dp * cp, cost.microbatch_ns) * NEAR:
+    time = makespan_ns(by_groups, lengths, cost)
+    if time <= documents.bound_ns(dp * cp) * NEAR:
         return by_groups
     by_rows = _of_rows(*arguments, cp)
-    return by_rows if makespan_ns(by_rows, lengths, **costs) < time * (1 - BETTER) else by_groups
+    return by_rows if makespan_ns(by_rows, lengths, cost) < time * (1 - BETTER) else by_groups
 
 
-def _of_groups(documents: Documents, num_ranks: int, microbatch_ns: float, multiple: int) -> Grid:
+def _of_groups(documents: Documents, num_ranks: int, multiple: int) -> Grid:
     grid: Grid = [[] for _ in range(num_ranks)]
     ids = documents.ids.tolist()
-    for cp_size, blocks in packs_of_groups(documents, num_ranks, microbatch_ns, multiple):
+    for cp_size, blocks in packs_of_groups(documents, num_ranks, multiple):
         for block, packs in enumerate(blocks):
             slots = [_slot(ids, cp_size, pack) for pack in packs]
             for rank in range(block * cp_size, (block + 1) * cp_size):
@@ -81,10 +74,10 @@ def _of_groups(documents: Documents, num_ranks: int, microbatch_ns: float, multi
     return _completed(grid, multiple)
 
 
-def _of_rows(documents: Documents, num_ranks: int, microbatch_ns: float, multiple: int, wait_ranks: int) -> Grid:
+def _of_rows(documents: Documents, num_ranks: int, multiple: int, wait_ranks: int) -> Grid:
     grid: Grid = [[] for _ in range(num_ranks)]
     ids = documents.ids.tolist()
-    placed = packs_of_rows(documents, num_ranks, microbatch_ns, multiple, wait_ranks)
+    placed = packs_of_rows(documents, num_ranks, multiple, wait_ranks)
     for cp_size, first, microbatch, pack in sorted(placed, key=lambda pack: pack.microbatch):
         slot = _slot(ids, cp_size, pack)
         for slots in grid[first : first + cp_size]:
@@ -104,14 +97,7 @@ def _completed(grid: Grid, multiple: int) -> Grid:
 
 
 def unless_longer(
-    grid: Grid,
-    samples: Sequence[int],
-    lengths: np.ndarray,
-    fixed_cp: Callable[[], Grid],
-    *,
-    cp: int,
-    doc_multiple: int,
-    cost: CpCost,
+    grid: Grid, samples: Sequence[int], lengths: np.ndarray, fixed_cp: Callable[[], Grid], *, cp: int, cost: CpCost
 ) -> Grid:
     """`grid`, or the grid of a fixed cp if `grid` takes longer by more than BETTER; within that, fewer bytes decide.
 
@@ -120,9 +106,8 @@ def unless_longer(
 
     a microbatch 10 ns, nothing else; `grid` has 3 of them, the grid of a fixed cp 2 -> the grid of a fixed cp
     """
-    costs: Any = {"doc_multiple": doc_multiple, "cost": cost}
-    time = makespan_ns(grid, lengths, **costs)
-    if time <= int(cost.times(lengths[samples], doc_multiple, cp).sum()) * cp // len(grid):
+    time = makespan_ns(grid, lengths, cost)
+    if time <= int(cost.times(lengths[samples], cp).sum()) * cp // len(grid):
         return grid
     of_fixed = fixed_cp()
-    return grid if time <= makespan_ns(of_fixed, lengths, **costs) * (1 + BETTER) else of_fixed
+    return grid if time <= makespan_ns(of_fixed, lengths, cost) * (1 + BETTER) else of_fixed

@@ -1,9 +1,8 @@
 """Makes a pack of samples, and cuts one context-parallel rank's microbatch out of the pack.
 
 Decides labels and padding.  Labels are shifted here, per document and before sharding, so no rank needs a token of
-another rank.
-`plan.py`, `balance.py` and `dynamic_cp.py` decide which samples share a pack.  `parallel/context_parallel.py` decides
-which tokens of a pack a rank holds.
+another rank.  `plan.py`, `balance.py` and `dynamic_cp.py` decide which samples share a pack.
+`parallel/context_parallel.py` decides which tokens of a pack a rank holds.
 """
 
 from collections.abc import Sequence
@@ -23,81 +22,67 @@ FILLER_TOKENS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Collator:
-    """Makes a rank's microbatches of packs with one context-parallel size.
+    """Makes packs, and a rank's microbatches of packs with one context-parallel size.
 
     cp_rank  rank of this process among the cp_size ranks that share a pack
     """
 
     doc_multiple: int  # every document is padded to a multiple of doc_multiple tokens
-    pack_multiple: int  # filler documents pad every pack to a multiple of pack_multiple tokens
     pad_id: int
+    pack_multiple: int = 1  # filler documents pad every pack to a multiple of pack_multiple tokens
+    pad_to_length: int = 0  # packs are padded to at least this length
     cp_size: int = 1
     cp_rank: int = 0
-    pad_to_length: int | None = None  # packs are padded to at least this length; None: only to pack_multiple
     reduction: str = "token"  # loss.reduction: decides the weight of each supervised token
 
     def microbatch(self, samples: Sequence[Sample]) -> Microbatch:
         """This rank's part of the pack of these samples; without samples, the pack holds only filler documents."""
-        pack = make_pack(
-            samples,
-            doc_multiple=self.doc_multiple,
-            pad_id=self.pad_id,
-            reduction=self.reduction,
-            pack_multiple=self.pack_multiple,
-            pad_to_length=self.pad_to_length or 0,
-        )
+        pack = self.pack(samples)
         indices = context_parallel.local_indices(pack.cu_seqlens, self.cp_size, self.cp_rank)
         return local_part(pack, indices, cp_size=self.cp_size, doc_multiple=self.doc_multiple)
 
+    def pack(self, samples: Sequence[Sample]) -> Pack:
+        """Concatenates padded samples and computes their labels and weights; `Pack` shows an example in numbers.
 
-def make_pack(
-    samples: Sequence[Sample],
-    *,
-    doc_multiple: int,
-    pad_id: int,
-    reduction: str = "token",
-    pack_multiple: int = 1,
-    pad_to_length: int = 0,
-) -> Pack:
-    """Concatenates padded samples and computes their labels and weights; `Pack` shows an example in numbers.
+        The last token of a document and its padding predict nothing; their labels are `pad_id`, a valid id that no
+        computation uses.
 
-    The last token of a document and its padding predict nothing; their labels are `pad_id`, a valid id that no
-    computation uses.
+        Filler documents follow, as few as possible with at most `FILLER_TOKENS` each, until the length is at least
+        `pad_to_length` and a multiple of `pack_multiple`.  The samples must not exceed `pad_to_length`.
 
-    Filler documents follow, as few as possible with at most `FILLER_TOKENS` each, until the length is at least
-    `pad_to_length` and a multiple of `pack_multiple`.  The samples must not exceed `pad_to_length`.
-
-        one document of 96 tokens, pack_multiple 512, doc_multiple 32 -> one filler document of 416 tokens
-        no sample -> at least one filler document
-    """
-    real_lengths = np.array([len(sample.tokens) for sample in samples], dtype=np.int32)
-    assert all(real_lengths > 0)
-    aligned_total = int(aligned(real_lengths, doc_multiple).sum())
-    assert not pad_to_length or (aligned_total <= pad_to_length and pad_to_length % doc_multiple == 0)
-    total = aligned(max(aligned_total, pad_to_length, 1), lcm(pack_multiple, doc_multiple))
-    filler_starts = np.arange(aligned_total, total, max(FILLER_TOKENS // doc_multiple, 1) * doc_multiple)
-    filler = np.zeros(len(filler_starts), dtype=np.int32)  # a filler document has no real token
-    lengths = np.concatenate([real_lengths, filler])
-    real_starts = np.cumsum([0, *aligned(real_lengths, doc_multiple)])[:-1]
-    cu_seqlens = np.concatenate([real_starts, filler_starts, [total]]).astype(np.int32)
-    tokens = np.full(total, pad_id, dtype=np.int32)
-    labels = np.full(total, pad_id, dtype=np.int32)
-    loss_weights = np.zeros(total, dtype=np.float32)
-    for sample, start, length in zip(samples, cu_seqlens.tolist(), lengths.tolist(), strict=False):
-        tokens[start : start + length] = sample.tokens
-        labels[start : start + length - 1] = sample.tokens[1:]
-        loss_weights[start : start + length - 1] = sample.weights[1:] * token_weight(sample.num_supervised, reduction)
-    starts = np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
-    return Pack(
-        tokens=tokens,
-        labels=labels,
-        loss_weights=loss_weights,
-        position_ids=np.arange(total, dtype=np.int32) - starts,
-        cu_seqlens=cu_seqlens,
-        lengths=lengths,
-        sources=np.concatenate([np.array([sample.source for sample in samples], dtype=np.int32), filler]),
-        sample_ids=tuple(sample.sample_id for sample in samples),
-    )
+            one document of 96 tokens, pack_multiple 512, doc_multiple 32 -> one filler document of 416 tokens
+            no sample -> at least one filler document
+        """
+        multiple, least = self.doc_multiple, self.pad_to_length
+        real_lengths = np.array([len(sample.tokens) for sample in samples], dtype=np.int32)
+        assert all(real_lengths > 0)
+        aligned_total = int(aligned(real_lengths, multiple).sum())
+        assert not least or (aligned_total <= least and least % multiple == 0)
+        total = aligned(max(aligned_total, least, 1), lcm(self.pack_multiple, multiple))
+        filler_starts = np.arange(aligned_total, total, max(FILLER_TOKENS // multiple, 1) * multiple)
+        filler = np.zeros(len(filler_starts), dtype=np.int32)  # a filler document has no real token
+        lengths = np.concatenate([real_lengths, filler])
+        real_starts = np.cumsum([0, *aligned(real_lengths, multiple)])[:-1]
+        cu_seqlens = np.concatenate([real_starts, filler_starts, [total]]).astype(np.int32)
+        tokens = np.full(total, self.pad_id, dtype=np.int32)
+        labels = np.full(total, self.pad_id, dtype=np.int32)
+        loss_weights = np.zeros(total, dtype=np.float32)
+        for sample, start, length in zip(samples, cu_seqlens.tolist(), lengths.tolist(), strict=False):
+            weight = token_weight(sample.num_supervised, self.reduction)
+            tokens[start : start + length] = sample.tokens
+            labels[start : start + length - 1] = sample.tokens[1:]
+            loss_weights[start : start + length - 1] = sample.weights[1:] * weight
+        starts = np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
+        return Pack(
+            tokens=tokens,
+            labels=labels,
+            loss_weights=loss_weights,
+            position_ids=np.arange(total, dtype=np.int32) - starts,
+            cu_seqlens=cu_seqlens,
+            lengths=lengths,
+            sources=np.concatenate([np.array([sample.source for sample in samples], dtype=np.int32), filler]),
+            sample_ids=tuple(sample.sample_id for sample in samples),
+        )
 
 
 def token_weight(num_supervised: int, reduction: str) -> np.float32:

@@ -9,19 +9,9 @@
 Sequences are numbered in order of falling length.  Sizes are in units of doc_multiple tokens, so sums are small.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
 NUM_LONG, NUM_SHORT = 10, 24
-
-
-class _Targets(NamedTuple):
-    """One entry per way to distribute the long sequences over the two packs; int64 [ways]."""
-
-    num_middle: np.ndarray  # number of middle sequences in the first pack
-    short_size: np.ndarray  # total size of the short sequences in the first pack
-    error: np.ndarray  # |cost of the first pack - wanted cost|; the largest int64 if the sequences do not fit
 
 
 class PairSplitter:
@@ -46,16 +36,20 @@ class PairSplitter:
         long, rest = pool[:NUM_LONG], pool[: NUM_LONG - 1 : -1]  # the rest in order of rising length
         short, middle = rest[:NUM_SHORT], rest[NUM_SHORT:]
         reachable = self._reachable_sizes(short)
-        targets = self._targets(long, rest, reachable[-1], wanted_cost)
-        way = int(targets.error.argmin())
-        if targets.error[way] == np.iinfo(np.int64).max:
+        num_middle, short_size, error = self._targets(long, rest, reachable[-1], wanted_cost)
+        way = int(error.argmin())
+        if error[way] == np.iinfo(np.int64).max:
             return None
         chosen = {sequence for bit, sequence in enumerate(long) if way >> bit & 1}
-        chosen |= set(middle[: int(targets.num_middle[way])])
-        chosen |= self._subset(short, reachable, int(targets.short_size[way]))
+        chosen |= set(middle[: int(num_middle[way])])
+        chosen |= self._subset(short, reachable, int(short_size[way]))
         return [i for i in pool if i in chosen], [i for i in pool if i not in chosen]
 
-    def _targets(self, long: list[int], rest: list[int], reachable: int, wanted_cost: int) -> _Targets:
+    def _targets(
+        self, long: list[int], rest: list[int], reachable: int, wanted_cost: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For each way to distribute the long sequences, int64 [ways]: the number of middle sequences in the first
+        pack, the total size of its short ones, and |its cost - wanted cost|, the largest int64 if they do not fit."""
         ways = self._ways[: 1 << len(long), : len(long)]
         long_size, long_cost = ways @ self._sizes[long], ways @ self._costs[long]
         pool_size = int(self._sizes[long].sum() + self._sizes[rest].sum())
@@ -76,7 +70,7 @@ class PairSplitter:
         fits = (short_size >= least - from_middle) & (short_size <= most - from_middle)
         short_cost = costs[np.searchsorted(sizes, short_size)]
         error = np.abs(long_cost + middle_costs[num_middle] + short_cost - wanted_cost)
-        return _Targets(num_middle, short_size, np.where(fits, error, np.iinfo(np.int64).max))
+        return num_middle, short_size, np.where(fits, error, np.iinfo(np.int64).max)
 
     def _reachable_sizes(self, short: list[int]) -> list[int]:
         """For the first 0, 1, 2, ... short sequences: the sums of all their subsets, as the set bits of an integer.

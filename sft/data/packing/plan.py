@@ -9,6 +9,7 @@ This module does not read samples.  `balance.py` decides which rank computes whi
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -134,6 +135,7 @@ def _best_fit(sizes: list[int], limit: int, free: int) -> list[int]:
     return pack_of
 
 
+@dataclass(eq=False)
 class EpochPlans:
     """The plans of one run, for samples with real lengths `lengths`, int64 [n].
 
@@ -141,36 +143,32 @@ class EpochPlans:
     replayed  plans that were read from a file and that are used instead of newly made plans
     """
 
-    def __init__(
-        self,
-        lengths: np.ndarray,
-        data: DataConfig,
-        *,
-        seed: int,
-        global_batch_size: int,
-        mixture: Mixture | None = None,
-        replayed: Sequence[PackingPlan] | None = None,
-    ) -> None:
-        self._lengths, self._data, self._seed = lengths, data, seed
-        self._mixture, self._replayed = mixture, replayed
-        self.global_batch_size = global_batch_size
+    lengths: np.ndarray
+    data: DataConfig
+    seed: int
+    global_batch_size: int
+    mixture: Mixture | None = None
+    replayed: Sequence[PackingPlan] | None = None
+
+    def __post_init__(self) -> None:
         self._ends = [0]  # ends[e]: number of steps of the first e epochs, for epochs that have been planned
         self._plans: dict[int, PackingPlan] = {}
 
     def plan(self, epoch: int) -> PackingPlan:
         """The plan of an epoch, counted from 0.  Raises ConfigError if the replayed plans end before the epoch."""
-        if self._replayed is not None:
-            if epoch >= len(self._replayed):
+        if self.replayed is not None:
+            if epoch >= len(self.replayed):
                 raise ConfigError(
-                    f"data.plan = {self._data.plan} ends after epoch {len(self._replayed)}, but the run needs more "
+                    f"data.plan = {self.data.plan} ends after epoch {len(self.replayed)}, but the run needs more "
                     "epochs.  Write a longer plan, or lower train.num_steps or num_epochs."
                 )
-            return self._replayed[epoch]
+            return self.replayed[epoch]
         if epoch not in self._plans:
             cached = list(self._plans.items())[-(_NUM_CACHED - 1) :]
-            self._plans = {**dict(cached), epoch: self._make(epoch, self._data.shuffle, self._mixture)}
+            self._plans = {**dict(cached), epoch: self._make(epoch, self.data.shuffle, self.mixture)}
         return self._plans[epoch]
 
+    @cached_property
     def unshuffled(self) -> PackingPlan:
         """A plan for held-out data: every sample once, in the order of the files."""
         return self._make(0, shuffle=False, mixture=None)
@@ -201,7 +199,7 @@ class EpochPlans:
 
     def check_length(self, num_steps: int) -> None:
         """Raise ConfigError if replayed plans end before the run.  Other plans never end, and are not made."""
-        if self._replayed is not None:
+        if self.replayed is not None:
             self.locate(num_steps - 1)
 
     def locate(self, step: int) -> tuple[int, int]:
@@ -229,10 +227,10 @@ class EpochPlans:
 
     def _make(self, epoch: int, shuffle: bool, mixture: Mixture | None) -> PackingPlan:
         return plan_epoch(
-            self._lengths,
-            capacity=self._data.seq_length,
-            doc_multiple=self._data.doc_multiple,
-            seed=self._seed,
+            self.lengths,
+            capacity=self.data.seq_length,
+            doc_multiple=self.data.doc_multiple,
+            seed=self.seed,
             epoch=epoch,
             shuffle=shuffle,
             mixture=mixture,

@@ -29,8 +29,6 @@ from sft.parallel.alignment import aligned
 
 FORMAT = "sft plan 1"
 _MUST_MATCH = ("data", "data.seq_length", "data.doc_multiple", "train.global_batch_size")
-
-
 READ = ("data", "data.plan")  # keys of `follows_from` that follow from files
 
 

@@ -42,14 +42,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A child of this process has a second of processor time for a row, and 256 MiB."""
-    monkeypatch.setattr(limited, "run", _with(limited.run, _small_limits))
+    run = limited.run
 
+    def with_small_limits(function: Any, tasks: Any, num_children: int, start: tuple[Any, ...] = ()) -> Any:
+        return run(function, tasks, num_children, (_small_limits, *start))
 
-def _with(run: Callable[..., Any], first: Callable[..., None]) -> Callable[..., Any]:
-    def starts(function: Any, tasks: Any, num_children: int, start: tuple[Any, ...] = ()) -> Any:
-        return run(function, tasks, num_children, (first, *start))
-
-    return starts
+    monkeypatch.setattr(limited, "run", with_small_limits)
 
 
 def _small_limits(function: Callable[..., Any] | None = None, *arguments: Any) -> None:
@@ -74,11 +72,10 @@ def test_processor_time(tmp_path: Path, folder: Path, monkeypatch: pytest.Monkey
     rows = [ROW] * 5 + [EVIL] + [ROW] * 20
     with pytest.raises(DataError) as error:
         prepared(tmp_path, folder, template, *rows, on_bad_row="skip", num_workers=num_workers)
-    assert f"rows from {tmp_path}/a.jsonl:5 to {tmp_path}/a.jsonl:8 with chat template {tmp_path}/t.jinja" in str(
-        error.value
-    )
-    assert "of processor time.  Finished parts are kept, and no row was left out." in str(error.value)
-    assert str(error.value).endswith("give another template with data.chat_template.")
+    said = str(error.value)
+    assert f"rows from {tmp_path}/a.jsonl:5 to {tmp_path}/a.jsonl:8 with chat template {tmp_path}/t.jinja" in said
+    assert "of processor time.  Finished parts are kept, and no row was left out." in said
+    assert said.endswith("give another template with data.chat_template.")
 
 
 @pytest.mark.usefixtures("few_seconds")
@@ -135,8 +132,8 @@ def test_a_tokenizer_is_tried_once(folder: Path, tmp_path: Path, monkeypatch: py
 
 
 def test_an_id_is_no_reason_for_a_huge_table(folder: Path, tmp_path: Path) -> None:
-    vocabulary = {**json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"], "zz": 1 << 24}
-    model = {**json.loads((folder / "tokenizer.json").read_text())["model"], "vocab": vocabulary}
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    model["vocab"]["zz"] = 1 << 24
     with pytest.raises(DataError, match="has the id 16,777,216, and ids of at most 16,777,215 can be used"):
         load_tokenizer(config(tokenizer=str(changed(folder, tmp_path / "t", model=model))))
 

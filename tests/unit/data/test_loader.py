@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sft.batch import Microbatch, Pack
+from sft.batch import Microbatch
 from sft.data.cache.corpus import Corpus
 from sft.data.cache.row_report import LINE, count_rows
 from sft.data.cache.store import Store
 from sft.data.loader import Loader, make_loader
-from sft.data.packing.pack import Collator, local_part, make_pack
+from sft.data.packing.pack import Collator
 from sft.data.packing.plan import EpochPlans
 from sft.errors import ConfigError
 from sft.layers.flops import AttentionCost
@@ -48,23 +48,14 @@ def layout(*, dp: int = 1, cp: int = 1, global_batch_size: int = 4, pack_multipl
 def loader(corpus: Corpus, sizes: Layout, *, dp_rank: int = 0, cp_rank: int = 0, **overrides: Any) -> Loader:
     data = config(**{"seq_length": 64, "doc_multiple": 8, **overrides})
     collator = Collator(
-        doc_multiple=8,
-        pack_multiple=sizes.pack_multiple,
-        pad_id=PAD,
-        pad_to_length=data.seq_length if data.pad_to_seq_length else None,
-        cp_size=sizes.cp,
-        cp_rank=cp_rank,
-    )
+        doc_multiple=8, pack_multiple=sizes.pack_multiple, pad_id=PAD, cp_size=sizes.cp, cp_rank=cp_rank,
+        pad_to_length=data.seq_length if data.pad_to_seq_length else 0,
+    )  # fmt: skip
     plans = EpochPlans(corpus.lengths, data, seed=5, global_batch_size=sizes.global_batch_size)
     return Loader(
-        corpus,
-        plans,
-        {sizes.cp: collator},
-        sizes,
-        seq_length=data.seq_length,
-        dp_rank=dp_rank,
+        corpus, plans, {sizes.cp: collator}, sizes, seq_length=data.seq_length, dp_rank=dp_rank,
         attention=AttentionCost(16.0),
-    )
+    )  # fmt: skip
 
 
 def counts(part: Microbatch) -> tuple[int, ...]:
@@ -210,41 +201,30 @@ def test_evaluation_sees_every_pack_once_in_order(dp: int) -> None:
     assert order == [(0,), (1,), (2,), (3,), (4,), (5,), (), ()]
 
 
-def check(pack: Pack, **expected: list[int]) -> None:
-    for name, values in expected.items():
-        assert getattr(pack, name).tolist() == values, name
-
-
 def test_what_is_padding() -> None:
     """The example of `sft.batch.Pack`, and a filler document."""
     samples = [sample([5, 6, 7], [0, 1, 1], sample_id=4, source=2), sample([8, 9], [0, 0], sample_id=2, source=1)]
-    pack = make_pack(samples, doc_multiple=4, pad_id=0, pack_multiple=12)
-    check(
-        pack,
-        tokens=[5, 6, 7, 0, 8, 9, 0, 0, 0, 0, 0, 0],
-        labels=[6, 7, 0, 0, 9, 0, 0, 0, 0, 0, 0, 0],
-        loss_mask=[1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
-        position_ids=[0, 1, 2, 3] * 3,
-        cu_seqlens=[0, 4, 8, 12],
-        lengths=[3, 2, 0],
-    )
+    collator = Collator(doc_multiple=4, pad_id=0, pack_multiple=12)
+    pack = collator.pack(samples)
+    assert pack.tokens.tolist() == [5, 6, 7, 0, 8, 9, 0, 0, 0, 0, 0, 0]
+    assert pack.labels.tolist() == [6, 7, 0, 0, 9, 0, 0, 0, 0, 0, 0, 0]
+    assert pack.loss_mask.tolist() == [1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert pack.position_ids.tolist() == [0, 1, 2, 3] * 3
+    assert pack.cu_seqlens.tolist() == [0, 4, 8, 12] and pack.lengths.tolist() == [3, 2, 0]
     assert pack.sample_ids == (4, 2) and pack.max_seqlen == 4 and pack.loss_mask.dtype == np.bool_
     for array in (pack.tokens, pack.labels, pack.position_ids, pack.cu_seqlens, pack.lengths):
         assert array.dtype == np.int32
-    part = local_part(pack, np.arange(12), cp_size=1, doc_multiple=4)
+    part = collator.microbatch(samples)
     assert part.is_padding.int().tolist() == [[0, 0, 0, 1, 0, 0, 1, 1, 1, 1, 1, 1]]
     assert part.sources.tolist() == [2, 1, 0]
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    st.lists(st.lists(st.booleans(), min_size=1, max_size=40), min_size=1, max_size=8),
-    st.sampled_from([2, 4, 32]),
-)
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=40), min_size=1, max_size=8), st.sampled_from([2, 4, 32]))
 def test_supervised_labels_are_all_but_first_tokens(masks: list[list[bool]], doc_multiple: int) -> None:
     """P01, P02, P05, P09, P10: any lengths, 1 token included, any masks, pad id without influence."""
     samples = [sample([100 * i + k for k in range(len(m))], m, sample_id=i) for i, m in enumerate(masks)]
-    zero, one = (make_pack(samples, doc_multiple=doc_multiple, pad_id=pad_id) for pad_id in (7000, 7001))
+    zero, one = (Collator(doc_multiple=doc_multiple, pad_id=pad_id).pack(samples) for pad_id in (7000, 7001))
     assert zero.loss_mask.sum() == sum(sum(mask[1:]) for mask in masks) == sum(s.num_supervised for s in samples)
     assert (zero.labels[zero.loss_mask] == one.labels[one.loss_mask]).all()
     assert (zero.labels[zero.loss_mask] == zero.tokens[np.flatnonzero(zero.loss_mask) + 1]).all()
@@ -254,23 +234,15 @@ def test_supervised_labels_are_all_but_first_tokens(masks: list[list[bool]], doc
     assert (zero.position_ids[starts] == 0).all() and zero.position_ids.max() == zero.max_seqlen - 1
 
 
-@pytest.mark.parametrize(("length", "multiple", "expected"), [(32, 1, 32), (64, 64, 64), (96, 64, 128), (32, 48, 96)])
-def test_filler_is_added_only_where_needed(length: int, multiple: int, expected: int) -> None:
-    """P10: an exact multiple gets no filler and no empty document."""
-    made = make_pack([sample([1] * length)], doc_multiple=32, pad_id=0, pack_multiple=multiple)
-    assert len(made.tokens) == expected == made.cu_seqlens[-1]
-    assert (np.diff(made.cu_seqlens) > 0).all()
-    assert np.diff(made.cu_seqlens)[1:].tolist() == [expected - length] * (expected > length)
-
-
-def test_filler_up_to_a_length() -> None:
-    pack = make_pack([sample([1] * 33)], doc_multiple=32, pad_id=0, pad_to_length=160)
-    check(pack, cu_seqlens=[0, 64, 160], lengths=[33, 0], sources=[0, 0], position_ids=[*range(64), *range(96)])
-
-
 @pytest.mark.parametrize(
     "real, doc_multiple, pack_multiple, pad_to, fillers",
     [
+        (32, 32, 1, 0, []),  # P10: an exact multiple gets no filler and no empty document
+        (64, 32, 64, 0, []),
+        (96, 32, 64, 0, [32]),
+        (32, 32, 48, 0, [64]),
+        (33, 32, 1, 160, [96]),
+        (0, 4, 8, 0, [8]),  # a pack without samples
         (33, 32, 1024, 0, [960]),  # for FP8 or sequence parallelism: one document, not 30
         (33, 32, 1, 65_536, [4_096] * 15 + [4_032]),  # 65,472 tokens: attention over one of them would cost as much
         (0, 32, 1, 8_192, [4_096, 4_096]),
@@ -281,19 +253,16 @@ def test_filler_up_to_a_length() -> None:
 def test_fillers_are_few(real: int, doc_multiple: int, pack_multiple: int, pad_to: int, fillers: list[int]) -> None:
     """Kernels take time for each document.  No filler is longer than 4,096 tokens, and none is counted."""
     samples = [sample([1] * real)] if real else []
-    settings = {"doc_multiple": doc_multiple, "pack_multiple": pack_multiple, "pad_to_length": pad_to}
-    pack = make_pack(samples, pad_id=0, **settings)
-    assert np.diff(pack.cu_seqlens)[len(samples) :].tolist() == fillers
-    part = local_part(pack, np.arange(len(pack.tokens)), cp_size=1, doc_multiple=doc_multiple)
+    collator = Collator(doc_multiple=doc_multiple, pad_id=3, pack_multiple=pack_multiple, pad_to_length=pad_to)
+    pack, part = collator.pack(samples), collator.microbatch(samples)
     aligned_real = -(-real // doc_multiple) * doc_multiple
+    assert np.diff(pack.cu_seqlens).tolist() == [aligned_real] * len(samples) + fillers
+    assert pack.lengths.tolist() == [real] * len(samples) + [0] * len(fillers)
     assert (part.num_documents, part.num_real_tokens, part.num_aligned_tokens) == (len(samples), real, aligned_real)
-    assert not pack.loss_mask[aligned_real:].any() and len(pack.tokens) == aligned_real + sum(fillers)
-
-
-def test_a_pack_without_samples_is_filler() -> None:
-    made = make_pack([], doc_multiple=4, pad_id=3, pack_multiple=8)
-    check(made, tokens=[3] * 8, labels=[3] * 8, loss_mask=[0] * 8, cu_seqlens=[0, 8], lengths=[0])
-    assert made.sample_ids == () and made.max_seqlen == 8
+    assert len(pack.tokens) == aligned_real + sum(fillers) and len(pack.sample_ids) == len(samples)
+    filler = slice(aligned_real, None)
+    assert not pack.loss_mask[filler].any() and (pack.tokens[filler] == 3).all() and (pack.labels[filler] == 3).all()
+    assert pack.max_seqlen == max([aligned_real, *fillers])
 
 
 def test_the_plan_of_a_recipe_knows_its_windows() -> None:
@@ -304,7 +273,7 @@ def test_the_plan_of_a_recipe_knows_its_windows() -> None:
             layout(global_batch_size=4),
             corpus_of([2048, 1024]),
             pad_id=PAD,
-        )._attention(np.array([1024, 2048]))
+        ).attention(np.array([1024, 2048]))
         for window in ({}, {"sliding_window": 1024})
     )
     assert full.tolist() == pytest.approx([1024**2 / 53_248, 2048**2 / 53_248])

@@ -1,5 +1,6 @@
 """Multi-token prediction: what a recipe may say, what a document predicts, the block's tensors, and what it costs."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from sft.config import ModelConfig
-from sft.data.packing.pack import Collator, make_pack
+from sft.data.packing.pack import Collator
 from sft.errors import CheckpointError, ConfigError
 from sft.estimate.memory import estimate, stage_memory
 from sft.hf.families import FAMILIES
@@ -67,17 +68,15 @@ DOCUMENTS = [sample([10, 11, 12, 13], [0, 1, 0, 1]), sample([20, 21, 22, 23]), s
 
 def test_what_a_document_predicts() -> None:
     """The second token after each, if it is supervised and of the same document, with and without padding."""
-    pack = make_pack(DOCUMENTS, doc_multiple=4, pad_id=0)
+    pack = Collator(doc_multiple=4, pad_id=0).pack(DOCUMENTS)
     assert pack.second_mask.astype(int).tolist() == [0, 1, 0, 0, 1, 1, 0, 0, *[0] * 8]
     assert pack.second_labels[pack.second_mask].tolist() == [13, 22, 23]
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_ranks_share_out_the_predicted_tokens(cp_size: int) -> None:
-    collators = [
-        Collator(doc_multiple=4, pack_multiple=8, pad_id=0, cp_size=cp_size, cp_rank=r) for r in range(cp_size)
-    ]
-    parts = [collator.microbatch(DOCUMENTS) for collator in collators]
+    whole = Collator(doc_multiple=4, pack_multiple=8, pad_id=0, cp_size=cp_size)
+    parts = [replace(whole, cp_rank=rank).microbatch(DOCUMENTS) for rank in range(cp_size)]
     found = [(int(t), int(s)) for p in parts for t, s in zip(p.tokens[p.second_mask], p.second_labels[p.second_mask])]
     assert sorted(found) == [(11, 13), (20, 22), (21, 23)]
 

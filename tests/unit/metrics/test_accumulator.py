@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from sft.batch import Sample
-from sft.data.packing.pack import local_part, make_pack
+from sft.data.packing.pack import Collator, local_part
 from sft.layers.flops import AttentionCost, TrainFlops
 from sft.metrics.accumulator import Accumulator, SupervisedTokens
 from sft.metrics.totals import Peak, Totals, quantity
@@ -35,7 +35,7 @@ def measured(accumulator: Accumulator, packs: list[tuple[list[Sample], list[floa
     """Packs of samples, and -log p of their supervised tokens."""
     microbatches, tokens = [], []
     for samples, nll in packs:
-        pack = make_pack(samples, doc_multiple=8, pad_id=0, pack_multiple=32)
+        pack = Collator(doc_multiple=8, pad_id=0, pack_multiple=32).pack(samples)
         microbatches.append(local_part(pack, np.arange(len(pack.tokens)), cp_size=cp_size, doc_multiple=8))
         tokens.append(
             SupervisedTokens(

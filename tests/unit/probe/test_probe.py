@@ -2,14 +2,12 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from sft.data.packing.pack import local_part, make_pack
+from sft.data.packing.pack import Collator
 from sft.errors import ConfigError
 from sft.mcore.hidden_states import sketch
-from sft.parallel.context_parallel import local_indices
 from sft.probe.inputs import runs
 from sft.probe.report import ProbeReport, check_path
 from tests.builders import sample
@@ -35,8 +33,7 @@ def test_sketches_keep_norms() -> None:
 
 def test_runs_of_a_rank() -> None:
     """Documents of 8 and 4 tokens on cp rank 0 of 2: tokens 0 1 6 7 of the first, 0 and 3 of the second."""
-    pack = make_pack([sample(range(8)), sample(range(4))], doc_multiple=4, pad_id=0)
-    mb = local_part(pack, local_indices(np.array([0, 8, 12]), 2, 0), cp_size=2, doc_multiple=4)
+    mb = Collator(doc_multiple=4, pad_id=0, cp_size=2).microbatch([sample(range(8)), sample(range(4))])
     assert runs(mb) == [(0, 0, 2), (0, 6, 8), (1, 0, 1), (1, 3, 4)]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sft.data.cache.corpus import Corpus
-from sft.data.packing.pack import make_pack
+from sft.data.packing.pack import Collator
 from sft.errors import DataError
 from tests.unit.corpora import ROW, corpus_of, write
 from tests.unit.surveys import printed, survey
@@ -62,7 +62,8 @@ def test_no_document_sees_another(tmp_path: Path) -> None:
         corpus_of(write(tmp_path / f"{i}.jsonl", row)) for i, row in enumerate((FORMS["seq_idx"], other))
     ]
     assert [a == b for a, b in zip(samples(before), samples(after), strict=True)] == [True, False, True]
-    packs = [make_pack(list(map(corpus.sample, range(3))), doc_multiple=8, pad_id=0) for corpus in (before, after)]
+    collator = Collator(doc_multiple=8, pad_id=0)
+    packs = [collator.pack(list(map(corpus.sample, range(3)))) for corpus in (before, after)]
     assert packs[0].cu_seqlens.tolist() == packs[1].cu_seqlens.tolist() == [0, 8, 16, 24]
     assert np.flatnonzero(packs[0].loss_weights).tolist() == [1, 2, 8, 9, 16, 18, 19]
     assert (packs[0].labels != packs[1].labels).nonzero()[0].tolist() == [8, 9]

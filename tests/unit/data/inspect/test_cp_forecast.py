@@ -1,14 +1,14 @@
 """What `sft data plan` and `sft check` say about dynamic CP."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from sft.cli import main
 from sft.data.inspect.cp_forecast import BatchForecast, lines
-from sft.data.packing.cp_prediction import Prediction
+from sft.data.packing.cp_grid import Prediction
 from tests.unit.metric_values import config
+from tests.unit.surveys import chat_of, lay_out, write
 
 # A token is 6 x 2 x 64 x 832 FLOPs outside attention.  At 0.35 of this peak it takes 1 ms, and a microbatch of two
 # layers 1 ms more.  Keys, values and gradients of a token are 2 x 128 x (2 + 2 + 4) bytes, and a byte takes 333 ns.
@@ -25,19 +25,10 @@ log: {peak_tflops: 1.8256457e-03}
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.yaml").write_text(RECIPE)
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def save(*lengths: int) -> None:
-    """Chats of so many tokens: 1 + "user\\n" + 1 + 2 = 9, and 1 + "assistant\\n" + n + 2."""
-    for length in lengths:
-        answer = {"role": "assistant", "content": "y" * (length - 22)}
-        row = {"messages": [{"role": "user", "content": "x"}, answer]}
-        with open("chat.jsonl", "a") as file:
-            file.write(json.dumps(row) + "\n")
+    """32 chats of 64 tokens."""
+    lay_out(tmp_path, monkeypatch)
+    Path("a.yaml").write_text(RECIPE)
+    write("chat", *[chat_of(64)] * 32)
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
@@ -52,7 +43,6 @@ def test_short_documents_need_no_cp(capsys: pytest.CaptureFixture[str]) -> None:
     ranks, 3 x 64 x 2,048 bytes take 131.07 ms, of which attention hides 4.92: (68.92 + 126.15) / 4 = 48.77 ms.  A rank
     computes its part of eight documents in two microbatches: 392.14 ms.  139.85 / 392.14 = 0.36
     """
-    save(*[64] * 32)
     told = printed(capsys, "data", "plan", "a.yaml", "parallel.dynamic_cp=true")
     assert told[-9:] == [
         "packs on 1 rank 100.0%",
@@ -76,7 +66,6 @@ ADVICE = "parallel.dynamic_cp=true: a step takes 0.36 of its time, with 0.00 of 
 
 
 def test_dynamic_cp_is_advised_where_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
-    save(*[64] * 32)
     assert printed(capsys, "data", "plan", "a.yaml")[-1] == ADVICE
     assert "dynamic" not in str(printed(capsys, "check", "a.yaml"))
     # Two levels of groups cannot be divided.
@@ -88,7 +77,7 @@ def test_dynamic_cp_is_advised_where_it_helps(capsys: pytest.CaptureFixture[str]
 
 
 def test_dynamic_cp_is_not_advised_where_every_document_needs_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    save(*[256] * 8)
+    write("chat", *[chat_of(256)] * 8)
     assert "dynamic" not in str(printed(capsys, "data", "plan", "a.yaml"))
     told = printed(capsys, "data", "plan", "a.yaml", "parallel.dynamic_cp=true")
     assert told[-9:-4] == [
@@ -101,7 +90,6 @@ def test_dynamic_cp_is_not_advised_where_every_document_needs_all_ranks(capsys: 
 
 
 def test_a_picture(capsys: pytest.CaptureFixture[str]) -> None:
-    save(*[64] * 32)
     told = printed(capsys, "data", "plan", "a.yaml", "--png", "step.png", "parallel.dynamic_cp=true")
     assert told[-1] == "step.png: step 1 with cp 4 and with dynamic CP, 8 ranks of dp x cp"
     assert Path("step.png").read_bytes().startswith(b"\x89PNG")
@@ -117,26 +105,24 @@ def test_a_picture(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in " ".join(capsys.readouterr().err.split())
 
 
-def prediction(makespan_ns: int, num_bytes: int, num_microbatches: int, **shares: dict[int, float]) -> Prediction:
+def prediction(
+    makespan_ns: int, num_bytes: int, num_microbatches: int, packs: dict[int, float], tokens: dict[int, float]
+) -> Prediction:
     return Prediction(
-        makespan_ns=makespan_ns,
-        num_bytes=num_bytes,
-        num_microbatches=num_microbatches,
-        per_step=1.0,
-        per_microbatch=1.0,
-        share_of_packs=shares.get("packs", {4: 1.0}),
-        share_of_tokens=shares.get("tokens", {4: 1.0}),
-    )
+        makespan_ns=makespan_ns, num_bytes=num_bytes, num_microbatches=num_microbatches, per_step=1.0,
+        per_microbatch=1.0, share_of_packs=packs, share_of_tokens=tokens,
+    )  # fmt: skip
 
 
 def test_batches_that_differ() -> None:
     """Means of shares, medians and largest of ratios; of microbatches also the smallest number."""
+    fixed = prediction(100, 100, 2, {4: 1.0}, {4: 1.0})
     dynamic = [
-        prediction(60, 10, 3, packs={1: 1.0}, tokens={1: 1.0}),
-        prediction(80, 30, 5, packs={1: 0.5, 2: 0.5}, tokens={1: 0.25, 2: 0.75}),
-        prediction(90, 80, 4, packs={4: 1.0}, tokens={4: 1.0}),
+        prediction(60, 10, 3, {1: 1.0}, {1: 1.0}),
+        prediction(80, 30, 5, {1: 0.5, 2: 0.5}, {1: 0.25, 2: 0.75}),
+        prediction(90, 80, 4, {4: 1.0}, {4: 1.0}),
     ]
-    batches = [BatchForecast(dynamic=batch, fixed=prediction(100, 100, 2), bound_ns=50) for batch in dynamic]
+    batches = [BatchForecast(dynamic=batch, fixed=fixed, bound_ns=50) for batch in dynamic]
     assert lines(config(), batches)[:-1] == [
         "packs on 1 rank 50.0%, 2 ranks 16.7%, 4 ranks 33.3%",
         "tokens on 1 rank 41.7%, 2 ranks 25.0%, 4 ranks 33.3%",

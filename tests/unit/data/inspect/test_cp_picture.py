@@ -6,7 +6,7 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
 from sft.data.inspect.cp_picture import FILLER, IDLE, SHADES, drawn
-from sft.data.packing.cp_timeline import TimedPack
+from sft.data.packing.cp_grid import TimedPack
 
 
 def blocks(axes: Axes) -> list[tuple[float, float, float, float, str]]:

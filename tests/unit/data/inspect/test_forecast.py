@@ -1,6 +1,5 @@
 """`sft data plan`: what it tells, and that a run follows the plan it writes."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,11 +9,11 @@ from sft.console import QUIET
 from sft.data.cache.corpus import Corpus
 from sft.data.cache.prepare import prepare_train
 from sft.data.chat.tokenizer import load_tokenizer
-from sft.data.inspect.forecast import loader_of
-from sft.data.loader import Loader
+from sft.data.loader import Loader, make_loader
 from sft.errors import ConfigError
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
+from tests.unit.surveys import chat_of, lay_out, write
 
 # Attention takes as long as all else at 64 * (2 * 64 + 2 * 64 + 3 * 192) / 64 = 832 tokens.
 RECIPE = """\
@@ -31,27 +30,18 @@ optim: {lr: 1e-5}
 """
 
 
-def row(length: int) -> str:
-    """A chat of so many tokens: 1 + "user\\n" + 1 + 2 = 9, and 1 + "assistant\\n" + n + 2."""
-    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y" * (length - 22)}]
-    return json.dumps({"messages": messages}) + "\n"
-
-
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "a.yaml").write_text(RECIPE)
-    (tmp_path / "chat.jsonl").write_text(row(64) * 20)
-    (tmp_path / "code.jsonl").write_text(row(128) * 10)
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lay_out(tmp_path, monkeypatch)
+    Path("a.yaml").write_text(RECIPE)
+    write("chat", *[chat_of(64)] * 20)
+    write("code", *[chat_of(128)] * 10)
 
 
 def loader(*overrides: str) -> tuple[Loader, Corpus]:
     config = parse_recipe(RECIPE, "a.yaml", overrides).config
     corpus = prepare_train(config, load_tokenizer(config.data), QUIET)
-    return loader_of(config, Layout.resolve(config, 2), corpus), corpus
+    return make_loader(config, Layout.resolve(config, 2), corpus, pad_id=0), corpus
 
 
 def test_what_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,7 +68,7 @@ balance attention takes as many FLOPs as all else at 832 tokens; 5 batches check
 
 def test_waste_by_cause(capsys: pytest.CaptureFixture[str]) -> None:
     """33 tokens padded to 64, three to a pack of 208, 20 samples in 7 packs of 8: each cause by hand."""
-    Path("chat.jsonl").write_text(row(33) * 20)
+    write("chat", *[chat_of(33)] * 20)
     assert main(["data", "plan", "a.yaml", "data.train=chat.jsonl", "data.seq_length=224"]) == 0
     told = capsys.readouterr().out.splitlines()
     # Of 8 * 224 = 1792: 20 * 33 tokens, 20 * 31 padding, 7 * 224 - 20 * 64 tail, one pack missing.
@@ -90,7 +80,7 @@ def test_waste_by_cause(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_larger_cp_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     """Four samples of 256 tokens, at 256 + 256 * 256 / 832 = 335, and 32 of 32, at 33: 300 for each of 8 ranks."""
-    Path("chat.jsonl").write_text((row(256) + row(32) * 8) * 4)
+    write("chat", *[chat_of(256), *[chat_of(32)] * 8] * 4)
     arguments = ["data", "plan", "a.yaml", "data.train=chat.jsonl", "--world-size", "8", "train.global_batch_size=8"]
     assert main(arguments) == 0
     assert capsys.readouterr().out.splitlines()[-1].strip() == (
@@ -119,9 +109,7 @@ def test_a_plan_that_ends_too_early_is_refused(capsys: pytest.CaptureFixture[str
     assert main(["data", "plan", "a.yaml", "--write", "p", "train.num_steps=5"]) == 0
     replayed, _ = loader("data.plan=p")
     assert replayed.plans.locate(4) == (0, 4)
-    with pytest.raises(
-        ConfigError, match="data.plan = p ends after epoch 1, but the run needs more epochs.  Write a " "longer pl"
-    ):
+    with pytest.raises(ConfigError, match="p ends after epoch 1, but the run needs more epochs.  Write a longer plan"):
         replayed.plans.locate(5)
     assert main(["check", "a.yaml", "data.plan=p"]) == 2
     assert "data.plan = p ends after epoch 1" in capsys.readouterr().err
@@ -145,7 +133,7 @@ def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "plan", "a.yaml", "data.plan=none"]) == 2
     assert "data.plan = none (command line: data.plan=none) does not exist" in capsys.readouterr().err
     assert main(["data", "plan", "a.yaml", "--write", "p"]) == 0
-    Path("code.jsonl").write_text(row(128) * 11)
+    write("code", *[chat_of(128)] * 11)
     assert main(["data", "plan", "a.yaml", "data.plan=p"]) == 2
     assert "DataError: the plan p was made for other data or sizes: data was " in capsys.readouterr().err
 

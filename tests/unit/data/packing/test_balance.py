@@ -22,11 +22,13 @@ def made(
     return assign(packs, of, dp=dp, seq_length=seq_length, doc_multiple=1, attention=attention)
 
 
+def level(work: np.ndarray, slots: Slots) -> tuple[float, float]:
+    return efficiency(np.array([[work[list(ids)].sum() for ids in rank] for rank in slots]))
+
+
 def test_costs() -> None:
-    assert costs(np.array([1000, 4000]), doc_multiple=32, attention=AttentionCost(1000.0)).tolist() == [
-        1024 + 1000,
-        4000 + 16000,
-    ]
+    work = costs(np.array([1000, 4000]), doc_multiple=32, attention=AttentionCost(1000.0))
+    assert work.tolist() == [1024 + 1000, 4000 + 16000]
     assert costs(np.array([5, 32]), doc_multiple=32, attention=AttentionCost(float("inf"))).tolist() == [32, 32]
     assert costs(np.array([2**20]), doc_multiple=32, attention=AttentionCost(1.0)).tolist() == [2**20 + 2**40]
 
@@ -81,9 +83,8 @@ def test_any_batch(lengths: list[int], multiple: int, shape: tuple[int, int], cr
         assert [len(rank) for rank in slots] == [num_microbatches] * dp
         assert sorted(i for rank in slots for ids in rank for i in ids) == sorted(i for pack in packs for i in pack)
         assert all(aligned(of[list(ids)], multiple).sum() <= 256 for rank in slots for ids in rank)
-        after = efficiency(np.array([[work[list(ids)].sum() for ids in rank] for rank in slots]))
-        plain = efficiency(np.array([[work[list(ids)].sum() for ids in packs[rank::dp]] for rank in range(dp)]))
-        assert after[0] >= plain[0]
+        after = level(work, slots)
+        assert after[0] >= level(work, [packs[rank::dp] for rank in range(dp)])[0]
         ids = [i for pack in packs for i in pack]
         sizes = dict(dp=dp, num_microbatches=num_microbatches, seq_length=256, doc_multiple=multiple)
         limit = bounds(of[ids], attention=AttentionCost(crossover), **sizes)
@@ -110,14 +111,9 @@ def test_the_bound_of_microbatches_in_numbers() -> None:
     With one 8 less the rows cost 72 and 42 at least, of 156 in all: 156 / (2 * 114).
     """
 
-    def limit(lengths: list[int]) -> float:
-        of = np.array(lengths)
-        return bounds(
-            of, dp=2, num_microbatches=2, seq_length=10, doc_multiple=1, attention=AttentionCost(1.0)
-        ).microbatch
-
-    assert limit([8, 6, 8, 6]) == 1.0
-    assert limit([8, 6, 6]) == pytest.approx(156 / (2 * (72 + 42)))
+    sizes = {"dp": 2, "num_microbatches": 2, "seq_length": 10, "doc_multiple": 1, "attention": AttentionCost(1.0)}
+    assert bounds(np.array([8, 6, 8, 6]), **sizes).microbatch == 1.0
+    assert bounds(np.array([8, 6, 6]), **sizes).microbatch == pytest.approx(156 / (2 * (72 + 42)))
 
 
 def random_lengths(count: int, median: int, sigma: float, longest: int) -> np.ndarray:
@@ -135,17 +131,12 @@ def random_lengths(count: int, median: int, sigma: float, longest: int) -> np.nd
 )
 def test_level_on_chats_over_many_ranks(of: np.ndarray, seq_length: int, packs: int, dp: int, share: float) -> None:
     plan = plan_epoch(of, capacity=seq_length, doc_multiple=32, seed=0, epoch=0, shuffle=True)
-    work = costs(of, doc_multiple=32, attention=AttentionCost(53248.0))
+    attention = AttentionCost(53248.0)
+    work = costs(of, doc_multiple=32, attention=attention)
     for index in range(4):
-        slots = assign(
-            plan.batch(index, packs),
-            of,
-            dp=dp,
-            seq_length=seq_length,
-            doc_multiple=32,
-            attention=AttentionCost(53248.0),
-        )
-        assert efficiency(np.array([[work[list(ids)].sum() for ids in rank] for rank in slots]))[0] >= share
+        batch = plan.batch(index, packs)
+        slots = assign(batch, of, dp=dp, seq_length=seq_length, doc_multiple=32, attention=attention)
+        assert level(work, slots)[0] >= share
 
 
 def test_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

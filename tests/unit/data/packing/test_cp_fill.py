@@ -5,16 +5,14 @@ import heapq
 import numpy as np
 
 from sft.data.packing import cp_fill
-from sft.data.packing.cp_cost import CpCost
-from sft.data.packing.cp_documents import Documents
+from sft.data.packing.cp_cost import CpCost, Documents
 
 ROOM = 1 << 40
 
 
 def of_lengths(lengths: np.ndarray) -> Documents:
     """On groups of one or two ranks; a token takes 2 ns on one rank and 1 ns on each of two."""
-    sizes = {"rank_tokens": 1000, "doc_multiple": 1, "cost": CpCost(token_ns=2.0)}
-    return Documents.of(range(len(lengths)), lengths, (1, 2), **sizes)
+    return Documents.of(range(len(lengths)), lengths, (1, 2), rank_tokens=1000, cost=CpCost(token_ns=2.0))
 
 
 def filled(

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 from sft.data.packing import balance
-from sft.data.packing.cp_cost import CpCost
-from sft.data.packing.cp_documents import Documents
-from sft.data.packing.cp_grid import Grid, Slot, fixed
-from sft.data.packing.cp_prediction import bound, predict
+from sft.data.packing.cp_cost import CpCost, Documents
+from sft.data.packing.cp_grid import Grid, Slot, fixed, predict
 from sft.data.packing.cp_rows import _even, _Shelves
 from sft.data.packing.dynamic_cp import _of_groups, assign, unless_longer
 from sft.layers.flops import AttentionCost
@@ -25,13 +23,12 @@ TOKEN = CpCost(token_ns=1.0)  # 1 ns a token, nothing else
 
 def made(lengths: list[int], cost: CpCost = TOKEN, **sizes: Any) -> Grid:
     """All of `lengths` on one row of two ranks, of 5 tokens each, unless `sizes` says otherwise."""
-    sizes = {"dp": 1, "cp": 2, "rank_tokens": 5, "doc_multiple": 1, **sizes}
+    sizes = {"dp": 1, "cp": 2, "rank_tokens": 5, **sizes}
     return assign(range(len(lengths)), np.array(lengths), cost=cost, **sizes)
 
 
-def documents_of(lengths: list[int], cp: int, rank_tokens: int) -> Documents:
-    samples, of_token = range(len(lengths)), {"rank_tokens": rank_tokens, "doc_multiple": 1}
-    return Documents.of(samples, np.array(lengths), cp_sizes(cp), cost=TOKEN, **of_token)
+def documents_of(lengths: list[int], cp: int, rank_tokens: int, cost: CpCost = TOKEN) -> Documents:
+    return Documents.of(range(len(lengths)), np.array(lengths), cp_sizes(cp), rank_tokens=rank_tokens, cost=cost)
 
 
 def test_a_long_document_takes_both_ranks_and_short_documents_one() -> None:
@@ -50,7 +47,7 @@ def test_ranks_of_a_group_share_its_work() -> None:
         [Slot(4, (0,)), Slot(2, (2,)), Slot(1, (4,))],
     ]
     lengths = [32, 16, 12, 3, 3, 1, 1]
-    assert _of_groups(documents_of(lengths, 4, 8), 4, 0.0, 1) == grid
+    assert _of_groups(documents_of(lengths, 4, 8), 4, 1) == grid
     assert made(lengths, cp=4, rank_tokens=8) == grid
 
 
@@ -80,7 +77,7 @@ def test_fixed_cp_stays_where_the_grid_would_be_slower() -> None:
             calls.append(grid)
             return even
 
-        return unless_longer(grid, [0, 1, 2, 3], lengths, fixed_cp, cp=2, doc_multiple=1, cost=cost)
+        return unless_longer(grid, [0, 1, 2, 3], lengths, fixed_cp, cp=2, cost=cost)
 
     slow = replace(TOKEN, microbatch_ns=10.0)
     assert kept(alone, TOKEN) is even and kept(more, slow) is even and len(calls) == 2
@@ -95,7 +92,7 @@ def test_a_document_longer_than_the_step_runs_on_more_ranks_than_hold_it() -> No
     slow = CpCost(token_ns=1000.0)
     grid = made([100, 1, 1, 1], slow, rank_tokens=100)
     assert grid[0][0] == Slot(2, (0,))
-    assert predict(grid, np.array([100, 1, 1, 1]), doc_multiple=1, cost=slow).makespan_ns == 52_000
+    assert predict(grid, np.array([100, 1, 1, 1]), slow).makespan_ns == 52_000
 
 
 def check(grid: Grid, samples: list[int], lengths: np.ndarray, dp: int, cp: int, capacity: int, multiple: int) -> None:
@@ -123,29 +120,28 @@ def test_any_batch(seed: int) -> None:
     lengths = np.clip(random.lognormal(math.log(capacity), 1.0, num), 1, cp * capacity).astype(np.int64)
     samples = random.permutation(num).tolist()
     cost = CpCost(
-        attention=AttentionCost(float(random.choice([10.0, 1e3, 1e9]))),
+        doc_multiple=multiple, attention=AttentionCost(float(random.choice([10.0, 1e3, 1e9]))),
         token_ns=100.0, microbatch_ns=float(random.choice([0, 1e4])), kv_bytes=float(random.choice([0, 1e3])),
     )  # fmt: skip
-    arguments: Any = {"rank_tokens": capacity, "doc_multiple": multiple, "cost": cost}
     number = int(random.choice([1, 1, 4]))
     cost = replace(cost, wait_ranks=int(random.choice([1, cp, 2 * cp, dp * cp])))
-    arguments["cost"] = cost
-    grid = assign(samples, lengths, dp=dp, cp=cp, microbatch_multiple=number, **arguments)
+    sizes: Any = {"dp": dp, "cp": cp, "rank_tokens": capacity, "microbatch_multiple": number}
+    grid = assign(samples, lengths, cost=cost, **sizes)
     check(grid, samples, lengths, dp, cp, capacity, multiple)
     assert len(grid[0]) % number == 0
-    assert grid == assign(samples, lengths, dp=dp, cp=cp, microbatch_multiple=number, **arguments)
-    prediction = predict(grid, lengths, doc_multiple=multiple, cost=cost)
-    assert prediction.makespan_ns >= bound(samples, lengths, num_ranks=dp * cp, cp=cp, **arguments)
+    assert grid == assign(samples, lengths, cost=cost, **sizes)
+    documents = Documents.of(samples, lengths, cp_sizes(cp), rank_tokens=capacity, cost=cost)
+    assert predict(grid, lengths, cost).makespan_ns >= documents.bound_ns(dp * cp)
 
 
 def test_no_rank_waits_for_its_group() -> None:
     """Large groups first: the step takes as long as the rank with the most work."""
     random = np.random.default_rng(0)
     lengths = np.clip(random.lognormal(math.log(900), 1.2, 400), 1, 16_384).astype(np.int64)
-    cost = CpCost(attention=AttentionCost(4000.0), token_ns=10.0, kv_bytes=10.0, microbatch_ns=1e4)
-    grid = assign(range(400), lengths, dp=4, cp=8, rank_tokens=2048, doc_multiple=32, cost=cost)
-    busy = [sum(int(cost.times(lengths[list(samples)], 32, size).sum()) + 10_000 for size, samples in r) for r in grid]
-    assert predict(grid, lengths, doc_multiple=32, cost=cost).makespan_ns == max(busy)
+    cost = CpCost(doc_multiple=32, attention=AttentionCost(4000.0), token_ns=10.0, kv_bytes=10.0, microbatch_ns=1e4)
+    grid = assign(range(400), lengths, dp=4, cp=8, rank_tokens=2048, cost=cost)
+    busy = [sum(int(cost.times(lengths[list(samples)], size).sum()) + 10_000 for size, samples in r) for r in grid]
+    assert predict(grid, lengths, cost).makespan_ns == max(busy)
     assert max(busy) <= 1.02 * sum(busy) / len(busy)
 
 
@@ -155,14 +151,14 @@ def test_ranks_that_wait_for_each_other_have_even_microbatches() -> None:
     grid = made([18, 14, 10, 8, 8], cost, cp=4, rank_tokens=10)
     a, b = Slot(2, (0,)), Slot(2, (1,))
     assert grid == [[Slot(1, (2,)), a], [Slot(1, (3,)), a], [Slot(1, (4,)), b], [Slot(1, ()), b]]
-    assert predict(grid, np.array([18, 14, 10, 8, 8]), doc_multiple=1, cost=cost).makespan_ns == 9000 + 10_000 + 8000
+    assert predict(grid, np.array([18, 14, 10, 8, 8]), cost).makespan_ns == 9000 + 10_000 + 8000
     lengths = np.clip(np.random.default_rng(0).lognormal(math.log(600), 1.1, 1500), 1, 16_384).astype(np.int64)
-    arguments: Any = {"attention": AttentionCost(57_000.0), "token_ns": 100.0, "kv_bytes": 1000.0}
+    cost = CpCost(doc_multiple=32, attention=AttentionCost(57_000.0), token_ns=100.0, kv_bytes=1000.0)
     measured = {}
     for wait_ranks in (1, 32):
-        cost = CpCost(**arguments, wait_ranks=wait_ranks)
-        grid = assign(range(1500), lengths, dp=4, cp=8, rank_tokens=4096, doc_multiple=32, cost=cost)
-        measured[wait_ranks] = predict(grid, lengths, doc_multiple=32, cost=cost)
+        waiting = replace(cost, wait_ranks=wait_ranks)
+        grid = assign(range(1500), lengths, dp=4, cp=8, rank_tokens=4096, cost=waiting)
+        measured[wait_ranks] = predict(grid, lengths, waiting)
     assert measured[1].per_step > 0.98 > measured[1].per_microbatch + 0.05
     assert measured[32].per_step == pytest.approx(measured[32].per_microbatch)
     assert measured[32].per_step > measured[1].per_microbatch
@@ -178,14 +174,15 @@ def test_time_of_a_document_by_hand() -> None:
     ranks receives half: at 2 bytes a ns, 10 and 40 us in all, of which attention hides 10 and 160 us."""
     lengths = np.array([1000, 4000])
     cost = CpCost(
-        attention=AttentionCost(1000.0), token_ns=10.0, kv_bytes=40.0, node_ranks=2, intra_gb_s=2.0, inter_gb_s=1.0
-    )
-    assert cost.times(lengths, 8, 1).tolist() == [20_000, 200_000]
-    assert cost.times(lengths, 8, 2).tolist() == [(20_000 + 20_000 - 10_000) // 2, 100_000]
-    assert cost.times(lengths, 8, 4).tolist() == [(20_000 + 120_000 - 10_000) // 4, (200_000 + 480_000 - 160_000) // 4]
+        doc_multiple=8, attention=AttentionCost(1000.0), token_ns=10.0, kv_bytes=40.0, node_ranks=2, intra_gb_s=2.0,
+        inter_gb_s=1.0,
+    )  # fmt: skip
+    assert cost.times(lengths, 1).tolist() == [20_000, 200_000]
+    assert cost.times(lengths, 2).tolist() == [(20_000 + 20_000 - 10_000) // 2, 100_000]
+    assert cost.times(lengths, 4).tolist() == [(20_000 + 120_000 - 10_000) // 4, (200_000 + 480_000 - 160_000) // 4]
     assert cost.num_bytes(lengths, 8, 4).tolist() == [120_000, 480_000]
     assert cost.num_bytes(lengths, 8, 1).tolist() == [0, 0]
-    assert cost.times(np.array([1001]), 8, 1).tolist() == [round((1008 + 1001 * 1.001) * 10)]
+    assert cost.times(np.array([1001]), 1).tolist() == [round((1008 + 1001 * 1.001) * 10)]
 
 
 def test_costs_of_a_recipe() -> None:
@@ -208,12 +205,12 @@ def test_costs_of_a_recipe() -> None:
 def test_prediction_by_hand() -> None:
     """Ranks 0 and 1 share 8 tokens in 4 ns; before, rank 1 computes 3 tokens alone, and rank 0 waits 2 ns for it."""
     a, b, c = Slot(1, (0,)), Slot(1, (1,)), Slot(2, (2,))
-    prediction = predict([[a, c], [b, c]], np.array([1, 3, 8]), doc_multiple=1, cost=TOKEN)
+    prediction = predict([[a, c], [b, c]], np.array([1, 3, 8]), TOKEN)
     assert (prediction.makespan_ns, prediction.num_microbatches, prediction.num_bytes) == (7, 2, 0)
     assert prediction.per_step == prediction.per_microbatch == 6 / 7
     assert prediction.share_of_packs == {1: 2 / 3, 2: 1 / 3} and prediction.share_of_tokens == {1: 4 / 12, 2: 8 / 12}
     rows: Grid = [[Slot(1, (0,)), Slot(1, (1,))], [Slot(1, (1,)), Slot(1, (0,))]]
-    of_rows = [predict(rows, np.array([1, 3]), doc_multiple=1, cost=CpCost(token_ns=1.0, wait_ranks=n)) for n in (1, 2)]
+    of_rows = [predict(rows, np.array([1, 3]), replace(TOKEN, wait_ranks=number)) for number in (1, 2)]
     assert [row.makespan_ns for row in of_rows] == [4, 6] and of_rows[0].per_microbatch == 4 / 6
 
 
@@ -226,11 +223,9 @@ def test_fixed_cp_is_the_assignment_of_ranks() -> None:
 
 def test_the_bound() -> None:
     """10 + 2 + 2 and 9 + 8 + 9 tokens on two ranks; the latter in two microbatches of 3 ns each."""
-    arguments: Any = {"num_ranks": 2, "cp": 2, "doc_multiple": 1}
-    assert bound([0, 1, 2], np.array([10, 2, 2]), rank_tokens=10, cost=TOKEN, **arguments) == 7
-    assert bound([0, 1, 2], np.array([9, 8, 9]), rank_tokens=10, cost=TOKEN, **arguments) == 13
-    slow = CpCost(token_ns=1.0, microbatch_ns=3.0)
-    assert bound([0, 1, 2], np.array([9, 8, 9]), rank_tokens=10, cost=slow, **arguments) == 13 + 6
-    square = CpCost(attention=AttentionCost(1.0), token_ns=1.0)
-    assert bound([0, 1], np.array([20, 1]), num_ranks=8, cp=2, rank_tokens=10, doc_multiple=1, cost=square) == 420 // 2
-    assert bound([], np.array([9]), rank_tokens=10, cost=slow, **arguments) == 3
+    assert documents_of([10, 2, 2], 2, 10).bound_ns(2) == 7
+    assert documents_of([9, 8, 9], 2, 10).bound_ns(2) == 13
+    slow = replace(TOKEN, microbatch_ns=3.0)
+    assert documents_of([9, 8, 9], 2, 10, slow).bound_ns(2) == 13 + 6
+    assert documents_of([20, 1], 2, 10, replace(TOKEN, attention=AttentionCost(1.0))).bound_ns(8) == 420 // 2
+    assert documents_of([], 2, 10, slow).bound_ns(2) == 3

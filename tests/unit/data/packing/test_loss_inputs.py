@@ -1,19 +1,18 @@
 """What the loss is given: the weights of tokens by `loss.reduction`, the supervised ones, a slice of the vocabulary."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
 
-from sft.data.packing.pack import make_pack, token_weight
+from sft.data.packing.pack import Collator, token_weight
 from sft.mcore.loss import Targets, VocabShard
 from tests.builders import sample
 from tests.unit.loss_cases import microbatch
 
 
-@pytest.mark.parametrize(
-    "reduction, four, one",
-    [("token", 1.0, 1.0), ("sample", 0.25, 1.0), ("sqrt", 0.5, 1.0)],
-)
+@pytest.mark.parametrize("reduction, four, one", [("token", 1.0, 1.0), ("sample", 0.25, 1.0), ("sqrt", 0.5, 1.0)])
 def test_weights_of_a_pack_in_numbers(reduction: str, four: float, one: float) -> None:
     """Samples of 4 and of 1 supervised labels (the first token is never one), and of none; then filler."""
     samples = [
@@ -21,7 +20,7 @@ def test_weights_of_a_pack_in_numbers(reduction: str, four: float, one: float) -
         sample(range(10, 13), [0, 0, 1]),
         sample(range(10, 12), [1, 0]),
     ]
-    pack = make_pack(samples, doc_multiple=4, pad_id=0, reduction=reduction, pack_multiple=20)
+    pack = Collator(doc_multiple=4, pad_id=0, reduction=reduction, pack_multiple=20).pack(samples)
     first, second = [four, four, 0, four, four, 0, 0, 0], [0, one, 0, 0]
     assert pack.loss_weights.tolist() == first + second + [0] * 8
     assert pack.loss_weights.dtype == np.float32
@@ -29,7 +28,8 @@ def test_weights_of_a_pack_in_numbers(reduction: str, four: float, one: float) -
 
 
 def test_packs_weigh_tokens_alike_by_default() -> None:
-    assert make_pack([sample(range(10, 13), [1, 1, 1])], doc_multiple=4, pad_id=0).loss_weights.tolist() == [1, 1, 0, 0]
+    pack = Collator(doc_multiple=4, pad_id=0).pack([sample(range(10, 13), [1, 1, 1])])
+    assert pack.loss_weights.tolist() == [1, 1, 0, 0]
     assert token_weight(0, "sample") == 1.0  # no token has it
 
 
@@ -43,23 +43,12 @@ def test_targets_are_the_tokens_with_a_weight() -> None:
     assert len(found) == 3
 
 
-class _Rank:
-    """What VocabShard.of asks of a process group."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def rank(self) -> int:
-        return self._rank
-
-
 @pytest.mark.parametrize(
-    "rank, vocab, first, num_real",
-    [(0, 70, 0, 32), (1, 70, 32, 32), (2, 70, 64, 6), (3, 70, 96, 0), (3, 128, 96, 32)],
+    "rank, vocab, first, num_real", [(0, 70, 0, 32), (1, 70, 32, 32), (2, 70, 64, 6), (3, 70, 96, 0), (3, 128, 96, 32)]
 )
 def test_which_rows_of_a_slice_are_tokens(rank: int, vocab: int, first: int, num_real: int) -> None:
     """70 tokens in 128 rows over 4 ranks: 32, 32, 6 and none."""
-    weight = torch.zeros(32, 4)
-    shard = VocabShard.of(weight, vocab, _Rank(rank), sequence_parallel=False)  # type: ignore[arg-type]
+    weight, group = torch.zeros(32, 4), Mock(rank=lambda: rank)
+    shard = VocabShard.of(weight, vocab, group, sequence_parallel=False)
     assert (shard.first, shard.num_real) == (first, num_real)
     assert shard.weight is weight

@@ -232,14 +232,14 @@ def _write(kept: Kept) -> None:
     folder, origin, commit = kept.folder, kept.origin.absolute(), kept.commit
     if commit is None and origin.parent.name == "snapshots":  # in the cache of the hub
         commit = origin.name
-    files = {str(path.relative_to(folder)): entry_of(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     content = {
         "format": FORMAT,
         "name": kept.name,
         "commit": commit,
         "origin": str(origin),
-        "files": {key: asdict(entry) for key, entry in files.items()},
-        "tensors": kept.tensors and {key: asdict(tensor) for key, tensor in kept.tensors.items()},
+        "files": {str(path.relative_to(folder)): asdict(entry_of(path)) for path in paths},
+        "tensors": None if kept.tensors is None else {key: asdict(tensor) for key, tensor in kept.tensors.items()},
         "digests": kept.digests,
         **({"has_mtp": True} if kept.has_mtp else {}),
         **({"served": asdict(kept.served)} if kept.served else {}),

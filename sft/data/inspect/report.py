@@ -173,10 +173,10 @@ def _losses(counts: FileCounts) -> Iterator[str]:
         ("drops", counts.rows_dropped, counts.tokens_dropped, counts.supervised_dropped),
     ):
         if tokens:
-            lost = percent(tokens, counts.full_tokens)
+            share = percent(tokens, counts.full_tokens)
             # Windowed rows may lose prompt tokens too; the number of such rows is unknown.
             where = "" if verb == "cuts" and counts.rows_windowed else f" of {_rows(rows)}"
-            yield f"{name}: data.over_long {verb} {tokens:,} tokens ({lost} of all, {supervised:,} supervised){where}"
+            yield f"{name}: data.over_long {verb} {tokens:,} tokens ({share} of all, {supervised:,} supervised){where}"
     if counts.rows_skipped:
         reasons = "; ".join(f"{count:,} x {visible(reason)}" for reason, count in counts.reasons[:_REASONS])
         more = "; ..." if len(counts.reasons) > _REASONS else ""

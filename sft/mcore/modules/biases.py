@@ -31,6 +31,7 @@ class ExpertOutput(OwnWeights, RowParallelLinear):
     """
 
     split_axes = {"weight": 1, "bias": 0}
+    weight: torch.nn.Parameter
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool, config: Any, **core: Any) -> None:
         super().__init__(input_size, output_size, bias=False, config=config, **core)

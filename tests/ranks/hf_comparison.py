@@ -25,10 +25,9 @@ from tests.ranks.hf_models import (
     recipe_of,
     stored_gradients,
 )
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 from tests.unit.fixtures import hf
 
-Ranks = Callable[[int], RankPool]
 Layout = tuple[int, Sequence[str]]  # number of ranks, overrides of the recipe
 # Gradients of the decay of linear attention are sums over all tokens that cancel.  Ours are at most 1.9e-5 from those
 # in float64; transformers' own in fp32, with several seeds, 6e-6 to 8e-5.

@@ -5,7 +5,6 @@ prompt only and one holds nearly all of an answer.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 from sft.layers.flops import AttentionCost, TrainFlops
 from sft.metrics.accumulator import SupervisedTokens
 from tests.ranks import scenarios
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 
 EDGES = [16, 64, 128]
 EDGE_KEYS = ["log.position_edges=[16, 64, 128]", "loss.entropy=true"]
@@ -32,8 +31,6 @@ LAYOUTS = [
     (4, ["parallel.pp=2", "parallel.virtual_stages=2", "parallel.cp=2"]),
 ]
 layouts = pytest.mark.parametrize("world_size, overrides", LAYOUTS, ids=str)
-
-Ranks = Callable[[int], RankPool]
 
 
 # --- on the ranks ------------------------------------------------------------------------------------------

@@ -1,14 +1,13 @@
 """A checkpoint that a GPU has written goes on on a CPU.  Of the other direction: tests/gpu/test_training.py."""
 
 from pathlib import Path
-from typing import Callable
 from unittest import mock
 
 import torch
 
 from sft.mcore.checkpoint_io import engine_state, rng
 from tests.ranks import scenarios
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 
 OF_CUDA = torch.arange(16, dtype=torch.uint8)  # a state of CUDA's generator: seed and offset, 8 bytes each
 
@@ -27,7 +26,7 @@ def drawn_after_a_load(folder: str) -> tuple[float, float]:
         return float(expected), float(torch.rand(1))
 
 
-def test_a_checkpoint_of_a_gpu_is_loaded(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_gpu_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
     """And the generators stay as they are: a state of another kind of device means nothing here."""
     ((expected, found),) = ranks(1).run(drawn_after_a_load, str(tmp_path))
     assert found == expected

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,7 @@ import torch.distributed as dist
 from sft.errors import ConfigError, DataError
 from sft.parallel import collectives
 from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0, through_rank0
-from tests.ranks.pool import RankPool, join
-
-Ranks = Callable[[int], RankPool]
+from tests.ranks.pool import Ranks, join
 
 
 class Hostile:

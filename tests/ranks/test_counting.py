@@ -1,7 +1,6 @@
 """Every supervised token counts once, and what is not supervised counts for nothing."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,13 +14,12 @@ from sft.metrics.run_facts import RunFacts
 from sft.run.evaluation import evaluate
 from tests.builders import answer
 from tests.ranks import scenarios
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 from tests.unit.metric_values import by_layout
 
 # The same sums over other groupings of fp32 numbers.
 TOLERANCE = 1e-6
 
-Ranks = Callable[[int], RankPool]
 LAYOUTS = [(1, []), (2, ["parallel.pp=2"]), (4, ["parallel.cp=2"])]  # the last with dp 2
 
 

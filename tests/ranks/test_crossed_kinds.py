@@ -3,7 +3,7 @@
 No released model has these mixtures, so the reference is written out below, by our names of weights.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -20,10 +20,9 @@ from sft.mcore.linear_attention.delta_rule import Inputs
 from sft.weights import trained
 from tests.ranks import scenarios
 from tests.ranks.hf_models import MEAN_LOSS_TOLERANCE, TOKEN_LOSS_TOLERANCE, losses_of
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 from tests.unit.fixtures.recurrence import recurrence
 
-Ranks = Callable[[int], RankPool]
 HEADS, DIM, EPS = 8, 4, 1e-5  # of RECIPE
 KEY_HEADS, VALUE_HEADS, K, V = 2, 4, 6, 5
 LATENT, PLAIN, ROTARY, VALUE = 12, 6, 4, 5

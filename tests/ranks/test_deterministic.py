@@ -3,13 +3,13 @@
 torch then also fills new tensors with NaN, so a number that came from memory nobody wrote would be NaN.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from tests.ranks import scenarios
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 
 NUM_STEPS = 2
 EXPERTS = ["model.moe.num_experts=4", "model.moe.top_k=2", "model.moe.ffn_hidden_size=32", "model.moe.z_loss_coef=0.01"]
@@ -31,7 +31,7 @@ def end(overrides: Sequence[str]) -> tuple[bool, list[tuple[float, float]], str]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_numbers_with_and_without(ranks: Callable[[int], RankPool], layout: str) -> None:
+def test_the_same_numbers_with_and_without(ranks: Ranks, layout: str) -> None:
     with_it = ranks(2).run(end, [*LAYOUTS[layout], "run.deterministic=true"])
     without = ranks(2).run(end, LAYOUTS[layout])
     assert [found[0] for found in with_it + without] == [True, True, False, False]

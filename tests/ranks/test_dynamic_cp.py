@@ -3,7 +3,7 @@
 layouts.py has `dynamic_cp` as a dimension, so tests/ranks/test_resume_layouts.py shows one curve and resume.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,10 @@ from sft.parallel.context_parallel import local_indices
 from tests.builders import answer
 from tests.ranks import scenarios
 from tests.ranks.layouts import GEMMA, GRADIENT_TOLERANCE, LATENT, LINEAR, LOSS_TOLERANCE, MODELS
-from tests.ranks.pool import RankPool, join
+from tests.ranks.pool import Ranks, join
 
 DYNAMIC = ["parallel.cp=4", "parallel.dynamic_cp=true"]
 DECAY_TOLERANCE = 3e-5  # of gradients that are sums over all tokens which cancel, see hf_comparison.py
-Ranks = Callable[[int], RankPool]
 
 
 def losses_by_size(overrides: list[str], sizes: Sequence[int], packs: Sequence[Sequence[Any]]) -> list[list[Any]]:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ from tests.builders import answer, chats
 from tests.launching import RECIPE, records
 from tests.ranks import evaluating, hf_models
 from tests.ranks.evaluating import Result, scored, sft, untimed
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, Ranks
 from tests.unit.fixtures import hf
 from tests.unit.fixtures.folder import make_folder, template
 
-Ranks = Callable[[int], RankPool]
 # Relative; fp32 sums in another order.  One rounding of a loss of 5 nats is 5e-8 of it; the mean of 60 tokens has less.
 LOSS_TOLERANCE = 1e-7
 RUN = [

@@ -9,9 +9,10 @@ import pytest
 
 from sft.batch import Sample
 from tests.ranks import scenarios
-from tests.ranks.hf_comparison import Models, Ranks, compare_gradients, compare_token_losses, saved_once
+from tests.ranks.hf_comparison import Models, compare_gradients, compare_token_losses, saved_once
 from tests.ranks.hf_models import PACKS
 from tests.ranks.layouts import LATENT, LOSS_TOLERANCE, NORM_TOLERANCE
+from tests.ranks.pool import Ranks
 from tests.ranks.te_attention import with_plain_attention
 
 CP, PP = ["parallel.cp=2"], ["parallel.pp=2"]

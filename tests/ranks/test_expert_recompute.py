@@ -1,7 +1,6 @@
 """Selective recomputation with experts: tokens are sent once, and the layer keeps what the estimate says."""
 
 import gc
-from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -12,9 +11,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from tests.ranks import scenarios
 from tests.ranks.alive import Alive
 from tests.ranks.layouts import AUX, MOE
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 
-Ranks = Callable[[int], RankPool]
 NUM_LAYERS = 2
 BYTES_TOLERANCE = 0.02  # of a layer: the equations leave out a few masks and indices, which differ by version of core
 # Per layer: tokens and their weights go to the experts, and outputs come back.  Backward sends the three gradients.

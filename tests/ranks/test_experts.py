@@ -1,6 +1,6 @@
 """A mixture of experts is the same model on every layout, and its balancing losses are what they are said to be."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,7 @@ from sft.mcore.experts.router import Router, begin
 from sft.mcore.model.chunks import sharded_tensors
 from tests.ranks import scenarios
 from tests.ranks.layouts import ALL_ON, AUX, GRADIENT_TOLERANCE, LOSS_TOLERANCE, MOE, NORM_TOLERANCE, NUM_EXPERTS, TOP_K
-from tests.ranks.pool import RankPool
-
-Ranks = Callable[[int], RankPool]
+from tests.ranks.pool import Ranks
 
 SP = ["parallel.sequence_parallel=true"]
 EP = ["parallel.ep=2"]

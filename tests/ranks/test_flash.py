@@ -1,6 +1,6 @@
 """What torch's flash kernel is fed gives the numbers of the plain tiles, with a stand-in for the kernel on the CPU."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -11,9 +11,8 @@ from sft.mcore.backends import kernels
 from tests.plain_flash import PLAIN
 from tests.ranks import scenarios
 from tests.ranks.layouts import GRADIENT_TOLERANCE
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 
-Ranks = Callable[[int], RankPool]
 LOSS_TOLERANCE = 1e-6  # fp32, sums in another order
 PACKS = [[1, 2, 3, 5], [0], [11, 10, 6]]
 

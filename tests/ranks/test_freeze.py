@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,9 @@ from tests.ranks.hf_models import (
     recipe_of,
     stored_gradients,
 )
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 from tests.unit.fixtures import hf
 
-Ranks = Callable[[int], RankPool]
 GRADIENT_TOLERANCE = 1e-5  # of the norm of each gradient; fp32, two implementations
 STEP_TOLERANCE = 1e-4  # of the norm of what a weight moved; Adam divides by the root of small numbers
 LAYOUT_TOLERANCE = 1e-4  # of what a weight moved in the steps after a resume on another layout

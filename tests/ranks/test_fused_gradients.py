@@ -1,6 +1,5 @@
 """Gradients of weights that a kernel adds to their fp32 sum, with torch in place of Apex's kernel."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,9 +13,8 @@ from sft.mcore.activations.saved_tensors import SavePolicy
 from sft.mcore.engine import Engine
 from sft.mcore.model import chunks
 from tests.ranks import scenarios
-from tests.ranks.pool import RankFailure, RankPool
+from tests.ranks.pool import RankFailure, Ranks
 
-Ranks = Callable[[int], RankPool]
 SMALL = ["model.num_layers=2", "train.global_batch_size=2", "model.init_std=0.2"]
 PACKS = [[1, 2, 3, 5], [0]]
 

@@ -1,15 +1,12 @@
 """The tensors that megatron-core hands to a rotary kernel: `fused_rotary.token_stride` is their widest stride."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from sft.layers.fused_rotary import token_stride
 from tests.ranks import scenarios
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 
-Ranks = Callable[[int], RankPool]
 # RECIPE: 8 heads and 4 key heads of 4 numbers.
 CASES = [
     (1, ["model.qk_norm=false"], [32, 64]),  # queries are a copy; keys a view of (8 + 4 + 4) x 4

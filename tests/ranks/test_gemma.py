@@ -1,6 +1,5 @@
 """Gemma 2 and 3 beyond test_hf_variants.py and the covering set of layouts.py: the scaled embedding in bf16."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -8,10 +7,9 @@ import torch
 from tests.ranks import scenarios
 from tests.ranks.hf_models import load, recipe_of
 from tests.ranks.layouts import GEMMA
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 from tests.unit.fixtures import hf
 
-Ranks = Callable[[int], RankPool]
 BF16 = ["run.precision=bf16"]
 
 

@@ -3,7 +3,6 @@
 Biases of experts are the delicate part: the dispatcher sums the outputs of etp ranks, and weighs each expert's output.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,11 +25,9 @@ from tests.ranks.hf_models import (
     recipe_of,
     stored_gradients,
 )
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 from tests.unit.fixtures import hf
 from tests.unit.fixtures.mxfp4 import quantise
-
-Ranks = Callable[[int], RankPool]
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """The gradient norm with a vocabulary of real size: that of float64, on every layout, and so one curve."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,9 +10,7 @@ import torch.distributed as dist
 from sft.mcore.engine import Engine
 from sft.mcore.optimizer import build
 from tests.ranks import scenarios
-from tests.ranks.pool import RankPool
-
-Ranks = Callable[[int], RankPool]
+from tests.ranks.pool import Ranks
 
 VOCAB = 151_936  # of Qwen3
 NUM_STEPS = 2

@@ -19,10 +19,9 @@ from sft.mcore.attention.packed_attention import packed_attention
 from sft.mcore.attention.torch_kernel import TorchKernel
 from sft.parallel.context_parallel import local_indices
 from sft.parallel.halo import num_halo_tokens
-from tests.ranks.pool import RankPool, join
+from tests.ranks.pool import Ranks, join
 from tests.reference_attention import in_one_piece
 
-Ranks = Callable[[int], RankPool]
 HEADS, GROUPS, WIDTH, SCALE = 4, 2, 8, 0.4
 FLOAT64_TOLERANCE = 1e-12
 LENGTHS = [48, 0, 16, 96, 32]  # with cp 4, chunks of 6, 2, 12 and 4 tokens

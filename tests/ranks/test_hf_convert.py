@@ -27,7 +27,7 @@ from sft.weights.export.export_hf import export_hf
 from sft.weights.import_hf import import_hf
 from tests.builders import chats
 from tests.ranks import megatron_lm, scenarios
-from tests.ranks.hf_comparison import Models, Ranks, compare_token_losses, saved_once, skewed_packs
+from tests.ranks.hf_comparison import Models, compare_token_losses, saved_once, skewed_packs
 from tests.ranks.hf_models import (
     GRADIENT_TOLERANCE,
     MEAN_LOSS_TOLERANCE,
@@ -42,6 +42,7 @@ from tests.ranks.hf_models import (
     packed_gradients,
 )
 from tests.ranks.interop import theirs_loaded
+from tests.ranks.pool import Ranks
 from tests.unit.fixtures import hf
 
 ORIGINAL = 64  # context before scaling; samples of 200 tokens go far beyond

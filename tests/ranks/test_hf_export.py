@@ -1,6 +1,5 @@
 """A model that was trained on any layout goes back whole: transformers and the trainer give it the same losses."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,10 @@ from tests.ranks.hf_models import (
     losses_of,
     recipe_of,
 )
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 from tests.ranks.saving import Run
 from tests.unit.fixtures import hf, vision
 
-Ranks = Callable[[int], RankPool]
 CP, EP, TP, PP = ["parallel.cp=2"], ["parallel.ep=2"], ["parallel.tp=2"], ["parallel.pp=2"]
 SP = [*TP, "parallel.sequence_parallel=true"]
 STEPS = (1, 2)

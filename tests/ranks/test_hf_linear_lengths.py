@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.ranks import scenarios
-from tests.ranks.hf_comparison import Models, Ranks, compare_gradients, compare_token_losses, saved_once
+from tests.ranks.hf_comparison import Models, compare_gradients, compare_token_losses, saved_once
+from tests.ranks.pool import Ranks
 from tests.ranks.test_hf_variants import LINEAR_SEED
 
 CORPUS = scenarios.SkewedCorpus((1, 63, 64, 65, 2047, 2048))

@@ -18,10 +18,9 @@ from sft.weights.import_hf import import_hf
 from sft.weights.load import load_weights
 from tests.ranks import scenarios
 from tests.ranks.hf_models import recipe_of
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 from tests.unit.fixtures import fp8, hf
 
-Ranks = Callable[[int], RankPool]
 CP, EP, TP, PP = ["parallel.cp=2"], ["parallel.ep=2"], ["parallel.tp=2"], ["parallel.pp=2"]
 SP, BF16 = ["parallel.sequence_parallel=true"], ["run.precision=bf16"]
 SHARDED = ["parallel.distributed_optimizer=true"]

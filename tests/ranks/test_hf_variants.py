@@ -17,13 +17,13 @@ from tests.ranks import scenarios
 from tests.ranks.hf_comparison import (
     Layout,
     Models,
-    Ranks,
     compare_gradients,
     compare_token_losses,
     saved_once,
     skewed_packs,
 )
 from tests.ranks.hf_models import TOKEN_LOSS_TOLERANCE, load
+from tests.ranks.pool import Ranks
 from tests.unit.fixtures import hf
 
 CP, EP, PP = ["parallel.cp=2"], ["parallel.ep=2"], ["parallel.pp=2"]

@@ -1,6 +1,5 @@
 """The language model of a checkpoint with a vision tower gives text the losses that transformers gives it."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,9 @@ import pytest
 from sft.batch import Sample
 from tests.ranks import scenarios
 from tests.ranks.hf_models import PACKS, Reference, check_losses, packed_losses, recipe_of
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 from tests.unit.fixtures import vision
 
-Ranks = Callable[[int], RankPool]
 CP, EP, TP, PP = ["parallel.cp=2"], ["parallel.ep=2"], ["parallel.tp=2"], ["parallel.pp=2"]
 SP = ["parallel.sequence_parallel=true"]
 

@@ -1,7 +1,6 @@
 """Which starts draw random weights, and that the weights are the same on every layout."""
 
 import hashlib
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -16,10 +15,8 @@ from sft.console import QUIET
 from sft.mcore.model.chunks import sharded_tensors
 from sft.weights.initial import load_initial
 from tests.ranks import saving, scenarios
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 from tests.ranks.saving import SMALL
-
-Ranks = Callable[[int], RankPool]
 
 RANDOM = ("aten::normal", "aten::uniform", "aten::rand", "aten::bernoulli", "aten::trunc_normal")
 SHARDED, TP, PP = ["run.precision=bf16", "parallel.distributed_optimizer=true"], ["parallel.tp=2"], ["parallel.pp=2"]

@@ -4,16 +4,14 @@ Whole tensors are put together here, from what each rank holds in memory, by rul
 code takes part in that.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.ranks.interop import BOTH, HALF, PLAIN, PP2, SHARDED, TP2, check, our_load, our_save, their_load, their_save
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 
-Ranks = Callable[[int], RankPool]
 OURS = [(1, []), (2, ["parallel.tp=2"]), (2, ["parallel.cp=2"])]
 
 

@@ -1,6 +1,5 @@
 """Checkpoints of a mixture of experts go to Megatron-LM and back: every weight and moment, and both continue alike."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,8 @@ from tests.ranks import megatron_lm
 from tests.ranks.interop import LR, PP2, assert_same, our_load, our_save, their_load, their_save, whole
 from tests.ranks.layouts import MOE, NUM_EXPERTS
 from tests.ranks.megatron_lm import LAYERS
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 
-Ranks = Callable[[int], RankPool]
 # Embedding, output, final norm; per layer four norms, qkv and its bias, proj, router, and fc1 and fc2 of each expert.
 NUM_PARAMETERS = 3 + LAYERS * (8 + 2 * NUM_EXPERTS)
 EP2, SHARDED = "--expert-model-parallel-size 2", "--use-distributed-optimizer"

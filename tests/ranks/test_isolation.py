@@ -1,6 +1,5 @@
 """Documents never leak: what one document holds changes nothing for its neighbours in the pack."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ from sft.batch import Sample
 from tests.builders import answer
 from tests.ranks import scenarios
 from tests.ranks.layouts import GEMMA, LATENT, LINEAR, MODELS, WINDOWS
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 
 # A document alone is padded and tiled like in a pack, but matrices have other heights: fp32 rounding only.
 LOSS_TOLERANCE = 1e-6
@@ -41,7 +40,6 @@ LAYOUTS = [
     (4, ["parallel.cp=4", *LATENT, "run.precision=bf16", "train.recompute=full"]),
     (4, ["parallel.cp=2", "parallel.tp=2", "parallel.sequence_parallel=true", *MODELS["routers"], "parallel.ep=2"]),
 ]
-Ranks = Callable[[int], RankPool]
 
 
 def document(length: int, seed: int, first: int = 0, last: int = scenarios.VOCAB, supervised: bool = True) -> Sample:

@@ -1,14 +1,10 @@
 """Multi-head latent attention beyond test_hf_variants.py: ranks that have all tokens between layers."""
 
-from collections.abc import Callable
-
 import numpy as np
 
 from tests.ranks import scenarios
 from tests.ranks.layouts import LATENT, LOSS_TOLERANCE, NORM_TOLERANCE
-from tests.ranks.pool import RankPool
-
-Ranks = Callable[[int], RankPool]
+from tests.ranks.pool import Ranks
 
 
 def test_ranks_that_have_all_tokens_sum_the_gradients_of_all_heads(ranks: Ranks) -> None:

@@ -16,10 +16,9 @@ import pytest
 from tests.ranks import mtp_models, scenarios
 from tests.ranks.hf_models import load, recipe_of
 from tests.ranks.layouts import CURVE_TOLERANCES, SLOW_CP
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 from tests.unit.fixtures import hf
 
-Ranks = Callable[[int], RankPool]
 Models = Callable[[str, float], Path]
 RELEASED, LARGE = 1e-6, 1e-2  # norm_epsilon
 TOLERANCES = {

@@ -29,11 +29,10 @@ from tests.ranks.peft_models import (
     stored_name,
     whole,
 )
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, Ranks
 from tests.ranks.te_attention import with_plain_attention
 from tests.unit.fixtures import hf
 
-Ranks = Callable[[int], RankPool]
 GRADIENT_TOLERANCE = 1e-5  # of the norm of each factor's gradient; fp32, two implementations
 CP, TP, PP, DP = ["parallel.cp=2"], ["parallel.tp=2"], ["parallel.pp=2"], list[str]()
 SP = [*TP, "parallel.sequence_parallel=true"]

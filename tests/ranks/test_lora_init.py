@@ -3,7 +3,7 @@
 import copy
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,9 @@ from tests.ranks import scenarios
 from tests.ranks.evaluating import scored, sft
 from tests.ranks.hf_models import PACKS, Reference, check_losses, check_parameters, load, losses_of, recipe_of
 from tests.ranks.peft_models import ALPHA, HEAD, RANK, factors, peft_gradients, peft_model, stored_name, whole
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 from tests.unit.fixtures import hf
 
-Ranks = Callable[[int], RankPool]
 STEP_TOLERANCE = 1e-4  # of the norm of what a factor moved; Adam divides by the root of small numbers
 TWO_STEPS = 4e-3  # Adam moves a number by about optim.lr = 1e-3 in each, and bf16 rounds numbers below 1 by 2^-9
 OPTIMIZER = ["optim.schedule=constant", "optim.lr=1e-3", "optim.warmup_steps=null", "optim.clip_grad=0.5"]

@@ -1,6 +1,5 @@
 """A merged export of a run on any layout has the losses that the run had with its adapters."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,9 @@ from sft.weights.export.export_hf import export_hf
 from sft.weights.lora.base_digest import base_digest
 from tests.ranks import scenarios
 from tests.ranks.hf_models import PACKS, VISIBLE, Reference, check_losses, load, losses_of, recipe_of
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 from tests.unit.fixtures import hf, vision
 
-Ranks = Callable[[int], RankPool]
 EP, PP = ["parallel.ep=2"], ["parallel.pp=2"]
 SP = ["parallel.tp=2", "parallel.sequence_parallel=true"]
 LORA = "lora={rank: 3, alpha: 5, lr_ratio: 4, export: merged, %s}"

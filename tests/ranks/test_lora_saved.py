@@ -1,6 +1,5 @@
 """The embedding and the output weight trained whole beside adapters, as peft's modules_to_save, on every layout."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,9 @@ from sft.weights.export.export_adapter import export_adapter
 from tests.ranks import scenarios
 from tests.ranks.hf_models import PACKS, Reference, check_losses, check_parameters, load, losses_of, recipe_of
 from tests.ranks.peft_models import ALPHA, RANK, fill, peft_gradients, peft_model, stored_name, whole
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 from tests.unit.fixtures import hf
 
-Ranks = Callable[[int], RankPool]
 GRADIENT_TOLERANCE = 1e-5  # of the norm of each gradient; fp32, two implementations
 STEP_TOLERANCE = 1e-4  # of the norm of what a weight moved; Adam divides by the root of small numbers
 STEPS = 10

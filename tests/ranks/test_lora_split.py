@@ -4,7 +4,6 @@ The dispatcher of experts sums outputs and input gradients over etp, and etp abo
 computed here on two ranks without core, and the sums are made by the test.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,8 @@ from sft.mcore.lora import adapted
 from sft.mcore.lora.split import Split
 from tests.ranks import scenarios
 from tests.ranks.peft_models import whole
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 
-Ranks = Callable[[int], RankPool]
 LORA = LoraConfig(rank=3, alpha=5.0)
 SCALE = 5.0 / 3.0
 HIDDEN, WIDTH = 6, 8

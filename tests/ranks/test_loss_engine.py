@@ -4,7 +4,7 @@ Its gradient of the weight goes into the `main_grad` of megatron-core's Distribu
 the embedding where the two are tied.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ import pytest
 from sft.data.loader import Loader
 from sft.mcore.engine import Engine
 from tests.ranks import scenarios
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 
 # fp32 sums taken in another order; measured 1e-8 (loss) and 2e-7 (norm) over three steps.
 LOSS_TOLERANCE = 1e-6
@@ -32,8 +32,6 @@ RICH = [
 TIED = ["model.tie_embeddings=true"]
 CP, DP, PP = ["parallel.cp=2"], ["parallel.cp=1"], ["parallel.pp=2"]
 TP = ["parallel.tp=2", "parallel.sequence_parallel=true"]
-
-Ranks = Callable[[int], RankPool]
 
 
 # --- on the ranks ------------------------------------------------------------------------------------------

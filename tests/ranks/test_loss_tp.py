@@ -18,7 +18,7 @@ from torch import Tensor
 from sft.config import LossConfig
 from sft.mcore import device, process_groups
 from sft.mcore.loss import VocabShard, lm_loss, token_statistics
-from tests.ranks.pool import RankFailure, RankPool, join
+from tests.ranks.pool import RankFailure, Ranks, join
 from tests.unit.loss_cases import TERMS, Case, Outcome, check, expected, same, tensor_parallel, with_terms
 
 TOKENS, WIDTH, ROWS = 24, 12, 128
@@ -257,7 +257,7 @@ def whole(outcomes: Sequence[Outcome], sequence_parallel: bool) -> Outcome:
 class Layouts:
     """What the ranks of each layout found, asked of them once."""
 
-    def __init__(self, ranks: Callable[[int], RankPool]) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._found: dict[tuple[int, bool], list[Any] | RankFailure] = {}
 
@@ -281,7 +281,7 @@ class Layouts:
 
 
 @pytest.fixture(scope="module")
-def layouts(ranks: Callable[[int], RankPool]) -> Layouts:
+def layouts(ranks: Ranks) -> Layouts:
     return Layouts(ranks)
 
 

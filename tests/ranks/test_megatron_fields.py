@@ -1,6 +1,6 @@
 """Each field that model.megatron may set is in megatron-core's config in a step that was trained with it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -12,7 +12,7 @@ from sft.config import megatron_fields
 from sft.config.megatron_fields import ALLOWED
 from sft.mcore.model import chunks
 from tests.ranks import scenarios
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 
 EXPERTS = [
     "run.precision=bf16",
@@ -52,7 +52,7 @@ def step(overrides: Sequence[str], name: str = "hidden_size") -> tuple[Any, floa
         reduced.allow_bf16_reduced_precision_reduction = before
 
 
-def test_a_step_with_each_field(ranks: Callable[[int], RankPool]) -> None:
+def test_a_step_with_each_field(ranks: Ranks) -> None:
     """The fields choose kernels of a GPU, so the numbers of a CPU stay the same."""
     ((_, *plain, _, read),) = ranks(1).run(step, EXPERTS)
     assert plain == [pytest.approx(5.711, abs=0.01), pytest.approx(0.5, abs=0.1)]
@@ -66,7 +66,7 @@ def test_a_step_with_each_field(ranks: Callable[[int], RankPool]) -> None:
 
 
 @pytest.mark.parametrize("overrides", [[LINEAR], ["train.recompute=full"]], ids=str)
-def test_what_has_no_effect_is_read_by_nothing(ranks: Callable[[int], RankPool], overrides: list[str]) -> None:
+def test_what_has_no_effect_is_read_by_nothing(ranks: Ranks, overrides: list[str]) -> None:
     ((_, _, _, _, read),) = ranks(1).run(step, overrides)
     assert_unused(read)
 

@@ -27,11 +27,10 @@ from tests.ranks.hf_models import (
     recipe_of,
 )
 from tests.ranks.layouts import AUX, LOSS_TOLERANCE, NORM_TOLERANCE, SLOW_CP
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 from tests.ranks.saving import Run
 from tests.unit.fixtures import hf
 
-Ranks = Callable[[int], RankPool]
 Model = tuple[Path, mtp_models.ByHand]
 TP, CP, PP = ["parallel.tp=2", "parallel.sequence_parallel=true"], ["parallel.cp=2"], ["parallel.pp=2"]
 JOINT, DETACHED = ["train.mtp=joint"], ["train.mtp=detached"]

@@ -1,6 +1,6 @@
 """A loss or gradient that is not a number, on one rank of two: all skip the step, and go on as if it had not been."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,9 +12,8 @@ from sft.mcore.engine import Engine
 from sft.mcore.optimizer import build, offload
 from sft.metrics.totals import StepResult
 from tests.ranks import scenarios
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 
-Ranks = Callable[[int], RankPool]
 SMALL = ["model.num_layers=2", "model.hidden_size=16", "model.ffn_hidden_size=32", "data.seq_length=128"]
 SHARDED = "parallel.distributed_optimizer=true"
 LAYOUTS = [

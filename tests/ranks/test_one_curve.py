@@ -1,6 +1,5 @@
 """One curve, every layout: the same recipe and checkpoint give the same numbers however the work is divided."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -8,9 +7,7 @@ import pytest
 
 from tests.ranks import scenarios
 from tests.ranks.layouts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, NORM_TOLERANCE
-from tests.ranks.pool import RankPool
-
-Ranks = Callable[[int], RankPool]
+from tests.ranks.pool import Ranks
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,7 @@ from sft.mcore.optimizer import build, host_threads, offload
 from sft.mcore.optimizer.offload import adam_instances
 from tests.ranks import scenarios
 from tests.ranks.layouts import AUX, MOE
-from tests.ranks.pool import RankPool
-
-Ranks = Callable[[int], RankPool]
+from tests.ranks.pool import Ranks
 
 BF16 = ["run.precision=bf16", "parallel.distributed_optimizer=true"]
 TP2 = ["parallel.tp=2", "parallel.sequence_parallel=true"]

@@ -1,16 +1,14 @@
 """The probes pass on the code as it is, and find the faults that they are for."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from sft.cli import main
 from tests.ranks import probing
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 from tests.ranks.probing import probe
 
-Ranks = Callable[[int], RankPool]
 CP_AGAINST_TP = ["parity", "--against", "parallel.cp=1,parallel.tp=2,parallel.sequence_parallel=true"]
 DYNAMIC = "parallel.dynamic_cp=true"
 CP, PP = "parallel.cp=2", ["parallel.cp=1", "parallel.pp=2"]

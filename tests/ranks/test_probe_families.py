@@ -4,18 +4,16 @@ Packs hold three documents of 64 and 96 tokens.  Windows of 11 are shorter than 
 chunk; those of 60 are longer than all chunks.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sft.hf.families import FAMILIES
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 from tests.ranks.probing import prepare, probe
 from tests.unit.fixtures import hf, vision
 
-Ranks = Callable[[int], RankPool]
 RECIPE = """
 run: {{dir: {folder}/run, device: cpu, precision: fp32}}
 model: {{hf: {folder}/source}}

@@ -2,7 +2,6 @@
 
 import math
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,9 +17,7 @@ from sft.errors import CheckpointError, StorageError
 from sft.mcore.checkpoint_io import engine_state, metadata_index, safe_reader, save_plans, torch_dist_files
 from tests.ranks import layouts, scenarios
 from tests.ranks.layouts import AUX, MOE
-from tests.ranks.pool import RankPool
-
-Ranks = Callable[[int], RankPool]
+from tests.ranks.pool import Ranks
 
 SHARDED, WHOLE = "parallel.distributed_optimizer=true", "parallel.distributed_optimizer=false"
 BF16, EP2 = "run.precision=bf16", "parallel.ep=2"

@@ -1,7 +1,6 @@
 """Which checkpoint a run goes on from, which it will not touch, and what it says; through what a Saver wrote."""
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,9 @@ from sft.mcore.checkpoint_io import optimizer_shards
 from sft.mcore.engine import Engine
 from sft.weights.initial import load_initial
 from tests.ranks import scenarios
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 from tests.ranks.saving import listing, run_of
 
-Ranks = Callable[[int], RankPool]
 DAMAGED = "iter_0000003.corrupt-"
 
 

@@ -1,6 +1,6 @@
 """Sigmoid routers: their correction bias is the same number on every layout, and checkpoints hold it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,8 @@ from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.experts.router import Router
 from tests.ranks import scenarios
 from tests.ranks.layouts import AUX, LOSS_TOLERANCE, MOE, NORM_TOLERANCE, SLOW_CP, TOP_K
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 
-Ranks = Callable[[int], RankPool]
 RATE = 0.03  # large: a step changes the choice of many tokens
 NUM_EXPERTS = 8  # two in each group
 SIGMOID = [

@@ -1,7 +1,7 @@
 """What layers keep for backward: how many bytes, and that the gradients do not notice."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -13,9 +13,8 @@ from sft.mcore.activations import offload, saved_tensors
 from tests.ranks import scenarios
 from tests.ranks.alive import Alive
 from tests.ranks.layouts import GEMMA, GRADIENT_TOLERANCE, MODELS
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 
-Ranks = Callable[[int], RankPool]
 # Of a norm of a gradient, fp32: a weight's is summed tile by tile, or otherwise where heads are gathered in lots.
 TILE_TOLERANCE = 1e-6
 PACKS = [[1, 2, 3, 5], [0]]

@@ -3,7 +3,7 @@
 The reference is the recurrence itself, token by token, on one document at a time and without its padding.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -24,9 +24,8 @@ from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 from sft.parallel.context_parallel import local_indices
 from sft.parallel.cp_group import CpGroup
 from sft.parallel.fragments import boundaries
-from tests.ranks.pool import RankPool, join
+from tests.ranks.pool import Ranks, join
 
-Ranks = Callable[[int], RankPool]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 TAPS = 4
 MULTIPLE = 24  # of padded lengths; fits cp 2, 3 and 4

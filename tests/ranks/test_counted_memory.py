@@ -9,9 +9,7 @@ from tests.ranks.pool import Ranks
 
 QUICK = ("full", "cp")
 # Tensors that the equations leave out on a CPU.
-KNOWN_MISSES = {
-    "tp": "core's buffer of gathered hidden states, 1 MiB, is not predicted; the total is within its bar",
-}
+KNOWN_MISSES = {"tp": "core's buffer of gathered hidden states, 1 MiB, is not predicted; the total is within its bar"}
 
 
 def _param(name: str) -> Any:

@@ -27,7 +27,6 @@ TOLERANCES = {
 }
 OPTIM = ["optim.lr=1e-3", "optim.schedule=constant", "optim.warmup_steps=0"]
 MTP = ["train.mtp=joint", f"train.mtp_loss_weight={mtp_models.WEIGHT}"]
-STEPS = range(4)
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one": (1, []),
     "tp 2": (2, ["parallel.tp=2", "parallel.sequence_parallel=true"]),
@@ -100,8 +99,7 @@ def curve(overrides: list[str], folder: str) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of the steps."""
     with scenarios.running(overrides, has_weights=False) as engine:
         load(engine, folder)
-        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
-        results = [engine.train_step(loader.microbatches(step)) for step in STEPS]
+        results = scenarios.train_steps(engine, range(4))
         return [r.objective / r.num_tokens for r in results], [r.grad_norm for r in results]
 
 

@@ -44,8 +44,7 @@ def step(overrides: Sequence[str], name: str = "hidden_size") -> tuple[Any, floa
     before = reduced.allow_bf16_reduced_precision_reduction
     try:
         with mock.patch.object(chunks, "TransformerConfig", Recorded), scenarios.running(overrides) as engine:
-            loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
-            result = engine.train_step(loader.microbatches(0))
+            (result,) = scenarios.train_steps(engine, [0])
             read, value = set(Recorded.read), getattr(engine.core_config, name)
             return value, result.lm_loss, result.grad_norm, reduced.allow_bf16_reduced_precision_reduction, read
     finally:

@@ -12,7 +12,7 @@ def reported(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     """In a step, and in the evaluation of the same microbatches."""
     names: list[str] = []
     with scenarios.running(overrides, progress=names.append) as engine:
-        microbatches = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS)).microbatches(0)
+        microbatches = scenarios.loader_of(engine).microbatches(0)
         engine.train_step(microbatches)
         in_step = names.copy()
         names.clear()

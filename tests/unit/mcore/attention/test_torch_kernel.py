@@ -99,7 +99,7 @@ def test_no_tile_is_wider_than_it_may_be(length: int) -> None:
         assert [key for keys in columns for key in range(500)[keys]] == list(range(100, last_seen))
 
 
-# --- torch's flash kernel: tests/ranks/test_flash.py has its numbers ---------------------------------------
+# --- torch's flash kernel: tests/ranks/test_gpu_kernels.py has its numbers ---------------------------------------
 
 
 def test_sequences_written_out() -> None:

@@ -97,13 +97,3 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(
     assert "resumed step " in out
     assert records(tmp_path, "train") == records(reference, "train")
     assert records(tmp_path, "eval") == records(reference, "eval")
-
-
-def test_another_order_of_the_data_is_refused(finished: tuple[Path, str]) -> None:
-    folder, _ = finished
-    chats(folder, 50, "other.jsonl")
-    (code, _, told), _ = start(folder, [*RUN, "train.num_steps=8", f"data.train={folder}/other.jsonl", "run.seed=9"])
-    assert code == 2
-    refused = f"{folder}/run/checkpoints/iter_0000006 cannot be resumed with this recipe"
-    assert told.startswith(f"CheckpointError: {refused}")
-    assert "data was " in told and "run.seed was 1234, is 9" in told

@@ -21,7 +21,7 @@ from sft.weights.lora.peft.config import AdapterConfig
 from sft.weights.lora.peft.folder import WEIGHTS, Contents, write
 from tests.builders import chats
 from tests.ranks import scenarios
-from tests.ranks.evaluating import scored, sft
+from tests.ranks.commands import scored, sft
 from tests.ranks.hf_models import PACKS, Reference, check_losses, check_parameters, load, losses_of, recipe_of
 from tests.ranks.peft_models import ALPHA, HEAD, RANK, factors, peft_gradients, peft_model, stored_name, whole
 from tests.ranks.pool import Ranks

@@ -218,10 +218,3 @@ def groups_of(form: dict[Any, Any]) -> list[list[dict[str, Any]]]:
 def test_the_same_share_continues_bitwise(ranks: Ranks, tmp_path: Path) -> None:
     """With the fused kernel, as a run has it."""
     scenarios.check_bitwise(ranks(2), tmp_path, [*BF16, *share(0.5)])
-
-
-def test_a_checkpoint_of_step_0_resumes(ranks: Ranks, tmp_path: Path) -> None:
-    (whole,) = ranks(1).run(alike, scenarios.train, BF16, [0])
-    ranks(1).run(scenarios.write_checkpoint, [*BF16, *share(1.0)], str(tmp_path))
-    (resumed,) = ranks(1).run(alike, scenarios.train, [*BF16, *share(0.5)], [0], str(tmp_path))
-    assert resumed == whole

@@ -12,7 +12,6 @@ from sft.batch import Sample
 from tests.ranks.hf_models import (
     GRADIENT_TOLERANCE,
     MEAN_LOSS_TOLERANCE,
-    Reference,
     backward,
     check_losses,
     chunked_gradients,
@@ -63,10 +62,11 @@ LAYOUTS: dict[str, Layout] = {
 
 
 @dataclass(frozen=True)
-class Model(Reference):
+class Model:
     """A model of transformers in the folder `source`, and the recipe of its sizes."""
 
     source: Path
+    model: Any
     recipe: list[str]
 
 
@@ -79,7 +79,7 @@ def saved_once(factory: pytest.TempPathFactory, table: Mapping[str, Mapping[str,
     @cache
     def get(name: str) -> Model:
         source = hf.save(factory.mktemp("model") / "source", **table[name])
-        return Model(str(source), hf.load(source).train(), source, recipe_of(source))
+        return Model(source, hf.load(source).train(), recipe_of(source))
 
     return get
 
@@ -128,8 +128,8 @@ def compare_token_losses(
     ranks: Ranks, model: Model, layout: Layout, packs: list[list[Sample]], around: Around = ()
 ) -> None:
     world_size, overrides = layout
-    results = ranks(world_size).run(*around, packed_losses, [*model.recipe, *overrides], model.folder, packs)
-    check_losses(results, model, packs)
+    results = ranks(world_size).run(*around, packed_losses, [*model.recipe, *overrides], str(model.source), packs)
+    check_losses(results, model.model, packs)
 
 
 def compare_gradients(
@@ -144,7 +144,8 @@ def compare_gradients(
     world_size, overrides = layout
     reference = in_float64(model.model)
     expected_loss, count = backward(reference, [sample for pack in packs for sample in pack])
-    results = ranks(world_size).run(*around, chunked_gradients, [*model.recipe, *overrides], model.folder, packs)
+    recipe = [*model.recipe, *overrides]
+    results = ranks(world_size).run(*around, chunked_gradients, recipe, str(model.source), packs)
     for result in results:
         assert result["num_tokens"] == count
         assert result["loss"] == pytest.approx(expected_loss, rel=MEAN_LOSS_TOLERANCE)

@@ -3,7 +3,6 @@
 import copy
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -171,19 +170,11 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor
     return recurrence(inputs, [0, q.shape[1]], [None])[0][None], None
 
 
-@dataclass(frozen=True)
-class Reference:
-    """A Hugging Face folder, and transformers' model of the same weights."""
-
-    folder: str
-    model: Any
-
-
 def check_losses(
-    results: list[Any], reference: Reference, packs: list[list[Sample]], tolerance: float = TOKEN_LOSS_TOLERANCE
+    results: list[Any], model: Any, packs: list[list[Sample]], tolerance: float = TOKEN_LOSS_TOLERANCE
 ) -> None:
-    """Per-token losses of every sample of every pack, whichever rank has them."""
-    exact = in_float64(reference.model) if isinstance(reference.model, torch.nn.Module) else reference.model
+    """Per-token losses of every sample of every pack, whichever rank has them, are those of transformers' model."""
+    exact = in_float64(model) if isinstance(model, torch.nn.Module) else model
     for i, samples in enumerate(packs):
         aligned = [-(-len(sample.tokens) // 32) * 32 for sample in samples]
         losses = scenarios.in_pack_order(results, i, sum(aligned))

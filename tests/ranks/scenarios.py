@@ -325,5 +325,5 @@ def check_parameters(
         limit = decay_tolerance if decay_tolerance is not None and name.endswith(DECAYS) else tolerance
         error, norm = (float(x.norm()) for x in (torch.as_tensor(found[name] - one), torch.as_tensor(one)))
         if not error <= limit * norm:
-            wrong[name] = error / norm
+            wrong[name] = error, norm
     assert not wrong, wrong

@@ -130,7 +130,7 @@ def test_mxfp4_files_are_trained_as_the_numbers_that_they_mean(ranks: Ranks, tmp
     meant = quantise(quantised)
     plain = hf.save(tmp_path / "plain", "gpt_oss", **sizes)
     hf.rewrite(plain, **{name.replace(".", "/"): numbers.bfloat16() for name, numbers in meant.items()})
-    model = Model(str(quantised), hf.load(plain), quantised, recipe_of(quantised))
+    model = Model(quantised, hf.load(plain), recipe_of(quantised))
     compare_token_losses(ranks, model, (2, [*SP, *EP]), packs_of())
 
 

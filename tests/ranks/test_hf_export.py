@@ -11,7 +11,7 @@ from sft.console import QUIET
 from sft.hf.source import open_source
 from sft.weights import kept
 from sft.weights.export.export_hf import export_hf
-from tests.ranks.hf_models import TOKEN_LOSS_TOLERANCE, VISIBLE, Reference, check_losses, packs_of, recipe_of
+from tests.ranks.hf_models import TOKEN_LOSS_TOLERANCE, VISIBLE, check_losses, packs_of, recipe_of
 from tests.ranks.layouts import CP, EP, PP, SP, TP
 from tests.ranks.pool import Ranks
 from tests.ranks.saving import train_and_save
@@ -51,8 +51,8 @@ def test_a_trained_model_in_transformers(ranks: Ranks, tmp_path: Path, family: s
 
     trained, original = models.load(tmp_path / "exported"), models.load(source)
     tolerance = TRAINED_LINEAR_TOLERANCE if "qwen3_5" in family or family == "qwen3_next" else TOKEN_LOSS_TOLERANCE
-    check_losses([result["after"] for result in results], Reference("", trained), packs, tolerance)
-    check_losses([result["before"] for result in results], Reference("", original), packs)
+    check_losses([result["after"] for result in results], trained, packs, tolerance)
+    check_losses([result["before"] for result in results], original, packs)
     before, after = hf.tensors(source), hf.tensors(tmp_path / "exported")
     unchanged = {name for name in before if hf.same({name: before[name]}, {name: after[name]})}
     kept_parts = ("visual", "vision", "projector", "layer_scalar")

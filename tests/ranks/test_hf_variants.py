@@ -240,6 +240,6 @@ def test_entropy_and_z_loss_are_those_of_the_divided_logits(ranks: Ranks, models
         logits = model.model(input_ids=torch.from_numpy(sample.tokens.astype(np.int64))[None]).logits[0]
     logprobs = logits.log_softmax(-1)
     expected = logits.logsumexp(-1), -(logprobs.exp() * logprobs).sum(-1)
-    for found in ranks(world_size).run(statistics, [*model.recipe, *layout, *loss], model.folder, sample):
+    for found in ranks(world_size).run(statistics, [*model.recipe, *layout, *loss], str(model.source), sample):
         for ours, theirs in zip(found, expected):
             np.testing.assert_allclose(ours[: len(sample.tokens)], theirs.numpy(), rtol=0, atol=TOKEN_LOSS_TOLERANCE)

@@ -17,7 +17,7 @@ from sft.weights import kept
 from sft.weights.export.export_hf import export_hf
 from sft.weights.lora.base_digest import base_digest
 from tests.ranks import scenarios
-from tests.ranks.hf_models import VISIBLE, Reference, check_losses, load, packs_of, recipe_of
+from tests.ranks.hf_models import VISIBLE, check_losses, load, packs_of, recipe_of
 from tests.ranks.layouts import EP, PP, SP
 from tests.ranks.pool import Ranks
 from tests.ranks.saving import Run
@@ -72,7 +72,7 @@ def test_merged_weights_have_the_losses_of_the_run(
     kept.keep(open_source(source), run / "hf")
     results = ranks(2).run(train_and_save, recipe, str(source), str(run))
     export_hf(run, tmp_path / "merged", QUIET)
-    check_losses(results, Reference("", models.load(tmp_path / "merged")), packs_of())
+    check_losses(results, models.load(tmp_path / "merged"), packs_of())
     before, after = hf.tensors(source), hf.tensors(tmp_path / "merged")
     assert before.keys() == after.keys()
     moved = {name for name in before if not torch.equal(before[name], after[name])}

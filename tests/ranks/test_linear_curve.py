@@ -7,6 +7,7 @@ this factor takes them apart.
 """
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -80,17 +81,15 @@ GRID = [
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """The folder of a small random model with this norm_epsilon."""
-    made: dict[tuple[str, float], Path] = {}
 
+    @cache
     def get(name: str, eps: float) -> Path:
-        if (name, eps) not in made:
-            folder = tmp_path_factory.mktemp("model") / "source"
-            if name == "tied, MTP":
-                mtp_models.save(folder, "qwen3_5_text", tied=True, rms_norm_eps=eps)
-            else:
-                hf.save(folder, name, seed=8, rms_norm_eps=eps)
-            made[name, eps] = folder
-        return made[name, eps]
+        folder = tmp_path_factory.mktemp("model") / "source"
+        if name == "tied, MTP":
+            mtp_models.save(folder, "qwen3_5_text", tied=True, rms_norm_eps=eps)
+        else:
+            hf.save(folder, name, seed=8, rms_norm_eps=eps)
+        return folder
 
     return get
 

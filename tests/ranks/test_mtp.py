@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +48,7 @@ def samples() -> list[list[Sample]]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
-    made: dict[str, Model] = {}
-
-    def get(family: str) -> Model:
-        if family not in made:
-            made[family] = mtp_models.save(tmp_path_factory.mktemp("model") / "source", family)
-        return made[family]
-
-    return get
+    return cache(lambda family: mtp_models.save(tmp_path_factory.mktemp("model") / "source", family))
 
 
 def recipe(source: Path, overrides: Sequence[str]) -> list[str]:

@@ -1,9 +1,12 @@
 """What tests are made of: recipes, configs, samples, packs, chats, and small models."""
 
 import json
+import os
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,9 +86,27 @@ def chats(folder: Path, count: int, name: str = "chat.jsonl") -> None:
     (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def commands(folder: Path) -> None:
+    """`sft`, `torchrun` and `python` of this environment, as programs in the new `folder`."""
+    folder.mkdir()
+    for name, words in (("sft", "-m sft"), ("torchrun", "-m torch.distributed.run"), ("python", "")):
+        (folder / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
+        (folder / name).chmod(0o755)
+
+
 def pretrained(folder: Path) -> Pretrained:
     """The model in `folder`, which is not read."""
     return Pretrained(name=str(folder), folder=folder, commit=None, family="qwen3", max_positions=None)
+
+
+class Hostile:
+    """A value whose pickle makes a folder where it is read."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.folder,)
 
 
 LLAMA_8B = {

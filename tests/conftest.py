@@ -1,12 +1,12 @@
 """For every test: pools of ranks that live as long as the session, and which tests `make test` leaves out."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, Ranks
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the hub; tests/unit/fixtures/hub.py serves one on this machine
 os.environ["SFT_CACHE"] = "/nonexistent"  # no test uses constants that were measured on this machine
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], RankPool]]:
+def ranks() -> Iterator[Ranks]:
     """`ranks(n)`: a running pool of n processes."""
     pools: dict[int, RankPool] = {}
 

@@ -25,6 +25,15 @@ parallel: {{cp: 2}}
 train: {{num_steps: 2, global_batch_size: 1}}
 optim: {{lr: 1e-3}}
 """
+# The same run of the model in {folder}/source.
+HF_RECIPE = """
+run: {{dir: {folder}/run, device: cpu, precision: fp32}}
+model: {{hf: {folder}/source}}
+data: {{train: {folder}/chat.jsonl, tokenizer: byte, seq_length: 256}}
+parallel: {{cp: 2}}
+train: {{num_steps: 2, global_batch_size: 1}}
+optim: {{lr: 1e-3}}
+"""
 
 
 class Rank:
@@ -124,4 +133,8 @@ TIMED = (
 def records(folder: Path, *kinds: str) -> list[dict[str, Any]]:
     """metrics.jsonl without what depends on the clock."""
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in TIMED} for line in lines if line["kind"] in kinds]
+    return [untimed(line) for line in lines if line["kind"] in kinds]
+
+
+def untimed(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in TIMED}

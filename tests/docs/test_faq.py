@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from tests.docs.commands import ROOT
+from tests.docs.blocks import ROOT
 
 FAQ = (ROOT / "docs/faq.md").read_text(encoding="utf-8")
 FEWEST_LETTERS = 10  # of a quoted line, so that it is not in the code by chance

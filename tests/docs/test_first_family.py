@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.commands import ROOT
+from tests.docs.blocks import ROOT
 
 PAGE = (ROOT / "docs/start/first-family.md").read_text(encoding="utf-8")
 COPIED = ("sft", "tests", "docs/reference")

@@ -9,7 +9,7 @@ from sft.config import keys
 from sft.errors import ConfigError
 from sft.recipe.load import parse_recipe
 from tests.builders import RECIPE
-from tests.docs.commands import ROOT
+from tests.docs.blocks import ROOT
 
 PAGE = ROOT / "docs/how-to/move.md"
 _ROW = re.compile(r"\| `([\w.]+)` \| (none|`[\w.]+`) \|(.*)\|$")

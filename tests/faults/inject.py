@@ -55,7 +55,7 @@ def arm(faults: list[dict[str, Any]]) -> None:
     """Wrap what the faults of this rank name."""
     rank = int(os.environ.get("RANK", "0"))
     Path(f"{os.environ[LOG]}.pid.{rank}").write_text(str(os.getpid()))
-    if any("step" in fault or fault["do"] == "draw" for fault in faults):
+    if any("step" in fault for fault in faults):
         _wrap("sft.run.lifecycle:Lifecycle.phase", _follow_step)
     for index, fault in enumerate(faults):
         if fault.get("rank") in (None, rank):
@@ -125,10 +125,7 @@ def _strike(index: int, fault: dict[str, Any]) -> None:
 
 
 def _tell(index: int, fault: dict[str, Any]) -> None:
-    _append({"fault": index, "do": fault["do"], "rank": int(os.environ.get("RANK", "0")), "step": _now["step"]})
-
-
-def _append(line: dict[str, Any]) -> None:
+    line = {"fault": index, "do": fault["do"], "rank": int(os.environ.get("RANK", "0")), "step": _now["step"]}
     handle = os.open(os.environ[LOG], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(handle, (json.dumps(line) + "\n").encode())
     os.close(handle)
@@ -154,29 +151,9 @@ def _inf_gradient(function: Any, chunks: Any, *args: Any, **kwargs: Any) -> Any:
     return function(chunks, *args, **kwargs)
 
 
-def _nan_weight(function: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
-    next(engine.chunks[0].parameters()).data.view(-1)[0] = float("nan")
-    return function(engine, *args, **kwargs)
-
-
-def _draw(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """What the generators say at each step, into the log: nothing in a step asks them."""
-    import random
-
-    import numpy as np
-    import torch
-
-    result = function(*args, **kwargs)
-    told = [random.random(), float(np.random.random()), float(torch.rand(1))]
-    _append({"drawn": told, "rank": int(os.environ["RANK"]), "step": _now["step"]})
-    return result
-
-
 _TURNS: dict[str, Callable[..., Any]] = {
     "nan-loss": _nan_loss,
     "inf-gradient": _inf_gradient,
-    "nan-weight": _nan_weight,
-    "draw": _draw,
     "no-room": lambda function, path: function(path)._replace(free=1000),
     "much-room": lambda function, path: function(path)._replace(free=1 << 50),
     "an-hour-back": lambda function: function() - 3600.0,

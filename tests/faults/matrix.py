@@ -35,24 +35,29 @@ ROWS = {
     "S8": Row("an old checkpoint cannot be deleted", (HERE,)),
     "S9": Row("a save takes longer than run.grace_s", (HERE,)),
     "S10": Row("pointer empty, garbage, a path, negative, removed", (HERE,)),
-    "S11": Row("a weight is not finite at a save", (HERE,)),
+    "S11": Row(
+        "a weight is not finite at a save",
+        ("tests/ranks/test_save_failures.py::test_whatever_fails_all_ranks_hear_it_and_nothing_is_left",),
+    ),
     "L1": Row("a file cut by a byte, emptied, removed", (HERE,)),
     "L2": Row("one bit flipped in each kind of file", (HERE,)),
     "L3": Row("manifest removed, cut, with wrong digests; extra files", (HERE,)),
-    "L4": Row("all checkpoints are damaged", (HERE,)),
-    "L5": Row("resume: must without one; path with a typo", (HERE,)),
+    "L4": Row(
+        "all checkpoints are damaged",
+        ("tests/ranks/test_resume_refusals.py::test_where_all_are_damaged_no_start_begins_anew",),
+    ),
+    "L5": Row(
+        "resume: must without one; path with a typo", ("tests/ranks/test_check_and_train.py::test_the_same_refusal",)
+    ),
     "L6": Row("ranks see different listings", (HERE,)),
-    "L7": Row("checkpoint of another model", (HERE,)),
+    "L7": Row("checkpoint of another model", ("tests/ranks/test_check_and_train.py::test_the_same_refusal",)),
     "L8": Row("moments are missing", (HERE,)),
     "L9": Row(
         "checkpoint of Megatron-LM, without manifest",
         ("tests/ranks/test_interop.py::test_what_megatron_saves_we_load",),
     ),
     "L10": Row("second job in the folder", (HERE,)),
-    "X1": Row(
-        "hostile .metadata, common.pt, byte object",
-        ("tests/unit/mcore/checkpoint_io/test_safe_reader.py",),
-    ),
+    "X1": Row("hostile .metadata, common.pt, byte object", ("tests/unit/mcore/checkpoint_io/test_safe_reader.py",)),
     "X2": Row("manifest or pointer with .., absolute path, link", (HERE,)),
     "X3": Row(
         "YAML with a tag, duplicate or unknown key, alias bomb",
@@ -76,12 +81,12 @@ ROWS = {
     "T4": Row("cp 2 <-> 1", ("tests/ranks/test_resume_layouts.py::test_another_layout_continues_the_curve",)),
     "T5": Row("tp x cp swapped", ("tests/ranks/test_resume_layouts.py::test_another_layout_continues_the_curve",)),
     "T6": Row("several resumes, each on another layout", (HERE,)),
-    "T7": Row("batch, length, seed, data changed", (HERE,)),
+    "T7": Row("batch, length, seed, data changed", ("tests/ranks/test_check_and_train.py::test_the_same_refusal",)),
     "T8": Row("resume at, before and after an epoch's end", (HERE,)),
     "T9": Row("optimizer kept by rank (dp_reshardable)", (HERE,)),
     "T10": Row(
         "random generators, as dropout would use them",
-        (HERE, "tests/ranks/test_resume.py::test_generators_go_on_where_they_were_on_the_same_layout_only"),
+        ("tests/ranks/test_resume.py::test_generators_go_on_where_they_were_on_the_same_layout_only",),
         "the recipe has no dropout",
     ),
     "D1": Row(
@@ -105,7 +110,7 @@ ROWS = {
         "nothing supervised on a rank, in a batch",
         ("tests/ranks/test_counting.py::test_unsupervised_microbatches_change_nothing",),
     ),
-    "D5": Row("data edited between starts", (HERE,)),
+    "D5": Row("data edited between starts", ("tests/ranks/test_check_and_train.py::test_the_same_refusal",)),
     "D6": Row(
         "a process that tokenises dies", ("tests/unit/data/cache/test_prepare.py::test_a_process_that_is_killed",)
     ),

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,37 +79,6 @@ def test_a_manifest_that_tells_something_else(cut: MakeCase, hit: Hit) -> None:
     one.assert_same_end(beside=CORRUPT)
 
 
-@pytest.mark.row("L4")
-@pytest.mark.parametrize("kind", ["__1_0.distcp", "metadata.json"])
-def test_nothing_whole_is_an_error_and_no_new_run(cut: MakeCase, hit: Hit, kind: str) -> None:
-    """Nor is the start after that one a new run: what was put aside is still a run that was to go on."""
-    one = cut()
-    files = [one.checkpoint(step) / kind for step in one.steps()]
-    for file in files:
-        file.unlink()
-    before = (one.run / "metrics.jsonl").read_bytes()
-    for told in (["holds no undamaged checkpoint, and a run that has saved is not started over", *map(str, files)], []):
-        start = one.start().ends(2).says(*told)
-        assert "started from random weights" not in start.out()
-        assert (one.run / "metrics.jsonl").read_bytes() == before and one.status()["status"] == "failed-fatal"
-        hit("L4")
-
-
-@pytest.mark.row("L5")
-def test_what_is_insisted_on_has_to_be_there(case: MakeCase, hit: Hit) -> None:
-    one = case()
-    typo = f"{one.folder}/typo"
-    for key, value, text in (
-        ("checkpoint.resume", "must", ", but "),
-        ("checkpoint.resume", typo, " names no checkpoint: the path does not exist"),
-        ("model.init_from", typo, ": the path has no checkpoint"),
-    ):
-        start = one.start(more=[f"{key}={value}"]).ends(2)
-        assert start.err().startswith(f"CheckpointError: {key} = {value}{text}"), start.told()
-        assert "\nstep " not in start.out() and not one.steps()
-        hit("L5")
-
-
 @pytest.mark.row("L6")
 def test_ranks_that_see_other_names_follow_rank_0(cut: MakeCase, hit: Hit) -> None:
     """As on a network file system: this rank does not see what is there, and, the next time, sees it late."""
@@ -123,34 +90,6 @@ def test_ranks_that_see_other_names_follow_rank_0(cut: MakeCase, hit: Hit) -> No
     start = one.start(late, AT_ONCE).ends(-9).says("resumed step 6")
     assert len(start.fired()) == 2, start.told()
     hit("L6", 2)
-    one.finish_the_same()
-
-
-@pytest.mark.row("L7", "T7", "D5")
-def test_what_would_make_another_run_is_refused(cut: MakeCase, hit: Hit) -> None:
-    one = cut()
-    other = one.recipe.parent / "other.jsonl"
-    other.write_text("".join((one.recipe.parent / "chat.jsonl").read_text().splitlines(keepends=True)[:50]))
-    changes = [
-        ("L7", "model.ffn_hidden_size=96", "model.ffn_hidden_size was 64, is 96"),
-        ("L7", "model.num_layers=3", "model.num_layers was 2, is 3"),
-        ("L7", "model.vocab_size=300", "model.vocab_size was null, is 300"),
-        ("L7", "model.rope.base=5000.0", "model.rope.base was 10000.0, is 5000.0"),
-        ("T7", "train.global_batch_size=4", "train.global_batch_size was 2, is 4"),
-        ("T7", "run.seed=9", "run.seed was 1234, is 9"),
-        ("T7", "data.seq_length=512", "data.seq_length was 256, is 512"),
-        ("D5", f"data.train={other}", "data was "),
-    ]
-    for row, override, reason in changes:
-        if override.startswith("data."):
-            command = [sys.executable, "-m", "sft", "data", "prepare", str(one.recipe), override]
-            subprocess.run(command, check=True, capture_output=True)
-        one.start(more=[override]).ends(2).says("cannot be resumed with this recipe", reason)
-        hit(row)
-    assert one.steps() == [1, 2, 3, 4, 5, 6]  # a refusal is no damage
-    start = one.start(AT_ONCE, more=["run.seed=9", "checkpoint.allow_changes=[run.seed]"]).ends(-9)
-    start.says("run.seed was 1234, is 9, as allowed")
-    hit("T7")
     one.finish_the_same()
 
 

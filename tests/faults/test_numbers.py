@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.faults.runs import STEP, Case, Hit, MakeCase
+from tests.faults.runs import STEP, Hit, MakeCase
 
 NAN = {"at": "sft.mcore.engine:lm_loss", "do": "nan-loss"}
 INF = {"at": "sft.mcore.engine:finalize_model_grads", "do": "inf-gradient"}
@@ -82,34 +82,3 @@ def test_stopped_around_the_end_of_an_epoch(case: MakeCase, hit: Hit) -> None:
     seen = [json.loads(line) for line in one.end().seen.splitlines()]
     assert [row["epoch"] for row in seen] == [0] * 7 + [1] * 5
     assert sorted(sum((row["samples"] for row in seen[:7]), [])) == list(range(55))  # each once
-
-
-@pytest.mark.row("T10")
-def test_generators_go_on_where_they_were(case: MakeCase, hit: Hit) -> None:
-    """A number of each is drawn in every step, as dropout would: killed after steps that were not saved, each rank
-    draws the same again.  Python's own has no seed at the start of a run, so another run draws others."""
-    whole, one = case(), case("checkpoint.save_every=3")
-    whole.finish(DRAW)
-    for step in (5, 8, 11):
-        kill = {"at": "sft.mcore.engine:build.update", "step": step, "rank": 0, "do": "kill-all"}
-        one.start(DRAW, kill).ends(-9)
-        hit("T10")
-    one.finish(DRAW)
-    here, there = _drawn(one), _drawn(whole)
-    assert len(here) == 24 and {len(told) for told in there.values()} == {1}
-    assert sum(len(told) > 1 for told in here.values()) == 6  # the steps 4, 7 and 10 on both ranks
-    for where, told in here.items():
-        assert all(again == told[0] for again in told), where
-        assert told[0][1:] == there[where][0][1:], where
-    one.assert_same_end()
-
-
-DRAW = {"at": STEP, "do": "draw", "every": True}
-
-
-def _drawn(one: Case) -> dict[tuple[int, int], list[list[float]]]:
-    """By rank and step: what was drawn there, start after start."""
-    found: dict[tuple[int, int], list[list[float]]] = {}
-    for line in (line for start in one.starts for line in start.fired() if "drawn" in line):
-        found.setdefault((line["rank"], line["step"]), []).append(line["drawn"])
-    return found

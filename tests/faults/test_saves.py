@@ -241,12 +241,3 @@ def test_a_pointer_that_is_none(cut: MakeCase, hit: Hit) -> None:
         start.says(f"resumed step 6 from {one.checkpoint(6)}")
         hit("X2" if content and b"/" in content else "S10")
     one.finish_the_same()
-
-
-@pytest.mark.row("S11")
-def test_a_weight_that_is_no_number_is_never_saved(case: MakeCase) -> None:
-    one = case()
-    fault = {"at": "sft.checkpoint.saver:engine_state.is_finite", "rank": 1, "call": 4, "do": "nan-weight"}
-    one.start(fault).ends(2).says("step 4 was not saved: a weight is not finite; such a state is never saved")
-    assert one.steps() == [1, 2, 3] and one.status()["status"] == "failed-fatal"
-    one.finish_the_same()

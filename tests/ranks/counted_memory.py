@@ -57,10 +57,7 @@ ROWS: dict[str, tuple[list[str], int]] = {
     "tp": ([*_TP, "train.recompute=selective"], 2),
     "tp, wide": ([*WIDE, *_TP, "train.recompute=none"], 2),
     "pp": (["parallel.pp=2", "train.recompute=selective", "train.global_batch_size=4"], 2),
-    "virtual": (
-        ["parallel.pp=2", "parallel.virtual_stages=2", "train.recompute=none", "train.global_batch_size=4"],
-        2,
-    ),
+    "virtual": (["parallel.pp=2", "parallel.virtual_stages=2", "train.recompute=none", "train.global_batch_size=4"], 2),
     "dp": (["train.recompute=full", "parallel.distributed_optimizer=true", "train.global_batch_size=2"], 2),
     "experts": ([*_EXPERTS, "model.moe.ffn_hidden_size=256", "train.recompute=none"], 1),
     "ep": (

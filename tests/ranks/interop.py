@@ -18,13 +18,11 @@ from tests.ranks.megatron_lm import BATCH, LAYERS, VOCAB
 
 CUT, NAME = 2, "iter_0000002"  # updates before the checkpoint
 Dump = dict[str, Any]
+KINDS = ("weight", "main", "exp_avg", "exp_avg_sq")
 LR = 7.5e-4  # there: 1e-3 after one update of warm-up, 0 after five
-NUM_PARAMETERS = 3 + LAYERS * 9  # embedding, output, final norm; per layer four norms, qkv and its bias, proj, fc1, fc2
 # What either side says for the same optimizer and precision: Megatron-LM's flags, our overrides.
-PLAIN = ("", [])
 HALF = ("--bf16", ["run.precision=bf16"])
-SHARDED = ("--use-distributed-optimizer", ["parallel.distributed_optimizer=true"])
-BOTH = (f"{HALF[0]} {SHARDED[0]}", [*HALF[1], *SHARDED[1]])
+BOTH = ("--bf16 --use-distributed-optimizer", ["run.precision=bf16", "parallel.distributed_optimizer=true"])
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 # How a parameter is cut over tensor-parallel ranks: along this axis; fc1 is two matrices, gate and up, each cut.
 AXES = {
@@ -136,7 +134,12 @@ def held(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
     }
 
 
-def whole(ranks: list[dict[str, Any]], num_parameters: int = NUM_PARAMETERS) -> Dump:
+def num_parameters(num_experts: int) -> int:
+    """Embedding, output, final norm; in a layer four norms, qkv, its bias, proj, fc1 and fc2, or router and experts."""
+    return 3 + LAYERS * (8 + 2 * num_experts if num_experts else 9)
+
+
+def whole(ranks: list[dict[str, Any]]) -> Dump:
     """Of what all ranks hold: {"exp_avg decoder.layers.3.mlp.linear_fc2.weight": array, ..., "steps": Adam's count}."""
     parts: dict[str, dict[int, np.ndarray]] = {}
     seen: dict[str, dict[int, np.ndarray]] = {}
@@ -154,7 +157,6 @@ def whole(ranks: list[dict[str, Any]], num_parameters: int = NUM_PARAMETERS) -> 
                 into.flat[span], mask.flat[span] = values, True
     assert all(mask.all() for masks in seen.values() for mask in masks.values())
     dump: Dump = {key: joined(key, [by_rank[tp] for tp in sorted(by_rank)]) for key, by_rank in parts.items()}
-    assert len(dump) % num_parameters == 0
     return {**dump, "steps": steps}
 
 
@@ -209,19 +211,21 @@ def our_load(overrides: list[str], folder: str) -> tuple[Any, Any]:
         return loaded, held(engine.chunks, engine.optimizer)
 
 
-def check(before: list[tuple[Any, Any]], after: list[tuple[Any, Any]]) -> None:
+def check(before: list[tuple[Any, Any]], after: list[tuple[Any, Any]], num_experts: int = 0) -> None:
     """Loaded is what was saved, and the next update leads to the same place."""
     saved, then = (whole([rank[i] for rank in before]) for i in (0, 1))
     loaded, later = (whole([rank[i] for rank in after]) for i in (0, 1))
-    assert len(saved) == 4 * NUM_PARAMETERS + 1
+    assert len(saved) == 4 * num_parameters(num_experts) + 1
     assert saved["steps"] == {2.0} and then["steps"] == {3.0}
-    for kind in ("weight", "main", "exp_avg", "exp_avg_sq"):  # or the rest would say little
-        key = f"{kind} decoder.layers.3.mlp.linear_fc2.weight"
+    experts = [f"mlp.experts.local_experts.{number}.linear_fc2.weight" for number in range(num_experts)]
+    names = ["mlp.router.weight", "pre_mlp_layernorm.weight", *experts] if experts else ["mlp.linear_fc2.weight"]
+    for key in (f"{kind} decoder.layers.3.{name}" for kind in KINDS for name in names):  # or the rest would say little
         assert saved[key].all() and not np.array_equal(saved[key], then[key])
     assert_same(loaded, saved)
     assert_same(later, then)
     for rank, _ in [*before, *after]:
-        assert rank["lr"] == pytest.approx([LR, LR]) and rank["weight_decay"] == [0.1, 0.0]
+        assert rank["lr"] == pytest.approx([LR] * len(rank["lr"])) and set(rank["weight_decay"]) == {0.1, 0.0}
+        assert num_experts or rank["weight_decay"] == [0.1, 0.0]
 
 
 def their_next_update(other: megatron_lm.Other) -> None:

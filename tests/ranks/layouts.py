@@ -23,6 +23,9 @@ DIMENSIONS = {
     "precision": ["fp32", "bf16"],
     "loss": ["fused", "chunked", "full"],
 }
+CP, TP, PP, EP = ["parallel.cp=2"], ["parallel.tp=2"], ["parallel.pp=2"], ["parallel.ep=2"]
+SP = [*TP, "parallel.sequence_parallel=true"]
+SHARDED = ["parallel.distributed_optimizer=true"]
 NUM_LAYERS, NUM_EXPERTS, TOP_K, GLOBAL_BATCH_SIZE = 4, 4, 2, 4  # of scenarios.RECIPE and of MOE
 MOE = [
     f"model.moe.num_experts={NUM_EXPERTS}",
@@ -31,10 +34,8 @@ MOE = [
     "model.init_std=0.2",  # decided routers: with 0.02 two scores may be one rounding apart
 ]
 AUX = ["model.moe.aux_loss_coef=0.1", "model.moe.z_loss_coef=0.01"]
-WINDOWS = [
-    "model.sliding_window=20",
-    "model.sliding_window_layers=[1, 2, 4]",
-]  # shorter and longer than documents and chunks
+# Shorter and longer than documents and chunks.
+WINDOWS = ["model.sliding_window=20", "model.sliding_window_layers=[1, 2, 4]"]
 GPT_OSS = [
     *(f"model.{key}=true" for key in ("attention_sinks", "attention_output_bias", "mlp_bias", "moe.router_bias")),
     *("model.activation=clamped_swiglu", "model.activation_limit=0.8", "model.activation_alpha=1.702"),
@@ -42,17 +43,11 @@ GPT_OSS = [
 ]
 GEMMA = [
     *WINDOWS,
-    "model.rope.window_base=3000",
-    "model.rope.base=100000",
-    "model.norm_placement=both",
-    "model.norm_zero_centered=true",
-    "model.activation=geglu",
-    "model.tie_embeddings=true",
+    *("model.rope.window_base=3000", "model.rope.base=100000", "model.norm_placement=both"),
+    *("model.norm_zero_centered=true", "model.activation=geglu", "model.tie_embeddings=true"),
     "model.embedding_multiplier=5.656854249492381",  # the root of 32
-    "model.round_embedding_multiplier=true",
-    "model.attention_multiplier=0.25",
-    "model.attention_softcap=1.5",
-    "model.logits_softcap=2.5",
+    *("model.round_embedding_multiplier=true", "model.attention_multiplier=0.25"),
+    *("model.attention_softcap=1.5", "model.logits_softcap=2.5"),
 ]  # Gemma 2 with the positions and norms of Gemma 3
 GEMMA4 = [
     *WINDOWS,
@@ -70,7 +65,7 @@ LINEAR = [
     *("model.norm_zero_centered=true", "model.rope.fraction=0.5", "model.qkv_bias=false"),
 ]  # as Qwen3.5
 QWEN_MOE = [  # a step of Adam from weights of 0.2 turns the last bits of its gradients into 5e-5 of the next norm
-    *("model.moe.shared_ffn_hidden_size=16", "model.moe.shared_gate=true", "model.init_std=0.05"),
+    *("model.moe.shared_ffn_hidden_size=16", "model.moe.shared_gate=true", "model.init_std=0.05")
 ]
 ROUTERS = [
     *("model.moe.score_function=sigmoid", "model.moe.correction_bias=true", "model.moe.bias_update_rate=0.03"),
@@ -102,6 +97,7 @@ ALL_ON = ["parallel.sequence_parallel=true", "parallel.distributed_optimizer=tru
 LOSS_TOLERANCE = 1e-6
 NORM_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE = 1e-5  # of the gradient's norm, per parameter
+STEP_TOLERANCE = 1e-4  # of the norm of what a weight moved; Adam divides by the root of small numbers
 # Relative (losses, gradient norms) in fp32, as docs/concepts/numerics.md has them.  The norm in Gated DeltaNet
 # multiplies a head's output, and its rounding, by up to the root of 1 / norm_epsilon: 10, or 1,000 in released models.
 CURVE_TOLERANCES = {

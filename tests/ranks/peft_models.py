@@ -1,11 +1,10 @@
 """Adapters of peft beside ours: the same random values in both, token losses, gradients and steps of both."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import peft
 import torch
 
@@ -14,11 +13,12 @@ from sft.layers.adapters import names_of
 from sft.mcore.engine import Engine
 from sft.mcore.lora import adapted
 from tests.ranks import scenarios
-from tests.ranks.hf_models import hf_losses, load, losses_of
+from tests.ranks.hf_models import Part, assembled, hf_losses, load
 from tests.unit.fixtures import hf
 
 RANK, ALPHA = 3, 5.0
 HEAD = "base_model.model."  # of peft's names
+WHOLE = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "output_layer.weight": "lm_head.weight"}
 VALUES = 0.2  # standard deviation of the factors, so that adapters change losses visibly
 
 
@@ -39,8 +39,8 @@ def peft_model(folder: Path, targets: Any, **fields: Any) -> tuple[Any, dict[str
 
 
 def stored_name(name: str) -> str:
-    """Of a parameter of peft's model."""
-    return name.removeprefix(HEAD).replace(".default.", ".")
+    """The name in files of a parameter of peft's model."""
+    return name.removeprefix(HEAD).replace(".modules_to_save", "").replace(".default.", ".")
 
 
 def fill(engine: Engine, values: dict[str, torch.Tensor]) -> None:
@@ -64,11 +64,11 @@ def packed_losses(
     with scenarios.running(overrides) as engine:
         load(engine, folder)
         fill(engine, values)
-        return losses_of(engine, packs)
+        return scenarios.losses_of(engine, packs)
 
 
 def peft_gradients(model: Any, packs: Sequence[Sequence[Sample]]) -> tuple[dict[str, torch.Tensor], float]:
-    """Of the mean loss over supervised tokens, by stored name; and this loss."""
+    """Gradients of the mean loss over supervised tokens, by stored name; and this loss."""
     model.zero_grad()
     total, count = torch.zeros(()), 0
     for sample in (sample for pack in packs for sample in pack):
@@ -125,13 +125,32 @@ class Adapted:
 
 
 def whole(results: Sequence[dict[str, Any]], key: str) -> dict[str, torch.Tensor]:
-    """Chunks of all ranks as whole tensors, without the prefix of adapters, one for each expert."""
-    found: dict[str, np.ndarray] = {}
-    for name, shape, offset, data in (chunk for result in results for chunk in result[key]):
-        target = found.setdefault(name.removeprefix(adapted.PREFIX), np.full(shape, np.nan, dtype=np.float32))
-        target[tuple(slice(start, start + size) for start, size in zip(offset, data.shape))] = data
-    return {
-        linear: torch.from_numpy(part)
-        for name, array in found.items()
-        for linear, part in zip(names_of(name, range(len(array))), array if array.ndim == 3 else [array])
-    }
+    """Parts of all ranks as whole tensors, by the names of peft: one for each expert, and without rows of padding."""
+    found = {}
+    for key_of_part, array in assembled(part for result in results for part in result[key]).items():
+        if key_of_part in WHOLE:
+            found[WHOLE[key_of_part]] = torch.from_numpy(array[: scenarios.VOCAB])
+            continue
+        name = key_of_part.removeprefix(adapted.PREFIX)
+        for linear, part in zip(names_of(name, range(len(array))), array if array.ndim == 3 else [array]):
+            found[linear] = torch.from_numpy(part)
+    return found
+
+
+def shard_parts(shards: Iterable[Any]) -> list[Part]:
+    return [(s.key, s.global_shape, s.global_offset, s.data.detach().float().numpy().copy()) for s in shards]
+
+
+def steps(model: Any, packs: Any, count: int, adam: Any = None) -> None:
+    """Steps of a new AdamW, or of `adam`, on what is trained of peft's model."""
+    trained = [param for _, param in model.named_parameters() if param.requires_grad]
+    adam = adam or torch.optim.AdamW(trained, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    for _ in range(count):
+        peft_gradients(model, packs)
+        torch.nn.utils.clip_grad_norm_(trained, 0.5)
+        adam.step()
+
+
+def trained_of(model: Any) -> dict[str, torch.Tensor]:
+    """What is trained of peft's model, by stored name."""
+    return {stored_name(name): p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}

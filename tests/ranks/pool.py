@@ -18,7 +18,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -87,6 +87,9 @@ class RankPool:
         raise RankFailure(message)
 
 
+Ranks = Callable[[int], RankPool]  # the fixture `ranks`
+
+
 def _context() -> Any:
     """Importing Transformer Engine may start CUDA, which does not work in a forked process."""
     import torch
@@ -120,6 +123,18 @@ class _World:
 
 
 join = _World.join
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[None]:
+    """A process group of all ranks of the pool, for functions that need no engine."""
+    import torch.distributed as dist
+
+    join()
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:

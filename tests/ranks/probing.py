@@ -1,10 +1,9 @@
 """`sft probe` on the ranks of a pool, with a fault planted in the code that it examines."""
 
-import contextlib
-import io
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,9 @@ from unittest import mock
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from sft.cli import main
 from sft.data.packing import dynamic_cp, pack
-from sft.mcore import process_groups
 from sft.mcore.backends.portable import Portable
 from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.engine import Engine
@@ -24,7 +21,8 @@ from sft.parallel import context_parallel
 from sft.parallel.layout import Layout
 from sft.probe.session import model, session
 from sft.recipe.load import load_recipe
-from tests.launching import RECIPE, environments
+from tests.launching import RECIPE
+from tests.ranks.commands import sft
 from tests.ranks.pool import RankPool, join
 
 
@@ -44,31 +42,9 @@ def probe(pool: RankPool, recipe: Path, words: list[str], fault: str | None = No
     """Exit code, the same on every rank, and the content of --json: `probe(pool, recipe, ["leak", "parallel.cp=2"])`"""
     answer, (question, *rest) = recipe.parent / "answer.json", words
     answer.unlink(missing_ok=True)
-    environment = {key: environments(1)[0][key] for key in ("MASTER_ADDR", "MASTER_PORT")}
-    command = ["probe", question, str(recipe), *rest, "--json", str(answer)]
-    codes = set(pool.run(_on_rank, command, environment, fault))
-    assert len(codes) == 1, codes
-    return codes.pop(), json.loads(answer.read_text()) if answer.exists() else {}
-
-
-def _on_rank(command: list[str], environment: dict[str, str], fault: str | None) -> int:
-    with mock.patch.dict(os.environ, environment), FAULTS[fault]() if fault else contextlib.nullcontext():
-        try:
-            return main(command)
-        finally:
-            if dist.is_initialized():
-                process_groups.stop()
-
-
-def alone(command: list[str]) -> tuple[int, str]:
-    """`sft` on rank 0 as a single process without torchrun: exit code and output.  Other ranks do nothing."""
-    if os.environ["RANK"] != "0":
-        return 0, ""
-    output = io.StringIO()
-    with mock.patch.dict(os.environ), contextlib.redirect_stdout(output):
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            del os.environ[name]
-        return main(command), output.getvalue()
+    within = FAULTS[fault] if fault else nullcontext
+    result = sft(pool, "probe", question, str(recipe), *rest, "--json", str(answer), within=within)
+    return result.code, json.loads(answer.read_text()) if answer.exists() else {}
 
 
 def save_weights(recipe: Path, folder: str) -> None:

@@ -17,9 +17,11 @@ from sft.errors import CheckpointError, StorageError
 from sft.mcore.checkpoint_io import engine_state, optimizer_shards
 from sft.mcore.engine import Engine
 from tests.ranks import scenarios
+from tests.ranks.hf_models import load
 
 SMALL = ["model.num_layers=2", "model.hidden_size=16", "model.ffn_hidden_size=32", "data.seq_length=128"]
 SMALL += ["checkpoint.async_save=false"]
+CORPUS = scenarios.SkewedCorpus([100, 37, 64, 5, 111, 90, 2, 128] * 4)
 ASYNC = "checkpoint.async_save=true"
 
 
@@ -30,16 +32,19 @@ class Run:
         self,
         engine: Engine,
         folder: str,
-        is_ours: Callable[[], bool] = lambda: True,
+        conditions: Conditions | None = None,
         in_use: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self.engine, self.folder, self.said = engine, Path(folder), io.StringIO()
-        now = Conditions(plan={"data": "9f2c"}, recipe={}, layout={"tp": engine.layout.tp}, versions={"sft": "0"})
+        now = conditions or Conditions(
+            plan={"data": "9f2c"}, recipe={}, layout={"tp": engine.layout.tp}, versions={"sft": "0"}
+        )
         console = Console(engine.groups.rank, self.said)
         self.published: dict[int, float] = {}  # on rank 0: the seconds that each save took, by step
         note = self.published.__setitem__
-        self.saver = Saver(engine.config.checkpoint, self.folder, now, engine.groups, console, is_ours, note, in_use)
-        self._loader = scenarios.loader_of(engine, scenarios.SkewedCorpus([100, 37, 64, 5, 111, 90, 2, 128] * 4))
+        config, groups = engine.config.checkpoint, engine.groups
+        self.saver = Saver(config, self.folder, now, groups, console, lambda: True, note, in_use)
+        self._loader = scenarios.loader_of(engine, CORPUS)
 
     def train(self, *steps: int) -> None:
         for step in steps:
@@ -70,6 +75,17 @@ class Run:
 def run_of(overrides: Sequence[str], folder: str, **given: Any) -> Iterator[Run]:
     with scenarios.running([*SMALL, *overrides]) as engine:
         yield Run(engine, folder, **given)
+
+
+def train_and_save(overrides: list[str], source: str, folder: str, packs: list[Any]) -> dict[str, Any]:
+    """Two steps from the Hugging Face folder `source`.  Returns this rank's token losses before and after them."""
+    with scenarios.running(overrides, has_weights=False) as engine:
+        load(engine, source)
+        before = scenarios.losses_of(engine, packs)
+        run = Run(engine, folder)
+        run.train(1, 2)
+        run.save(2, wait=True)
+        return {"before": before, "after": scenarios.losses_of(engine, packs)}
 
 
 def refusal(action: Callable[[], None]) -> str:

@@ -7,7 +7,7 @@ builds the whole trainer below the data on the layout that the overrides of RECI
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from sft.mcore.engine import Engine, release
 from sft.mcore.initial_weights import initialise
 from sft.mcore.lora import adapted
 from sft.mcore.optimizer import offload
+from sft.metrics.totals import StepResult, Totals
 from sft.parallel import context_parallel
 from sft.parallel.alignment import pack_multiple
 from sft.parallel.layout import Layout
@@ -38,6 +39,7 @@ from sft.weights.trained import trained_weights
 from tests.ranks.pool import RankPool, join
 
 VOCAB = 301  # prime: a multiple of nothing
+DECAYS = (".A_log", ".dt_bias")  # ends of the names of what the decay of linear attention is made of
 
 RECIPE = """
 run: {dir: unused, device: cpu, precision: fp32, seed: 7}
@@ -118,8 +120,9 @@ def running(
             release(engine)  # a leaked model keeps its groups, and a group keeps threads that poll
 
 
-def loader_of(engine: Engine, corpus: Any) -> Loader:
+def loader_of(engine: Engine, corpus: Any = None) -> Loader:
     config, layout = engine.config, engine.layout
+    corpus = SkewedCorpus(LENGTHS) if corpus is None else corpus
     plans = EpochPlans(corpus.lengths, config.data, seed=0, global_batch_size=layout.global_batch_size)
     return Loader(
         corpus,
@@ -155,6 +158,11 @@ def microbatch_of(
     if doc_multiple:
         collator = replace(collator, doc_multiple=doc_multiple, pack_multiple=1)
     return collator.microbatch(samples)
+
+
+def microbatches_of(engine: Engine, packs: Sequence[Sequence[Sample]]) -> list[Microbatch]:
+    """The packs of this data-parallel rank, which takes turns with the others."""
+    return [microbatch_of(engine, pack) for pack in packs[engine.groups.dp_rank :: engine.layout.dp]]
 
 
 def count_parameters(engine: Engine) -> int:
@@ -197,6 +205,11 @@ def write_checkpoint(overrides: Sequence[str], folder: str) -> None:
         save(engine, Path(folder), {"iteration": 0})
 
 
+def train_steps(engine: Engine, steps: Sequence[int]) -> list[StepResult]:
+    loader = loader_of(engine)
+    return [engine.train_step(loader.microbatches(step)) for step in steps]
+
+
 def train(
     overrides: Sequence[str], steps: Sequence[int] = (0, 1, 2), load: str | None = None, save_to: str | None = None
 ) -> dict[str, Any]:
@@ -205,8 +218,7 @@ def train(
         if load:
             plain = engine_state.load(engine, Path(load))
             assert plain["iteration"] == steps[0]
-        loader = loader_of(engine, SkewedCorpus(LENGTHS))
-        results = [engine.train_step(loader.microbatches(step)) for step in steps]
+        results, grid = train_steps(engine, steps), loader_of(engine).grid
         random.random(), np.random.random(), torch.rand(1)  # something to restore
         if save_to:
             Path(save_to).mkdir(exist_ok=True)
@@ -222,7 +234,7 @@ def train(
             "parameters": parameter_hash(engine),
             "optimizer": optimizer_hash(engine),
             "adam_steps": adam_steps(engine),
-            "cp_sizes": {slot.cp_size for step in steps for slots in loader.grid(step) for slot in slots},
+            "cp_sizes": {slot.cp_size for step in steps for slots in grid(step) for slot in slots},
             "place": (groups.dp_rank, groups.cp_rank, groups.tp_rank, groups.pp_rank),
         }
 
@@ -251,17 +263,20 @@ def gradients(
     """Gradients of the mean loss over `packs` of sample ids, by parameter name; needs tp 1, pp 1, dp 1."""
     with running(overrides) as engine:
         corpus = SkewedCorpus(LENGTHS)
-        for chunk in engine.chunks:
-            chunk.train()
-            chunk.zero_grad_buffer()
-        totals = engine._run(
-            [microbatch_of(engine, [corpus.sample(i) for i in ids], doc_multiple) for ids in packs],
-            forward_only=False,
+        totals, grads = backward(
+            engine, [microbatch_of(engine, [corpus.sample(i) for i in ids], doc_multiple) for ids in packs]
         )
-        grads = {
-            name: param.main_grad.clone().numpy() for chunk in engine.chunks for name, param in chunk.named_parameters()
-        }
         return {"gradients": grads, "loss": totals.objective / totals.num_tokens, "num_tokens": totals.num_tokens}
+
+
+def backward(engine: Engine, microbatches: list[Microbatch]) -> tuple[Totals, dict[str, np.ndarray]]:
+    """The totals of a forward and a backward pass, and the gradients of this rank by parameter name."""
+    for chunk in engine.chunks:
+        chunk.train()
+        chunk.zero_grad_buffer()
+    totals = engine._run(microbatches, forward_only=False)
+    named = [pair for chunk in engine.chunks for pair in chunk.named_parameters()]
+    return totals, {name: param.main_grad.clone().numpy() for name, param in named}
 
 
 def local_token_losses(engine: Engine, microbatch: Microbatch) -> Tensor | None:
@@ -270,15 +285,45 @@ def local_token_losses(engine: Engine, microbatch: Microbatch) -> Tensor | None:
     return next((-rows.logprob for _, rows in engine.measure([everywhere], forward_only=True)), None)
 
 
+def losses_of(engine: Engine, packs: Sequence[Sequence[Sample]]) -> list[Any]:
+    """For each pack the positions of the local tokens and their -log p(label); None where the last stage is not."""
+    found = []
+    for samples in packs:
+        microbatch = microbatch_of(engine, samples)
+        losses = local_token_losses(engine, microbatch)
+        where = context_parallel.local_indices(microbatch.cu_seqlens.numpy(), engine.layout.cp, engine.groups.cp_rank)
+        found.append(None if losses is None else (where, losses.numpy()))
+    return found
+
+
 def token_losses(overrides: Sequence[str], packs: Sequence[Sequence[Sample]]) -> list[Any]:
-    """-log p(label) of every local token of each pack, and the pack positions they belong to."""
     with running(overrides) as engine:
-        found = []
-        for samples in packs:
-            microbatch = microbatch_of(engine, samples)
-            losses = local_token_losses(engine, microbatch)
-            where = context_parallel.local_indices(
-                microbatch.cu_seqlens.numpy(), engine.layout.cp, engine.groups.cp_rank
-            )
-            found.append(None if losses is None else (where, losses.numpy()))
-        return found
+        return losses_of(engine, packs)
+
+
+def in_pack_order(results: Sequence[list[Any]], pack: int, length: int) -> np.ndarray:
+    """The losses of a pack, float32 [length], put together from the ranks that have them."""
+    losses = np.full(length, np.nan, dtype=np.float32)
+    for result in results:
+        if result[pack] is not None:
+            where, values = result[pack]
+            losses[where] = values
+    assert not np.isnan(losses).any()
+    return losses
+
+
+def check_parameters(
+    found: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float, decay_tolerance: float | None = None
+) -> None:
+    """All are there, and of each the difference is at most `tolerance` of its norm; 0: none differs.
+
+    decay_tolerance: of gradients of the decay of linear attention, which are sums over all tokens that cancel
+    """
+    assert found.keys() == expected.keys()
+    wrong = {}
+    for name, one in expected.items():
+        limit = decay_tolerance if decay_tolerance is not None and name.endswith(DECAYS) else tolerance
+        error, norm = (float(x.norm()) for x in (torch.as_tensor(found[name] - one), torch.as_tensor(one)))
+        if not error <= limit * norm:
+            wrong[name] = error, norm
+    assert not wrong, wrong

@@ -21,11 +21,7 @@ MISTAKES = {  # overrides, how rank 0 begins, what it must mention
         "ConfigError: warm-up of 100 steps does not fit a run of ",
         "Set in: optim.warmup_steps (command line: optim.warmup_steps=100).",
     ),
-    "no checkpoint to start from": (
-        ["model.init_from=no/where"],
-        "CheckpointError: model.init_from = no/where",
-        "",
-    ),
+    "no checkpoint to start from": (["model.init_from=no/where"], "CheckpointError: model.init_from = no/where", ""),
     "more processes than the layout": (["parallel.cp=1", "parallel.tp=4"], "ConfigError: ", "tp = 4"),
 }
 

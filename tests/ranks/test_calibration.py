@@ -2,7 +2,6 @@
 
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -10,7 +9,7 @@ from sft.calibration.session import Calibration, calibrate
 from sft.calibration.sizes import MeasuredSizes
 from sft.estimate.constants import Constant, Constants, Curve, read, write
 from sft.estimate.gpus import gpu
-from tests.ranks.pool import RankPool, join
+from tests.ranks.pool import Ranks, join
 
 TINY = MeasuredSizes(
     products=(16, 64), rows=64, documents=(32, 64), heads=2, head_dim=16, message=1 << 18,
@@ -34,7 +33,7 @@ def on_each_rank(per_node: int) -> Calibration:
         return calibrate("cpu", TINY)
 
 
-def test_two_ranks_of_a_node(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+def test_two_ranks_of_a_node(ranks: Ranks, tmp_path: Path) -> None:
     first, second = ranks(2).run(on_each_rank, 2)
     assert first == second and set(first.errors) == STEPS
     constants = first.constants
@@ -53,7 +52,7 @@ def test_two_ranks_of_a_node(ranks: Callable[[int], RankPool], tmp_path: Path) -
     assert "linear_attention" in said[0].split("; assumed ")[1]
 
 
-def test_two_nodes_of_a_rank(ranks: Callable[[int], RankPool]) -> None:
+def test_two_nodes_of_a_rank(ranks: Ranks) -> None:
     first, _ = ranks(2).run(on_each_rank, 1)
     assert measured_names(first.constants) == ON_ONE_DEVICE | OF_MESSAGES | {"inter_gb_s"}
     assert first.constants.intra_gb_s == Constant(
@@ -61,6 +60,6 @@ def test_two_nodes_of_a_rank(ranks: Callable[[int], RankPool]) -> None:
     )
 
 
-def test_one_rank_measures_no_messages(ranks: Callable[[int], RankPool]) -> None:
+def test_one_rank_measures_no_messages(ranks: Ranks) -> None:
     (alone,) = ranks(1).run(on_each_rank, 1)
     assert measured_names(alone.constants) == ON_ONE_DEVICE

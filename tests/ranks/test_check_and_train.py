@@ -39,10 +39,21 @@ OTHERS = {
     "far below a file": (["run.dir=file/x/y/z"], "file, which is not a folder.  Choose another run.dir."),
     "a state that is none": (["run.dir=stateless"], "stateless/run_state.json is not the state of a run"),
     "nothing undamaged": (["run.dir=ruined"], "ruined/checkpoints holds no undamaged checkpoint, and a run that has"),
-    "never": (["run.dir=full", "checkpoint.resume=never"], "checkpoint.resume = never, but full/checkpoints holds"),
-    "must": (["checkpoint.resume=must"], "checkpoint.resume = must, but new/checkpoints has no checkpoint"),
+    "never": (
+        ["run.dir=full", "checkpoint.resume=never"],
+        "checkpoint.resume = never, but full/checkpoints holds checkpoints of an earlier run.  A new run would mix its "
+        "checkpoints with them.  Choose another run.dir, or resume with checkpoint.resume=auto.",
+    ),
+    "must": (
+        ["checkpoint.resume=must"],
+        "checkpoint.resume = must, but new/checkpoints has no checkpoint; expected a folder iter_XXXXXXX with "
+        "metadata.json, or a folder of such folders.",
+    ),
     "no path": (["checkpoint.resume=gone"], "checkpoint.resume = gone names no checkpoint: the path does not exist"),
-    "a path without any": (["checkpoint.resume=notes"], "checkpoint.resume = notes: the path has no checkpoint"),
+    "a path without any": (
+        ["checkpoint.resume=notes"],
+        "checkpoint.resume = notes: the path has no checkpoint; expected ",
+    ),
     "a damaged path": (
         ["checkpoint.resume=damaged/checkpoints"],
         "damaged/checkpoints/iter_0000004 is damaged: damaged/checkpoints/iter_0000004/__0_0.distcp has ",
@@ -120,6 +131,7 @@ NO_ERROR = {
     ],
     "lora again": ["run.dir=lora", "lora.rank=4"],
     "a new run": ["run.dir=fresh", "train.num_steps=1"],
+    "a new run that never resumes": ["run.dir=fresh_too", "train.num_steps=1", "checkpoint.resume=never"],
 }
 
 

@@ -4,7 +4,7 @@ The count is by the sizes of the tensors that each operation gets; it shares no 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,9 @@ from tests.builders import answer
 from tests.ranks import scenarios
 from tests.ranks.hf_models import recipe_of
 from tests.ranks.layouts import GEMMA, GEMMA4, GEMMA4_EXPERTS, GPT_OSS, LATENT, LINEAR, MOE, ROUTERS
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 from tests.unit.fixtures import hf
 
-Ranks = Callable[[int], RankPool]
 # Of attention: a tile of queries also computes the scores behind its first query, half a tile of 8 for each query.
 ATTENTION_TOLERANCE = 0.02
 LENGTH, SUPERVISED, TILE = 512, 151, 8

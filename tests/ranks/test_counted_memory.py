@@ -1,18 +1,15 @@
 """The predicted memory of a step against the bytes that torch's CPU allocator counts, in total and by category."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.ranks import counted_memory
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 
 QUICK = ("full", "cp")
 # Tensors that the equations leave out on a CPU.
-KNOWN_MISSES = {
-    "tp": "core's buffer of gathered hidden states, 1 MiB, is not predicted; the total is within its bar",
-}
+KNOWN_MISSES = {"tp": "core's buffer of gathered hidden states, 1 MiB, is not predicted; the total is within its bar"}
 
 
 def _param(name: str) -> Any:
@@ -23,6 +20,6 @@ def _param(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", map(_param, counted_memory.ROWS))
-def test_counted_bytes_are_predicted(ranks: Callable[[int], RankPool], name: str) -> None:
+def test_counted_bytes_are_predicted(ranks: Ranks, name: str) -> None:
     row = counted_memory.measure(ranks(counted_memory.ROWS[name][1]), name)
     assert row.misses == [], row.as_json(1 << 20)

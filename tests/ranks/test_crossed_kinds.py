@@ -3,7 +3,7 @@
 No released model has these mixtures, so the reference is written out below, by our names of weights.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -19,11 +19,11 @@ from sft.mcore.engine import Engine
 from sft.mcore.linear_attention.delta_rule import Inputs
 from sft.weights import trained
 from tests.ranks import scenarios
-from tests.ranks.hf_models import MEAN_LOSS_TOLERANCE, TOKEN_LOSS_TOLERANCE, losses_of
-from tests.ranks.pool import RankPool
+from tests.ranks.hf_models import MEAN_LOSS_TOLERANCE, TOKEN_LOSS_TOLERANCE
+from tests.ranks.layouts import CP, PP, SP
+from tests.ranks.pool import Ranks
 from tests.unit.fixtures.recurrence import recurrence
 
-Ranks = Callable[[int], RankPool]
 HEADS, DIM, EPS = 8, 4, 1e-5  # of RECIPE
 KEY_HEADS, VALUE_HEADS, K, V = 2, 4, 6, 5
 LATENT, PLAIN, ROTARY, VALUE = 12, 6, 4, 5
@@ -32,14 +32,12 @@ BLOCK_WEIGHT = 0.3  # of the loss of multi-token prediction
 # Of a gradient's norm, of four layers in fp32; measured at most 1.8e-5, and 5.2e-5 of decays, whose sums over all
 # tokens cancel.  With a window of one token less, losses differ by 1e-2.
 GRADIENT_TOLERANCE = 4e-5
-DECAYS, DECAY_TOLERANCE = (".A_log", ".dt_bias"), 1.5e-4
+DECAY_TOLERANCE = 1.5e-4
 
 LINEAR = [
     "model.init_std=0.08",  # so that decays matter
-    f"model.linear_attention.num_key_heads={KEY_HEADS}",
-    f"model.linear_attention.num_value_heads={VALUE_HEADS}",
-    f"model.linear_attention.key_head_dim={K}",
-    f"model.linear_attention.value_head_dim={V}",
+    *(f"model.linear_attention.num_key_heads={KEY_HEADS}", f"model.linear_attention.num_value_heads={VALUE_HEADS}"),
+    *(f"model.linear_attention.key_head_dim={K}", f"model.linear_attention.value_head_dim={V}"),
 ]
 OWN_HEADS = [  # layers without a window have wider heads than those with one, and fewer of them
     f"model.head_dim={DIM}",
@@ -47,12 +45,7 @@ OWN_HEADS = [  # layers without a window have wider heads than those with one, a
     "model.full_attention.num_query_groups=2",
     f"model.rope.window_base={WINDOW_BASE}",
 ]
-MOE = [
-    f"model.moe.num_experts={EXPERTS}",
-    f"model.moe.top_k={TOP_K}",
-    "model.moe.dense_layers=1",
-    "model.qkv_bias=false",
-]
+MOE = [f"model.moe={{num_experts: {EXPERTS}, top_k: {TOP_K}, dense_layers: 1}}", "model.qkv_bias=false"]
 MODELS: dict[str, list[str]] = {
     # linear, window, linear, full; norms before and after; the first without experts
     "linear x windows x experts": [
@@ -85,13 +78,9 @@ MODELS: dict[str, list[str]] = {
     "linear x latent": [
         *LINEAR,
         "model.linear_attention.layers=[1,4]",
-        f"model.latent_attention.kv_lora_rank={LATENT}",
-        f"model.latent_attention.qk_nope_head_dim={PLAIN}",
-        f"model.latent_attention.qk_rope_head_dim={ROTARY}",
-        f"model.latent_attention.v_head_dim={VALUE}",
-        "model.num_query_groups=null",
-        "model.qk_norm=false",
-        "model.qkv_bias=false",
+        *(f"model.latent_attention.kv_lora_rank={LATENT}", f"model.latent_attention.v_head_dim={VALUE}"),
+        *(f"model.latent_attention.qk_nope_head_dim={PLAIN}", f"model.latent_attention.qk_rope_head_dim={ROTARY}"),
+        *("model.num_query_groups=null", "model.qk_norm=false", "model.qkv_bias=false"),
     ],
 }
 BASES = {  # of the positions of layers with a window, by number
@@ -99,11 +88,7 @@ BASES = {  # of the positions of layers with a window, by number
     "own heads x linear x experts": {1: WINDOW_BASE},
     "own heads x multi-token prediction": {2: WINDOW_BASE, 3: WINDOW_BASE},
 }
-SP = ["parallel.tp=2", "parallel.sequence_parallel=true"]
-LAYOUTS = {
-    "tp_cp": (4, [*SP, "parallel.cp=2", "train.recompute=selective"]),
-    "pp_cp": (4, ["parallel.pp=2", "parallel.cp=2", "train.recompute=full"]),
-}
+LAYOUTS = [(4, [*SP, *CP, "train.recompute=selective"]), (4, [*PP, *CP, "train.recompute=full"])]
 
 
 # --- the reference -----------------------------------------------------------------------------------------------
@@ -247,7 +232,7 @@ def weights_and_gradients(overrides: Sequence[str], packs: Sequence[Sequence[Sam
     with running(overrides) as engine:
         (chunk,) = engine.chunks
         weights = {name: param.detach().numpy().copy() for name, param in chunk.module.named_parameters()}
-        losses = losses_of(engine, packs)
+        losses = scenarios.losses_of(engine, packs)
         chunk.train()
         chunk.zero_grad_buffer()
         totals = engine._run([scenarios.microbatch_of(engine, samples) for samples in packs], forward_only=False)
@@ -257,19 +242,7 @@ def weights_and_gradients(overrides: Sequence[str], packs: Sequence[Sequence[Sam
 
 def losses(overrides: Sequence[str], packs: Sequence[Sequence[Sample]]) -> list[Any]:
     with running(overrides) as engine:
-        return losses_of(engine, packs)
-
-
-def whole(results: Sequence[list[Any]], pack: int, samples: Sequence[Sample]) -> list[np.ndarray]:
-    """Of each sample the losses of its labels, whichever rank has them."""
-    aligned = [-(-len(sample.tokens) // 32) * 32 for sample in samples]
-    values = np.full(sum(aligned), np.nan)
-    for result in results:
-        if result[pack] is not None:
-            where, found = result[pack]
-            values[where] = found
-    starts = np.cumsum([0, *aligned])
-    return [values[start : start + len(sample.tokens) - 1] for start, sample in zip(starts, samples)]
+        return scenarios.losses_of(engine, packs)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -280,9 +253,7 @@ def test_crossed_kinds_have_the_losses_and_gradients_of_a_loop(ranks: Ranks, nam
     weights = {key: torch.from_numpy(value).double().requires_grad_() for key, value in one["weights"].items()}
     both = [[reference_losses(weights, sample.tokens, BASES.get(name, {})) for sample in pack] for pack in packs]
     expected = [[first for first, _ in pack] for pack in both]
-    for number, pack in enumerate(packs):
-        for found, loss in zip(whole([one["losses"]], number, pack), expected[number]):
-            np.testing.assert_allclose(found, loss.detach().numpy(), rtol=0, atol=TOKEN_LOSS_TOLERANCE)
+    check_losses([one["losses"]], packs, expected)
     masks = [[torch.from_numpy(sample.weights[1:] > 0) for sample in pack] for pack in packs]
     pairs = [(loss, mask) for pack, own in zip(expected, masks) for loss, mask in zip(pack, own)]
     mean = torch.cat([loss[mask] for loss, mask in pairs]).mean()
@@ -293,17 +264,16 @@ def test_crossed_kinds_have_the_losses_and_gradients_of_a_loop(ranks: Ranks, nam
     if of_block:
         mean = mean + BLOCK_WEIGHT * torch.cat(of_block).mean()
     mean.backward()
-    wrong = {}
-    for key, weight in weights.items():
-        assert weight.grad is not None, key
-        error = float((torch.from_numpy(one["gradients"][key]) - weight.grad).norm() / weight.grad.norm())
-        if not error <= (DECAY_TOLERANCE if key.endswith(DECAYS) else GRADIENT_TOLERANCE):
-            wrong[key] = error
-    assert not wrong
-    for layout, (world_size, overrides) in LAYOUTS.items():
-        results = ranks(world_size).run(losses, [*MODELS[name], *overrides], packs)
-        for number, pack in enumerate(packs):
-            for found, loss in zip(whole(results, number, pack), expected[number]):
-                np.testing.assert_allclose(
-                    found, loss.detach().numpy(), rtol=0, atol=TOKEN_LOSS_TOLERANCE, err_msg=layout
-                )
+    gradients = {key: weight.grad.numpy() for key, weight in weights.items()}
+    scenarios.check_parameters(one["gradients"], gradients, GRADIENT_TOLERANCE, DECAY_TOLERANCE)
+    for world_size, overrides in LAYOUTS:
+        check_losses(ranks(world_size).run(losses, [*MODELS[name], *overrides], packs), packs, expected)
+
+
+def check_losses(results: Sequence[list[Any]], packs: list[list[Sample]], expected: list[list[Tensor]]) -> None:
+    for number, (pack, losses_of_pack) in enumerate(zip(packs, expected)):
+        aligned = [-(-len(sample.tokens) // 32) * 32 for sample in pack]
+        found = scenarios.in_pack_order(results, number, sum(aligned))
+        for start, loss in zip(np.cumsum([0, *aligned]), losses_of_pack):
+            ours = found[start : start + len(loss)]
+            np.testing.assert_allclose(ours, loss.detach().numpy(), rtol=0, atol=TOKEN_LOSS_TOLERANCE)

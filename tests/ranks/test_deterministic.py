@@ -3,35 +3,33 @@
 torch then also fills new tensors with NaN, so a number that came from memory nobody wrote would be NaN.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from tests.ranks import scenarios
-from tests.ranks.pool import RankPool
+from tests.ranks.layouts import CP, EP, MOE, SHARDED, SP
+from tests.ranks.pool import Ranks
 
-NUM_STEPS = 2
-EXPERTS = ["model.moe.num_experts=4", "model.moe.top_k=2", "model.moe.ffn_hidden_size=32", "model.moe.z_loss_coef=0.01"]
 LAYOUTS = {
-    "cp, recompute, tied": ["parallel.cp=2", "train.recompute=selective", "model.tie_embeddings=true"],
-    "tp": ["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.distributed_optimizer=true"],
-    "experts": [*EXPERTS, "parallel.ep=2"],
+    "cp, recompute, tied": [*CP, "train.recompute=selective", "model.tie_embeddings=true"],
+    "tp": [*SP, *SHARDED],
+    "experts": [*MOE, "model.moe.z_loss_coef=0.01", *EP],
 }
 
 
 def end(overrides: Sequence[str]) -> tuple[bool, list[tuple[float, float]], str]:
     """Whether torch uses deterministic algorithms, loss and norm of each step, and a hash of the weights."""
     with scenarios.running(overrides) as engine:
-        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
-        results = [engine.train_step(loader.microbatches(step)) for step in range(NUM_STEPS)]
+        results = scenarios.train_steps(engine, [0, 1])
         is_on = torch.are_deterministic_algorithms_enabled()
         assert engine.core_config.deterministic_mode is is_on
         return is_on, [(r.objective, r.grad_norm) for r in results], scenarios.parameter_hash(engine)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_numbers_with_and_without(ranks: Callable[[int], RankPool], layout: str) -> None:
+def test_the_same_numbers_with_and_without(ranks: Ranks, layout: str) -> None:
     with_it = ranks(2).run(end, [*LAYOUTS[layout], "run.deterministic=true"])
     without = ranks(2).run(end, LAYOUTS[layout])
     assert [found[0] for found in with_it + without] == [True, True, False, False]

@@ -3,7 +3,7 @@
 layouts.py has `dynamic_cp` as a dimension, so tests/ranks/test_resume_layouts.py shows one curve and resume.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,10 @@ from sft.parallel.context_parallel import local_indices
 from tests.builders import answer
 from tests.ranks import scenarios
 from tests.ranks.layouts import GEMMA, GRADIENT_TOLERANCE, LATENT, LINEAR, LOSS_TOLERANCE, MODELS
-from tests.ranks.pool import RankPool, join
+from tests.ranks.pool import Ranks, joined
 
 DYNAMIC = ["parallel.cp=4", "parallel.dynamic_cp=true"]
 DECAY_TOLERANCE = 3e-5  # of gradients that are sums over all tokens which cancel, see hf_comparison.py
-Ranks = Callable[[int], RankPool]
 
 
 def losses_by_size(overrides: list[str], sizes: Sequence[int], packs: Sequence[Sequence[Any]]) -> list[list[Any]]:
@@ -54,12 +53,8 @@ def test_one_model_runs_packs_of_any_size_in_any_order(ranks: Ranks, model: list
     a, b, c, other = (answer(n, n, seed=i, last=scenarios.VOCAB) for i, n in enumerate((50, 70, 90, 70), start=1))
     sizes, length = (1, 2, 1, 4, 2), 64 + 96 + 96
     results = ranks(4).run(losses_by_size, [*DYNAMIC, *model], sizes, [[a, b, c], [a, other, c]])
-    losses = np.full((len(sizes), 2, length), np.nan, dtype=np.float32)
-    for result in results:
-        for i, of_size in enumerate(result):
-            for k, (where, values) in enumerate(of_size):
-                losses[i, k, where] = values
-    assert not np.isnan(losses).any()
+    of_sizes = [[result[i] for result in results] for i in range(len(sizes))]
+    losses = np.array([[scenarios.in_pack_order(of_size, k, length) for k in (0, 1)] for of_size in of_sizes])
     assert (losses[0] == losses[2]).all() and (losses[1] == losses[4]).all()
     np.testing.assert_allclose(losses[1:4], losses[:1].repeat(3, 0), rtol=LOSS_TOLERANCE)
     before, after = losses[:, 0], losses[:, 1]
@@ -85,10 +80,9 @@ def gradients(overrides: list[str], slots: list[list[Slot]]) -> dict[str, Any]:
             scenarios.microbatch_of(engine, [corpus.sample(i) for i in slot.samples], cp_size=slot.cp_size)
             for slot in slots[dist.get_rank()]
         ]
-        totals = engine._run(microbatches, forward_only=False)
-        params = [(name, param) for chunk in engine.chunks for name, param in chunk.named_parameters()]
+        totals, found = scenarios.backward(engine, microbatches)
         return {
-            "gradients": {name: param.main_grad.clone().numpy() for name, param in params},
+            "gradients": found,
             "loss": totals.objective / totals.num_tokens,
             "counts": (totals.num_tokens, totals.num_real_tokens, totals.num_documents, totals.num_sequences),
             "sequence_nll": totals.sequence_nll,
@@ -105,23 +99,19 @@ def test_gradients_and_counts_are_those_of_one_process(ranks: Ranks, model: str)
         assert result["counts"] == reference["counts"]
         assert result["loss"] == pytest.approx(reference["loss"], rel=LOSS_TOLERANCE)
         assert result["sequence_nll"] == pytest.approx(reference["sequence_nll"], rel=LOSS_TOLERANCE)
-        for name, expected in reference["gradients"].items():
-            difference = np.linalg.norm(result["gradients"][name] - expected)
-            tolerance = DECAY_TOLERANCE if name.endswith(("A_log", "dt_bias")) else GRADIENT_TOLERANCE
-            assert difference <= tolerance * np.linalg.norm(expected), name
+        expected = reference["gradients"]
+        scenarios.check_parameters(result["gradients"], expected, GRADIENT_TOLERANCE, DECAY_TOLERANCE)
 
 
 def agreement(grids: list[Any]) -> str | None:
     """The error of this rank, if the ranks have planned `grids`."""
-    join()
-    world = dist.group.WORLD
-    assert world is not None
-    try:
-        check_agreement(grids[dist.get_rank()], 6, world)
-    except DataError as error:
-        return str(error)
-    finally:
-        dist.destroy_process_group()
+    with joined():
+        world = dist.group.WORLD
+        assert world is not None
+        try:
+            check_agreement(grids[dist.get_rank()], 6, world)
+        except DataError as error:
+            return str(error)
     return None
 
 

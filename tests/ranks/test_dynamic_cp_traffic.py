@@ -1,7 +1,7 @@
 """Bytes over cp of a step: those of the log and of the plan, and none for packs of one rank."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,9 +15,8 @@ from sft.metrics.records import train_record
 from sft.metrics.run_facts import RunFacts
 from tests.ranks import scenarios
 from tests.ranks.layouts import GEMMA, LATENT, LINEAR, MOE, ROUTERS
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 
-Ranks = Callable[[int], RankPool]
 SLOW = "parallel.intra_node_gb_s=1e-6"  # so that the plan takes the smallest groups
 DYNAMIC = ["parallel.cp=4", "parallel.dynamic_cp=true", SLOW]
 HALF = ["parallel.cp=2", "parallel.dynamic_cp=true", SLOW]

@@ -1,8 +1,9 @@
 """`sft eval` gives the records of a run's own evaluations, on every layout, and leaves the run as it is."""
 
 import json
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,18 @@ import pytest
 import torch
 
 from sft.cli import main
+from sft.metrics.records import flat
 from sft.metrics.rows import ROUNDING, ROWS, SAME
 from sft.run.lock import RunLock
 from tests.builders import answer, chats
-from tests.launching import RECIPE, records
-from tests.ranks import evaluating, hf_models
-from tests.ranks.evaluating import Result, scored, sft, untimed
-from tests.ranks.pool import RankPool
+from tests.launching import HF_RECIPE, RECIPE, records, untimed
+from tests.ranks import hf_models, scenarios
+from tests.ranks.commands import Result, scored, sft
+from tests.ranks.layouts import EP, MOE, PP, SHARDED, SP
+from tests.ranks.pool import RankPool, Ranks
 from tests.unit.fixtures import hf
 from tests.unit.fixtures.folder import make_folder, template
 
-Ranks = Callable[[int], RankPool]
 # Relative; fp32 sums in another order.  One rounding of a loss of 5 nats is 5e-8 of it; the mean of 60 tokens has less.
 LOSS_TOLERANCE = 1e-7
 RUN = [
@@ -30,8 +32,7 @@ RUN = [
     "checkpoint.save_every=1",
     "optim.schedule=constant",
 ]
-EXPERTS = ["model.moe.num_experts=4", "model.moe.top_k=2", "model.moe.ffn_hidden_size=24", "model.init_std=0.2"]
-ONE, TP, PP = "parallel.cp=1", ["parallel.cp=1", "parallel.tp=2", "parallel.sequence_parallel=true"], "parallel.pp=2"
+ONE = "parallel.cp=1"
 
 
 def trained(pool: RankPool, folder: Path, *overrides: str) -> Path:
@@ -57,7 +58,7 @@ def dense(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def experts(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained(ranks(2), tmp_path_factory.mktemp("experts"), *EXPERTS)
+    return trained(ranks(2), tmp_path_factory.mktemp("experts"), *MOE)
 
 
 def logged(recipe: Path, step: int) -> dict[str, dict[str, Any]]:
@@ -97,36 +98,20 @@ def test_the_lines_of_the_run_on_stdout_and_progress_on_stderr(ranks: Ranks, den
     assert "scoring the weights of " in result.err and "more.jsonl" in result.err
 
 
-def flat(record: dict[str, Any]) -> dict[str, Any]:
-    """{"loss by source": {"more": {"loss": 2.0}}} -> {"loss by source/NAME/loss of more": 2.0}: the rows' names."""
-    values = {key: value for key, value in record.items() if not isinstance(value, dict)}
-    for key, groups in record.items():
-        for name, row in groups.items() if isinstance(groups, dict) else ():
-            values |= {f"{key}/NAME/{inner} of {name}": value for inner, value in row.items()}
-    return values
-
-
 def assert_close(ours: dict[str, Any], logged: dict[str, Any]) -> None:
     """Numbers that may differ by rounding do, counts are equal, and nothing else may depend on the layout."""
     rule = {row.name: row.layout for row in ROWS}
     assert ours.keys() == logged.keys()
-    for key, value in flat(logged).items():
-        layout = rule[key.split(" of ")[0]]
+    found = dict(flat(ours))
+    for key, value in flat(logged):
+        layout = rule[re.sub(r"^(loss by \w+)/[^/]+/", r"\1/NAME/", key)]
         if layout == ROUNDING and value is not None:
-            assert flat(ours)[key] == pytest.approx(value, rel=LOSS_TOLERANCE), key
+            assert found[key] == pytest.approx(value, rel=LOSS_TOLERANCE), key
         elif layout in (SAME, ROUNDING):
-            assert flat(ours)[key] == value, key
+            assert found[key] == value, key
 
 
-HF_RECIPE = """
-run: {{dir: {folder}/run, device: cpu, precision: fp32}}
-model: {{hf: {folder}/first}}
-data: {{train: none.jsonl, eval: {folder}/held_out.jsonl, tokenizer: byte, seq_length: 256}}
-parallel: {{cp: 2}}
-train: {{num_steps: 2, global_batch_size: 1}}
-optim: {{lr: 1e-3}}
-"""
-LAYOUTS = {"tp 2": TP, "pp 2": [ONE, PP], "dp 2": [ONE]}
+LAYOUTS = {"tp 2": [ONE, *SP], "pp 2": [ONE, *PP], "dp 2": [ONE]}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -136,12 +121,12 @@ def test_other_layouts_differ_by_rounding(ranks: Ranks, dense: Path, layout: str
         assert_close(untimed(content["sets"][name]), record)
 
 
-ON_STAGES = pytest.param([ONE, PP], marks=pytest.mark.grid)
+ON_STAGES = pytest.param([ONE, *PP], marks=pytest.mark.grid)
 
 
-@pytest.mark.parametrize("layout", [["parallel.ep=2"], [*TP, "parallel.ep=2"], ON_STAGES], ids=" ".join)
+@pytest.mark.parametrize("layout", [EP, [ONE, *SP, *EP], ON_STAGES], ids=" ".join)
 def test_experts(ranks: Ranks, experts: Path, layout: list[str]) -> None:
-    content = scored(ranks(2), experts, *RUN, *EXPERTS, *layout)
+    content = scored(ranks(2), experts, *RUN, *MOE, *layout)
     for name, record in logged(experts, 2).items():
         assert_close(untimed(content["sets"][name]), record)
 
@@ -161,10 +146,17 @@ def test_the_checkpoint_that_a_new_run_would_resume(ranks: Ranks, dense: Path, t
     assert {name: untimed(record) for name, record in content["sets"].items()} == logged(dense, 1)
 
 
+def gradient_buffers(overrides: Sequence[str], trains: bool) -> tuple[int, bool]:
+    """Bytes of core's gradient buffers of an engine, and whether it has an optimizer."""
+    with scenarios.running(overrides, trains=trains) as engine:
+        buffers = [b for chunk in engine.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        return sum(buffer.grad_data.nbytes for buffer in buffers), engine.optimizer is not None
+
+
 def test_an_engine_that_does_not_train_has_no_gradients_and_no_optimizer(ranks: Ranks) -> None:
-    for overrides in (["parallel.distributed_optimizer=true"], EXPERTS):
-        assert ranks(2).run(evaluating.gradient_buffers, overrides, False) == [(0, False)] * 2
-        num_bytes, has_optimizer = ranks(2).run(evaluating.gradient_buffers, overrides, True)[0]
+    for overrides in (SHARDED, MOE):
+        assert ranks(2).run(gradient_buffers, overrides, False) == [(0, False)] * 2
+        num_bytes, has_optimizer = ranks(2).run(gradient_buffers, overrides, True)[0]
         assert num_bytes > 100_000 and has_optimizer
 
 
@@ -207,15 +199,16 @@ def test_what_cannot_be_scored(ranks: Ranks, dense: Path, tmp_path: Path) -> Non
 
 def test_a_hugging_face_folder_has_the_loss_of_transformers(ranks: Ranks, tmp_path: Path) -> None:
     """Another folder than that of the recipe; with the first token of a sample nothing is predicted."""
-    for name, seed in (("first", 4), ("other", 6)):
+    for name, seed in (("source", 4), ("other", 6)):
         hf.save(tmp_path / name, "qwen3", seed=seed)
     hf.save(tmp_path / "shallow", "qwen3", num_hidden_layers=1)
     samples = [answer(length, length // 4, seed=length) for length in (40, 97, 200, 33)]
     rows = [{"tokens": s.tokens.tolist(), "loss_mask": (s.weights > 0).astype(int).tolist()} for s in samples]
     (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(HF_RECIPE.format(folder=tmp_path))
-    for words, name in (([], "first"), (["--from", str(tmp_path / "other")], "other")):
+    held_out = f"seq_length: 256, eval: {tmp_path}/held_out.jsonl"
+    recipe.write_text(HF_RECIPE.format(folder=tmp_path).replace("seq_length: 256", held_out))
+    for words, name in (([], "source"), (["--from", str(tmp_path / "other")], "other")):
         model = hf.load(tmp_path / name)
         with torch.no_grad():
             losses = torch.cat([hf_models.hf_losses(model, s)[torch.from_numpy(s.weights[1:] > 0)] for s in samples])

@@ -1,7 +1,5 @@
-"""Selective recomputation with experts: tokens are sent once, and the layer keeps what the estimate says."""
+"""Selective recomputation with experts: tokens are sent once.  test_saved_tensors.py counts what a layer keeps."""
 
-import gc
-from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -10,13 +8,10 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from tests.ranks import scenarios
-from tests.ranks.alive import Alive
 from tests.ranks.layouts import AUX, MOE
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 
-Ranks = Callable[[int], RankPool]
 NUM_LAYERS = 2
-BYTES_TOLERANCE = 0.02  # of a layer: the equations leave out a few masks and indices, which differ by version of core
 # Per layer: tokens and their weights go to the experts, and outputs come back.  Backward sends the three gradients.
 SENT, SENT_BACK = 3, 3
 
@@ -41,32 +36,6 @@ def messages(overrides: list[str]) -> tuple[int, int]:
 def test_tokens_are_sent_once(ranks: Ranks, recompute: str, sent: int, counted: int) -> None:
     overrides = ["parallel.ep=2", "parallel.cp=2", f"train.recompute={recompute}"]
     assert ranks(2).run(messages, overrides) == [(sent * NUM_LAYERS, counted * NUM_LAYERS)] * 2
-
-
-def bytes_kept(num_layers: int, shared: list[str]) -> float:
-    """After a forward pass of a pack of one document, in bytes per token."""
-    wide = ["model.hidden_size=64", "model.num_query_groups=2", "model.head_dim=16", "run.precision=bf16"]
-    experts = [*MOE, AUX[0], "model.moe.ffn_hidden_size=32", f"model.num_layers={num_layers}"]
-    with scenarios.running([*wide, *experts, *shared, "train.recompute=selective"]) as engine:
-        microbatch = scenarios.microbatch_of(engine, [scenarios.SkewedCorpus([256]).sample(0)])
-        engine._set_denominator([microbatch], 1.0)
-        for chunk in engine.chunks:
-            chunk.train()
-        with Alive() as alive:
-            hidden, _ = engine._forward_step(lambda *told: None, iter([("", microbatch)]), engine.chunks[0])
-        gc.collect()
-        assert isinstance(hidden, torch.Tensor)
-        return alive.num_bytes() / 256
-
-
-@pytest.mark.parametrize("shared", [[], ["model.moe.shared_ffn_hidden_size=96", "model.moe.shared_gate=true"]])
-def test_bytes_of_a_layer_and_token(ranks: Ranks, shared: list[str]) -> None:
-    """A shared expert keeps nothing: its input is the router's.
-
-    A dense layer's 972 (tests/ranks/test_saved_tensors.py); the norm's 4; two times 64 numbers that are sent to
-    experts, 256; four experts' scores, probabilities, weights and masks, 56; two choices, 48."""
-    (two,), (four,) = (ranks(1).run(bytes_kept, layers, shared) for layers in (2, 4))
-    assert (four - two) / 2 == pytest.approx(972 + 4 + 256 + 56 + 48, rel=BYTES_TOLERANCE)
 
 
 def kept_by_dispatchers(recompute: str) -> list[str]:

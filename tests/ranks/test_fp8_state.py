@@ -8,7 +8,7 @@ import enum
 import pickle
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,9 +21,8 @@ from sft.errors import CheckpointError
 from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.engine import Engine
 from tests.ranks import scenarios
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 
-Ranks = Callable[[int], RankPool]
 TE, CORE = "transformer_engine.common.recipe", "megatron.core.extensions.transformer_engine"
 LAYERS = ["mlp.linear_fc1", "mlp.linear_fc2", "self_attention.linear_proj", "self_attention.linear_qkv"]
 LAYOUTS = [(1, []), (2, ["parallel.tp=2"]), (2, ["parallel.pp=2", "parallel.virtual_stages=2"])]

@@ -21,7 +21,8 @@ import torch
 from sft.console import QUIET
 from sft.weights.export.export_hf import export_hf
 from tests.launching import start
-from tests.ranks.hf_models import check_parameters, recipe_of
+from tests.ranks.hf_models import recipe_of
+from tests.ranks.scenarios import check_parameters
 from tests.unit.fixtures import hf
 
 # fp32 against float64, over six Adam steps, relative.

@@ -1,6 +1,6 @@
 """The gradient norm with a vocabulary of real size: that of float64, on every layout, and so one curve."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,9 +10,8 @@ import torch.distributed as dist
 from sft.mcore.engine import Engine
 from sft.mcore.optimizer import build
 from tests.ranks import scenarios
-from tests.ranks.pool import RankPool
-
-Ranks = Callable[[int], RankPool]
+from tests.ranks.layouts import CP, PP, SHARDED, SP
+from tests.ranks.pool import Ranks
 
 VOCAB = 151_936  # of Qwen3
 NUM_STEPS = 2
@@ -35,8 +34,6 @@ RECIPE = [
     "train.global_batch_size=2",
     "optim.clip_grad=0.05",  # far below every norm here: all steps are clipped
 ]
-SHARDED = ["parallel.distributed_optimizer=true"]
-SP = ["parallel.sequence_parallel=true"]
 # Parts of them lie on each rank of tp; of all other parameters every rank has the whole.
 SPLIT = ("word_embeddings.weight", "linear_qkv.weight", "linear_qkv.bias", "linear_proj.weight")
 SPLIT += ("linear_fc1.weight", "linear_fc2.weight")
@@ -128,12 +125,10 @@ def dense(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
-def test_on_one_rank(ranks: Ranks, dense: dict[str, Any]) -> None:
+def test_on_one_rank(dense: dict[str, Any]) -> None:
     check([dense], dense)
 
 
-@pytest.mark.parametrize(
-    "layout", [["parallel.cp=2"], ["parallel.tp=2", *SP, *SHARDED], ["parallel.pp=2", *SHARDED]], ids=" ".join
-)
+@pytest.mark.parametrize("layout", [CP, [*SP, *SHARDED], [*PP, *SHARDED]], ids=" ".join)
 def test_on_two_ranks(ranks: Ranks, dense: dict[str, Any], layout: list[str]) -> None:
     check(ranks(2).run(clipped, layout), dense)

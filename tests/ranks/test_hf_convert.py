@@ -4,7 +4,6 @@ The models are transformers' own, saved by it; the losses and gradients to compa
 """
 
 import contextlib
-import copy
 import io
 import json
 import os
@@ -18,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 
-from sft.batch import Sample
 from sft.console import QUIET, Console
 from sft.data.cache.prepare import prepare_recipe
 from sft.data.chat.tokenizer import load_tokenizer
@@ -26,29 +24,23 @@ from sft.recipe.load import load_recipe
 from sft.weights.export.export_hf import export_hf
 from sft.weights.import_hf import import_hf
 from tests.builders import chats
-from tests.ranks import megatron_lm, scenarios
-from tests.ranks.hf_comparison import Models, Ranks, compare_token_losses, saved_once, skewed_packs
-from tests.ranks.hf_models import (
-    GRADIENT_TOLERANCE,
-    MEAN_LOSS_TOLERANCE,
-    VISIBLE,
-    Architecture,
-    backward,
-    check_parameters,
-    global_name,
-    hf_losses,
-    in_hf_names,
-    load,
-    packed_gradients,
+from tests.ranks import megatron_lm
+from tests.ranks.hf_comparison import (
+    Case,
+    Models,
+    compare_gradients,
+    compare_token_losses,
+    layout_of,
+    pairs,
+    saved_once,
+    skewed_packs,
 )
+from tests.ranks.hf_models import VISIBLE, hf_losses
 from tests.ranks.interop import theirs_loaded
+from tests.ranks.pool import Ranks
 from tests.unit.fixtures import hf
 
 ORIGINAL = 64  # context before scaling; samples of 200 tokens go far beyond
-CP, EP, TP = ["parallel.cp=2"], ["parallel.ep=2"], ["parallel.tp=2"]
-SP = ["parallel.sequence_parallel=true"]
-DENSE = [(1, []), (2, CP), (2, TP), (2, ["parallel.pp=2"])]
-SPARSE = [(1, []), (2, EP), (2, [*CP, *EP]), (2, [*TP, *SP, *EP]), (2, ["parallel.pp=2"])]
 
 
 def rope(kind: str, theta: float, **more: float) -> dict[str, Any]:
@@ -56,161 +48,70 @@ def rope(kind: str, theta: float, **more: float) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": theta, **original, **more}
 
 
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": dict(family="llama", rms_norm_eps=1e-5),
-    "llama all heads": dict(family="llama", num_key_value_heads=8, tied=True),
-    "mistral": dict(family="mistral"),
-    "qwen2": dict(family="qwen2"),
-    "qwen3 tied": dict(family="qwen3", tied=True),
-    "qwen3 moe": dict(family="qwen3_moe", norm_topk_prob=True),  # as Qwen released them
-    "qwen3 moe, weights of the softmax": dict(family="qwen3_moe", tied=True),
-    "mixtral": dict(family="mixtral"),
-    "seed oss": dict(family="seed_oss"),
-    "phi 4": dict(family="phi3", rms_norm_eps=1e-5),
-    "linear positions": dict(family="llama", rope_parameters=rope("linear", 1e4, factor=4.0)),
-    "llama3 positions": dict(
-        family="llama", rope_parameters=rope("llama3", 5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+CASES: dict[str, Case] = {
+    "llama": Case(dict(family="llama", rms_norm_eps=1e-5), losses="one cp", gradients="one", more_losses="tp_whole pp"),
+    "llama all heads": Case(
+        dict(family="llama", num_key_value_heads=8, tied=True), losses="one tp_whole", more_losses="cp pp"
     ),
-    "yarn": dict(family="qwen2", rope_parameters=rope("yarn", 1e6, factor=4.0)),
-    "yarn with everything set": dict(
-        family="llama",
-        rope_parameters=rope("yarn", 1e4, factor=4.0, beta_fast=8.0, beta_slow=0.5, attention_factor=1.3),
+    "mistral": Case(dict(family="mistral"), losses="one pp", gradients="one", more_losses="cp tp_whole"),
+    "qwen2": Case(dict(family="qwen2"), losses="one cp", gradients="one", more_losses="tp_whole pp"),
+    "qwen3 tied": Case(dict(family="qwen3", tied=True), losses="one tp_whole", gradients="one", more_losses="cp pp"),
+    # As Qwen released them.
+    "qwen3 moe": Case(
+        dict(family="qwen3_moe", norm_topk_prob=True),
+        losses="one ep",
+        gradients="one ep cp_ep",
+        more_losses="cp_ep tp_ep pp",
+    ),
+    "qwen3 moe, weights of the softmax": Case(
+        dict(family="qwen3_moe", tied=True), losses="one cp_ep", more_losses="ep tp_ep pp"
+    ),
+    "mixtral": Case(dict(family="mixtral"), losses="one tp_ep", gradients="one ep cp_ep", more_losses="ep cp_ep pp"),
+    "seed oss": Case(dict(family="seed_oss"), losses="one pp", more_losses="cp tp_whole"),
+    "phi 4": Case(dict(family="phi3", rms_norm_eps=1e-5), losses="one cp", more_losses="tp_whole pp"),
+    "linear positions": Case(
+        dict(family="llama", rope_parameters=rope("linear", 1e4, factor=4.0)),
+        losses="one tp_whole",
+        more_losses="cp pp",
+    ),
+    "llama3 positions": Case(
+        dict(
+            family="llama", rope_parameters=rope("llama3", 5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+        ),
+        losses="one pp",
+        more_losses="cp tp_whole",
+    ),
+    "yarn": Case(
+        dict(family="qwen2", rope_parameters=rope("yarn", 1e6, factor=4.0)), losses="one cp", more_losses="tp_whole pp"
+    ),
+    "yarn with everything set": Case(
+        dict(
+            family="llama",
+            rope_parameters=rope("yarn", 1e4, factor=4.0, beta_fast=8.0, beta_slow=0.5, attention_factor=1.3),
+        ),
+        losses="one tp_whole",
+        more_losses="cp pp",
     ),
 }
 
 
-def is_sparse(name: str) -> bool:
-    return MODELS[name]["family"] in ("qwen3_moe", "mixtral")
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return saved_once(tmp_path_factory, MODELS)
+    return saved_once(tmp_path_factory, {name: case.model for name, case in CASES.items()})
 
 
-def layouts_of(names: list[str], layouts: list[tuple[int, list[str]]]) -> list[Any]:
-    """Each model on one rank and on one of the other layouts, in turn; all others are a grid."""
-    return [
-        pytest.param(name, *layout, marks=[] if place in (0, 1 + turn % (len(layouts) - 1)) else pytest.mark.grid)
-        for turn, name in enumerate(names)
-        for place, layout in enumerate(layouts)
-    ]
-
-
-CASES = layouts_of([name for name in MODELS if not is_sparse(name)], DENSE)
-CASES += layouts_of([name for name in MODELS if is_sparse(name)], SPARSE)
-
-
-@pytest.mark.parametrize(
-    "name,world_size,overrides", CASES, ids=lambda v: " ".join(v) if isinstance(v, list) else str(v)
-)
+@pytest.mark.parametrize("name,layout", pairs(CASES, "losses"))
 def test_every_token_has_the_loss_that_transformers_gives_it(
-    ranks: Ranks, models: Models, name: str, world_size: int, overrides: list[str]
+    ranks: Ranks, models: Models, name: str, layout: str
 ) -> None:
-    compare_token_losses(ranks, models(name), (world_size, overrides), skewed_packs())
+    compare_token_losses(ranks, models(name), layout_of(layout), skewed_packs())
 
 
-ONE_STEP = [(name, 1, []) for name in ("llama", "mistral", "qwen2", "qwen3 tied", "qwen3 moe", "mixtral")] + [
-    (name, 2, [*EP, *cp]) for name in ("qwen3 moe", "mixtral") for cp in ([], CP)
-]
-
-
-@pytest.mark.parametrize(
-    "name,world_size,overrides", ONE_STEP, ids=lambda v: " ".join(v) if isinstance(v, list) else str(v)
-)
+@pytest.mark.parametrize("name,layout", pairs(CASES, "gradients"))
 def test_loss_and_every_gradient_are_those_of_transformers(
-    ranks: Ranks, models: Models, name: str, world_size: int, overrides: list[str]
+    ranks: Ranks, models: Models, name: str, layout: str
 ) -> None:
-    model, together = models(name), skewed_packs()[:2]
-    expected_loss, count = backward(model.model, [sample for pack in together for sample in pack])
-    expected = {n: param.grad.clone() for n, param in model.model.named_parameters()}
-    results = ranks(world_size).run(packed_gradients, model.recipe + overrides, model.folder, together)
-    for result in results:
-        assert result["num_tokens"] == count == 50 + 9 + 16 + 1 + 22  # the last quarters of 200, 37, 64, 5 and 90
-        assert result["loss"] == pytest.approx(expected_loss, rel=MEAN_LOSS_TOLERANCE)
-    everywhere = {key: gradient for result in results for key, gradient in result["gradients"].items()}
-    check_parameters(in_hf_names(in_transformers(name), everywhere), expected, GRADIENT_TOLERANCE)
-
-
-def in_transformers(name: str) -> Architecture:
-    return Architecture(hf.FAMILIES[MODELS[name]["family"]], tied=MODELS[name].get("tied", False))
-
-
-# Four steps: warm-up of two, then constant; weight decay, clipping.
-STEPS, WARM_UP, LR, DECAY, CLIP, BETAS = 4, 2, 3e-3, 0.1, 0.5, (0.9, 0.95)
-OPTIM = [
-    f"train.num_steps={STEPS}",
-    "optim.schedule=constant",
-    f"optim.warmup_steps={WARM_UP}",
-    f"optim.lr={LR}",
-    f"optim.weight_decay={DECAY}",
-    f"optim.clip_grad={CLIP}",
-]
-STEPS_TOLERANCE = 1e-5  # of losses, norms and parameters; measured at most 2.4e-6
-
-
-def trained(overrides: list[str], folder: str) -> dict[str, Any]:
-    """Steps of ours: losses, norms before clipping, and the parameters of this rank."""
-    with scenarios.running(overrides) as engine:
-        load(engine, folder)
-        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
-        batches = [loader.microbatches(step) for step in range(STEPS)]
-        results = [engine.train_step(batch) for batch in batches]
-        (chunk,) = engine.chunks
-        return {
-            "loss": [r.objective / r.num_tokens for r in results],
-            "grad_norm": [r.grad_norm for r in results],
-            "samples": [[i for mb in batch for i in mb.sample_ids] for batch in batches],
-            "parameters": {
-                global_name(engine, n): p.detach().numpy().copy() for n, p in chunk.module.named_parameters()
-            },
-        }
-
-
-def torch_loop(model: Any, batches: list[list[Sample]]) -> tuple[list[float], list[float]]:
-    """The same in plain torch, a sample at a time: losses and norms; `model` is trained."""
-    matrices = [param for param in model.parameters() if param.dim() > 1]
-    others = [param for param in model.parameters() if param.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=BETAS, eps=1e-8)
-    losses, norms = [], []
-    for step, samples in enumerate(batches, 1):
-        loss, _ = backward(model, samples)
-        losses.append(loss)
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-        for group in optimizer.param_groups:
-            group["lr"] = LR * min(1.0, step / WARM_UP)
-        optimizer.step()
-    return losses, norms
-
-
-@pytest.mark.parametrize(
-    "name,world_size,overrides",
-    [
-        ("llama", 2, [*CP, "parallel.distributed_optimizer=true"]),
-        ("qwen3 moe", 2, [*EP, "parallel.distributed_optimizer=true"]),
-        ("mixtral", 2, [*EP, *CP, "train.recompute=full"]),
-    ],
-    ids=lambda v: " ".join(v) if isinstance(v, list) else str(v),
-)
-def test_four_steps_are_those_of_a_plain_loop(
-    ranks: Ranks, models: Models, name: str, world_size: int, overrides: list[str]
-) -> None:
-    model = models(name)
-    results = ranks(world_size).run(trained, [*model.recipe, *OPTIM, *overrides], model.folder)
-    corpus = scenarios.SkewedCorpus(scenarios.LENGTHS)
-    ids = [sorted({i for r in results for i in r["samples"][step]}) for step in range(STEPS)]
-    theirs = copy.deepcopy(model.model)
-    losses, norms = torch_loop(theirs, [[corpus.sample(i) for i in batch] for batch in ids])
-    for result in results:
-        np.testing.assert_allclose(result["loss"], losses, rtol=STEPS_TOLERANCE)
-        np.testing.assert_allclose(result["grad_norm"], norms, rtol=STEPS_TOLERANCE)
-    everywhere = {key: param for result in results for key, param in result["parameters"].items()}
-    found, start = in_hf_names(in_transformers(name), everywhere), dict(model.model.named_parameters())
-    expected = {n: param.detach() for n, param in theirs.named_parameters()}
-    check_parameters(found, expected, STEPS_TOLERANCE)
-    moved = [float((param - start[n]).norm() / start[n].norm()) for n, param in expected.items()]
-    assert min(moved) > 100 * STEPS_TOLERANCE
+    compare_gradients(ranks, models(name), layout_of(layout), skewed_packs()[:2])
 
 
 @pytest.mark.skipif(not megatron_lm.HAS_TRAINING, reason="megatron.training comes with core 0.19")

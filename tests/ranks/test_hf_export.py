@@ -1,6 +1,5 @@
 """A model that was trained on any layout goes back whole: transformers and the trainer give it the same losses."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,30 +7,16 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from sft.batch import Sample
 from sft.console import QUIET
 from sft.hf.source import open_source
 from sft.weights import kept
 from sft.weights.export.export_hf import export_hf
-from tests.ranks import scenarios
-from tests.ranks.hf_models import (
-    PACKS,
-    TOKEN_LOSS_TOLERANCE,
-    VISIBLE,
-    Reference,
-    check_losses,
-    load,
-    losses_of,
-    recipe_of,
-)
-from tests.ranks.pool import RankPool
-from tests.ranks.saving import Run
+from tests.ranks.hf_models import TOKEN_LOSS_TOLERANCE, VISIBLE, check_losses, packs_of, recipe_of
+from tests.ranks.layouts import CP, EP, PP, SP, TP
+from tests.ranks.pool import Ranks
+from tests.ranks.saving import train_and_save
 from tests.unit.fixtures import hf, vision
 
-Ranks = Callable[[int], RankPool]
-CP, EP, TP, PP = ["parallel.cp=2"], ["parallel.ep=2"], ["parallel.tp=2"], ["parallel.pp=2"]
-SP = [*TP, "parallel.sequence_parallel=true"]
-STEPS = (1, 2)
 # Two large steps make tiny models with linear attention sensitive: single tokens are up to 2.4e-5 from float64 here, up
 # to 1.6e-5 in transformers' own fp32.  Root mean squares are equal, 1e-6 to 3e-6.
 TRAINED_LINEAR_TOLERANCE = 4e-5
@@ -52,26 +37,13 @@ CASES: list[Any] = [
 ]
 
 
-def train_and_save(overrides: list[str], source: str, folder: str, packs: list[list[Sample]]) -> dict[str, Any]:
-    """Train from the Hugging Face folder `source`.  Returns this rank's token losses before and after training."""
-    with scenarios.running(overrides, has_weights=False) as engine:
-        load(engine, source)
-        before = losses_of(engine, packs)
-        run = Run(engine, folder)
-        run.train(*STEPS)
-        run.save(STEPS[-1], wait=True)
-        return {"before": before, "after": losses_of(engine, packs)}
-
-
 @pytest.mark.parametrize("family,layout", CASES, ids=lambda v: " ".join(v) if isinstance(v, list) else str(v))
 def test_a_trained_model_in_transformers(ranks: Ranks, tmp_path: Path, family: str, layout: list[str]) -> None:
     models = vision if family in vision.VISION else hf
     source = models.save(tmp_path / "source", family)
     overrides = [*recipe_of(source), "optim.lr=1e-2", "checkpoint.async_save=false", *layout]
     overrides += ["model.moe.bias_update_rate=0.01"] if family in hf.BIASED_FAMILIES else []
-    corpus = scenarios.SkewedCorpus((200, 37, 64, 5, 90))
-    packs = [[corpus.sample(i) for i in pack] for pack in PACKS]
-    run = tmp_path / "run"
+    packs, run = packs_of(), tmp_path / "run"
     kept.keep(open_source(source), run / "hf")
     results = ranks(2).run(train_and_save, overrides, str(source), str(run / "checkpoints"), packs)
     export_hf(run, tmp_path / "exported", QUIET)
@@ -79,8 +51,8 @@ def test_a_trained_model_in_transformers(ranks: Ranks, tmp_path: Path, family: s
 
     trained, original = models.load(tmp_path / "exported"), models.load(source)
     tolerance = TRAINED_LINEAR_TOLERANCE if "qwen3_5" in family or family == "qwen3_next" else TOKEN_LOSS_TOLERANCE
-    check_losses([result["after"] for result in results], Reference("", trained), packs, tolerance)
-    check_losses([result["before"] for result in results], Reference("", original), packs)
+    check_losses([result["after"] for result in results], trained, packs, tolerance)
+    check_losses([result["before"] for result in results], original, packs)
     before, after = hf.tensors(source), hf.tensors(tmp_path / "exported")
     unchanged = {name for name in before if hf.same({name: before[name]}, {name: after[name]})}
     kept_parts = ("visual", "vision", "projector", "layer_scalar")
@@ -106,7 +78,7 @@ def test_a_correction_bias_that_moved_is_exported_in_fp32(ranks: Ranks, tmp_path
     source = hf.save(tmp_path / "source", "minimax_m2", dtype=torch.bfloat16)
     overrides = [*recipe_of(source), "checkpoint.async_save=false", "run.precision=bf16"]
     overrides += ["model.moe.bias_update_rate=1e-3", *EP]
-    run, packs = tmp_path / "run", [[scenarios.SkewedCorpus((90,)).sample(0)]]
+    run, packs = tmp_path / "run", packs_of()
     kept.keep(open_source(source), run / "hf")
     ranks(2).run(train_and_save, overrides, str(source), str(run / "checkpoints"), packs)
     export_hf(run, tmp_path / "exported", QUIET)

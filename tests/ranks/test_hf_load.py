@@ -18,13 +18,11 @@ from sft.weights.import_hf import import_hf
 from sft.weights.load import load_weights
 from tests.ranks import scenarios
 from tests.ranks.hf_models import recipe_of
-from tests.ranks.pool import RankPool
+from tests.ranks.layouts import CP, EP, PP, SHARDED, SP, TP
+from tests.ranks.pool import Ranks
 from tests.unit.fixtures import fp8, hf
 
-Ranks = Callable[[int], RankPool]
-CP, EP, TP, PP = ["parallel.cp=2"], ["parallel.ep=2"], ["parallel.tp=2"], ["parallel.pp=2"]
-SP, BF16 = ["parallel.sequence_parallel=true"], ["run.precision=bf16"]
-SHARDED = ["parallel.distributed_optimizer=true"]
+BF16 = ["run.precision=bf16"]
 MOST = 1.05  # of the bytes that a rank keeps, the most that it may request
 Loaded = dict[str, Any]
 
@@ -84,8 +82,8 @@ NOT_SPLIT = ("norm.weight", ".gate.weight")
         ("llama", 2, [*CP, *BF16, *SHARDED], dict(dtype=torch.float32), ()),  # rounds
         ("qwen3", 2, PP, dict(dtype=torch.bfloat16, tied=True), ("embed_tokens.weight",)),  # widens
         ("qwen3_moe", 2, [*EP, *CP], {}, ()),
-        ("mixtral", 2, [*TP, *SP, *EP], {}, NOT_SPLIT),
-        ("qwen3_moe", 4, [*TP, *SP, *EP], {}, NOT_SPLIT),  # two copies of everything
+        ("mixtral", 2, [*SP, *EP], {}, NOT_SPLIT),
+        ("qwen3_moe", 4, [*SP, *EP], {}, NOT_SPLIT),  # two copies of everything
         pytest.param("mistral", 4, [*TP, *PP], {}, NOT_SPLIT, marks=pytest.mark.grid),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
@@ -133,10 +131,10 @@ def hashes_of(overrides: list[str], sources: list[str], imported: str) -> list[s
 @pytest.mark.parametrize(
     "family,overrides",
     [
-        ("deepseek_v3", [*TP, *SP, *EP, *BF16]),
+        ("deepseek_v3", [*SP, *EP, *BF16]),
         pytest.param("deepseek_v3", [*PP, *CP, *BF16], marks=pytest.mark.grid),
-        pytest.param("minimax_m2", [*TP, *SP, *EP], marks=pytest.mark.grid),
-        pytest.param("glm4_moe", [*TP, *SP, *EP, *BF16], marks=pytest.mark.grid),
+        pytest.param("minimax_m2", [*SP, *EP], marks=pytest.mark.grid),
+        pytest.param("glm4_moe", [*SP, *EP, *BF16], marks=pytest.mark.grid),
     ],
     ids=str,
 )

@@ -5,7 +5,7 @@ norms after attention and MLP, norms across heads, queries scaled by position, s
 latent attention.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,68 +15,27 @@ import torch
 from sft.batch import Sample
 from tests.ranks import scenarios
 from tests.ranks.hf_comparison import (
-    Layout,
+    LAYOUTS,
+    LINEAR_SEED,
+    Case,
     Models,
-    Ranks,
     compare_gradients,
     compare_token_losses,
+    layout_of,
+    pairs,
     saved_once,
     skewed_packs,
 )
 from tests.ranks.hf_models import TOKEN_LOSS_TOLERANCE, load
+from tests.ranks.pool import Ranks
 from tests.unit.fixtures import hf
 
-CP, EP, PP = ["parallel.cp=2"], ["parallel.ep=2"], ["parallel.pp=2"]
-TP = ["parallel.tp=2", "parallel.sequence_parallel=true"]
-# A layout with `+full` or `+selective` at its end recomputes.
-LAYOUTS: dict[str, Layout] = {
-    "one": (1, []),
-    "tp": (2, TP),
-    "tp_whole": (2, ["parallel.tp=2"]),  # every rank has all tokens between layers
-    "tp_tiles": (2, [*TP, "train.mlp_tile=32"]),
-    "cp": (2, CP),
-    "pp": (2, PP),
-    "ep": (2, EP),
-    "dp": (2, []),
-    "dp_sharded": (2, ["parallel.distributed_optimizer=true"]),
-    "tp_ep": (2, [*TP, *EP]),
-    "cp_ep": (2, [*CP, *EP]),
-    "tp4": (4, ["parallel.tp=4", "parallel.sequence_parallel=true"]),
-    "cp4": (4, ["parallel.cp=4"]),
-    "cp_dp": (4, CP),
-    "tp_dp": (4, TP),
-    "pp_dp": (4, PP),
-    "tp_cp": (4, [*TP, *CP]),  # more ranks than the two key heads of linear attention
-    "tp_pp": (4, [*TP, *PP]),
-    "pp_cp": (4, [*PP, *CP]),
-    "tp_whole_cp": (4, ["parallel.tp=2", *CP]),
-    "tp_virtual": (4, [*TP, *PP, "parallel.virtual_stages=2"]),
-    "tp_cp_ep2": (4, [*TP, *CP, *EP]),
-    # With ep 4 no two ranks hold the same expert, so gradients of experts and of the shared expert have other groups.
-    "tp_cp_ep": (4, [*TP, *CP, "parallel.ep=4"]),
-}
 # Of two stages each begins with another kind of layer; of four virtual ones too.
 FOUR_LAYERS = dict(num_hidden_layers=4, no_rope_layers=[1, 0, 0, 1])
 FOUR_KINDS = dict(
-    num_hidden_layers=4,
-    layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    num_hidden_layers=4, layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 )
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
-LINEAR_SEED = 8  # see `hf.LINEAR`
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model, as arguments of `hf.save`, and the layouts on which it is compared, separated by spaces.
-
-    more_losses, more_gradients  further layouts, of `make test-all`
-    """
-
-    model: dict[str, Any]
-    losses: str = ""
-    gradients: str = ""
-    more_losses: str = ""
-    more_gradients: str = ""
 
 
 CASES: dict[str, Case] = {
@@ -242,36 +201,19 @@ CASES: dict[str, Case] = {
 }
 
 
-def pairs(field: str) -> list[Any]:
-    """(name, layout) of all cases, by this field of a case and by the one of further layouts."""
-    return [
-        pytest.param(name, layout, marks=marks)
-        for name, case in CASES.items()
-        for key, marks in ((field, ()), (f"more_{field}", pytest.mark.grid))
-        for layout in getattr(case, key).split()
-    ]
-
-
-def layout_of(text: str) -> Layout:
-    """tp+full -> 2 ranks, tp 2 with full recompute"""
-    name, _, recompute = text.partition("+")
-    world_size, overrides = LAYOUTS[name]
-    return world_size, [*overrides, *([f"train.recompute={recompute}"] if recompute else [])]
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return saved_once(tmp_path_factory, {name: case.model for name, case in CASES.items()})
 
 
-@pytest.mark.parametrize("name,layout", pairs("losses"))
+@pytest.mark.parametrize("name,layout", pairs(CASES, "losses"))
 def test_every_token_has_the_loss_that_transformers_gives_it(
     ranks: Ranks, models: Models, name: str, layout: str
 ) -> None:
     compare_token_losses(ranks, models(name), layout_of(layout), skewed_packs())
 
 
-@pytest.mark.parametrize("name,layout", pairs("gradients"))
+@pytest.mark.parametrize("name,layout", pairs(CASES, "gradients"))
 def test_loss_and_every_gradient_are_those_of_transformers(
     ranks: Ranks, models: Models, name: str, layout: str
 ) -> None:
@@ -298,6 +240,6 @@ def test_entropy_and_z_loss_are_those_of_the_divided_logits(ranks: Ranks, models
         logits = model.model(input_ids=torch.from_numpy(sample.tokens.astype(np.int64))[None]).logits[0]
     logprobs = logits.log_softmax(-1)
     expected = logits.logsumexp(-1), -(logprobs.exp() * logprobs).sum(-1)
-    for found in ranks(world_size).run(statistics, [*model.recipe, *layout, *loss], model.folder, sample):
+    for found in ranks(world_size).run(statistics, [*model.recipe, *layout, *loss], str(model.source), sample):
         for ours, theirs in zip(found, expected):
             np.testing.assert_allclose(ours[: len(sample.tokens)], theirs.numpy(), rtol=0, atol=TOKEN_LOSS_TOLERANCE)

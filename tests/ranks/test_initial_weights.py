@@ -1,7 +1,6 @@
 """Which starts draw random weights, and that the weights are the same on every layout."""
 
 import hashlib
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -13,17 +12,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft.checkpoint import resume
 from sft.console import QUIET
+from sft.mcore.lora import adapted
 from sft.mcore.modules.stored import sharded_tensors
 from sft.weights.initial import load_initial
 from tests.ranks import saving, scenarios
-from tests.ranks.pool import RankPool
+from tests.ranks.layouts import EP, PP, SHARDED, SP, TP
+from tests.ranks.peft_models import shard_parts, whole
+from tests.ranks.pool import Ranks
 from tests.ranks.saving import SMALL
 
-Ranks = Callable[[int], RankPool]
-
 RANDOM = ("aten::normal", "aten::uniform", "aten::rand", "aten::bernoulli", "aten::trunc_normal")
-SHARDED, TP, PP = ["run.precision=bf16", "parallel.distributed_optimizer=true"], ["parallel.tp=2"], ["parallel.pp=2"]
-EXPERTS = ["model.moe.num_experts=4", "model.moe.top_k=2", "parallel.ep=2"]
+EXPERTS = ["model.moe.num_experts=4", "model.moe.top_k=2", *EP]
 
 
 class Draws(TorchDispatchMode):
@@ -55,7 +54,7 @@ def start(overrides: list[str], folder: str, save: bool = False) -> tuple[int, s
     return draws.count, weights
 
 
-@pytest.mark.parametrize("overrides", [SHARDED, EXPERTS], ids=" ".join)
+@pytest.mark.parametrize("overrides", [["run.precision=bf16", *SHARDED], EXPERTS], ids=" ".join)
 def test_a_start_draws_weights_only_if_it_loads_none(ranks: Ranks, tmp_path: Path, overrides: list[str]) -> None:
     folder, other = str(tmp_path / "a"), str(tmp_path / "b")
     fresh = ranks(2).run(start, overrides, folder, True)
@@ -106,3 +105,24 @@ def differing(overrides: list[str]) -> list[str]:
 def test_weights_of_a_layout_are_parts_of_the_same_parameters(ranks: Ranks, overrides: list[str]) -> None:
     """Bitwise, and the values of earlier versions."""
     assert ranks(2).run(differing, overrides) == [[], []]
+
+
+def initial_adapters(overrides: list[str]) -> dict[str, Any]:
+    with scenarios.running(["model.qkv_bias=false", "lora.rank=3", *overrides]) as engine:
+        return {"factors": shard_parts(adapted.linear_tensors(engine.chunks))}
+
+
+def test_initial_adapters_are_those_of_one_process(ranks: Ranks) -> None:
+    """A is uniform within 1 / sqrt(columns), B is 0; another seed gives other values."""
+    expected = whole(ranks(1).run(initial_adapters, []), "factors")
+    for overrides in (SP, PP):
+        found = whole(ranks(2).run(initial_adapters, overrides), "factors")
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for name, value in expected.items():
+        if name.endswith("lora_B.weight"):
+            assert not value.any()
+        else:
+            assert 0.8 < float(value.abs().max()) * value.shape[1] ** 0.5 <= 1.0 and abs(float(value.mean())) < 0.05
+    other = whole(ranks(1).run(initial_adapters, ["run.seed=8"]), "factors")
+    assert not any(torch.equal(other[name], expected[name]) for name in expected if name.endswith("lora_A.weight"))

@@ -1,6 +1,5 @@
 """A run, an evaluation and a probe begin with `join`, which refuses ranks that would read different files."""
 
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -31,7 +30,7 @@ def joined(commits: list[str]) -> str:
         process_groups.stop()
 
 
-def test_ranks_with_different_commits_of_a_name_do_not_begin(ranks: Callable[[int], pool.RankPool]) -> None:
+def test_ranks_with_different_commits_of_a_name_do_not_begin(ranks: pool.Ranks) -> None:
     one, other = "1" * 40, "2" * 40
     assert ranks(2).run(joined, [one, one]) == ["", ""]
     assert ranks(2).run(joined, [one, other]) == 2 * [

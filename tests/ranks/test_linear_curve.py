@@ -7,6 +7,7 @@ this factor takes them apart.
 """
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,9 @@ import pytest
 from tests.ranks import mtp_models, scenarios
 from tests.ranks.hf_models import load, recipe_of
 from tests.ranks.layouts import CURVE_TOLERANCES, SLOW_CP
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 from tests.unit.fixtures import hf
 
-Ranks = Callable[[int], RankPool]
 Models = Callable[[str, float], Path]
 RELEASED, LARGE = 1e-6, 1e-2  # norm_epsilon
 TOLERANCES = {
@@ -28,7 +28,6 @@ TOLERANCES = {
 }
 OPTIM = ["optim.lr=1e-3", "optim.schedule=constant", "optim.warmup_steps=0"]
 MTP = ["train.mtp=joint", f"train.mtp_loss_weight={mtp_models.WEIGHT}"]
-STEPS = range(4)
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one": (1, []),
     "tp 2": (2, ["parallel.tp=2", "parallel.sequence_parallel=true"]),
@@ -82,17 +81,15 @@ GRID = [
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """The folder of a small random model with this norm_epsilon."""
-    made: dict[tuple[str, float], Path] = {}
 
+    @cache
     def get(name: str, eps: float) -> Path:
-        if (name, eps) not in made:
-            folder = tmp_path_factory.mktemp("model") / "source"
-            if name == "tied, MTP":
-                mtp_models.save(folder, "qwen3_5_text", tied=True, rms_norm_eps=eps)
-            else:
-                hf.save(folder, name, seed=8, rms_norm_eps=eps)
-            made[name, eps] = folder
-        return made[name, eps]
+        folder = tmp_path_factory.mktemp("model") / "source"
+        if name == "tied, MTP":
+            mtp_models.save(folder, "qwen3_5_text", tied=True, rms_norm_eps=eps)
+        else:
+            hf.save(folder, name, seed=8, rms_norm_eps=eps)
+        return folder
 
     return get
 
@@ -101,8 +98,7 @@ def curve(overrides: list[str], folder: str) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of the steps."""
     with scenarios.running(overrides, has_weights=False) as engine:
         load(engine, folder)
-        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
-        results = [engine.train_step(loader.microbatches(step)) for step in STEPS]
+        results = scenarios.train_steps(engine, range(4))
         return [r.objective / r.num_tokens for r in results], [r.grad_norm for r in results]
 
 

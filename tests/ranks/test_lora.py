@@ -9,7 +9,6 @@ import pytest
 import torch
 from peft.optimizers import create_loraplus_optimizer
 
-from sft.batch import Sample
 from sft.mcore.checkpoint_io.optimizer_shards import optimizer_slices
 from sft.mcore.engine import Engine
 from sft.mcore.gradients import gradient_chunks
@@ -17,7 +16,8 @@ from sft.mcore.lora import adapted
 from sft.mcore.modules.stored import sharded_tensors
 from sft.mcore.optimizer import build
 from tests.ranks import etp_on_gloo, scenarios
-from tests.ranks.hf_models import PACKS, Reference, check_losses, check_parameters, load, recipe_of
+from tests.ranks.hf_models import ADAMW, SHORT, check_losses, load, packs_of, parts_of, recipe_of
+from tests.ranks.layouts import CP, EP, GRADIENT_TOLERANCE, PP, SHARDED, SP, STEP_TOLERANCE, TP
 from tests.ranks.peft_models import (
     ALPHA,
     RANK,
@@ -27,24 +27,18 @@ from tests.ranks.peft_models import (
     packed_losses,
     peft_gradients,
     peft_model,
-    stored_name,
+    shard_parts,
+    steps,
+    trained_of,
     whole,
 )
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankPool, Ranks
+from tests.ranks.scenarios import check_parameters
 from tests.ranks.te_attention import with_plain_attention
 from tests.unit.fixtures import hf
 
-Ranks = Callable[[int], RankPool]
-GRADIENT_TOLERANCE = 1e-5  # of the norm of each factor's gradient; fp32, two implementations
-CP, TP, PP, DP = ["parallel.cp=2"], ["parallel.tp=2"], ["parallel.pp=2"], list[str]()
-SP = [*TP, "parallel.sequence_parallel=true"]
 ATTENTION = ["q_proj", "v_proj", "o_proj"]
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
-
-
-def samples() -> list[list[Sample]]:
-    corpus = scenarios.SkewedCorpus([60, 33, 20, 41, 64], scenarios.VOCAB)
-    return [[corpus.sample(i) for i in pack] for pack in PACKS]
 
 
 def lora_recipe(source: Path, targets: Sequence[str] | str) -> list[str]:
@@ -56,9 +50,8 @@ def gradients(overrides: list[str], folder: str, values: dict[str, torch.Tensor]
     with scenarios.running(overrides) as engine:
         load(engine, folder)
         fill(engine, values)
-        mine = packs[engine.groups.dp_rank :: engine.layout.dp]
-        totals = engine._run([scenarios.microbatch_of(engine, pack) for pack in mine], forward_only=False)
-        chunks = [(c.parameter, c.shape, c.offset, c.data.numpy().copy()) for c in gradient_chunks(engine)]
+        totals = engine._run(scenarios.microbatches_of(engine, packs), forward_only=False)
+        chunks = parts_of(gradient_chunks(engine))
         engine.optimizer.prepare_grads()
         norm = build._norm(engine.optimizer, engine.groups.device)
         return {"gradients": chunks, "loss": totals.objective / totals.num_tokens, "norm": norm}
@@ -73,9 +66,9 @@ def check(
     run: Callable[..., Any] = etp_on_gloo.run,
 ) -> None:
     """Token losses, gradients and their norm are those of the model, which has adapters of these values."""
-    packs = samples()
+    packs = packs_of(SHORT)
     losses = pool.run(run, packed_losses, recipe, str(source), values, packs)
-    check_losses(losses, Reference(str(source), model), packs)
+    check_losses(losses, model, packs)
     expected, _ = peft_gradients(model, packs)
     assert all(tensor.norm() > 0 for tensor in expected.values()), "a factor without a gradient shows nothing"
     results = pool.run(run, gradients, recipe, str(source), values, packs)
@@ -95,7 +88,7 @@ CASES = [
     ("qwen3", "all-linear", 2, [*PP, FULL]),
     ("llama", ATTENTION, 2, TP),
     ("llama", ATTENTION, 2, [*CP, SELECTIVE]),
-    ("llama", "all-linear", 2, [*DP, TILES]),
+    ("llama", "all-linear", 2, [TILES]),
     ("phi3", "all-linear", 2, [*SP, TILES]),
     ("phi3", ["qkv_proj", "down_proj"], 1, [SELECTIVE]),
     ("gpt_oss", ATTENTION, 2, [*SP, SELECTIVE]),  # beside biases, and experts that are frozen
@@ -115,7 +108,7 @@ LATENT_GRID = [
     ("moonlight", ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj"], 2, SP),
     ("moonlight", ["q_proj", "kv_b_proj", "o_proj"], 4, [*PP, *CP, SELECTIVE]),
     ("glm4_moe_lite", LATENT, 2, CP),
-    ("glm4_moe_lite", LATENT, 4, [*DP, *SP, FULL]),
+    ("glm4_moe_lite", LATENT, 4, [*SP, FULL]),
 ]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {"moonlight": ("deepseek_v3", dict(q_lora_rank=None))}
 # With wider weights, or adapters of every Linear, rounding in both implementations is up to 6e-5.
@@ -146,7 +139,7 @@ def test_adapters_of_latents_whose_keys_are_expanded_before_attention(
 
 
 EXPERTS = ["experts.*", "o_proj"]
-EP, ETP = ["parallel.ep=2"], ["parallel.etp=2", "run.device=auto"]
+ETP = ["parallel.etp=2", "run.device=auto"]
 ROUTED_GRID = [
     ("glm4_moe", ["experts.*", "shared_experts.*", "k_proj"], 2, [*EP, *CP, SELECTIVE]),
     ("minimax_m2", ["w1", "w2", "w3", "q_proj"], 2, [*SP, *EP]),
@@ -195,10 +188,7 @@ def shapes_of(overrides: list[str]) -> dict[str, tuple[int, ...]]:
         return {shard.key.removeprefix(adapted.PREFIX): tuple(shard.global_shape) for shard in shards}
 
 
-OPTIMIZER = ["optim.schedule=constant", "optim.lr=1e-3", "optim.warmup_steps=null", "optim.clip_grad=0.5"]
-OPTIMIZER += ["optim.weight_decay=0.1", "train.num_steps=10"]
 STEPS = 10
-STEP_TOLERANCE = 1e-4  # of the norm of what a factor moved; Adam divides by the root of small numbers
 
 
 def train(overrides: list[str], folder: str, values: dict[str, torch.Tensor], packs: Any) -> dict[str, Any]:
@@ -206,12 +196,10 @@ def train(overrides: list[str], folder: str, values: dict[str, torch.Tensor], pa
         load(engine, folder)
         fill(engine, values)
         frozen = frozen_hash(engine)
-        mine = packs[engine.groups.dp_rank :: engine.layout.dp]
         for _ in range(STEPS):
-            step = engine.train_step([scenarios.microbatch_of(engine, pack) for pack in mine])
-        shards = list(sharded_tensors(list(adapted.leaves(engine.chunks))))
+            step = engine.train_step(scenarios.microbatches_of(engine, packs))
         return {
-            "factors": [(s.key, s.global_shape, s.global_offset, s.data.detach().numpy().copy()) for s in shards],
+            "factors": shard_parts(sharded_tensors(list(adapted.leaves(engine.chunks)))),
             "unchanged": frozen_hash(engine) == frozen,
             "rate": step.learning_rate,
             "trained": sum(p.numel() for chunk in engine.chunks for p in chunk.parameters() if p.requires_grad),
@@ -231,30 +219,19 @@ def frozen_hash(engine: Engine) -> str:
     return digest.hexdigest()
 
 
-def peft_steps(model: Any, packs: Any, lr_ratio: float) -> dict[str, torch.Tensor]:
-    trained = {stored_name(name): param for name, param in model.named_parameters() if param.requires_grad}
+def loraplus(model: Any, lr_ratio: float) -> Any:
     settings: dict[str, Any] = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, loraplus_weight_decay=0.1)
-    adam: Any
-    if isinstance(model, Adapted):
-        assert lr_ratio == 1.0
-        adam = torch.optim.AdamW(trained.values(), weight_decay=settings.pop("loraplus_weight_decay"), **settings)
-    else:
-        adam = create_loraplus_optimizer(model, torch.optim.AdamW, loraplus_lr_ratio=lr_ratio, **settings)
-    for _ in range(STEPS):
-        peft_gradients(model, packs)
-        torch.nn.utils.clip_grad_norm_(trained.values(), 0.5)
-        adam.step()
-    return {name: param.detach().clone() for name, param in trained.items()}
+    return create_loraplus_optimizer(model, torch.optim.AdamW, loraplus_lr_ratio=lr_ratio, **settings)
 
 
 @pytest.mark.parametrize(
     "family,world_size,overrides,lr_ratio",
     [
-        ("llama", 2, [*DP, "parallel.distributed_optimizer=true"], 8.0),
+        ("llama", 2, SHARDED, 8.0),
         ("qwen3", 2, SP, 8.0),
         ("phi3", 2, [*PP, FULL], 0.25),
-        ("llama", 4, [*SP, *CP, "parallel.distributed_optimizer=true", SELECTIVE], 1.0),
-        ("qwen3_moe", 4, [*SP, *EP, "parallel.distributed_optimizer=true"], 1.0),
+        ("llama", 4, [*SP, *CP, *SHARDED, SELECTIVE], 1.0),
+        ("qwen3_moe", 4, [*SP, *EP, *SHARDED], 1.0),
     ],
     ids=str,
 )
@@ -268,10 +245,11 @@ def test_ten_steps_are_those_of_peft(
         model, values = model_with_experts(ranks, source, targets)
     else:
         model, values = peft_model(source, targets)
-    recipe, packs = [*lora_recipe(source, targets), *OPTIMIZER, *overrides, f"lora.lr_ratio={lr_ratio}"], samples()
+    recipe = [*lora_recipe(source, targets), *ADAMW, *overrides, f"lora.lr_ratio={lr_ratio}"]
+    packs = packs_of(SHORT)
     results = ranks(world_size).run(train, recipe, str(source), values, packs)
-    expected = peft_steps(model, packs, lr_ratio)
-    moved = {name: tensor - values[name] for name, tensor in expected.items()}
+    steps(model, packs, STEPS, None if isinstance(model, Adapted) else loraplus(model, lr_ratio))
+    moved = {name: tensor - values[name] for name, tensor in trained_of(model).items()}
     found = whole(results, "factors")
     check_parameters({name: tensor - values[name] for name, tensor in found.items()}, moved, STEP_TOLERANCE)
     copies: dict[Any, set[bytes]] = {}

@@ -3,16 +3,14 @@
 import copy
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
-import torch
 from safetensors.torch import load_file
 
-from sft.batch import Sample
 from sft.console import QUIET
 from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.lora import adapted, freeze
@@ -21,44 +19,18 @@ from sft.weights.lora.peft.config import AdapterConfig
 from sft.weights.lora.peft.folder import WEIGHTS, Contents, write
 from tests.builders import chats
 from tests.ranks import scenarios
-from tests.ranks.evaluating import scored, sft
-from tests.ranks.hf_models import PACKS, Reference, check_losses, check_parameters, load, losses_of, recipe_of
-from tests.ranks.peft_models import ALPHA, HEAD, RANK, factors, peft_gradients, peft_model, stored_name, whole
-from tests.ranks.pool import RankPool
+from tests.ranks.commands import scored, sft
+from tests.ranks.hf_models import ADAMW, SHORT, check_losses, load, packs_of, recipe_of
+from tests.ranks.layouts import CP, EP, PP, SHARDED, SP, STEP_TOLERANCE, TP
+from tests.ranks.peft_models import ALPHA, HEAD, RANK, factors, peft_model, shard_parts, steps, trained_of, whole
+from tests.ranks.pool import Ranks
+from tests.ranks.scenarios import check_parameters
 from tests.unit.fixtures import hf
 
-Ranks = Callable[[int], RankPool]
-STEP_TOLERANCE = 1e-4  # of the norm of what a factor moved; Adam divides by the root of small numbers
 TWO_STEPS = 4e-3  # Adam moves a number by about optim.lr = 1e-3 in each, and bf16 rounds numbers below 1 by 2^-9
-OPTIMIZER = ["optim.schedule=constant", "optim.lr=1e-3", "optim.warmup_steps=null", "optim.clip_grad=0.5"]
-OPTIMIZER += ["optim.weight_decay=0.1", "train.num_steps=10"]
-TP, CP, PP, EP = ["parallel.tp=2"], ["parallel.cp=2"], ["parallel.pp=2", "train.recompute=full"], ["parallel.ep=2"]
-SP = [*TP, "parallel.sequence_parallel=true"]
+PIPELINE = [*PP, "train.recompute=full"]
 WHOLE = {"train_embeddings": "embed_tokens", "train_head": "lm_head"}
-KEYS = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "output_layer.weight": "lm_head.weight"}
-DISTRIBUTED = ["parallel.distributed_optimizer=true"]
 SHARED = ["q_proj", "v_proj", *(f"shared_expert.{name}_proj" for name in ("gate", "up", "down"))]
-
-
-def samples() -> list[list[Sample]]:
-    corpus = scenarios.SkewedCorpus([60, 33, 20, 41, 64], scenarios.VOCAB)
-    return [[corpus.sample(i) for i in pack] for pack in PACKS]
-
-
-def steps(model: Any, packs: Any, count: int) -> None:
-    """A new AdamW, as of a run that continues an adapter without its moments."""
-    trained = [param for param in model.parameters() if param.requires_grad]
-    adam = torch.optim.AdamW(trained, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    for _ in range(count):
-        peft_gradients(model, packs)
-        torch.nn.utils.clip_grad_norm_(trained, 0.5)
-        adam.step()
-
-
-def factors_of(model: Any) -> dict[str, torch.Tensor]:
-    """Of peft's model, and the weights that it trains whole."""
-    trained = {stored_name(name): p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-    return {name.replace(".modules_to_save", ""): value for name, value in trained.items()}
 
 
 def continued(overrides: list[str], folder: str, packs: Any) -> dict[str, Any]:
@@ -66,32 +38,25 @@ def continued(overrides: list[str], folder: str, packs: Any) -> dict[str, Any]:
     with scenarios.running(overrides) as engine:
         load(engine, folder)
         source = load_new_adapters(engine, engine.config, QUIET)
-        losses, before = losses_of(engine, packs), held(engine)
-        mine = packs[engine.groups.dp_rank :: engine.layout.dp]
+        losses, before = scenarios.losses_of(engine, packs), held(engine)
         for _ in range(2):
-            engine.train_step([scenarios.microbatch_of(engine, pack) for pack in mine])
+            engine.train_step(scenarios.microbatches_of(engine, packs))
         return {"source": source, "losses": losses, "before": before, "after": held(engine)}
-
-
-def without_padding(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The whole weights under the names of files, without rows of padding."""
-    return {KEYS.get(name, name): v[: scenarios.VOCAB].clone() if name in KEYS else v for name, v in values.items()}
 
 
 def held(engine: Any) -> list[Any]:
     whole = freeze.whole_leaves(engine_state.model_state(engine), engine.trained)
-    shards = [*adapted.linear_tensors(engine.chunks), *whole]
-    return [(s.key, s.global_shape, s.global_offset, s.data.detach().float().numpy().copy()) for s in shards]
+    return shard_parts([*adapted.linear_tensors(engine.chunks), *whole])
 
 
 @pytest.mark.parametrize(
     "family,tied,targets,saved,layouts",
     [
-        ("qwen3", False, "all-linear", ["lm_head"], [(1, []), (2, SP), (4, [*CP, *PP])]),
-        ("llama", True, "all-linear", [], [(2, [*TP, *DISTRIBUTED]), (4, [*CP, *SP])]),
-        ("phi3", False, "all-linear", ["embed_tokens", "lm_head"], [(2, SP), (2, DISTRIBUTED)]),
-        ("qwen2_moe", False, SHARED, ["embed_tokens"], [(2, [*EP, *DISTRIBUTED]), (4, [*SP, *EP])]),
-        ("qwen3_moe", True, ["q_proj", "o_proj"], ["embed_tokens"], [(2, PP), (2, [*EP, *CP])]),
+        ("qwen3", False, "all-linear", ["lm_head"], [(1, []), (2, SP), (4, [*CP, *PIPELINE])]),
+        ("llama", True, "all-linear", [], [(2, [*TP, *SHARDED]), (4, [*CP, *SP])]),
+        ("phi3", False, "all-linear", ["embed_tokens", "lm_head"], [(2, SP), (2, SHARDED)]),
+        ("qwen2_moe", False, SHARED, ["embed_tokens"], [(2, [*EP, *SHARDED]), (4, [*SP, *EP])]),
+        ("qwen3_moe", True, ["q_proj", "o_proj"], ["embed_tokens"], [(2, PIPELINE), (2, [*EP, *CP])]),
     ],
     ids=str,
 )
@@ -105,23 +70,23 @@ def test_an_adapter_of_peft_continues(
     layouts: list[tuple[int, list[str]]],
 ) -> None:
     """peft trains three steps and saves; both train two steps more."""
-    source, packs = hf.save(tmp_path / "source", family, tied=tied), samples()
+    source, packs = hf.save(tmp_path / "source", family, tied=tied), packs_of(SHORT)
     model, _ = peft_model(source, targets, modules_to_save=[*saved] or None, ensure_weight_tying=tied and bool(saved))
     steps(model, packs, 3)
     model.save_pretrained(tmp_path / "adapter")
-    before, trained = factors_of(model), copy.deepcopy(model)
+    before, trained = trained_of(model), copy.deepcopy(model)
     count = sum(name.endswith(".lora_A.weight") for name in before)
     steps(trained, packs, 2)
-    moved = {name: value - before[name] for name, value in factors_of(trained).items()}
+    moved = {name: value - before[name] for name, value in trained_of(trained).items()}
     named = targets if isinstance(targets, str) else f"[{', '.join(targets)}]"
     keys = f"lora={{rank: {RANK}, alpha: {ALPHA}, targets: {named}, init_from: {tmp_path}/adapter}}"
     parts = [f"lora.{key}=true" for key, name in WHOLE.items() if name in saved]
     for world_size, layout in layouts:
-        recipe = [*recipe_of(source), f"model.hf={source}", keys, *parts, *OPTIMIZER, *layout]
+        recipe = [*recipe_of(source), f"model.hf={source}", keys, *parts, *ADAMW, *layout]
         results = ranks(world_size).run(continued, recipe, str(source), packs)
         assert results[0]["source"].startswith(f"the adapters of {tmp_path}/adapter: {count} adapters of rank {RANK}")
-        check_losses([result["losses"] for result in results], Reference(str(source), model), packs)
-        start, end = (without_padding(whole(results, key)) for key in ("before", "after"))
+        check_losses([result["losses"] for result in results], model, packs)
+        start, end = (whole(results, key) for key in ("before", "after"))
         assert hf.same(start, before)
         check_parameters({name: value - start[name] for name, value in end.items()}, moved, STEP_TOLERANCE)
 
@@ -137,9 +102,9 @@ def test_adapters_of_experts_are_those_of_the_folder(ranks: Ranks, tmp_path: Pat
     values = factors(contents.shapes())
     write(tmp_path / "adapter", contents, values.items(), others=[])
     keys = f"lora={{rank: {RANK}, alpha: {ALPHA}, targets: [w1, w2, w3, o_proj], init_from: {tmp_path}/adapter}}"
-    for layout in ([*EP, *PP], [*EP, *SP, "run.precision=bf16"]):
-        recipe = [*recipe_of(source), f"model.hf={source}", keys, *OPTIMIZER, *layout]
-        results = ranks(4 if layout[1:] == PP else 2).run(continued, recipe, str(source), samples())
+    for layout in ([*EP, *PIPELINE], [*EP, *SP, "run.precision=bf16"]):
+        recipe = [*recipe_of(source), f"model.hf={source}", keys, *ADAMW, *layout]
+        results = ranks(4 if layout[1:] == PIPELINE else 2).run(continued, recipe, str(source), packs_of(SHORT))
         start, end = (
             {HEAD + name: value for name, value in whole(results, key).items()} for key in ("before", "after")
         )
@@ -164,7 +129,6 @@ optim: {{lr: 1e-2, schedule: constant}}
 checkpoint: {{save_every: 2}}
 """
 LORA = ["lora.rank=4", "lora.targets=[q_proj, k_proj, v_proj, o_proj, down_proj]"]
-ALONE = "parallel.tp=1"
 
 
 def loss_of(content: dict[str, Any]) -> float:

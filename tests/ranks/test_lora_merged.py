@@ -1,15 +1,12 @@
 """A merged export of a run on any layout has the losses that the run had with its adapters."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from sft.batch import Sample
-from sft.checkpoint.saver import Saver
-from sft.checkpoint.train_state import Conditions, TrainState
+from sft.checkpoint.train_state import Conditions
 from sft.config.keys import values
 from sft.console import QUIET
 from sft.errors import CheckpointError
@@ -20,22 +17,16 @@ from sft.weights import kept
 from sft.weights.export.export_hf import export_hf
 from sft.weights.lora.base_digest import base_digest
 from tests.ranks import scenarios
-from tests.ranks.hf_models import PACKS, VISIBLE, Reference, check_losses, load, losses_of, recipe_of
-from tests.ranks.pool import RankPool
+from tests.ranks.hf_models import VISIBLE, check_losses, load, packs_of, recipe_of
+from tests.ranks.layouts import EP, PP, SP
+from tests.ranks.pool import Ranks
+from tests.ranks.saving import Run
 from tests.unit.fixtures import hf, vision
 
-Ranks = Callable[[int], RankPool]
-EP, PP = ["parallel.ep=2"], ["parallel.pp=2"]
-SP = ["parallel.tp=2", "parallel.sequence_parallel=true"]
 LORA = "lora={rank: 3, alpha: 5, lr_ratio: 4, export: merged, %s}"
 EXPERTS = 'targets: [all-linear, "experts.*"]'
 WHOLE = "train_embeddings: true, train_head: true"
 STEPS = 2
-
-
-def samples() -> list[list[Sample]]:
-    corpus = scenarios.SkewedCorpus((200, 37, 64, 5, 90))
-    return [[corpus.sample(i) for i in pack] for pack in PACKS]
 
 
 def train_and_save(overrides: list[str], source: str, run: str) -> list[Any]:
@@ -44,23 +35,12 @@ def train_and_save(overrides: list[str], source: str, run: str) -> list[Any]:
         load(engine, source)
         adapted.initialise(engine.chunks, seed=3)
         weights_changed(engine)
-        mine = samples()[engine.groups.dp_rank :: engine.layout.dp]
         for _ in range(STEPS):
-            engine.train_step([scenarios.microbatch_of(engine, pack) for pack in mine])
+            engine.train_step(scenarios.microbatches_of(engine, packs_of()))
         base = base_digest(engine.config, Path(run), engine.groups)
         conditions = Conditions(plan={}, recipe=values(engine.config), layout={}, versions={}, base=base)
-        saver = Saver(
-            engine.config.checkpoint,
-            Path(run, "checkpoints"),
-            conditions,
-            engine.groups,
-            QUIET,
-            lambda: True,
-            lambda step, seconds: None,
-            tuple,
-        )
-        saver.save(engine, TrainState(step=STEPS), wait=True)
-        return losses_of(engine, samples())
+        Run(engine, f"{run}/checkpoints", conditions).save(STEPS, wait=True)
+        return scenarios.losses_of(engine, packs_of())
 
 
 def resume(overrides: list[str], run: str) -> str:
@@ -92,7 +72,7 @@ def test_merged_weights_have_the_losses_of_the_run(
     kept.keep(open_source(source), run / "hf")
     results = ranks(2).run(train_and_save, recipe, str(source), str(run))
     export_hf(run, tmp_path / "merged", QUIET)
-    check_losses(results, Reference("", models.load(tmp_path / "merged")), samples())
+    check_losses(results, models.load(tmp_path / "merged"), packs_of())
     before, after = hf.tensors(source), hf.tensors(tmp_path / "merged")
     assert before.keys() == after.keys()
     moved = {name for name in before if not torch.equal(before[name], after[name])}

@@ -1,6 +1,6 @@
 """Each field that model.megatron may set is in megatron-core's config in a step that was trained with it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -12,7 +12,7 @@ from sft.config import megatron_fields
 from sft.config.megatron_fields import ALLOWED, ROLES, UNUSED
 from sft.mcore.model import chunks
 from tests.ranks import scenarios
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 
 EXPERTS = [
     "run.precision=bf16",
@@ -44,15 +44,14 @@ def step(overrides: Sequence[str], name: str = "hidden_size") -> tuple[Any, floa
     before = reduced.allow_bf16_reduced_precision_reduction
     try:
         with mock.patch.object(chunks, "TransformerConfig", Recorded), scenarios.running(overrides) as engine:
-            loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
-            result = engine.train_step(loader.microbatches(0))
+            (result,) = scenarios.train_steps(engine, [0])
             read, value = set(Recorded.read), getattr(engine.core_config, name)
             return value, result.lm_loss, result.grad_norm, reduced.allow_bf16_reduced_precision_reduction, read
     finally:
         reduced.allow_bf16_reduced_precision_reduction = before
 
 
-def test_a_step_with_each_field(ranks: Callable[[int], RankPool]) -> None:
+def test_a_step_with_each_field(ranks: Ranks) -> None:
     """The fields choose kernels of a GPU, so the numbers of a CPU stay the same."""
     ((_, *plain, _, read),) = ranks(1).run(step, EXPERTS)
     assert plain == [pytest.approx(5.711, abs=0.01), pytest.approx(0.5, abs=0.1)]
@@ -66,7 +65,7 @@ def test_a_step_with_each_field(ranks: Callable[[int], RankPool]) -> None:
 
 
 @pytest.mark.parametrize("overrides", [[LINEAR], ["train.recompute=full"]], ids=str)
-def test_what_has_no_effect_is_read_by_nothing(ranks: Callable[[int], RankPool], overrides: list[str]) -> None:
+def test_what_has_no_effect_is_read_by_nothing(ranks: Ranks, overrides: list[str]) -> None:
     ((_, _, _, _, read),) = ranks(1).run(step, overrides)
     assert_unused(read)
 

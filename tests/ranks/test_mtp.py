@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +18,22 @@ from sft.weights import kept
 from sft.weights.export.export_hf import export_hf
 from tests.builders import answer
 from tests.ranks import mtp_models, scenarios
-from tests.ranks.hf_comparison import DECAY_TOLERANCE, DECAYS
-from tests.ranks.hf_models import (
-    GRADIENT_TOLERANCE,
-    MEAN_LOSS_TOLERANCE,
-    check_parameters,
-    in_stored_names,
-    load,
-    recipe_of,
-)
-from tests.ranks.layouts import AUX, LOSS_TOLERANCE, NORM_TOLERANCE, SLOW_CP
-from tests.ranks.pool import RankPool
-from tests.ranks.saving import Run
+from tests.ranks.hf_comparison import DECAY_TOLERANCE
+from tests.ranks.hf_models import GRADIENT_TOLERANCE, MEAN_LOSS_TOLERANCE, in_stored_names, load, parts_of, recipe_of
+from tests.ranks.layouts import AUX, CP, LOSS_TOLERANCE, NORM_TOLERANCE, PP, SHARDED, SLOW_CP, SP
+from tests.ranks.pool import Ranks
+from tests.ranks.saving import train_and_save
 from tests.unit.fixtures import hf
 
-Ranks = Callable[[int], RankPool]
 Model = tuple[Path, mtp_models.ByHand]
-TP, CP, PP = ["parallel.tp=2", "parallel.sequence_parallel=true"], ["parallel.cp=2"], ["parallel.pp=2"]
-JOINT, DETACHED = ["train.mtp=joint"], ["train.mtp=detached"]
+JOINT = ["train.mtp=joint"]
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one": (1, ["train.recompute=full"]),
-    "dp": (2, ["parallel.distributed_optimizer=true", "loss.impl=chunked"]),
+    "dp": (2, [*SHARDED, "loss.impl=chunked"]),
     "cp": (2, [*CP, "train.recompute=selective"]),
     "pp": (2, [*PP, "loss.impl=full", "loss.chunk_size=null"]),
-    "tp cp": (4, [*TP, *CP]),
-    "tp pp": (4, [*TP, *PP]),
+    "tp cp": (4, [*SP, *CP]),
+    "tp pp": (4, [*SP, *PP]),
     "dynamic": (2, [*CP, "parallel.dynamic_cp=true", *SLOW_CP]),
 }
 
@@ -56,14 +48,7 @@ def samples() -> list[list[Sample]]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
-    made: dict[str, Model] = {}
-
-    def get(family: str) -> Model:
-        if family not in made:
-            made[family] = mtp_models.save(tmp_path_factory.mktemp("model") / "source", family)
-        return made[family]
-
-    return get
+    return cache(lambda family: mtp_models.save(tmp_path_factory.mktemp("model") / "source", family))
 
 
 def recipe(source: Path, overrides: Sequence[str]) -> list[str]:
@@ -80,7 +65,7 @@ def measured(overrides: Sequence[str], folder: str, packs: Sequence[Sequence[Sam
         if engine.layout.cp_sizes and engine.groups.cp_rank == 0:  # the second pack is on one rank
             microbatches[1] = scenarios.microbatch_of(engine, [], cp_size=1)
         totals = engine._run(microbatches, forward_only=False)
-        chunks = [(c.parameter, c.shape, c.offset, c.data.numpy().copy()) for c in gradient_chunks(engine)]
+        chunks = parts_of(gradient_chunks(engine))
         losses = (totals.objective / totals.num_tokens, totals.mtp_nll / max(1, totals.num_mtp_tokens))
         return {"chunks": chunks, "losses": losses, "count": totals.num_mtp_tokens}
 
@@ -104,10 +89,7 @@ def test_losses_and_gradients_are_those_by_hand(
         assert result["count"] == count == 40 + 28 + 20 + 35 + 1 + 1
         assert result["losses"] == pytest.approx((first, second), rel=MEAN_LOSS_TOLERANCE)
     gradients = in_stored_names(source, results, has_mtp=True)
-    assert gradients.keys() == expected.keys()
-    for is_decay, tolerance in ((False, GRADIENT_TOLERANCE), (True, DECAY_TOLERANCE)):
-        names = [name for name in expected if name.endswith(DECAYS) == is_decay]
-        check_parameters({n: gradients[n] for n in names}, {n: expected[n] for n in names}, tolerance)
+    scenarios.check_parameters(gradients, expected, GRADIENT_TOLERANCE, DECAY_TOLERANCE)
 
 
 def by_document(overrides: Sequence[str], folder: str, packs: Sequence[Sequence[Sample]]) -> list[tuple[float, int]]:
@@ -169,18 +151,9 @@ def test_checkpoints_carry_the_block_to_another_layout(
     overrides = [*recipe(source, JOINT), *AUX, "train.num_steps=3", "model.moe.bias_update_rate=0.03"]
     (whole,) = ranks(1).run(scenarios.train, overrides)
     ranks(2).run(scenarios.train, overrides + PP, (0, 1), None, str(tmp_path))
-    sharded = [*CP, "parallel.distributed_optimizer=true"]
-    for result in ranks(2).run(scenarios.train, overrides + sharded, (2,), str(tmp_path)):
+    for result in ranks(2).run(scenarios.train, overrides + CP + SHARDED, (2,), str(tmp_path)):
         np.testing.assert_allclose(result["loss"], whole["loss"][2:], rtol=LOSS_TOLERANCE)
         np.testing.assert_allclose(result["grad_norm"], whole["grad_norm"][2:], rtol=NORM_TOLERANCE)
-
-
-def train_and_save(overrides: list[str], source: str, folder: str) -> None:
-    with scenarios.running(overrides, has_weights=False) as engine:
-        load(engine, source)
-        run = Run(engine, folder)
-        run.train(1, 2)
-        run.save(2, wait=True)
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_text"])
@@ -192,7 +165,7 @@ def test_an_export_has_the_trained_block(
     run = tmp_path / "run"
     kept.keep(open_source(source, has_mtp=True), run / "hf")
     overrides = recipe(source, [*JOINT, "optim.lr=1e-2", "checkpoint.async_save=false", *CP])
-    ranks(2).run(train_and_save, overrides, str(source), str(run / "checkpoints"))
+    ranks(2).run(train_and_save, overrides, str(source), str(run / "checkpoints"), [])
     export_hf(run, tmp_path / "exported", QUIET)
     before, after = hf.tensors(source), hf.tensors(tmp_path / "exported")
     assert {n: (x.dtype, x.shape) for n, x in before.items()} == {n: (x.dtype, x.shape) for n, x in after.items()}

@@ -1,6 +1,6 @@
 """A loss or gradient that is not a number, on one rank of two: all skip the step, and go on as if it had not been."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,16 +12,15 @@ from sft.mcore.engine import Engine
 from sft.mcore.optimizer import build, offload
 from sft.metrics.totals import StepResult
 from tests.ranks import scenarios
-from tests.ranks.pool import RankPool
+from tests.ranks.layouts import CP, PP, SHARDED, SP
+from tests.ranks.pool import Ranks
+from tests.ranks.saving import CORPUS, SMALL
 
-Ranks = Callable[[int], RankPool]
-SMALL = ["model.num_layers=2", "model.hidden_size=16", "model.ffn_hidden_size=32", "data.seq_length=128"]
-SHARDED = "parallel.distributed_optimizer=true"
 LAYOUTS = [
-    (["parallel.cp=2"], ["inf loss", "nan gradient"]),
-    (["parallel.tp=2", "parallel.sequence_parallel=true", SHARDED], ["nan activations"]),  # one loss on both
-    (["parallel.pp=2"], ["nan activations"]),
-    ([SHARDED, "run.precision=bf16"], ["inf loss", "inf gradient"]),
+    (CP, ["inf loss", "nan gradient"]),
+    ([*SP, *SHARDED], ["nan activations"]),  # one loss on both
+    (PP, ["nan activations"]),
+    ([*SHARDED, "run.precision=bf16"], ["inf loss", "inf gradient"]),
 ]
 # The learning rate of step 3 of 5, after a warm-up of one: linear from 1e-3 to 0 over the four that follow.
 RATE = [1e-3, 0.75e-3, 0.5e-3]
@@ -73,35 +72,29 @@ def told(result: StepResult) -> tuple[Any, ...]:
     return repr(result.objective), repr(result.grad_norm), result.learning_rate, result.skipped, result.is_nonfinite
 
 
-def good_bad_good(overrides: list[str], how: str) -> dict[str, Any]:
+def good_bad_good(overrides: list[str], how: str | None) -> dict[str, Any]:
+    """Three steps, of which the second one is spoilt; None: without it, only the schedule goes on."""
     with scenarios.running([*SMALL, *overrides]) as engine:
-        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus([100, 37, 64, 5, 111, 90, 2, 128] * 4))
-        first = engine.train_step(loader.microbatches(0))
+        loader = scenarios.loader_of(engine, CORPUS)
+        results = [engine.train_step(loader.microbatches(0))]
         before = state_of(engine)
-        with spoilt(engine, how):
-            bad = engine.train_step(loader.microbatches(1))
+        if how is None:
+            engine.scheduler.step(1)
+        else:
+            with spoilt(engine, how):
+                results.append(engine.train_step(loader.microbatches(1)))
         losses = [repr(loss) for loss in engine.local_losses]
         after = state_of(engine)
-        last = engine.train_step(loader.microbatches(2))
-        results = [told(result) for result in (first, bad, last)]
-        return {"results": results, "before": before, "after": after, "end": state_of(engine), "losses": losses}
-
-
-def good_nothing_good(overrides: list[str]) -> dict[str, Any]:
-    """The same without the step between; only the schedule goes on."""
-    with scenarios.running([*SMALL, *overrides]) as engine:
-        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus([100, 37, 64, 5, 111, 90, 2, 128] * 4))
-        first = engine.train_step(loader.microbatches(0))
-        engine.scheduler.step(1)
-        last = engine.train_step(loader.microbatches(2))
-        return {"results": [told(first), told(last)], "end": state_of(engine)}
+        results.append(engine.train_step(loader.microbatches(2)))
+        told_of = [told(result) for result in results]
+        return {"results": told_of, "before": before, "after": after, "end": state_of(engine), "losses": losses}
 
 
 @pytest.mark.parametrize("overrides,ways", LAYOUTS, ids=str)
 def test_one_bad_rank_and_all_skip_the_step_and_nothing_else(
     ranks: Ranks, overrides: list[str], ways: list[str]
 ) -> None:
-    without = ranks(2).run(good_nothing_good, overrides)
+    without = ranks(2).run(good_bad_good, overrides, None)
     for how in ways:
         found = ranks(2).run(good_bad_good, overrides, how)
         for one, reference in zip(found, without):
@@ -121,7 +114,7 @@ def test_one_bad_rank_and_all_skip_the_step_and_nothing_else(
             assert loss not in ("nan", "inf") and norm in ("nan", "inf")
 
 
-@pytest.mark.parametrize("overrides", [[], [SHARDED]], ids=str)
+@pytest.mark.parametrize("overrides", [[], SHARDED], ids=str)
 def test_a_first_step_that_is_bad_leaves_a_new_run(ranks: Ranks, overrides: list[str]) -> None:
     """There are no moments yet that could stay as they are."""
     assert all(ranks(2).run(bad_from_the_start, overrides))
@@ -129,7 +122,7 @@ def test_a_first_step_that_is_bad_leaves_a_new_run(ranks: Ranks, overrides: list
 
 def bad_from_the_start(overrides: list[str]) -> bool:
     with scenarios.running([*SMALL, *overrides]) as engine:
-        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus([100, 37, 64, 5, 111, 90, 2, 128] * 4))
+        loader = scenarios.loader_of(engine, CORPUS)
         weights = scenarios.parameter_hash(engine)
         for how in ("nan gradient", "inf loss"):
             with spoilt(engine, how):
@@ -148,7 +141,7 @@ def test_squares_that_overflow_are_a_bad_step_too(ranks: Ranks) -> None:
 
 def overflow(overrides: list[str]) -> tuple[str, bool, bool]:
     with scenarios.running([*SMALL, *overrides]) as engine:
-        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus([100, 37, 64, 5, 111, 90, 2, 128] * 4))
+        loader = scenarios.loader_of(engine, CORPUS)
         weights, update = scenarios.parameter_hash(engine), build.update
 
         def large(optimizer: Any, here: Any) -> float:
@@ -167,7 +160,7 @@ def test_a_rank_without_gradients_of_its_own_adds_nothing_to_the_norm(ranks: Ran
 
 
 def norm_of_half() -> float:
-    with scenarios.running([*SMALL, SHARDED]) as engine:
+    with scenarios.running([*SMALL, *SHARDED]) as engine:
         (part,) = offload.chained_optimizers(engine.optimizer)
         own = [torch.tensor([3.0]), torch.tensor([4.0])] if engine.groups.rank == 0 else []
         with pytest.MonkeyPatch.context() as patch:

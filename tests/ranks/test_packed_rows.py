@@ -1,6 +1,5 @@
 """Rows of tokens that other trainers packed or padded: the lm loss of the trained model is that of their documents."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +7,10 @@ import pytest
 
 from tests.ranks import scenarios
 from tests.ranks.hf_models import load, recipe_of
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 from tests.unit.corpora import corpus_of, write
 from tests.unit.fixtures import hf
 
-Ranks = Callable[[int], RankPool]
 TOLERANCE = 1e-6  # of fp32 to float64
 # Two documents of 40 and 24 tokens; the last half of each is supervised.
 FIRST, SECOND = [7 * i % 250 for i in range(40)], [11 * i % 250 for i in range(24)]

@@ -3,7 +3,6 @@
 That the numbers are those of one stage is tests/ranks/test_one_curve.py.
 """
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -14,9 +13,8 @@ import torch.distributed as dist
 from sft.mcore.pipeline import PackCommunicator
 from tests.builders import answer
 from tests.ranks import scenarios
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 
-Ranks = Callable[[int], RankPool]
 PIPELINES = [["parallel.pp=2"], ["parallel.pp=2", "parallel.virtual_stages=2"]]
 LENGTHS = [32, 64, 96, 128]  # of the four packs of a step
 

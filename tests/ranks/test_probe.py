@@ -1,31 +1,24 @@
 """The probes pass on the code as it is, and find the faults that they are for."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from sft.cli import main
 from tests.ranks import probing
-from tests.ranks.pool import RankPool
+from tests.ranks.commands import sft
+from tests.ranks.layouts import MOE
+from tests.ranks.pool import Ranks
 from tests.ranks.probing import probe
 
-Ranks = Callable[[int], RankPool]
 CP_AGAINST_TP = ["parity", "--against", "parallel.cp=1,parallel.tp=2,parallel.sequence_parallel=true"]
 DYNAMIC = "parallel.dynamic_cp=true"
 CP, PP = "parallel.cp=2", ["parallel.cp=1", "parallel.pp=2"]
 KINDS = [
-    "model.num_layers=4",
-    "model.sliding_window=11",
-    "model.sliding_window_layers=[1, 3]",
-    "model.rope={window_base: 1e3, skip_layers: [2]}",
-    "model.attention_sinks=true",
-    "model.attention_softcap=5",
-    "model.logits_softcap=10",
-    "model.norm_placement=both",
-    "model.norm_zero_centered=true",
+    *("model.num_layers=4", "model.sliding_window=11", "model.sliding_window_layers=[1, 3]", "model.init_std=0.3"),
+    *("model.rope={window_base: 1e3, skip_layers: [2]}", "model.attention_sinks=true", "model.attention_softcap=5"),
+    *("model.logits_softcap=10", "model.norm_placement=both", "model.norm_zero_centered=true"),
     "model.activation=geglu",
-    "model.init_std=0.3",
 ]
 
 
@@ -34,57 +27,47 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return probing.prepare(tmp_path_factory.mktemp("probe"))
 
 
-@pytest.mark.parametrize(
-    "words",
+FOUR = ["train.global_batch_size=4", "model.num_layers=4"]
+ON_TWO = [
+    ["data", CP],
+    ["leak", CP, "train.recompute=selective"],
+    ["data", CP, DYNAMIC],
+    ["leak", CP, DYNAMIC],
+    ["parity", CP, DYNAMIC, "--against", "parallel.dynamic_cp=false"],
+    ["leak", *PP, "train.recompute=full"],
+    CP_AGAINST_TP,
+    ["leak", CP, *KINDS],  # bitwise forward, and no gradient backward
+]
+ON_FOUR = [
+    ["data", *FOUR, CP],
+    ["leak", *FOUR, CP, "parallel.pp=2"],
+    ["leak", *FOUR, CP, "parallel.tp=2", "parallel.sequence_parallel=true", "--document", "0"],
+    ["parity", *FOUR, "run.precision=bf16", "--against", "parallel.cp=1,parallel.pp=2,parallel.tp=2"],
+    ["leak", *FOUR, *PP, "parallel.virtual_stages=2", "parallel.distributed_optimizer=true"],
+    ["leak", *FOUR, *MOE, CP, "parallel.ep=2", "model.moe.aux_loss_coef=0.1"],
+    ["parity", *FOUR, CP, "--against", "parallel.pp=2,parallel.cp=1,parallel.virtual_stages=2"],
     [
-        ["data", CP],
-        ["leak", CP, "train.recompute=selective"],
-        ["data", CP, DYNAMIC],
-        ["leak", CP, DYNAMIC],
-        ["parity", CP, DYNAMIC, "--against", "parallel.dynamic_cp=false"],
-        ["leak", *PP, "train.recompute=full"],
-        CP_AGAINST_TP,
-        ["leak", CP, *KINDS],  # bitwise forward, and no gradient backward
+        "parity",
+        *FOUR,
+        "parallel.cp=1",
+        "parallel.distributed_optimizer=true",
+        "--against",
+        "parallel.pp=2,parallel.tp=2",
     ],
-    ids=" ".join,
+    ["parity", *FOUR, *MOE, "--against", "parallel.ep=4,parallel.cp=1"],
+    ["parity", *FOUR, "model.tie_embeddings=true", "--against", "parallel.pp=2,parallel.tp=2,parallel.cp=1"],
+]
+
+
+@pytest.mark.parametrize(
+    "world_size,words",
+    [*((2, words) for words in ON_TWO), *(pytest.param(4, words, marks=pytest.mark.grid) for words in ON_FOUR)],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
-def test_the_code_passes(ranks: Ranks, recipe: Path, words: list[str]) -> None:
-    code, answer = probe(ranks(2), recipe, words)
+def test_the_code_passes(ranks: Ranks, recipe: Path, world_size: int, words: list[str]) -> None:
+    code, answer = probe(ranks(world_size), recipe, words)
     assert (code, answer["problems"]) == (0, []), answer
     assert answer["passed"] and answer["verdict"].startswith(f"{words[0]}: PASS: ")
-
-
-EXPERTS = ["model.moe.num_experts=4", "model.moe.top_k=2", "model.moe.ffn_hidden_size=24", "model.init_std=0.2"]
-FOUR = ["train.global_batch_size=4", "model.num_layers=4"]
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["data", *FOUR, CP],
-        ["leak", *FOUR, CP, "parallel.pp=2"],
-        ["leak", *FOUR, CP, "parallel.tp=2", "parallel.sequence_parallel=true", "--document", "0"],
-        ["parity", *FOUR, "run.precision=bf16", "--against", "parallel.cp=1,parallel.pp=2,parallel.tp=2"],
-        ["leak", *FOUR, *PP, "parallel.virtual_stages=2", "parallel.distributed_optimizer=true"],
-        ["leak", *FOUR, *EXPERTS, CP, "parallel.ep=2", "model.moe.aux_loss_coef=0.1"],
-        ["parity", *FOUR, CP, "--against", "parallel.pp=2,parallel.cp=1,parallel.virtual_stages=2"],
-        [
-            "parity",
-            *FOUR,
-            "parallel.cp=1",
-            "parallel.distributed_optimizer=true",
-            "--against",
-            "parallel.pp=2,parallel.tp=2",
-        ],
-        ["parity", *FOUR, *EXPERTS, "--against", "parallel.ep=4,parallel.cp=1"],
-        ["parity", *FOUR, "model.tie_embeddings=true", "--against", "parallel.pp=2,parallel.tp=2,parallel.cp=1"],
-    ],
-    ids=" ".join,
-)
-def test_the_code_passes_on_four_ranks(ranks: Ranks, recipe: Path, words: list[str]) -> None:
-    code, answer = probe(ranks(4), recipe, words)
-    assert (code, answer["problems"]) == (0, []), answer
 
 
 @pytest.mark.parametrize(
@@ -159,9 +142,9 @@ def test_what_parity_compares(ranks: Ranks, recipe: Path) -> None:
 def test_what_data_shows(ranks: Ranks, recipe: Path) -> None:
     """A single process without torchrun: every document is one run, and the answers are the supervised text."""
     command = ["probe", "data", str(recipe), "parallel.cp=1", "--full"]
-    (code, text), _ = ranks(2).run(probing.alone, command)
-    assert code == 0
-    lines = text.splitlines()
+    result = sft(ranks(2), *command, alone=True)
+    assert result.code == 0
+    lines = result.out.splitlines()
     assert lines[0] == "dp rank 0, cp rank 0, microbatch 1: CP size 1, 224 of 224 tokens, 3 documents"
     assert lines[1].startswith(f"  document 0 ({recipe.parent}/chat.jsonl:")
     assert lines[1].endswith(" tokens, padded to 96), positions 0 to 95")

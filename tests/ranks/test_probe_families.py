@@ -4,26 +4,17 @@ Packs hold three documents of 64 and 96 tokens.  Windows of 11 are shorter than 
 chunk; those of 60 are longer than all chunks.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sft.hf.families import FAMILIES
-from tests.ranks.pool import RankPool
+from tests.launching import HF_RECIPE
+from tests.ranks.pool import Ranks
 from tests.ranks.probing import prepare, probe
 from tests.unit.fixtures import hf, vision
 
-Ranks = Callable[[int], RankPool]
-RECIPE = """
-run: {{dir: {folder}/run, device: cpu, precision: fp32}}
-model: {{hf: {folder}/source}}
-data: {{train: {folder}/chat.jsonl, tokenizer: byte, seq_length: 256}}
-parallel: {{cp: 2}}
-train: {{num_steps: 2, global_batch_size: 1}}
-optim: {{lr: 1e-3}}
-"""
 LAYERS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 WINDOWS: dict[str, dict[str, Any]] = {
     "mistral": dict(sliding_window=11),  # in all layers
@@ -67,7 +58,7 @@ def marked(names: list[str], quick: tuple[str, ...]) -> list[Any]:
 @pytest.mark.parametrize("case", marked(CASES, QUICK))
 def test_the_probes_pass(ranks: Ranks, tmp_path: Path, case: str) -> None:
     save(tmp_path / "source", case)
-    recipe = prepare(tmp_path, RECIPE)
+    recipe = prepare(tmp_path, HF_RECIPE)
     for words in PROBES.values():
         code, answer = probe(ranks(2), recipe, words)
         assert (code, answer["problems"]) == (0, []), answer

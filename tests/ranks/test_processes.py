@@ -21,17 +21,10 @@ import torch.distributed as dist
 from sft.cli import main
 from sft.commands import train
 from sft.run import processes
+from tests.builders import Hostile
 from tests.launching import GOOD, RECIPE
 
 ENDLESS = ["train.num_steps=1000000", "checkpoint.save_every=null", "log.tensorboard=false"]
-
-
-class Hostile:
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self.folder,)
 
 
 @pytest.fixture
@@ -111,8 +104,7 @@ def test_a_rank_that_is_killed_ends_the_others(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "codes, rank",
-    [((0, 0, 0), None), ((0, 1, 2), 1), ((1, -9, 1), 1), ((75, 75, 75), 0), ((1, -6, -9), 1)],
+    "codes, rank", [((0, 0, 0), None), ((0, 1, 2), 1), ((1, -9, 1), 1), ((75, 75, 75), 0), ((1, -6, -9), 1)]
 )
 def test_of_ranks_that_ended_at_once_the_one_that_was_killed_is_the_first(
     codes: tuple[int, ...], rank: int | None

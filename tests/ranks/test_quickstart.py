@@ -4,14 +4,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from sft.cli import main
-from tests.builders import chats
+from tests.builders import chats, commands
 from tests.unit.fixtures.hub import environment, serving
 from tools.make_tiny_model import TEMPLATE
 
@@ -47,10 +46,7 @@ def shell(tmp_path: Path) -> Callable[..., str]:
 
     Returns what the command prints on stdout.
     """
-    (tmp_path / "bin").mkdir()
-    for name, words in (("sft", "-m sft"), ("torchrun", "-m torch.distributed.run"), ("python", "")):
-        (tmp_path / "bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
-        (tmp_path / "bin" / name).chmod(0o755)
+    commands(tmp_path / "bin")
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
     own = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
@@ -73,9 +69,9 @@ def losses(run: Path) -> list[float]:
 def test_every_command_of_the_page_runs(
     tmp_path: Path, shell: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commands = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    assert len(commands) == 9
-    outputs = [shell(command) for command in commands]
+    blocks = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 9
+    outputs = [shell(block) for block in blocks]
     (quoted,) = re.findall(r"^```text\n(weights .*\n)```$", PAGE, re.MULTILINE)
     assert quoted in outputs[3]
     trained = losses(tmp_path / "runs/quickstart")
@@ -94,8 +90,8 @@ def test_every_command_of_the_page_runs(
 
 
 def five_lines() -> list[str]:
-    (commands,) = re.findall(r"^```text\n(sft check .*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    return commands.splitlines()
+    (lines,) = re.findall(r"^```text\n(sft check .*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    return lines.splitlines()
 
 
 def test_the_readme_shows_the_commands_of_the_page() -> None:

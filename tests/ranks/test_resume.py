@@ -2,7 +2,6 @@
 
 import math
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,23 +14,20 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sft.errors import CheckpointError, StorageError
-from sft.mcore.checkpoint_io import engine_state, metadata_index, safe_reader, save_plans, torch_dist_files
+from sft.mcore.checkpoint_io import engine_state, metadata_index, rng, safe_reader, save_plans, torch_dist_files
 from tests.ranks import layouts, scenarios
-from tests.ranks.layouts import AUX, MOE
-from tests.ranks.pool import RankPool
-
-Ranks = Callable[[int], RankPool]
+from tests.ranks.layouts import AUX, CP, MOE, SP
+from tests.ranks.pool import Ranks
 
 SHARDED, WHOLE = "parallel.distributed_optimizer=true", "parallel.distributed_optimizer=false"
 BF16, EP2 = "run.precision=bf16", "parallel.ep=2"
-TP2 = ["parallel.tp=2", "parallel.sequence_parallel=true"]
 SAME = [
     (1, []),
     (2, [SHARDED, BF16]),
-    (2, [*TP2, SHARDED]),
-    (2, ["parallel.cp=2"]),
+    (2, [*SP, SHARDED]),
+    (2, CP),
     (2, [*MOE, *AUX, EP2, SHARDED, BF16]),
-    (2, [*MOE, *AUX, *TP2, WHOLE]),  # experts reduced over a group of their own: two optimizers in a chain
+    (2, [*MOE, *AUX, *SP, WHOLE]),  # experts reduced over a group of their own: two optimizers in a chain
     (4, [*MOE, *AUX, "parallel.pp=2", "parallel.virtual_stages=2", EP2, WHOLE]),
 ]
 
@@ -96,6 +92,27 @@ def load_and_draw(overrides: list[str], folder: str) -> list[float]:
 
 def draws() -> list[float]:
     return [random.random(), float(np.random.random()), float(torch.rand(1))]
+
+
+def drawn_after_a_load(folder: str) -> tuple[float, float]:
+    """The next random number of torch before and after loading a checkpoint with a state of CUDA's generator."""
+    of_cuda = torch.arange(16, dtype=torch.uint8)  # seed and offset, 8 bytes each
+    with scenarios.running([]) as engine:
+        state = rng._state() | {"cuda_rng_state": of_cuda}
+        with mock.patch.object(rng, "_state", lambda: state):
+            scenarios.save(engine, Path(folder), {"iteration": 2})
+        before = torch.get_rng_state()
+        torch.rand(7)
+        expected = torch.rand(1, generator=torch.Generator().set_state(torch.get_rng_state()))
+        engine_state.load(engine, Path(folder))
+        assert not torch.equal(before, torch.get_rng_state())
+        return float(expected), float(torch.rand(1))
+
+
+def test_a_checkpoint_of_a_gpu_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
+    """And the generators stay as they are.  tests/gpu/test_training.py shows the other direction."""
+    ((expected, found),) = ranks(1).run(drawn_after_a_load, str(tmp_path))
+    assert found == expected
 
 
 @pytest.mark.parametrize("optimizer", [WHOLE, SHARDED])

@@ -13,9 +13,7 @@ import pytest
 
 from tests.covering import Case
 from tests.ranks import layouts, scenarios
-from tests.ranks.pool import RankPool
-
-Ranks = Callable[[int], RankPool]
+from tests.ranks.pool import Ranks
 
 # bf16 keeps 8 bits: one rounding is 4e-3, and a loss is a mean over some 1,400 tokens of such roundings; with experts
 # a few tokens choose another one.

@@ -1,7 +1,6 @@
 """Which checkpoint a run goes on from, which it will not touch, and what it says; through what a Saver wrote."""
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 
 from sft.checkpoint import folders, manifest, resume
 from sft.checkpoint.origin import RunOrigin
-from sft.checkpoint.saver import Saver
 from sft.checkpoint.train_state import Conditions, TrainState
 from sft.config.keys import values
 from sft.console import QUIET, Console
@@ -20,10 +18,9 @@ from sft.mcore.checkpoint_io import optimizer_shards
 from sft.mcore.engine import Engine
 from sft.weights.initial import load_initial
 from tests.ranks import scenarios
-from tests.ranks.pool import RankPool
-from tests.ranks.saving import listing, run_of
+from tests.ranks.pool import Ranks
+from tests.ranks.saving import SMALL, Run, listing, run_of
 
-Ranks = Callable[[int], RankPool]
 DAMAGED = "iter_0000003.corrupt-"
 
 
@@ -35,21 +32,11 @@ def conditions(engine: Engine) -> Conditions:
 
 def write_three(folder: str) -> list[Any]:
     """After steps 1, 2 and 3, by two data-parallel ranks; the hash of each."""
-    with run_of([], folder) as run:
-        saver = Saver(
-            run.engine.config.checkpoint,
-            run.folder,
-            conditions(run.engine),
-            run.engine.groups,
-            Console(1),
-            lambda: True,
-            lambda step, save_s: None,
-        )
-        hashes = []
+    with scenarios.running(SMALL) as engine:
+        run, hashes = Run(engine, folder, conditions(engine)), []
         for step in (1, 2, 3):
             run.train(step)
-            state = TrainState(step=step, num_tokens=1000 * step, epoch=0, batch=step - 1, chain="c")
-            saver.save(run.engine, state, wait=True)
+            run.save(step, wait=True, num_tokens=1000 * step, epoch=0, batch=step - 1, chain="c")
             hashes.append(run.hash())
         return hashes
 
@@ -198,29 +185,6 @@ def test_where_all_are_damaged_no_start_begins_anew(ranks: Ranks, saved: Path, w
     assert second["refused"] is not None and second["hash"] is None
 
 
-def test_nothing_to_go_on_from(ranks: Ranks, tmp_path: Path) -> None:
-    """auto and never start a new run, must does not."""
-    nowhere = tmp_path / "checkpoints"
-    for wanted in ("auto", "never"):
-        (one,) = starts(ranks, nowhere, f"checkpoint.resume={wanted}")
-        assert (one["path"], one["refused"], one["said"]) == (None, None, "")
-    (one,) = starts(ranks, nowhere, "checkpoint.resume=must")
-    assert one["refused"] == (
-        f"checkpoint.resume = must, but {nowhere} has no checkpoint; expected a folder iter_XXXXXXX with "
-        "metadata.json, or a folder of such folders."
-    )
-    (one,) = starts(ranks, nowhere, f"checkpoint.resume={tmp_path}")
-    assert one["refused"].startswith(f"checkpoint.resume = {tmp_path}: the path has no checkpoint; expected ")
-
-
-def test_never_refuses_a_folder_that_holds_some(ranks: Ranks, saved: Path) -> None:
-    (one,) = starts(ranks, saved, "checkpoint.resume=never")
-    assert one["refused"] == (
-        f"checkpoint.resume = never, but {saved} holds checkpoints of an earlier run.  A new run would mix its "
-        "checkpoints with them.  Choose another run.dir, or resume with checkpoint.resume=auto."
-    )
-
-
 def test_a_path_names_one_or_a_folder_of_them_and_is_never_moved(ranks: Ranks, saved: Path, original: Any) -> None:
     elsewhere = saved.parent / "empty"
     for path, step in ((saved / "iter_0000001", 1), (saved, 3)):
@@ -249,15 +213,15 @@ def test_the_same_command_goes_on_from_what_the_run_has_saved_since_it_began_els
 
 def go_on_and_save(overrides: list[str], folder: str) -> str:
     """Two more steps."""
-    with run_of(overrides, folder) as run:
-        config, now, groups = run.engine.config.checkpoint, conditions(run.engine), run.engine.groups
-        found = resume.find(config, run.folder, groups, Console(1))
+    with scenarios.running([*SMALL, *overrides]) as engine:
+        config, now = engine.config.checkpoint, conditions(engine)
+        run = Run(engine, folder, now)
+        found = resume.find(config, run.folder, engine.groups, Console(1))
         assert found
-        state = resume.load(run.engine, found, config, now, Console(1))
-        saver = Saver(config, run.folder, now, groups, Console(1), lambda: True, lambda step, save_s: None)
+        state = resume.load(engine, found, config, now, Console(1))
         for step in (4, 5):
             run.train(step)
-            saver.save(run.engine, replace(state, step=step), wait=True)
+            run.saver.save(engine, replace(state, step=step), wait=True)
         return found.path.name
 
 
@@ -328,9 +292,5 @@ def start_from(source: str) -> dict[str, Any]:
             refused = str(error)
         held = [one for one in optimizer_shards.optimizer_slices(run.engine.optimizer)]
         moved = max(float(one.tensors[name].abs().max()) for one in held for name in ("exp_avg", "exp_avg_sq"))
-        told = {
-            "moments": moved,
-            "step": optimizer_shards.step_of(run.engine.optimizer),
-            "said": said,
-        }
+        told = {"moments": moved, "step": optimizer_shards.step_of(run.engine.optimizer), "said": said}
         return {**told, "before": before, "weights": scenarios.parameter_hash(run.engine), "refused": refused}

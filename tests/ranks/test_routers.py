@@ -1,6 +1,6 @@
 """Sigmoid routers: their correction bias is the same number on every layout, and checkpoints hold it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,9 @@ import torch
 from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.experts.router import Router
 from tests.ranks import scenarios
-from tests.ranks.layouts import AUX, LOSS_TOLERANCE, MOE, NORM_TOLERANCE, SLOW_CP, TOP_K
-from tests.ranks.pool import RankPool
+from tests.ranks.layouts import AUX, CP, EP, LOSS_TOLERANCE, MOE, NORM_TOLERANCE, PP, SHARDED, SLOW_CP, SP, TOP_K
+from tests.ranks.pool import Ranks
 
-Ranks = Callable[[int], RankPool]
 RATE = 0.03  # large: a step changes the choice of many tokens
 NUM_EXPERTS = 8  # two in each group
 SIGMOID = [
@@ -25,7 +24,6 @@ SIGMOID = [
     *("model.moe.scaling_factor=1.7", "model.moe.shared_ffn_hidden_size=16"),
     "model.moe.dense_layers=1",
 ]
-TP = ["parallel.tp=2", "parallel.sequence_parallel=true"]
 STEPS = 3
 BALANCE_TOLERANCE = 1e-5  # of the balancing loss, which routers compute in fp32
 
@@ -43,8 +41,7 @@ def trained(
     with scenarios.running(overrides) as engine:
         if load:
             engine_state.load(engine, Path(load))
-        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
-        results = [engine.train_step(loader.microbatches(step)) for step in steps]
+        results = scenarios.train_steps(engine, steps)
         if save_to:
             Path(save_to).mkdir(exist_ok=True)
             scenarios.save(engine, Path(save_to), {"iteration": steps[-1] + 1})
@@ -78,7 +75,7 @@ def test_the_bias_moves_against_the_load(reference: dict[str, Any]) -> None:
 
 LAYOUTS = {
     "dp": (2, []),
-    "tp cp ep": (4, [*TP, "parallel.cp=2", "parallel.ep=2"]),
+    "tp cp ep": (4, [*SP, *CP, *EP]),
     "virtual": (2, ["parallel.pp=2", "parallel.virtual_stages=2", "train.recompute=full"]),
     "dynamic cp": (2, ["parallel.cp=2", "parallel.dynamic_cp=true", "parallel.ep=2", *SLOW_CP]),
     "bf16": (2, ["parallel.distributed_optimizer=true", "run.precision=bf16", "parallel.ep=2"]),
@@ -98,9 +95,8 @@ def test_the_bias_is_the_same_bit_for_bit_on_every_layout(ranks: Ranks, referenc
 
 def test_a_checkpoint_holds_the_bias(ranks: Ranks, reference: dict[str, Any], tmp_path: Path) -> None:
     """Two steps on one layout and the third on another, with another optimizer: the bias of three steps on one."""
-    ranks(2).run(trained, SIGMOID + AUX + ["parallel.cp=2"], range(2), "", str(tmp_path))
-    sharded = ["parallel.distributed_optimizer=true", "parallel.pp=2"]
-    for result in ranks(2).run(trained, SIGMOID + AUX + sharded, [2], str(tmp_path)):
+    ranks(2).run(trained, SIGMOID + AUX + CP, range(2), "", str(tmp_path))
+    for result in ranks(2).run(trained, SIGMOID + AUX + SHARDED + PP, [2], str(tmp_path)):
         assert all(bias == reference["biases"][layer] for layer, bias in result["biases"].items())
         np.testing.assert_allclose(result["loss"], reference["loss"][2:], rtol=LOSS_TOLERANCE)
 
@@ -131,8 +127,7 @@ def balanced(overrides: Sequence[str]) -> dict[str, Any]:
                         (m.layer_number, m.weight.detach().double(), args[0][:, 0].detach().double(), args[1].numbers)
                     )
                 )
-        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
-        result = engine.train_step(loader.microbatches(0))
+        (result,) = scenarios.train_steps(engine, [0])
         assert result.experts is not None
         return {"given": given, "aux": result.experts.aux, "real": result.num_real_tokens}
 
@@ -155,8 +150,8 @@ def test_the_balancing_loss_of_sigmoid_scores(ranks: Ranks) -> None:
 
 def unsupervised(overrides: Sequence[str]) -> dict[int, list[float]]:
     with scenarios.running(overrides) as engine:
-        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
-        batch = [replace(mb, loss_weights=torch.zeros_like(mb.loss_weights)) for mb in loader.microbatches(0)]
+        microbatches = scenarios.loader_of(engine).microbatches(0)
+        batch = [replace(mb, loss_weights=torch.zeros_like(mb.loss_weights)) for mb in microbatches]
         assert engine.train_step(batch).skipped
         return biases(engine)
 

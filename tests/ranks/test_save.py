@@ -3,7 +3,6 @@
 import os
 import re
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,10 +22,9 @@ from sft.mcore.checkpoint_io import (
     torch_dist_files,
 )
 from tests.ranks import scenarios
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 from tests.ranks.saving import ASYNC, Run, listing, run_of
 
-Ranks = Callable[[int], RankPool]
 END_OF_TEST = 240.0  # seconds; nothing waits that long unless it is broken
 LAYOUTS: list[tuple[int, list[str]]] = [
     (1, []),

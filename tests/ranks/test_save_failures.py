@@ -18,10 +18,9 @@ from sft.checkpoint import saver as saving
 from sft.files.file_digest import HashingFile
 from sft.mcore.checkpoint_io import engine_state, torch_dist_files
 from sft.mcore.optimizer import offload
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 from tests.ranks.saving import ASYNC, Run, listing, refusal, run_of
 
-Ranks = Callable[[int], RankPool]
 NO_SPACE = "the disk is full (OSError: [Errno 28] No space left on device)"
 WRITTEN = f"was not written: rank 1: {NO_SPACE}"
 GOES_ON = "  Training goes on; the next save tries again."

@@ -1,7 +1,6 @@
 """Bytes that ranks send in a step, against tools/traffic_table.py; without Transformer Engine's attention."""
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,10 +12,9 @@ from sft.recipe.load import parse_recipe
 from tests.builders import answer
 from tests.ranks import scenarios
 from tests.ranks.layouts import MOE
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 from tools import traffic_table
 
-Ranks = Callable[[int], RankPool]
 COMMON = ["run.precision=bf16", f"model.vocab_size={scenarios.VOCAB}"]
 TP = ["parallel.tp=2", "parallel.sequence_parallel=true", "train.global_batch_size=1"]
 EP = [*MOE, "parallel.ep=2", "parallel.cp=2", "train.global_batch_size=1"]

@@ -2,7 +2,7 @@
 
 import contextlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +17,8 @@ from sft.mcore.process_groups import _two_levels
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
 from tests.ranks import scenarios
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import Ranks
 
-Ranks = Callable[[int], RankPool]
 TWO = ["run.device=auto", "parallel.cp=4", "parallel.cp_comm=a2a+p2p", "parallel.cp_a2a=2"]
 
 

@@ -11,17 +11,25 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from getpass import getuser
 from pathlib import Path
 
-from tests.launching import free_port
+import pytest
+
+from tests.builders import chats
+from tests.launching import RECIPE, free_port, records
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel")
 PATH = os.environ["PATH"] + ":/usr/local/sbin:/usr/sbin:/sbin"  # daemons are not on every user's PATH
 KILL_WAIT_S = 20
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 200  # long enough that a job is signalled well before its end
+ONE_NODE = ("--gpus-per-node=0",)  # the script asks for eight
+TWO_NODES = ("--gpus-per-node=0", "--nodes=2")
 MEMORY_MB = 20_000  # of a node; nothing takes it from the machine
 
 
@@ -78,9 +86,10 @@ PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF
 """
 
 
-def missing() -> list[str]:
-    """The programs of SLURM and munge that this machine lacks."""
-    return [name for name in NEEDED if shutil.which(name, path=PATH) is None]
+def skip_without_slurm() -> None:
+    """Skips the test where the machine has no SLURM and `make test-slurm` could not install it."""
+    if absent := [name for name in NEEDED if shutil.which(name, path=PATH) is None]:
+        pytest.skip(f"no SLURM on this machine ({', '.join(absent)}): on Debian, as root, apt install slurm-wlm munge")
 
 
 def until(condition: Callable[[], object], seconds: float, what: str, told: Callable[[], str] = str) -> None:
@@ -229,3 +238,21 @@ def command_lines() -> dict[int, str]:
             with contextlib.suppress(OSError):  # gone meanwhile
                 found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return found
+
+
+def submit(cluster: Cluster, folder: Path, options: tuple[str, ...] = ONE_NODE, *overrides: str, **env: str) -> Job:
+    """A run of two processes over the given nodes, which saves when it is told to and at its end, not between."""
+    chats(folder, 60)
+    (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder))
+    settings = [f"train.num_steps={STEPS}", "train.global_batch_size=2", f"checkpoint.save_every={10 * STEPS}"]
+    command = [str(ROOT / "launch/slurm.sbatch"), str(folder / "recipe.yaml"), *settings, *overrides]
+    path = f"{Path(sys.executable).parent}:{cluster.env['PATH']}"
+    env = {"NPROC": "1" if options is TWO_NODES else "2", "PATH": path, "PYTHONPATH": str(ROOT)} | env
+    return Job(cluster, folder, "--time=10", *options, *command, **env)
+
+
+def trained(job: Job) -> list[int]:
+    """Steps that the run has told."""
+    if not (job.folder / "run/metrics.jsonl").exists():
+        return []
+    return [record["step"] for record in records(job.folder, "train")]

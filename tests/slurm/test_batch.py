@@ -9,8 +9,20 @@ from pathlib import Path
 import pytest
 
 from tests.launching import records
-from tests.slurm.cluster import MEMORY_MB, Cluster, Job, command_lines, missing, until
-from tests.slurm.jobs import ONE_NODE, ROOT, STEPS, TWO_NODES, submit, trained
+from tests.slurm.cluster import (
+    MEMORY_MB,
+    ONE_NODE,
+    ROOT,
+    STEPS,
+    TWO_NODES,
+    Cluster,
+    Job,
+    command_lines,
+    skip_without_slurm,
+    submit,
+    trained,
+    until,
+)
 
 
 def saved(job: Job) -> list[str]:
@@ -29,9 +41,7 @@ def ranks(job: Job) -> list[int]:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A running SLURM.  Skips where the machine has none and `make test-slurm` could not install it."""
-    if absent := missing():
-        pytest.skip(f"no SLURM on this machine ({', '.join(absent)}): on Debian, as root, apt install slurm-wlm munge")
+    skip_without_slurm()
     running = Cluster(tmp_path_factory.mktemp("slurm"))
     yield running
     left = running.stop()

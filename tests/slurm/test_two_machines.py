@@ -6,14 +6,12 @@ from pathlib import Path
 import pytest
 
 from tests.machines import ADDRESSES, CABLES, NAMES, NotPermitted, two_machines
-from tests.slurm.cluster import Cluster, Node, missing
-from tests.slurm.jobs import STEPS, TWO_NODES, submit, trained
+from tests.slurm.cluster import STEPS, TWO_NODES, Cluster, Node, skip_without_slurm, submit, trained
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    if absent := missing():
-        pytest.skip(f"no SLURM on this machine ({', '.join(absent)}): on Debian, as root, apt install slurm-wlm munge")
+    skip_without_slurm()
     try:
         with two_machines(tmp_path) as machines:
             nodes = [

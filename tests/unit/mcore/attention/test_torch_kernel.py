@@ -206,7 +206,7 @@ def test_a_document_does_not_know_its_neighbours() -> None:
     assert not torch.equal(before[49:64], after[49:64])
 
 
-# --- torch's flash kernel: tests/ranks/test_flash.py has its numbers ---------------------------------------
+# --- torch's flash kernel: tests/ranks/test_gpu_kernels.py has its numbers ---------------------------------------
 
 
 def test_sequences_written_out() -> None:

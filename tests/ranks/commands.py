@@ -1,10 +1,10 @@
-"""`sft train` and `sft eval` on the ranks of a pool, as torchrun would start them."""
+"""`sft` on the ranks of a pool, as torchrun would start it."""
 
-import contextlib
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from sft.cli import main
 from sft.mcore import process_groups
-from tests.launching import TIMED, environments
-from tests.ranks import scenarios
+from tests.launching import environments
 from tests.ranks.pool import RankPool
 
 
@@ -26,10 +25,13 @@ class Result(NamedTuple):
     err: str
 
 
-def sft(pool: RankPool, *words: str, alone: bool = False) -> Result:
-    """`sft` with these words on every rank of the pool; or `alone` on one of them, as a process without torchrun."""
+def sft(pool: RankPool, *words: str, alone: bool = False, within: Callable[[], Any] = nullcontext) -> Result:
+    """`sft` with these words on every rank of the pool; or `alone` on one of them, as a process without torchrun.
+
+    within: makes a context in which each rank runs
+    """
     environment = {key: environments(1)[0][key] for key in ("MASTER_ADDR", "MASTER_PORT")}
-    results = [result for result in pool.run(_on_rank, words, environment, alone) if result is not None]
+    results = [result for result in pool.run(_on_rank, words, environment, alone, within) if result is not None]
     assert len({result.code for result in results}) == 1, results
     return Result(*results[0])
 
@@ -44,17 +46,14 @@ def scored(pool: RankPool, recipe: Path, *words: str, alone: bool = False) -> di
     return content
 
 
-def untimed(record: dict[str, Any]) -> dict[str, Any]:
-    """A record without what depends on the clock."""
-    return {key: value for key, value in record.items() if key not in TIMED}
-
-
-def _on_rank(words: Sequence[str], environment: dict[str, str], alone: bool) -> Result | None:
+def _on_rank(
+    words: Sequence[str], environment: dict[str, str], alone: bool, within: Callable[[], Any]
+) -> Result | None:
     out, err = io.StringIO(), io.StringIO()
     if alone and os.environ["RANK"] != "0":
         return None
     try:
-        with mock.patch.dict(os.environ, environment), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with mock.patch.dict(os.environ, environment), redirect_stdout(out), redirect_stderr(err), within():
             for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if alone else ():
                 del os.environ[name]
             code = main(words)
@@ -62,10 +61,3 @@ def _on_rank(words: Sequence[str], environment: dict[str, str], alone: bool) -> 
         if dist.is_initialized():
             process_groups.stop()
     return Result(code, out.getvalue(), err.getvalue())
-
-
-def gradient_buffers(overrides: Sequence[str], trains: bool) -> tuple[int, bool]:
-    """Bytes of core's gradient buffers of an engine, and whether it has an optimizer."""
-    with scenarios.running(overrides, trains=trains) as engine:
-        buffers = [b for chunk in engine.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        return sum(buffer.grad_data.nbytes for buffer in buffers), engine.optimizer is not None

@@ -218,11 +218,8 @@ THINK = THOUGHT + "{{ m.content }}"
         (for_messages(LAST + MESSAGE, LAST + MESSAGE) + ASK, TALK, [FINE, QUESTION]),
         (for_messages(LAST + MESSAGE, LAST + HEADER + THINK + "<|im_end|>") + ASK, THINKING, THOUGHTS),
         # The template changes the answer.
-        (
-            "{% for m in messages %}" + HEADER + "{{ m.content | replace('42', '24') }}<|im_end|>{% endfor %}" + ASK,
-            TALK,
-            [FINE, QUESTION.replace("42", "24")],
-        ),
+        ("{% for m in messages %}" + HEADER + "{{ m.content | replace('42', '24') }}<|im_end|>{% endfor %}" + ASK,
+         TALK, [FINE, QUESTION.replace("42", "24")]),
         # Only the chat ends, not its turns: <|im_start|> hands the first one over.
         ("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}<|im_end|>", TALK[2:], [QUESTION]),
         # Without a header of a prompt, the model writes all of the message.
@@ -236,18 +233,12 @@ THINK = THOUGHT + "{{ m.content }}"
         # Thinking before the block, and more words behind the end of the turn.
         (for_messages(MESSAGE, HEADER + THOUGHT + block("{{ m.content }}<|im_end|> more")) + ASK, THINKING, THOUGHTS),
         # transformers#47325: a block that ends at token 0.  Nothing predicts token 0, so it has weight 0.
-        (
-            for_messages("{{ m.content }}<|im_end|>", block("{{ m.content }}") + "<|im_end|>"),
-            [assistant("a"), user("Hello there"), assistant("b")],
-            ["<|im_end|>", "b<|im_end|>"],
-        ),
+        (for_messages("{{ m.content }}<|im_end|>", block("{{ m.content }}") + "<|im_end|>"),
+         [assistant("a"), user("Hello there"), assistant("b")], ["<|im_end|>", "b<|im_end|>"]),
         # Texts that are written by macros, set blocks and joins keep their sources.
-        (
-            "{% macro turn(m) %}{% set text %}{{ [m.content, ''] | join('') }}{% endset %}" + HEADER
-            + "{{ text }}<|im_end|>{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}" + ASK,
-            TALK,
-            [FINE, QUESTION],
-        ),
+        ("{% macro turn(m) %}{% set text %}{{ [m.content, ''] | join('') }}{% endset %}" + HEADER
+         + "{{ text }}<|im_end|>{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}" + ASK,
+         TALK, [FINE, QUESTION]),
     ],
 )  # fmt: skip
 def test_templates_of_other_shapes(tmp_path: Path, jinja: str, messages: Messages, expected: list[str]) -> None:

@@ -207,17 +207,12 @@ def test_folders_that_are_no_tokenizer(folder: Path, tmp_path: Path) -> None:
     ("jinja", "complaint"),
     [
         ("{% for m in messages %}", "cannot be read: Unexpected end of template"),
-        (
-            "{% for m in messages %}{{ m.role }}{% endfor %}",
-            "message 2 cannot be located: the template writes nothing of it",
-        ),
-        (
-            "{% for m in messages %}{{ m.content }} ### End\n{% endfor %}",
-            "message 2 cannot be located: no token ends it.  Tokens that end a turn of this template: <.endoftext.>.",
-        ),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "message 2 cannot be located: the template writes nothing"),
+        ("{% for m in messages %}{{ m.content }} ### End\n{% endfor %}",
+         "message 2 cannot be located: no token ends it.  Tokens that end a turn of this template: <.endoftext.>."),
         ("{{ raise_exception('no') }}", "refused the chat: no"),
     ],
-)
+)  # fmt: skip
 def test_a_template_that_cannot_be_used_is_refused_with_the_first_chat(
     folder: Path, tmp_path: Path, jinja: str, complaint: str
 ) -> None:

@@ -107,6 +107,7 @@ def plan(arguments: Namespace) -> int:
 
     from sft.data.cache.prepare import prepare_train
     from sft.data.inspect.forecast import forecast, write_run
+    from sft.data.loader import make_loader
     from sft.recipe.layout import resolve_layout
     from sft.recipe.needs import check_paths
     from sft.recipe.tokenizer import tokenizer_of
@@ -124,15 +125,16 @@ def plan(arguments: Namespace) -> int:
                 f"rank{'s' * (layout.cp > 1)}.  Give parallel.dynamic_cp=true, with parallel.cp above 1."
             )
     corpus = prepare_train(recipe.config, tokenizer_of(recipe.config), progress())
-    for name, lines in forecast(recipe.config, layout, corpus).items():
+    loader = make_loader(recipe.config, layout, corpus, pad_id=0)
+    for name, lines in forecast(recipe.config, loader).items():
         print_group(name, lines)
     if arguments.write is not None:
-        print_group("written", [write_run(Path(arguments.write), recipe.config, layout, corpus)])
+        print_group("written", [write_run(Path(arguments.write), recipe.config, loader)])
     if arguments.png is not None:
         from sft.data.inspect.cp_picture import draw_step
 
         with picture_file("--png", arguments.png) as temporary:
-            line = draw_step(temporary, recipe.config, layout, corpus)
+            line = draw_step(temporary, loader)
         print_group("picture", [f"{arguments.png}: {line}"])
     return 0
 

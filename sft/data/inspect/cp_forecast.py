@@ -11,7 +11,6 @@ from statistics import mean, median
 import numpy as np
 
 from sft.config import Config
-from sft.data.cache.corpus import Corpus
 from sft.data.loader import Loader, make_loader
 from sft.data.packing.cp_cost import Documents
 from sft.data.packing.cp_grid import Prediction, fixed, predict
@@ -46,13 +45,13 @@ class BatchForecast:
         return self.dynamic.num_bytes / max(1, self.fixed.num_bytes)
 
 
-def batches_of(loader: Loader, steps: Sequence[int]) -> list[BatchForecast]:
-    """The forecasts of these steps.  loader: of a layout with dynamic CP"""
+def batches_of(loader: Loader, count: int) -> list[BatchForecast]:
+    """The forecasts of at most `count` steps, see `spread_steps`.  loader: of a layout with dynamic CP"""
     layout, lengths, cost = loader.layout, loader.corpus.lengths, loader.cp_cost
     assert cost is not None
     rank_tokens = loader.seq_length // layout.cp
     batches = []
-    for step in steps:
+    for step in spread_steps(loader, count):
         samples = [i for pack in loader.plans.global_batch(step) for i in pack]
         documents = Documents.of(samples, lengths, layout.cp_sizes, rank_tokens=rank_tokens, cost=cost)
         batches.append(
@@ -89,7 +88,7 @@ def lines(config: Config, batches: Sequence[BatchForecast]) -> list[str]:
 
 def short_line(loader: Loader) -> str:
     """One line about a run with dynamic CP."""
-    batches = batches_of(loader, spread_steps(loader, FEW))
+    batches = batches_of(loader, FEW)
     alone = mean(b.dynamic.share_of_tokens.get(1, 0.0) for b in batches)
     return (
         f"dynamic CP, predicted: a step {median(b.step for b in batches):.2f} of fixed cp, bytes over cp "
@@ -97,20 +96,19 @@ def short_line(loader: Loader) -> str:
     )
 
 
-def advice(config: Config, layout: Layout, corpus: Corpus) -> list[str]:
+def advice(config: Config, loader: Loader) -> list[str]:
     """A line about what dynamic CP would give a run with a fixed cp; none if it would not help or does not fit."""
-    if layout.cp == 1 or layout.cp_sizes:
+    if loader.layout.cp == 1:
         return []
-    settings, changes = "parallel.dynamic_cp=true", {"dynamic_cp": True}
+    settings = "parallel.dynamic_cp=true"
     if config.parallel.cp_comm == "a2a+p2p":  # refused with dynamic CP
         settings += " parallel.cp_comm=p2p parallel.cp_a2a=null"
-    changed = config.model_copy(update={"parallel": config.parallel.model_copy(update=changes)})
+    changed = config.model_copy(update={"parallel": config.parallel.model_copy(update={"dynamic_cp": True})})
     try:
-        layout = Layout.resolve(changed, layout.world_size)
+        layout = Layout.resolve(changed, loader.layout.world_size)
     except ConfigError:
         return []
-    loader = make_loader(changed, layout, corpus, pad_id=0)
-    batches = batches_of(loader, spread_steps(loader, FEW))
+    batches = batches_of(make_loader(changed, layout, loader.corpus, pad_id=0), FEW)
     step = median(b.step for b in batches)
     if step > HELPS:
         return []

@@ -12,22 +12,19 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from sft.config import Config
-from sft.data.cache.corpus import Corpus
-from sft.data.loader import make_loader
-from sft.data.packing.cp_cost import CpCost
+from sft.data.loader import Loader
 from sft.data.packing.cp_grid import TimedPack, fixed, timeline
-from sft.parallel.layout import Layout
 
 SHADES = ("#cfe1f2", "#9ecae1", "#6aaed6", "#3787c0", "#1c5fa5", "#08306b")  # by CP size, the largest last
 FILLER, IDLE, END = "#a6a6a6", "#e9e9e9", "#c00000"
 
 
-def draw_step(out: Path, config: Config, layout: Layout, corpus: Corpus) -> str:
+def draw_step(out: Path, loader: Loader) -> str:
     """Writes the PNG file `out` of the first step of a run with dynamic CP.  Returns a line about it."""
-    loader, cost = make_loader(config, layout, corpus, pad_id=0), CpCost.of(config)
+    layout, cost = loader.layout, loader.cp_cost
+    assert cost is not None
     grids = (fixed(loader.slots(0), layout.cp), loader.grid(0))
-    panels = [timeline(grid, corpus.lengths, cost) for grid in grids]
+    panels = [timeline(grid, loader.corpus.lengths, cost) for grid in grids]
     figure = drawn(*panels, num_ranks=layout.dp * layout.cp, cp_sizes=layout.cp_sizes)
     figure.savefig(out, dpi=120, format="png")
     return f"step 1 with cp {layout.cp} and with dynamic CP, {layout.dp * layout.cp} ranks of dp x cp"

@@ -15,14 +15,13 @@ import numpy as np
 from sft.config import Config
 from sft.data.cache.corpus import Corpus
 from sft.data.inspect import cp_forecast
-from sft.data.loader import Loader, make_loader
+from sft.data.loader import Loader
 from sft.data.packing.balance import costs, efficiency
 from sft.data.packing.mixture import Mixture
 from sft.data.packing.plan import PackingPlan
 from sft.data.packing.plan_files import follows_from, write_plans
 from sft.layers.flops import AttentionCost
 from sft.parallel.alignment import aligned, smallest_world
-from sft.parallel.layout import Layout
 
 LOOKED_AT = 50  # number of global batches, spread over the epoch, whose balance is computed
 LIMITED = 0.95  # if no assignment can reach this efficiency, the forecast suggests a larger cp
@@ -45,32 +44,28 @@ class Bounds:
     microbatch: float
 
 
-def forecast(config: Config, layout: Layout, corpus: Corpus) -> dict[str, list[str]]:
+def forecast(config: Config, loader: Loader) -> dict[str, list[str]]:
     """Lines about the first epoch: {topic: lines to print}"""
-    loader = make_loader(config, layout, corpus, pad_id=0)
-    plan = loader.plans.plan(0)
-    looked_at = cp_forecast.spread_steps(loader, LOOKED_AT)
+    corpus, plan = loader.corpus, loader.plans.plan(0)
     lines = {
         "packs": _packs(config, plan, corpus),
         "steps": _steps(config, plan, corpus),
         "sources": _sources(config, plan, corpus),
     }
-    if layout.cp_sizes:
-        batches = cp_forecast.batches_of(loader, looked_at)
+    if loader.layout.cp_sizes:
+        batches = cp_forecast.batches_of(loader, LOOKED_AT)
         return lines | {"cp size": cp_forecast.lines(config, batches), "balance": _dynamic_balance(config, batches)}
-    balance = _balance(config, loader, looked_at)
-    return lines | {"balance": [*balance, *cp_forecast.advice(config, layout, corpus)]}
+    return lines | {"balance": [*_balance(config, loader), *cp_forecast.advice(config, loader)]}
 
 
-def write_run(path: Path, config: Config, layout: Layout, corpus: Corpus) -> str:
+def write_run(path: Path, config: Config, loader: Loader) -> str:
     """Writes the plans of all epochs of a run to `path`.  Returns a line with the numbers of batches and epochs."""
-    loader = make_loader(config, layout, corpus, pad_id=0)
-    num_steps = config.train.num_steps or 1
+    num_steps, batch_size = config.train.num_steps or 1, loader.layout.global_batch_size
     loader.plans.check_work(config.train.num_epochs or -(-num_steps // loader.plans.steps_per_epoch(0)))
     epochs = config.train.num_epochs or 1 + loader.plans.locate(num_steps - 1)[0]
     plans = [loader.plans.plan(epoch) for epoch in range(epochs)]
-    write_plans(path, follows_from(config, corpus), plans, layout.global_batch_size)
-    batches = sum(plan.num_batches(layout.global_batch_size) for plan in plans)
+    write_plans(path, follows_from(config, loader.corpus), plans, batch_size)
+    batches = sum(plan.num_batches(batch_size) for plan in plans)
     of = f"{batches:,} global batches of {epochs} epoch{'s' * (epochs > 1)}"
     return f"{path}: {of}; a run follows it with data.plan={path}"
 
@@ -128,7 +123,8 @@ def _sources(config: Config, plan: PackingPlan, corpus: Corpus) -> list[str]:
     ]
 
 
-def _balance(config: Config, loader: Loader, looked_at: list[int]) -> list[str]:
+def _balance(config: Config, loader: Loader) -> list[str]:
+    looked_at = cp_forecast.spread_steps(loader, LOOKED_AT)
     work = costs(loader.corpus.lengths, doc_multiple=config.data.doc_multiple, attention=loader.attention)
     levels, limits = [], []
     for step in looked_at:

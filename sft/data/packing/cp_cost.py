@@ -102,12 +102,12 @@ class CpCost(CpBytes):
 class Documents:
     """The documents of a global batch in order of falling length, and numbered in this order.
 
-    ids         int64 [n]: their samples
-    sizes       sizes of groups, rising
-    units       int64 [n]: padded tokens, in units of doc_multiple
-    limit       units that a rank may hold in a microbatch; a group of s ranks holds s times as many
-    times       int64 [sizes, n]: nanoseconds on each rank of a group of each size
-    least       int64 [n]: index in `sizes` of the smallest group that holds the document
+    ids            int64 [n]: their samples
+    sizes          sizes of groups, rising
+    units          int64 [n]: padded tokens, in units of doc_multiple
+    limit          units that a rank may hold in a microbatch; a group of s ranks holds s times as many
+    times          int64 [sizes, n]: nanoseconds on each rank of a group of each size
+    least          int64 [n]: index in `sizes` of the smallest group that holds the document
     microbatch_ns  time of a microbatch besides its documents
     """
 

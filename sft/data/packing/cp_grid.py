@@ -56,7 +56,7 @@ def timeline(grid: Grid, lengths: np.ndarray, cost: CpCost) -> list[TimedPack]:
         for rank, slot in _groups(row)
     ]
     work = _work([slot for _, _, slot in packs], lengths, cost)
-    ready, domain = [0] * len(grid), cost.domain(len(grid)) if cost.wait_ranks > 1 else 1
+    ready, domain = [0] * len(grid), cost.domain(len(grid))
     timed, current = list[TimedPack](), 0
     for (microbatch, rank, (size, samples)), work_ns in zip(packs, work.tolist(), strict=True):
         if microbatch > current and domain > 1:

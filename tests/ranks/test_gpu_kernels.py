@@ -17,7 +17,7 @@ from sft.layers.fused_rotary import token_stride
 from sft.mcore.activations.saved_tensors import SavePolicy
 from sft.mcore.backends import kernels
 from sft.mcore.engine import Engine
-from sft.mcore.model import chunks
+from sft.mcore.model import core_config
 from tests.plain_flash import PLAIN
 from tests.ranks import scenarios
 from tests.ranks.layouts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, TP
@@ -58,7 +58,7 @@ def fused(overrides: list[str], hooks: bool) -> dict[str, Any]:
     kernel = SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
     policy = Engine._make_save_policy if hooks else lambda engine: SavePolicy(recompute=False)
     with (
-        mock.patch.dict(chunks.CPU_TRANSFORMER_FIELDS, gradient_accumulation_fusion=True),
+        mock.patch.dict(core_config.CPU_TRANSFORMER_FIELDS, gradient_accumulation_fusion=True),
         mock.patch.object(layers, "_grad_accum_fusion_available", True),
         mock.patch.object(layers, "fused_weight_gradient_mlp_cuda", kernel, create=True),
         mock.patch.object(Engine, "_make_save_policy", policy),

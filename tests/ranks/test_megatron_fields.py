@@ -10,7 +10,7 @@ from megatron.core.transformer import TransformerConfig
 
 from sft.config import megatron_fields
 from sft.config.megatron_fields import ALLOWED, ROLES, UNUSED
-from sft.mcore.model import chunks
+from sft.mcore.model import core_config
 from tests.ranks import scenarios
 from tests.ranks.pool import Ranks
 
@@ -43,7 +43,7 @@ def step(overrides: Sequence[str], name: str = "hidden_size") -> tuple[Any, floa
     reduced = torch.backends.cuda.matmul
     before = reduced.allow_bf16_reduced_precision_reduction
     try:
-        with mock.patch.object(chunks, "TransformerConfig", Recorded), scenarios.running(overrides) as engine:
+        with mock.patch.object(core_config, "TransformerConfig", Recorded), scenarios.running(overrides) as engine:
             (result,) = scenarios.train_steps(engine, [0])
             read, value = set(Recorded.read), getattr(engine.core_config, name)
             return value, result.lm_loss, result.grad_norm, reduced.allow_bf16_reduced_precision_reduction, read

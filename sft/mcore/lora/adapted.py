@@ -208,11 +208,11 @@ def attach(chunk: Any, weights: Iterable[AdaptedWeight], lora: LoraConfig, group
         if weight.layer not in layers:
             continue
         layer, path = layers[weight.layer], weight.module
+        split = _split(layer.config, weight, groups)
         if weight.num_experts:
             layer.mlp.experts = layer_by_layer(layer.mlp.experts)
             path = path.replace(".experts.experts.", ".experts.")
         parent, _, name = path.rpartition(".")
-        split = _split(layer.config, weight, groups)
         adapted = (AdaptedExperts if weight.num_experts else AdaptedLinear)(
             layer.get_submodule(path), weight, split, lora
         )

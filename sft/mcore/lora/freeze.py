@@ -24,10 +24,10 @@ def apply(chunk: Any, trained: Trained, *, keeps_graph: bool) -> None:
     if trained.whole is None:
         return
     chunk.requires_grad_(False)
-    for leaf in whole_leaves(chunk.sharded_state_dict(), trained):
-        leaf.data.requires_grad_()
     if keeps_graph and chunk.pre_process and not trained.has(EMBEDDING, ()):
         _require_input_gradient(chunk)
+    for leaf in whole_leaves(chunk.sharded_state_dict(), trained):
+        leaf.data.requires_grad_()
 
 
 def whole_leaves(state: Any, trained: Trained) -> Iterator[ShardedTensor | ShardedTensorFactory]:

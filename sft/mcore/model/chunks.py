@@ -1,159 +1,28 @@
 """Builds megatron-core's GPTModel from the recipe's model config.
 
-One function builds `TransformerConfig`, which only sft/mcore uses.  The model returns hidden states, never logits.  The
-loss head (sft/mcore/loss) projects hidden states.  A new model's weights have no values until `initial_weights.py`
-draws them, or `checkpoint_io` loads them.
+The model returns hidden states, never logits.  The loss head (sft/mcore/loss) projects hidden states.  A new model's
+weights have no values until `initial_weights.py` draws them, or `checkpoint_io` loads them.
 """
 
-import importlib.util
-import math
 from functools import partial
-from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from torch import Tensor
 
-from sft.config import Config, ModelConfig, ParallelConfig, TrainConfig
-from sft.config.megatron_fields import PERMUTE_FUSION
-from sft.errors import ConfigError
+from sft.config import Config, ModelConfig
 from sft.layers.adapters import Trained
-from sft.mcore import fp8, pipeline
-from sft.mcore.attention import rope
-from sft.mcore.backend import AttentionBackend, params_dtype
-from sft.mcore.device import CPU_TRANSFORMER_FIELDS
+from sft.mcore.backend import AttentionBackend
 from sft.mcore.experts.layer import reduce_apart
 from sft.mcore.lora import adapted, freeze
+from sft.mcore.model.core_config import transformer_config
 from sft.mcore.model.gpt import HiddenStatesGPT
 from sft.mcore.model.layer_spec import layer_spec
 from sft.mcore.model.mtp import MultiTokenPrediction
-from sft.mcore.modules.gated_activation import GatedActivation
 from sft.mcore.process_groups import ProcessGroups
 from sft.parallel.layout import Layout, padded_vocab_size
-
-# torch compiles the fused functions that Transformer Engine lacks.  With TORCHDYNAMO_DISABLE=1 they run uncompiled.
-_CUDA_TRANSFORMER_FIELDS = dict(bias_activation_fusion=True)
-# Core recomputes whole layers.  `layer.py` recomputes only the second half of a layer.
-_FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-
-
-def transformer_config(
-    config: Config, layout: Layout, device_type: str, backend: AttentionBackend
-) -> TransformerConfig:
-    """Build the TransformerConfig; no other function builds one."""
-    model, dtype = config.model, params_dtype(config)
-    fields: dict[str, Any] = dict(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.resolved_query_groups,
-        kv_channels=model.resolved_head_dim,
-        softmax_scale=rope.softmax_scale(model),
-        normalization="RMSNorm",
-        layernorm_epsilon=model.norm_epsilon,
-        layernorm_zero_centered_gamma=model.norm_zero_centered,
-        qk_layernorm=model.qk_norm,
-        add_bias_linear=False,
-        add_qkv_bias=model.qkv_bias,
-        attention_output_gate=model.attention_output_gate,
-        hetereogenous_dist_checkpoint=not model.stacks_layers,  # core then gives each layer its own tensors
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        init_method=_leave_without_value,
-        output_layer_init_method=_leave_without_value,
-        embedding_init_method=_leave_without_value,
-        use_cpu_initialization=device_type == "cpu",
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        tensor_model_parallel_size=layout.tp,
-        context_parallel_size=layout.cp,
-        **pipeline.transformer_fields(layout),
-        sequence_parallel=layout.sequence_parallel,
-        cp_comm_type=config.parallel.cp_comm,
-        **_dispatcher_fields(config.parallel, device_type),
-        **_expert_fields(model, layout),
-        deterministic_mode=config.run.deterministic,
-        calculate_per_token_loss=True,  # gradients are divided once, by the global count of supervised tokens
-        **fp8.fields(config.run.fp8),
-        **{
-            **backend.transformer_fields,
-            **dict(gradient_accumulation_fusion=fuses_gradients(config.train, backend)),
-            **(CPU_TRANSFORMER_FIELDS if device_type == "cpu" else _CUDA_TRANSFORMER_FIELDS),
-            **_activation_fields(model),
-        },
-        **(_FULL_RECOMPUTE if config.train.recompute == "full" else {}),
-    )
-    defaults = {PERMUTE_FUSION: backend.library.is_te and model.moe.num_experts is not None}
-    try:
-        return TransformerConfig(**fields, **{**defaults, **model.megatron})
-    except (AssertionError, ValueError, TypeError) as error:
-        raise ConfigError(f"megatron-core refuses this model: {error}") from error
-
-
-def _leave_without_value(weight: Tensor) -> None:
-    """Initialise a matrix for core, without drawing values.  A matrix that is neither loaded nor drawn stays NaN."""
-    torch.nn.init.constant_(weight, math.nan)
-
-
-def fuses_gradients(train: TrainConfig, backend: AttentionBackend) -> bool:
-    """Whether the matrix product of a weight's gradient adds its result to the fp32 sum of gradients.
-
-    Core needs an extension of Apex for this, also with Transformer Engine.  Core marks a weight whose gradient it has
-    added.  With saved-tensor hooks, backward gets a copy of the weight, so the mark would be lost.  Tiles add gradients
-    themselves.
-    """
-    has_hooks = train.offload_fraction > 0 or (train.recompute == "selective" and not backend.library.is_te)
-    has_kernel = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
-    return has_kernel and not has_hooks and train.mlp_tile is None
-
-
-def _dispatcher_fields(parallel: ParallelConfig, device_type: str) -> dict[str, Any]:
-    """Fields for the dispatch of tokens to experts.  Core refuses its default with variable_seq_lengths, even without
-    experts."""
-    if parallel.ep_comm == "alltoall":
-        return dict(moe_token_dispatcher_type="alltoall")
-    if device_type != "cuda" or importlib.util.find_spec("deep_ep") is None:
-        why = "runs on CUDA only, and this run is on the CPU" if device_type != "cuda" else "is not installed here"
-        raise ConfigError(
-            "parallel.ep_comm = deepep needs the package deep_ep (https://github.com/deepseek-ai/DeepEP), which "
-            f"{why}.  parallel.ep_comm=alltoall runs everywhere."
-        )
-    return dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="deepep")
-
-
-def _expert_fields(model: ModelConfig, layout: Layout) -> dict[str, Any]:
-    moe = model.moe
-    if moe.num_experts is None:
-        return {}
-    return dict(
-        num_moe_experts=moe.num_experts,
-        moe_ffn_hidden_size=model.resolved_expert_ffn,
-        moe_router_topk=moe.top_k,
-        moe_router_pre_softmax=not moe.normalize_top_k,
-        moe_router_dtype="fp32",
-        moe_router_load_balancing_type="aux_loss",
-        moe_aux_loss_coeff=moe.aux_loss_coef,
-        moe_z_loss_coeff=moe.z_loss_coef,
-        moe_expert_capacity_factor=moe.capacity_factor,
-        moe_shared_expert_intermediate_size=moe.shared_ffn_hidden_size,
-        moe_shared_expert_gate=moe.shared_gate,
-        moe_layer_freq=[int(model.has_experts(i + 1)) for i in range(model.num_layers)] if moe.dense_layers else 1,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-    )
-
-
-def _activation_fields(model: ModelConfig) -> dict[str, Any]:
-    """Fields of the activation.  Core passes gate and up together only to activations of Transformer Engine, so these
-    fields make it build our activation instead of one of these."""
-    return dict(bias_activation_fusion=False, use_te_activation_func=True) if GatedActivation.fields(model) else {}
 
 
 def build(
@@ -204,7 +73,7 @@ def _build_chunk(
     vocab_size: int,
     stage: int,
 ) -> HiddenStatesGPT:
-    model = config.model
+    model, multiplier = config.model, _embedding_multiplier(config.model, core.params_dtype)
     vp_stage = stage if layout.virtual_stages > 1 else None
     num_layers = get_num_layers_to_build(core, vp_stage=vp_stage, pp_rank=groups.pp_rank)
     first = get_transformer_layer_offset(core, vp_stage=vp_stage, pp_rank=groups.pp_rank)
@@ -230,7 +99,7 @@ def _build_chunk(
         position_embedding_type="none" if rotary_table is None else "rope",
         pg_collection=groups.collection,
         vp_stage=vp_stage,
-        embedding_multiplier=_embedding_multiplier(model, core.params_dtype),
+        embedding_multiplier=multiplier,
         logits_scaling=model.logits_scaling,
         mtp=mtp if model.has_mtp else None,
         mtp_mode=config.train.mtp,

@@ -184,8 +184,8 @@ def test_name_and_parameters(name: str) -> None:
 
 
 def test_transformer_config_has_every_field_that_is_set() -> None:
-    """Those of chunks.py stand in calls of dict."""
-    tree = ast.parse((MCORE / "model/chunks.py").read_text())
+    """core_config.py gives them in calls of dict."""
+    tree = ast.parse((MCORE / "model/core_config.py").read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     named = {keyword.arg for call in calls if ast.unparse(call.func) == "dict" for keyword in call.keywords}
     found = (named | FIELDS) - {None}

@@ -49,6 +49,7 @@ from sft.mcore.backends.transformer_engine import TransformerEngine
 from sft.mcore.checkpoint_io import fp8_state
 from sft.mcore.lora import adapted as lora
 from sft.mcore.model import chunks as model
+from sft.mcore.model.core_config import transformer_config
 from sft.mcore.modules.stored import sharded_tensors
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
@@ -58,7 +59,7 @@ def built(name, overrides):
     config = parse_recipe(RECIPE, "a.yaml", ["run.device=cuda", *overrides]).config
     layout = Layout.resolve(config, 1)
     backend = TransformerEngine(config) if name == "te" else Portable(config, "", kernels.choose(config, "cpu"))
-    core = model.transformer_config(config, layout, "cuda", backend)
+    core = transformer_config(config, layout, "cuda", backend)
     core.use_cpu_initialization = True
     return config, core, model._build_chunk(config, layout, place, core, backend, 300, 0)
 

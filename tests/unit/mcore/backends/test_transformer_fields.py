@@ -11,7 +11,7 @@ from sft.mcore.backends import kernels
 from sft.mcore.backends.portable import Portable
 from sft.mcore.backends.transformer_engine import TransformerEngine
 from sft.mcore.checkpoint_io import megatron_arguments
-from sft.mcore.model import chunks
+from sft.mcore.model import core_config
 from sft.parallel.layout import Layout
 from tests.builders import LLAMA_8B, RECIPE, layout_config, parsed, refusal_lines
 
@@ -25,9 +25,9 @@ def fields(monkeypatch: pytest.MonkeyPatch, device_type: str, *overrides: str) -
     te = device_type == "cuda" and config.attention.backend != "portable"
     backend = TransformerEngine(config) if te else Portable(config, "", kernels.choose(config, device_type))
     with monkeypatch.context() as patch:
-        patch.setattr(chunks, "TransformerConfig", lambda **named: named)
+        patch.setattr(core_config, "TransformerConfig", lambda **named: named)
         layout = Layout.resolve(config, config.parallel.cp)
-        return dict(vars(chunks)["transformer_config"](config, layout, device_type, backend))
+        return dict(vars(core_config)["transformer_config"](config, layout, device_type, backend))
 
 
 @pytest.mark.parametrize(

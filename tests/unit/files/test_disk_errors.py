@@ -1,11 +1,16 @@
-"""A full or failing disk, at each file that a run writes: one sentence, and a run that can be started again."""
+"""A full or failing disk, and files that may not be read: one sentence, and a run that can be started again.
 
+Root may read everything.  So commands on files that may not be read run in a process that has given up these rights.
+"""
+
+import ctypes
 import errno
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,20 +88,19 @@ log: {tensorboard: true}
 """
 
 
-def test_each_writer_of_a_run(tmp_path: Path) -> None:
-    write(tmp_path / "a.jsonl", ROW)
-    (tmp_path / "r.yaml").write_text(RECIPE)
-    cases = [(writer, number) for writer in WRITERS for number in (errno.ENOSPC, errno.EIO)]
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps([(name, number) for (name, _, _), number in cases])],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def told(folder: Path, program: str, cases: list[Any], **options: Any) -> Any:
+    """Run the program on the cases, beside a recipe and its data.  Returns what it writes to told.json."""
+    write(folder / "a.jsonl", ROW)
+    (folder / "r.yaml").write_text(RECIPE)
+    command, environment = [sys.executable, "-c", program, json.dumps(cases)], {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False, **options)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    reported = json.loads((tmp_path / "told.json").read_text())
+    return json.loads((folder / "told.json").read_text())
+
+
+def test_each_writer_of_a_run(tmp_path: Path) -> None:
+    cases = [(writer, number) for writer in WRITERS for number in (errno.ENOSPC, errno.EIO)]
+    reported = told(tmp_path, PROGRAM, [(name, number) for (name, _, _), number in cases])
     for n, (((name, line, status), number), (code, err, its_status, advice)) in enumerate(
         zip(cases, reported, strict=True)
     ):
@@ -190,3 +194,82 @@ def test_a_store_that_cannot_be_read_is_not_replaced(
     assert (log, ledger.stat(), work_folder(ledger.parent).exists()) == ([], before, False)
     assert corpus_of(path, log=log).digest == digest
     assert "cached" in log[0]
+
+
+# --- what may not be read --------------------------------------------------------------------------------------------
+
+CHECKPOINT = "run/checkpoints/iter_0000001"
+READ = "this user has no permission to read or write it (OSError: [Errno 13] Permission denied: '{}')"
+ABOVE = "this user has no permission (OSError: [Errno 13] Permission denied: '{}')"
+
+
+def unreadable(path: str, why: str = READ) -> str:
+    return f"ConfigError: {path} cannot be read or written: {why.format(path)}.\n"
+
+
+def cannot(be: str, path: str) -> str:
+    return f"ConfigError: run.dir = run cannot be {be}: [Errno 13] Permission denied: '{path}'.\n"
+
+
+SHARDS = [f"{CHECKPOINT}/{name}" for name in (".metadata", "__0_0.distcp", "common.pt", "manifest.json")]
+# A start that is refused before it locks the folder changes no state.
+KILLED, FAILED = "running", "failed-fatal"
+# What may not be read; the answers of `sft check`, `sft train` and `sft status` ("" of the last: the state has it); the
+# state of the run.
+UNREADABLE: list[tuple[str, tuple[str, str, str], str]] = [
+    ("run/run.lock", ("", cannot("locked", "run/run.lock"), unreadable("run/run.lock")), KILLED),
+    ("run/checkpoints", (unreadable("run/checkpoints"),) * 3, KILLED),
+    (CHECKPOINT, (*(unreadable(f"{CHECKPOINT}/manifest.json", ABOVE),) * 2, ""), FAILED),
+    *((shard, (unreadable(shard), unreadable(shard), ""), FAILED) for shard in SHARDS),
+    ("run/metrics.jsonl", ("", cannot("written", "run/metrics.jsonl"), ""), FAILED),
+    ("run/seen.jsonl", ("", unreadable("run/seen.jsonl"), ""), FAILED),
+]
+UNREADABLE_PROGRAM = """
+import contextlib, io, json, os, shutil, sys
+from sft.cli import main
+
+def answer(*words, more=()):
+    with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.redirect_stdout(io.StringIO()):
+        code = main([*words, "r.yaml", "run.dir=run", "data.cache_dir=cache", "checkpoint.save_last=true", *more])
+    return code, err.getvalue()[max(0, err.getvalue().find("ConfigError: ")):] if code else ""
+
+assert answer("data", "prepare") == answer("train") == (0, "")
+shutil.move("run", "first")
+state = json.load(open("first/run_state.json"))
+json.dump({**state, "status": "running"}, open("first/run_state.json", "w"))  # as after SIGKILL
+answers = []
+for path in json.loads(sys.argv[1]):
+    shutil.copytree("first", "run")
+    if not os.path.exists(path):
+        open(path, "w").close()
+    mode = os.stat(path).st_mode
+    os.chmod(path, 0)
+    told = [answer(command, more=["train.num_steps=2"]) for command in ("check", "train", "status")]
+    left = json.load(open("run/run_state.json"))["status"]
+    os.chmod(path, mode)
+    if path.endswith("run.lock"):
+        os.unlink(path)
+    end = answer("train", more=["train.num_steps=2"]), json.load(open("run/run_state.json"))["status"]
+    answers.append((told, left, end))
+    shutil.rmtree("run")
+json.dump(answers, open("told.json", "w"))
+"""
+
+
+def without_rights_of_root() -> None:
+    """For a new process: capabilities 1 and 2 (DAC_OVERRIDE, DAC_READ_SEARCH) are out of reach for what it runs."""
+    for capability in (1, 2):
+        if ctypes.CDLL(None).prctl(24, capability, 0, 0, 0) and os.geteuid() == 0:  # PR_CAPBSET_DROP
+            raise PermissionError("root may not give up its rights in this container")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="capabilities are of Linux")
+def test_what_may_not_be_read_is_one_sentence_and_nothing_is_lost(tmp_path: Path) -> None:
+    paths = [path for path, _, _ in UNREADABLE]
+    answers = told(tmp_path, UNREADABLE_PROGRAM, paths, preexec_fn=without_rights_of_root)
+    for (path, sentences, state), ((check, train, status), left, end) in zip(UNREADABLE, answers, strict=True):
+        assert (path, check) == (path, [2, sentences[0]] if sentences[0] else [0, ""])
+        assert (path, train) == (path, [2, sentences[1]])
+        assert (path, status) == (path, [2, sentences[2]])
+        assert (path, left) == (path, state)
+        assert (path, end) == (path, [[0, ""], "done"])

@@ -78,14 +78,11 @@ def test_import_sft_imports_nothing_heavy_and_offers_everything() -> None:
 def test_values_and_words_load_the_same_recipe() -> None:
     values = {"optim.lr": 2e-5, "data.train": ["a.jsonl", Path("b.jsonl")], "data.eval": {"held": "c.jsonl"}}
     words = ["optim.lr=2e-5", "data.train=[a.jsonl, b.jsonl]", "data.eval={held: c.jsonl}"]
-    by_value = sft.load("a.yaml", {**values, "parallel.dynamic_cp": False, "log.wandb": None})
-    by_word = sft.load(Path("a.yaml"), [*words, "parallel.dynamic_cp=false", "log.wandb=null"])
+    by_value = sft.load("a.yaml", {**values, "parallel.dynamic_cp": False, "log.wandb": None, "run.dir": "7"})
+    by_word = sft.load(Path("a.yaml"), [*words, "parallel.dynamic_cp=false", "log.wandb=null", 'run.dir="7"'])
     assert by_value.config == by_word.config
     assert by_value.config.data.train == ["a.jsonl", "b.jsonl"] and by_value.config.optim.lr == 2e-5
-
-
-def test_a_text_with_the_form_of_a_number_stays_a_text() -> None:
-    assert sft.load("a.yaml", {"run.dir": "7"}).config.run.dir == "7"
+    assert by_value.config.run.dir == "7"  # a text with the form of a number stays a text
 
 
 def test_overrides_that_load_refuses() -> None:

@@ -201,7 +201,7 @@ class Messages:
 
 def unhidden(constants: Constants, messages_s: float, compute_s: float) -> float:
     """Seconds of messages that simultaneous computation does not hide.  3 and 2 -> 1; with exposed = 1 -> 3"""
-    return max(messages_s - compute_s, constants.exposed.value * min(messages_s, compute_s), 0.0)
+    return max(messages_s - compute_s, 0.0) + constants.exposed.value * min(messages_s, compute_s)
 
 
 def expert_share(model: ModelConfig) -> float:

@@ -1,7 +1,7 @@
 """Converts rows to arrays of tokens and weights, in one process.
 
 Decides whether an unusable row ends the preparation with an error that names the row, or is left out and listed.  A
-chat whose label says that its answer is a bad one is dropped in any case.
+chat whose label marks its answer as bad is always dropped.
 `truncation.py` handles samples that are too long, `workers.py` assigns rows to processes, and `read/rows.py` reads
 files.  Every tokenising process imports this module, so it does not import torch.
 """

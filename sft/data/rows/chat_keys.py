@@ -1,7 +1,7 @@
 """Reads the keys of a row that stand beside its messages: tools, system text, documents, template variables, masks.
 
-Decides which of these keys are valid, and which values of other trainers' keys a chat is refused for.  `formats.py`
-decides which rows are chats.
+Decides which values of these keys are valid, and refuses chats with keys of other trainers that have no equivalent
+here.  `formats.py` decides which rows are chats.
 """
 
 import re
@@ -43,7 +43,7 @@ def check_mask(row: Row) -> None:
 
 
 def is_unwanted(row: Row) -> bool:
-    """Whether label: false says that the answer of a chat is a bad one."""
+    """Whether the row has label: false, which marks the answer of a chat as bad."""
     return any(row.get(key) is False for key in LABELS)
 
 

@@ -55,7 +55,8 @@ class Corpus:
         self.sources: tuple[str, ...] = tuple(numbers)
         self._source_of = [numbers[name] for name in names]
         self._stores = list(stores)
-        self._starts = [np.concatenate([[0], np.cumsum(tokens)]) for tokens in lengths]  # of samples, by file
+        # For each file: the positions in `tokens` at which samples begin, and the end.
+        self._starts = [np.concatenate([[0], np.cumsum(tokens)]) for tokens in lengths]
         self._first_ids = np.cumsum([0] + [len(lines) for lines in self._lines])
 
     def __len__(self) -> int:
@@ -86,7 +87,7 @@ class Corpus:
     def first_beyond(self, num_ids: int) -> tuple[int, int] | None:
         """The first sample with a token of id `num_ids` or above, and the token's position; None if there is none.
 
-        Reads tokens only of stores that have such an id, or were made before the largest id was recorded.
+        Reads only stores that have such an id, and stores of older versions, which did not record the largest id.
         """
         for file, store in enumerate(self._stores):
             if store.largest_id is not None and store.largest_id < num_ids:
@@ -135,8 +136,8 @@ class Corpus:
 
 
 def file_names(paths: Sequence[DataFile]) -> list[str]:
-    """A name for each file: its file name without the ending, or its path if two files share this name.  A dataset is
-    called by its own name."""
+    """A name for each file: the file name without the ending, or the path if two files share this name.  A dataset has
+    the name that the recipe gives."""
     stems = [path.name if isinstance(path, LoadedDataset) else path.name.split(".")[0] for path in paths]
     counts = Counter(stems)
     return [stem if counts[stem] == 1 else str(path) for stem, path in zip(stems, paths, strict=True)]

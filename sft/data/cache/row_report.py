@@ -52,7 +52,7 @@ class RowCounts:
     unused: KeyCounter = field(default_factory=KeyCounter)
     unwanted: list[int] = field(default_factory=list)  # rows that are dropped by their label
     spelled: Counter[str] = field(default_factory=Counter)
-    variables: set[str] = field(default_factory=set)  # of rows, for the chat template
+    variables: set[str] = field(default_factory=set)  # names of variables that rows give to the chat template
     padded: int = 0  # rows whose padding was dropped
     padding: int = 0  # tokens of this padding
 
@@ -115,7 +115,7 @@ class RowReport:
     spelled: tuple[tuple[str, int], ...] = ()
     variables: tuple[str, ...] = ()
     rows_packed: int = 0
-    documents: int = 0  # of packed rows
+    documents: int = 0  # number of documents of all packed rows
     documents_unsupervised: int = 0
     tokens_unsupervised: int = 0
     rows_padded: int = 0
@@ -194,7 +194,7 @@ def count_rows(lines: np.ndarray, counts: RowCounts | None = None) -> RowReport:
     full, full_supervised = lines["full_tokens"], lines["full_supervised"]
     tokens, supervised, new = (int(lines[name].sum()) for name in ("tokens", "supervised", "new"))
     reasons = Counter(_kind(reject.reason) for reject in rejects)
-    _, documents = np.unique(lines["row"][first], return_counts=True)  # of each row
+    _, documents = np.unique(lines["row"][first], return_counts=True)  # number of documents of each row
     packed = documents[documents > 1]
     return RowReport(
         rows=len(documents) + len(rejects) + len(unwanted),

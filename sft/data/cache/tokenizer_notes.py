@@ -14,7 +14,7 @@ from sft.data.read.strict_json import parse
 from sft.errors import DataError
 
 NUM_ROWS = 100
-_CHARACTERS = 2000  # of each row
+_CHARACTERS = 2000  # number of characters of each row that are compared
 
 
 def say_notes(tokenizer: ChatTokenizer, files: Sequence[DataFile], console: Console) -> None:

@@ -27,7 +27,8 @@ _CONTEXT = 8
 class Excerpt(NamedTuple):
     """A sample made of some tokens of a longer sample: positions of the tokens in the longer sample, and new weights.
 
-    positions int64 [m], rising · weights float32 [m], 0 or what the token weighs in the whole sample
+    positions  int64 [m], rising
+    weights    float32 [m], for each token 0 or its weight in the longer sample
     """
 
     positions: np.ndarray

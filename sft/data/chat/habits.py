@@ -83,7 +83,7 @@ class Vocabulary(NamedTuple):
     """The control tokens in a tokenizer's files.
 
     control          matches control tokens
-    added, special   all added tokens, and those that are special
+    added, special   all added tokens, and the special ones among them
     generation_ends  tokens at which generation ends; eos: the token that ends a text
     """
 

@@ -111,7 +111,7 @@ def _masked(text: str, typed: list[tuple[int, int]]) -> tuple[str, str]:
 
 
 def _without_typed(text: str, masked: str, stand_ins: str, whole: Encoded, tokenizer: FolderTokenizer) -> Encoded:
-    """The tokens of `text`.  whole: the tokens of `masked`; pieces without stand-ins have the same tokens in `text`"""
+    """The tokens of `text`.  whole: the tokens of `masked`, used for all pieces without stand-ins"""
     is_control = tokenizer.is_control[whole.ids]
     is_control &= [bool(tokenizer.control.match(masked[a:b].strip())) for a, b in zip(whole.starts, whole.ends)]
     edges = [-1, *np.flatnonzero(is_control).tolist(), len(whole.ids)]

@@ -113,7 +113,7 @@ class _Finder:
         return groups
 
     def _without_repetitions(self, groups: list[list[Run]]) -> list[list[Run]]:
-        """The groups without those that only repeat texts of earlier groups (the name of a function in its result)."""
+        """Removes groups that only repeat texts of earlier groups (the name of a function in the call's result)."""
         if len(groups) < 2:
             return groups
         kept: list[list[Run]] = []

@@ -107,14 +107,14 @@ class FileCounts:
     omitted: tuple[FileOmission, ...]  # texts that the chat template leaves out; several files: without row numbers
     rows_unwanted: int  # rows that are dropped by their label
     rows_packed: int
-    documents: int  # of packed rows
+    documents: int  # number of documents of all packed rows
     documents_unsupervised: int  # documents of packed rows that are dropped: they have no supervised token
     tokens_unsupervised: int  # tokens of these documents
     rows_padded: int  # rows of tokens of which padding was dropped
     tokens_padding: int  # tokens of this padding; counted nowhere else
-    unused: tuple[tuple[str, int], ...]  # keys that nothing reads, and numbers of rows; the most frequent is first
+    unused: tuple[tuple[str, int], ...]  # (key that nothing reads, number of rows with it), the most frequent first
     unused_others: int  # sum of the numbers of rows of all further keys
-    spelled: tuple[tuple[str, int], ...]  # control tokens that stayed text, and numbers of rows
+    spelled: tuple[tuple[str, int], ...]  # (control token that stayed text, with its role; number of such rows)
 
 
 def of_files(data: DataSet) -> list[FileCounts]:

@@ -100,7 +100,7 @@ def scan(corpus: Corpus, ends_of_turn: Sequence[int], console: Console) -> Scan:
 
 
 def _sample_lines(corpus: Corpus) -> np.ndarray:
-    """LINE [n]: the line of each sample in the table of its store."""
+    """LINE [n]: for each sample, its line in the table of the store."""
     return np.concatenate([table[table["tokens"] > 0] for table in corpus.tables])
 
 

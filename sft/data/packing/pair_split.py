@@ -4,7 +4,7 @@
 
     long    the 10 longest sequences: all ways to distribute them are tried, at most 1,024
     middle  the sequences between long and short: the first pack gets the shortest ones, as many as it needs
-    short   the 24 shortest sequences: a subset sum finds those that fill the first pack exactly
+    short   the 24 shortest sequences: a subset sum finds which of them bring the first pack to the wanted size
 
 Sequences are numbered in order of falling length.  Sizes are in units of doc_multiple tokens, so sums are small.
 """

@@ -153,7 +153,7 @@ def compare_plans(first: Path, second: Path) -> list[str]:
 
 
 def _members(batches: Sequence[tuple[str, int, list[list[int]]]]) -> dict[tuple[int, int], Counter[int]]:
-    """For each (epoch, batch) the ids of its samples, with their numbers of occurrences."""
+    """{(epoch, batch): how often each sample id occurs in the batch}"""
     members: dict[tuple[int, int], Counter[int]] = {}
     num_batches: Counter[int] = Counter()
     for _, epoch, packs in batches:

@@ -1,6 +1,6 @@
 """Shuffles reproducibly: a permutation depends only on n, seed and `turn`, and on no process, machine or release.
 
-`turn` tells the permutations of a run apart.  This module does not use numpy's random numbers, because numpy does not
+`turn` distinguishes the permutations of a run.  This module does not use numpy's random numbers, because numpy does not
 promise the same numbers in every release, and a resumed run needs the order with which it began.
 """
 

@@ -19,7 +19,7 @@ from sft.data.read.tables import TableSlice, column_names, count_table
 from sft.errors import DataError, first_few
 from sft.parallel.messages import message
 
-_FORMATS = {"parquet", "json", "csv", "text", "arrow", "cache"}  # of `datasets`; cache: loaded before
+_FORMATS = {"parquet", "json", "csv", "text", "arrow", "cache"}  # formats of `datasets`; cache: loaded before
 _SAVED = ("state.json", "dataset_dict.json")  # files of save_to_disk
 COMMIT = re.compile(r"[0-9a-f]{40}")
 

@@ -15,7 +15,7 @@ from sft.errors import DataError
 Row = dict[str, Any]
 
 CHAT_KEYS = ("tools", "functions", "system", "system_prompt", "documents", "chat_template_kwargs", "loss_mask", "mask")
-LABELS = ("label", "kto_tag")  # of trl and LLaMA-Factory: false marks an answer that nobody should learn
+LABELS = ("label", "kto_tag")  # keys of trl and LLaMA-Factory: false marks a bad answer
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Variables that every template gets.  Others come from special tokens, data.chat_template_kwargs and rows.
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt")

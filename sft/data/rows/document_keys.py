@@ -3,7 +3,7 @@
     attention_mask   0 for padding, which any tokenizer of transformers writes.  Larger numbers count the documents of a
                      packed row, 1 1 1 2 2 0: axolotl (V2BatchSamplerDataCollatorForSeq2Seq), LLaMA-Factory
                      (PackedSupervisedDatasetProcessor with neat_packing)
-    position_ids     count anew in each document, 0 1 2 0 1: axolotl, LLaMA-Factory, TRL (padding_free), transformers
+    position_ids     restart at 0 in each document, 0 1 2 0 1: axolotl, LLaMA-Factory, TRL (padding_free), transformers
                      (DataCollatorWithFlattening).  Axolotl pads with 0.  torchtune's name is input_pos
     seq_start_id     the first token of each document, 0 3: packed files of NeMo and Megatron-Bridge
                      (fill_packing_strategy)
@@ -131,7 +131,7 @@ def _by_number(key: str, values: np.ndarray, num_tokens: int) -> np.ndarray:
 
 
 def _by_bounds(key: str, values: np.ndarray, num_tokens: int, *, expected: str) -> np.ndarray:
-    """Numbers of documents from the first token of each document, followed by the end of the last one."""
+    """The document number of each token.  values: first token of each document, then the end of the last one"""
     rises = (np.diff(values) > 0).all() and len(values) > 1
     if values[0] != 0 or not rises or values[-1] > num_tokens:
         shown = ", ".join(map(str, values[:20].tolist())) + (", ..." if len(values) > 20 else "")
@@ -147,7 +147,7 @@ def _by_starts(key: str, values: np.ndarray, num_tokens: int) -> np.ndarray:
 
 
 def _by_cu_seqlens(key: str, values: np.ndarray, num_tokens: int) -> np.ndarray:
-    """Numbers of documents from cu_seqlens.  Ignores padding of the list: trailing -1, or repetitions of its end."""
+    """The document number of each token.  Ignores padding of the list: trailing -1, or repetitions of its end."""
     bounds = values[: np.flatnonzero(values != -1)[-1] + 1] if (values != -1).any() else values
     bounds = bounds[: np.flatnonzero(_changes(bounds))[-1] + 1]
     expected = "0 and then the end of each document, rising, at most the number of tokens"

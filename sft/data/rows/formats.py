@@ -299,7 +299,7 @@ _SHAPES: dict[tuple[str, ...], Callable[[Row], Chat | PlainText | Tokenized]] = 
 }
 _KNOWN = ", or ".join(" and ".join(keys) for keys in _SHAPES)
 _CHATS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
-# Keys that are read beside those of the format.  Chats also have CHAT_KEYS.
+# Further keys that are read, by format.  Chats also have CHAT_KEYS.
 _FURTHER_KEYS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("instruction", "output"): ("input", "history"),
     ("tokens",): (*_MASKS, "labels", *DOCUMENT_KEYS),

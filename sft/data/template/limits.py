@@ -21,7 +21,7 @@ from sft.data.template.trace import Text, is_constant
 from sft.errors import DataError
 
 MAX_STEPS = 10_000_000  # a chat of 1,500 messages takes some 100,000
-MAX_CHARACTERS = 100_000_000  # of one text: about 25 million tokens; longer than any sample, and fits into memory
+MAX_CHARACTERS = 100_000_000  # longest text: about 25 million tokens, more than any sample, and fits into memory
 MAX_MADE = 2_000_000_000  # characters of all texts that one rendering makes
 _MAX_BITS = 100_000  # largest size of an integer
 _MAX_NUMBER = 1_000_000  # largest number in the arguments of a method or filter of _RESULTS

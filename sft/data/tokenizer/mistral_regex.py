@@ -47,7 +47,7 @@ def is_of_a_converter(folder: Path) -> bool:
     """Whether config.json names a model_type of Mistral or none, and a release of transformers below 5 or none."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # a broken config.json is for those to report who need it
+    except (OSError, ValueError, RecursionError):  # the code that needs config.json reports that it is broken
         return False
     if not isinstance(config, dict) or config.get("model_type") not in (*_FAMILIES, None):
         return False

@@ -16,7 +16,7 @@ from sft.errors import DataError
 from sft.files.folder_files import LIST_BYTES, UnsafeFileError, matching, read_file
 
 _VOCABULARIES = (FILE, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-_READ = ("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja")  # also by transformers
+_READ = ("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja")  # by sft or transformers
 _TRIED = (FILE, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")  # what native code reads
 _tried: set[bytes] = set()  # digests of such files that a child could read
 _ADVICE = (

@@ -1,12 +1,13 @@
 """Starts child processes that never run the user's program: from a script, a notebook, a REPL or a worker of a pool.
 
 `multiprocessing` runs the user's script again in each child (spawn), or copies a process whose threads hold locks
-(fork), and it refuses a parent that is itself a worker of a pool.  So a server is started as a command of its own.  It
-imports modules of sft only, and forks a child for each request.  The server takes half a second to start, once in a
-process; a child then takes some hundredths.
+(fork), and it refuses a parent that is itself a worker of a pool.  So this module starts a server as a separate
+command.  The server imports modules of sft only, and forks a child for each request.  A process starts the server once,
+which takes half a second.  A child then starts in a few hundredths of a second.
 
-The server and all its children end with the process that started it, also if that process is killed.  They ignore the
-signals that stop a run, because such a signal often reaches a whole process group: the parent decides.
+The server and all its children end with the process that started the server, also if that process is killed.  Server
+and children ignore the signals that stop a run: such a signal often reaches a whole process group, and only the parent
+decides when its children end.
 """
 
 import atexit
@@ -44,7 +45,7 @@ _MOST_STDERR = 1 << 20  # bytes of a child's stderr that are kept
 class End(NamedTuple):
     """How a child ended.
 
-    code           the exit code, or minus the number of the signal; None: the server was killed, too
+    code           the exit code, or minus the number of the signal; None: the server has ended, too
     stderr         the last lines that the child wrote to stderr, as one line; empty if it wrote none
     is_oom_killed  whether the kernel killed a process of this cgroup for lack of memory since the child started; None:
                    the kernel does not count
@@ -88,7 +89,7 @@ class Child:
             raise
 
     def end(self, *, kill: bool) -> End:
-        """Wait for the end of the child; with `kill`, end it in the midst of its work.  Called once."""
+        """Waits until the child ends and says how it ended.  With `kill`, kills the child first.  Called once."""
         if os.getpid() != self._owner:  # a forked copy of this process is cleaned up
             return End(None, "", None)
         if kill:
@@ -102,7 +103,7 @@ class Child:
         return end
 
     def forget_stderr(self) -> None:
-        """Drop what the child has written to stderr, if it is much.  Called between two pieces of work."""
+        """Drops what the child has written to stderr if it is more than 1 MiB.  Called between two tasks."""
         if os.fstat(self._stderr).st_size > _MOST_STDERR:
             os.ftruncate(self._stderr, 0)
 
@@ -151,7 +152,7 @@ _starting = threading.Lock()
 
 
 def _start(descriptors: list[int]) -> tuple[_Server, int]:
-    """A new child with these descriptors, and its server.  Starts the server, or another one after its end."""
+    """The server, and the pid of a new child that gets these file descriptors.  Starts a server if none runs."""
     global _server
     with _starting:
         if _server is not None:
@@ -185,7 +186,7 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def serve() -> None:
-    """The life of the server: start children until the parent closes the socket, and then kill those that are left."""
+    """Runs the server: starts children until the parent closes the socket, then kills all children that still run."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[2]))
@@ -237,7 +238,7 @@ def _fork(control: socket.socket, pipe: int, stderr: int) -> int:
 
 
 def _live(pipe: Connection) -> None:
-    """The life of a child.  The function may come from a module that only the parent's sys.path has."""
+    """Runs the function that the parent sends, with the parent's sys.path and working folder."""
     sys.path[:], folder = pipe.recv()
     os.chdir(folder)
     function, arguments = pipe.recv()

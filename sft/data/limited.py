@@ -1,14 +1,14 @@
-"""Runs work on files of strangers in child processes whose limits the kernel enforces.
+"""Runs work with untrusted files (chat templates, tokenizers) in child processes with limits.
 
-A chat template or a tokenizer runs C code that no check in the same process interrupts.  So processor time and memory
-of such work are limited by the kernel, in a process that may die: no alarm and no clock of ours is involved.
+A chat template or a tokenizer runs C code that no check in the same process can interrupt.  So such work runs in a
+child process.  The kernel limits its processor time and memory; the parent limits the size of its result.
 
-    processor time  RLIMIT_CPU, moved forward before each row.  Time in which the process stands still does not count.
-    memory          RLIMIT_DATA, moved forward with the bytes of the rows.  It counts what a process writes to, not what
-                    it maps: RLIMIT_AS would count files, and what allocators and threads only reserve.
-    result          its pickled size; the parent does not read more
+    processor time  RLIMIT_CPU, raised before each row.  Time in which the process waits does not count.
+    memory          RLIMIT_DATA, raised by the bytes of each row.  It counts private writable memory; RLIMIT_AS would
+                    also count mapped files, and memory that allocators and threads only reserve.
+    result          its pickled size; the parent reads no longer result
 
-Decides how a child that reaches a limit is distinguished from one that was killed, and what the parent says of it.
+This module decides how a child that reached a limit is distinguished from one that was killed, and the error message.
 `LimitReached` is no DataError: it ends a preparation whatever data.on_bad_row is.
 
 `fork_server.py` starts the children, which never run the user's program.
@@ -27,18 +27,21 @@ from typing import Any, NamedTuple, TypeVar
 from sft.data import fork_server
 from sft.errors import DataError
 
-ROW_SECONDS = 60  # of processor time for a row; 700,000 tokens take 2
-BYTES_PER_SECOND = 500_000  # a row gets a further second for each; a long row takes a third of it
-MEMORY = 8 << 30  # of a child, beyond what it had when its part began
-MEMORY_PER_BYTE = 128  # further memory for each byte of the rows: a tokenizer takes some 40
-LARGEST_RESULT = 64 << 20
-_OF_ALLOCATORS = ("memory allocation of", "bad_alloc")  # the last words of Rust and of C++
+ROW_SECONDS = 60  # processor time that every row gets; tokenising 700,000 tokens takes 2 s
+BYTES_PER_SECOND = 500_000  # a row gets a further second for each 500,000 bytes; a long row needs a third of this time
+MEMORY = 8 << 30  # bytes that a child may use beyond those that it used when its part began
+MEMORY_PER_BYTE = 128  # further bytes of memory for each byte of the rows; a tokenizer uses about 40
+LARGEST_RESULT = 64 << 20  # bytes
+_OF_ALLOCATORS = ("memory allocation of", "bad_alloc")  # error messages of the allocators of Rust and C++
 _T = TypeVar("_T")
 _children = [False]  # [whether this process is such a child]
 
 
 class LimitReached(Exception):
-    """A child reached a limit or was killed at a task.  `why` goes on a sentence about the process."""
+    """A child reached a limit, or died, while it worked on task number `task`.
+
+    why  a predicate for the error message, e.g. "took more than 60 s of processor time"
+    """
 
     def __init__(self, why: str, task: int = 0) -> None:
         super().__init__(why, task)
@@ -46,7 +49,7 @@ class LimitReached(Exception):
 
     @property
     def is_memory(self) -> bool:
-        """Whether memory is to blame."""
+        """Whether the limit of memory was reached, or memory ran out."""
         return "memory" in self.why
 
     @property
@@ -64,11 +67,11 @@ class _Outcome(NamedTuple):
 
 
 def call(subject: str, function: Callable[..., _T], *arguments: Any, advice: str | None = None) -> _T:
-    """function(*arguments) in a child, for work with a chat template or a tokenizer.  In a child, a plain call.
+    """Returns function(*arguments), computed in a child with limits.  In such a child, calls the function directly.
 
-    subject  begins the sentence about a limit: "chat template of org/model"
-    advice   what would work; None: `ADVICE` about a chat template
-    Raises DataError beyond a limit, and each error of the function.
+    subject  begins the error message about a limit: "chat template of org/model"
+    advice   says in the error message what would work; None: `ADVICE` about a chat template
+    Raises DataError if the child reaches a limit or dies, and each error of the function.
     """
     if is_child():
         return function(*arguments)
@@ -91,12 +94,12 @@ def _limited_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> A
 
 
 def is_child() -> bool:
-    """Whether this process has limits, so that it may do such work itself."""
+    """Whether this process is a child with limits, which may use templates and tokenizers itself."""
     return _children[0]
 
 
 def rows(numbered: Iterable[tuple[int, _T]]) -> Iterator[tuple[int, _T]]:
-    """The rows of a part.  While the caller works on one, the limits of this process hold; outside of a child, none."""
+    """Yields the rows of a part.  In a child, limits hold while the caller works on a row; elsewhere there are none."""
     if not is_child():
         yield from numbered
         return
@@ -129,7 +132,7 @@ def _size(content: object) -> int:
 
 
 def _set(limit: int, value: int) -> None:
-    """Moves a soft limit, at most to the hard one."""
+    """Sets a soft limit of this process, at most to the hard limit."""
     hard = resource.getrlimit(limit)[1]
     infinite = resource.RLIM_INFINITY
     resource.setrlimit(limit, (hard if value == infinite or infinite != hard < value else value, hard))
@@ -147,10 +150,11 @@ def _data_bytes() -> int:
 def run(
     function: Callable[..., _T], tasks: Iterable[tuple[Any, ...]], num_children: int, start: tuple[Any, ...] = ()
 ) -> Generator[_T, None, None]:
-    """function(*task) for each task, in order, in children.
+    """Yields function(*task) for each task, in order.  Up to `num_children` children compute the results.
 
-    start  a function and its arguments: what each child does first
-    Raises LimitReached with the number of the task during which a child died, and each error of the function.
+    start  a function and its arguments, which each child calls before its first task
+    Raises LimitReached with the number of the task at which a child died or reached a limit, and each error of the
+    function.
     """
     tasks = list(tasks)
     children = [_Child(function, start) for _ in range(min(num_children, len(tasks)))]
@@ -180,7 +184,7 @@ def run(
 
 
 class _Child(fork_server.Child):
-    """A child that has the task of number `task`; -1: none."""
+    """A child, and the number of the task on which it works; -1: no task."""
 
     def __init__(self, function: Callable[..., Any], start: tuple[Any, ...]) -> None:
         super().__init__(_serve, (function, start))
@@ -192,7 +196,7 @@ class _Child(fork_server.Child):
             self.pipe.send(task)
 
     def outcome(self) -> _Outcome:
-        """The outcome of its task.  A dead child has one, too: the reason."""
+        """Waits for the outcome of the child's task.  If the child has died, the outcome says why."""
         try:
             outcome: _Outcome = pickle.loads(self.pipe.recv_bytes(LARGEST_RESULT))
         except (EOFError, OSError):
@@ -207,7 +211,7 @@ def _that_are_ready(children: list[_Child]) -> list[_Child]:
 
 
 def _why(end: fork_server.End) -> str:
-    """Blames memory only where the kernel or the child's last words do."""
+    """The predicate for `LimitReached`.  Names memory only if the kernel or the child's stderr says that it ran out."""
     if end.code == -signal.SIGXCPU:
         return f"took more than {ROW_SECONDS:,} s of processor time"
     if end.code == -signal.SIGABRT and any(words in end.stderr for words in _OF_ALLOCATORS):
@@ -216,7 +220,7 @@ def _why(end: fork_server.End) -> str:
 
 
 def _serve(pipe: connection.Connection, function: Callable[..., Any], start: tuple[Any, ...]) -> None:
-    """The life of a child: a task, its outcome, and so on, until the parent ends it."""
+    """Runs a child: receives a task, sends its outcome, and repeats this until the parent ends the child."""
     _children[0] = True
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
     _set(resource.RLIMIT_CORE, 0)

@@ -1,9 +1,9 @@
-"""Loads the microbatches that a data-parallel rank computes in a step.
+"""Loads the microbatches that one rank of the dp x cp grid computes in a step.
 
-The samples of a global batch are assigned anew to the data-parallel ranks, to give all ranks equal amounts of work
-(`packing/balance.py`).  With dynamic CP, they are assigned to the ranks of the dp x cp grid, and each pack gets a CP
-size of its own (`packing/dynamic_cp.py`).  No sample is dropped or repeated.  Every rank has the same number of
-microbatches; a microbatch without samples holds filler documents.
+`packing/balance.py` assigns the samples of a global batch to the data-parallel ranks, so that all ranks have about
+equal work.  With dynamic CP, `packing/dynamic_cp.py` assigns them to the ranks of the dp x cp grid instead, and chooses
+a CP size for each pack.  No sample is dropped or repeated.  Every rank has the same number of microbatches; a
+microbatch without samples holds filler documents.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,9 +29,9 @@ from sft.parallel.layout import Layout
 class Loader:
     """The microbatches of one rank of the dp x cp grid, by step.
 
-    collators  by the CP size of a pack
-    attention  cost of attention by the length of a document
-    cp_cost    time of a pack by its CP size; None: each pack is on all ranks of CP
+    collators  a collator for each CP size that a pack may have: {cp size: collator}
+    attention  computes the cost of attention from the length of a document
+    cp_cost    computes the time of a document from its CP size, for dynamic CP; None: fixed CP
     """
 
     corpus: Corpus
@@ -55,15 +55,15 @@ class Loader:
         return self.corpus.sources
 
     def grid(self, step: int) -> Grid:
-        """The packs of a step and their CP sizes, by rank of the dp x cp grid and microbatch."""
+        """The packs of a step, counted from 0, and their CP sizes: by rank of the dp x cp grid, then microbatch."""
         return self._grid(*self._located(step))
 
     def slots(self, step: int) -> Slots:
-        """Sample ids of every microbatch of a step with fixed CP, by data-parallel rank; empty tuples are filler."""
+        """Sample ids of a step with fixed CP: by data-parallel rank, then microbatch; an empty tuple is filler."""
         return self._slots(*self._located(step))
 
     def microbatches(self, step: int) -> list[Microbatch]:
-        """This rank's microbatches of a step, counted from 0."""
+        """This rank's microbatches of step `step`, counted from 0."""
         return self.microbatches_of(self.grid(step))
 
     def microbatches_of(self, grid: Grid) -> list[Microbatch]:
@@ -75,11 +75,14 @@ class Loader:
         return [self.samples_of(slot) for slot in self.grid(step)[self._grid_rank]]
 
     def microbatch(self, samples: Sequence[Sample], cp_size: int) -> Microbatch:
-        """This rank's part of the pack of these samples.  cp_size: number of ranks that share it"""
+        """This rank's part of the pack of these samples.  cp_size: number of ranks that share the pack"""
         return self.collators[cp_size].microbatch(samples)
 
     def eval_batches(self) -> Iterator[list[Microbatch]]:
-        """All packs once, unshuffled, a global batch at a time; packs of filler complete the last one."""
+        """Yields this rank's microbatches of each global batch, with every sample once, unshuffled.
+
+        Packs of filler complete the last global batch.
+        """
         plan = self.plans.unshuffled
         for batch in range(plan.num_batches(self.plans.global_batch_size)):
             yield self.microbatches_of(self._grid(plan, batch))
@@ -135,7 +138,7 @@ def make_loader(
 ) -> Loader:
     """The loader of a recipe for one rank of the dp x cp grid.
 
-    The mixture and data.plan apply to data.train only; a held-out set contains every sample once.
+    The mixture and data.plan apply to data.train only.  With `is_held_out`, an epoch contains every sample once.
     """
     data = config.data
     rank_tokens = data.seq_length // layout.cp

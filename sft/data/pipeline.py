@@ -1,4 +1,7 @@
-"""Provides the data of a run on this rank: prepared samples, their order, and this rank's microbatches."""
+"""Provides the data of a run on this rank: loaders of training and held-out data, and the microbatches of each step.
+
+Checks with dynamic CP that all ranks have planned the same packs.
+"""
 
 from dataclasses import InitVar, dataclass
 from hashlib import blake2b
@@ -27,14 +30,14 @@ class GlobalBatch:
     """The data of one step."""
 
     location: tuple[int, int]  # the epoch and the global batch in that epoch, both counted from 0
-    samples: list[int]  # numbers of all samples of the step, over all ranks
+    samples: list[int]  # ids of all samples of the step, over all ranks
     microbatches: list[Microbatch]  # microbatches of this rank
 
 
 def check_agreement(grid: Grid, step: int, group: dist.ProcessGroup) -> None:
-    """Raise DataError on every rank if the ranks planned different packs for a step.  Collective over all ranks.
+    """Raises DataError on every rank if the ranks planned different packs for a step.  Collective over all ranks.
 
-    Ranks with different CP sizes would wait for each other without end.  Costs one all-reduce of two numbers.
+    Ranks that expect different CP sizes would wait for each other without end.  Needs one all-reduce of two integers.
     """
     packs = [[slot for slot in slots if rank % slot.cp_size == 0] for rank, slots in enumerate(grid)]
     digest = int.from_bytes(blake2b(repr(packs).encode(), digest_size=7).digest(), "big")
@@ -106,12 +109,13 @@ class HeldOutData:
 class DataPipeline(HeldOutData):
     """Loaders of training and held-out data.  The constructor is collective.
 
-    plan         everything that determines the order of the data
-    row_reports  numbers of rows and samples: {train or name of a held-out set: row report}
+    train          the loader of the training data
+    plan           settings and digests that determine the order of the training data
+    row_reports    counts of rows, samples and tokens: {train or name of a held-out set: `Corpus.report`}
     row_variables  names of variables that training rows give to the chat template
-    num_steps    number of steps of the whole run
-    num_packs    number of packs of the first epoch
-    longest      tokens of the longest sample
+    num_steps      number of steps of the whole run
+    num_packs      number of packs of the first epoch
+    longest        length of the longest training sample, in tokens
     """
 
     def __post_init__(self, tokenizer: ChatTokenizer) -> None:

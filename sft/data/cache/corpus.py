@@ -1,6 +1,6 @@
 """Gives every process the memory-mapped samples of stores: call `find_prepared`, `map_prepared`, then `Corpus.sample`.
 
-Decides the numbers and names of samples.  `prepare.py` tokenises.  This module does not know packs or layouts.
+Decides the ids and names of samples.  `prepare.py` tokenises.  This module does not know packs or layouts.
 """
 
 import hashlib
@@ -31,10 +31,12 @@ _TOKENS_AT_ONCE = 1 << 24
 class Corpus:
     """Samples of one or more files or datasets, memory-mapped, in the order of the files and their rows.
 
+    names           argument: the name of each file's source; None: every file is a source
     files           the files and datasets
-    names           the source of each file; None: every file is a source
+    sources         names of the sources, each once
     lengths         int64 [n], number of tokens of each sample
     num_supervised  int64 [n], number of supervised labels of each sample
+    row_reports     the row report of each file or dataset
     digest          depends on tokens, weights and order of samples, not on file names or the cache folder
     """
 
@@ -53,7 +55,8 @@ class Corpus:
         self.sources: tuple[str, ...] = tuple(numbers)
         self._source_of = [numbers[name] for name in names]
         self._stores = list(stores)
-        self._starts = [np.concatenate([[0], np.cumsum(tokens)]) for tokens in lengths]  # of samples, by file
+        # For each file: the positions in `tokens` at which samples begin, and the end.
+        self._starts = [np.concatenate([[0], np.cumsum(tokens)]) for tokens in lengths]
         self._first_ids = np.cumsum([0] + [len(lines) for lines in self._lines])
 
     def __len__(self) -> int:
@@ -84,7 +87,7 @@ class Corpus:
     def first_beyond(self, num_ids: int) -> tuple[int, int] | None:
         """The first sample with a token of id `num_ids` or above, and the token's position; None if there is none.
 
-        Reads tokens only of stores that have such an id, or were made before the largest id was recorded.
+        Reads only stores that have such an id, and stores of older versions, which did not record the largest id.
         """
         for file, store in enumerate(self._stores):
             if store.largest_id is not None and store.largest_id < num_ids:
@@ -108,7 +111,7 @@ class Corpus:
         return np.repeat(self._source_of, [len(lines) for lines in self._lines])
 
     def summary(self) -> str:
-        """Text with one line per file."""
+        """The row reports as text, one line per file."""
         return "\n".join(f"{path}: {row_report}" for path, row_report in self.row_reports.items())
 
     def report(self) -> dict[str, Any]:
@@ -133,8 +136,8 @@ class Corpus:
 
 
 def file_names(paths: Sequence[DataFile]) -> list[str]:
-    """A name for each file: its file name without the ending, or its path if two files share this name.  A dataset is
-    called by its own name."""
+    """A name for each file: the file name without the ending, or the path if two files share this name.  A dataset has
+    the name that the recipe gives."""
     stems = [path.name if isinstance(path, LoadedDataset) else path.name.split(".")[0] for path in paths]
     counts = Counter(stems)
     return [stem if counts[stem] == 1 else str(path) for stem, path in zip(stems, paths, strict=True)]
@@ -162,7 +165,7 @@ def map_prepared(
     """The corpus of the stores that `find_prepared` found; `names` holds the source of each file."""
     try:
         stores = [open_store(folder) for _, folder in prepared]
-    except OSError as error:  # of a disk, or too many open files: the stores may be complete
+    except OSError as error:  # a disk fails, or too many files are open: the stores may be complete
         folder = prepared[0][1].parent
         raise unusable(f"the tokenised data in {folder} cannot be read", folder, error, DataError) from error
     missing = [str(file) for (file, _), store in zip(prepared, stores, strict=True) if store is None]

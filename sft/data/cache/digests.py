@@ -2,9 +2,9 @@
 
     cache_dir/digests/5c1e....json    {"path": "/data/chat.jsonl", "state": [...], "sha256": "3f..."}
 
-A digest counts as long as path, size, inode, and the times of the last change of content and of inode are the same.
-Every program that writes to a file changes one of these times.  Clocks have limited resolution, so the digest of a file
-that was changed less than two seconds before is not remembered.
+A digest is used again as long as the file's path, size, inode number, mtime and ctime are unchanged.  Every program
+that writes to a file changes one of the two times.  Clocks have limited resolution, so a digest is not remembered if
+the file was changed less than two seconds before it was read.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def _state(path: Path) -> list[int]:
-    """Size, inode, and the times of the last change of content and of inode, which change with the content."""
+    """Size in bytes, inode number, mtime and ctime in ns; at least one changes when the file is written."""
     stat = path.stat()
     return [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
 

@@ -1,7 +1,7 @@
 """Converts rows to arrays of tokens and weights, in one process.
 
 Decides whether an unusable row ends the preparation with an error that names the row, or is left out and listed.  A
-chat whose label says that its answer is a bad one is dropped in any case.
+chat whose label marks its answer as bad is always dropped.
 `truncation.py` handles samples that are too long, `workers.py` assigns rows to processes, and `read/rows.py` reads
 files.  Every tokenising process imports this module, so it does not import torch.
 """
@@ -38,9 +38,9 @@ class EncodedRows(NamedTuple):
     rejects: Sequence[Reject]
     omitted: Sequence[RowOmission] = ()  # texts that the chat template left out, by row, role and kind
     num_chats: int = 0  # usable rows with messages
-    unused: Sequence[tuple[str, int]] = ()  # names of keys that usable rows have and nothing reads; number of rows
-    unwanted: Sequence[int] = ()  # numbers of rows that are dropped by their label
-    spelled: Sequence[tuple[str, int]] = ()  # control tokens that stayed text, and numbers of rows
+    unused: Sequence[tuple[str, int]] = ()  # (key of usable rows that nothing reads, number of rows with this key)
+    unwanted: Sequence[int] = ()  # row numbers of the rows that are dropped because of their label
+    spelled: Sequence[tuple[str, int]] = ()  # (control token that stayed text, with its role; number of such rows)
     variables: Sequence[str] = ()  # names of variables that rows give to the chat template
     num_padded: int = 0  # number of rows whose padding was dropped
     num_padding: int = 0  # number of tokens of this padding
@@ -98,7 +98,7 @@ def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer
 
 
 def _samples(number: int, row: Encoding, data: DataConfig) -> Iterator[tuple[tuple[int, ...], np.ndarray, np.ndarray]]:
-    """For each sample of each document of a row: its line of the table, its tokens and their weights.
+    """Yields for each sample of a row: its line of the table, its tokens and their weights.
 
     A document without a sample yields a line of 0 tokens.  Raises DataError if a document is too long and over_long =
     error.
@@ -115,9 +115,9 @@ def _samples(number: int, row: Encoding, data: DataConfig) -> Iterator[tuple[tup
 
 
 def _fit(number: int, row: Encoding, data: DataConfig) -> Iterator[tuple[tuple[int, ...], np.ndarray, np.ndarray]]:
-    """For each sample made of a document: its line of the table, the positions of its tokens, and their weights.
+    """Yields for each sample of a document: its line of the table, the positions of its tokens, and their weights.
 
-    A document of a packed row without loss has no sample, whatever its length.
+    A document without supervised labels has no sample, whatever its length.
     """
     full = row.weights
     parts = (

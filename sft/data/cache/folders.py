@@ -6,7 +6,7 @@ that makes samples of rows (`ENCODING`).  Samples do not depend on the parallel 
     cache_dir/3f9a...      the complete store of one file (`store.py`)
     cache_dir/3f9a....work  parts of an unfinished store, also after its process was killed (`workers.py`)
     cache_dir/digests      digests of data files (`digests.py`)
-    cache_dir/datasets     which rows a dataset by name is (`loaded_datasets.py`)
+    cache_dir/datasets     which rows of which Arrow files a dataset consists of (`loaded_datasets.py`)
 """
 
 import hashlib
@@ -90,7 +90,7 @@ def sweep(cache_dir: Path, used: Collection[Path]) -> list[Stale]:
     """Removes stores that are not in `used`, and all work folders.
 
     Folders with names of another form stay.  On a local disk, a run that has mapped a removed store continues.  A
-    preparation that is running starts again.
+    running preparation of a removed work folder starts this file again.
     """
     stale = []
     try:

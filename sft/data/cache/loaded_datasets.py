@@ -1,10 +1,10 @@
-"""Opens the files and datasets of a recipe, and remembers in the cache which rows a dataset by name is.
+"""Opens the files and datasets of a recipe, and remembers in the cache which rows of which files a dataset consists of.
 
     cache_dir/datasets/7ab0....json    {"name": "OWNER/NAME train", "commit": "8049...", "digest": "3f...", ...}
 
 `sft data prepare` asks the hub for the commit of a dataset, in one process.  A training run reads what was remembered:
-it needs no network, and a branch that moves meanwhile does not change its data.  A store is named by the bytes of the
-Arrow files, like that of any data file, so the rows of another commit have another store.
+it needs no network, and a branch that moves meanwhile does not change its data.  The name of a store depends on the
+bytes of the Arrow files, as for any data file.  So the rows of another commit have another store.
 """
 
 import hashlib
@@ -27,19 +27,19 @@ FOLDER = "datasets"
 
 
 class _Memo(NamedTuple):
-    """A data set loaded by name.  folder: the digest of a local folder when it was loaded; None for the hub."""
+    """A loaded dataset.  folder: digest of a local folder at the time of loading; None for a dataset of the hub"""
 
     dataset: LoadedDataset
     folder: str | None
 
 
 def open_inputs(inputs: Sequence[Input], cache_dir: Path, console: Console) -> list[DataFile]:
-    """The files, checked, and the datasets, loaded.  Only one process calls this function.  Raises DataError."""
+    """Checks the files, and loads the datasets.  Only one process calls this function.  Raises DataError."""
     return [_load(entry, cache_dir, console) if isinstance(entry, NamedDataset) else _file(entry) for entry in inputs]
 
 
 def find_inputs(inputs: Sequence[Input], cache_dir: Path, *, command: str) -> list[DataFile]:
-    """Checked paths of files, and datasets that `command` has loaded.  Raises DataError if it has not loaded one."""
+    """Checks the files, and finds the datasets that `command` has loaded.  Raises DataError if one is not loaded."""
     return [_find(entry, cache_dir, command) if isinstance(entry, NamedDataset) else _file(entry) for entry in inputs]
 
 
@@ -65,7 +65,7 @@ def _load(wanted: NamedDataset, cache_dir: Path, console: Console) -> LoadedData
     if memo is not None and is_intact and memo.folder == folder:
         if folder is not None or COMMIT.fullmatch(wanted.revision or ""):
             return memo.dataset  # neither can have changed
-        if is_offline():  # datasets would take the copy that it made last, for whatever revision
+        if is_offline():  # `datasets` would use its newest copy, whatever the revision
             console.say(
                 f"{wanted}: using commit {memo.dataset.commit}, which was loaded before (HF_HUB_OFFLINE is set)"
             )

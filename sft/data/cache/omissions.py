@@ -28,7 +28,8 @@ _NUM_CHARACTERS = 200  # number of characters that are stored of an omitted text
 class RowOmission(NamedTuple):
     """Texts of one role and kind that the template left out of a row.
 
-    said, why  the beginning of the first text, and the reason of the omission; "" except in a part's first such row
+    said, why  the beginning of the first text, and the reason for the omission; "" except in the first such row of a
+               part
     """
 
     row: int
@@ -53,7 +54,7 @@ class RowOmission(NamedTuple):
 class FileOmission:
     """Texts of one role and kind that the template left out of a file.
 
-    said, why  the beginning of the first text; the reason of its omission, and a setting that would keep the text
+    said, why  the beginning of the first text; the reason for its omission, and a setting that would keep the text
     """
 
     role: str

@@ -83,7 +83,7 @@ def prepare(
 
 
 def _failure(cache_dir: Path, error: OSError) -> SftError:
-    """The sentence about an error of the disk, of data.cache_dir only if it is to blame."""
+    """The error to raise for `error`.  Names data.cache_dir unless the cause is this process or a file elsewhere."""
     is_of_process = error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ECHILD)
     if is_of_process or (error.filename and not Path(os.fsdecode(error.filename)).is_relative_to(cache_dir)):
         return unusable("the data cannot be tokenised", cache_dir, error, DataError)
@@ -92,7 +92,8 @@ def _failure(cache_dir: Path, error: OSError) -> SftError:
 
 
 def num_processes(data: DataConfig) -> int:
-    """The number of processes: data.num_workers, or for auto the CPU cores that this process may use, at most 32."""
+    """The number of tokenising processes: data.num_workers; for auto, the CPU cores that this process may use, at most
+    32."""
     if data.num_workers != "auto":
         return data.num_workers
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -132,15 +133,14 @@ def _prepare_set(
     *,
     verify: bool,
 ) -> Corpus:
-    """The corpus of training data or of a held-out set.  Raises DataError also for a token that the model lacks."""
+    """The corpus of training data or of a held-out set.  Also raises DataError for an id that the embedding lacks."""
     corpus = prepare(inputs, config.data, tokenizer, Path(config.cache_dir), console, names, verify=verify)
     check_ids(config, corpus, tokenizer)
     return corpus
 
 
 def sweep_recipe(config: Config, corpora: Iterable[Corpus], tokenizer: ChatTokenizer) -> list[Stale]:
-    """Removes what the recipe's cache holds for other files than those of `corpora`, or for other settings, tokenizers
-    or versions of sft."""
+    """Removes all stores from the recipe's cache except those that the recipe now uses for the files of `corpora`."""
     cache_dir = Path(config.cache_dir)
     files = [file for corpus in corpora for file in corpus.files]
     return sweep(cache_dir, {store_folder(cache_dir, file, config.data, tokenizer) for file in files})

@@ -52,7 +52,7 @@ class RowCounts:
     unused: KeyCounter = field(default_factory=KeyCounter)
     unwanted: list[int] = field(default_factory=list)  # rows that are dropped by their label
     spelled: Counter[str] = field(default_factory=Counter)
-    variables: set[str] = field(default_factory=set)  # of rows, for the chat template
+    variables: set[str] = field(default_factory=set)  # names of variables that rows give to the chat template
     padded: int = 0  # rows whose padding was dropped
     padding: int = 0  # tokens of this padding
 
@@ -65,20 +65,21 @@ class RowReport:
         = rows_whole + rows_cut + rows_windowed + rows_dropped + rows_skipped + rows_unwanted + documents_unsupervised
     tokens of the rows neither skipped nor unwanted
         = tokens_kept - tokens_repeated + tokens_cut + tokens_dropped + tokens_unsupervised
-    supervised labels of them                       = supervised_kept + supervised_cut + supervised_dropped
+    supervised labels of these rows
+        = supervised_kept + supervised_cut + supervised_dropped
 
-    cut       by over_long = cut_turns
+    cut       shortened to one sample by over_long = cut_turns, or by windows if one window is enough
     windowed  made into several samples by over_long = windows.  Windows repeat tokens as context.  Tokens that no
               window contains count as cut.
     packed    rows of tokens that other programs packed, each cut into several documents.  rows_whole, rows_cut,
               rows_windowed and rows_dropped count each of these documents as a row.  documents: of all packed rows
     unsupervised  documents of packed rows that are dropped, because they have no supervised token after the first one
     padded    rows of tokens of which padding was dropped; tokens_padding are counted nowhere else
-    dropped   too long, without a sample.  skipped: unusable, left out by on_bad_row = skip
-    unwanted  chats whose label says that the answer is a bad one
+    dropped   too long, so no sample was made.  skipped: unusable, and left out by on_bad_row = skip
+    unwanted  chats whose label marks the answer as bad
     chats     rows that are chats and were used.  omitted: texts of these chats that the template left out
-    unused    keys of used rows that nothing reads, most frequent first, with numbers of rows; unused_others: the sum of
-              these numbers for further keys
+    unused    keys of used rows that nothing reads, with numbers of rows, most frequent first; unused_others: the sum of
+              the numbers of rows of all further keys
     spelled   control tokens that stayed text in chats, with the role of the text and numbers of rows
     variables names of variables that rows give to the chat template
     Lists name at most the first 100 rows.
@@ -114,7 +115,7 @@ class RowReport:
     spelled: tuple[tuple[str, int], ...] = ()
     variables: tuple[str, ...] = ()
     rows_packed: int = 0
-    documents: int = 0  # of packed rows
+    documents: int = 0  # number of documents of all packed rows
     documents_unsupervised: int = 0
     tokens_unsupervised: int = 0
     rows_padded: int = 0
@@ -163,7 +164,7 @@ class RowReport:
 
     @classmethod
     def from_json(cls, counts: dict[str, Any]) -> "RowReport":
-        """The report whose `dataclasses.asdict` went through JSON as `counts`.  Raises TypeError for other fields."""
+        """The report from the JSON of its `dataclasses.asdict`.  Raises TypeError for other fields."""
         pairs = {
             name: tuple((text, count) for text, count in counts[name]) for name in ("reasons", "unused", "spelled")
         }
@@ -173,7 +174,7 @@ class RowReport:
 
 
 def count_rows(lines: np.ndarray, counts: RowCounts | None = None) -> RowReport:
-    """The report of a table, and of the rows that it does not hold.
+    """The report of a table of samples.  counts: rows and texts that the table does not contain
 
         row  window  tokens  supervised  new  full_tokens  full_supervised
           1  1 of 1      10           4   10           10                4     whole
@@ -182,7 +183,7 @@ def count_rows(lines: np.ndarray, counts: RowCounts | None = None) -> RowReport:
           4  1 of 2      10           4   10           17                9     in 2 windows that repeat 3 tokens
           4  2 of 2      10           5    7           17                9
 
-    A row counts as cut if it has one window, which lacks a part of the prompt.
+    A row counts as cut if its only sample has fewer tokens than the row.
     """
     counts = counts or RowCounts()
     rejects, unwanted = counts.rejects, counts.unwanted
@@ -193,7 +194,7 @@ def count_rows(lines: np.ndarray, counts: RowCounts | None = None) -> RowReport:
     full, full_supervised = lines["full_tokens"], lines["full_supervised"]
     tokens, supervised, new = (int(lines[name].sum()) for name in ("tokens", "supervised", "new"))
     reasons = Counter(_kind(reject.reason) for reject in rejects)
-    _, documents = np.unique(lines["row"][first], return_counts=True)  # of each row
+    _, documents = np.unique(lines["row"][first], return_counts=True)  # number of documents of each row
     packed = documents[documents > 1]
     return RowReport(
         rows=len(documents) + len(rejects) + len(unwanted),

@@ -44,7 +44,7 @@ class Store:
     weights: np.ndarray  # float32 [at most 256]: token i weighs weights[mask[i]]
     row_report: RowReport
     digest: str  # depends on all tokens, weights and lines
-    largest_id: int | None = None  # of the tokens, -1 without a token; None: the store was made before it was recorded
+    largest_id: int | None = None  # the largest token id; -1: no token; None: an older version made the store
 
 
 def open_store(folder: Path, *, verify: bool = False) -> Store | None:
@@ -99,7 +99,7 @@ def write_store(temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray) -
 
 
 def _write_parts(temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray) -> RowCounts:
-    """Writes the arrays and the list of omitted texts.  Returns what the table of rows does not hold."""
+    """Writes the arrays and the list of omitted texts.  Returns the counts that the table of rows does not contain."""
     counts = RowCounts()
     sizes = dict.fromkeys(_ARRAYS, 0)
     with ExitStack() as stack:
@@ -130,8 +130,8 @@ def _write_parts(temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray) 
 
 
 def publish(temp: Path, folder: Path) -> None:
-    """Gives a written store its final name.  If another process published the store first, that store and `temp` stay.
-    A damaged store is moved next to `temp`.  Raises OSError if another process removed `temp`."""
+    """Gives a written store its final name.  If another process has published the store before, that store and `temp`
+    stay.  A damaged store of this name is moved next to `temp`.  Raises OSError if another process removed `temp`."""
     for _ in range(3):
         try:
             os.rename(temp, folder)

@@ -1,6 +1,6 @@
-"""Says once in a preparation what a user should know about the tokenizer: its files, and what transformers makes of it.
+"""Prints notes about the tokenizer once in a preparation, e.g. if transformers reads its files differently.
 
-Decides which texts of the data are compared: those of the first 100 rows of the first file, whatever their format.
+Decides which texts of the data are compared: the texts of the first 100 rows of the first file, whatever their format.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from sft.data.read.strict_json import parse
 from sft.errors import DataError
 
 NUM_ROWS = 100
-_CHARACTERS = 2000  # of each row
+_CHARACTERS = 2000  # number of characters of each row that are compared
 
 
 def say_notes(tokenizer: ChatTokenizer, files: Sequence[DataFile], console: Console) -> None:
@@ -44,7 +44,9 @@ def _appended(tokenizer: FolderTokenizer) -> str | None:
 
 
 def first_texts(file: DataFile) -> list[str]:
-    """The texts within each of the first 100 rows, as one text a row.  Rows that cannot be read are left out.
+    """For each of the first 100 rows, all its texts as one text of at most 2,000 characters; each different text once.
+
+    Rows that cannot be read are left out.
 
     {"messages": [{"role": "user", "content": "Hi"}]}  ->  "user\\nHi"
     """

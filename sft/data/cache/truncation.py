@@ -1,4 +1,4 @@
-"""Turns a sample that is too long into an error, no sample, a sample of its first turns, or several windows.
+"""Applies data.over_long to a sample that is too long: an error, no sample, its first turns, or several windows.
 
 Decides which tokens of the sample each excerpt contains, and which tokens of an excerpt are supervised.  Reads only
 weights.  A turn is a run of tokens with weights above 0, so chats and rows of token ids are treated alike.  A plain
@@ -27,7 +27,8 @@ _CONTEXT = 8
 class Excerpt(NamedTuple):
     """A sample made of some tokens of a longer sample: positions of the tokens in the longer sample, and new weights.
 
-    positions int64 [m], rising · weights float32 [m], 0 or what the token weighs in the whole sample
+    positions  int64 [m], rising
+    weights    float32 [m], for each token 0 or its weight in the longer sample
     """
 
     positions: np.ndarray
@@ -45,7 +46,8 @@ def excerpts(
     12 tokens, 4 to 5 and 8 to 11 supervised, seq_length 8, doc_multiple 1
         drop       nothing
         cut_turns  0 1 2 3 [4 5]
-        windows    0 1 2 3 [4 5]      2 3 6 7 [8 9 10 11]     [supervised]; 2 3, the end of the prompt, is repeated
+        windows    0 1 2 3 [4 5]      2 3 6 7 [8 9 10 11]
+    The numbers are positions, [] encloses supervised ones.  The second window repeats 2 3, the end of the prompt.
 
     num_before  of a plain text: the number of tokens before it (BOS), which every window repeats.  None: the sample has
                 turns, and windows repeat the tokens before the first turn
@@ -81,7 +83,7 @@ def excerpts(
 
 
 def turns(weights: np.ndarray) -> list[tuple[int, int]]:
-    """Start and end of every run of supervised labels.  The first token of a sample is never a label.
+    """(start, end) of every run of supervised tokens.  The first token of a sample is never supervised.
 
     weights 1 0 1 1 0 0.5  ->  (2, 4), (5, 6)
     """

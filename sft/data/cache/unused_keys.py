@@ -1,4 +1,4 @@
-"""Adds up which keys of rows nothing reads, in memory that does not grow with the file.
+"""Counts the keys of rows that nothing reads, in memory that does not grow with the file.
 
 Decides how many names are counted and listed.  `rows/formats.py` decides which keys are read.
 """

@@ -4,7 +4,7 @@ Parts are cut by rows and bytes, whatever the number of processes.  A part is us
 first bad row in file order ends the work.  Each process reads rows from the file; it receives only the number of a part
 and returns a few counts.  `prepare.py` concatenates parts.
 
-With a tokenizer from a folder, only processes with limits make parts (`limited.py`): its files are the work of others.
+With a tokenizer from a folder, only processes with limits make parts (`limited.py`), because its files are untrusted.
 """
 
 import hashlib
@@ -158,8 +158,8 @@ def _write_part(path: Path, encoded: EncodedRows) -> None:
 def make_parts(jobs: Sequence[FileJob], num_workers: int) -> Generator[tuple[FileJob, PartResult], None, None]:
     """Makes all parts of all files, in order, in at most `num_workers` processes.
 
-    The calling process does the work of one process only with the byte tokenizer.  Raises DataError if a process
-    reaches a limit or is killed: no row is left out for this reason.
+    If one process is enough and all files use the byte tokenizer, the calling process itself makes the parts.  Raises
+    DataError if a child reaches a limit or is killed: no row is left out for this reason.
     """
     parts = [(i, number) for i, job in enumerate(jobs) for number in range(len(job.ranges))]
     num_workers = min(num_workers, len(parts))

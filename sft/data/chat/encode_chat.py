@@ -1,15 +1,16 @@
 """Converts a row to tokens and the weight of each token in the loss.
 
-`encode_chat` renders (`render.py`) and tokenises (`tokens.py`) a chat once and as a whole, so the ids are those of the
-template's text.  Then it finds the assistant's turns in the text (`turns.py`) and their tokens (`tokens.py`).
-`data.supervise` and the weights of messages determine the weights of tokens.  Supervised tokens by `data.supervise`:
+`encode_chat` renders a chat (`render.py`) and tokenises the rendered text as a whole (`tokens.py`).  Then it finds the
+assistant's turns in the text (`turns.py`) and their tokens (`tokens.py`).  `data.supervise` and the weights of messages
+determine the weights of tokens.  Supervised tokens by `data.supervise`:
 
     assistant  the assistant's text and the token that ends each turn, once per turn; neither the role header nor the
                newline after the turn
     last       as for assistant, but only in the last assistant turn
     all        every token except the first
 
-If the supervised tokens cannot be proven, an error is raised.  Errors name the message; the caller adds file and line.
+If it cannot be proven which tokens are supervised, an error is raised.  Errors name the message; the caller adds file
+and line.
 `cache/truncation.py` handles samples that are too long, and `omitted.py` finds text that the template left out.
 """
 
@@ -34,7 +35,7 @@ Supervise = Literal["assistant", "last", "all"]
 class Encoding(NamedTuple):
     """The tokens of a row, int32 [n], their weights in the loss, float32 [n], and the rendered chat.
 
-    rendered     None without a template
+    rendered     the rendered chat; None for rows that are no chats, and with the byte tokenizer
     num_before   number of tokens that the tokenizer puts before a plain text; None for other rows
     spelled      control tokens that stayed text, each with the role of its text
     starts       index of the first token of each document; a packed row of tokens has several documents
@@ -61,8 +62,9 @@ class Encoding(NamedTuple):
 
 
 def encode_row(row: Chat | PlainText | Tokenized, tokenizer: ChatTokenizer, data: DataConfig) -> Encoding:
-    """Tokens and weights of a row of any length.  Raises DataError:
-    token ids 3 259, a tokenizer with 259 ids  ->  token 2 is 259, but the tokenizer has the ids 0 to 258.
+    """Tokens and weights of a row of any length.  Raises DataError, also for an id that the tokenizer lacks:
+
+    token ids 3 259, a tokenizer with 259 ids  ->  token 2 is 259, but the tokenizer has only ids 0 to 258.
     """
     if isinstance(row, Chat):
         return encode_chat(row, tokenizer, data.supervise, inserted=data.supervise_inserted)
@@ -79,11 +81,11 @@ def encode_row(row: Chat | PlainText | Tokenized, tokenizer: ChatTokenizer, data
 
 
 def _encode_text(text: str, tokenizer: ChatTokenizer) -> Encoding:
-    """Encodes a document or a file of code, all of which is supervised, whatever data.supervise is.
+    """Encodes a document or a file of code.  The whole text is supervised, whatever data.supervise is.
 
-    A text gets the tokens of `tokenizer(text)` in transformers, as in pretraining: no chat template, control strings in
-    the text are control tokens, and a BOS token comes first if the tokenizer adds one.  Then the tokenizer's EOS token
-    ends the document, once: it is added unless the text already ends with it.
+    A text gets the tokens of `tokenizer(text)` in transformers, as in pretraining: no chat template is used, control
+    strings in the text become control tokens, and a BOS token comes first if the tokenizer adds one.  The tokenizer's
+    EOS token ends the document; it is added unless the text already ends with it.
 
     "hé", byte tokenizer                          104 195 169               no BOS, no EOS
     "Hi", Llama 3      <|begin_of_text|> Hi <|end_of_text|>                 supervised: Hi <|end_of_text|>
@@ -186,7 +188,10 @@ def _with_final_end(
 
 
 def weights_of_turns(chat: Chat, supervise: Supervise) -> dict[int, float]:
-    """The weight of each assistant message's tokens, by index.  Messages of weight 0 are included for `all` only."""
+    """The weight of the tokens of each supervised assistant message: {index of the message: weight}.
+
+    Messages of weight 0 are included for `all` only.
+    """
     answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
     weights = chat.weights or (1.0,) * len(chat.messages)
     by_message = {i: weights[i] for i in (answers[-1:] if supervise == "last" else answers)}
@@ -194,7 +199,7 @@ def weights_of_turns(chat: Chat, supervise: Supervise) -> dict[int, float]:
 
 
 def _encode_bytes(chat: Chat) -> tuple[np.ndarray, list[TokenSpan]]:
-    """Encodes a chat by the byte tokenizer's template: ChatML, with tools as JSON in a first system block.
+    """Encodes a chat with the byte tokenizer's template: ChatML, with tools as JSON in a first system block.
 
     Spans cover contents; the span of an assistant's message includes its end of turn.
     """

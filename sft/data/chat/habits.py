@@ -1,4 +1,4 @@
-"""The behaviour of a template around an assistant's turns, learnt from its renderings of small chats.
+"""Learns the behaviour of a template around an assistant's turns, from its renderings of small chats.
 
     ChatML    ends <|im_end|>; header <|im_start|>assistant\\n
     harmony   ends <|return|>, <|end|>, <|call|>; the usual end of a last answer is <|return|>, after a call <|call|>
@@ -40,12 +40,13 @@ class Habits:
 
     control      matches control tokens
     ends         tokens that end a turn, or that hand it over to the next message
-    last_ends    {whether the turn has calls: the token that ends it as the last turn, None if the template writes none}
-    stops        the ends after which the template never continues the same message
+    last_ends    {whether a turn has calls: the token that ends the last turn of a chat; None: the template writes none}
+    stops        the tokens of `ends` after which the template never continues the same message
     starts       tokens that start a message
     handed       tokens that start or end a message
-    inside       control tokens that the template writes inside assistant turns, and that neither start nor end messages
-    following    {whether the turn has calls: the token that hands it over to the next message}
+    inside       control tokens that assistant turns may contain: the template writes them there, or they are added
+                 tokens that are not special; they neither start nor end messages
+    following    {whether a turn has calls: the token with which it hands over to the next message}
     header       the text with which the template asks for an answer
     lead         the text that the template inserts before a last answer
     calls_as_text  whether the template takes arguments of calls as JSON texts, not as objects
@@ -82,7 +83,7 @@ class Vocabulary(NamedTuple):
     """The control tokens in a tokenizer's files.
 
     control          matches control tokens
-    added, special   all added tokens, and those that are special
+    added, special   all added tokens, and the special ones among them
     generation_ends  tokens at which generation ends; eos: the token that ends a text
     """
 
@@ -161,7 +162,8 @@ class _Learner:
         return None
 
     def _calling(self) -> tuple[bool, Mapping[str, Any], Reading | None]:
-        """Whether the template takes arguments as text, the keys of an empty content, and a rendering with a call."""
+        """How the template takes a call: (whether it takes arguments as text, the keys of a message without content,
+        a rendering with the call or None)."""
         written: list[tuple[bool, Mapping[str, Any], Reading]] = []  # with arguments quoted twice, or without arguments
         for as_text in (False, True):
             for empty in _FORMS:
@@ -174,7 +176,7 @@ class _Learner:
         return max(written, key=lambda form: "VALUE" in form[2].text, default=(False, {}, None))
 
     def _tail(self, reading: Reading, message: int) -> str:
-        """The text between the last own text of a message and the next text of the chat."""
+        """The text between the last text that an assistant's message wrote and the next text of the chat."""
         own = reading.own.get(len(self.opening) + message)
         if own is None:
             return ""
@@ -183,12 +185,13 @@ class _Learner:
         return reading.text[last.end : following.start if following else len(reading.text)]
 
     def _first(self, tail: str) -> str | None:
-        """The text's control token that ends generation; without one, its first special or its first control token."""
+        """The first token in `tail` that ends generation; without one, the first special token, or the first control
+        token."""
         end = first_of(self.control, tail, self.generation_ends)
         return end or next(iter([*self._special(tail), *self.control.findall(tail)]), None)
 
     def _end_of_call(self, tail: str, known: tuple[str, ...]) -> str | None:
-        """The end of a last turn with a call: a known end, or the last special token."""
+        """The token that ends a last turn with a call: the first known end, or the last special token."""
         return first_of(self.control, tail, known) or next(reversed(self._special(tail)), None)
 
     def _special(self, tail: str) -> list[str]:
@@ -226,7 +229,7 @@ class _Learner:
     def _tokens(
         self, ends: tuple[str, ...], as_text: bool, empty: Mapping[str, Any], has_calls: bool
     ) -> tuple[frozenset[str], frozenset[str]]:
-        """Tokens that start or end messages, and those that the template writes inside assistant turns."""
+        """Two sets: tokens that start or end messages, and tokens that the template writes inside assistant turns."""
         edges, inside = set(ends), set()
         call = calling_message(as_text, empty)
         chats: list[tuple[list[Message], list[dict[str, Any]] | None]] = [
@@ -291,7 +294,7 @@ class _Learner:
 
 
 def first_of(control: re.Pattern[str], text: str, tokens: Sequence[str]) -> str | None:
-    """The one of these control tokens that comes first in a text; None if it has none of them."""
+    """The first control token of a text that is one of `tokens`; None if there is none."""
     return next((token for token in control.findall(text) if token in tokens), None)
 
 

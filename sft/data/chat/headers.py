@@ -1,7 +1,8 @@
 """Finds the start of a turn: the end of the header that a prompt at inference has.
 
 Decides which part of the template's text before a turn belongs to the header.  Compares this text with the text that
-the template writes in a prompt at the same position, and if they differ, with the header of small chats (`habits.py`).
+the template writes at the same position of a prompt.  If they differ, it also looks for the usual header, which small
+chats show (`habits.py`).
 
     the chat    ...<|im_end|>\\n<|im_start|>assistant\\n4<|im_end|>
     the prompt  ...<|im_end|>\\n<|im_start|>assistant\\n<think>\\n            the turn begins before the 4
@@ -54,9 +55,9 @@ def _whole_tokens(text: str, at: int, habits: Habits) -> int:
 
 
 def _inserted(reading: Reading, run: Run, message: Message, start: int, asked: int, habits: Habits) -> int:
-    """The end of the template's own text at the start of a turn, without the text that belongs to a text of the row.
+    """The position after the text that the template adds by itself at the start of a turn.
 
-    `<think>` before thinking, and `<tool_call>` before a call, belong to the text of the row.
+    `<think>` before thinking of the row, and `<tool_call>` before a call of the row, do not count as added.
     """
     lead = reading.text[start : run.start]
     if not lead.strip():
@@ -75,6 +76,6 @@ def _inserted(reading: Reading, run: Run, message: Message, start: int, asked: i
 
 
 def _opens_thinking(message: Message, run: Run) -> bool:
-    """Whether a content begins with thinking, and the template writes the opening tag before it."""
+    """Whether a content begins with thinking without an opening tag, which the template then writes."""
     content = str(message.get("content") or "")
     return 0 <= run.first < content.find("</think>") and not content.startswith("<think>", run.first)

@@ -1,14 +1,14 @@
-"""Finds the texts of a chat that its template leaves out.
+"""Finds the texts of a chat that its template leaves out, and why.
 
-They are contents, reasoning, tool calls and results of messages, schemas of tools, and documents.
+These may be contents, reasoning, tool calls and tool results, schemas of tools, documents, and variables of the row.
 
 Qwen2.5, an answer with reasoning_content "six times seven" and content "42"
 ...<|im_start|>assistant\\n42<|im_end|>\\n                          left out: assistant reasoning of message 2
 
-A text counts as left out if no character of the rendering has some of its letters or digits as the source.  So a text
-that the template moves, trims or writes as JSON is not left out.  The reason for an omission is determined from
-renderings of variants, never from the name of a model.  `data.on_omitted` decides what happens to chats with omitted
-texts.
+A text counts as left out if some of its characters are not the source of any character of the rendering.  Spaces and
+the tags <think> and </think> do not count.  So a text that the template moves, trims or writes as JSON is not left out.
+The reason for an omission is found by rendering variants of the chat, never from the name of a model.
+`data.on_omitted` decides what happens to chats with omitted texts.
 """
 
 import re
@@ -41,9 +41,9 @@ class OmittedText(NamedTuple):
 
 
 def find_omitted(chat: RenderedChat, reading: Reading | None = None) -> list[OmittedText]:
-    """The texts that the template leaves out of a chat: one for each message and kind, those of tools first.
+    """The texts that the template leaves out of a chat: the first one for each message and kind, tools first.
 
-    reading: another rendering of the chat
+    reading: another rendering of the chat; None: the rendering of `chat`
     """
     missing = dict((reading or chat.reading).unwritten)
     firsts: dict[tuple[bool, int, str, str], str] = {}
@@ -54,7 +54,7 @@ def find_omitted(chat: RenderedChat, reading: Reading | None = None) -> list[Omi
 
 
 def why_omitted(chat: RenderedChat, omitted: OmittedText) -> str:
-    """The reason why the template leaves out a text, and a way to keep the text.  The first of these that applies:
+    """The reason why the template leaves out a text, and a way to keep the text.  The first reason that applies:
 
     a switch     the template reads a variable without a value, and writes the text if it is true or false
     no key       the template does not read the key that holds the text
@@ -114,7 +114,10 @@ def _omitted_with(
     prompt: bool = False,
     variables: dict[str, Any] | None = None,
 ) -> list[OmittedText] | None:
-    """The texts that are left out of the first messages, or with more variables; None if the template refuses them."""
+    """The texts that the template leaves out of the first `num_messages` messages, with these variables in addition.
+
+    None if the template refuses this chat.
+    """
     inputs = chat.inputs._replace(
         messages=chat.inputs.messages[:num_messages], variables={**chat.inputs.variables, **(variables or {})}
     )

@@ -1,7 +1,7 @@
-"""A cache of the headers that ask for an answer, for all chats of a run.
+"""Caches the headers that ask for an answer, for all chats of a run.
 
-If a header depends on less than the texts of messages (`template/prompt_inputs.py`), a few chats suffice to know all
-headers that the template can write.
+Many templates write headers that do not depend on the texts of messages (`template/prompt_inputs.py`).  Then a few
+chats show all headers that the template can write.
 """
 
 from collections.abc import Callable
@@ -47,9 +47,10 @@ class Prompts:
         return self.cached((role, has_tools, repr(variables)), make)
 
     def shapes_of(self, chat: Chat) -> list[int]:
-        """For each number of first messages, a number that all chats with the same shapes share: [messages + 1].
+        """[messages + 1]: entry n is a number for the shapes of the first n messages; equal shapes have equal numbers.
 
-        [] if a prompt depends on more than shapes, or if there are too many different shapes.
+        Shapes include the row's variables, and whether there are tools.  [] if a prompt depends on more than shapes or
+        on nothing, or if there are too many different shapes.
         """
         if self.template.prompt_inputs is not PromptInputs.SHAPES or len(self._numbers) > _MOST_SHAPES:
             return []
@@ -62,7 +63,7 @@ class Prompts:
         return self._numbers.setdefault(of, len(self._numbers))
 
     def cached(self, key: tuple[Any, ...], make: Callable[[], str | None]) -> str | None:
-        """The prompt of this key, made once, or each time if there are too many keys."""
+        """The prompt of this key.  Made once and then cached; made each time if there are too many keys."""
         if key not in self._cached:
             if len(self._cached) >= _MOST:
                 return make()

@@ -1,7 +1,8 @@
 """Indexes the runs of a rendering, so that one pass finds the texts of all messages.
 
-Decides which texts of a message its author wrote, and which belong to a header.  `turns.py` finds turns with the index,
-`habits.py` learns from it, and `tokens.py` asks it whether the template wrote a control token.
+Decides which texts of an assistant's message are its own, i.e. written by the assistant, and which belong to a header.
+`turns.py` and `headers.py` find turns with the index, `habits.py` learns from it, `tokens.py` asks it whether the
+template wrote a control token, and `omitted.py` finds texts that are not in the rendering.
 """
 
 import re
@@ -24,7 +25,7 @@ _TAGS = re.compile(r"</?think>")
 class Reading:
     """A rendering with indexes.
 
-    marks    the runs whose source is a field or unknown, in the order of the text, without headers
+    marks    the runs whose source is a field or unknown, in the order of the text, without roles and names in headers
     own      for each assistant's message, the indices in `marks` of its own texts
     unknown  the runs without a source that contain more than spaces
     """
@@ -73,9 +74,9 @@ class Reading:
 
     @cached_property
     def unwritten(self) -> list[tuple[Field, list[tuple[int, int]]]]:
-        """The fields of which the template leaves out letters or digits, and the spans of these characters.
+        """The fields of which the template leaves out text, each with the spans of the characters left out.
 
-        Spaces do not count, and neither do <think> and </think>, which templates write themselves.
+        Spaces do not count, nor do <think> and </think>, because templates write these tags themselves.
         """
         written: dict[Field, list[tuple[int, int]]] = {}
         containers: dict[_Path, str] = {}
@@ -102,7 +103,7 @@ class Reading:
 
 
 def _is_in(field: Field, container: str) -> bool:
-    """Whether the JSON of an object or list of the chat, which the template may have cut, contains a text of it."""
+    """Whether `container`, the rendered JSON of an object or list, contains the field.  The JSON may have been cut."""
     if container[:1] in ("{", "[") and container[-1:] in ("}", "]"):
         return True
     text = field.text
@@ -110,7 +111,7 @@ def _is_in(field: Field, container: str) -> bool:
 
 
 def _gaps(text: str, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The parts of a text outside of `spans` that have letters or digits outside of tags."""
+    """The parts of a text outside of `spans`, except parts that hold only spaces, <think> and </think>."""
     if len(spans) == 1 and spans[0] == (0, len(text)):
         return []
     gaps, at = [], 0
@@ -135,7 +136,7 @@ def is_own(run: Run) -> bool:
 def is_text(field: Field, message: int) -> bool:
     """Whether a field is text of message `message` that the model should see.
 
-    Names of arguments are; ids, types and other names of keys are not.
+    This includes the names of a call's arguments.  It excludes ids, types and the names of other keys.
     """
     path = field.path
     if field.message != message or path[0] in _NOT_OWN:
@@ -170,9 +171,9 @@ def _last_tokens(shown: str, control: re.Pattern[str]) -> list[int]:
 
 
 def after_header_end(between: str, shown: str, control: re.Pattern[str]) -> int:
-    """The end in `between` of the last two control tokens of a prompt, or of the last one.
+    """The position in `between` after the end of a prompt, from the prompt's second last or last control token on.
 
-    The prompt may have instructions before them.
+    The prompt may have instructions before these tokens.  0 if `between` contains neither end.
     """
     for last in _last_tokens(shown, control):
         if shown[last:].strip() and (at := between.rfind(shown[last:])) >= 0:
@@ -189,10 +190,12 @@ def _ends_within(header: str, control: re.Pattern[str]) -> list[int]:
 
 
 def after_header(text: str, length: int, header: str, control: re.Pattern[str]) -> int:
-    """The position after the header that asks for an answer, or after the longest start of it in lines and tokens.
+    """The position after the header in a text, or after the longest beginning of the header that the text contains.
 
-    0 if the text contains no start of the header.
-    length  the header begins in text[:length].  Only a complete header may end after it (a content begins with <think>)
+    Such a beginning ends at a line or token boundary.  0 if the text contains none.
+
+    length  the header must begin in text[:length].  Only a complete header may end later: its <think> may be the first
+            word of a content
     """
     if header.strip() and (at := text.rfind(header, 0, length + len(header) - 1)) >= 0:
         return at + len(header)

@@ -1,9 +1,9 @@
 """Renders a chat once with the tokenizer's template, in the form that the template takes.
 
 Decides the form of arguments, of thinking and of empty contents from the renderings of small chats (`habits.py`), never
-by a second try after an error.  The prompt shows where inference begins.  It is rendered for small chats if no message
-can change its header, once for messages of the same shapes if only shapes can, and otherwise for each chat.  So no mask
-depends on the order of chats.
+by a second try after an error.  Also renders prompts, which show where inference begins.  If messages cannot change the
+header of a prompt, small chats are rendered.  If only the shapes of messages can change it, one prompt is rendered for
+all messages of equal shapes.  Otherwise each chat has its own prompts.  So no mask depends on the order of chats.
 """
 
 from functools import partial
@@ -30,13 +30,14 @@ class RenderedChat(NamedTuple):
     reading: Reading
     tokenizer: FolderTokenizer
     prompts: dict[tuple[Any, ...], str | None]
-    shapes: list[int]  # [messages + 1], number of the shapes of the chat's first messages; [] if they do not decide
+    shapes: list[int]  # `Prompts.shapes_of` this chat
 
     def prompt_after(self, num_messages: int, start: int, end: int) -> str | None:
-        """The text after the last text of the chat's first messages when the template asks for an answer.
+        """The text that the template writes after the chat's first messages when it asks for an answer.
 
         None if the template refuses these messages.
-        start, end  the span of the text after these messages in this chat; a cached prompt that differs is made again
+        start, end  the span of the text after these messages in this chat.  A cached prompt is used only if this text
+                    begins with the prompt, or if the prompt was made for an equal text
         """
         last, known, chat = self.chat.messages[num_messages - 1], self.prompts, self.chat
         written = self.reading.text[start:end]

@@ -55,7 +55,8 @@ class FolderTokenizer(TextTokenizer):
     """A Hugging Face tokenizer folder, with or without a chat template.
 
     assistant_control  further control tokens that the text of an assistant may contain
-    final_end          token after a last answer that the template does not end; "auto": the token that hands turns over
+    final_end          token to append to a last answer that the template does not end; "auto": the token that hands
+                       turns over; None: no token
     """
 
     chat_template: ChatTemplate | None = None
@@ -188,7 +189,7 @@ def _load_folder(name: str, folder: Path, data: DataConfig) -> FolderTokenizer:
 
 
 def _choose_template(files: TokenizerFiles, name: str, data: DataConfig) -> ChatTemplate | None:
-    """The template of the file or of the tokenizer; None if there is none.  Texts and tokens need no template."""
+    """The template of data.chat_template or of the tokenizer; None if there is none.  Only chats need a template."""
     switches, template_file = data.chat_template_kwargs, data.chat_template
     source, template_name = files.templates.get("default"), f"of {name}"
     with_tools = files.templates.get("tool_use", source)  # as transformers chooses the template of a chat with tools

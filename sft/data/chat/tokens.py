@@ -4,11 +4,12 @@
     <|im_start|> user \\n What does < | im _end | > do ? <|im_end|>        two control ids, not three
 
 The sources of characters show which control strings the template wrote.  Control strings in texts of the chat stay
-text.  Exceptions are, in an assistant's text, the tokens that the template itself writes inside turns (`habits.py`),
-and the tokens of data.assistant_control_tokens.  A chat without such strings is tokenised at once.  In other chats,
-each piece between two control tokens that contains such a string is tokenised separately, without control tokens.  A
-second tokenisation, with private characters of the same length as stand-ins for these strings, proves that this does
-not change the rest of the chat.
+text.  There are two exceptions in an assistant's text: tokens that the template itself writes inside turns
+(`Habits.inside`), and the tokens of data.assistant_control_tokens.
+
+A chat without control strings that must stay text is tokenised at once.  In any other chat, each piece between two
+control tokens that contains such a string is tokenised separately, without control tokens.  A tokenisation of the whole
+chat proves that this does not change the rest: in it, private characters of equal length stand in for these strings.
 """
 
 import re
@@ -32,7 +33,7 @@ _PRIVATE = (0xF0000, 0x10FFFE)  # Unicode planes 15 and 16: characters for priva
 
 
 class TokenSpan(NamedTuple):
-    """The tokens [start, end) of one message.  end_start: index of the token that ends the turn; -1: none"""
+    """The tokens [start, end) of one message.  end_start: index of the token that ends the turn; `end` or -1: none"""
 
     message: int
     start: int
@@ -94,7 +95,7 @@ def _typed(reading: Reading, tokenizer: FolderTokenizer) -> tuple[int, list[tupl
 
 
 def _masked(text: str, typed: list[tuple[int, int]]) -> tuple[str, str]:
-    """The text with stand-ins for typed control strings: a repeated private character.  Also these characters."""
+    """The text with a repeated private character instead of each typed control string, and all these characters."""
     tokens = sorted({text[start:end] for start, end in typed})
     free = list(islice((c for c in map(chr, range(*_PRIVATE)) if c not in text), len(tokens)))
     if len(free) < len(tokens):
@@ -110,7 +111,7 @@ def _masked(text: str, typed: list[tuple[int, int]]) -> tuple[str, str]:
 
 
 def _without_typed(text: str, masked: str, stand_ins: str, whole: Encoded, tokenizer: FolderTokenizer) -> Encoded:
-    """The tokens of `text`.  whole: the tokens of `masked`; pieces without stand-ins have the same tokens in `text`"""
+    """The tokens of `text`.  whole: the tokens of `masked`, used for all pieces without stand-ins"""
     is_control = tokenizer.is_control[whole.ids]
     is_control &= [bool(tokenizer.control.match(masked[a:b].strip())) for a, b in zip(whole.starts, whole.ends)]
     edges = [-1, *np.flatnonzero(is_control).tolist(), len(whole.ids)]
@@ -143,8 +144,9 @@ def _without_typed(text: str, masked: str, stand_ins: str, whole: Encoded, token
 def find_token_spans(
     turns: Sequence[Turn], text: str, encoded: Encoded, tokenizer: FolderTokenizer, *, inserted: bool
 ) -> list[TokenSpan]:
-    """The tokens of each turn.  inserted: whether they include the template's own text at the start of the turn
-    Raises DataError if a token covers more than the turn, or if the tokens do not decode to the turn.
+    """The tokens of each turn.  Raises DataError if the tokens do not decode to the turn, e.g. if one covers more.
+
+    inserted: whether the tokens include the text that the template adds at the start of the turn
     """
     turns = [turn for turn in turns if (turn.start if inserted else turn.inserted) < turn.end]
     starts = [turn.start if inserted else turn.inserted for turn in turns]

@@ -2,9 +2,9 @@
 
 A turn is the text that the model writes when it is asked for a message:
 
-    start   the end of the header that a prompt at inference has.  The text between the previous text of the chat and
-            the turn is compared with the text that the template writes at this position when it asks for the answer.
-            The turn begins after their longest common prefix.
+    start   the end of the header that a prompt at inference has (`headers.py`).  The text between the previous text of
+            the chat and the turn is compared with the text that the template writes at this position when it asks for
+            the answer.  Usually, the turn begins after their longest common prefix.
     text    the message's own texts, and all texts that the template writes between them
     end     the token that ends the turn or hands it over: <|im_end|>, <|return|>, <|call|>, <|user|>
 
@@ -33,9 +33,9 @@ _TAGS = re.compile(r"<think>")
 class Turn(NamedTuple):
     """The characters text[start:end] that the model writes for a message.
 
-    inserted      position after the template's own text at the start of the turn
+    inserted      position after the text that the template adds at the start of the turn
     text_end      position of the end token; `end` if there is none
-    is_end_usual  whether the end token is the one that would end this turn as the last turn
+    is_end_usual  whether the end token is the one that ends such a turn at the end of a chat
     """
 
     message: int
@@ -113,7 +113,7 @@ class _Finder:
         return groups
 
     def _without_repetitions(self, groups: list[list[Run]]) -> list[list[Run]]:
-        """The groups without those that only repeat texts of earlier groups (the name of a function in its result)."""
+        """Removes groups that only repeat texts of earlier groups (the name of a function in the call's result)."""
         if len(groups) < 2:
             return groups
         kept: list[list[Run]] = []
@@ -190,7 +190,7 @@ class _Finder:
                 raise self.error(index, "a part of its text lies outside of its turn", run.start)
 
     def check_unknown(self, wanted: list[int]) -> None:
-        """Raises DataError if text without a source could be the omitted text of a supervised message."""
+        """Raises DataError if text without a source may belong to a message of `wanted`."""
         unknown = self.reading.unknown
         if not unknown:
             return

@@ -1,8 +1,8 @@
-"""Counts rows, tokens and lengths of data files; rows that are cut, windowed, dropped or skipped; and rows that fit.
+"""Counts the rows, tokens and lengths of data files, and the rows that fit uncut into different seq_lengths.
 
 Decides the buckets of the histogram, the definition of a quantile, and the values of seq_length that are compared.
-Every row has one length, however many windows are made from it.  `cache/row_report.py` counts cut, dropped and skipped
-rows; `findings.py` reads tokens.
+A length is that of an uncut row, however many windows are made from the row.  `cache/row_report.py` counts cut,
+windowed, dropped and skipped rows for each file; this module adds these counts up.  `findings.py` reads tokens.
 """
 
 from collections import Counter
@@ -34,12 +34,12 @@ class DataSet(NamedTuple):
     paths: list[DataFile]
     sources: list[str] | None  # source of each file; None for held-out files, and if data.train names no sources
     corpus: Corpus
-    rows: list[np.ndarray]  # per file LINE [rows]: the uncut length of each row that was not skipped
+    rows: list[np.ndarray]  # for each file LINE [rows], `survey.whole_rows`: the first line of each row in the store
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Rows with at_least <= length < below, and the number of their tokens."""
+    """The number of rows with at_least <= length < below, and the sum of their tokens."""
 
     at_least: int
     below: int
@@ -49,7 +49,10 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Rows that fit into one seq_length without being cut, as numbers and as shares of all rows."""
+    """The rows that fit uncut into one seq_length: their number, tokens and supervised labels, also as shares of all.
+
+    is_recipe  whether this is the recipe's seq_length
+    """
 
     seq_length: int
     is_recipe: bool
@@ -65,12 +68,13 @@ class Retention:
 class FileCounts:
     """Counts of the rows of one data file, or of several.
 
-    samples, tokens, supervised          training data; tokens_repeated of the tokens repeat those of an earlier window
-    full_tokens, p50, p90, p99, longest  of uncut rows, without skipped rows
+    samples, tokens, supervised          samples made of the rows, their tokens, and their supervised labels
+    tokens_repeated                      tokens that an earlier window of the same row also contains; part of `tokens`
+    full_tokens, p50, p90, p99, longest  sum and quantiles of the lengths of uncut rows, without skipped rows
     rows_cut ... supervised_dropped      effects of data.over_long; tokens_cut includes tokens of windowed rows
     rows_skipped, reasons                effects of data.on_bad_row; the most frequent reason is first
     rows_packed, documents               rows of tokens that were packed, and the documents into which they were cut.
-                                         Each of these counts as a row in all but `rows`
+                                         Each document counts as a row in all counts except `rows`
     """
 
     name: str  # name of the file; `all` for several files
@@ -103,14 +107,14 @@ class FileCounts:
     omitted: tuple[FileOmission, ...]  # texts that the chat template leaves out; several files: without row numbers
     rows_unwanted: int  # rows that are dropped by their label
     rows_packed: int
-    documents: int  # of packed rows
-    documents_unsupervised: int  # of these, dropped ones: they have no supervised token
-    tokens_unsupervised: int
+    documents: int  # number of documents of all packed rows
+    documents_unsupervised: int  # documents of packed rows that are dropped: they have no supervised token
+    tokens_unsupervised: int  # tokens of these documents
     rows_padded: int  # rows of tokens of which padding was dropped
     tokens_padding: int  # tokens of this padding; counted nowhere else
-    unused: tuple[tuple[str, int], ...]  # keys that nothing reads, and numbers of rows; the most frequent is first
-    unused_others: int  # the sum of these numbers for further keys
-    spelled: tuple[tuple[str, int], ...]  # control tokens that stayed text, and numbers of rows
+    unused: tuple[tuple[str, int], ...]  # (key that nothing reads, number of rows with it), the most frequent first
+    unused_others: int  # sum of the numbers of rows of all further keys
+    spelled: tuple[tuple[str, int], ...]  # (control token that stayed text, with its role; number of such rows)
 
 
 def of_files(data: DataSet) -> list[FileCounts]:
@@ -198,10 +202,12 @@ def histogram(lengths: np.ndarray) -> tuple[Bucket, ...]:
 
 
 def retention(rows: np.ndarray, *, doc_multiple: int, seq_length: int) -> tuple[Retention, ...]:
-    """The share of `rows`, LINE [n], that fit uncut: for the recipe's seq_length, powers of two and half-way values.
+    """The rows of `rows`, LINE [n], that fit uncut into each of several sizes, in rising order.
 
-    lengths 30 40 90, each padded to a multiple of 32 -> 32 64 96
-    seq_length 32: 1 of 3 rows, 30 of 160 tokens; 48: the same; 64: 2 rows, 70 tokens; 96: all
+    The sizes are the recipe's seq_length, powers of two, and the values half-way between powers of two.
+
+    lengths 30 40 90, doc_multiple 32: padded lengths 32 64 96
+    -> sizes 32 and 48 hold 1 of 3 rows and 30 of 160 tokens; 64 holds 2 rows and 70 tokens; 96 holds all rows
     """
     lengths, supervised = rows["full_tokens"], rows["full_supervised"]
     padded = aligned(lengths, doc_multiple)
@@ -225,7 +231,11 @@ def retention(rows: np.ndarray, *, doc_multiple: int, seq_length: int) -> tuple[
 
 
 def _candidates(shortest: int, longest: int) -> list[int]:
-    """The sizes from the first that holds the shortest row to the first that holds all.  30, 90 -> 32 48 64 96"""
+    """Powers of two and the values half-way between them, from the smallest size that holds the shortest row to the
+    smallest size that holds the longest row.
+
+    shortest 30, longest 90 -> [32, 48, 64, 96]
+    """
     sizes = sorted(size for power in range(1, longest.bit_length() + 1) for size in (1 << power, 3 << (power - 1)))
     first, last = np.searchsorted(sizes, [shortest, longest])
     return sizes[first : last + 1]

@@ -1,7 +1,7 @@
 """Predicts the first epoch of a run with dynamic CP, and what dynamic CP would give a run with a fixed cp.
 
-Decides what `sft data plan` and `sft check` print about CP sizes.  The packs are those of a `Loader`, so the run
-has the same ones; `packing/cp_grid.py` predicts times and bytes.  Nothing is measured.
+Decides what `sft data plan` and `sft check` print about CP sizes.  A `Loader` makes the packs, so a run trains on the
+same packs.  `packing/cp_grid.py` predicts times and bytes; this module measures nothing.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,10 @@ HELPS = 0.95  # if a step with dynamic CP takes at most this part of the step wi
 
 @dataclass(frozen=True, kw_only=True)
 class BatchForecast:
-    """One global batch with dynamic CP and with the fixed cp, and a time that no assignment goes below."""
+    """Predictions for one global batch with dynamic CP and with the fixed cp.
+
+    bound_ns  a lower bound of the step's time in ns, for any assignment
+    """
 
     dynamic: Prediction
     fixed: Prediction
@@ -32,7 +35,7 @@ class BatchForecast:
 
     @property
     def step(self) -> float:
-        """Predicted time of the step, in steps with the fixed cp."""
+        """Predicted time of the step with dynamic CP, divided by its time with the fixed cp."""
         return self.dynamic.makespan_ns / self.fixed.makespan_ns
 
     @property
@@ -41,12 +44,12 @@ class BatchForecast:
 
     @property
     def num_bytes(self) -> float:
-        """Predicted bytes over cp, divided by those with the fixed cp."""
+        """Predicted bytes that cp ranks receive with dynamic CP, divided by the bytes with the fixed cp."""
         return self.dynamic.num_bytes / max(1, self.fixed.num_bytes)
 
 
 def batches_of(loader: Loader, count: int) -> list[BatchForecast]:
-    """The forecasts of at most `count` steps, see `spread_steps`.  loader: of a layout with dynamic CP"""
+    """The forecasts of the steps that `spread_steps` chooses.  The layout of `loader` must have dynamic CP."""
     layout, lengths, cost = loader.layout, loader.corpus.lengths, loader.cp_cost
     assert cost is not None
     rank_tokens = loader.seq_length // layout.cp
@@ -97,7 +100,10 @@ def short_line(loader: Loader) -> str:
 
 
 def advice(config: Config, loader: Loader) -> list[str]:
-    """A line about what dynamic CP would give a run with a fixed cp; none if it would not help or does not fit."""
+    """At most one line: the settings, time and bytes of dynamic CP for a run with a fixed cp.
+
+    Empty if a step with dynamic CP would take more than 95% of the time, or if dynamic CP does not fit the recipe.
+    """
     if loader.layout.cp == 1:
         return []
     settings = "parallel.dynamic_cp=true"
@@ -117,7 +123,7 @@ def advice(config: Config, loader: Loader) -> list[str]:
 
 
 def _sizes(shares: Sequence[dict[int, float]]) -> str:
-    """[{1: 1.0}, {1: 0.5, 2: 0.5}] -> "1 rank 75.0%, 2 ranks 25.0%" """
+    """The mean share of each CP size: [{1: 1.0}, {1: 0.5, 2: 0.5}] -> "1 rank 75.0%, 2 ranks 25.0%" """
     return ", ".join(
         f"{size} rank{'s' * (size > 1)} {mean(share.get(size, 0.0) for share in shares):.1%}"
         for size in sorted({size for share in shares for size in share})

@@ -1,6 +1,6 @@
 """Draws a step with fixed and with dynamic CP: ranks against time, each pack a block coloured by its CP size.
 
-Decides panels, axes and colours.  `packing/cp_grid.py` predicts when packs begin and end; nothing is measured.
+Decides panels, axes and colours.  All times are predictions of `packing/cp_grid.py`, not measurements.
 Importing this module without matplotlib (the extra `plot`) raises ImportError.
 """
 
@@ -33,7 +33,7 @@ def draw_step(out: Path, loader: Loader) -> str:
 def drawn(
     fixed_packs: Sequence[TimedPack], dynamic: Sequence[TimedPack], *, num_ranks: int, cp_sizes: Sequence[int]
 ) -> Figure:
-    """The picture.  cp_sizes: in increasing order; the last is the fixed cp"""
+    """The picture with both panels.  cp_sizes: in increasing order; the last is the fixed cp"""
     cp, ends = cp_sizes[-1], [max(pack.end_ns for pack in packs) for packs in (fixed_packs, dynamic)]
     titles = (f"cp {cp}: every pack on {cp} ranks", f"dynamic CP: {ends[1] / max(1, ends[0]):.2f} of this time")
     figure = Figure(figsize=(10, 7), layout="constrained")
@@ -48,7 +48,7 @@ def drawn(
 
 
 def _panel(axes: Axes, title: str, packs: Sequence[TimedPack], num_ranks: int, cp_sizes: Sequence[int]) -> None:
-    """A row for each rank, and a line at the end of the step."""
+    """Draws a row for each rank, and a line at the end of the step."""
     end_s = max(1, *(pack.end_ns for pack in packs)) / 1e9
     busy_s = sum((pack.end_ns - pack.start_ns) * pack.cp_size for pack in packs) / 1e9
     axes.add_patch(Rectangle((0, 0), end_s, num_ranks, color=IDLE))
@@ -65,5 +65,5 @@ def _panel(axes: Axes, title: str, packs: Sequence[TimedPack], num_ranks: int, c
 
 
 def _shade(cp_size: int, cp_sizes: Sequence[int]) -> str:
-    """Dark for the largest size, light for the smallest; more than six sizes share the lightest colours."""
+    """The colour of a CP size, darkest for the largest; with more than six sizes, the smallest share the lightest."""
     return SHADES[max(0, len(SHADES) - len(cp_sizes) + cp_sizes.index(cp_size))] if cp_size > 1 else SHADES[0]

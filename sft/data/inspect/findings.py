@@ -5,8 +5,9 @@ an error: the trainer uses such data, or leaves the data out if the recipe says 
 
 One pass over the tokens of all samples finds similar samples, unfinished answers, and the longest answer.  Two samples
 are similar if their tokens are equal, or if their prompts are equal and their answers differ.  An answer that continues
-in the next window of its row is counted in that window.  Tokens are hashed while they are read (blake2b, 16 bytes:
-among a billion samples, two share a hash with probability 1e-21), so any sample needs 48 bytes of memory.
+in the next window of its row is counted in that window.  Tokens are hashed while they are read, so each sample needs
+three digests of 16 bytes in memory, however long it is (blake2b: among a billion samples, the probability that any two
+share a digest is 1e-21).
 """
 
 from collections.abc import Sequence
@@ -53,15 +54,18 @@ def finding(
 class Scan(NamedTuple):
     """The results of one pass over a corpus of n samples.  A run is an unbroken stretch of supervised tokens.
 
-    wholes, prompts, openings  S16 [n], digests of each sample: of all tokens, of the tokens before the first run, and
-                               of the tokens up to the end of the first run.  A sample without a prompt, and any window
-                               but the first of a row, has the digest of all tokens in all three.
+    wholes    S16 [n], for each sample the digest of all its tokens
+    prompts   S16 [n], the digest of the tokens before the first run
+    openings  S16 [n], the digest of the tokens up to the end of the first run
+
+    A sample with fewer than two tokens before its first run has the digest of all its tokens in all three arrays, and
+    so has a window that is not the first of its row.
     """
 
     wholes: np.ndarray
     prompts: np.ndarray
     openings: np.ndarray
-    num_runs: int  # number of runs, the turns of the assistant
+    num_runs: int  # number of runs; a run that continues in the next window counts only there
     unfinished_runs: int  # number of runs that do not end with the end-of-turn token
     unfinished: list[int]  # ids of the first samples with unfinished runs
     longest_run: int  # length of the longest run in tokens
@@ -96,7 +100,7 @@ def scan(corpus: Corpus, ends_of_turn: Sequence[int], console: Console) -> Scan:
 
 
 def _sample_lines(corpus: Corpus) -> np.ndarray:
-    """LINE [n]: the line of each sample in the table of its store."""
+    """LINE [n]: for each sample, its line in the table of the store."""
     return np.concatenate([table[table["tokens"] > 0] for table in corpus.tables])
 
 
@@ -113,7 +117,10 @@ def _digests(sample: Sample, starts: np.ndarray, ends: np.ndarray, *, has_prompt
 
 
 def copies(digests: np.ndarray) -> np.ndarray:
-    """Samples equal to earlier ones, each with the first equal sample, int64 [k, 2]: a b a c a -> (2, 0), (4, 0)"""
+    """int64 [k, 2]: each sample that equals an earlier one, and the first sample that it equals.
+
+    a b a c a -> (2, 0), (4, 0)
+    """
     _, firsts, inverse = np.unique(digests, return_index=True, return_inverse=True)
     originals = firsts[inverse]
     later = np.flatnonzero(originals != np.arange(len(digests)))
@@ -121,9 +128,9 @@ def copies(digests: np.ndarray) -> np.ndarray:
 
 
 def other_answers(prompts: np.ndarray, openings: np.ndarray) -> np.ndarray:
-    """Samples with the prompt of an earlier sample and a first answer that is new for it; pairs as in `copies`.
+    """Pairs as in `copies`: samples whose prompt an earlier sample has, but whose first answer is new for this prompt.
 
-    prompts p p q p, openings pa pb qa pa -> (1, 0); sample 3 has the same answer as sample 0
+    prompts p p q p, openings pa pb qa pa -> (1, 0); sample 3 is not listed, because it has the answer of sample 0
     """
     distinct = np.sort(np.unique(openings, return_index=True)[1])
     return distinct[copies(prompts[distinct])]
@@ -161,8 +168,11 @@ def of_template(data: DataSet) -> list[Finding]:
 
 
 def of_samples(corpus: Corpus, scanned: Scan, supervise: str) -> list[Finding]:
-    """Findings about tokens and masks of samples.  A short window of a row that is not short is not counted as short.
-    With supervise = all, unfinished turns are not counted because nothing separates a turn from the next."""
+    """Findings about tokens and masks of samples.
+
+    For a window, the supervised labels of its whole row decide whether its answers are short.  With supervise = all,
+    unfinished turns are not counted, because nothing separates a turn from the next.
+    """
     lines, total = _sample_lines(corpus), len(corpus)
     answered = np.where(lines["windows"] > 1, lines["full_supervised"], lines["supervised"])
     nothing, short = np.flatnonzero(answered == 0), np.flatnonzero((answered > 0) & (answered <= _SHORT))

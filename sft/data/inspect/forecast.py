@@ -1,7 +1,7 @@
 """Summarises the plan of a run without a GPU: `sft data plan`.
 
-Decides which numbers of a plan are printed, and computes limits of the balance that no assignment exceeds (`bounds`).
-All other numbers come from a `Loader`, so the run will have the same ones.  Reads only lengths, no samples.
+Decides which numbers of a plan are printed, and computes upper limits of the balance of any assignment (`bounds`).
+The packs come from a `Loader`, so a run trains on the same packs.  Reads only lengths, no samples.
 """
 
 import math
@@ -32,11 +32,11 @@ class Bounds:
     """Upper limits of dp efficiency (mean cost of a rank / largest cost) for any assignment; 1 means no limit.
 
     longest     one rank computes at least the longest sequence:  total cost / (dp * cost of the longest sequence)
-    full        like `longest`; in addition, the other ranks fill up, and this rank computes the remaining tokens
+    full        like `longest`, but this rank also computes the tokens that do not fit into the packs of other ranks
     microbatch  the limit if ranks wait for each other after every microbatch
 
-    Cost 100 of the longest sequence, total cost 400, dp 8 -> longest 400 / (8 * 100) = 0.5.  Only a larger cp helps: dp
-    becomes smaller, and more ranks compute the longest sequence.
+    The longest sequence costs 100, all together cost 400, dp 8 -> longest 400 / (8 * 100) = 0.5.  Only a larger cp
+    helps: dp becomes smaller, and more ranks share the longest sequence.
     """
 
     longest: float
@@ -110,7 +110,7 @@ def _steps(config: Config, plan: PackingPlan, corpus: Corpus) -> list[str]:
 
 
 def _sources(config: Config, plan: PackingPlan, corpus: Corpus) -> list[str]:
-    """One line per source, such as "chat has 70.01% of the tokens (recipe: 70.00%); each sample is used 1.75 times"."""
+    """One line per source, such as "chat 70.01% of tokens (wanted 70.00%), seen 1.75 times"."""
     sources, lengths = corpus.source_ids, corpus.lengths
     taken = np.bincount(sources[plan.samples], weights=lengths[plan.samples], minlength=len(corpus.sources))
     held = np.bincount(sources, weights=lengths, minlength=len(corpus.sources))
@@ -207,8 +207,13 @@ def bounds(
 
 
 def _rest_of_its_rank(sizes: np.ndarray, squares: np.ndarray, longest: int, least: int) -> int:
-    """The least further cost of the rank with the longest sequence, if the rank takes at least `least` tokens: the
-    other tokens of the rank, and the squares of the sequences with the smallest square per token."""
+    """The least cost of all other sequences on the rank with the longest sequence, if the rank takes `least` tokens.
+
+    sizes, squares  int64 [n]: padded tokens and attention cost of each sequence
+    longest         index of the longest sequence
+
+    The other tokens cost 1 each.  Attention costs least if they are the sequences with the least attention per token.
+    """
     tokens = max(0, least - int(sizes[longest]))
     cheapest = np.argsort(squares / sizes, kind="stable")
     cheapest = cheapest[cheapest != longest]
@@ -224,10 +229,13 @@ def _cost_of_rows(
     seq_length: int,
     attention: AttentionCost,
 ) -> float:
-    """A lower limit of the sum, over rows of packs (`shape`: rows, packs per row), of the largest cost in each row.
+    """A lower limit of the time of all rows of packs, if a row takes as long as its costliest pack.
 
-    If k sequences are longer than half a pack, the k-th costliest pack costs at least as much as the k-th longest
-    sequence, and at most as much as a pack full of sequences of this length.
+    shape  number of rows (microbatches), and of packs in a row (dp)
+
+    Two sequences longer than half a pack never share a pack.  So if there are k such sequences, the k-th costliest pack
+    costs at least as much as the k-th longest sequence.  A pack costs at most as much as one that is full of sequences
+    of the length of its longest.
     """
     count = shape[0] * shape[1]
     order = np.argsort(-lengths, kind="stable")[:count]

@@ -114,7 +114,7 @@ def _name(counts: FileCounts) -> str:
 
 
 def _token_axis(axes: Axes, survey: Survey) -> None:
-    """Sets the x axis of both token panels: base-2 logarithms with labels 512, 1K, 2K, ...; marks recipe's seq_length.
+    """Sets the x axis of a panel with tokens: base-2 logarithms, labelled 512, 1K, 2K, ...; marks the seq_length.
 
     The legend is right of the panel, because curves and bars could cross a legend inside the panel.
     """

@@ -1,7 +1,7 @@
 """Cuts the text of a sample into pieces, each either supervised or context.
 
-Decides how much of a piece is shown: both ends, so every boundary between context and answer is visible, whatever the
-length of the sample.  `report.py` formats the pieces.
+Decides which pieces are shown, and how much of each.  Both ends of a long piece are shown, so the text around each
+boundary between context and answer is visible.  `report.py` formats the pieces.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _FIRST_PIECES, _LAST_PIECES = 8, 4
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRun:
-    """Neighbouring tokens, either all supervised or all not.  A gap is a piece that is not shown and has no text."""
+    """Neighbouring tokens that are all supervised or all context.  A gap stands for tokens that are not shown."""
 
     text: str
     is_supervised: bool
@@ -37,7 +37,9 @@ class Preview:
 
 
 def preview(sample: Sample, name: str, why: str, tokenizer: ChatTokenizer) -> Preview:
-    """The sample's pieces: of many pieces the first 8 and the last 4; of a long piece 200 characters at each end.
+    """The preview of a sample: at most the first 8 and the last 4 pieces, and 200 characters at each end of a piece.
+
+    Gaps stand for all else.
 
     user "a", assistant "b", byte tokenizer ->
     "<|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\n", then supervised "b<|im_end|>", then "\\n"

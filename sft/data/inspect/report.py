@@ -1,7 +1,7 @@
 """Formats a survey as text: tables, bars, findings, and samples with supervised text in green.
 
-Decides the layout, and the words for each finding.  The caller decides about colour: without colour, supervised text
-is in [[ ]].  `survey.py` counts.
+Decides the layout, and the words for each finding.  The caller decides whether to use colour; without colour, [[ ]]
+encloses supervised text.  `survey.py` gathers the facts.
 """
 
 import textwrap
@@ -206,7 +206,8 @@ def _lengths(total: FileCounts) -> Iterator[str]:
 
 
 def _retention(survey: Survey) -> Iterator[str]:
-    """The lines of the retention table, without sizes that hold no more rows than the size before."""
+    """The lines of the retention table.  Leaves out sizes that hold no more rows than the next smaller size, except the
+    recipe's seq_length."""
     points = survey.retention
     held_before = [-1, *(point.rows for point in points)]
     shown = [p for p, held in zip(points, held_before, strict=False) if p.is_recipe or p.rows > held]
@@ -256,7 +257,7 @@ def _tokenizer(facts: TokenizerFacts) -> Iterator[str]:
 
 
 def _findings(findings: Sequence[Finding]) -> Iterator[str]:
-    """Lists checks with findings first, then checks without."""
+    """Lines of the checks that found something, then of the checks that found nothing."""
     for finding in sorted(findings, key=lambda finding: not finding.count):
         noun, predicate, why = (words.format(of=finding.of) for words in _WORDS[finding.what])
         noun = noun if finding.part == "train" else f"held-out {noun} ({finding.part})"

@@ -4,8 +4,9 @@ Plain texts and rows that already are token ids have no messages; only their num
 ignored.
 
 The text of a message is its content and its tool calls as JSON, without the turn delimiters that the template adds.
-With the byte tokenizer, all tokens of a text are counted.  With other tokenizers, characters are counted, and messages
-of evenly spaced rows are tokenised to estimate tokens: tokenising all rows would double the work of `prepare`.
+With the byte tokenizer, all tokens of a text are counted.  With other tokenizers, tokens are estimated: all characters
+are counted, and only messages of evenly spaced chats are tokenised.  Tokenising all rows would double the work of
+`prepare`.
 """
 
 from collections.abc import Iterator
@@ -30,7 +31,10 @@ _TOKENISED_AT_LEAST = 100  # messages of each role, so rare roles have an estima
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """Messages of one role; `tokens` counts only their texts, and supervised_share is a share of these tokens."""
+    """Counts of the messages of one role.  `tokens` counts only the texts of messages.
+
+    supervised_share  share of these texts that is supervised, in characters (with the byte tokenizer in bytes)
+    """
 
     role: str
     messages: int
@@ -40,7 +44,7 @@ class Role:
 
 
 class MessageCounts(NamedTuple):
-    """Counts of messages.  is_exact: tokens of roles were counted, not estimated from characters."""
+    """Counts of messages.  is_exact: whether tokens were counted, not estimated from characters."""
 
     roles: tuple[Role, ...]
     is_exact: bool

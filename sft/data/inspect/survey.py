@@ -1,8 +1,8 @@
-"""Gathers the facts that a user should know about a recipe's data before training.  Prints nothing.
+"""Gathers the facts that a user should know about a recipe's data before training.  Prints only progress and notes.
 
 Decides which rows or samples each count covers.  Lengths, histogram and retention cover uncut rows.  Samples, tokens,
-copies and previews cover the training samples: data.over_long is applied, and every window is a sample.  Named sources
-have counts of their own, next to those of their files.  Shares of a mixture are not applied (`sft data plan` does).
+copies and previews cover the training samples: data.over_long is applied, and every window is a sample.  Each named
+source has counts over all its files.  The shares of a mixture are not applied (`sft data plan` applies them).
 Held-out files are counted and compared with data.train; all other results cover data.train only.
 If the trainer would refuse over-long rows, the survey covers uncut samples and contains the trainer's error message.
 
@@ -147,6 +147,8 @@ def _prepare_any(
 
 def whole_rows(table: np.ndarray) -> np.ndarray:
     """LINE [rows]: the first line of each row, which contains the row's uncut length; skipped rows have no line.
+
+    Each document of a packed row counts as a row.
 
     windows 1 1 2 3 0 1 of rows 1 2 2 2 3 4  ->  the lines with windows 1 1 0 1, of rows 1 2 3 4
     """

@@ -1,21 +1,25 @@
-"""Assigns the sequences of a global batch to data-parallel ranks, so that all ranks finish at the same time.
+"""Assigns the sequences of a global batch to data-parallel ranks, so that all ranks finish at about the same time.
 
 Decides which sequences share each of the dp x num_microbatches slots; a slot holds one pack.  `plan.py` decides which
 sequences a global batch has.  Balancing never drops or repeats a sequence or moves it to another step, and no slot
-holds more than seq_length padded tokens.  All arithmetic is on integers and position breaks ties, so every rank
-computes the same assignment.
+holds more than seq_length padded tokens.  Costs are integers and position breaks ties, so every rank computes the same
+assignment.
 
-The cost of a sequence is padded_tokens + attention(length), in units of a token's other computation: length ** 2 /
-crossover, and less in layers with a sliding window (`flops.AttentionCost`).  `efficiency` measures the balance; the
-optimum is 1:
+The cost of a sequence is padded_tokens + attention(length).  The unit is a token's computation outside attention.
+attention(length) is length ** 2 / crossover, and less in layers with a sliding window (`flops.AttentionCost`).
+`efficiency` measures the balance; the optimum is 1:
 
     per step        mean cost of a rank / largest cost of a rank; a step ends when the slowest rank has finished
-    per microbatch  the same ratio if ranks wait for each other after every microbatch, like pipeline stages
+    per microbatch  this ratio if ranks wait for each other after every microbatch, like pipeline stages
 
-The method sorts packs by cost and assigns them in rows of dp packs; in each row, the costliest pack goes to the rank
-with the least cost.  Then it splits pairs of packs anew: a rank with too high a cost exchanges a long sequence for as
-many tokens of short sequences.  This balances the ranks first, then the rows.  If the ranks are still not balanced, the
-method assigns single sequences instead of packs, if they fit.
+The method has four steps:
+
+    packs      are sorted by cost and assigned in rows of dp packs; the costliest pack of a row goes to the rank with
+               the least cost
+    ranks      exchange sequences: a rank with too high a cost gives a long sequence for about as many tokens of short
+               sequences
+    sequences  are assigned one by one instead of in packs, if the ranks are still not balanced and if they fit
+    rows       are balanced last: a rank distributes the sequences of two of its packs anew
 """
 
 import heapq
@@ -29,13 +33,14 @@ from sft.parallel.alignment import aligned
 
 Slots = list[list[tuple[int, ...]]]  # sample ids by rank and microbatch
 
-# Shares of the mean cost of a rank.  A rank within BALANCED of the mean is not changed, and no exchange moves less than
-# BALANCED / 2.  Single sequences are assigned only if a rank exceeds the mean by more than REASSIGN_ABOVE.
+# Shares of the mean cost of a rank.  Exchanges end if no rank exceeds the mean by more than BALANCED, and no exchange
+# moves less than BALANCED / 2.  Single sequences are assigned only if a rank exceeds the mean by more than
+# REASSIGN_ABOVE.
 BALANCED = 0.002
 REASSIGN_ABOVE = 0.01
 NUM_PARTNERS, NUM_PAIRS = 6, 16  # ranks that the costliest rank tries to exchange with, and pairs of packs per rank
-MAX_SPLITS = 400  # per batch for ranks, and the same number for rows; limits the time
-FILL = 0.999  # share of a rank's capacity that single sequences may take; packs cannot be filled exactly
+MAX_SPLITS = 400  # splits of pairs of packs in each balancing of ranks or rows; limits the time
+FILL = 0.999  # share of a rank's capacity that single sequences may take: they rarely fill packs exactly
 
 
 def costs(lengths: np.ndarray, *, doc_multiple: int, attention: AttentionCost) -> np.ndarray:
@@ -56,12 +61,12 @@ def assign(
     doc_multiple: int,
     attention: AttentionCost,
 ) -> Slots:
-    """Assigns the packs of a global batch, some of which may be empty, to `dp` ranks with balanced costs.
+    """Sample ids by rank and microbatch, so that `dp` ranks have balanced costs.  Some of the packs may be empty.
 
     Costs 8 1 7 2, two ranks:                     packs (0,) (1,) (2,) (3,) -> [[(0,), (1,)], [(2,), (3,)]]
-    Costs 9 1 1 1 of sizes 3 1 1 1, two ranks:    packs (0,) (1, 2, 3)      -> [[(0,)], [(1, 2, 3)]]: cannot be better
+    Costs 9 1 1 1 of sizes 3 1 1 1, two ranks:    packs (0,) (1, 2, 3)      -> [[(0,)], [(1, 2, 3)]], the best possible
 
-    The largest cost of a rank never exceeds that of round robin, where pack k is microbatch k // dp of rank k % dp.
+    The largest cost of a rank is never higher than in a round robin, where pack k is microbatch k // dp of rank k % dp.
     """
     round_robin = [[tuple(pack) for pack in packs[rank::dp]] for rank in range(dp)]
     ids = np.array([i for pack in packs for i in pack], dtype=np.int64)
@@ -106,7 +111,8 @@ class _Batch:
         self._splitter = PairSplitter(sizes, costs, limit)
 
     def assign_packs(self) -> None:
-        """Assigns the dp costliest packs to one rank each, then the next dp, the costliest to the cheapest rank."""
+        """Assigns packs in rows of dp, costliest first.  In each row, every rank gets one pack, and a costlier pack
+        goes to a rank with less cost so far."""
         dp = len(self.ranks)
         order = sorted(range(len(self.packs)), key=lambda k: (-self.cost[k], k))
         for first in range(0, len(order), dp):
@@ -138,7 +144,8 @@ class _Batch:
         return True
 
     def _sequences_of_ranks(self) -> list[list[int]] | None:
-        """The sequences of each rank: every sequence, costliest first, goes to the cheapest rank with room for it."""
+        """The sequences of each rank: every sequence, costliest first, goes to the rank with the least cost among those
+        with room for it.  None if a sequence fits no rank."""
         of_ranks: list[list[int]] = [[] for _ in self.ranks]
         left = [int(len(rank) * self._limit * FILL) for rank in self.ranks]
         least = [(0, rank) for rank in range(len(self.ranks))]
@@ -157,8 +164,8 @@ class _Batch:
         return of_ranks
 
     def _packed(self, sequences: list[int], count: int) -> list[list[int]] | None:
-        """Packs the sequences, largest first, into `count` packs: each into the pack with the least cost, or, if that
-        fails, by best fit; None if both fail."""
+        """Packs the sequences, longest first, into `count` packs.  Each sequence goes into the pack with the least cost
+        that has room.  If a sequence finds no room, all are packed again by best fit; None if this fails, too."""
         for by_cost in (True, False):
             packs: list[list[int]] = [[] for _ in range(count)]
             left, cost = [self._limit] * count, [0] * count
@@ -176,7 +183,7 @@ class _Batch:
         return None
 
     def balance_ranks(self) -> None:
-        """Exchanges sequences between the costliest rank and a cheap one, until no exchange is needed or helps."""
+        """Exchanges sequences between the costliest rank and one of the cheapest, while this is needed and helps."""
         budget = self._splitter.num_splits + MAX_SPLITS
         while self._splitter.num_splits < budget:
             heavy = max(range(len(self.load)), key=lambda rank: (self.load[rank], -rank))
@@ -187,7 +194,10 @@ class _Batch:
                 return
 
     def _relieve(self, heavy: int, light: int) -> bool:
-        """Moves cost from rank `heavy` to rank `light`, to bring one of them as near to the mean cost as possible."""
+        """Exchanges sequences of two packs, to bring rank `heavy` or `light` as near to the mean cost as possible.
+
+        Returns whether an exchange was made.
+        """
         excess = self.load[heavy] - self.load[light]
         wanted = int(min(self.load[heavy] - self._mean, max(self._mean - self.load[light], excess / 2)))
         good = max(wanted / 4, self._mean * BALANCED / 2)
@@ -241,7 +251,8 @@ class _Batch:
                 balanced.add(j)
 
     def _balance_row(self, rows: np.ndarray, j: int) -> bool:
-        """Lowers the largest cost of microbatch j: splits the costliest pack and another pack of the same rank anew."""
+        """Lowers the largest cost of row j: distributes the sequences of its costliest pack and another pack of the
+        same rank anew.  Returns whether this lowered the sum of the rows' largest costs."""
         rank = int(rows[:, j].argmax())
         largest, packs = rows.max(axis=0), self.ranks[rank]
         allowed = largest - rows[rank]

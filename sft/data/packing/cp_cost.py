@@ -1,13 +1,13 @@
-"""Time and bytes of a document on a group of context-parallel ranks, by the size of the group, for `dynamic_cp`.
+"""Predicts time and bytes of a document on a group of context-parallel ranks, by the size of the group.
 
     time on each rank = (computation + communication that computation does not hide) / cp_size
 
-Computation is that of `flops.py`: padded tokens, squares in layers with full attention, windows.  Keys and values of
-other ranks arrive while attention computes (sft/mcore/attention/packed_attention.py), so of their transfer only the
-part counts that takes longer than attention.  Halos of windows and states of linear attention hide behind nothing.
+`flops.py` counts the computation: padded tokens, and attention in layers with and without a window.  Keys and values of
+other ranks arrive while full attention computes (sft/mcore/attention/packed_attention.py).  So their transfer counts
+only as far as it takes longer than this attention.  Halos of windows and messages of linear attention count in full.
 
-`parallel/cp_bytes.py` counts the bytes.  Nothing is measured: bandwidths come from the recipe, and the speed of
-computation from an assumed share of the peak.
+`parallel/cp_bytes.py` counts the bytes.  `dynamic_cp.py` uses the predictions.  Nothing is measured here: bandwidths
+come from the recipe, and the speed of computation is an assumed share of the peak.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ from sft.parallel.alignment import aligned
 from sft.parallel.cp_bytes import CpBytes
 
 NS = 1e9
-# Time of a microbatch in each layer besides its tokens: its kernels are started, weights and gradients are read.  An
-# assumption, as is the share of the peak.
+# Time that each layer adds to a microbatch, whatever its tokens: kernels are launched, weights and gradients are read.
+# This is an assumption, not a measurement.
 LAYER_NS = 5e5
 
 
@@ -30,11 +30,14 @@ LAYER_NS = 5e5
 class CpCost(CpBytes):
     """Time and bytes of a document on one rank of the dp x cp grid, which is `tp` devices of each pipeline stage.
 
-    doc_multiple  documents are padded to a multiple of this
-    attention     attention's computation, in tokens of other computation
-    token_ns      other computation of a token, and `microbatch_ns` of a microbatch, if cp_size is 1
-    node_ranks    consecutive ranks of the grid in a node: groups of sizes that divide it send within the node
-    wait_ranks    consecutive ranks of the grid that wait for each other after every microbatch; 1: only groups wait
+    doc_multiple   documents are padded to a multiple of this number of tokens
+    attention      cost of attention by length, in units of a token's computation outside attention
+    token_ns       nanoseconds of a token's computation outside attention, if cp_size is 1
+    microbatch_ns  nanoseconds that a microbatch takes in addition to its documents
+    node_ranks     number of consecutive ranks of the grid in a node; a group whose size divides it lies within a node
+    intra_gb_s     bandwidth of a rank within a node, in GB/s; inter_gb_s: between nodes
+    wait_ranks     number of consecutive ranks of the grid that wait for each other after every microbatch; 1: only the
+                   ranks of a group wait for each other
     """
 
     doc_multiple: int = 1
@@ -71,16 +74,17 @@ class CpCost(CpBytes):
         )
 
     def domain(self, num_ranks: int) -> int:
-        """Consecutive ranks of a grid of `num_ranks` that wait for each other: wait_ranks, if it divides the grid.
+        """The number of consecutive ranks that wait for each other in a grid of `num_ranks`: wait_ranks, or all ranks
+        if wait_ranks does not divide num_ranks.
 
         12 ranks, wait_ranks 4 -> 4        12 ranks, wait_ranks 8 -> 12
         """
         return self.wait_ranks if num_ranks % self.wait_ranks == 0 else num_ranks
 
     def times(self, lengths: np.ndarray, cp_size: int) -> np.ndarray:
-        """Nanoseconds of each document on each rank of a group: int64 [n].
+        """Nanoseconds that each document takes on each rank of a group of cp_size ranks: int64 [n].
 
-        lengths [1000, 4000], doc_multiple 8, crossover 1000, token_ns 10, nothing over cp, cp_size 2
+        lengths [1000, 4000], doc_multiple 8, crossover 1000, token_ns 10, no bytes over cp, cp_size 2
         -> [2000, 20000] x 10 / 2
         """
         real = np.asarray(lengths, dtype=np.int64)
@@ -94,21 +98,21 @@ class CpCost(CpBytes):
         return np.rint(computed / cp_size).astype(np.int64)
 
     def gb_s(self, cp_size: int) -> float:
-        """Bandwidth of a rank in a group: that within a node, if aligned groups of this size lie within nodes."""
+        """Bandwidth of a rank in a group of this size, in GB/s: within a node if all such groups lie within nodes."""
         return self.intra_gb_s if self.node_ranks % cp_size == 0 else self.inter_gb_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """The documents of a global batch in order of falling length, and numbered in this order.
+    """The documents of a global batch, numbered in order of falling length.
 
-    ids            int64 [n]: their samples
+    ids            int64 [n]: sample id of each document
     sizes          sizes of groups, rising
-    units          int64 [n]: padded tokens, in units of doc_multiple
+    units          int64 [n]: padded length of each document, in units of doc_multiple tokens
     limit          units that a rank may hold in a microbatch; a group of s ranks holds s times as many
-    times          int64 [sizes, n]: nanoseconds on each rank of a group of each size
+    times          int64 [sizes, n]: nanoseconds of each document on each rank of a group, by size of the group
     least          int64 [n]: index in `sizes` of the smallest group that holds the document
-    microbatch_ns  time of a microbatch besides its documents
+    microbatch_ns  nanoseconds that a microbatch takes in addition to its documents
     """
 
     ids: np.ndarray
@@ -123,7 +127,10 @@ class Documents:
     def of(
         samples: Sequence[int], lengths: np.ndarray, sizes: tuple[int, ...], *, rank_tokens: int, cost: CpCost
     ) -> "Documents":
-        """lengths 40 and 90, rank_tokens 64, doc_multiple 8, sizes 1 2 -> units 12 and 5, limit 8, least 1 and 0"""
+        """The documents of these samples.  rank_tokens: padded tokens that a rank may hold in a microbatch
+
+        lengths 40 and 90, rank_tokens 64, doc_multiple 8, sizes 1 2 -> longest first: units 12 5, least 1 0; limit 8
+        """
         ids = np.asarray(samples, dtype=np.int64)
         ids = ids[np.argsort(-lengths[ids], kind="stable")]
         real, limit = lengths[ids], rank_tokens // cost.doc_multiple
@@ -140,9 +147,12 @@ class Documents:
         return self.times[index, np.arange(len(index))] * np.array(self.sizes)[index]
 
     def bound_ns(self, num_ranks: int) -> int:
-        """Nanoseconds of a step that no assignment goes below: the work of all documents, each on the smallest group
-        that holds it, shared evenly by all ranks; or the longest document on the largest group.  Either runs at least
-        one microbatch, and as many as the tokens need."""
+        """A lower bound of the time of a step in ns: the larger of two times, plus that of as many microbatches as the
+        tokens need.
+
+        The first is the work of all documents on the smallest groups that hold them, shared evenly by all ranks.  The
+        second is the time of the slowest document on the largest group.
+        """
         if len(self.ids) == 0:
             return round(self.microbatch_ns)
         num_microbatches = -(-int(self.units.sum()) // (num_ranks * self.limit))

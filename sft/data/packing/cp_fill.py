@@ -1,9 +1,9 @@
-"""Places short documents in bins with unequal work, so that the work becomes even: for `dynamic_cp`.
+"""Places short documents in bins with unequal work, so that the work becomes even, for `cp_ranks.py` and `cp_rows.py`.
 
-The costliest document goes first, each to the bin with the least work of those with room (LPT, Graham 1969).  A batch
-may have 70,000 short documents, and a heap takes microseconds for each.  Where many bins have less work than the least
-one will have with its document, each of these bins takes one document before any takes a second one, so numpy places
-them in one round.
+Documents are placed costliest first.  Each goes to the bin with the least work among the bins with room (LPT, Graham
+1969).  A batch may have 70,000 short documents, and a heap takes microseconds for each.  So numpy places many documents
+at once (a round) where it can.  A round gives one document each to the least loaded bin and to all bins that have less
+work than this bin has with its document: none of them takes a second document before all have one.
 """
 
 import heapq
@@ -12,22 +12,23 @@ import numpy as np
 
 from sft.data.packing.cp_cost import Documents
 
-ROUND = 64  # bins that make a round faster than the heap
-BY_HEAP = 512  # documents placed by the heap before a round is tried again, and at the end, where room is scarce
+ROUND = 64  # a round of at least this many bins is faster than the heap
+BY_HEAP = 512  # number of documents that the heap places before a round is tried again; it also places the last ones
 
 
 def fill(
     documents: Documents, numbers: np.ndarray, load: np.ndarray, left: np.ndarray, levels: np.ndarray, extra: int
 ) -> np.ndarray:
-    """int64 [n]: the bin of each document, -1 for none.  Updates load and left.
+    """int64 [n]: the bin of each document, or -1 if no bin has room.  Updates load and left.
 
     times 5 4 3 3, loads 0 2, room for all -> bins 0 1 0 1, loads 8 9
 
-    numbers  int64 [n]: documents, the costliest first
-    load     int64 [bins]: work so far
-    left     int64 [bins]: units that each bin takes; if no bin has room, the one with the most gets `extra`, and with
-             extra 0 the document gets no bin
-    levels   int64 [bins]: index of the size of each bin's group
+    numbers  int64 [n]: numbers of the documents, the costliest first
+    load     int64 [bins]: work of each bin so far, in ns
+    left     int64 [bins]: units that still fit into each bin
+    levels   int64 [bins]: index in documents.sizes of the size of each bin's group
+    extra    units that the bin with the most room gets in addition if no bin has room for a document; 0: the document
+             gets no bin
     """
     bins = np.full(len(numbers), -1, dtype=np.int64)
     units, times = documents.units[numbers], documents.times[:, numbers]
@@ -49,7 +50,7 @@ def fill(
 
 
 def _round(load: np.ndarray, left: np.ndarray, units: int, times: np.ndarray) -> np.ndarray:
-    """The bins with room that take a document each before the least one takes a second one, in order of work.
+    """The bins of a round, the least loaded first.  units: of the next document; times: its time in each bin
 
     load 0 1 4 9, times 5 5 5 5, room for all -> 0 1 2
     """

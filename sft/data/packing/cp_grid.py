@@ -1,8 +1,9 @@
-"""The packs of a step by rank of the dp x cp grid and microbatch, and predictions of the step by `cp_cost.py`.
+"""Defines the grid of a step (its packs by rank of the dp x cp grid and microbatch), and predicts the step's time.
 
-`dynamic_cp.py` makes grids.  This module decides when each pack begins and ends, and what follows: time, balance, bytes
-over cp, shares of cp sizes.  A group begins a pack when the last of its ranks is ready.  With pipelines or experts, all
-of `CpCost.wait_ranks` consecutive ranks wait for each other after every microbatch.  Nothing is measured.
+`dynamic_cp.py` makes grids, and `cp_cost.py` predicts the time and bytes of a document.  This module computes when each
+pack begins and ends, and from this the balance, the bytes over cp, and the shares of CP sizes.  A group begins a pack
+when all its ranks are ready.  With pipelines or experts, `CpCost.wait_ranks` consecutive ranks wait for each other
+after every microbatch.  Nothing is measured.
 """
 
 from collections import Counter
@@ -45,10 +46,10 @@ class TimedPack(NamedTuple):
 
 
 def timeline(grid: Grid, lengths: np.ndarray, cost: CpCost) -> list[TimedPack]:
-    """Each pack once, microbatch by microbatch and in each by rank.
+    """The packs in order of microbatch, then rank.  A pack on several ranks appears once.
 
-    Two ranks, 10 ns a token, cp sizes 1 and 1, then 2, documents of 3 and 1 tokens, then 4
-    -> rank 0: 0 to 30 ns, rank 1: 0 to 10 ns, ranks 0 and 1: 30 to 50 ns
+    Two ranks, 10 ns a token.  Microbatch 0: a document of 3 tokens on rank 0, one of 1 token on rank 1.  Microbatch 1:
+    one of 4 tokens on both ranks -> rank 0: 0 to 30 ns, rank 1: 0 to 10 ns, ranks 0 and 1: 30 to 50 ns
     """
     packs = [
         (microbatch, rank, slot)
@@ -69,7 +70,7 @@ def timeline(grid: Grid, lengths: np.ndarray, cost: CpCost) -> list[TimedPack]:
 
 
 def _groups(row: Sequence[Slot]) -> Iterator[tuple[int, Slot]]:
-    """The packs of a microbatch once, each with the first rank of its group."""
+    """Each pack of a microbatch once, with the first rank of its group."""
     rank = 0
     while rank < len(row):
         yield rank, row[rank]
@@ -77,7 +78,7 @@ def _groups(row: Sequence[Slot]) -> Iterator[tuple[int, Slot]]:
 
 
 def _work(packs: Sequence[Slot], lengths: np.ndarray, cost: CpCost) -> np.ndarray:
-    """int64 [packs]: nanoseconds of each pack."""
+    """int64 [packs]: nanoseconds that each pack takes."""
     work = np.full(len(packs), round(cost.microbatch_ns), dtype=np.int64)
     for size in {slot.cp_size for slot in packs}:
         of_size = [k for k, slot in enumerate(packs) if slot.cp_size == size]
@@ -88,20 +89,20 @@ def _work(packs: Sequence[Slot], lengths: np.ndarray, cost: CpCost) -> np.ndarra
 
 
 def makespan_ns(grid: Grid, lengths: np.ndarray, cost: CpCost) -> int:
-    """Time of the slowest rank, with its waits."""
+    """Nanoseconds until the last rank finishes the step."""
     return max(pack.end_ns for pack in timeline(grid, lengths, cost))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One step.
+    """Prediction of one step.
 
-    makespan_ns      time of the slowest rank, with its waits
-    num_bytes        bytes over cp that all ranks together receive (of one rank of tp, and of one pipeline stage)
+    makespan_ns      nanoseconds until the last rank finishes
+    num_bytes        bytes over cp that all ranks of the grid receive, for one rank of tp and the mean pipeline stage
     per_step         mean work of a rank / makespan
-    per_microbatch   the same ratio if all ranks waited for each other after every microbatch
-    share_of_packs   by cp size; packs of filler do not count
-    share_of_tokens  by cp size
+    per_microbatch   this ratio if all ranks waited for each other after every microbatch
+    share_of_packs   share of the packs with each CP size, without packs of filler
+    share_of_tokens  share of the padded tokens in packs with each CP size, without filler
     """
 
     makespan_ns: int

@@ -1,19 +1,19 @@
-"""Places documents on groups of ranks, so that all ranks have the same work in a step.
+"""Places documents on groups of ranks, so that all ranks have about equal work in a step.
 
-Large groups are placed first.  Each document goes to the group whose ranks have the least work so far, the document
-with the most work first; then every group splits into the groups of the next smaller size, which inherit its work.  At
-the end, documents of one rank even out what is left.
+The documents of the largest groups are placed first.  Within a size, the document with the most work comes first, and
+each goes to the group whose ranks have the least work so far.  Then every group splits into groups of the next smaller
+size, which inherit its work.  At the end, documents on single ranks level the differences that are left.
 
-    32 tokens on four ranks, 16 and 12 on two each, and 3 3 1 1 on one; cp 4, 8 tokens a rank
+    cp 4, 8 tokens a rank; documents of 32 tokens on four ranks, 16 and 12 on two each, and 3 3 1 1 on one each
 
     rank 0  8 + 8 + 1        rank 1  8 + 8 + 1        rank 2  8 + 6 + 3        rank 3  8 + 6 + 3
 
-A document takes the smallest group that holds it, which sends the fewest bytes, unless it would take longer there than
-the whole step should take.
+A document takes the smallest group that holds it, because this sends the fewest bytes.  It takes a larger one if it
+would need too much of the step's time there (`CHOICES`).
 
 Each rank computes at most num_microbatches packs.  More microbatches leave more room to balance, but each takes
-`microbatch_ns`.  A fluid takes the place of the short documents to choose the number: it rises in the ranks to an equal
-level, as far as each has room.
+`microbatch_ns`.  To choose their number, the documents on single ranks are treated as a fluid that fills all ranks to
+an equal level of work, as far as each rank has room (`_water_level`).
 """
 
 import heapq
@@ -26,18 +26,22 @@ from sft.data.packing.cp_cost import Documents
 from sft.data.packing.cp_fill import fill
 
 Packs = list[list[int]]  # numbers of documents, by pack
-# Choices of the size of groups.  A document may take a share of the mean work of a rank on the smallest group that
-# holds it.  If a size has fewer documents than `few` for each group, they cannot be balanced and go to the next larger
-# size.  The first choice sends the fewest bytes; another is taken if the step becomes shorter by BETTER, and none
-# is tried if the step is already this close to the bound.
+# Pairs (share, few) that determine the size of each document's group (`sizes_of`), tried in this order.  A document
+# that takes more than `share` of a rank's mean work goes to a larger group.  If a size has fewer documents than `few`
+# for each of its groups, they cannot be balanced and go to the next larger size.  The first pair sends the fewest
+# bytes.  A later pair replaces it only if the step becomes shorter by the share BETTER.  No further pair is tried once
+# the step is within the share BETTER of the bound.
 CHOICES, BETTER = ((1.0, 0), (0.5, 2), (0.25, 4)), 0.01
 FILL = 0.97  # share of a rank's tokens that short documents are expected to fill
-MAX_MICROBATCHES = 8  # numbers of microbatches that are tried
+MAX_MICROBATCHES = 8  # how many numbers of microbatches are tried
 LEVEL, MAX_SWAPS = 0.002, 40  # swaps end if the largest work is within this share of the mean
 
 
 def packs_of_groups(documents: Documents, num_ranks: int, multiple: int) -> Iterator[tuple[int, list[Packs]]]:
-    """The packs of every group: (size, packs of each group in order), sizes falling."""
+    """Yields (size of groups, packs of each group in order), the largest size first.
+
+    multiple  the number of microbatches is planned as a multiple of this
+    """
     best: Ranks | None = None
     enough_ns = documents.bound_ns(num_ranks) * (1 + BETTER)
     for share, few in CHOICES:
@@ -56,7 +60,7 @@ def packs_of_groups(documents: Documents, num_ranks: int, multiple: int) -> Iter
 
 
 def sizes_of(documents: Documents, num_ranks: int, share: float, few: int) -> np.ndarray:
-    """int64 [n]: index of the size of each document's group."""
+    """int64 [n]: for each document, the index in documents.sizes of its group's size.  share, few: see `CHOICES`"""
     index, last = documents.least.copy(), len(documents.sizes) - 1
     numbers = np.arange(len(index))
     for level, size in enumerate(documents.sizes[:-1]):
@@ -72,10 +76,11 @@ def sizes_of(documents: Documents, num_ranks: int, share: float, few: int) -> np
 class Ranks:
     """The ranks of the grid while documents are placed.
 
-    blocks     documents of each group, by index of its size
-    load       int64 [num_ranks]: nanoseconds
-    singles    int64: documents of groups of one rank
-    num_packs  int64 [num_ranks]: packs on groups of more than one rank
+    blocks     blocks[level][k]: documents of group k of the size documents.sizes[level]
+    load       int64 [num_ranks]: work of each rank so far, in ns
+    singles    int64: documents on groups of one rank
+    num_packs  int64 [num_ranks]: number of each rank's packs that it shares with other ranks
+    predicted  predicted time of the step, in ns
     """
 
     documents: Documents
@@ -88,10 +93,11 @@ class Ranks:
         self.num_packs = np.zeros(self.num_ranks, dtype=np.int64)
         self.num_microbatches = 0
         self.predicted = 0.0
-        self._others: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by level: documents, -1 after each group; groups
+        # By level: the documents of all groups, with -1 after each group, and the group of each of these entries.
+        self._others: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def add_groups(self, index: np.ndarray) -> None:
-        """Places all documents on groups of more than one rank.  index: of the size of each document's group"""
+        """Places all documents whose group has more than one rank.  index: the result of `sizes_of`"""
         self.index, self.singles = index, np.flatnonzero(index == 0)
         for level in range(len(self.documents.sizes) - 1, 0, -1):
             size, times, blocks = self.documents.sizes[level], self.documents.times[level], self.blocks[level]
@@ -111,7 +117,7 @@ class Ranks:
         return numbers[np.argsort(-self.documents.times[level][numbers], kind="stable")]
 
     def finish(self) -> None:
-        """Places each document of a group of one rank on the rank with the least work of those with room, and computes
+        """Places each document on a single rank: the rank with the least work among those with room.  Then predicts
         the time of the step."""
         numbers = self._costliest_first(self.singles, 0)
         left = ((self.num_microbatches - self.num_packs) * self.documents.limit * FILL).astype(np.int64)
@@ -125,7 +131,10 @@ class Ranks:
         self.predicted = int(self.load.max()) + num_microbatches * self.documents.microbatch_ns
 
     def swap(self, first_level: int) -> None:
-        """Swaps documents of the costliest rank's groups for less work, until the work of all ranks is about even."""
+        """Swaps documents of the costliest rank's groups for cheaper ones, until the work of all ranks is about even.
+
+        Groups of a size with an index below `first_level` keep their documents.
+        """
         total = self.documents.work(self.index).sum()
         self._others.clear()
         for _ in range(MAX_SWAPS):
@@ -139,8 +148,8 @@ class Ranks:
             self._swap(level, document, block, other)
 
     def _best_swap(self, level: int) -> tuple[int, int, int, int, int]:
-        """The swap of a document of the costliest rank's group that lowers the largest work most: (gain, level,
-        document, other group, document of the other group or -1)"""
+        """The best swap of a document of the costliest rank's group: (gain in ns, level, document, other group,
+        document that the other group gives in exchange, or -1 for none)."""
         size, times, blocks = self.documents.sizes[level], self.documents.times[level], self.blocks[level]
         first = int(self.load.argmax()) // size
         most = self.load.reshape(-1, size).max(axis=1)
@@ -190,7 +199,7 @@ class Ranks:
                 self.num_microbatches, self.predicted = number, predicted
 
     def packed(self, level: int, block: int) -> Packs:
-        """The packs of a group: each document, longest first, into the first pack with room."""
+        """The packs of a group.  Each document, longest first, goes into the first pack with room."""
         limit, units = self.documents.limit * self.documents.sizes[level], self.documents.units
         packs: Packs = []
         left: list[int] = []
@@ -206,9 +215,11 @@ class Ranks:
 
 
 def _water_level(load: np.ndarray, capacity: np.ndarray, work: int) -> float:
-    """The level to which `work` rises in ranks with this load, each of which takes at most its capacity.
+    """The level of work that ranks with this load reach if `work` is poured over them like a fluid.
 
-    load 4 0, capacity 9 9, work 6 -> 5        capacity 9 3 -> 7
+    A rank takes at most its capacity.  Infinite if all together cannot take the work.
+
+    load 4 0, capacity 9 9, work 6 -> 5        load 4 0, capacity 9 3, work 6 -> 7
     """
     if capacity.sum() < work:
         return float("inf")

@@ -1,15 +1,19 @@
-"""Places documents so that ranks which wait for each other after every microbatch also finish microbatches together.
+"""Places documents so that ranks that wait for each other after every microbatch also finish each microbatch together.
 
-Pipelines and experts need this: `CpCost.wait_ranks` consecutive ranks, a domain, run each microbatch together, which
-takes as long as its longest pack.  A row is one microbatch of one domain.  Documents are placed as on shelves, first
-fit by falling length (Coffman et al. 1980): each goes to the first row in which it fits beside the longest pack, on the
-smallest group that is fast enough.  So documents of similar length share a row:
+With pipelines and experts, `CpCost.wait_ranks` consecutive ranks (a domain) wait for each other after every microbatch.
+A row is one microbatch of one domain.  A row takes as long as its slowest pack.
 
-    one domain of 4 ranks, each of 10 tokens; documents of 18 14 10 8 8
+Long documents are placed first, in order of falling length, as on shelves (first fit, Coffman et al. 1980).  The first
+document of a row decides the time of the row, which is at least the mean time of a microbatch.  Each document goes to
+the first row with room, on the smallest group on which it takes no longer than the row.  So documents of similar length
+share a row:
+
+    one domain of 4 ranks, each of 10 tokens; documents of 18 14 10 8 8: tokens of each rank, - for no document
     microbatch 0    10 8 8 -        microbatch 1    9 9 7 7
 
-Short documents come last.  All rows of a domain that no long pack decides get the same time, so that all domains finish
-together, and each short document goes to the pack that lacks most of its row's time, also beside a long document.
+Short documents come last.  Every row gets a target time, so that all domains finish together: the time of its longest
+pack, or an even share of the remaining time.  Each short document goes to the pack that is furthest below its row's
+target; this pack may hold a long document.
 """
 
 import heapq
@@ -25,11 +29,11 @@ from sft.data.packing.cp_ranks import FILL, sizes_of
 # Choices of (a) the share of a microbatch's mean time that a document may take on the smallest group that holds it,
 # (b) microbatches beyond the least number, (c) the share of a microbatch's mean time below which a document is short.
 CHOICES = ((2.0, 0, 0.2), (0.75, 1, 0.2), (0.75, 2, 0.5), (1.25, 4, 0.2), (0.5, 4, 0.2))
-# Documents that are not short and fit one rank, in one choice; if there are as many in all choices, no further one is
-# tried.  This limits the time.
+# Limits of the time.  At most this many documents on single ranks are long.  Each choice spends its number of long
+# documents, plus an eighth of all documents; no further choice is tried once the choices have spent MAX_LONG.
 MAX_LONG = 1200
-LACKS = 0.05  # share of a microbatch's time: long packs that lack less get no short documents, which would send bytes
-NONE = 1 << 40  # after all rows
+LACKS = 0.05  # packs on several ranks that lack less than this share of the target get no short documents: saves bytes
+NONE = 1 << 40  # stands for no row; greater than the number of any row
 
 
 class Placed(NamedTuple):
@@ -42,7 +46,10 @@ class Placed(NamedTuple):
 
 
 def packs_of_rows(documents: Documents, num_ranks: int, multiple: int, wait_ranks: int) -> list[Placed]:
-    """All packs with a document."""
+    """All packs that hold a document, from the choice with the shortest step.
+
+    multiple  the number of microbatches is planned as a multiple of this
+    """
     plans, spent = [], 0
     least = max(1, -(-int(documents.units.sum()) // (num_ranks * documents.limit)))
     for share, extra, short in CHOICES:
@@ -62,10 +69,11 @@ def packs_of_rows(documents: Documents, num_ranks: int, multiple: int, wait_rank
 
 
 class _Shelves:
-    """Rows of packs of long documents.
+    """Rows of packs of long documents.  width: number of ranks of a domain
 
-    height, free           of each row: nanoseconds, and ranks without a pack
-    levels, rows, packs    of each pack: index of the size of its group, its row, its documents
+    height, free         for each row: its time in ns, and its number of ranks without a pack
+    levels, rows, packs  for each pack: the index in documents.sizes of its group's size, its row, its documents
+    left                 for each pack: the units that still fit
     """
 
     def __init__(self, documents: Documents, width: int) -> None:
@@ -83,8 +91,8 @@ class _Shelves:
     left = property(lambda self: self._units[: len(self.packs)])
 
     def add(self, document: int, level: int, mean_ns: float) -> None:
-        """Adds a document to a pack or to a row with free ranks, whichever comes first; else to a new row, on a group
-        of this level."""
+        """Adds a document to the first row that has a pack with room or enough free ranks.  Otherwise begins a new row
+        with a group of this level, whose time is at least mean_ns."""
         times, units = self.documents.times[:, document], int(self.documents.units[document])
         row, of_row = self._row(times.tolist(), int(self.documents.least[document]))
         if self.packs:
@@ -110,7 +118,8 @@ class _Shelves:
             self._open.remove(row)
 
     def _row(self, times: list[int], least: int) -> tuple[int, int]:
-        """The first row with ranks for a document, and the level of the smallest group that is fast enough."""
+        """The first row with enough free ranks for a document, and the level of the smallest group that takes no longer
+        than the row.  NONE and -1 if there is no such row."""
         for row in self._open:
             if self.free[row] >= self.documents.sizes[least]:
                 height, level = self.height[row], least
@@ -123,7 +132,10 @@ class _Shelves:
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """Rows of all domains.  numbers: of documents in each pack; of each pack also its size, domain, and microbatch"""
+    """The packs of all domains.  For each pack: numbers of its documents, size of its group, domain, and microbatch.
+
+    step_ns  predicted time of the step, without `microbatch_ns`
+    """
 
     step_ns: float
     num_microbatches: int
@@ -134,7 +146,7 @@ class _Plan:
     microbatches: list[int]
 
     def packs(self) -> list[Placed]:
-        """Large groups come first in a row, so each begins at a multiple of its size."""
+        """The packs with their ranks.  Large groups come first in a row, so each begins at a multiple of its size."""
         next_rank: dict[tuple[int, int], int] = {}
         placed = []
         for k in sorted(range(len(self.numbers)), key=lambda k: -self.sizes[k]):
@@ -147,7 +159,7 @@ class _Plan:
 
 
 def _filled(shelves: _Shelves, short: np.ndarray, num_domains: int, number: int, multiple: int) -> _Plan:
-    """Gives the rows to domains, and places the short documents; with more microbatches, if they have no room."""
+    """Assigns the rows to domains, and places the short documents.  Adds microbatches until all have room."""
     documents, levels, width = shelves.documents, shelves.levels, shelves.width
     sizes = np.array(documents.sizes)
     short = short[np.argsort(-documents.times[0][short], kind="stable")]
@@ -216,15 +228,16 @@ def _of_rows(longest: np.ndarray, num_domains: int, number: int) -> tuple[np.nda
 
 
 def _even(longest: np.ndarray, step: float) -> np.ndarray:
-    """Times of microbatches that add up to `step` in each domain: all even, except those with a longer pack.
+    """Times of the microbatches of each domain, with the sum `step`: all equal, except those with a longer pack.
+
+    longest  [domains, microbatches]: time of the longest pack, in ns
 
     longest [[9, 0, 1]], step 14.5 -> [[9, 2.75, 2.75]]
     """
     number = longest.shape[1]
     falling = -np.sort(-longest, axis=1)
     before = np.concatenate([np.zeros((len(longest), 1)), np.cumsum(falling, axis=1)], axis=1)[:, :-1]
-    even = (step - before) / (
-        number - np.arange(number)
-    )  # if the first k, in falling order, are longer than the others
+    # even[:, k]: the equal time of all other microbatches, if the k longest keep the time of their longest pack
+    even = (step - before) / (number - np.arange(number))
     chosen = np.argmax(even >= falling, axis=1)
     return np.maximum(longest, even[np.arange(len(longest)), chosen][:, None])

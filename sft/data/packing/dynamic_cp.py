@@ -1,20 +1,24 @@
-"""Gives each pack of a global batch a context-parallel size of its own, and groups of ranks that compute it.
+"""Decides for each pack of a global batch how many context-parallel ranks compute it (its CP size), and which ranks.
 
-Decides which samples share a pack, how many ranks compute the pack, which ranks, and in which microbatch.  `plan.py`
-decides which samples a global batch has; neither samples nor batches depend on this module.
+Also decides which samples share a pack, and in which microbatch each pack runs.  `plan.py` decides which samples a
+global batch has; this module does not change that.
 
 The dp x cp grid has dp rows of cp ranks.  A group of s ranks is s consecutive ranks of a row, and begins at a multiple
-of s.  So groups nest: the ranks of a small group lie in the same large group.
+of s.  So groups nest: a small group lies within one group of each larger size.
 
     cp 4, dp 1    microbatch 0   a a a a      a: a document that needs four ranks
                   microbatch 1   b b c d      b: a document that needs two ranks; c, d: packs of short documents
                   microbatch 2   e f g -      -: a pack of filler
 
-Every rank runs its large groups first.  Then all ranks of a group have run the same packs before, so none waits for
-another, and the step takes as long as the rank with the most work (`cp_ranks.py`).
+Two methods place the documents.  In both, a pack takes a predicted time (`cp_cost.py`).
 
-Times are integers and position breaks ties, but the number of microbatches follows from float64, which may round in
-another way on another processor.  So `pipeline.check_agreement` compares the grids of all processes before a step.
+    groups  every rank runs its large groups first.  Then all ranks of a group have run the same packs before, so none
+            waits for another, and the step takes as long as the rank with the most work (`cp_ranks.py`)
+    rows    all packs of a microbatch take about the same time (`cp_rows.py`).  With pipelines or experts, ranks wait
+            for each other after every microbatch; then, and for batches with many documents, only rows are planned
+
+Times are integers and position breaks ties, but some decisions depend on float64, which may be rounded differently on
+another processor.  So `pipeline.check_agreement` compares the grids of all processes before a step.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,9 +31,9 @@ from sft.data.packing.cp_ranks import BETTER, packs_of_groups
 from sft.data.packing.cp_rows import packs_of_rows
 from sft.parallel.cp_group import cp_sizes
 
-# Documents of a batch that has so many short ones that rows are even without further balancing.
+# A batch with more documents is planned by rows only: so many short documents make rows even without more balancing.
 MANY = 4000
-NEAR = 1.02  # steps this close to the bound are not planned in a second way
+NEAR = 1.02  # a plan by groups of at most NEAR times the bound is kept; otherwise a plan by rows is tried, too
 
 
 def assign(
@@ -42,7 +46,7 @@ def assign(
     cost: CpCost,
     microbatch_multiple: int = 1,
 ) -> Grid:
-    """Assigns all samples of a global batch to packs, groups of ranks and microbatches.
+    """The grid of a global batch: assigns all samples to packs, groups of ranks and microbatches.
 
     lengths 9 4 2 2, dp 1, cp 2, rank_tokens 5, doc_multiple 1, a token 1 ns
     -> [[Slot(2, (0,)), Slot(1, (1,))], [Slot(2, (0,)), Slot(1, (2, 3))]]
@@ -99,12 +103,14 @@ def _completed(grid: Grid, multiple: int) -> Grid:
 def unless_longer(
     grid: Grid, samples: Sequence[int], lengths: np.ndarray, fixed_cp: Callable[[], Grid], *, cp: int, cost: CpCost
 ) -> Grid:
-    """`grid`, or the grid of a fixed cp if `grid` takes longer by more than BETTER; within that, fewer bytes decide.
+    """`grid`, or the grid of a fixed cp if `grid` takes more than 1% (BETTER) longer than that grid.
 
-    `fixed_cp` makes that grid, which takes time itself.  So it is not called if `grid` takes no longer than all
-    documents on cp ranks, shared evenly.
+    A slightly longer `grid` is kept, because it sends fewer bytes.  `fixed_cp` makes the grid of a fixed cp, which is
+    slow.  So it is not called if `grid` takes no longer than the documents alone take on cp ranks each, shared evenly
+    by all ranks.
 
-    a microbatch 10 ns, nothing else; `grid` has 3 of them, the grid of a fixed cp 2 -> the grid of a fixed cp
+    a microbatch takes 10 ns, tokens take no time; `grid` has 3 microbatches, the grid of a fixed cp has 2
+    -> the grid of a fixed cp
     """
     time = makespan_ns(grid, lengths, cost)
     if time <= int(cost.times(lengths[samples], cp).sum()) * cp // len(grid):

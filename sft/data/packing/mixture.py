@@ -18,9 +18,10 @@ from sft.config import SourceConfig
 from sft.data.packing.shuffle import shuffled
 from sft.errors import DataError
 
-# `turn` of the shuffle that decides which samples of a source occur once more; orders of epochs use turns from 0 on.
+# The first `turn` of the shuffles that decide which samples of a source occur once more.  Orders of epochs use turns
+# from 0 on.
 _FIRST_TURN = 2**32
-MOST_ROUNDS = 1000  # repetitions of all files in an epoch; more means a mistyped number
+MOST_ROUNDS = 1000  # largest tokens of an epoch / tokens of the files; more means that a number was mistyped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +63,8 @@ class Mixture:
         """Ids of an epoch's samples, with repetitions, source by source.  The tokens of a source differ from the wanted
         number by less than the length of a sample.
 
-        An epoch contains all samples of a source some number of times, and some samples once more.  Over the epochs,
-        the samples of a source take turns: no sample is repeated twice before every other one was repeated once.
+        An epoch contains each sample of a source equally often, and some samples once more.  Over the epochs, the
+        samples of a source take turns: none occurs once more a second time before all others have.
         """
         parts = []
         for source, wanted in enumerate(self.wanted):
@@ -79,7 +80,7 @@ class Mixture:
 
 
 def wanted_tokens(tokens: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """Tokens of each source in the shortest epoch that has the shares `weights` and contains every sample.
+    """Tokens of each source in the shortest epoch that contains every sample, with sources in the ratio of `weights`.
 
     tokens 300 100, weights 6 4 -> 300 200
     """

@@ -15,14 +15,14 @@ from sft.batch import Microbatch, Pack, Sample
 from sft.parallel import context_parallel
 from sft.parallel.alignment import aligned
 
-# Longest filler document.  Kernels take time for each document, and attention takes time with the square of a length:
-# at 4,096 tokens it is a small part of the work on a token.
+# Length of the longest filler document.  Kernels take time for each document, and the time of attention grows with the
+# square of its length: up to 4,096 tokens, attention is a small part of the work per token.
 FILLER_TOKENS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collator:
-    """Makes packs, and a rank's microbatches of packs with one context-parallel size.
+    """Makes packs, and cuts this rank's microbatch out of each.  All its packs have one context-parallel size.
 
     cp_rank  rank of this process among the cp_size ranks that share a pack
     """
@@ -86,17 +86,17 @@ class Collator:
 
 
 def token_weight(num_supervised: int, reduction: str) -> np.float32:
-    """The weight of each supervised token of a sample that has `num_supervised` of them, by `loss.reduction`.
+    """The weight of each supervised token of a sample with `num_supervised` such tokens; reduction: `loss.reduction`.
 
-    4 tokens: token 1, sample 1/4, sqrt 1/2
+    num_supervised 4 -> "token" 1, "sample" 1/4, "sqrt" 1/2
     """
     exponent = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}[reduction]
     return np.float32(max(num_supervised, 1) ** exponent)
 
 
 def local_part(pack: Pack, indices: np.ndarray, *, cp_size: int, doc_multiple: int) -> Microbatch:
-    """The microbatch of the rank that holds positions `indices` of a pack; its counts are those of the whole pack."""
-    import torch  # takes a second, which errors about data need not wait for
+    """The microbatch of the rank that holds positions `indices` of a pack; lengths and counts are of the whole pack."""
+    import torch  # not at the top: the import takes a second, and errors about data come before
 
     def at_indices(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(array[indices]).to(dtype).unsqueeze(0)  # [1, t]

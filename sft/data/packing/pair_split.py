@@ -3,8 +3,8 @@
 `balance.py` chooses the two packs and the wanted cost.  The method sorts the sequences of both packs by length:
 
     long    the 10 longest sequences: all ways to distribute them are tried, at most 1,024
-    middle  the sequences between long and short: the first pack gets the shortest of them, as many as it needs
-    short   the 24 shortest sequences: a subset sum finds those that fill the first pack exactly
+    middle  the sequences between long and short: the first pack gets the shortest ones, as many as it needs
+    short   the 24 shortest sequences: a subset sum finds which of them bring the first pack to the wanted size
 
 Sequences are numbered in order of falling length.  Sizes are in units of doc_multiple tokens, so sums are small.
 """
@@ -17,7 +17,7 @@ NUM_LONG, NUM_SHORT = 10, 24
 class PairSplitter:
     """Splits pairs of packs of one global batch.
 
-    sizes, costs  int64 [n] of each sequence of the batch
+    sizes, costs  int64 [n]: size and cost of each sequence of the batch
     limit         the largest size of a pack
     """
 
@@ -48,8 +48,11 @@ class PairSplitter:
     def _targets(
         self, long: list[int], rest: list[int], reachable: int, wanted_cost: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For each way to distribute the long sequences, int64 [ways]: the number of middle sequences in the first
-        pack, the total size of its short ones, and |its cost - wanted cost|, the largest int64 if they do not fit."""
+        """Three arrays, int64 [ways], with an entry for each way to distribute the long sequences.
+
+        They are the number of middle sequences in the first pack, the total size of its short sequences, and
+        |cost of the first pack - wanted cost|: the largest int64 if the sequences do not fit.
+        """
         ways = self._ways[: 1 << len(long), : len(long)]
         long_size, long_cost = ways @ self._sizes[long], ways @ self._costs[long]
         pool_size = int(self._sizes[long].sum() + self._sizes[rest].sum())

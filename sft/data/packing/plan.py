@@ -1,9 +1,10 @@
 """Plans an epoch: assigns samples to packs and packs to global batches, and finds the global batch of a step.
 
-The plan of an epoch depends only on lengths, mixture, seed, epoch, seq_length, doc_multiple and global_batch_size.
-Every process computes the same plan, and no layout changes it.  There is no state to save: the number of a step
-determines its samples.
-This module does not read samples.  `balance.py` decides which rank computes which sample.
+The plan of an epoch depends only on lengths, mixture, seed, epoch, data.shuffle, seq_length, doc_multiple and
+global_batch_size.  Every process computes the same plan, and no layout changes it.  There is no state to save: the
+number of a step determines its samples.
+
+This module does not read samples.  `balance.py` and `dynamic_cp.py` decide which rank computes which sample.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -26,15 +27,15 @@ OPEN_PACKS = 64
 # If packs hold 16 samples or more on average, 1/200 of a pack stays free as long as another pack has room.  The free
 # tokens let `balance.py` balance the ranks.  With fewer samples per pack, more than 1/200 stays free anyway.
 MANY_SAMPLES, FREE_SHARE = 16, 200
-MOST_EPOCHS, MOST_SAMPLES = 100_000, 10**9  # planned before a run starts: some 20 s and 20 minutes
-_NUM_CACHED = 2  # plans kept in memory; the plan of a million samples takes 16 MB
+MOST_EPOCHS, MOST_SAMPLES = 100_000, 10**9  # planned at most before a run starts: this takes about 20 s and 20 minutes
+_NUM_CACHED = 2  # number of plans kept in memory; the plan of a million samples takes 16 MB
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackingPlan:
     """The packs of an epoch: pack k holds samples[starts[k]:starts[k + 1]] in this order."""
 
-    samples: np.ndarray  # int64 [n]
+    samples: np.ndarray  # int64 [n], sample ids
     starts: np.ndarray  # int64 [num_packs + 1]
     fill: float  # share of the packs' capacity that padded documents take
     alignment_waste: float  # share of the padded documents' tokens that is padding
@@ -47,7 +48,7 @@ class PackingPlan:
         return tuple(self.samples[self.starts[index] : self.starts[index + 1]].tolist())
 
     def num_batches(self, global_batch_size: int) -> int:
-        """10 packs, global_batch_size 4 -> 3; the last has 2 packs."""
+        """The number of global batches; the last may have fewer packs.  10 packs, global_batch_size 4 -> 3"""
         return -(-len(self) // global_batch_size)
 
     def batch(self, index: int, global_batch_size: int) -> list[tuple[int, ...]]:
@@ -66,14 +67,14 @@ def plan_epoch(
     shuffle: bool,
     mixture: Mixture | None = None,
 ) -> PackingPlan:
-    """Packs every sample once, or as often as `mixture` says, into the fullest open pack with room for it, padded.
+    """The plan of an epoch.  Each sample goes into the fullest open pack that has room for its padded length.
 
-        lengths [40, 70, 20, 60, 10], capacity 128, doc_multiple 32, in order (padded: 64 96 32 64 32)
+        lengths [40, 70, 20, 60, 10], capacity 128, doc_multiple 32, not shuffled (padded lengths: 64 96 32 64 32)
         -> packs (0, 3), (1, 2), (4)
 
-    At most 64 packs are open; a further pack closes the fullest one.  Packs are ordered by their first samples, so they
-    follow the order of the shuffle.  Best fit with a limited number of open packs fills them to 99.4% or more; packing
-    in order leaves 5-15% empty.
+    An epoch has every sample once, or as often as `mixture` says.  At most 64 packs are open; to open another one, the
+    fullest is closed.  Packs are numbered by their first samples, so they follow the order of the shuffle.  Best fit
+    with a limited number of open packs fills packs to 99.4% or more; packing in order leaves 5-15% empty.
 
     Raises DataError if the mixture leaves an epoch without a sample.
     """
@@ -109,10 +110,15 @@ def plan_of(
 
 
 def _best_fit(sizes: list[int], limit: int, free: int) -> list[int]:
-    """The number of the pack of each size, in order; packs are numbered in the order they are opened.  A pack keeps
-    `free` tokens of room as long as another open pack can take the size and keep `free` tokens."""
+    """The number of each sample's pack.  Packs are numbered in the order in which they are opened.
+
+    sizes, limit, free  lengths, capacity of a pack, and room that packs should keep, in units of doc_multiple tokens
+
+    A sample goes into the fullest open pack that still has `free` units of room afterwards.  If there is none, it goes
+    into the fullest open pack with room, and otherwise into a new pack.
+    """
     smallest = min(sizes)
-    # An open pack is one integer, left << shift | number, so open packs are sorted by room left, then by age.
+    # An open pack is one integer, (room left << shift) | number, so open packs are sorted by room left, then by age.
     shift = len(sizes).bit_length()
     number_bits = (1 << shift) - 1
     open_packs: list[int] = []
@@ -137,10 +143,11 @@ def _best_fit(sizes: list[int], limit: int, free: int) -> list[int]:
 
 @dataclass(eq=False)
 class EpochPlans:
-    """The plans of one run, for samples with real lengths `lengths`, int64 [n].
+    """The plans of the epochs of one run.
 
-    mixture   decides how often an epoch contains each source; with None, an epoch contains every source once
-    replayed  plans that were read from a file and that are used instead of newly made plans
+    lengths   int64 [n], length of each sample in tokens, without padding
+    mixture   decides how often an epoch contains the samples of each source; None: every sample once
+    replayed  plans from a file, which are used instead of newly made plans
     """
 
     lengths: np.ndarray
@@ -174,22 +181,19 @@ class EpochPlans:
         return self._make(0, shuffle=False, mixture=None)
 
     def steps_per_epoch(self, epoch: int) -> int:
-        """The number of optimizer steps of an epoch; the last step may have fewer packs.
-
-        10 packs, global_batch_size 4 -> 3
-        """
+        """The number of steps of an epoch; the last step may have fewer packs.  10 packs, global_batch_size 4 -> 3"""
         return self._steps_until(epoch + 1) - self._steps_until(epoch)
 
     def total_steps(self, num_epochs: int) -> int:
         """The number of steps of the first `num_epochs` epochs.  Epochs may have different numbers of packs.
 
-        Makes all these plans.  Raises ConfigError if they are too many.
+        Makes the plans of all these epochs.  Raises ConfigError if they are too many.
         """
         self.check_work(num_epochs)
         return self._steps_until(num_epochs)
 
     def check_work(self, num_epochs: int) -> None:
-        """Raise ConfigError if the plans of so many epochs take too long to be made before a run starts."""
+        """Raises ConfigError if planning this many epochs before a run starts would take too long."""
         samples = num_epochs * len(self.plan(0).samples)
         if num_epochs > MOST_EPOCHS or samples > MOST_SAMPLES:
             raise ConfigError(
@@ -198,7 +202,7 @@ class EpochPlans:
             )
 
     def check_length(self, num_steps: int) -> None:
-        """Raise ConfigError if replayed plans end before the run.  Other plans never end, and are not made."""
+        """Raises ConfigError if replayed plans end before the run.  Plans that are not replayed never end."""
         if self.replayed is not None:
             self.locate(num_steps - 1)
 

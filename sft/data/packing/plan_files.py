@@ -29,17 +29,17 @@ from sft.parallel.alignment import aligned
 
 FORMAT = "sft plan 1"
 _MUST_MATCH = ("data", "data.seq_length", "data.doc_multiple", "train.global_batch_size")
-READ = ("data", "data.plan")  # keys of `follows_from` that follow from files
+READ = ("data", "data.plan")  # keys of `follows_from` whose values are digests of files
 
 
 def follows_from(config: Config, corpus: Corpus) -> dict[str, Any]:
-    """Everything that determines the order of the data."""
+    """Everything that determines the order of the data: {"data": digest of the corpus, "run.seed": 1234, ...}"""
     file = Path(config.data.plan) if config.data.plan else None
     return {"data": corpus.digest, **settings(config), "data.plan": _digest(file) if file else None}
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """`follows_from` without the keys that follow from files."""
+    """The entries of `follows_from` that need no files: all except `READ`."""
     shares = {
         name: {"weight": source.weight, "epochs": source.epochs, "files": len(source.inputs)}
         for name, source in config.data.sources.items()
@@ -65,7 +65,7 @@ def _digest(file: Path) -> str:
 
 
 def write_plans(path: Path, header: Mapping[str, Any], plans: Sequence[PackingPlan], global_batch_size: int) -> None:
-    """Write the plans of epochs 0, 1, ... to `path`."""
+    """Writes the plans of epochs 0, 1, ... to `path`.  Raises ConfigError if this fails."""
     lines: list[Any] = [{"format": FORMAT, **header}]
     for epoch, plan in enumerate(plans):
         for batch in range(plan.num_batches(global_batch_size)):
@@ -85,7 +85,7 @@ def replayed_plans(config: Config, corpus: Corpus) -> list[PackingPlan] | None:
 
 
 def read_plans(path: Path, header: Mapping[str, Any], lengths: np.ndarray) -> list[PackingPlan]:
-    """The plans of a file, for a run whose data and sizes are in `header`.
+    """The plans of a file, for a run with this `follows_from`.  lengths: int64 [n], of the samples in tokens
 
     Raises DataError if the file was written for other data or sizes, or is not a valid plan.
     """
@@ -153,7 +153,7 @@ def compare_plans(first: Path, second: Path) -> list[str]:
 
 
 def _members(batches: Sequence[tuple[str, int, list[list[int]]]]) -> dict[tuple[int, int], Counter[int]]:
-    """(epoch, batch) -> the ids of its samples."""
+    """{(epoch, batch): how often each sample id occurs in the batch}"""
     members: dict[tuple[int, int], Counter[int]] = {}
     num_batches: Counter[int] = Counter()
     for _, epoch, packs in batches:

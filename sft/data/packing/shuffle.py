@@ -1,7 +1,7 @@
-"""Shuffles reproducibly: the permutation depends only on n, the seed and `turn`, in every process, on every
-machine and in every release.  `turn` counts the permutations of a run.
+"""Shuffles reproducibly: a permutation depends only on n, seed and `turn`, and on no process, machine or release.
 
-numpy does not promise the same random numbers in every release, and a resumed run needs the same order.
+`turn` distinguishes the permutations of a run.  This module does not use numpy's random numbers, because numpy does not
+promise the same numbers in every release, and a resumed run needs the order with which it began.
 """
 
 import numpy as np

@@ -102,7 +102,7 @@ def _streams(
 
 
 def read_lines(blocks: Iterator[bytes], number: int) -> Iterator[tuple[int, bytes | Unreadable]]:
-    """The rows of JSON lines, with their line numbers; the first block begins with line `number`."""
+    """Yields line number and content of each line that is not blank; the first block begins with line `number`."""
     pieces: list[bytes] = []
     size = 0
     for block in chain(blocks, [b"\n"]):  # the added line end completes the last line
@@ -127,7 +127,7 @@ def _limited(content: bytes, size: int) -> bytes | Unreadable:
 
 
 def scan_lines(blocks: Iterator[bytes], position: int) -> tuple[np.ndarray, np.ndarray]:
-    """Offsets and numbers of the lines that are not blank; the first block begins with line 1 at byte `position`."""
+    """Byte offsets and line numbers of all lines that are not blank, int64 [rows] each; line 1 begins at `position`."""
     offsets, numbers = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
     number, line_at, holds_row = 1, position, False  # state of the line that continues in the next block
     for block in blocks:
@@ -159,11 +159,12 @@ def _filled(block: bytes, codes: np.ndarray, starts: np.ndarray, ends: np.ndarra
 
 
 def read_elements(blocks: Iterator[bytes], path: Path, number: int) -> Iterator[tuple[int, bytes | Unreadable]]:
-    """Elements of a JSON list, and the byte where each begins.  The first block begins with element `number`.
+    """Yields (byte where an element begins, element) for a JSON list.  The first block begins with element `number`.
 
         {"a": [1, 2]}, 7]  ->  (0, b'{"a": [1, 2]}'), (14, b'7')
 
-    The function looks only at strings and brackets, to find the commas between elements.  `parse` parses an element.
+    Bytes count from the start of the first block, which follows the opening bracket.  The function looks only at
+    strings and brackets, to find the commas between elements.  `strict_json.parse` parses an element.
     """
     depth, in_string, held = 1, 0, b""
     pieces: list[bytes] = []

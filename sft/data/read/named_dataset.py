@@ -1,8 +1,8 @@
-"""Loads a dataset by name, from the Hugging Face hub or a local folder: which rows of which Arrow files it is.
+"""Loads a dataset by name, from the Hugging Face hub or a local folder, and lists the Arrow files that hold its rows.
 
 `datasets` downloads the files and converts them to Arrow files in its own cache (HF_HOME, HF_DATASETS_CACHE).  This
 module decides the commit of a dataset, its split, and which errors end the preparation.  `tables.py` reads the rows,
-without `datasets`.  No code of a dataset runs: only formats that hold nothing but data are read.
+without `datasets`.  No code of a dataset runs: only data formats are read, and no loading scripts.
 
 `datasets` itself uses any cached copy if the hub fails.  Here, a copy is used only if it is the commit that was asked
 for, or if HF_HUB_OFFLINE is set and no other commit is known.
@@ -19,7 +19,7 @@ from sft.data.read.tables import TableSlice, column_names, count_table
 from sft.errors import DataError, first_few
 from sft.parallel.messages import message
 
-_FORMATS = {"parquet", "json", "csv", "text", "arrow", "cache"}  # of `datasets`; cache: loaded before
+_FORMATS = {"parquet", "json", "csv", "text", "arrow", "cache"}  # formats of `datasets`; cache: loaded before
 _SAVED = ("state.json", "dataset_dict.json")  # files of save_to_disk
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -33,7 +33,7 @@ class HubUnreachable(DataError):
 class LoadedDataset:
     """Rows of Arrow files, under the name of a dataset.
 
-    commit   of a dataset on the hub; None for a folder
+    commit   the commit of a dataset on the hub; None for a folder
     slices   the Arrow files in order, each with its first row and the row after its last one, counted from 0
     columns  (our key, their column); None: all columns as they are
     digest   depends on the bytes of the files, on the slices and the columns
@@ -61,8 +61,8 @@ class LoadedDataset:
 def load_dataset(wanted: NamedDataset) -> LoadedDataset:
     """The rows of a dataset, downloaded if the cache of `datasets` lacks them.
 
-    Raises DataError: not found, gated, no such configuration, split or column, a format that is not read.  Raises
-    HubUnreachable if the hub cannot be asked.
+    Raises DataError if the dataset is not found or gated, if its configuration, split or column does not exist, or if
+    its format is not read.  Raises HubUnreachable if the hub cannot be asked.
     """
     folder = Path(wanted.name)
     is_local = folder.exists()
@@ -211,7 +211,7 @@ def _checked_commit(wanted: NamedDataset, commit: str | None, made_of: str) -> s
 
 
 def _known_commit(wanted: NamedDataset) -> str | None:
-    """The commit of a branch or tag when the hub was asked last; None if it was never asked."""
+    """The commit that a branch or tag had when the hub was last asked; None if this is unknown."""
     from huggingface_hub import try_to_load_from_cache
 
     readme = try_to_load_from_cache(wanted.name, "README.md", revision=wanted.revision, repo_type="dataset")

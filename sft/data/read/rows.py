@@ -28,7 +28,7 @@ _EXPECTED = (
     "written by save_to_disk of datasets"
 )
 
-DataFile = Path | LoadedDataset  # what rows are read from
+DataFile = Path | LoadedDataset  # a file, a saved dataset (folder), or a dataset by name
 Row = tuple[int, Content]  # the number, from 1, is a line number in JSONL and a row number in other kinds
 
 
@@ -121,7 +121,7 @@ def row_name(path: DataFile, number: int) -> str:
 
 
 def hint(path: DataFile, content: Content) -> str:
-    """A sentence for the error of a row, if the file seems to be JSON of another kind than its lines are read as."""
+    """A sentence to append to a row's error, if the file seems to be JSON that is not read line by line; else ""."""
     if isinstance(path, LoadedDataset) or kind_of(path) not in ("jsonl", "json") or not isinstance(content, bytes):
         return ""
     if content.startswith(b"[") and kind_of(path) == "jsonl":

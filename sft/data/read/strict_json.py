@@ -1,8 +1,8 @@
 """Parses a row strictly as JSON; a row of a table is a value already.
 
-Refuses JSON that Python's reader accepts: duplicate keys, NaN and Infinity, numbers too large for a float, half
-surrogate pairs, and nesting beyond MAX_DEPTH.  An error names the fault and its position inside the value; this module
-knows neither files nor row numbers.
+Refuses some JSON that Python's reader accepts: duplicate keys, NaN and Infinity, numbers too large for a float, half
+surrogate pairs, and nesting beyond MAX_DEPTH.  An error names the fault.  If the text is not JSON or not UTF-8, it also
+names the position inside the row.  This module knows neither files nor row numbers.
 """
 
 import json
@@ -37,7 +37,7 @@ def parse(content: Content) -> Any:
 def parse_json(content: bytes | str) -> Any:
     """The value of the JSON text `content`.  Raises DataError.
 
-    b'{"a": 1}' -> {"a": 1}        b'{"a": 1' -> not JSON: Expecting ',' delimiter at column 8 of 7 characters.
+    b'{"a": 1}' -> {"a": 1}        b'{"a": 1' -> DataError: not JSON: Expecting ',' delimiter at column 8 of 7 ...
     """
     text = content if isinstance(content, str) else _decode(content)
     try:

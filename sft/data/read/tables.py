@@ -4,7 +4,8 @@ Converts a row of a table to the value that the same row has in JSON.  Keys with
 Arrow gives all objects (structs) of a column the same keys, and stores null for a key that an object did not have.  A
 table preserves neither nulls that the writer meant nor the order of keys; a column of JSON text preserves both.  Rows
 are read through pyarrow, a few at a time, without `datasets`.
-`rows.py` and `named_dataset.py` decide which files belong together, and `formats.py` what a row means.
+
+`rows.py` and `named_dataset.py` decide which files belong together.  `rows/formats.py` decides what a row means.
 """
 
 from collections import Counter
@@ -61,9 +62,9 @@ def read_slices(
 def read_table(
     files: Sequence[Path], start: int, columns: Columns | None = None
 ) -> Iterator[dict[str, Any] | Unreadable]:
-    """Rows from row `start` on, counted from 0; row groups and batches before row `start` are not loaded.
+    """Yields the rows from row `start` on, counted from 0; row groups and batches before row `start` are not loaded.
 
-    columns  (our key, their column): only these columns are read; None: all, with their names
+    columns  pairs (our key, their column): only these columns are read; None: all columns, with their names
     """
     for file in files:
         for num_rows, load in _guarded(file, _parts(file)):

@@ -1,7 +1,7 @@
 """Reads the keys of a row that stand beside its messages: tools, system text, documents, template variables, masks.
 
-Decides which of these keys are valid, and which values of other trainers' keys a chat is refused for.  `formats.py`
-decides which rows are chats.
+Decides which values of these keys are valid, and refuses chats with keys of other trainers that have no equivalent
+here.  `formats.py` decides which rows are chats.
 """
 
 import re
@@ -15,7 +15,7 @@ from sft.errors import DataError
 Row = dict[str, Any]
 
 CHAT_KEYS = ("tools", "functions", "system", "system_prompt", "documents", "chat_template_kwargs", "loss_mask", "mask")
-LABELS = ("label", "kto_tag")  # of trl and LLaMA-Factory: false marks an answer that nobody should learn
+LABELS = ("label", "kto_tag")  # keys of trl and LLaMA-Factory: false marks a bad answer
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Variables that every template gets.  Others come from special tokens, data.chat_template_kwargs and rows.
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
@@ -43,7 +43,7 @@ def check_mask(row: Row) -> None:
 
 
 def is_unwanted(row: Row) -> bool:
-    """Whether label: false says that the answer of a chat is a bad one."""
+    """Whether the row has label: false, which marks the answer of a chat as bad."""
     return any(row.get(key) is False for key in LABELS)
 
 

@@ -1,14 +1,14 @@
-"""Cuts a row of tokens into documents, by the keys in which other trainers say where documents and padding lie.
+"""Cuts a row of tokens into documents, by the keys with which other programs mark documents and padding.
 
     attention_mask   0 for padding, which any tokenizer of transformers writes.  Larger numbers count the documents of a
                      packed row, 1 1 1 2 2 0: axolotl (V2BatchSamplerDataCollatorForSeq2Seq), LLaMA-Factory
                      (PackedSupervisedDatasetProcessor with neat_packing)
-    position_ids     count anew in each document, 0 1 2 0 1: axolotl, LLaMA-Factory, TRL (padding_free), transformers
+    position_ids     restart at 0 in each document, 0 1 2 0 1: axolotl, LLaMA-Factory, TRL (padding_free), transformers
                      (DataCollatorWithFlattening).  Axolotl pads with 0.  torchtune's name is input_pos
     seq_start_id     the first token of each document, 0 3: packed files of NeMo and Megatron-Bridge
                      (fill_packing_strategy)
-    cu_seqlens       the same and the end of the last document, 0 3 5.  NeMo pads the list with -1
-                     (GPTSFTPackedDataset.collate_fn), others repeat the end.  Tokens behind the end are padding.
+    cu_seqlens       the first token of each document, and the end of the last one, 0 3 5.  NeMo pads the list with -1
+                     (GPTSFTPackedDataset.collate_fn), others repeat the end.  Tokens after the end are padding.
                      cu_seq_lens_q and cu_seq_lens_k are the names of transformers
     seq_lengths      the length of each document, 3 2: TRL (pack_dataset).  torchtune's name is seq_lens
     seq_idx, segment_ids, document_ids
@@ -16,8 +16,8 @@
                      FlexAttention.  Padding is -1 or, if the first document has another number, 0
     token_type_ids   0 for text.  Other numbers mark images or a second text, which are refused
 
-Decides which values are a clean packing.  All keys of a row must agree, padding must not interrupt a document, and must
-not be supervised.  Anything else is refused, because it would change what the model sees.
+Decides which values are accepted.  All keys of a row must agree.  Padding must not interrupt a document, and must not
+be supervised.  All else is refused, because it would change what the model sees.
 """
 
 from collections.abc import Callable
@@ -41,9 +41,9 @@ _REMEDY = "Correct {}, or give each document a row of its own, without padding."
 
 
 class CutDocuments(NamedTuple):
-    """The tokens of a row that are no padding, as documents.
+    """The documents of a row.
 
-    positions  int64 [m], rising: where these tokens are in the row
+    positions  int64 [m], rising: positions of the tokens that are not padding
     starts     int64 [d], rising: for each document, the index of its first token in `positions`
     """
 
@@ -57,7 +57,7 @@ def find_documents(row: dict[str, Any], tokens: str, is_supervised: np.ndarray) 
     is_supervised  bool [n]: whether a token is supervised
 
     attention_mask 0 1 1 1 1, position_ids 0 0 1 0 1  ->  positions 1 2 3 4, starts 0 2
-    Raises DataError unless the row is cleanly packed.
+    Raises DataError if the keys are invalid or contradict each other.
     """
     num_tokens = len(is_supervised)
     keys = {key: _integers(key, row[key]) for key in DOCUMENT_KEYS if row.get(key) is not None}
@@ -106,7 +106,7 @@ def _integers(key: str, values: object) -> np.ndarray:
     return numbers.astype(np.int64)
 
 
-# What a key says of each token: int64 [n], the number of its document; 0: it is padding
+# The following functions convert the values of a key to int64 [n]: the document number of each token, 0 for padding
 
 
 def _by_number(key: str, values: np.ndarray, num_tokens: int) -> np.ndarray:
@@ -131,7 +131,7 @@ def _by_number(key: str, values: np.ndarray, num_tokens: int) -> np.ndarray:
 
 
 def _by_bounds(key: str, values: np.ndarray, num_tokens: int, *, expected: str) -> np.ndarray:
-    """Numbers of documents from the first token of each document, followed by the end of the last one."""
+    """The document number of each token.  values: first token of each document, then the end of the last one"""
     rises = (np.diff(values) > 0).all() and len(values) > 1
     if values[0] != 0 or not rises or values[-1] > num_tokens:
         shown = ", ".join(map(str, values[:20].tolist())) + (", ..." if len(values) > 20 else "")
@@ -147,7 +147,7 @@ def _by_starts(key: str, values: np.ndarray, num_tokens: int) -> np.ndarray:
 
 
 def _by_cu_seqlens(key: str, values: np.ndarray, num_tokens: int) -> np.ndarray:
-    """A list that is padded, with -1 or with its last number, ends before its padding."""
+    """The document number of each token.  Ignores padding of the list: trailing -1, or repetitions of its end."""
     bounds = values[: np.flatnonzero(values != -1)[-1] + 1] if (values != -1).any() else values
     bounds = bounds[: np.flatnonzero(_changes(bounds))[-1] + 1]
     expected = "0 and then the end of each document, rising, at most the number of tokens"
@@ -168,7 +168,8 @@ _CLAIMS: dict[str, Callable[[str, np.ndarray, int], np.ndarray]] = {
 
 
 def _padding(claims: dict[str, np.ndarray], keys: dict[str, np.ndarray], is_supervised: np.ndarray) -> np.ndarray:
-    """bool [n]: whether a token is padding.  attention_mask decides, then the other keys, then position_ids."""
+    """bool [n]: whether a token is padding.  attention_mask decides; without it, all keys with document numbers; if
+    these mark no padding, position_ids."""
     is_padding = np.zeros(len(is_supervised), dtype=bool)
     for numbers in [claims[_MASK]] if _MASK in claims else claims.values():
         is_padding |= numbers == 0
@@ -190,7 +191,7 @@ def _padding(claims: dict[str, np.ndarray], keys: dict[str, np.ndarray], is_supe
 
 
 def _restarts(key: str, values: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """bool [m]: whether a document begins at a token, by its position in the document."""
+    """bool [m]: whether a document begins at a token, by position_ids.  Raises DataError if these do not count up."""
     counted = values[positions]
     follows = (np.diff(counted) == 1) & (np.diff(positions) == 1)
     is_start = counted == 0
@@ -205,7 +206,8 @@ def _restarts(key: str, values: np.ndarray, positions: np.ndarray) -> np.ndarray
 
 
 def _common(starts: dict[str, np.ndarray], positions: np.ndarray) -> np.ndarray:
-    """bool [m]: whether a document begins at a token, by all keys alike.  No document has padding within."""
+    """bool [m]: whether a document begins at a token.  Raises DataError if keys differ, or if a document has padding
+    inside."""
     is_start = next(iter(starts.values()), _changes(np.zeros(len(positions))))
     first = next(iter(starts), "")
     for key, other in starts.items():
@@ -226,7 +228,7 @@ def _common(starts: dict[str, np.ndarray], positions: np.ndarray) -> np.ndarray:
 
 
 def _changes(values: np.ndarray) -> np.ndarray:
-    """bool [k]: whether a number differs from the one before it; the first one does."""
+    """bool [k]: whether a number differs from the one before it; true for the first number."""
     is_new = np.ones(len(values), dtype=bool)
     is_new[1:] = values[1:] != values[:-1]
     return is_new

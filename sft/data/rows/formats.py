@@ -1,8 +1,9 @@
 """Reads a row of a data file, in any of the accepted formats, as a checked chat, as plain text or as tokens.
 
-Decides which formats are accepted, refuses invalid rows and rows that fit two formats, and knows which keys of a row
-nothing uses.  `checked_messages.py` checks messages, `chat_keys.py` the keys beside them.  Errors raised here name the
-message; the caller adds file and line.  This module does not know tokenizers or templates (`encode_chat.py` does).
+Decides which formats are accepted, and which keys of a row are read.  Refuses invalid rows and rows that fit two
+formats.  `checked_messages.py` checks messages, `chat_keys.py` the keys beside them, and `document_keys.py` the keys of
+packed tokens.  Errors name the message; the caller adds file and line.  This module does not know tokenizers or
+templates (`encode_chat.py` does).
 
 A key with the value null counts as absent, because many writers fill missing keys with null.
 """
@@ -43,7 +44,7 @@ class Chat(NamedTuple):
 
     weights    the weight of each message's supervised tokens, 0 for an unsupervised message; None: 1 for all messages.
                `data.supervise` decides which roles can be supervised.
-    variables  further variables for the chat template, before those of data.chat_template_kwargs
+    variables  further variables for the chat template; they replace those of data.chat_template_kwargs
     documents  documents for the chat template
 
     Arguments of tool calls are as in the row (`messages.with_arguments`).  The content of an answer with thinking parts
@@ -77,7 +78,7 @@ class Tokenized(NamedTuple):
 
 
 class UnwantedRow(DataError):
-    """The row is a chat whose label says that its answer is a bad one.  Such a row is dropped, not refused."""
+    """The row is a chat whose label marks its answer as bad.  Such a row is dropped, not refused."""
 
 
 def read_row(row: object) -> Chat | PlainText | Tokenized:
@@ -298,7 +299,7 @@ _SHAPES: dict[tuple[str, ...], Callable[[Row], Chat | PlainText | Tokenized]] = 
 }
 _KNOWN = ", or ".join(" and ".join(keys) for keys in _SHAPES)
 _CHATS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
-# Keys that are read beside those of the format.  Chats also have CHAT_KEYS.
+# Further keys that are read, by format.  Chats also have CHAT_KEYS.
 _FURTHER_KEYS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("instruction", "output"): ("input", "history"),
     ("tokens",): (*_MASKS, "labels", *DOCUMENT_KEYS),

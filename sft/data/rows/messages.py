@@ -1,4 +1,4 @@
-"""Roles, keys, tool calls and texts of a message, and how errors quote it, for all modules that read chats.
+"""Defines roles, keys, tool calls, weights and texts of messages, and how errors quote them, for all readers of chats.
 
 Decides which tool calls are valid, and which weights.  The arguments of a call stay as the row has them, text or
 object, because templates differ in the form that they need (`with_arguments`).  `checked_messages.py` checks messages.
@@ -61,7 +61,7 @@ def _read_call(raw: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def with_arguments(messages: list[Message], as_text: bool) -> list[Message]:
-    """The messages with all arguments of calls as objects, or all as JSON texts.  A text that is no object stays.
+    """The messages with all arguments of calls as objects, or all as JSON texts.  Texts that hold no JSON object stay.
 
         row                 as_text=False       as_text=True
         {"x": "é"}          {"x": "é"}          '{"x": "é"}'
@@ -174,5 +174,5 @@ def quoted(text: str, limit: int = 80) -> str:
 
 
 def as_unicode(text: str) -> str:
-    """The text with half surrogate pairs as escapes, which UTF-8 can hold."""
+    """The text with each half surrogate pair as an escape, because UTF-8 cannot encode it."""
     return text.encode("utf-8", "backslashreplace").decode()

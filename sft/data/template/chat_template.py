@@ -1,7 +1,7 @@
-"""A chat template with its variables, and the renderings that it makes of chats.
+"""Renders chats with a chat template and its variables.
 
-Decides which variables a template gets, and which of a tokenizer's templates renders a chat.  `rendering.py` traces the
-inputs, `sandbox.py` the template, and `turns.py` decides which text is supervised.
+Decides which variables a template gets, and which of a tokenizer's templates renders a chat.  `rendering.py` gives the
+inputs their sources, `sandbox.py` runs the template, and `chat/turns.py` decides which text is supervised.
 """
 
 from collections.abc import Iterator, Sequence
@@ -75,7 +75,7 @@ class ChatTemplate:
 
     @cached_property
     def prompt_inputs(self) -> PromptInputs:
-        """The inputs on which the prompt's header depends, besides the variables of the run and of the row."""
+        """The inputs on which the header of a prompt depends, besides the variables of the run and of the row."""
         fixed = self.variables - {"messages", "tools", "documents"}
         inputs = {prompt_inputs(self._compiled[0][0].parse(source), fixed) for source in self.sources}
         return max(inputs, key=list(PromptInputs).index)
@@ -104,7 +104,7 @@ class ChatTemplate:
         return self.rendered(trace_inputs(messages, tools, documents, variables or {}), prompt=prompt)
 
     def rendered(self, inputs: TemplateInputs, *, prompt: bool = False) -> Rendering:
-        """The rendering of inputs that already have sources.  Raises as `render`."""
+        """The rendering of inputs that already have sources.  Raises the errors of `render`."""
         sandbox, template = self._compiled[-1 if inputs.tools else 0]
         with self._refusing("refused the chat"):
             sandbox.begin(inputs.containers, {id(message): i for i, message in enumerate(inputs.messages)})
@@ -134,7 +134,7 @@ class ChatTemplate:
 
     @cached_property
     def _of_run(self) -> dict[str, Any]:
-        """The variables of the run.  Their source is the template."""
+        """The variables of the run: special tokens and data.chat_template_kwargs.  Their source is CONSTANT."""
         variables = {**self.special_tokens, **self.switches}
         return {name: Text.of(v, CONSTANT) if isinstance(v, str) else v for name, v in variables.items()}
 

@@ -1,7 +1,7 @@
 """Compiles a chat template to Python code that counts operations, and that keeps the sources of texts.
 
-The code calls methods of the sandbox (`sandbox.py`) for constants, written values, sums, slices, loops, and values that
-get a name.
+The code calls methods of the sandbox (`sandbox.py`) for constants, written values, sums, slices, loops, and assignments
+to names.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ _OPERATORS = {"eq": "==", "ne": "!=", "gt": ">", "gteq": ">=", "lt": "<", "lteq"
 
 
 class Compiler(CodeGenerator):
-    """Jinja's compiler.  Constants become texts with a source.  Written and named values pass through the sandbox."""
+    """Jinja's compiler, changed so that constants become texts with a source, and values pass through the sandbox."""
 
     def _constant(self, value: str | int) -> str:
         assert isinstance(self.environment, Operations)
@@ -82,12 +82,12 @@ class Compiler(CodeGenerator):
             super().visit_Getitem(node, frame)
 
     def visit_MarkSafe(self, node: nodes.MarkSafe, frame: Frame) -> None:
-        """Writes a value that gets a name.  Only `Sandbox.compiled` makes this node, never Jinja's parser."""
+        """Generates the code of a value that gets a name.  Only `Sandbox.compiled` makes this node, not Jinja."""
         is_name = isinstance(node.expr, nodes.Name)  # a second name for a value makes no new text
         self._call("environment.written" if is_name else "environment.named", (node.expr,), frame)
 
     def visit_MarkSafeIfAutoescape(self, node: nodes.MarkSafeIfAutoescape, frame: Frame) -> None:
-        """Writes the iterable of a loop.  Only `Sandbox.compiled` makes this node, never Jinja's parser."""
+        """Generates the code of a loop's iterable.  Only `Sandbox.compiled` makes this node, not Jinja."""
         self._call("environment.loop_items", (node.expr,), frame)
 
     def visit_ExprStmt(self, node: nodes.ExprStmt, frame: Frame) -> None:

@@ -76,7 +76,7 @@ def json_text(value: Any, containers: Containers, indent: int | str | None, **op
     """The text of json.dumps, with sources.
 
     {"day": "Mon"} of the chat   the source of all characters is this object
-    an object of the template    the source of braces is the template, and each value keeps its own source
+    an object of the template    the source of brackets, commas and colons is the template; each value keeps its source
     """
     plain = json.dumps(value, indent=indent, **options)
     source = _source_of(value, containers)

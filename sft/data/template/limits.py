@@ -5,8 +5,8 @@
     sizes       `_RESULTS` lists the methods and filters whose results can be much larger than their arguments, with a
                 bound that is computed before they run.  `check_operator` does the same for operators.
 
-The limits are counts, so they have the same effect on every machine.  A single operation in C within these counts may
-still take long (a comparison of nested lists).  So the process also has limits of processor time and memory
+The limits are counts, so they have the same effect on every machine.  A single operation in C, such as a comparison of
+nested lists, may take long without exceeding them.  So the process also has limits of processor time and memory
 (`sft/data/limited.py`).
 """
 
@@ -21,14 +21,14 @@ from sft.data.template.trace import Text, is_constant
 from sft.errors import DataError
 
 MAX_STEPS = 10_000_000  # a chat of 1,500 messages takes some 100,000
-MAX_CHARACTERS = 100_000_000  # of one text: about 25 million tokens; longer than any sample, and fits into memory
+MAX_CHARACTERS = 100_000_000  # longest text: about 25 million tokens, more than any sample, and fits into memory
 MAX_MADE = 2_000_000_000  # characters of all texts that one rendering makes
 _MAX_BITS = 100_000  # largest size of an integer
 _MAX_NUMBER = 1_000_000  # largest number in the arguments of a method or filter of _RESULTS
 _ITEM = 8  # an item of a list or mapping counts as this many characters
 _WIDE = re.compile(r"\d{6}|\*|\{[^{}]*\{")  # a width of six digits, or a width from an argument
 
-# Upper bounds of a result's characters, for a subject of x characters, and arguments with numbers <= n and texts <= t.
+# Upper bounds of a result's characters.  x: the subject, a text; n, t: largest number and length of the arguments.
 _RESULTS: MappingProxyType[str, Callable[[Any, int, int], int]] = MappingProxyType(
     {
         **dict.fromkeys(("center", "ljust", "rjust", "zfill", "to_bytes"), lambda x, n, t: n),
@@ -46,7 +46,7 @@ _RESULTS: MappingProxyType[str, Callable[[Any, int, int], int]] = MappingProxyTy
         **dict.fromkeys(("tojson", "round", "filesizeformat"), lambda x, n, t: 0),  # only the numbers need a bound
     }
 )
-# Smaller limits of numbers, and of texts that are repeated: columns of indentation, digits.
+# Smaller limits of numbers: columns of indentation (for tojson also the length of an indentation text), and digits.
 _LARGEST = {"tojson": 100, "round": 1_000}
 # Filters whose time and memory do not depend on their subject.
 _INSTANT = frozenset("length count first last default d attr random map select reject selectattr rejectattr".split())
@@ -70,7 +70,7 @@ class Counts:
         self.steps = self.made = 0
 
     def tick(self, characters: int = 0) -> bool:
-        """Counts a step that makes a text of this many characters."""
+        """Counts a step that makes a text of this many characters.  Returns True, so that conditions can call it."""
         self.steps += 1
         self.made += characters
         if self.steps > self.max_steps:

@@ -1,7 +1,7 @@
 """The operations that a compiled template calls to write, name, join and add values.  Each result keeps its sources.
 
-Decides which source the text of a value has, and for which message the template writes it.  `compiler.py` inserts the
-calls into templates; `filters.py` has filters and functions.
+Decides which source the text of a value has, and which message is its writer: the message that the template was writing
+at the time.  `compiler.py` inserts the calls into templates; `filters.py` has filters and functions.
 """
 
 from collections.abc import Iterable, Iterator
@@ -61,11 +61,11 @@ class Operations(Counts):
         return str(text)
 
     def collect(self, parts: Iterable[str]) -> Text:
-        """The text of a macro, a set block or a call block, written for the current message."""
+        """The text of a macro, a set block or a call block.  The current message is its writer."""
         return self.written(concatenated(parts))
 
     def written(self, value: Any) -> Any:
-        """The value.  If it is a text, its new pieces, at its end, are written for the current message."""
+        """The value.  In a text, the pieces at the end that have no writer get the current message as their writer."""
         if type(value) is not Text:
             return value
         pieces, writer = value.pieces, self.message
@@ -78,7 +78,7 @@ class Operations(Counts):
         return sourced(value, (*pieces[:first], *written))
 
     def named(self, value: Any) -> Any:
-        """The value of an assignment to a name."""
+        """The value of an assignment to a name: a text gets its writer, a collection is checked for its size."""
         if type(value) is Text:
             return self.written(value)
         if isinstance(value, (list, tuple, dict, Namespace)):

@@ -1,8 +1,8 @@
 """Finds the inputs on which a prompt's header can depend, from the syntax tree of the template.
 
-The header is the text that a template adds because of add_generation_prompt.  Chats of the same shape (the role of each
-message, and which of its keys have a value) have the same header if all names that it reads are set to constants, under
-conditions on shapes:
+The header is the text that a template adds because of add_generation_prompt.  The shape of a chat is the role of each
+message, and which keys of the message have a value.  Chats of equal shape have equal headers if the header reads only
+names that the template sets to constants, under conditions on shapes:
 
     {% if message['role'] == 'tool' %}{% set ns.is_tool = true %}{% endif %} ...
     {% if add_generation_prompt and not ns.is_tool %}<|Assistant|>{% endif %}
@@ -67,7 +67,7 @@ class _Assignments:
         self.messages: set[str] = set()
         self.has_jumps = False  # break and continue add conditions to the statements after them
         attributes = {id(node.node) for node in tree.find_all(nodes.Getattr)}
-        # Names that are read as a whole.  If a namespace is, another name could be assigned to it and change it.
+        # Names that are read as a whole.  A namespace that is could get a second name, and be changed by that name.
         self.whole = {n.name for n in tree.find_all(nodes.Name) if n.ctx == "load" and id(n) not in attributes}
         self._statements(tree.body, ())
 
@@ -89,7 +89,7 @@ class _Assignments:
                     pass
                 case nodes.Break() | nodes.Continue():
                     self.has_jumps = True
-                case _:  # it is not recognised whether and how often the statement runs
+                case _:  # whether and how often such a statement runs is unknown
                     for node in statement.find_all(nodes.NSRef):
                         self._assign(node, None, conditions)
                     for name in statement.find_all(nodes.Name):

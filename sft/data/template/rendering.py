@@ -1,7 +1,7 @@
 """The inputs and the result of a chat template.  Each character of the result has a source.
 
 Decides the form of the inputs: messages as transformers passes them, with a source for each text, number, key, object
-and list (`trace.py`).  `chat_template.py` decides the variables, `turns.py` reads the sources.
+and list (`trace.py`).  `chat_template.py` decides the variables of the run, and `chat/reading.py` reads the sources.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -48,7 +48,7 @@ class Rendering(NamedTuple):
 
 
 def collected(chunks: Iterable[str], writer: Callable[[], int | None]) -> Rendering:
-    """The rendering that consists of a template's chunks.  writer(): the message that the template is now writing"""
+    """The rendering of the chunks that a template yields.  writer: returns the message that is now being written"""
     parts, runs, at = [], [], 0
     for chunk in chunks:
         parts.append(chunk)
@@ -61,14 +61,14 @@ def collected(chunks: Iterable[str], writer: Callable[[], int | None]) -> Render
 
 
 def is_of_template(source: Source) -> bool:
-    """Whether the source is the template: a constant, or the name of a role, which is one of four words."""
+    """Whether the source is the template: a constant, or the role of a message, which is one of four words."""
     return isinstance(source, TemplateConstant) or (isinstance(source, Field) and source.path == ("role",))
 
 
 def trace_inputs(
     messages: Sequence[Message], tools: Tools, documents: list[dict[str, Any]] | None, variables: dict[str, Any]
 ) -> TemplateInputs:
-    """The inputs of a template, with sources.  variables: those of the row"""
+    """The inputs of a template, with sources.  variables: variables of the row"""
     containers: dict[int, Field] = {}
     fields: list[Field] = []
     trace = _Tracer(containers, fields)

@@ -5,10 +5,11 @@ sandbox of transformers (no access to Python internals, no changes of the input,
 filters, functions and options.  Its compiler (`compiler.py`) inserts calls of the sandbox's methods into the Python
 code that Jinja makes from a template.  These methods are not names in the template, so no template can call them.
 
-    sources     Constants of the template, also inside expressions, have the source CONSTANT.  The text of a macro, a
-                set block or a call block keeps its sources, and so do the results of `~`, tojson, join, safe and
-                format.  Any other result without sources is Unknown, with the name of the operation.
-    the writer  A loop over messages determines which message is being written.
+    sources  Constants of the template, also inside expressions, have the source CONSTANT.  The text of a macro, a set
+             block or a call block keeps its sources, and so do the results of `~`, `+`, slices, tojson, join, indent,
+             safe and format, and of many methods of texts (`trace.py`).  The source of any other result is Unknown,
+             with the name of the operation.
+    writer   A loop over messages determines which message is being written.
 """
 
 from collections.abc import Callable
@@ -91,7 +92,9 @@ class Sandbox(Filters, ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Jinja's result, cached because it is slow.  It depends only on the type of `obj` and on `attr`.
+        """Whether a template may read the attribute.  Jinja decides; the result is cached, because Jinja is slow.
+
+        The result depends only on the type of `obj` and on `attr`.
 
         The attributes that our texts and numbers add to Python's are never safe.
         """
@@ -182,7 +185,7 @@ def _raise_exception(message: Any) -> None:
 
 
 class _Generation(Extension):
-    """The block {% generation %}, which marks the text in it."""
+    """The block {% generation %}: constants of the template in it get the source MARKED."""
 
     tags = {"generation"}
 

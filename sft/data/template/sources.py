@@ -42,8 +42,8 @@ class Piece(NamedTuple):
     """Consecutive characters of one source.
 
     start, stop  start and end of the characters in the source, if it is a field
-    length       number of the characters in the text.  If length = stop - start, they are those of the field;
-                 otherwise they are escaped
+    length       number of the characters in the text.  If length = stop - start, character i comes from character
+                 start + i of the field; otherwise characters were escaped
     """
 
     source: Source

@@ -1,9 +1,8 @@
 """Text with a source for each character: a field of a chat, a constant of the template, or unknown.
 
 Decides the sources of the results of operations on text.  `Text` is a str, so a template treats it as one.  Operations
-that this file defines keep sources.  Every other operation (and every one in C) returns a plain str or a Text without
-sources, and these count as unknown.  So an operation that this file lacks can make a chat be refused, but it can never
-make a mask wrong.
+that this file defines keep sources.  Every other operation returns a text without sources, which counts as unknown.  So
+an operation that is missing here may cause a chat to be refused, but it can never make a mask wrong.
 
     Text("Hi", field) + Text("<|im_end|>", CONSTANT)      2 characters of the field, 10 of the template
     Text("a b", field).split()                            two texts, from characters 0 and 2 of the field
@@ -110,7 +109,7 @@ class _Cut(_Sourced):
         return self._sub(0, len(head)), self._sub(len(head), end), self._sub(end, len(self))
 
     def _placed(self, parts: list[str], sep: str | None) -> list[str]:
-        """The parts of a split, with their sources.  `sep` or spaces separate the parts."""
+        """The parts of a split, with their sources.  `sep` separates the parts; None: white space does."""
         placed: list[str] = []
         at = 0
         for part in parts:
@@ -230,7 +229,7 @@ class Float(float):
 
 
 def sourced(value: str, pieces: Pieces) -> Text:
-    """The text Text(value, pieces), made in half the time."""
+    """Text(value, pieces), made in half the time."""
     text = str.__new__(Text, value)
     text.pieces = pieces
     return text

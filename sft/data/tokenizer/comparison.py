@@ -1,9 +1,9 @@
-"""Compares a tokenizer with what transformers makes of the same folder, and says what a user should know.
+"""Compares the tokenizer of sft with the tokenizer that transformers loads from the same folder, and notes differences.
 
-Servers load a folder with AutoTokenizer, which may build another tokenizer than tokenizer.json says: the class that
-belongs to the model_type of config.json can replace its normaliser, its pre-tokenizer or its post-processor.  sft uses
-tokenizer.json.  Both make tokens of 500 texts (`probe_texts.py`) and of texts of the data.  This takes a second, so a
-command does it once, and no worker does.
+Servers load a folder with AutoTokenizer, which may build another tokenizer than tokenizer.json describes: the class for
+the model_type of config.json can replace the normaliser, the pre-tokenizer or the post-processor.  sft uses
+tokenizer.json.  This module tokenises 500 texts (`probe_texts.py`) and texts of the data with both.  This takes a
+second, so a command does it once, and its workers do not.  The 500 texts also show letters that a vocabulary lacks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ _IDS = 12  # shown of an example
 def compare_with_transformers(
     name: str, folder: Path, files: TokenizerFiles, more_texts: Sequence[str] = ()
 ) -> str | None:
-    """A note if AutoTokenizer makes other tokens than tokenizer.json, or names other special tokens; else None.
+    """A note if AutoTokenizer makes other tokens than tokenizer.json, names other special tokens, or fails; else None.
 
     more_texts: texts of the data
     """
@@ -57,7 +57,7 @@ def compare_with_transformers(
 
 
 def losses(name: str, files: TokenizerFiles) -> str | None:
-    """A note if the vocabulary has no tokens for letters of the 500 texts, which rows would lose; else None."""
+    """A note if the tokenizer fails at some of the 500 texts, or loses letters or digits of them; else None."""
     unknown = getattr(files.backend.model, "unk_token", None) or files.special_tokens.get("unk_token")
     by_loss: dict[str, list[str]] = {}
     for text in probe_texts(list(files.added_ids)):
@@ -102,7 +102,7 @@ def _differences(files: TokenizerFiles, other: Any, more_texts: Sequence[str]) -
 
 
 def _variables(files: TokenizerFiles, their_ids: dict[str, Any]) -> Iterator[str]:
-    """Special tokens that differ, if they matter: EOS ends a text, and a template may write any that it names."""
+    """Yields the differences that matter: of EOS, which ends a text, and of special tokens that a template names."""
     ours, templates = files.special_tokens, "".join(files.templates.values())
     unlike = [key for key in {**ours, **their_ids} if ours.get(key) != their_ids.get(key)]
     for key in (key for key in unlike if key == "eos_token" or key in templates):

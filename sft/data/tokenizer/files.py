@@ -1,11 +1,11 @@
 """The contents of a tokenizer folder: the tokenizer, its special tokens, its chat templates, and ends of generation.
 
 tokenizer.json decides how text becomes tokens.  Transformers may choose a class by config.json that replaces parts of
-the tokenizer by its own; `comparison.py` finds out whether the results differ.  Only a folder without
-tokenizer.json is read by transformers.  tokenizer_config.json and its kin add names of special tokens, and tokens that
-tokenizer.json lacks, by the rules of transformers 5.  No code of a folder runs.
+this tokenizer; `comparison.py` finds out whether the results differ.  Only a folder without tokenizer.json is read by
+transformers.  tokenizer_config.json and the files beside it add names of special tokens, and tokens that tokenizer.json
+lacks, by the rules of transformers 5.  No code of a folder runs.
 
-This module does not decide which template a chat gets (`tokenizer.py`), nor what a template may do (`sandbox.py`).
+`chat/tokenizer.py` decides which template a chat gets, and `template/sandbox.py` what a template may do.
 """
 
 import json
@@ -39,7 +39,7 @@ class TokenizerFiles:
     templates        {"default": "{% for ...", "tool_use": ...}; empty without a template
     generation_ends  tokens of eos_token_id in generation_config.json; empty without one
     notes            what a user should know about these files
-    has_mended_regex whether the pre-tokenizer is not that of the file (`mistral_regex.py`)
+    has_mended_regex whether `mistral_regex.py` replaced the regex of the pre-tokenizer
     """
 
     folder: Path
@@ -79,7 +79,8 @@ class TokenizerFiles:
 def encode(backend: Tokenizer, text: str, *, as_text: bool = False, offsets: bool = False) -> Any:
     """The encoding of `text`, without added special tokens.  Raises DataError if the tokenizer fails at it.
 
-    as_text: <|im_end|> becomes "<", "|", ...     offsets: with the characters of each token, which takes longer
+    as_text  special tokens in `text` become plain text: <|im_end|> becomes "<", "|", ...
+    offsets  whether to compute the characters that each token covers, which takes longer
     """
     backend.encode_special_tokens = as_text
     with failing_at(text):
@@ -112,7 +113,7 @@ def around_text(name: str, backend: Tokenizer) -> tuple[Ids, Ids]:
 
 
 def plain(backend: Tokenizer) -> Tokenizer:
-    """`backend`, changed so that it neither cuts nor pads texts, nor adds tokens to them."""
+    """Changes `backend` so that it neither cuts nor pads texts, nor adds tokens to them, and returns it."""
     backend.no_truncation()
     backend.no_padding()
     # The template alone places the control tokens of a chat.  A post-processor would also remove spaces from the

@@ -1,13 +1,14 @@
 """Mends the pre-tokenizer that a converter wrote into the files of Mistral's models.
 
 Releases of transformers before 5 wrote the regex of Llama 3 into tokenizer.json of Mistral Small 3, Ministral and
-Pixtral, whose models were trained, and are served by Mistral, with another one (transformers#42299):
+Pixtral.  These models were trained with another regex, and Mistral serves them with it (transformers#42299):
 
     "'The'"    ' The '    as trained        'T he '    by the file
 
-The rule of transformers is: config.json names one of these families and a release below 5 (or none), and the vocabulary
-has more than 100,000 tokens.  That rule alone would also hit a Mistral model that was given another vocabulary, so here
-the file must have the very regex of the converter, too.
+The regex is replaced under three conditions.  Two are the rule of transformers: config.json names a model_type of
+Mistral (`_FAMILIES`) or none, and a release of transformers below 5 or none; and the vocabulary has more than 100,000
+tokens.  This rule would also hit a Mistral model with another vocabulary.  So the third condition is that the file has
+exactly the converter's regex.
 """
 
 import json
@@ -43,10 +44,10 @@ def mend(name: str, folder: Path, backend: Tokenizer) -> str | None:
 
 
 def is_of_a_converter(folder: Path) -> bool:
-    """Whether config.json names a family of Mistral, and a release of transformers below 5 or none."""
+    """Whether config.json names a model_type of Mistral or none, and a release of transformers below 5 or none."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # a broken config.json is for those to report who need it
+    except (OSError, ValueError, RecursionError):  # the code that needs config.json reports that it is broken
         return False
     if not isinstance(config, dict) or config.get("model_type") not in (*_FAMILIES, None):
         return False

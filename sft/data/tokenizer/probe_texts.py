@@ -1,7 +1,7 @@
-"""500 texts by which two tokenizers are compared: each kind of text at which normalisers and pre-tokenizers differ.
+"""500 texts for the comparison of two tokenizers: kinds of text that normalisers and pre-tokenizers treat differently.
 
-The texts follow from the tables below and do not change, so what a comparison finds can be repeated.  Texts with
-control tokens are written for the tokenizer at hand.
+The texts follow from the tables below and do not change, so a comparison can be repeated.  Only the last texts depend
+on the tokenizer: they contain its control tokens.
 """
 
 from collections.abc import Sequence
@@ -86,7 +86,7 @@ _CONTROLS = "{}|a{}b| {} |{}\n|\n{}|{}{}|Hello {} world|{}user\nHi|Hi{}|<{}>|{}.
 
 
 def probe_texts(control: Sequence[str]) -> list[str]:
-    """500 different texts.  The last ones have the tokenizer's own control tokens, some of `control`, within them."""
+    """500 different texts.  The last ones contain control tokens from `control`, the tokenizer's added tokens."""
     fixed = [
         *_SENTENCES,
         *_WORDS,

@@ -1,7 +1,7 @@
-"""Reads a tokenizer folder: its tokenizer.json, or without one, other files by transformers.
+"""Reads a tokenizer folder: its tokenizer.json; without one, transformers reads the other files.
 
-Native code reads these files, and may end its process.  So a child with limits reads each content first.  Decides what
-a failure of transformers means: a missing package, a config.json that cannot be read, or other files.
+Native code reads these files, and may end its process.  So a child with limits reads new files first.  This module
+decides what a failure of transformers means: a missing package, an unusable config.json, or unusable other files.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from sft.errors import DataError
 from sft.files.folder_files import LIST_BYTES, UnsafeFileError, matching, read_file
 
 _VOCABULARIES = (FILE, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-_READ = ("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja")  # also by transformers
+_READ = ("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja")  # by sft or transformers
 _TRIED = (FILE, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")  # what native code reads
 _tried: set[bytes] = set()  # digests of such files that a child could read
 _ADVICE = (
@@ -74,7 +74,7 @@ def _read(name: str, folder: Path) -> TokenizerFiles:
 def load(folder: Path, *, fix_mistral_regex: bool = False) -> Any:
     """The tokenizer that AutoTokenizer makes from the files of a folder alone.  Raises any error, also a panic of Rust.
 
-    With a value of fix_mistral_regex, an installed mistral-common does not take over Mistral's folders.
+    Always passes fix_mistral_regex: otherwise, an installed mistral-common would read the folders of Mistral's models.
     """
     from transformers import AutoTokenizer
 
@@ -127,7 +127,7 @@ def _why_not(name: str, folder: Path, held: str, error: BaseException) -> str:
 
 
 def _is_sentencepiece(path: Path) -> bool:
-    """Whether a .model file is one of SentencePiece, a protobuf that begins with a field; tiktoken's are base64."""
+    """Whether a .model file is SentencePiece's: a protobuf, whose first byte is 0x0A.  Files of tiktoken are base64."""
     with path.open("rb") as file:
         return file.read(1) == b"\n"
 

@@ -1,9 +1,9 @@
 """Reads the special and added tokens of the JSON files beside tokenizer.json, by the rules of transformers 5.
 
 tokenizer_config.json may name tokens that tokenizer.json lacks.  They get the ids that transformers gives them, because
-the order and the flags are the same.  Beside it, older folders have special_tokens_map.json and added_tokens.json.
+order and flags of the tokens are equal.  Older folders also have special_tokens_map.json and added_tokens.json.
 
-Errors of libraries while a folder is read become one sentence here, too.
+This module also converts errors that libraries raise while they read a folder to a DataError (`refusing`).
 """
 
 import json
@@ -53,7 +53,7 @@ def read_special_tokens(
 ) -> tuple[dict[str, Any], list[AddedToken]]:
     """The special tokens by name, and all added tokens of the folder in the order of their ids.
 
-    The order and the flags are those of transformers 5, so that tokens which tokenizer.json lacks get the same ids.
+    Order and flags are as in transformers 5, so tokens that tokenizer.json lacks get the ids that transformers gives.
     """
     if "added_tokens_decoder" in settings:
         values = settings
@@ -82,7 +82,7 @@ def read_special_tokens(
 
 
 def _special_tokens_map(name: str, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """special_tokens_map.json, with the extra tokens of tokenizer_config.json before its own."""
+    """special_tokens_map.json.  Its list of extra tokens begins with the extra tokens of tokenizer_config.json."""
     values = read_json(name, folder, "special_tokens_map.json")
     before, after = _extras(settings), _extras(values)
     if isinstance(before, list) and isinstance(after, list):
@@ -94,12 +94,12 @@ def _special_tokens_map(name: str, folder: Path, settings: dict[str, Any]) -> di
 
 
 def _extras(values: dict[str, Any]) -> Any:
-    """Further special tokens: a list, or their names and texts."""
+    """Further special tokens: a list of tokens, or {name: token}."""
     return values.get("extra_special_tokens") or values.get("additional_special_tokens") or []
 
 
 def _token(value: Any) -> AddedToken:
-    """A token of "</s>", which is special, or of {"content": "</s>", "lstrip": false, "special": true, ...}."""
+    """The token for a text, which is then special, or for an object {"content": "</s>", "lstrip": false, ...}."""
     if isinstance(value, str):
         return AddedToken(value, special=True)
     flags = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")

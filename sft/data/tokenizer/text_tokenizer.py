@@ -1,10 +1,10 @@
-"""A tokenizer of texts: the tokens of a text, the characters that each of them covers, and control tokens as text.
+"""Tokenises texts: the tokens of a text, the characters that each token covers, and control tokens as plain text.
 
-Decides how the characters of tokens are found.  In a byte-level BPE each token stands for fixed bytes.  If the bytes of
-all tokens are those of the text, they say where tokens begin, and what they decode to.  Otherwise the tokenizer says
-where tokens begin, which takes a fifth of its time more.
+Decides how the characters of a token are found.  In a byte-level BPE, each token stands for fixed bytes.  If the bytes
+of all tokens together are the bytes of the text, they show where each token begins and what it decodes to.  Otherwise
+the tokenizer computes offsets, which takes a fifth more time.
 
-Does not know chats: `sft/data/chat/tokenizer.py` adds a chat template.
+This module does not know chats: `sft/data/chat/tokenizer.py` adds a chat template.
 """
 
 import json
@@ -21,7 +21,8 @@ from tokenizers import Tokenizer, pre_tokenizers
 from sft.data.tokenizer.files import TokenizerFiles, encode, failing_at
 from sft.data.tokenizer.special_tokens import refusing
 
-# The byte that each letter of a byte-level BPE stands for: its own below 256, then those that have no letter there.
+# The byte for which each letter of a byte-level BPE stands.  Letters below 256 stand for the byte of their code; the
+# others stand, in order, for the bytes that remain.
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 _LETTERS = {letter: ord(letter) for letter in _ALPHABET if ord(letter) < 256}
 _LETTERS |= zip(_ALPHABET[len(_LETTERS) :], sorted({*range(256)} - {*_LETTERS.values()}), strict=True)
@@ -31,8 +32,8 @@ _LETTERS |= zip(_ALPHABET[len(_LETTERS) :], sorted({*range(256)} - {*_LETTERS.va
 class Encoded:
     """Tokens of a text.  Token k covers the characters text[starts[k]:ends[k]].
 
-    edges  the bytes of the text's UTF-8 before each token and after the last one, [n + 1], if the bytes of the tokens
-           are those of the text; otherwise None
+    edges  [n + 1]: byte positions in the text's UTF-8 at which tokens begin, and at which the last one ends.  None if
+           the bytes of the tokens are not the bytes of the text
     """
 
     ids: np.ndarray  # int32 [n]
@@ -49,8 +50,8 @@ class Encoded:
         return self._offsets[1]
 
     def token_spans(self, starts: Sequence[int], ends: Sequence[int]) -> list[tuple[int, int, bool]]:
-        """For each text[start:end] its first token, which ends after `start`, the end of its tokens, and whether these
-        are proven to decode to this text."""
+        """For each text[start:end]: (first token that ends after `start`, one more than the last token that begins
+        before `end`, whether these tokens are proven to decode to this text)."""
         edges = self.edges
         if edges is None:
             firsts, stops = self.ends.searchsorted(starts, side="right"), self.starts.searchsorted(ends, side="left")
@@ -69,7 +70,7 @@ class Encoded:
         return self.edges[token] < self._bytes_before([position])[position]
 
     def _bytes_before(self, positions: Sequence[int]) -> dict[int, int]:
-        """For each position of a character, the bytes before it.  "éb", 1 -> 2"""
+        """For each position of a character, the number of UTF-8 bytes before it.  "éb", 1 -> 2"""
         if self.text.isascii():
             return {position: position for position in positions}
         before, at, num_bytes = {}, 0, 0
@@ -138,7 +139,7 @@ class TextTokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest id; the number of tokens is too small if some ids are unused."""
+        """One more than the largest id.  The number of tokens may be smaller, because ids may be unused."""
         return max(self.files.backend.get_vocab().values()) + 1
 
     @property
@@ -173,7 +174,8 @@ class TextTokenizer:
         return Encoder(self.files.backend)
 
     def encode_as_text(self, text: str, masked: str, ids: np.ndarray) -> Encoded | None:
-        """Tokens of a piece of a chat in which control strings are plain text; None if no proof of that exists.
+        """Tokens of a piece of a chat, with control strings as plain text.  None if it cannot be proven that they stay
+        text, and that the rest of the chat keeps its tokens.
 
         masked, ids  the piece with stand-ins for the control strings, and its ids within the whole chat
         """
@@ -185,7 +187,8 @@ class TextTokenizer:
 
     @cached_property
     def _without_control(self) -> Encoder:
-        """Tokenises control tokens as text, as special ones.  If they were removed, others would get their ids."""
+        """Tokenises control tokens as text.  They are marked special, because the tokenizer can write only special
+        tokens as text.  They are not removed, because other tokens would then get their ids."""
         state = json.loads(self.files.backend.to_str())
         for token in state["added_tokens"]:
             token["special"] = token["content"] in self.ids

@@ -14,7 +14,7 @@ from sft.config import ModelConfig
 # ones      initially 1
 # decay     the logarithm of a rate of decay
 Role = Literal["matrix", "kernel", "norm", "bias", "ones", "decay"]
-Split = Literal["rows", "columns", ""]  # the dimension that tp divides, for experts etp; "": every rank has all of it
+Split = Literal["rows", "columns", ""]  # the dimension that tp (for experts: etp) divides; "": every rank has all of it
 Condition = Callable[[ModelConfig], object]
 
 LAST_OF_ATTENTION, LAST = 3, 7  # steps: the output projection of attention, and the norm after the MLP
@@ -66,7 +66,7 @@ class LayerWeight(NamedTuple):
         return bool(has(model)) if callable(has) else True
 
     def sizes(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape in numbers.  "q+k h" with q 4, k 2, h 8 -> (6, 8)"""
+        """The shape, with these sizes for its letters.  "q+k h" with q 4, k 2, h 8 -> (6, 8)"""
         return tuple(sum(sizes[letter] for letter in axis.split("+")) for axis in self.shape.split())
 
     def size(self, sizes: Mapping[str, int]) -> int:

@@ -20,7 +20,10 @@ _ALIKE = 1.05  # a step of the longest documents gets its own line if it takes m
 
 
 def constants_for(config: Config, gpu: gpus.Gpu | None) -> Constants | None:
-    """The constants of the GPU; without a GPU, of an H100 with the peak log.peak_tflops; None: in fp32 or on a CPU."""
+    """The constants of the GPU; without a GPU, those of an H100 with the peak log.peak_tflops if that is set.
+
+    None: the run is in fp32 or on a CPU.
+    """
     if config.run.precision == "fp32" or config.run.device == "cpu":
         return None
     constants = constants_of(gpu or gpus.gpu(ASSUMED_GPU), config.parallel.inter_node_gb_s)

@@ -22,7 +22,7 @@ class Reasons:
 
 
 def reasons(search: Search, proposals: Sequence[Proposal]) -> Reasons:
-    """The reasons for the first of `proposals`.  proposals: those of `search`, the best first; at least one"""
+    """The reasons for the first proposal.  proposals: at least one, found by `search`, the best first"""
     best = proposals[0]
     return Reasons(why=_why(proposals), limits=_limits(search, best), buys=_buys(search, best))
 

@@ -96,7 +96,7 @@ class MetricsLog:
         return record
 
     def summarise(self) -> None:
-        """Print the first and the last loss that this process logged."""
+        """Print the first and the last loss of training and of each held-out set that this process logged."""
         for name, losses in self._losses.items():
             if losses:
                 (first, before), (last, after) = losses[0], losses[-1]

@@ -89,7 +89,7 @@ def _described(s: Session, tokenizer: ChatTokenizer, index: int, mb: Microbatch)
 
 
 def _label_text(tokenizer: ChatTokenizer, labels: np.ndarray, mask: np.ndarray) -> list[str | int]:
-    """The text of supervised labels, and for the other labels between them their number: [20, "4<|im_end|>", 1]"""
+    """The text of each run of supervised labels, and the number of labels in each other run: [20, "4<|im_end|>", 1]"""
     indices = groupby(range(len(labels)), key=mask.__getitem__)
     pieces = ((is_supervised, list(index)) for is_supervised, index in indices)
     return [tokenizer.decode(labels[index]) if is_supervised else len(index) for is_supervised, index in pieces]

@@ -85,7 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Let standard streams that the shell has closed (`>&-`) lead nowhere.  Other files would take their numbers."""
+    """Open standard streams that the shell has closed (`>&-`) on the null device.
+
+    Otherwise the next opened files would get their file descriptors.
+    """
     for number in range(3):
         try:
             os.fstat(number)

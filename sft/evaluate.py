@@ -152,7 +152,7 @@ def _named(source: Path) -> Path:
 def _check_checkpoint(config: Config, checkpoint: Path, tokenizer: ChatTokenizer, console: Console) -> None:
     """Raise CheckpointError if a run with another model or tokenizer wrote the checkpoint.
 
-    A checkpoint of another program says neither; then only the shapes of its tensors are compared, when it is loaded.
+    A checkpoint of another program names neither; then only the shapes of its tensors are compared, when it is loaded.
     """
     trained = safe_reader.common_state(checkpoint).get("sft")
     if trained is None:

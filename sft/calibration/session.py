@@ -82,7 +82,7 @@ def _with_links(constants: Constants, sizes: MeasuredSizes, device: torch.device
     if per_node > 1:
         node = dist.new_subgroups(per_node)[0]
         changes |= _of_link("intra_gb_s", Links(sizes.message // (per_node - 1), device, node).measure(), source)
-    if num_ranks > per_node:  # one rank of each node; the groups measure at once, each over its own ports
+    if num_ranks > per_node:  # a group has one rank of each node; all groups measure at once, over their own ports
         groups = [dist.new_group(range(first, num_ranks, per_node)) for first in range(per_node)]
         across, others = groups[dist.get_rank() % per_node], num_ranks // per_node - 1
         between = _of_link("inter_gb_s", Links(sizes.message // others, device, across).measure(), source)

@@ -185,7 +185,7 @@ class ModelConfig(Section):
 
     @property
     def resolved_head_dim(self) -> int:
-        """Width of a query and of a key: that of latent attention, `head_dim`, or hidden_size / num_attention_heads."""
+        """Width of a query and a key: latent_attention.qk_head_dim, `head_dim` or hidden_size / num_attention_heads."""
         latent = self.latent_attention
         return latent.qk_head_dim if latent.is_used else self.head_dim or self.hidden_size // self.num_attention_heads
 

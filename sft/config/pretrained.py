@@ -1,4 +1,4 @@
-"""The facts about the model that model.hf names which no key of `model` holds."""
+"""Facts about the model of model.hf that are not keys of `model`."""
 
 from dataclasses import dataclass
 from pathlib import Path

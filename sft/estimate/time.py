@@ -16,7 +16,7 @@ from sft.parallel.layout import Layout
 
 ASSUMED_GPU = "h100"
 _SMALL = 0.01  # a part below this share of the step is not printed
-_ALIKE = 1.05  # a step of the longest documents gets its own line if it takes more than this many times as long
+_ALIKE = 1.05  # a step of packs with the longest documents gets a line if it takes more than this many times as long
 
 
 def constants_for(config: Config, gpu: gpus.Gpu | None) -> Constants | None:

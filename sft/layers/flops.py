@@ -10,8 +10,8 @@ from sft.layers.adapters import EMBEDDING, HEAD, Trained
 from sft.layers.kinds import all_layer_groups
 
 ASSUMED_TFLOPS = 989.0  # dense bf16 peak of an H100 SXM, if log.peak_tflops is null
-# Share of the peak that a run achieves.  FlashAttention-2 reaches 0.31 to 0.37 of the peak of an H100.  Matrix products
-# and newer attention kernels reach more, so the real time is more often below the estimate than above it.
+# Share of the peak that a run is assumed to reach.  On one H200, steps with long packs had an MFU of 0.30 to 0.34 with
+# FlashAttention-2, and of 0.48 with FlashAttention-4 (docs/numbers/h200.md).
 ASSUMED_SHARE = 0.35
 
 

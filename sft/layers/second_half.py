@@ -10,7 +10,7 @@ from sft.layers.weight import LayerWeight
 
 RESIDUAL = "MLP's norm input"  # the residual stream between the halves of a layer
 MLP_NORM = "MLP's normed input"  # with norm_placement = post, the output of the MLP, which the norm saves
-MLP_OUTPUT = "MLP's output"  # with norm_placement = both, saved by the norm on it
+MLP_OUTPUT = "MLP's output"  # saved by the norm on this output, with norm_placement = both
 NORM_SCALE = "MLP norm's scale"
 
 
@@ -62,7 +62,7 @@ class MlpBackward:
 
 @dataclass(frozen=True)
 class Mlp(ABC):
-    """The MLP or the experts of a layer.  model: a model whose layers all have it"""
+    """The MLP or the experts of a layer.  model: a model whose layers all have this second half"""
 
     model: ModelConfig
     weights: ClassVar[tuple[LayerWeight, ...]]  # the MLP's rows of the table of weights, with the norm on its input

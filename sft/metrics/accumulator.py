@@ -83,8 +83,8 @@ class Accumulator:
         tokens: Sequence[SupervisedTokens],
         peaks: Mapping[str, float] | None = None,
     ) -> Totals:
-        """The totals over all ranks.  Collective: one all-gather of about a hundred numbers per rank.  For each
-        CP size above 1 of a pack, also one all-reduce over its group of one number per document.
+        """The totals over all ranks.  Collective: one all-gather of about a hundred values per rank.  For each CP size
+        above 1, also one all-reduce of a value per document, over the ranks that share a pack.
 
         tokens  supervised tokens of each microbatch; empty on all pipeline stages except the last
         peaks   measurements of kind Max, by name

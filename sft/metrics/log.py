@@ -18,7 +18,7 @@ from sft.parallel.collectives import broadcast_from_rank0
 
 
 class MetricsLog:
-    """The log of one run.  Only rank 0 has writers.  `step` is the last step that was completed before.
+    """The log of one run.  Only rank 0 has writers.  `step` is the last step that was completed before this start.
 
     At the end of the context, the log closes the writers, with exit code 1 if the run failed.
     """

@@ -1,6 +1,6 @@
 """The quantities that are added up over a step or a held-out pass.
 
-The kind of a quantity says what a rank measures it on, and over which ranks it is combined:
+The kind of a quantity says on what a rank measures the quantity, and over which ranks it is combined:
 
     Sum          measured on the supervised tokens that a rank holds; combined over dp x cp
     Replicated   measured on whole packs by the first of the ranks that share a pack; combined over dp x cp
@@ -36,7 +36,7 @@ class Quantity:
              or the engine's measurements by name (Max); None if the accumulator computes the quantity
     number   type of the value
     combine  combines the numbers of ranks, and of two batches
-    by       name of a breakdown with one value per bucket; of kind Sum, `measure` then returns a number for each token,
+    by       name of a breakdown with one value per bucket; `measure` of kind Sum then returns a value for each token,
              [n], or None to count tokens
     """
 

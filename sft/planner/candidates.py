@@ -93,8 +93,8 @@ def saves_at_least(more: Savings, less: Savings) -> bool:
 
 
 def _levels(saving: Savings) -> tuple[float, ...]:
-    """Each setting as a number that grows with the saved memory.  In sorted order, the last settings vary first, so
-    the settings that cost little time come last."""
+    """Each setting as a number that grows with the saved memory.  The cheapest settings come last, so that a sorted
+    list varies them first."""
     return (
         saving.optim_offload_fraction,
         RECOMPUTE.index(saving.recompute),

@@ -1,4 +1,4 @@
-"""Explains why the best proposal is the best, what limits it, and what more GPUs would change.  All predictions."""
+"""Explains why the best proposal is the best, what limits it, and what more GPUs would change, all by predictions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -46,7 +46,7 @@ TOLERANCES = {
     "fp8": LayoutTolerance(loss=2e-2, grad_norm=1e-1, gradient=3e-1, hidden=2e-1),
 }
 # The smallest scale of a difference, as a share of the norm of all gradients.  A smaller gradient may consist of
-# rounding errors, like that of a weight on which the loss does not depend.
+# rounding errors, for example if the loss does not depend on the weight.
 NEGLIGIBLE = 1e-6
 SHOWN = 10  # parameters with the largest differences
 

@@ -43,7 +43,7 @@ def check_paths(recipe: Recipe, *, trains: bool = True) -> None:
 
 
 def _pattern_hint(key: str, path: str) -> str:
-    """Advice for a shell pattern such as data/*.jsonl, which a recipe may not hold: files could join it unnoticed."""
+    """Advice for a shell pattern such as data/*.jsonl.  It is refused, because new files could match it unnoticed."""
     if not set("*?[") & set(path):
         return ""
     files = sorted(glob.glob(path, recursive=True))

@@ -119,7 +119,7 @@ def fail(folder: Path, start_id: str | None, error: BaseException, *, rank: int,
     before = _known(folder, step)
     if before.status != "running" or _is_of_another(before, start_id):
         return
-    # After a mistake of the user another start would fail in the same way; without a disk or a rank it may succeed.
+    # After a mistake of the user, another start would fail in the same way.  If a disk or rank failed, it may succeed.
     is_mistake = isinstance(error, SftError) and not isinstance(error, MAY_SUCCEED)
     failed = replace(
         before,

@@ -128,7 +128,7 @@ class DeltaBytes(MixerBytes):
             "delta rule's output": width * values,
             "gated norm's scale": FP32 * of_heads,
         }
-        if self.rank.cp > 1:  # A of each of the two fragments, and the state before it
+        if self.rank.cp > 1:  # the map [K, K] of each of the two fragments, and the state before it
             saved["maps"] = 2 * state * (1 + self.heads.key_dim / self.heads.value_dim) / self.tokens
         return saved
 

@@ -1,6 +1,7 @@
 """Bytes of activations of softmax attention, on the portable backend and on Transformer Engine.
 
-Both save the same tensors.  Portable gathers keys and values over cp, te sends them in a ring.
+Both save queries, keys, values and outputs; te also saves outputs of norms.  The portable backend gathers keys and
+values over cp, and te sends them as parallel.cp_comm says.
 """
 
 from dataclasses import dataclass, replace
@@ -223,7 +224,7 @@ class PortableBytes(SoftmaxBytes):
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerEngineBytes(SoftmaxBytes):
-    """Bytes of the te backend, from its source; torch's allocator measured the total (docs/numbers/performance.md)."""
+    """Bytes of the te backend, from its source; checked on simulated GPUs (docs/numbers/performance.md)."""
 
     cp_comm: str = "p2p"
     norm_outputs_are_saved = True

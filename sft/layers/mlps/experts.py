@@ -50,7 +50,8 @@ class Experts(Mlp):
         sent = rank.sequence * top_k * rank.width * model.hidden_size
         ffn = rank.sequence * top_k * rank.width * model.resolved_expert_ffn
         return {
-            # For each expert scores, probabilities, weights and two masks; for each choice two indices and two numbers.
+            # For each expert an fp32 score, probability and weight, and two masks; for each choice two int64 indices
+            # and two fp32 values.
             "router": rank.sequence * ((3 * FP32 + 2) * self.num_experts + 24 * top_k),
             "sent to experts": sent * rank.etp,  # each etp rank has all tokens of its expert, and a part of its width
             "gate and up": 2 * ffn,

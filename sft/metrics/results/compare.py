@@ -111,7 +111,7 @@ def spans(steps: Collection[int], limit: int = 8) -> str:
 
 
 def short(number: float) -> str:
-    """An integer with all digits, another number with 3."""
+    """An integer with all its digits, a float with 3 significant digits."""
     return str(number) if isinstance(number, int) else f"{number:.3g}"
 
 

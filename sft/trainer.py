@@ -266,7 +266,7 @@ class Trainer:
         return stop
 
     def _wait_for_exports(self) -> str | None:
-        """Wait until all exports are made.  Returns the reason if the run must stop before.
+        """Wait until all exports are made.  Returns the reason if the run must stop before that, else None.
 
         Raises StorageError if an export failed.
         """

@@ -22,7 +22,10 @@ def widest_gradient(model: ModelConfig, rank: RankShare) -> float:
 
 
 def loss_head(loss: LossConfig, model: ModelConfig, rank: RankShare, *, vocab_rows: float, tokens: float) -> float:
-    """Bytes that the loss head allocates, without its inputs (docs/concepts/loss.md).  tokens: tokens of this rank"""
+    """Bytes that the loss head allocates, without its inputs (docs/concepts/loss.md).
+
+    vocab_rows: rows of the output weight on this rank; tokens: tokens on this rank
+    """
     if loss.impl == "chunked":
         return 2 * rank.width * tokens * vocab_rows
     if loss.impl == "full":

@@ -43,9 +43,7 @@ class MixerBytes(ABC):
 
     @abstractmethod
     def local(self, tokens: float) -> float:
-        """Bytes of temporary tensors of this rank's tokens while backward computes the mixer.
-        tokens: number of these tokens
-        """
+        """Bytes of temporary tensors of this rank's tokens while backward computes the mixer.  tokens: their number"""
 
     def gathered(self, pack: float) -> float:
         """Peak bytes of other ranks' keys and values while backward computes the mixer.  pack: tokens of a pack"""

@@ -1,4 +1,4 @@
-"""Which layers of a model chunk offload their activations to host memory."""
+"""Counts the layers of a model chunk that offload their activations to host memory, and those that do not."""
 
 import math
 

@@ -165,7 +165,7 @@ class Accumulator:
             return SequenceLosses(mean_nll, np.exp(mean_nll))
 
     def _all_gather(self, numbers: np.ndarray) -> np.ndarray:
-        """[numbers] of each rank -> [ranks, numbers]"""
+        """The values [n] of every rank: float64 [ranks, n].  Collective."""
         local = torch.from_numpy(numbers).to(self.device)
         gathered = local.new_empty(dist.get_world_size() * local.numel())
         dist.all_gather_into_tensor(gathered, local)

@@ -45,7 +45,7 @@ def run(recipe: Recipe, layout: Layout, *, step: int, full: bool) -> ProbeReport
 
 
 def _missing(s: Session, expected: list[int], microbatches: list[Microbatch]) -> list[str]:
-    """Samples of the global batch that are in no pack, or in several.  Collective."""
+    """The problem if the packs of all ranks do not hold each sample of the global batch exactly once.  Collective."""
     is_first = [s.groups.cp_group(mb.cp_size).rank == 0 for mb in microbatches]  # of the ranks that share the pack
     own = [sample for mb, counts in zip(microbatches, is_first) if counts for sample in mb.sample_ids]
     position = s.groups.dp_rank, s.groups.cp_rank

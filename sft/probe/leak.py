@@ -259,7 +259,7 @@ def _gradient_leaks(
 def _leaks(
     s: Session, subject: Subject, direction: str, replaced: str, layer: int, tokens: Tensor, sizes: Tensor
 ) -> Iterator[Leak]:
-    """One leak per document of these local tokens."""
+    """One leak for each document to which some of these local tokens belong."""
     documents = subject.microbatch.documents[0][tokens]
     counts = s.groups.tp_rank == 0 or s.layout.sequence_parallel  # otherwise all tp ranks hold the same tokens
     for document in documents.unique().tolist():

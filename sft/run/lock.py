@@ -257,7 +257,7 @@ def _identity(content: bytes) -> bytes:
 
 
 def _claim(path: Path, stale: bytes) -> Path:
-    """The name whose owner may replace or remove `path` while its content is `stale`."""
+    """The path of a claim.  The process that makes this file may replace or remove `path` while it contains `stale`."""
     return path.with_name(f"{LOCK}.after-{hashlib.sha256(path.name.encode() + _identity(stale)).hexdigest()[:16]}")
 
 

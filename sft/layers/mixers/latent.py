@@ -1,6 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values are projections of a latent.
 
-The portable backend saves and sends latents.  The te backend saves and sends the keys and values.
+The portable backend saves and sends latents, if these are no larger than a rank's keys and values.  The te backend
+saves and sends the keys and values.
 """
 
 from collections.abc import Mapping

@@ -51,7 +51,7 @@ def by_step(records: list[dict]) -> list[dict]:
 def smoothed(values: np.ndarray) -> np.ndarray:
     """Centred means; each covers the share SMOOTH of all values, and fewer at both ends.  Gaps (NaN) are left out.
 
-    For 20 values or fewer, the result is the values themselves.
+    For fewer than 30 values, the result is the values themselves.
     """
     reach = round(SMOOTH * len(values)) // 2
     is_known = np.isfinite(values)

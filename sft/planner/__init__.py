@@ -1,1 +1,1 @@
-"""Searches the layouts of a recipe, ranks those that fit by predicted time, and explains the best one."""
+"""Searches the layouts of a recipe, ranks those that fit by predicted time, and says why."""

@@ -5,7 +5,8 @@
     outcome = sft.train(recipe)
     sft.export(outcome.folder, "models/mine")
 
-`import sft` imports none of them: each is imported when it is first named, and what needs torch only when it is called.
+`import sft` imports none of these functions.  Each is imported when it is first named, and torch only when a call needs
+it.
 """
 
 import importlib

@@ -73,7 +73,7 @@ class Pack:
 
     @property
     def second_labels(self) -> np.ndarray:
-        """int32 [t]: the label of the next position, for multi-token prediction; read it where `second_mask` is."""
+        """int32 [t]: the label of the next position, for multi-token prediction; valid where `second_mask` is True."""
         return np.append(self.labels[1:], self.labels[:1])
 
     @property

@@ -52,7 +52,8 @@ def run() -> NoReturn:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code.
 
-    0: done.  1: plans or runs differ, or a disk failed.  2: a mistake of the user.  75: start the run again.
+    0: done.  1: plans or runs differ, a probe found a fault, or a disk or another rank failed.  2: a mistake of the
+    user, no layout fits (`plan`), or a run should not start again (`status`).  75: start the run again.
     130: interrupted.
     """
     _open_closed_streams()
@@ -84,7 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Let standard streams that the shell has closed (`>&-`) lead nowhere.  Other files would take their numbers."""
+    """Open standard streams that the shell has closed (`>&-`) on the null device.
+
+    Otherwise the next opened files would get their file descriptors.
+    """
     for number in range(3):
         try:
             os.fstat(number)

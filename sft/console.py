@@ -42,7 +42,7 @@ class Console:
     def say(self, text: str) -> None:
         """Print one or more lines above any progress bar, and flush the stream.
 
-        A line has at most 4,000 characters, and none that a terminal would obey.
+        A line is cut after 4,000 characters, and control characters are escaped.
         """
         if self._prints:
             text = "\n".join(map(shortened, printable(text).split("\n")))

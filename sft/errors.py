@@ -13,7 +13,7 @@ from itertools import islice
 
 MESSAGE_CHARACTERS = 4_000
 _ITEMS = 5
-# Controls of a terminal (without tab and line feed), separators of lines, overrides of direction, halves of a pair.
+# Control characters (without tab and line feed), line separators, overrides of text direction, unpaired surrogates.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 

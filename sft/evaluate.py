@@ -1,7 +1,7 @@
 """Scores weights on held-out sets, with the code of a run's evaluations, and without touching the run.
 
-Decides which weights are scored, and whether they fit the recipe.  Nothing is written into the run's folder but
-tokenised data.  No lock is taken, so a run that is alive can be scored.  The engine has no gradients and no optimizer.
+This module decides which weights are scored, and whether they fit the recipe.  Only tokenised data are written into the
+run's folder.  No lock is taken, so a run that is alive can be scored.  The engine has no gradients and no optimizer.
 """
 
 import json
@@ -102,7 +102,7 @@ def _chosen(config: Config, source: str | None, tokenizer: ChatTokenizer, consol
 
 
 def _with_pretrained(text: str, config: Config) -> Config:
-    """The config that rank 0 sent as JSON, with the model that it names as this rank has it."""
+    """The config that rank 0 sent as JSON.  JSON leaves out model.pretrained, so this rank adds it."""
     start = Config.model_validate_json(text)
     name, known = start.model.hf, config.model.pretrained
     if name is not None and (known is None or known.name != name):
@@ -152,7 +152,7 @@ def _named(source: Path) -> Path:
 def _check_checkpoint(config: Config, checkpoint: Path, tokenizer: ChatTokenizer, console: Console) -> None:
     """Raise CheckpointError if a run with another model or tokenizer wrote the checkpoint.
 
-    A checkpoint of another program says neither; then only the shapes of its tensors are compared, when it is loaded.
+    A checkpoint of another program names neither; then only the shapes of its tensors are compared, when it is loaded.
     """
     trained = safe_reader.common_state(checkpoint).get("sft")
     if trained is None:
@@ -168,7 +168,7 @@ def _check_checkpoint(config: Config, checkpoint: Path, tokenizer: ChatTokenizer
 
 
 def _check_hf(config: Config, source: str, tokenizer: ChatTokenizer, console: Console) -> None:
-    """Raise ConfigError if the folder or name has another model or tokenizer; rotary positions may differ."""
+    """Raise ConfigError if `source` has another model or tokenizer than the recipe; rotary positions may differ."""
     recipe = values(config)
     different = [
         f"{key} is {value} in {where}, and {recipe[key]} in the recipe"

@@ -48,13 +48,13 @@ from sft.weights.lora.initial_adapters import load_new_adapters
 from sft.weights.serving.served import served_of
 from sft.weights.trained import trained_weights
 
-_WAIT_S = 2.0  # for exports, between two checks for a signal
+_WAIT_S = 2.0  # seconds of waiting for exports between two checks for a signal
 
 
 def main(recipe: Recipe, layout: Layout, from_user: Collection[str] = ()) -> Outcome:
     """Train the recipe as one rank of the run.
 
-    from_user  the environment variables that `environment.prepare` found set
+    from_user  the environment variables that the user had set, as `environment.prepare` returns them
     """
     config = recipe.config
     leave_with_parent()
@@ -218,7 +218,10 @@ class Trainer:
         self.check.check(state.step, result, state.bad_in_a_row, dump_this)
 
     def _make_missing_pass(self, state: TrainState, metrics: MetricsLog) -> TrainState:
-        """Make and judge the pass after the step from which the run continues, if it is due and was not made."""
+        """Make the evaluation after the step from which the run continues, if it is due and was not made.
+
+        If the run has a checkpoint of this step, the checkpoint is judged by this evaluation.
+        """
         is_missing = self.evaluator.is_missing(state.step, state.evaluated)
         state, held_out = self._evaluate(state, metrics)
         if is_missing and state.evaluated == state.step and self.saver.holds(state.step):
@@ -263,7 +266,7 @@ class Trainer:
         return stop
 
     def _wait_for_exports(self) -> str | None:
-        """Wait until all exports are made.  Returns the reason if the run must stop before.
+        """Wait until all exports are made.  Returns the reason if the run must stop before that, else None.
 
         Raises StorageError if an export failed.
         """
@@ -279,7 +282,7 @@ class Trainer:
         return state.step >= self.num_steps and state.evaluated == state.step
 
     def _open_metrics(self, state: TrainState) -> MetricsLog:
-        """Collective."""
+        """Open the metrics log, and print and log facts of this start.  Collective."""
         model, vocab_size = self.config.model, self.engine.vocab_size
         metrics = MetricsLog.open(
             self.folder,

@@ -10,12 +10,15 @@ import torch
 import torch.distributed as dist
 
 SAMPLES = 5
-SAMPLE_S = 0.02  # a sample repeats short calls for about so long, so that starting and waiting for it counts little
-MOST_CALLS = 200  # of a sample
+SAMPLE_S = 0.02  # a sample repeats short calls for about this time, so that its start and end count little
+MOST_CALLS = 200  # in one sample
 
 
 def seconds(call: Callable[[], Any], device: torch.device, samples: int = SAMPLES) -> float:
-    """Time of one call, equal on all ranks.  The first call is a warm-up.  Collective."""
+    """Seconds of one call, equal on all ranks.  Collective.
+
+    The first two calls are a warm-up, and decide how often a sample repeats the call.
+    """
 
     def sample(number: int) -> float:
         dist.barrier()
@@ -37,7 +40,7 @@ def finish(device: torch.device) -> None:
 
 
 def slowest(number: float, device: torch.device) -> float:
-    """The largest number of all ranks.  Collective."""
+    """The largest value that a rank passes as `number`.  Collective."""
     largest = torch.tensor(number, dtype=torch.float64, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest)

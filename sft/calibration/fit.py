@@ -1,4 +1,4 @@
-"""Finds the constants that only whole training steps show, by least squares.  Arithmetic only.
+"""Fits the constants that can be measured only in whole training steps, by least squares.  Arithmetic only.
 
 The predicted time of a step is linear in the reciprocals of rates and in overheads:
 
@@ -28,11 +28,11 @@ FITTED: Mapping[str, bool] = {
     "layer_overhead_us": False,
     "grouped_gemm": True,
 }
-MOST = 100.0  # of a fitted rate / the assumed one: a part that no step shows stays a part
+MOST = 100.0  # largest fitted rate / assumed rate, so that a part that no step shows keeps a small time
 
 
 def fitted(constants: Constants, steps: Sequence[Step], source: str) -> Constants:
-    """`constants`, with those of FITTED that explain the steps best."""
+    """`constants`, in which those named in FITTED have the values that explain the measured steps best."""
     without = {name: Constant(inf if is_rate else 0.0, "") for name, is_rate in FITTED.items()}
     known = _predicted(constants, steps, without)
     columns = [_predicted(constants, steps, without | {name: Constant(1.0, "")}) - known for name in FITTED]
@@ -55,7 +55,7 @@ def errors(constants: Constants, steps: Sequence[Step]) -> dict[str, float]:
 def least_squares(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
     """The x >= 0 [n] with the smallest |matrix x - target|; matrix [m, n], target [m].
 
-    Tries every set of positive numbers, which are few.  matrix 1 0, 0 1, target 2, -1 -> x = 2, 0
+    Tries every subset of the elements of x as the positive ones.  matrix [[1, 0], [0, 1]], target [2, -1] -> [2, 0]
     """
     number = matrix.shape[1]
     best, least = np.zeros(number), float(target @ target)
@@ -70,7 +70,7 @@ def least_squares(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
 
 
 def _predicted(constants: Constants, steps: Sequence[Step], changes: Mapping[str, Any]) -> np.ndarray:
-    """Seconds of each step: float64 [steps]."""
+    """Predicted seconds of each step, with these changes of the constants: float64 [steps]."""
     changed = replace(constants, **changes)
     return np.array(
         [

@@ -1,7 +1,7 @@
 """Rates of matrix products and of the portable backend's attention on this device.
 
-All ranks measure at the same time, because ranks of a machine share its memory and its power.  The rate is that of the
-slowest rank.
+All ranks measure at the same time, because ranks of a machine share its memory and its power.  The slowest rank
+determines the rate.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from sft.mcore.attention.packed_attention import packed_attention
 from sft.mcore.attention.torch_kernel import TorchKernel
 
 Points = tuple[tuple[float, float], ...]  # (size, TFLOP/s)
-COLUMNS = 3  # columns of a product / its inner size, about those of the first product of an MLP
+COLUMNS = 3  # columns of a product / its inner size, about as in the first product of an MLP
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Kernels:
     dtype: torch.dtype
 
     def products(self) -> Points:
-        """TFLOP/s of a product and the two products of its backward, by the smallest size."""
+        """TFLOP/s of a product together with the two products of its backward, by the smallest size of the product."""
         points = []
         for size in self.sizes.products:
             rows = max(size, self.sizes.rows)
@@ -46,7 +46,9 @@ class Kernels:
         return tuple(points)
 
     def attention(self) -> tuple[Points, Points]:
-        """TFLOP/s forward and backward by the length of documents; causal FLOPs, backward twice those of forward.
+        """TFLOP/s of forward and of backward, by the length of documents.
+
+        The FLOPs are those of causal attention; backward counts twice the FLOPs of forward.
 
         One document of 2 tokens, 1 head of width 4: 2 * 4 * 2 ** 2 = 32 FLOPs forward, 64 backward
         """

@@ -1,8 +1,8 @@
 """Bandwidth and latency of messages between the ranks of a launch, and how far messages hide behind products.
 
-all-gather       its bandwidth is the reference: bytes that a rank receives from the others, per second
-reduce-scatter   as a share of that bandwidth; gloo sums by an all-reduce, which sends twice as much
-send             one message from a rank to the next, in one direction, as a share of that bandwidth
+all-gather       bytes per second that a rank receives from the others; this bandwidth is the reference
+reduce-scatter   bandwidth as a share of the reference; gloo sums by an all-reduce, which sends twice as much
+send             bandwidth of a message from a rank to the next, in one direction, as a share of the reference
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ SQUARE = 256  # rows and columns of the products that run beside a message
 
 
 class Link(NamedTuple):
-    """gb_s: of an all-gather; reduce_scatter, send: shares of it; exposed: share of hideable time that does not hide"""
+    """gb_s: GB/s of an all-gather; reduce_scatter, send: bandwidths as shares of it; exposed: `exposed_share`"""
 
     gb_s: float
     latency_us: float
@@ -29,14 +29,14 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class Links:
-    """group: the ranks that send; None: all ranks"""
+    """Measures the links between the ranks of `group`; None: between all ranks."""
 
     num_bytes: int
     device: torch.device
     group: Any = None
 
     def measure(self) -> Link:
-        """Collective over all ranks, also those outside of `group`, which send nothing."""
+        """Measures bandwidths and latency.  Collective over all ranks; each rank passes its own group to `Links`."""
         size = dist.get_world_size(self.group)
         received = self.num_bytes * (size - 1)
         latency_s = self._gather_s(SMALL)
@@ -52,7 +52,7 @@ class Links:
         )
 
     def copied_gb_s(self) -> float:
-        """GB/s of page-locked host memory to the device, on CUDA."""
+        """GB/s of a copy from page-locked host memory to the device.  CUDA only."""
         pinned, there = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=True), self._bytes(self.num_bytes)
         return self.num_bytes / seconds(lambda: there.copy_(pinned, non_blocking=True), self.device) / 1e9
 
@@ -79,7 +79,7 @@ class Links:
         return seconds(call, self.device)
 
     def _exposed(self) -> float:
-        """(both - longer) / shorter, of a message and of products that take about as long."""
+        """The exposed share of a message and of products that take about as long as the message alone."""
         part, whole = self._bytes(self.num_bytes), self._bytes(self.num_bytes * dist.get_world_size(self.group))
         square = torch.zeros(SQUARE, SQUARE, device=self.device)
         product_s = seconds(lambda: torch.mm(square, square), self.device)
@@ -104,6 +104,9 @@ class Links:
 
 
 def exposed_share(both_s: float, message_s: float, products_s: float) -> float:
-    """0: the shorter one hides, 1: they run one after the other.  both 5, message 4, products 2 -> 0.5"""
+    """Share of the shorter work that the longer does not hide: 0 if it hides all, 1 if they run one after the other.
+
+    together 5 s, message alone 4 s, products alone 2 s -> 0.5
+    """
     longer, shorter = max(message_s, products_s), min(message_s, products_s)
     return min(1.0, max(0.0, (both_s - longer) / shorter))

@@ -1,7 +1,7 @@
-"""Measures all constants on the ranks of this launch.  Decides nothing about files.
+"""Measures the constants of predictions on the ranks of this launch.  Writes no file.
 
-Alone, a process measures one device.  Under torchrun, the ranks also measure the links between them: those of ranks of
-one node, and with several nodes those of all ranks.
+A single process measures its device.  Under torchrun, the ranks also measure the links between the ranks of a node, and
+with several nodes the links between nodes.
 """
 
 import datetime
@@ -30,7 +30,7 @@ TIMEOUT_S = 600
 class Calibration:
     """The measured constants of a type of device.
 
-    constants: as predictions use them; errors: (predicted - measured) / measured of the short steps, after the fit
+    errors: (predicted - measured) / measured for each short step, after the fit, by name of the step
     """
 
     constants: Constants
@@ -42,9 +42,9 @@ class Calibration:
 
 
 def calibrate(device_type: str, sizes: MeasuredSizes | None = None, store: dist.Store | None = None) -> Calibration:
-    """Joins the ranks of the launch, measures, and leaves.  Every rank returns the same constants.  Collective.
+    """Starts the process groups, measures, and stops them.  Every rank returns the same constants.  Collective.
 
-    store: as in `process_groups.start`; sizes: None: those of the device type
+    sizes: None: `SIZES` of the device type; store: as in `process_groups.start`
     """
     sizes = sizes or SIZES[device_type]
     device = devices.start(device_type)
@@ -74,7 +74,7 @@ def _with_kernels(constants: Constants, kernels: Kernels, source: str, device_ty
 
 
 def _with_links(constants: Constants, sizes: MeasuredSizes, device: torch.device, source: str) -> Constants:
-    """Nothing of one rank but its copies to the host."""
+    """The constants with measured links.  A single rank measures only copies from its host, and only on CUDA."""
     num_ranks, per_node = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     changes: dict[str, Any] = {}
     if device.type == "cuda":
@@ -82,7 +82,7 @@ def _with_links(constants: Constants, sizes: MeasuredSizes, device: torch.device
     if per_node > 1:
         node = dist.new_subgroups(per_node)[0]
         changes |= _of_link("intra_gb_s", Links(sizes.message // (per_node - 1), device, node).measure(), source)
-    if num_ranks > per_node:  # one rank of each node; the groups measure at once, each over its own ports
+    if num_ranks > per_node:  # a group has one rank of each node; all groups measure at once, over their own ports
         groups = [dist.new_group(range(first, num_ranks, per_node)) for first in range(per_node)]
         across, others = groups[dist.get_rank() % per_node], num_ranks // per_node - 1
         between = _of_link("inter_gb_s", Links(sizes.message // others, device, across).measure(), source)

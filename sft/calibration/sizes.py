@@ -8,10 +8,11 @@ from dataclasses import dataclass
 class MeasuredSizes:
     """The sizes of all measurements on a type of device.
 
-    products      smallest sizes of matrix products, of `rows` rows
-    documents     lengths at which attention is measured, in packs of the longest; `heads` of width `head_dim`
+    products      smallest sizes of the measured matrix products, which have at least `rows` rows
+    documents     lengths at which attention is measured, with `heads` heads of width `head_dim`; a pack has as many
+                  tokens as the longest
     message       bytes that a rank receives in the message that measures a bandwidth
-    hidden_size, seq_length, vocab_size  of the model of short training steps
+    hidden_size, seq_length, vocab_size  sizes of the short training steps
     """
 
     products: tuple[int, ...]

@@ -20,7 +20,7 @@ from sft.mcore.process_groups import ProcessGroups
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
 
-NUM_STEPS = 1000  # of the schedule; fewer are taken
+NUM_STEPS = 1000  # length of the learning-rate schedule; fewer steps are taken
 SAMPLES = 3
 SHORT = 64  # tokens of packs that cost little besides overheads
 _RECIPE = """
@@ -33,7 +33,7 @@ optim: {lr: 1.0e-4, schedule: constant}
 
 
 class Step(NamedTuple):
-    """A recipe, and the measured seconds of one of its steps; documents are as long as packs."""
+    """A recipe whose packs are one document each, and the measured seconds of one of its steps."""
 
     name: str
     config: Config
@@ -42,7 +42,7 @@ class Step(NamedTuple):
 
 
 def recipes(sizes: MeasuredSizes, device_type: str, num_ranks: int) -> dict[str, Config]:
-    """The recipes to time, by the part of a step that dominates.  Each rank has 8, 1 or 2 packs."""
+    """The recipes to time, by what dominates or changes a step.  A step has 8, 1 or 2 packs per rank."""
     hidden = sizes.hidden_size
     long = {"seq_length": sizes.seq_length, "packs": 2}
     changes: dict[str, dict[str, Any]] = {
@@ -80,7 +80,7 @@ def _config(
 
 
 def measured(configs: Mapping[str, Config], groups: ProcessGroups) -> Iterator[Step]:
-    """Collective over all ranks."""
+    """Measures a step of each recipe.  Collective over all ranks."""
     for name, config in configs.items():
         layout = Layout.resolve(config, groups.collection.dp.size())
         engine = Engine(config, layout, groups, vocab_size=config.model.vocab_size or 0, num_steps=NUM_STEPS)

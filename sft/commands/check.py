@@ -69,7 +69,7 @@ def check(arguments: Namespace) -> None:
 
 
 def _gpu(recipe: "Recipe", name: str | None) -> "Gpu | None":
-    """The GPU of this name, or that of this machine, if the recipe may run on it."""
+    """The GPU of this name; without a name, the GPU of this machine if it has one and the recipe may use it."""
     from sft.estimate import gpus
 
     if name is not None:

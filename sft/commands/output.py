@@ -12,7 +12,7 @@ from sft.files.atomic_files import replacing, unusable
 
 
 def show(text: str) -> None:
-    """Print a result, which may hold text of files: without characters that a terminal would obey."""
+    """Print a result.  It may contain text of files, so control characters of a terminal are escaped."""
     print(printable(text), flush=True)
 
 

@@ -40,7 +40,7 @@ def probe(arguments: Namespace) -> int:
     recipe = read_recipe(arguments)
     layout = resolve_layout(recipe, launched_world_size() or 1)
     check_paths(recipe)
-    if arguments.probe != "data":  # the others build the model
+    if arguments.probe != "data":  # the other probes build the model
         download_weights(recipe)
 
     from sft.run import environment

@@ -20,9 +20,9 @@ Lines = tuple[list[str], list[str]]  # about the resume, and warnings
 
 
 def with_data(recipe: Recipe, layout: Layout, corpus: "Corpus", loader: "Loader", rows: int) -> Lines:
-    """Compares everything but base weights that were never hashed.
+    """The lines if the data are read.  Everything is compared, except base weights that were never hashed.
 
-    rows: of the embedding, without padding
+    rows: rows of the embedding, without padding
     Raises the error that training would raise: ConfigError or CheckpointError.
     """
     from sft.recipe.start import check_resumed
@@ -39,7 +39,7 @@ def with_data(recipe: Recipe, layout: Layout, corpus: "Corpus", loader: "Loader"
 
 
 def without_data(recipe: Recipe, layout: Layout) -> Lines:
-    """Compares what needs no data, with those files of the run that are on this machine."""
+    """The lines if no data are read.  Everything else is compared with the run's files on this machine."""
     config, folder = recipe.config, Path(recipe.config.run.dir) / "checkpoints"
     resume = config.checkpoint.resume
     is_named = resume not in resume_setting.WORDS and Path(resume).exists()
@@ -53,8 +53,8 @@ def without_data(recipe: Recipe, layout: Layout) -> Lines:
 
 
 def next_start(config: Config) -> str | None:
-    """From where the next start continues, in one line; None if a new run starts.  Compares neither data, base weights
-    nor the layout.
+    """Where the next start continues, in one line; None if a new run starts.  Data, base weights and the layout are not
+    compared.
 
     Raises the error that training would raise: ConfigError or CheckpointError.
     """
@@ -65,7 +65,10 @@ def next_start(config: Config) -> str | None:
 
 
 def _base(config: Config) -> tuple[str | None, set[str]]:
-    """The digest of the base weights, as far as it is remembered, and {BASE} if it is not."""
+    """The remembered digest of the base weights and set(); "" and {BASE} if no digest is remembered.
+
+    Without LoRA: None and set().
+    """
     if not config.lora.is_used:
         return None, set()
     from sft.weights.lora.base_digest import remembered_digest
@@ -83,7 +86,7 @@ def _lines(
     steps_of: Callable[[int], int] | None,
     not_compared: Collection[str],
 ) -> Lines:
-    """steps_of: the steps of a number of epochs; None if the data are not read"""
+    """steps_of: returns the steps of a number of epochs; None if the data are not read"""
     lines, warnings = continuation.lines(resumed, num_steps), []
     if resumed is None:
         return lines, []

@@ -20,7 +20,10 @@ def add(commands: Any) -> None:
 
 
 def train(arguments: Namespace) -> int:
-    """Run `sft train`.  Returns 75 if the run was asked to stop before its end and saved a checkpoint, else 0."""
+    """Run `sft train`.  Returns 75 if the run was asked to stop before its end and saved a checkpoint, else 0.
+
+    With --processes, returns the exit code of the rank that failed first, or 0.
+    """
     if arguments.processes is not None:
         return _train_ranks(arguments)
     if arguments.log_dir is not None:

@@ -1,8 +1,8 @@
 """Every key of a recipe, its type, its default and its meaning.
 
-Decides which keys a recipe may have, and which values and combinations of values are errors.  `sft/recipe/load.py`
-reads files, and `sft/parallel/layout.py` checks the number of GPUs.  All models are frozen: no code writes into a
-config.
+This package decides which keys a recipe may have, and which values and combinations of values are errors.
+`sft/recipe/load.py` reads files, and `sft/parallel/layout.py` checks the number of GPUs.  All models are frozen: no
+code writes into a config.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """The keys of attention, and which backends they allow.
 
-sft/mcore/backends implements the backends.  A recipe is checked before torch and megatron are imported, so what other
-keys need to know of a backend is said here.
+sft/mcore/backends implements the backends.  A recipe is checked before torch and megatron are imported, so this module
+has the properties of backends on which checks of other keys depend.
 """
 
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Keys of layers with full attention in a model whose layers with a sliding window have other heads (Gemma 4)."""
+"""Keys of layers with full attention, for models whose layers with a sliding window have other heads (Gemma 4)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +24,7 @@ class FullAttentionConfig(Section):
 
     @property
     def num_kv_projections(self) -> int:
-        """Projections of a token to keys and values."""
+        """Number of projections of a token to keys and values: 1 if keys are also the values, else 2."""
         return 2 if self.projects_values else 1
 
     def conflicts_with(self, model: Any) -> Iterator[tuple[str, str]]:

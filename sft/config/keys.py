@@ -197,7 +197,7 @@ def _of_another_group(key: str) -> str | None:
 
 
 def _elsewhere(key: str) -> str:
-    """The part of an unknown key that may be the name of another trainer: not the names of sources that users chose."""
+    """The part of an unknown key that may be a setting of another trainer; the user's names of sources are left out."""
     return key.rpartition(".")[2] if is_source(key.rpartition(".")[0]) else key
 
 

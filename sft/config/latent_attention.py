@@ -1,7 +1,7 @@
 """Keys of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), by the names of the field.
 
-keys and values of all heads = projections of one latent of kv_lora_rank numbers, and a rotary key of
-qk_rope_head_dim numbers that all heads share.
+Keys and values of all heads are projections of one latent of kv_lora_rank elements.  In addition, all heads share a
+rotary key of qk_rope_head_dim elements.
 """
 
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ class LatentAttentionConfig(MixerSection):
 
     @property
     def compressed_width(self) -> int:
-        """Numbers of a token's latent and rotary key; 0 without latent attention."""
+        """Elements of a token's latent and rotary key; 0 without latent attention."""
         return self.kv_lora_rank + self.qk_rope_head_dim if self.kv_lora_rank is not None else 0
 
     @property
@@ -64,7 +64,7 @@ class LatentAttentionConfig(MixerSection):
     def sends_latent(self, num_heads: int) -> bool:
         """Whether layers save the latent and send it over cp, not keys and values of the rank's `num_heads` heads.
 
-        DeepSeek-V3: 576 numbers, or 320 for each head -> from 2 heads on a rank on, the latent
+        DeepSeek-V3: a latent of 576 elements, or 320 elements for each head -> True from 2 heads on a rank
         """
         return self.compressed_width <= num_heads * (self.qk_head_dim + self.v_head_dim)
 

@@ -51,10 +51,10 @@ class LinearAttentionConfig(MixerSection):
 
     @property
     def key_width(self) -> int:
-        """Numbers in all keys of a token, and in all queries; 0 without layers."""
+        """Elements of all keys of a token, and of all its queries; 0 without layers."""
         return (self.num_key_heads or 0) * self.key_head_dim
 
     @property
     def value_width(self) -> int:
-        """Numbers in all values of a token; 0 without layers."""
+        """Elements of all values of a token; 0 without layers."""
         return (self.num_value_heads or 0) * self.value_head_dim

@@ -195,7 +195,7 @@ def installed() -> str | None:
 def why_not(name: str, value: object, release: str | None) -> str | None:
     """Why model.megatron may not set the field `name` to `value` with a release of core; None: it may.
 
-    release: as of `installed`; None is taken for the newest version that is supported
+    release: the result of `installed`; None counts as the newest supported version
 
     num_layers, 3, 0.16.1 -> has its own key; use model.num_layers
     """

@@ -1,4 +1,4 @@
-"""The base class of the groups of keys of layers whose mixer is no attention of the usual form."""
+"""The base class of the sections for layers with linear or latent attention."""
 
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
@@ -28,5 +28,5 @@ class MixerSection(Section):
         return number in self.named
 
     def conflicts_with(self, model: Any) -> Iterator[tuple[str, str]]:
-        """The keys of the model that layers of this kind exclude, each with the reason.  model: its ModelConfig"""
+        """The keys of the model that layers of this kind exclude, each with the reason.  model: a ModelConfig"""
         yield from ()

@@ -18,8 +18,8 @@ from sft.config.section import UNREPORTED, Path, Positive, Section, divisors
 MOST_LAYERS = 4096  # 126 in Llama 3.1 405B; each layer is work for this trainer before it reads a weight
 _MOST_IN_ALL = 1_000_000  # experts of all layers: 23,424 in Kimi K2
 RANDOM = "random"  # of init_from; a folder of this name is ./random
-# Groups of keys of layers that have no attention of the usual form.  A layer is of the first kind that has it, so one
-# that may have all layers comes last.
+# Sections for layers with linear or latent attention.  A layer has the kind of the first section whose `has_layer` is
+# true, so latent attention, which takes all layers, comes last.
 MIXER_SECTIONS: dict[str, type[MixerSection]] = {
     "linear_attention": LinearAttentionConfig,
     "latent_attention": LatentAttentionConfig,
@@ -185,7 +185,7 @@ class ModelConfig(Section):
 
     @property
     def resolved_head_dim(self) -> int:
-        """Width of a query and of a key: that of latent attention, `head_dim`, or hidden_size / num_attention_heads."""
+        """Width of a query and a key: latent_attention.qk_head_dim, `head_dim` or hidden_size / num_attention_heads."""
         latent = self.latent_attention
         return latent.qk_head_dim if latent.is_used else self.head_dim or self.hidden_size // self.num_attention_heads
 
@@ -196,7 +196,7 @@ class ModelConfig(Section):
 
     @property
     def rotary_dim(self) -> int:
-        """Numbers of a head that are rotated; of proportional positions all, some of them by an angle of 0."""
+        """How many elements of a head are rotated.  With proportional positions all are, some by an angle of 0."""
         latent = self.latent_attention
         if self.rope.is_proportional:
             return self.resolved_head_dim
@@ -230,12 +230,12 @@ class ModelConfig(Section):
 
     @property
     def mixer_sections(self) -> dict[str, MixerSection]:
-        """The groups of keys of layers that have no attention of the usual form, by name."""
+        """The sections for layers with linear or latent attention, by name."""
         return {name: getattr(self, name) for name in MIXER_SECTIONS}
 
     @property
     def stacks_layers(self) -> bool:
-        """Whether a checkpoint has one tensor for the same weight of all layers: only if all are of one kind."""
+        """Whether a checkpoint stacks each weight over all layers in one tensor, which needs layers of equal shapes."""
         is_mixed = any(section.named for section in self.mixer_sections.values())
         return not (is_mixed or self.moe.dense_layers or self.full_attention.is_used)
 

@@ -58,7 +58,7 @@ class RopeConfig(Section):
 
     @property
     def mscale(self) -> float:
-        """yarn: the number that, with mscale_all_dim, gives attention_factor where files lack attention_factor.
+        """yarn: the value `mscale` in a config.json that gives attention_factor, together with mscale_all_dim.
 
         factor 40, mscale_all_dim 1, attention_factor 1 -> 1
         """

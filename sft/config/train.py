@@ -8,7 +8,7 @@ from pydantic import Field
 
 from sft.config.section import Fraction, NonNegative, Positive, Section
 
-FP32 = 4  # bytes of a number
+FP32 = 4  # bytes of an element
 MtpMode = Literal["off", "detached", "joint"]
 
 
@@ -80,9 +80,9 @@ class LossConfig(Section):
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """The states of an optimizer for each parameter, for the estimate and for checkpoints.  `mcore/optimizer` runs it.
+    """The states that an optimizer keeps for each parameter, for the estimate and for checkpoints.
 
-    moments: names of the fp32 numbers, as torch's optimizer names them
+    `mcore/optimizer` runs the optimizer.  moments: names of the fp32 states in torch's optimizer
     """
 
     moments: tuple[str, ...]

@@ -1,8 +1,9 @@
 """Reads and writes the part of YAML 1.2 that a recipe needs.
 
-Decides the type and value of a scalar.  Refuses anchors, aliases, tags and several documents.  Does not know the keys
-of a recipe.  PyYAML parses the text into events, and this module reads the events.  PyYAML's own loader is not used,
-because it reads YAML 1.1 (no is false, 010 is 8, 1e-5 is text), accepts duplicate keys and drops line numbers.
+This module decides the type and value of a scalar.  It refuses anchors, aliases, tags and several documents.  It does
+not know the keys of a recipe.  PyYAML parses the text into events, and this module reads the events.  PyYAML's own
+loader is not used, because it reads YAML 1.1 (no is false, 010 is 8, 1e-5 is text), accepts duplicate keys and drops
+line numbers.
 
     1e-5 -> 1e-05    5e4 -> 50000.0    7 -> 7    true -> True    ~ -> None    "7" -> "7"
     text: no, on, off, yes, 010, 0x1F, 1_000, 1:30:00, 2024-01-01

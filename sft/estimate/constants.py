@@ -31,7 +31,7 @@ HOST_ADAM_GB_S = 60.0  # two sockets, shared by 8 GPUs; Adam on the CPU moves 28
 
 
 class Constant(NamedTuple):
-    """One measured or assumed number.  source: "measured 2026-11-23 on NVIDIA H100" or "assumed: why" """
+    """One measured or assumed constant.  source: "measured 2026-11-23 on NVIDIA H100" or "assumed: why" """
 
     value: float
     source: str
@@ -115,7 +115,7 @@ class Constants:
                 yield field.name, value
 
     def with_peak(self, tflops: float) -> "Constants":
-        """The constants for another peak.  All rates of matrix products and attention change in proportion."""
+        """The constants for another peak.  The rates of matrix products and attention change in proportion to it."""
         scale = tflops / self.peak_tflops
         changes: dict[str, Any] = {"peak_tflops": tflops}
         for name, value in self.items():
@@ -170,7 +170,7 @@ def assumed(gpu: Gpu, fabric_gb_s: float) -> Constants:
 
 
 def path_of(gpu: str) -> Path:
-    """The file of a type of GPU: SFT_CACHE/calibration/h100.json; SFT_CACHE is ~/.cache/sft if it is not set."""
+    """The file of a type of GPU: $SFT_CACHE/calibration/h100.json; SFT_CACHE is ~/.cache/sft if it is not set."""
     return Path(os.environ.get("SFT_CACHE") or Path.home() / ".cache" / "sft") / "calibration" / f"{gpu}.json"
 
 
@@ -189,7 +189,7 @@ def write(constants: Constants, path: Path) -> None:
 
 
 def read(path: Path) -> Constants:
-    """The constants of a file that `write` made.  Raises ConfigError for anything else."""
+    """The constants in a file that `write` made.  Raises ConfigError if the file is missing or not valid."""
     try:
         return _parsed(json.loads(read_file(path, CONFIG_BYTES)))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -23,7 +23,8 @@ class Gpu:
     memory_bytes     capacity that CUDA reports; less than the name says if ECC takes a part
     tflops           dense bf16 peak
     hbm_gb_s         bandwidth of the GPU's memory
-    intra_node_gb_s  GB/s that it receives from GPUs of its node in a collective: about 3/4 of one direction of the link
+    intra_node_gb_s  GB/s that the GPU receives from GPUs of its node in a collective: about 3/4 of the link's one
+                     direction
     pcie_gb_s        GB/s of copies between the device and page-locked host memory, in one direction
     """
 
@@ -66,14 +67,14 @@ FABRICS: Mapping[str, float] = {
 
 
 def gpu(name: str) -> Gpu:
-    """The GPU of this name.  Raises ConfigError that lists the names."""
+    """The GPU of this name.  Raises ConfigError with the list of names if the name is unknown."""
     if name not in GPUS:
         raise ConfigError(f"unknown GPU {name}.  Known GPUs: {', '.join(sorted(GPUS))}.")
     return GPUS[name]
 
 
 def fabric(name: str) -> float:
-    """GB/s of the network of this name, or of a number.  Raises ConfigError that lists the names.
+    """GB/s of the network of this name, or the number in the text.  Raises ConfigError if it is neither.
 
     "ib400" -> 40        "25" -> 25
     """
@@ -90,7 +91,10 @@ def fabric(name: str) -> float:
 
 
 def gpu_of_machine(driver: Path = Path("/proc/driver/nvidia/gpus")) -> Gpu | None:
-    """The GPU of this machine, as NVIDIA's driver names it, without CUDA; None: no GPU, or one not in the table."""
+    """The GPU of this machine, read from the files of NVIDIA's driver, without CUDA.
+
+    None: there is no GPU, or the table does not have it.
+    """
     for path in sorted(driver.glob("*/information")):
         models = [line.partition(":")[2].strip() for line in path.read_text().splitlines() if line.startswith("Model")]
         if models:
@@ -99,7 +103,7 @@ def gpu_of_machine(driver: Path = Path("/proc/driver/nvidia/gpus")) -> Gpu | Non
 
 
 def gpu_of_device(name: str) -> Gpu | None:
-    """The GPU whose driver or CUDA reports this name: "NVIDIA H100 80GB HBM3" -> h100; None: not in the table."""
+    """The GPU with this name in the driver or in CUDA: "NVIDIA H100 80GB HBM3" -> h100; None: not in the table."""
     words = name.lower()
     for key in ("gb200", "b300", "b200", "h200", "h100", "h20", "l40s", "mi300x"):
         if key in words:
@@ -111,7 +115,7 @@ def gpu_of_device(name: str) -> Gpu | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Usable:
-    """The bytes of a GPU, and the bytes that a run's tensors cannot use."""
+    """The bytes of a GPU (`capacity`), and in the other fields the parts of them that a run's tensors cannot use."""
 
     capacity: float
     context: float

@@ -20,8 +20,8 @@ from sft.parallel.layout import Layout
 
 GRADIENT_SUM_BYTES = 10  # per parameter and microbatch: a bf16 gradient is read, its fp32 sum read and written
 
-# Plain torch computes attention in fp32, outside of tensor cores, where an H100 has 67 instead of 989 TFLOP/s.  Tiles
-# may reach half of them.  The flash kernel reaches 0.27 to 0.36 of 989.  So 10 is an assumption, not a measurement.
+# Plain torch computes attention in fp32, without tensor cores.  An H100 then has a peak of 67 instead of 989 TFLOP/s.
+# Plain tiles may reach half of 67.  The flash kernel reaches 0.27 to 0.36 of 989.  The factor 10 is an assumption.
 PLAIN_SLOWDOWN = 10.0
 
 
@@ -119,7 +119,7 @@ class LayerWork:
         return num_trained * GRADIENT_SUM_BYTES / (self.constants.elementwise_gb_s.value * 1e9)
 
     def offload(self, forward_s: float, backward_s: float) -> float:
-        """Seconds by which copies to host memory and back take longer than the passes that hide them."""
+        """Seconds that copies of activations to host memory and back take beyond the passes that hide them."""
         fraction = self.config.train.offload_fraction
         if fraction == 0.0:
             return 0.0
@@ -132,16 +132,16 @@ class LayerWork:
 
 
 def uses_portable(config: Config) -> bool:
-    """Whether attention runs on the portable backend; auto takes te wherever it can compute the model."""
+    """Whether attention runs on the portable backend.  attention.backend = auto is assumed to take te if it can."""
     is_cpu = config.run.device == "cpu" or config.run.precision == "fp32"
     is_portable = config.attention.backend == "portable" or config.auto_is_portable is not None
     return is_portable or config.model.portable_only is not None or is_cpu
 
 
 def cp_sizes(layout: Layout, tokens: np.ndarray, config: Config) -> list[int]:
-    """The cp size of documents of each length: cp, or with dynamic CP the smallest one whose ranks hold the document.
+    """The cp size for documents of each length: cp, or with dynamic CP the smallest size whose ranks can hold the pack.
 
-    packs of 1024, cp 4 dynamic, lengths 100, 300, 1000 -> 1, 2, 4
+    packs of 1024, dynamic CP up to 4, lengths 100, 300, 1000 -> cp sizes 1, 2, 4
     """
     if not layout.cp_sizes:
         return [layout.cp] * len(tokens)

@@ -1,4 +1,4 @@
-"""The distribution of document lengths, from which the time of attention is predicted.  Packs no documents."""
+"""The distribution of document lengths, from which the time of attention is predicted."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from sft.errors import ConfigError
 
-MAX_BINS = 64  # number of bins for a corpus; a bin counts as the root of the mean square of its lengths
+MAX_BINS = 64  # for the lengths of a corpus; all documents of a bin get the root mean square of their lengths
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,15 @@ class Lengths:
 
     @staticmethod
     def all_of(length: int) -> "Lengths":
-        """The distribution whose documents all have this length."""
+        """The distribution in which all documents have this length."""
         return Lengths(np.array([float(length)]), np.ones(1))
 
     @staticmethod
     def of_corpus(lengths: np.ndarray) -> "Lengths":
-        """The distribution of a corpus, in at most MAX_BINS bins of equal ratio.  lengths: int [documents]"""
+        """The distribution of a corpus.  lengths: int [documents]
+        More than MAX_BINS different lengths are put into at most MAX_BINS bins, whose edges form a geometric series.
+        Raises ConfigError if no document has tokens.
+        """
         real = np.asarray(lengths, dtype=np.float64)
         real = real[real > 0]
         if len(real) == 0:
@@ -57,10 +60,10 @@ class Lengths:
         return Lengths(tokens, weights / weights.sum())
 
     def of_pack(self, seq_length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Lengths, and the average number of documents of each length in a full pack: two arrays [n].
+        """Lengths, and the average number of documents of each length in a full pack: two arrays float64 [n].
 
-        A document that is longer than seq_length counts as seq_length.
-        lengths 2 and 6, shares 1/2, packs of 8 -> 2 and 6, 1 and 1
+        A document that is longer than seq_length counts as seq_length tokens.
+        lengths [2, 6], shares [1/2, 1/2], packs of 8 -> [2, 6], [1, 1]
         """
         tokens = np.minimum(self.tokens, seq_length)
         return tokens, self.shares * seq_length / float(self.shares @ tokens)

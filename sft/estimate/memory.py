@@ -2,11 +2,11 @@
 
     device = weights + gradients + optimizer + layers + ends + the largest of the working sets
 
-The files of sft/layers give the bytes of the halves of a layer.  This module adds up bytes over a layer, a stage and a
-run.  `layers` are the tensors that layers save for backward, `ends` the rotary tables.  A working set is the memory
-that the loss head, or backward of an MLP or of attention, needs for a time (working_sets.py).  The numbers assume CUDA
-with fused activations and torch's flash kernel, or with run.device = cpu the plain operations of a CPU.  The estimate
-leaves out CUDA itself, NCCL (communicators.py) and gaps between allocations.
+The files of sft/layers give the bytes of the two halves of a layer.  This module adds them up over a stage.  `layers`
+are the tensors that layers save for backward, `ends` the rotary tables.  A working set is the temporary memory of the
+loss head, or of backward in an MLP or in attention (working_sets.py).  The estimate assumes CUDA with fused activations
+and the attention kernels that may run, or with run.device = cpu the plain operations of a CPU.  It leaves out CUDA
+itself, NCCL (communicators.py) and gaps between allocations.
 """
 
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class Memory:
 
     @property
     def peak(self) -> WorkingSet:
-        """The working set that needs the most memory together with the layers' saved tensors of that time."""
+        """The working set that needs the most memory together with the tensors that layers still save at that time."""
         return max(self.sets, key=lambda working: working.net)
 
     @property

@@ -57,7 +57,7 @@ class Messages:
         return self.config.model.num_layers / self.layout.pp
 
     def _seconds(self, num_bytes: float, gb_s: float, count: float) -> float:
-        """Seconds of `count` messages that have num_bytes together."""
+        """Seconds of `count` messages that have num_bytes in total."""
         return num_bytes / (gb_s * 1e9) + count * self.constants.latency_us.value * 1e-6
 
     def _tensor_parallel(self, backward: Seconds) -> float:
@@ -91,8 +91,8 @@ class Messages:
         cost = CpBytes.of(config)
         ring, others, hops = 0.0, 0.0, 0.0
         passes = 3 if config.train.recompute == "full" else 2
-        gathered, reduced = passes * self._width, FP32  # bytes of a number of a key, and of its gradient
-        longer = 1.0  # a ring sends both in the same way
+        gathered, reduced = passes * self._width, FP32  # bytes per element of a key in all passes, and of its gradient
+        longer = 1.0  # a ring sends keys and gradients at the same rate
         if uses_portable(config):
             longer = (gathered + reduced / self.constants.reduce_scatter.value) / (gathered + reduced)
         tokens, counts = self.lengths.of_pack(config.data.seq_length)

@@ -15,14 +15,17 @@ def gradients_of_experts(model: ModelConfig, rank: RankShare) -> float:
 
 
 def widest_gradient(model: ModelConfig, rank: RankShare) -> float:
-    """Bytes of the weight gradient of gate and up before it is added to the fp32 sum."""
+    """Bytes of a rank's largest weight gradient of gate and up, before it is added to the fp32 sum."""
     dense = model.ffn_hidden_size if model.moe.dense_layers else 0
     widest = max(model.resolved_expert_ffn, model.moe.shared_ffn_hidden_size or 0, dense)
     return rank.width * model.hidden_size * 2 * widest / rank.tp
 
 
 def loss_head(loss: LossConfig, model: ModelConfig, rank: RankShare, *, vocab_rows: float, tokens: float) -> float:
-    """Bytes that the loss head allocates, without its inputs (docs/concepts/loss.md).  tokens: tokens of this rank"""
+    """Bytes that the loss head allocates, without its inputs (docs/concepts/loss.md).
+
+    vocab_rows: rows of the output weight on this rank; tokens: tokens on this rank
+    """
     if loss.impl == "chunked":
         return 2 * rank.width * tokens * vocab_rows
     if loss.impl == "full":

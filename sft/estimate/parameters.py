@@ -19,7 +19,7 @@ class Numbers:
         return self.dense + self.experts
 
     def owned(self, layout: Layout) -> float:
-        """The parameters of a rank's share, if all ranks that hold the same weights divide these among them."""
+        """Number of parameters in the rank's shard, if all ranks that hold the same weights divide these equally."""
         return self.dense / (layout.dp * layout.cp) + self.experts / layout.expert_copies
 
     def __add__(self, other: "Numbers") -> "Numbers":
@@ -28,7 +28,7 @@ class Numbers:
 
 @dataclass(frozen=True, kw_only=True)
 class StageParameters:
-    """The parameters of one rank of a stage.  all: with adapters; trained: that the optimizer updates"""
+    """The parameters of one rank of a stage.  all: the model's and the adapters'; trained: those that are updated"""
 
     all: Numbers
     trained: Numbers
@@ -46,7 +46,8 @@ def stage_parameters(stage: Stage) -> StageParameters:
 def _weights(stage: Stage) -> Numbers:
     """The weights of the model on one rank of the stage.
 
-    hidden size 4, MLP width 8, 2 heads of width 2, 1 layer, tied embeddings, 128 tokens, one rank -> 512 + 172, 0
+    hidden size 4, MLP width 8, 2 heads of width 2, 1 layer, tied embeddings, vocabulary of 128, one rank
+    -> dense 512 + 172, experts 0
     """
     model, layout = stage.config.model, stage.layout
     layers = [(group.parameters, stage.num_on(group.numbers)) for group in stage.groups]
@@ -73,7 +74,7 @@ def _factors(stage: Stage) -> Numbers:
 
 
 def _whole(stage: Stage) -> Numbers:
-    """The parameters on one rank of the stage that are trained themselves, without adapters."""
+    """The model's own parameters on one rank of the stage that are trained; adapters do not count."""
     layout = stage.layout
     own = [weight for weight in stage.trained.whole or () if _is_on(weight, stage)]
     experts = sum(weight.size for weight in own if weight.is_expert) / (layout.ep * layout.etp)

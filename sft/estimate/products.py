@@ -23,7 +23,7 @@ _RECOMPUTED |= {
 
 
 class Product(NamedTuple):
-    """A product [rows, inner] x [inner, columns], `copies` times, and the products of its backward, of equal FLOPs.
+    """A product [rows, inner] x [inner, columns] of `copies` matrices, and its products in backward, of equal FLOPs.
 
     part      "attention", "linear attention", "mlp", "shared", "experts" (grouped products), "router", "head", ...:
               `LayerWeight.part`
@@ -54,7 +54,7 @@ class Product(NamedTuple):
 
     @property
     def smallest(self) -> float:
-        """The smallest of its three sizes, which decides how fast the product runs."""
+        """The smallest of rows, columns and inner, which decides how fast the product runs."""
         return min(self.rows, self.columns, self.inner)
 
 
@@ -73,7 +73,7 @@ def layer_products(config: Config, layout: Layout, model_products: ModelProducts
 
 
 def _keeps_graph(config: Config, layout: Layout) -> bool:
-    """Whether backward reaches the embedding even if nothing below some layer is trained (sft/mcore/lora/freeze.py)."""
+    """Whether backward reaches the embedding even if the lowest layers are frozen (sft/mcore/lora/freeze.py)."""
     return config.train.recompute == "full" or layout.pp > 1 or config.run.fp8 is not None
 
 
@@ -119,7 +119,7 @@ def _weight_products(
 
 
 def _expert_sizes(model: ModelConfig, layout: Layout, tokens: float, layers: float) -> tuple[float, float, int]:
-    """Rows of one expert, number of experts of the rank in all layers, and etp.  Assumes equally many tokens each."""
+    """(rows of one expert, number of the rank's experts in these layers, etp), if experts get equally many tokens."""
     num_experts, top_k = model.moe.num_experts or 1, model.moe.top_k or 1
     own = num_experts / layout.ep
     sent = tokens * layout.etp * top_k / (layout.tp if layout.sequence_parallel else 1)
@@ -127,7 +127,7 @@ def _expert_sizes(model: ModelConfig, layout: Layout, tokens: float, layers: flo
 
 
 def _repeated(config: Config, part: str) -> float:
-    """Number of forward passes that backward computes again."""
+    """How often backward computes the part's forward products again."""
     recompute, is_tiled = config.train.recompute, config.train.mlp_tile is not None
     repeated = 1.0 if recompute == "full" or (recompute == "selective" and part in _RECOMPUTED) else 0.0
     if part == "mlp" and is_tiled:

@@ -1,7 +1,7 @@
 """Computes the bytes of activations that layers save for backward, per local token.  Arithmetic only.
 
-The files of sft/layers give the bytes of the halves of a layer.  This module selects the ones that are saved with the
-recipe's train.recompute and train.mlp_tile.  memory.py sums them over layers.
+The files of sft/layers give the bytes of the two halves of a layer.  This module selects the tensors that are saved
+with the recipe's train.recompute and train.mlp_tile.  working_sets.py sums their bytes over layers.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""A pipeline stage, seen from one of its ranks: the layers and the rows of which the rank holds a part."""
+"""A pipeline stage, seen from one of its ranks: its layers, and the rank's rows of the embedding and output weight."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from sft.parallel.layout import Layout, padded_vocab_size
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A pipeline stage.  Backward of its last model chunk comes first.
+    """A pipeline stage.  In backward, its last model chunk comes first.
 
     number   number of the stage, from 0
     rank     the part of a layer's tensors that one of its ranks holds
@@ -59,10 +59,10 @@ class Stage:
 
     @property
     def num_waiting(self) -> int:
-        """Number of forward passes of model chunks whose backward has not run.
+        """Largest number of forward passes of model chunks whose backward has not run.
 
-        Each keeps saved tensors and rotary tables.  pp 4 -> 4 on the first stage, 1 on the last; with 2 virtual stages
-        11 and 5
+        Each such pass keeps saved tensors and rotary tables.  pp 4 -> 4 on the first stage, 1 on the last; with 2
+        virtual stages 11 and 5
         """
         pp, virtual, num_microbatches = self.layout.pp, self.layout.virtual_stages, self.layout.num_microbatches
         if self.layout.cp_sizes:  # the pack plan decides the number of microbatches of a step, which may be larger

@@ -78,7 +78,7 @@ def step_time(
 ) -> StepTime:
     """The predicted time of a step.
 
-    products: those of config.model, `trained` and config.lora.rank, to compute them once for many layouts
+    products: ModelProducts.of(config.model, trained, rank of adapters), if the caller has it; None: computed here
     """
     pack, rank = config.data.seq_length, config.lora.rank or 0
     products = products or ModelProducts.of(config.model, trained, rank)

@@ -16,11 +16,14 @@ from sft.parallel.layout import Layout
 
 ASSUMED_GPU = "h100"
 _SMALL = 0.01  # a part below this share of the step is not printed
-_ALIKE = 1.05  # a step of the longest documents gets its own line if it takes more than this many times as long
+_ALIKE = 1.05  # a step of packs with the longest documents gets a line if it takes more than this many times as long
 
 
 def constants_for(config: Config, gpu: gpus.Gpu | None) -> Constants | None:
-    """The constants of the GPU; without a GPU, of an H100 with the peak log.peak_tflops; None: in fp32 or on a CPU."""
+    """The constants of the GPU; without a GPU, those of an H100 with the peak log.peak_tflops if that is set.
+
+    None: the run is in fp32 or on a CPU.
+    """
     if config.run.precision == "fp32" or config.run.device == "cpu":
         return None
     constants = constants_of(gpu or gpus.gpu(ASSUMED_GPU), config.parallel.inter_node_gb_s)

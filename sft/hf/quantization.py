@@ -60,9 +60,8 @@ def scheme_of(content: Mapping[str, Any]) -> tuple[Scheme | Mxfp4 | None, list[s
         problems = _unknown(config, _MXFP4_KEYS)
         return (None if problems else Mxfp4(dtype=dtype)), problems
     if method == "fp8":
-        block, problems = config.get("weight_block_size", [128, 128]), _unknown(
-            config, _FP8_KEYS
-        )  # transformers' default
+        block = config.get("weight_block_size", [128, 128])  # transformers' default
+        problems = _unknown(config, _FP8_KEYS)
         if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn", None):
             problems.append(f"{QUANTIZATION}.fmt = {json.dumps(config['fmt'])} is not supported, only e4m3")
     elif method == "compressed-tensors":

@@ -1,7 +1,7 @@
 """The weights and adapters that a run trains: the contract between `hf`, which knows names of weights, and `mcore`.
 
-A run trains all weights; or with train.freeze some of them; or with LoRA adapters, and at most the embedding and the
-output weight.  Weights that are not trained are frozen.
+A run trains all weights, or some of them (train.freeze), or LoRA adapters.  With LoRA, it can also train the embedding
+and the output weight.  Weights that are not trained are frozen.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,11 +18,11 @@ EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """The adapter of one Linear of the Hugging Face model.  One object stands for the adapters of a layer's experts.
+    """The adapter of one Linear of the Hugging Face model.  One object describes the adapters of a layer's experts.
     name        the Linear's name, "model.layers.3.self_attn.q_proj"; for experts, * replaces the expert's number:
                 "model.layers.3.mlp.experts.*.gate_proj"
     parts       the parts of our weight that hold the Linear's rows, in the order of these rows
-    num_blocks  the Linear's rows are this many equal blocks, each with rows of all parts
+    num_blocks  number of equal blocks of the Linear's rows; each block has rows of all parts
     """
 
     name: str
@@ -34,12 +34,12 @@ class Adapter:
 class AdaptedWeight:
     """One of our weights, which holds the rows of one or several Linears, with the adapters of these Linears.
 
-    One object stands for the weights of a layer's experts.
+    One object describes the weights of all experts of a layer.
     module      name of the module in its layer, "self_attention.linear_qkv"
     layer       number of the layer, from 0
-    num_experts number of experts that have such a weight; 0: not a weight of experts
+    num_experts number of the layer's experts, each of which has such a weight; 0: not a weight of experts
     part_rows   number of rows of each part: gate and up, or q, k and v
-    num_groups  the rows are this many groups, each with rows of all parts; 1: each part is contiguous
+    num_groups  number of equal groups of rows; each group has rows of all parts.  1: each part is contiguous
     """
 
     module: str
@@ -61,7 +61,7 @@ class AdaptedWeight:
         return weight_of(f"{self.module}.weight").split == ""
 
     def num_trained(self, rank: int, tp: int = 1) -> float:
-        """Parameters of the adapters on one of `tp` ranks, if the rank holds all experts.
+        """Number of adapter parameters on one of `tp` ranks, if it holds all experts.  rank: rank of the adapters
 
         a weight of 6 x 4 with one adapter of rank 2: 20; on each of 2 ranks 14 (column parallel) or 16 (row parallel)
         """
@@ -81,7 +81,7 @@ class AdaptedWeight:
 
 
 def names_of(name: str, experts: Iterable[int]) -> list[str]:
-    """The names of the Linears that an adapter's name stands for.
+    """The names of the Linears that `name`, the name of an `Adapter`, stands for.
 
     "experts.*.w1", experts 2 and 3 -> "experts.2.w1", "experts.3.w1"; a name without * -> itself
     """
@@ -90,11 +90,11 @@ def names_of(name: str, experts: Iterable[int]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """One of our weights, as a part of a tensor of a checkpoint.
+    """One of our weights, stored as a checkpoint tensor or as a slice of one.
 
     key      "decoder.layers.mlp.linear_fc1.weight"; "decoder.layers.3.mlp.linear_fc1.weight" if layers are not stacked
     index    the weight's layer if layers are stacked, then its expert in the layer; () if it has neither
-    shape    shape of the weight, without rows of padding
+    shape    shape of the weight, without padding rows
     """
 
     key: str
@@ -129,7 +129,7 @@ class Trained:
     """The trained part of a model.
 
     adapted  the weights with adapters
-    whole    the weights that the optimizer updates themselves; None: all weights of the model
+    whole    the model's own weights that the optimizer updates; None: all weights of the model
     """
 
     adapted: Sequence[AdaptedWeight] = ()
@@ -140,7 +140,7 @@ class Trained:
         return frozenset((weight.key, weight.index) for weight in self.whole or ())
 
     def has(self, key: str, index: tuple[int, ...]) -> bool:
-        """Whether the optimizer updates this weight itself."""
+        """Whether the optimizer updates this weight, and not only its adapters."""
         return self.whole is None or (key, index) in self._whole
 
     def describe(self, rank: int | None, num_parameters: int) -> str:

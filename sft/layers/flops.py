@@ -1,4 +1,4 @@
-"""Counts the parameters of a model and its FLOPs per token.  Arithmetic only."""
+"""Counts the parameters of a model, and the FLOPs of tokens and of attention over documents.  Arithmetic only."""
 
 import math
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from sft.layers.adapters import EMBEDDING, HEAD, Trained
 from sft.layers.kinds import all_layer_groups
 
 ASSUMED_TFLOPS = 989.0  # dense bf16 peak of an H100 SXM, if log.peak_tflops is null
-# Share of the peak that a run achieves.  FlashAttention-2 reaches 0.31 to 0.37 of the peak of an H100.  Matrix products
-# and newer attention kernels reach more, so the real time is more often below the estimate than above it.
+# Share of the peak that a run is assumed to reach.  On one H200, steps with long packs had an MFU of 0.30 to 0.34 with
+# FlashAttention-2, and of 0.48 with FlashAttention-4 (docs/numbers/h200.md).
 ASSUMED_SHARE = 0.35
 
 
@@ -46,12 +46,12 @@ def describe_parameters(model: ModelConfig, vocab_size: int) -> str:
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """The cost of attention over a document.  The unit is the cost of a token's other computation in the layers.
+    """The cost of attention over a document.  The unit is the cost of one token in the layers without attention.
 
         cost = length ** 2 / crossover + m * (2 * length - m) / window_crossover, with m = min(length, window)
 
-    crossover         length at which the layers with full attention take as many FLOPs as all other computation
-    window_crossover  length at which the layers with a sliding window would do so, if their window had no limit
+    crossover         length at which full attention takes as many FLOPs as all other computation of the layers
+    window_crossover  the same length for the layers with a sliding window, as if they had no window
     """
 
     crossover: float = math.inf
@@ -60,7 +60,9 @@ class AttentionCost:
 
     @staticmethod
     def of(model: ModelConfig) -> "AttentionCost":
-        """Llama 8B -> AttentionCost(53,248); with a window of 4,096 in half of the layers 106,496 and 106,496"""
+        """The cost for a model.
+        Llama 8B: crossover 53,248.  With a window of 4,096 in half of the layers: both crossovers 106,496
+        """
         of_layers, full, windows = sum(_products(model)), 0.0, 0.0
         for group in all_layer_groups(model):
             width = len(group.numbers) * group.mixer.pair_width
@@ -100,7 +102,7 @@ class AttentionCost:
 
 
 def _products(model: ModelConfig) -> tuple[int, int]:
-    """Multiplications of a token in all layers: with weights, and with states of linear attention."""
+    """Multiplications per token in all layers: (with weights, with states of linear attention)."""
     top_k = model.moe.top_k or 0
     layers = [(group.parameters, len(group.numbers)) for group in all_layer_groups(model)]
     weights = sum(number * (layer.products + top_k * layer.expert_products) for layer, number in layers)
@@ -116,8 +118,9 @@ class TrainFlops:
     heads * (key width + value width) FLOPs per layer and squared length in forward, and twice that in backward.  Linear
     attention costs the same for every token.
 
-    per_token  FLOPs per token of a document, with linear attention, without softmax attention
-    per_label  FLOPs per supervised token.  With multi-token prediction both heads count, as if for equally many labels
+    per_token  FLOPs per token in the layers, with linear attention, without softmax attention
+    per_label  FLOPs per supervised token in the loss head; with multi-token prediction in both heads, as if both had
+               equally many labels
     cost       attention's FLOPs of a document, divided by per_token + saved
     saved      FLOPs per token that frozen weights save
     """

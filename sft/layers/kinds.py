@@ -1,7 +1,7 @@
 """The layers of a model: the mixer and the MLP of each, and groups of layers that are alike.
 
-Code about one layer gets a model whose layers are all of its kind.  So `head_dim` and `num_query_groups` of this model
-are those of the layer.
+Code that works on one layer gets a model config whose layers all have the kind of this layer.  So its `head_dim` and
+`num_query_groups` are the sizes of the layer.
 """
 
 from collections import Counter
@@ -22,9 +22,9 @@ from sft.layers.weights import AFTER_MIXER, AFTER_MLP
 
 
 def model_of_kind(model: ModelConfig, kind: LayerKind) -> ModelConfig:
-    """The model whose layers all have the heads, the window and the positions of this kind of layer.
+    """A model whose layers all have the heads, the window and the positions of this kind of layer.
 
-    The model itself, unless `full_attention` makes a difference.
+    The result is `model` itself, unless model.full_attention gives this kind other sizes.
     """
     return MIXERS[kind].narrowed(model)
 
@@ -34,7 +34,7 @@ class LayerGroup:
     """The layers of a model that are alike.
 
     numbers  the numbers of the layers, from 1
-    around   weights beside those of mixer and MLP
+    around   weights of the block for multi-token prediction, outside of its mixer and MLP; () for other layers
     """
 
     mixer: Mixer
@@ -49,21 +49,21 @@ class LayerGroup:
 
     @property
     def is_mtp(self) -> bool:
-        """Whether it is the layer of the block for multi-token prediction."""
+        """Whether this is the layer of the block for multi-token prediction."""
         return bool(self.around)
 
     @property
     def weights(self) -> list[LayerWeight]:
-        """The weights of one of these layers, in the order of their use, then those around it.
+        """The weights of one of these layers, in the order of their use, and then `around`.
 
-        One row stands for all experts.
+        One row describes the weight of every expert.
         """
         rows = (*self.mixer.weights, *AFTER_MIXER, *self.mlp.weights, *AFTER_MLP, *self.around)
         return [weight for weight in rows if weight.is_in(self.model)]
 
     @cached_property
     def parameters(self) -> LayerParameters:
-        """The numbers of parameters of one of these layers."""
+        """The parameters of one of these layers, counted by the way in which they are split."""
         return LayerParameters.of(self.model, self.weights, self.mlp.num_experts, self.mixer.state_products)
 
 
@@ -71,11 +71,11 @@ _latest: list[tuple[ModelConfig, list[LayerGroup]]] = []  # of `all_layer_groups
 
 
 def all_layer_groups(model: ModelConfig) -> list[LayerGroup]:
-    """The groups of a model, in the order of their first layers, and then that of its block for multi-token prediction.
+    """The groups of a model, in the order of their first layers.  The block for multi-token prediction comes last.
 
-    Groups whose layers differ in nothing but the window have the same `model`, unless `full_attention` is used.  The
-    block's layer is like those after the last.  The result for the latest model is cached, because a planner calls this
-    thousands of times for one model.
+    Groups that differ only in the window have the same `model`, unless `full_attention` is used.  The block's layer has
+    the kind that one more layer of the model would have.  The result for the latest model is cached, because the
+    planner asks for it thousands of times.
     """
     if _latest and _latest[0][0] is model:
         return _latest[0][1]

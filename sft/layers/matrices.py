@@ -1,4 +1,4 @@
-"""The weight matrices of a model's layers, and the share of each that a run trains.  No layout changes them."""
+"""The weight matrices of a model's layers, and the share of each that a run trains.  They do not depend on a layout."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Matrix(NamedTuple):
 
 
 def matrices(layers: LayerGroup) -> list[Matrix]:
-    """The matrices with which one of these layers multiplies tokens, experts once."""
+    """The matrices that multiply tokens in one of these layers.  One entry describes the matrix of every expert."""
     sizes, listed = sizes_of(layers.model), []
     for weight in layers.weights:
         if weight.role == "matrix":
@@ -39,10 +39,10 @@ def matrices(layers: LayerGroup) -> list[Matrix]:
 class LayerWeights(NamedTuple):
     """One matrix in all layers of one kind; for experts, the matrix of one expert of each layer.
 
-    trained    share of its parameters that the optimizer updates themselves
+    trained    share of the matrix' own parameters that the optimizer updates
     reached    share of the layers in which backward needs the gradient of the matrix' input
     revisited  share of the layers that backward enters; train.recompute computes these layers again
-    factor_a, factor_b  parameters in the factors A and B of its adapters, on average per layer
+    factor_a, factor_b  parameters in the factors A and B of the matrix' adapters, on average per layer
     """
 
     matrix: Matrix
@@ -56,7 +56,7 @@ class LayerWeights(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProducts:
-    """The matrices of a model, for any layout and length.  Make it once for many layouts.
+    """The matrices of a model.  They depend on no layout and no length, so one object serves a whole search.
 
     trains_head  whether the output weight is trained
     rank         rank of the adapters; 0: no adapters

@@ -23,7 +23,7 @@ class MixerBytes(ABC):
 
     model: ModelConfig
     rank: RankShare = RankShare()
-    norm_outputs_are_saved: ClassVar[bool] = False  # whether they are, even if train.recompute is selective
+    norm_outputs_are_saved: ClassVar[bool] = False  # whether they are saved even with train.recompute = selective
     is_recomputed: ClassVar[bool] = False  # whether train.recompute = selective recomputes the mixer
 
     @property
@@ -38,12 +38,12 @@ class MixerBytes(ABC):
 
     @property
     def norm_scales(self) -> float:
-        """Bytes per token of the fp32 numbers that norms of heads save."""
+        """Bytes per token of the fp32 scales that the norms of heads save."""
         return 0.0
 
     @abstractmethod
     def local(self, tokens: float) -> float:
-        """Bytes of tensors of this rank's tokens while backward computes the mixer."""
+        """Bytes of temporary tensors of this rank's tokens while backward computes the mixer.  tokens: their number"""
 
     def gathered(self, pack: float) -> float:
         """Peak bytes of other ranks' keys and values while backward computes the mixer.  pack: tokens of a pack"""
@@ -55,7 +55,7 @@ class MixerBytes(ABC):
 
     @property
     def freed(self) -> tuple[str, ...]:
-        """Names of `saved` whose tensors backward has already freed when it computes attention itself.
+        """Names in `saved` of the tensors that backward has already freed when it computes attention itself.
 
         These tensors belong to operations that follow attention in the layer.
         """
@@ -68,7 +68,7 @@ class Mixer(ABC):
 
     model: ModelConfig
     kind: ClassVar[LayerKind]
-    weights: ClassVar[tuple[LayerWeight, ...]]  # its rows of the table of weights, with the norm on its input
+    weights: ClassVar[tuple[LayerWeight, ...]]  # the mixer's rows of the table of weights, with the norm on its input
     is_recomputed: ClassVar[bool] = False  # whether train.recompute = selective recomputes it, with its projections
     has_positions: ClassVar[bool] = True  # whether it uses rotary positions
 
@@ -105,22 +105,22 @@ class Mixer(ABC):
     # --- messages ------------------------------------------------------------------------------------------------
 
     def sent(self, config: Config) -> int:
-        """Numbers per token that a rank sends to all ranks of its cp group: keys and values, or the latent."""
+        """Elements per token that a rank sends to all ranks of its cp group: keys and values, or the latent."""
         return 0
 
     def traffic(self, config: Config, passes: Passes) -> Traffic:
-        """Bytes over cp in one layer, for one tensor-parallel rank."""
+        """Bytes that one tensor-parallel rank receives over cp in one layer."""
         return Traffic(gathered=self.sent(config) * passes.key_bytes)
 
     def first_share(self, tp: int) -> float:
-        """Share of the gathered bytes that must arrive before attention begins, so that no computation hides them."""
+        """Share of the gathered bytes that must arrive before attention begins.  No computation hides this share."""
         return 1.0
 
     # --- computation ---------------------------------------------------------------------------------------------
 
     @property
     def pair_width(self) -> float:
-        """`softmax.pair_width`; 0: the cost does not grow with the square of a length."""
+        """heads x (key width + value width) / 2, see `softmax.pair_width`; 0: the mixer has no softmax attention."""
         return 0.0
 
     @property
@@ -139,6 +139,6 @@ class Mixer(ABC):
         return 0
 
     def moved(self, rank: RankShare) -> float:
-        """Numbers per token that norms of heads and rotary positions read and write."""
+        """Elements per token that norms of heads and rotary positions read and write."""
         heads = (self.model.num_attention_heads + self.model.resolved_query_groups) * self.model.resolved_head_dim
         return heads * (2 + 2 * self.model.qk_norm) / rank.tp

@@ -1,6 +1,6 @@
 """The block for multi-token prediction: one more layer, the projection of its two inputs, and three norms.
 
-The layer is like those after the model's last one.  `sft/mcore/model/mtp.py` has the equation.
+The layer has the kind that one more layer of the model would have.  `sft/mcore/model/mtp.py` has the equation.
 """
 
 from sft.layers.weight import LayerWeight
@@ -14,18 +14,19 @@ WEIGHTS = (
 
 
 def saved_vectors(is_full: bool) -> int:
-    """Vectors of the hidden size that the block saves for a token, without those of its layer.
+    """Number of vectors of the hidden size that the block saves per token, in addition to its layer's saved tensors.
 
-    The embedding, the projection's input of twice the width, and the input of the last norm.  With train.recompute =
-    full, the block's two inputs, one of which counts as its layer's, and the input of the last norm.
+    Without full recomputation these are the embedding, the projection's input (2 vectors), and the input of the last
+    norm.  With it, they are one of the block's two inputs (its layer counts the other one) and the last norm's input.
+    is_full: train.recompute = full
     """
     return 2 if is_full else 4
 
 
 def recomputed_vectors(is_full: bool) -> int:
-    """Vectors of the hidden size for a token that wait while backward computes the block's layer.
+    """Number of vectors of the hidden size per token that stay in memory while backward computes the block's layer.
 
-    The gradient of the first head.  With train.recompute = full also what is recomputed before the layer: two normed
-    inputs, their concatenation and its projection.
+    One is the gradient of the first head.  With full recomputation, there are also the tensors recomputed before the
+    layer: two normed inputs, their concatenation (2 vectors) and its projection.
     """
     return 6 if is_full else 1

@@ -1,19 +1,20 @@
-"""Which layers of a model chunk offload their activations to host memory."""
+"""Counts the layers of a model chunk that offload their activations to host memory, and those that do not."""
 
 import math
 
 
 def num_offloaded_layers(fraction: float, num_layers: float, *, backward_is_next: bool) -> float:
-    """Number of offloaded layers of a model chunk: the first ones, which backward reaches last.
+    """Number of offloaded layers of a model chunk.  These are its first layers, which backward reaches last.
 
     backward_is_next: backward follows each forward pass at once, so the last two layers stay on the device
-
-    4 layers: a fraction of 0.3 -> 2, 0.1 -> 1, 1 -> 4, or 2 if backward is next
+    4 layers: a fraction of 0.3 -> 2; 0.1 -> 1; 1 -> 4, but 2 if backward is next
     """
     return min(math.ceil(fraction * num_layers), max(0, num_layers - 2) if backward_is_next else num_layers)
 
 
 def num_resident_layers(num_offloaded: float, num_layers: float) -> float:
-    """Largest number of layers whose activations are on the device at a time.  The number is at least two, because an
-    offloaded layer is prefetched while backward computes the following layer."""
+    """Largest number of layers whose activations are on the device at a time.
+    It is at least two if the chunk has two layers, because an offloaded layer is prefetched while backward computes the
+    layer after it.
+    """
     return max(num_layers - num_offloaded, min(2.0, num_layers))

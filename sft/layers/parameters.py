@@ -1,4 +1,4 @@
-"""Counts the parameters of a layer by what happens to them.  Arithmetic only."""
+"""Counts the parameters of a layer: split by tp or not, in experts, in matrices.  Arithmetic only."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class LayerParameters:
     expert    parameters of one of num_experts experts
     products  parameters in the matrices of `split` and `whole`: multiplications per token
     expert_products  parameters in the matrices of one expert
-    state_products   multiplications of a token with the state of linear attention
+    state_products   multiplications per token with the state of linear attention
     """
 
     split: int
@@ -36,11 +36,11 @@ class LayerParameters:
     def of(
         model: ModelConfig, weights: Iterable[LayerWeight], num_experts: int, state_products: int
     ) -> "LayerParameters":
-        """The parameters of a layer with these weights.  model: a model whose layers are all like it
+        """The parameters of a layer with these weights.  model: a model whose layers are all like this one
 
-        the example of `num_parameters` -> split 160, whole 8, products 160
+        the example of `flops.num_parameters` -> split 160, whole 8, products 160
         8 experts of width 2 instead of the MLP -> split 64, whole 8 + 32 of the router, expert 24, products 96
-        and a shared expert of width 6 with its gate -> split 136, whole 44, products 172
+        also a shared expert of width 6 with its gate -> split 136, whole 44, products 172
         """
         sizes = sizes_of(model)
         counted = [(weight, weight.size(sizes)) for weight in weights if not weight.is_buffer]

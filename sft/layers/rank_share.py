@@ -4,21 +4,21 @@ from dataclasses import dataclass
 
 from sft.config import ModelConfig
 
-FP32 = 4  # bytes of a number
+FP32 = 4  # bytes of an element
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankShare:
-    """The sizes that determine a rank's part of a layer.  `Layout.share` makes it."""
+    """The sizes that determine a rank's part of a layer.  `Layout.share` makes this object."""
 
     tp: int = 1  # tensor-parallel size of layers
     cp: int = 1  # number of ranks that share a pack
     etp: int = 1  # tensor-parallel size of an expert
     ep: int = 1  # number of ranks that divide the experts of a layer among them
     sequence: float = 1.0  # share of the hidden states between layers on the rank: 1 / tp with sequence parallelism
-    width: int = 2  # bytes of a number
+    width: int = 2  # bytes of an element of a weight or activation
     is_fused: bool = True  # GPU kernels; False: CPU kernels, which save and copy more
 
     def hidden(self, model: ModelConfig) -> float:
-        """Bytes of one hidden state between layers."""
+        """Bytes of one token's hidden state between layers, on one rank."""
         return self.width * model.hidden_size * self.sequence

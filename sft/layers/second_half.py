@@ -10,20 +10,21 @@ from sft.layers.weight import LayerWeight
 
 RESIDUAL = "MLP's norm input"  # the residual stream between the halves of a layer
 MLP_NORM = "MLP's normed input"  # with norm_placement = post, the output of the MLP, which the norm saves
-MLP_OUTPUT = "MLP's output"  # with norm_placement = both, saved by the norm on it
+MLP_OUTPUT = "MLP's output"  # saved by the norm on this output, with norm_placement = both
 NORM_SCALE = "MLP norm's scale"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MlpBackward:
-    """The numbers on which an MLP's bytes in backward depend.
+    """The inputs of `Mlp.in_backward`, which estimates an MLP's memory in backward.
 
     tokens     number of tokens on this rank
     hidden     bytes of the hidden states of these tokens
-    saved      bytes per token that the MLP saves without recomputation, by name
-    kept       names of `saved` that the MLP saves with the recipe's recomputation
+    saved      bytes per token that the MLP would save without recomputation, by name
+    kept       names in `saved` of the tensors that the MLP saves with the recipe's recomputation
     recompute  train.recompute; tile: train.mlp_tile
-    recomputed_attention  bytes of attention's tensors, which train.recompute = full computes again before the MLP
+    recomputed_attention  bytes per token of attention's tensors that backward computes again; with train.recompute =
+                          full they are in memory while backward computes the MLP
     widest_gradient       bytes of the largest gradient of a weight, before it is added to the fp32 gradient
     adapts_gate_and_up    whether gate and up have adapters
     computes_at_once      whether kernels compute all experts at once; False: one expert after the other
@@ -50,7 +51,8 @@ class MlpBackward:
     def with_hidden(self, inside: float) -> float:
         """Bytes while backward computes the MLP, or a tile of it.  inside: bytes per token inside the MLP
 
-        Added to them: the gradient of the output, the gradient of a recomputed input, and recomputed attention.
+        The result also counts the gradient of the output, the gradient of a recomputed input, recomputed attention, and
+        the largest gradient of a weight.
         """
         around = (1 if self.recompute == "none" else 2) * self.hidden
         waits = self.recomputed_attention if self.recompute == "full" else 0.0
@@ -60,15 +62,15 @@ class MlpBackward:
 
 @dataclass(frozen=True)
 class Mlp(ABC):
-    """The MLP or the experts of a layer.  model: a model whose layers all have it"""
+    """The MLP or the experts of a layer.  model: a model whose layers all have this second half"""
 
     model: ModelConfig
-    weights: ClassVar[tuple[LayerWeight, ...]]  # its rows of the table of weights, with the norm on its input
+    weights: ClassVar[tuple[LayerWeight, ...]]  # the MLP's rows of the table of weights, with the norm on its input
 
     def saved(self, rank: RankShare) -> dict[str, float]:
         """Bytes per token that the second half of a layer saves in addition to its input, by name.
 
-        On a GPU the gated activation is one kernel.  On a CPU, core's SwiGLU saves 2 * ffn_hidden_size numbers more:
+        On a GPU the gated activation is one kernel.  On a CPU, core's SwiGLU saves 2 * ffn_hidden_size elements more:
         the gate after silu, and a second copy of up.
         """
         model, hidden = self.model, rank.hidden(self.model)
@@ -78,15 +80,15 @@ class Mlp(ABC):
 
     @abstractmethod
     def saved_inside(self, rank: RankShare) -> dict[str, float]:
-        """The bytes of `saved` without those of the norms."""
+        """Bytes per token that the MLP saves without the tensors of its norms, by name."""
 
     @abstractmethod
     def kept_by_selective(self, *, norm_outputs_are_saved: bool) -> set[str]:
-        """Names of the bytes of `saved` that train.recompute = selective does not recompute."""
+        """Names in `saved` of the tensors that train.recompute = selective does not recompute."""
 
     @abstractmethod
     def in_backward(self, work: MlpBackward) -> float:
-        """Bytes while backward computes the MLP: recomputed activations, and gradients."""
+        """Bytes of recomputed activations and gradients while backward computes the MLP."""
 
     def replaced(self, work: MlpBackward) -> float:
         """Bytes of saved tensors that gradients of `in_backward` overwrite or replace."""
@@ -94,7 +96,7 @@ class Mlp(ABC):
 
     @abstractmethod
     def moved(self, rank: RankShare) -> float:
-        """Numbers per token that activation functions, and copies to experts and back, read and write."""
+        """Elements per token that activation functions, and copies to experts and back, read and write."""
 
     @staticmethod
     @abstractmethod

@@ -12,7 +12,7 @@ class Passes:
     """The passes of a layer in a microbatch.
 
     num    number of passes that receive activations: forward, backward, and with recomputation one more
-    width  bytes of a number of an activation; gradients of keys and values are summed in fp32
+    width  bytes of an element of an activation; gradients of keys and values are summed in fp32
     """
 
     num: int
@@ -20,7 +20,7 @@ class Passes:
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of a number of a key in all passes, and of its gradient in fp32.  bf16, forward and backward -> 8"""
+        """Bytes for one element of a key: in all passes, and its fp32 gradient.  bf16, forward and backward -> 8"""
         return self.num * self.width + 4
 
 
@@ -34,9 +34,9 @@ class Traffic:
     gathered: float = 0.0
 
     def others(self, padded: "np.ndarray", cp_size: int) -> "np.ndarray":
-        """Bytes of all other messages for each document, summed over the ranks of the group: float64 [n].
+        """Bytes of messages other than `gathered`, per document, summed over the ranks of the group: float64 [n].
 
-        padded: padded lengths of the documents
+        padded: padded lengths of the documents, int64 [n]
         """
         return padded * 0.0
 

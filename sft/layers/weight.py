@@ -8,13 +8,13 @@ from typing import Literal, NamedTuple
 from sft.config import ModelConfig
 
 # matrix    a matrix that multiplies tokens; its initial values are random
-# kernel    a weight that does not multiply tokens as a matrix; its initial values are random
+# kernel    another weight with random initial values, such as that of a convolution
 # norm      the weight of a norm; initially 1, or 0 if the norm adds 1 to it
 # bias      initially 0
 # ones      initially 1
 # decay     the logarithm of a rate of decay
 Role = Literal["matrix", "kernel", "norm", "bias", "ones", "decay"]
-Split = Literal["rows", "columns", ""]  # the dimension that tp divides, for experts etp; "": every rank has all of it
+Split = Literal["rows", "columns", ""]  # the dimension that tp (for experts: etp) divides; "": every rank has all of it
 Condition = Callable[[ModelConfig], object]
 
 LAST_OF_ATTENTION, LAST = 3, 7  # steps: the output projection of attention, and the norm after the MLP
@@ -25,7 +25,7 @@ class LayerWeight(NamedTuple):
 
     key    name in the layer; a checkpoint may store the rows in parts, `in_proj.weight.query`
     shape  shape in letters (`weights.py`); for experts, the shape of one expert's weight
-    part   group of matrix products to which it belongs: "attention", "mlp", "experts", ...; "": no product uses it
+    part   group of matrix products that use the weight: "attention", "mlp", "experts", ...; "": no product uses it
     step   its turn in the layer's computation: 0 is the norm before attention, 7 the norm after the MLP
     has    key below `model` that is true if the model has this weight, or a condition; "": every model has it
     is_buffer  whether it is a buffer, which gets no gradient and is no parameter
@@ -66,7 +66,7 @@ class LayerWeight(NamedTuple):
         return bool(has(model)) if callable(has) else True
 
     def sizes(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape in numbers.  "q+k h" with q 4, k 2, h 8 -> (6, 8)"""
+        """The shape, with these sizes for its letters.  "q+k h" with q 4, k 2, h 8 -> (6, 8)"""
         return tuple(sum(sizes[letter] for letter in axis.split("+")) for axis in self.shape.split())
 
     def size(self, sizes: Mapping[str, int]) -> int:

@@ -2,8 +2,8 @@
 
 Its rows are in the files of `mixers/` and `mlps/`.  The table determines parameters, FLOPs, the matrix products of an
 estimate, the weights that tensor and expert parallelism split, initial values, the Linears that LoRA adapts, and the
-order in which backward reaches weights.  The rules in `sft/hf/families` name and view the same weights as Hugging Face
-does, and a test compares their shapes with this table.
+order in which backward reaches weights.  The rules in `sft/hf/families` translate these weights to the names and shapes
+of Hugging Face.  A test compares the shapes of these rules with this table.
 
 Letters stand for the sizes in a shape.  The file of a mixer explains the letters that only its layers use:
 
@@ -26,14 +26,14 @@ AFTER_MLP = (
     LayerWeight("post_mlp_layernorm.weight", "h", "norm", step=7, has=has_output_norms),
     LayerWeight("layer_scalar", "1", "ones", step=7, has="layer_scalar", is_buffer=True),
 )
-_OF_MIXERS = dict.fromkeys(weight for mixer in MIXERS.values() for weight in mixer.weights)  # some share theirs
+_OF_MIXERS = dict.fromkeys(weight for mixer in MIXERS.values() for weight in mixer.weights)  # mixers may share weights
 TABLE = (*_OF_MIXERS, *AFTER_MIXER, *(weight for mlp in MLPS for weight in mlp.weights), *AFTER_MLP)
 _BY_KEY = {weight.key: weight for weight in TABLE}
 _IN_LAYER = re.compile(r"^(decoder\.layers|mtp\.layers\.0\.transformer_layer)\.(\d+\.)?")
 
 
 def is_of_layer(key: str) -> bool:
-    """Whether a checkpoint's key names a weight of a layer; False: of the embedding, the head or the final norm."""
+    """Whether a checkpoint's key names a weight of a layer; False for the embedding, the head and the final norm."""
     return _find(key) is not None
 
 

@@ -43,7 +43,7 @@ class Accumulator:
 
     position_edges  [4096, 16384] makes the buckets 0-4K, 4K-16K and 16K+ of positions in a document
     reports         True on tp rank 0 of the last pipeline stage, that is, on one rank of each (dp, cp) position
-    cp_bytes        what these ranks receive from each other
+    cp_bytes        computes the bytes that ranks that share a pack receive from each other
     cp_group        the ranks that share a pack of this CP size with this rank; the first of them counts the pack
     """
 
@@ -66,7 +66,8 @@ class Accumulator:
         return (*(f"{short_count(a)}-{short_count(b)}" for a, b in zip(edges, edges[1:])), f"{short_count(edges[-1])}+")
 
     def buckets(self, microbatch: Microbatch) -> dict[str, np.ndarray]:
-        """For each supervised token that this rank holds: the index of its document, position bucket and source."""
+        """For each supervised token on this rank, the index of its document, of its position bucket and of its source:
+        three integer arrays [n] by name."""
         rows = np.flatnonzero(microbatch.loss_weights.numpy())
         documents = microbatch.documents.numpy().ravel()[rows]
         positions = microbatch.position_ids.numpy().ravel()[rows]
@@ -82,8 +83,8 @@ class Accumulator:
         tokens: Sequence[SupervisedTokens],
         peaks: Mapping[str, float] | None = None,
     ) -> Totals:
-        """The totals over all ranks.  Collective: one all-gather of about a hundred numbers per rank.  For each
-        CP size above 1 of a pack, also one all-reduce over its group of one number per document.
+        """The totals over all ranks.  Collective: one all-gather of about a hundred values per rank.  For each CP size
+        above 1, also one all-reduce of a value per document, over the ranks that share a pack.
 
         tokens  supervised tokens of each microbatch; empty on all pipeline stages except the last
         peaks   measurements of kind Max, by name
@@ -132,8 +133,8 @@ class Accumulator:
         return of_pack / microbatch.cp_size
 
     def _bytes_over_cp(self, microbatch: Microbatch) -> np.ndarray:
-        """[2]: bytes over the group of a pack, filler included; of its samples on the largest group.  Without dynamic
-        CP nothing is counted."""
+        """Bytes that a pack's ranks receive from each other, float64 [2]: with its filler documents on its own group,
+        and of its samples alone on a group of the largest size.  Zeros without dynamic CP."""
         if not self.cp_sizes:
             return np.zeros(2)
         padded = np.diff(microbatch.cu_seqlens.numpy().astype(np.int64))
@@ -164,7 +165,7 @@ class Accumulator:
             return SequenceLosses(mean_nll, np.exp(mean_nll))
 
     def _all_gather(self, numbers: np.ndarray) -> np.ndarray:
-        """[numbers] of each rank -> [ranks, numbers]"""
+        """The values [n] of every rank: float64 [ranks, n].  Collective."""
         local = torch.from_numpy(numbers).to(self.device)
         gathered = local.new_empty(dist.get_world_size() * local.numel())
         dist.all_gather_into_tensor(gathered, local)

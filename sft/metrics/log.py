@@ -18,7 +18,7 @@ from sft.parallel.collectives import broadcast_from_rank0
 
 
 class MetricsLog:
-    """The log of one run.  Only rank 0 has writers.  `step` is the last step that was completed before.
+    """The log of one run.  Only rank 0 has writers.  `step` is the last step that was completed before this start.
 
     At the end of the context, the log closes the writers, with exit code 1 if the run failed.
     """
@@ -96,7 +96,7 @@ class MetricsLog:
         return record
 
     def summarise(self) -> None:
-        """Print the first and the last loss that this process logged."""
+        """Print the first and the last loss of training and of each held-out set that this process logged."""
         for name, losses in self._losses.items():
             if losses:
                 (first, before), (last, after) = losses[0], losses[-1]

@@ -1,11 +1,11 @@
 """The quantities that are added up over a step or a held-out pass.
 
-The kind of a quantity says what a rank measures it on, and over which ranks it is combined:
+The kind of a quantity says on what a rank measures the quantity, and over which ranks it is combined:
 
     Sum          measured on the supervised tokens that a rank holds; combined over dp x cp
     Replicated   measured on whole packs by the first of the ranks that share a pack; combined over dp x cp
-    PerSequence  measured on whole sequences, whose losses are first added over the ranks that share a pack, by the
-                 first of these ranks; combined over dp x cp
+    PerSequence  measured on whole sequences by the first of the ranks that share a pack, after the losses of a sequence
+                 are added over these ranks; combined over dp x cp
     Max          measured by the engine on every rank; combined to the maximum, with the first rank that has it
 
 `rows.py` computes the logged numbers from these quantities.  Ranks send all numbers as float64, which represents every
@@ -36,7 +36,7 @@ class Quantity:
              or the engine's measurements by name (Max); None if the accumulator computes the quantity
     number   type of the value
     combine  combines the numbers of ranks, and of two batches
-    by       name of a breakdown with one value per bucket; of kind Sum, `measure` then returns a number for each token,
+    by       name of a breakdown with one value per bucket; `measure` of kind Sum then returns a value for each token,
              [n], or None to count tokens
     """
 
@@ -62,7 +62,7 @@ class Quantity:
         return sums
 
     def over_ranks(self, numbers: np.ndarray, names: Sequence[str]) -> Any:
-        """The value over the given ranks.  numbers: [ranks, numbers per rank]"""
+        """The value combined over the given ranks.  numbers: float64 [ranks, numbers per rank]"""
         if self.kind == "Max":
             return Peak(value=float(numbers[:, 0].max()), rank=int(numbers[:, 0].argmax()))
         values = [self.number(self.combine.reduce(column)) for column in numbers.T]
@@ -79,7 +79,7 @@ class Quantity:
 
 
 def quantity(*declared: Any, **options: Any) -> Any:
-    """A field of Totals, with the arguments of Quantity."""
+    """Declares a field of Totals with the arguments of `Quantity`."""
     return field(metadata={"quantity": Quantity(*declared, **options)})
 
 
@@ -126,8 +126,8 @@ class Totals:
     num_aligned_by_cp_size: dict[str, int] = quantity("Replicated", lambda pack: pack.num_aligned_tokens, by="cp_size")
     num_slots: int = quantity("Replicated", lambda pack: pack.cp_size)  # microbatches of all ranks of dp x cp
     attention_flops: float = quantity("Replicated", None, float)  # forward and backward, by the lengths of documents
-    # Bytes that ranks that share a pack receive from each other, with dynamic CP; the same with fixed CP.  Of one rank
-    # of tp, and of the mean pipeline stage.
+    # Bytes that ranks that share a pack receive from each other: with dynamic CP, and if all packs were on the largest
+    # CP group.  Both count one tp rank and the average pipeline stage.
     cp_bytes: float = quantity("Replicated", None, float)
     cp_bytes_fixed: float = quantity("Replicated", None, float)
     work_imbalance: float = quantity("Replicated", None, float, np.maximum)  # FLOPs of dp x cp ranks: largest / mean
@@ -147,7 +147,7 @@ class Totals:
         return self.objective / self.denominator if self.num_tokens else None
 
     def __add__(self, other: Self) -> Self:
-        """The combined totals of two batches."""
+        """The totals of both batches together."""
         merged: dict[str, Any] = {
             name: declared.merge(getattr(self, name), getattr(other, name))
             for name, declared in quantities(type(self)).items()

@@ -1,6 +1,6 @@
 """Writes the records of a run to metrics.jsonl, TensorBoard, Weights & Biases and MLflow, on rank 0 only.
 
-Decides the names of numbers in TensorBoard, W&B and MLflow, and which records remain after a restart.
+This module decides the names of numbers in TensorBoard, W&B and MLflow, and which records remain after a restart.
 """
 
 import json
@@ -35,8 +35,8 @@ class Writer(Protocol):
 class JsonLines:
     """Writes metrics.jsonl.  `step` is the last completed step.
 
-    Removes records of later steps, which a killed run left, so that no step is recorded twice.  Unless `is_evaluated`,
-    removes the records of the evaluation after `step`, too.  Says which damaged lines it removes.
+    Records of later steps, which a killed run left, are removed, so that no step is recorded twice.  Unless
+    `is_evaluated`, the records of the evaluation after `step` are removed, too.  Removed damaged lines are reported.
     """
 
     def __init__(self, path: Path, step: int, *, is_evaluated: bool, console: Console = QUIET) -> None:
@@ -56,8 +56,8 @@ class JsonLines:
 class TensorBoard:
     """Writes TensorBoard events.  TensorBoard hides events of an earlier start for steps later than `step`.
 
-    Unless `is_evaluated`, it hides those of `step`, too, because the pass after `step` is made again.  Then the records
-    of the optimizer step, `of_step`, are written again.
+    Unless `is_evaluated`, it also hides the events of `step`, because the evaluation after `step` is made again.  Then
+    `of_step`, the records of the optimizer step `step`, are written again.
     """
 
     def __init__(self, folder: Path, step: int, *, is_evaluated: bool, of_step: Iterable[Record] = ()) -> None:
@@ -210,7 +210,7 @@ def open_writers(
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """The numbers that TensorBoard, W&B and MLflow draw over steps, with Megatron-LM's names; none of a `start` record.
+    """The numbers that TensorBoard, W&B and MLflow draw over steps, with Megatron-LM's names; {} for a `start` record.
 
     step -> `lm loss`        held-out set `eval` -> `lm loss validation`        other set -> `lm loss validation/NAME`
     """
@@ -239,7 +239,7 @@ def _text(value: Any) -> str:
 def _remove_after(path: Path, step: int, is_evaluated: bool) -> list[str]:
     """Remove the records of steps after `step`, damaged lines, and an incomplete last line.
 
-    Replaces the file atomically.  Returns "line 3" for each damaged line; an incomplete last line is none.
+    The file is replaced atomically.  Returns "line 3" for each damaged line, but not for an incomplete last line.
     """
     kept, damaged = [], []
     lines = read_file(path, METRICS_BYTES).split(b"\n")

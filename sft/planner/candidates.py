@@ -81,19 +81,20 @@ def _is_valid_parallel(size: Sizes, cp_comm: CpComm) -> bool:
 
 
 def savings(task: Task) -> list[Savings]:
-    """The savings that the recipe allows, in an order in which none saves more than a later one."""
+    """The savings that the recipe allows.  If one `saves_at_least` as much as another, it comes after the other."""
     axes: tuple[Any, ...] = (RECOMPUTE, (0.0, 1.0), (0.0, 1.0), (None, _TILE), ("auto", _CHUNK))
     ordered = sorted(product(*axes), key=lambda values: _levels(Savings(*values)))
     return [saving for values in ordered if _is_valid(task.config, saving := Savings(*values))]
 
 
 def saves_at_least(more: Savings, less: Savings) -> bool:
-    """Whether each setting of `more` saves at least as much memory as in `less`, so that `more` cannot be faster."""
+    """Whether each setting of `more` saves at least as much memory as that of `less`.  Then `more` cannot be faster."""
     return all(a >= b for a, b in zip(_levels(more), _levels(less), strict=True))
 
 
 def _levels(saving: Savings) -> tuple[float, ...]:
-    """Each setting as a number that grows with the saved memory.  Cheap settings come last, so they vary first."""
+    """Each setting as a number that grows with the saved memory.  The cheapest settings come last, so that a sorted
+    list varies them first."""
     return (
         saving.optim_offload_fraction,
         RECOMPUTE.index(saving.recompute),

@@ -14,8 +14,8 @@ from sft.planner.subject import lora_keys
 from sft.planner.task import Proposal, Task
 from sft.weights.trained import trained_weights
 
-_MOST_GPUS = 64  # times the number of GPUs
-_LENGTHS = 16  # the search tries packs of k / 16 of the length
+_MOST_GPUS = 64  # the largest factor by which a change multiplies the number of GPUs
+_LENGTHS = 16  # the search tries packs of k / 16 of the length, for whole k
 
 
 @dataclass(frozen=True, kw_only=True)

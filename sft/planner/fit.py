@@ -1,7 +1,8 @@
 """Predicts whether a recipe fits the memory of a GPU, and otherwise finds the cheapest change after which it fits.
 
-The changes are tried in this order: other savings of memory on the same layout, other layouts on the same GPUs, other
-tasks (`cheapest.py`).  The cheapest change of a kind is the one with the shortest predicted step.
+The changes are tried in this order: other savings of memory on the same layout, other layouts on the same GPUs, changes
+of the task or the GPUs (`cheapest.py`).  In the first two kinds, the cheapest change is the one with the shortest
+predicted step, in the last kind the one with the fewest GPU seconds per token.
 """
 
 from sft.config import Config, yaml

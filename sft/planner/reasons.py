@@ -1,4 +1,4 @@
-"""Explains why the best proposal is the best, what limits it, and what more GPUs would change.  All predictions."""
+"""Explains why the best proposal is the best, what limits it, and what more GPUs would change, all by predictions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Reasons:
 
 
 def reasons(search: Search, proposals: Sequence[Proposal]) -> Reasons:
-    """The reasons for the first of `proposals`.  proposals: those of `search`, the best first; at least one"""
+    """The reasons for the first proposal.  proposals: at least one, found by `search`, the best first"""
     best = proposals[0]
     return Reasons(why=_why(proposals), limits=_limits(search, best), buys=_buys(search, best))
 

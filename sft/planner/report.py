@@ -34,7 +34,7 @@ class Report:
 
     @staticmethod
     def of(task: Task, num_gpus: int, number: int = 5) -> "Report":
-        """The report with the `number` best proposals and the reasons; if none fits, with changes that fit."""
+        """The report with the `number` best proposals and reasons, or with changes after which a layout fits."""
         search = Search(task, num_gpus)
         if proposals := search.best(number):
             return Report(task=task, num_gpus=num_gpus, proposals=proposals, reasons=reasons(search, proposals))

@@ -1,10 +1,10 @@
 """Finds the proposals with the shortest predicted step among those that are predicted to fit.
 
-The search is best-first: a heap holds partial proposals with a lower bound of their time.  The first bound of sizes is
-the model's FLOPs at the highest rate, with the pipeline's bubble.  The second bound is their time without savings and
-without exposed messages over cp; later choices can only lengthen it.  The second bound, and later the memory, are
-predicted only for nodes that the heap pops.  The first complete proposals that the heap pops are the best ones: no
-heuristic excludes a proposal.
+The search is best-first: a heap holds partial proposals with a lower bound of their time.  The first bound for sizes of
+a layout is the time of the model's FLOPs at the highest rate, with the pipeline's bubble.  The second bound is the
+predicted time without savings and without exposed messages over cp.  Later choices can only lengthen it.  The second
+bound, and later the memory, are predicted only for nodes that the heap pops.  The first complete proposals that the
+heap pops are the best ones: no heuristic excludes a proposal.
 """
 
 import heapq
@@ -21,8 +21,8 @@ from sft.parallel.layout import Layout
 from sft.planner import candidates
 from sft.planner.task import Choice, Proposal, Savings, Task, configured
 
-# seconds (a lower bound unless the node is complete), serial number, choice, whether it is known to fit.  All serial
-# numbers differ, so comparisons of nodes never reach the choice.
+# (seconds, serial number, choice, whether the choice is complete).  The seconds of an incomplete choice are a lower
+# bound.  All serial numbers differ, so comparisons of nodes never reach the choice.
 Node = tuple[float, int, Choice, bool]
 
 
@@ -40,7 +40,7 @@ class Search:
     _order: Iterator[int] = field(default_factory=count)
 
     def best(self, number: int = 1, *, is_memory_limited: bool = True) -> list[Proposal]:
-        """The `number` best proposals, the best first; fewer if fewer fit.  At most one for each `Proposal.group`.
+        """The `number` best proposals, the best first; fewer if fewer fit.  Each `Proposal.group` has at most one.
 
         is_memory_limited: False includes proposals that do not fit the memory
         """
@@ -91,12 +91,15 @@ class Search:
         return list(self._bounds)
 
     def bound(self, choice: Choice) -> float:
-        """The second bound: no choice with these sizes takes fewer seconds."""
+        """The second bound, in seconds: no proposal with these sizes takes less."""
         time = self._time(choice)
         return time.step_s - self._turns(choice) * time.parts["cp"]
 
     def _turns(self, choice: Choice) -> float:
-        """The factor of the pipeline's bubble on the time: pp 4, 8 microbatches -> 1 + 3/8; 3 virtual stages 1 + 1/8"""
+        """The factor by which the pipeline's bubble lengthens a step.
+
+        pp 4, 8 microbatches -> 1 + 3/8; with 3 virtual stages 1 + 1/8
+        """
         sizes, layout = choice.sizes, self._resolved(choice)[1]
         return 1 + (sizes.pp - 1) / sizes.virtual_stages / layout.num_microbatches
 
@@ -104,7 +107,10 @@ class Search:
         return self._time(choice).step_s, next(self._order), choice, is_complete
 
     def _fitting(self, choice: Choice) -> list[Savings]:
-        """The savings with which the layout fits, without those that save more than others with which it fits."""
+        """The savings with which the layout fits.
+
+        Savings that save at least as much as others with which it fits are left out, because they cannot be faster.
+        """
         fitting: list[Savings] = []
         most = choice._replace(savings=self._savings[-1])
         if self._memory(most).device > self._usable(most).bytes:  # rules out most layouts at once
@@ -116,7 +122,7 @@ class Search:
         return fitting
 
     def fits(self, choice: Choice) -> bool:
-        """Whether the proposal fits the device, and the ranks of a node fit its host."""
+        """Whether the proposal fits the memory of the device, and the ranks of a node fit the memory of its host."""
         memory, hardware = self._memory(choice), self.task.hardware
         host = memory.host * min(hardware.gpus_per_node, self.num_gpus)
         return memory.device <= self._usable(choice).bytes and host <= hardware.host_bytes

@@ -36,8 +36,9 @@ def recipe_of(
 ) -> Recipe:
     """The recipe in the file `model`, or a new recipe for the model of this name or folder.
 
-    seq_length       tokens of a pack; None: that of the recipe.  A new recipe needs it
-    packs            packs of a step; tokens_per_step: the same in tokens; None: those of the recipe
+    seq_length       tokens of a pack; None: data.seq_length of the recipe.  A new recipe needs a value
+    packs            packs of a step, or tokens_per_step in tokens.  If both are None, a recipe keeps its packs; with
+                     another seq_length, and in a new recipe, a step has TOKENS_PER_STEP tokens
     Raises ConfigError.
     """
     is_file = Path(model).suffix in (".yaml", ".yml")
@@ -91,7 +92,7 @@ def _new(model: str, seq_length: int, packs: int, *, is_lora: bool) -> Keys:
 
 
 def lora_keys(model: ModelConfig) -> Keys:
-    """Keys of the section `lora`: adapters of rank 16 on every Linear that can have one.  The others are excluded.
+    """Keys of the section `lora`: adapters of rank 16 on every Linear that can have one.  Other Linears are excluded.
 
     Qwen3.6-35B-A3B -> {"rank": 16, "alpha": 32, "exclude": ["shared_expert_gate"]}
     """
@@ -103,7 +104,8 @@ def lora_keys(model: ModelConfig) -> Keys:
 def _positions(rope: RopeConfig, trained: int | None, seq_length: int) -> Keys:
     """Keys of YaRN, if packs have more positions than the model was trained on; {} otherwise.
 
-    Qwen3-8B, trained on 40,960 positions, of which 8,192 are for answers, packs of 131,072 -> factor 4 of 32,768
+    Qwen3-8B, trained on 40,960 positions, packs of 131,072 -> factor 4, original_max_position 32,768, the power of two
+    below 40,960
     """
     if trained is None or seq_length <= trained:
         return {}

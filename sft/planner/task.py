@@ -22,7 +22,7 @@ from sft.layers.flops import TrainFlops
 from sft.layers.matrices import ModelProducts
 from sft.parallel.layout import Layout
 
-_COUNTED = 0.9  # share of the model's FLOPs in the bound; a run may skip those below the lowest trained weight
+_COUNTED = 0.9  # share of the model's FLOPs in the bound; a run may skip some below the lowest trained weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ class Savings(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The settings that a proposal decides.  cp_comm: None means not chosen yet, and counts as p2p"""
+    """The settings that a proposal decides.  cp_comm: None is a value that is not chosen yet; it counts as p2p"""
 
     sizes: Sizes
     cp_comm: CpComm | None
@@ -150,8 +150,8 @@ PLANNED = (
 
 
 def configured(base: Config, choice: Choice) -> Config:
-    """`base` with these settings.  Not validated, because a search makes thousands; a recipe is validated when written.
-    data.doc_multiple becomes a multiple of 2 x cp.
+    """`base` with these settings; data.doc_multiple becomes a multiple of 2 x cp.
+    The result is not validated, because a search makes thousands of configs.  `written.recipe_text` validates its text.
     """
     sizes, savings = choice.sizes, choice.savings
     parallel = _changed(base.parallel, sizes._asdict() | (choice.cp_comm or P2P)._asdict())
@@ -188,7 +188,8 @@ class Proposal:
 
     @property
     def group(self) -> tuple[int, ...]:
-        """The sizes of the layout.  Reports show one proposal of each group; others differ in savings and cp_comm."""
+        """tp, cp, pp, dp and ep.  Reports show the best proposal of each group.  The proposals of a group differ in
+        virtual stages, dynamic CP, cp_comm and savings."""
         sizes = self.choice.sizes
         return (sizes.tp, sizes.cp, sizes.pp, self.layout.dp, sizes.ep)
 

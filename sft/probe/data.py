@@ -45,7 +45,7 @@ def run(recipe: Recipe, layout: Layout, *, step: int, full: bool) -> ProbeReport
 
 
 def _missing(s: Session, expected: list[int], microbatches: list[Microbatch]) -> list[str]:
-    """Samples of the global batch that are in no pack, or in several.  Collective."""
+    """The problem if the packs of all ranks do not hold each sample of the global batch exactly once.  Collective."""
     is_first = [s.groups.cp_group(mb.cp_size).rank == 0 for mb in microbatches]  # of the ranks that share the pack
     own = [sample for mb, counts in zip(microbatches, is_first) if counts for sample in mb.sample_ids]
     position = s.groups.dp_rank, s.groups.cp_rank
@@ -89,7 +89,7 @@ def _described(s: Session, tokenizer: ChatTokenizer, index: int, mb: Microbatch)
 
 
 def _label_text(tokenizer: ChatTokenizer, labels: np.ndarray, mask: np.ndarray) -> list[str | int]:
-    """The text of supervised labels, and for the other labels between them their number: [20, "4<|im_end|>", 1]"""
+    """The text of each run of supervised labels, and the number of labels in each other run: [20, "4<|im_end|>", 1]"""
     indices = groupby(range(len(labels)), key=mask.__getitem__)
     pieces = ((is_supervised, list(index)) for is_supervised, index in indices)
     return [tokenizer.decode(labels[index]) if is_supervised else len(index) for is_supervised, index in pieces]

@@ -1,6 +1,6 @@
 """Compares the microbatches that the ranks receive with the samples that they were made of.
 
-The reference is the sample: a microbatch says of each token its document and its position, so the sample says which
+The sample is the reference.  A microbatch has the document and the position of each token, and the sample says which
 token, label and mask belong there.  Neither the pack nor the split over context-parallel ranks is computed again.
 """
 
@@ -21,7 +21,7 @@ NameOf = Callable[[int], str]  # the name of a sample's row, by the sample's id
 @message
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """One microbatch on one rank, as its description for the other ranks."""
+    """A description of one microbatch on one rank, which is sent to all ranks."""
 
     location: tuple[int, int, int]  # dp rank, microbatch, cp rank
     cp_size: int  # number of ranks that share the pack
@@ -36,7 +36,7 @@ def problems_of(
 ) -> list[str]:
     """The faults in the microbatches of all ranks, the same list on every rank.  Collective.
 
-    samples: those of each of this rank's microbatches, from the prepared data
+    samples: the samples of each microbatch on this rank, from the prepared data
     """
 
     def describe() -> list[_Part]:

@@ -61,10 +61,11 @@ class Subject:
 @message
 @dataclass(frozen=True, kw_only=True)
 class Leak:
-    """Tokens of one document that changed or have a gradient after one layer, but must not; over all ranks of a pack.
+    """Tokens of one document that changed, or have a gradient, after one layer, although they must not.
 
-    layer  0 is the embedding; the losses are one more than the last layer
-    size   forward: the largest relative change of a token; gradient: the largest absolute value
+    layer   0 is the embedding; the number of layers + 1 stands for the losses
+    tokens  number of these tokens, on one rank or over all ranks of a pack
+    size    forward: the largest relative change of a token; gradient: the largest absolute value
     """
 
     dp_rank: int
@@ -136,8 +137,8 @@ def _without_balancing_losses(recipe: Recipe) -> Recipe:
 
 
 def _choose(s: Session, step: int, document: int | None) -> Subject:
-    """The pack with most documents of this rank's row of cp ranks, at its CP size; its given document, or the one in
-    the middle.  With dynamic CP, all groups of this size in the row compute the pack.  Collective."""
+    """The pack with most documents among the packs of the cp ranks with this dp rank, and its document `document`, or
+    the one in the middle.  With dynamic CP, all groups of the pack's CP size in this row compute it.  Collective."""
     row = s.data.train.grid(step - 1)[s.groups.dp_rank * s.layout.cp :][: s.layout.cp]
     slot = max((slot for slots in row for slot in slots), key=lambda slot: len(slot.samples))
     samples = s.data.train.samples_of(slot)
@@ -159,7 +160,7 @@ def _describe(s: Session, subject: Subject) -> str:
 
 
 def _examine(s: Session, engine: Engine, subject: Subject) -> tuple[list[Leak], list[str]]:
-    """All leaks, and reasons why the probe's own answer proves nothing.  The same on every rank; collective."""
+    """All leaks, and reasons why the probe's own answer proves nothing.  Equal on every rank.  Collective."""
     length = len(subject.samples[subject.document].tokens)
     leaks: list[Leak] = []
     reached: set[int] = set()  # layers with a gradient
@@ -258,7 +259,7 @@ def _gradient_leaks(
 def _leaks(
     s: Session, subject: Subject, direction: str, replaced: str, layer: int, tokens: Tensor, sizes: Tensor
 ) -> Iterator[Leak]:
-    """One leak per document of these local tokens."""
+    """One leak for each document to which some of these local tokens belong."""
     documents = subject.microbatch.documents[0][tokens]
     counts = s.groups.tp_rank == 0 or s.layout.sequence_parallel  # otherwise all tp ranks hold the same tokens
     for document in documents.unique().tolist():

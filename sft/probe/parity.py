@@ -1,7 +1,7 @@
 """Do two layouts, or two backends, compute the same loss and the same gradients from the same global batch?
 
-Both run in the same processes, one after the other.  Rank n keeps the gradients of every n-th parameter of the first
-layout in host memory, 4 bytes per parameter over all ranks together, and compares them with those of the second.
+Both run in the same processes, one after the other.  The ranks divide the gradients of the first layout among them and
+keep them in host memory: 4 bytes per parameter over all ranks together.  They compare them with the second layout's.
 """
 
 import math
@@ -29,16 +29,16 @@ from sft.recipe.resolved import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutTolerance:
-    """Largest relative differences between two right layouts."""
+    """The largest relative differences that two correct layouts may have."""
 
     loss: float
     grad_norm: float
     gradient: float  # norm of the difference over the norm of the gradient, per parameter
-    hidden: float  # the same for all hidden states of a layer
+    hidden: float  # norm of the difference over the norm of the hidden states, per layer
 
 
 # fp32: ten times what the tests allow small models (docs/concepts/numerics.md), since deep models round more often.
-# bf16: a number has 8 significant bits, so each of the roundings that a layout moves changes it by up to 0.4%.
+# bf16: a number has 8 significant bits, so a rounding changes it by up to 0.4%.  Layouts round at different places.
 # fp8: e4m3 has 4 significant bits, a rounding of up to 6%; not measured.
 TOLERANCES = {
     "fp32": LayoutTolerance(loss=1e-5, grad_norm=1e-5, gradient=1e-4, hidden=1e-4),
@@ -46,14 +46,14 @@ TOLERANCES = {
     "fp8": LayoutTolerance(loss=2e-2, grad_norm=1e-1, gradient=3e-1, hidden=2e-1),
 }
 # The smallest scale of a difference, as a share of the norm of all gradients.  A smaller gradient may consist of
-# rounding errors, like that of a weight on which the loss does not depend.
+# rounding errors, for example if the loss does not depend on the weight.
 NEGLIGIBLE = 1e-6
 SHOWN = 10  # parameters with the largest differences
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """The numbers of one layout."""
+    """The results of one layout."""
 
     weights: str
     samples: list[int]
@@ -127,8 +127,9 @@ def _run(s: Session, engine: Engine, weights: str, step: int) -> Pass:
 
 
 def _hidden(s: Session, engine: Engine, microbatches: Sequence[Microbatch], samples: list[int]) -> Tensor:
-    """`Pass.hidden`.  A token's sketch is added with a sign that depends on its position alone, so that differences of
-    tokens do not cancel.  Padding is left out, because layouts may pad differently.  Collective."""
+    """The value of `Pass.hidden`.  Each token's sketch is added with a sign that depends only on the token's position,
+    so that differences of tokens do not cancel.  Padding is left out, because layouts may pad differently.  Collective.
+    """
     signs = torch.randint(0, 2, (s.config.data.seq_length,), generator=torch.Generator().manual_seed(0)) * 2.0 - 1.0
     order = {sample: index for index, sample in enumerate(samples)}
     table = torch.zeros(s.config.model.num_layers + 1, len(samples), SKETCH_SIZE, dtype=torch.float64)
@@ -154,7 +155,7 @@ def _hidden(s: Session, engine: Engine, microbatches: Sequence[Microbatch], samp
 def _whole_gradients(engine: Engine) -> Iterator[tuple[str, Tensor | None]]:
     """Every parameter by name, in the same order on all ranks and layouts, with its whole gradient: fp32 on the CPU.
 
-    The n-th parameter is on rank n modulo the number of ranks; other ranks get None.  Collective, step by step.
+    Rank n modulo the number of ranks gets the n-th gradient, and other ranks get None.  Every step is collective.
     """
     control, rank = engine.groups.control, engine.groups.rank
     local: dict[str, list[Tensor]] = {}
@@ -186,7 +187,7 @@ def _whole_gradients(engine: Engine) -> Iterator[tuple[str, Tensor | None]]:
 
 
 def _gathered(s: Session, engine: Engine) -> Iterator[tuple[str, Tensor | None]]:
-    """`_whole_gradients`, with progress."""
+    """The results of `_whole_gradients`, with progress on the console."""
     with s.console.track("gathering gradients", None, "parameters") as progress:
         for name, gradient in _whole_gradients(engine):
             progress.advance(1)
@@ -194,7 +195,7 @@ def _gathered(s: Session, engine: Engine) -> Iterator[tuple[str, Tensor | None]]
 
 
 def _compare_gradients(s: Session, engine: Engine, first: dict[str, Tensor]) -> list[Parameter]:
-    """All parameters, by name; the same on every rank.  Collective."""
+    """The comparison of all parameters, sorted by name; equal on every rank.  Collective."""
     sums: list[tuple[str, list[float]]] = []
     for name, b in _gathered(s, engine):
         if b is not None:

@@ -54,7 +54,7 @@ def session(recipe: Recipe, layout: Layout, store: dist.Store | None = None) -> 
 
 @contextmanager
 def model(session: Session) -> Iterator[tuple[Engine, str]]:
-    """The engine, and where its weights are from: the run's checkpoint, or those from which a new run starts."""
+    """The engine, and the source of its weights: a checkpoint, or the weights from which a new run starts."""
     config, data = session.config, session.data
     engine = Engine(
         config,

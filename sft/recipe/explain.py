@@ -16,7 +16,10 @@ _SIZES = {
 
 
 def explain(recipe: Recipe, key: str, layout: Callable[[], Layout]) -> str:
-    """The value, origin, type and meaning of `key`, or of every key in the group `key`.  `layout`: called for sizes
+    """The value, origin, type and meaning of `key`, or of every key in the group `key`.
+
+    layout: returns the layout; called only if `key` is a size such as parallel.dp
+    Raises ConfigError if there is no such key.
 
     model.head_dim = 128
         from     derived: hidden_size / num_attention_heads

@@ -1,4 +1,4 @@
-"""The layout that a recipe and the number of processes name."""
+"""The layout of a recipe on a number of processes."""
 
 import os
 

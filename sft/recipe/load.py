@@ -217,7 +217,7 @@ class _Draft:
             self.values["model.has_mtp"], self.origins["model.has_mtp"] = True, Origin("derived", text="train.mtp")
 
     def validate(self) -> Config:
-        """The Config.  Raises one ConfigError: problems of the file, then of the command line, then missing keys."""
+        """The Config.  Raises one ConfigError with problems of the file, of the command line, and missing keys."""
         tree: dict[str, Any] = {}
         for key in [*sections(), *self.values]:
             *groups, name = key.split(".")

@@ -43,7 +43,7 @@ def check_paths(recipe: Recipe, *, trains: bool = True) -> None:
 
 
 def _pattern_hint(key: str, path: str) -> str:
-    """Advice for a shell pattern such as data/*.jsonl, which a recipe may not hold: files could join it unnoticed."""
+    """Advice for a shell pattern such as data/*.jsonl.  It is refused, because new files could match it unnoticed."""
     if not set("*?[") & set(path):
         return ""
     files = sorted(glob.glob(path, recursive=True))
@@ -54,7 +54,7 @@ def _pattern_hint(key: str, path: str) -> str:
 
 
 def _dataset_hint(key: str, path: str) -> str:
-    """How to name a dataset of the hub, if a data file is called like one: OWNER/NAME without an ending"""
+    """Advice for a missing data file whose name looks like a dataset on the hub: OWNER/NAME without an ending."""
     if not key.startswith(("data.train", "data.eval")) or not re.fullmatch(r"[A-Za-z0-9_-]+/[A-Za-z0-9_-]+", path):
         return ""
     return f"  A dataset of the Hugging Face hub is named so: {key[:10].rstrip('.')}={{chat: {{dataset: {path}}}}}."

@@ -1,9 +1,8 @@
-"""Mistakes in a recipe that show only with the data: steps against schedules, documents against the model's positions.
+"""Finds mistakes in a recipe that only the data or the launch show.
 
-Also nodes as torchrun has them, against nodes as dynamic CP plans for them.
-
-`sft check` and training call `check_run`, so both refuse the same recipes with the same words.
-sft/config/ refuses what the keys alone show, and sft/parallel/layout.py what the number of processes shows.
+Schedules must fit the number of steps, documents the model's positions, and with dynamic CP nodes the torchrun launch.
+`sft check` and training call `check_run`, so both refuse the same recipes with the same words.  sft/config/ finds
+mistakes in the keys alone, and sft/parallel/layout.py mistakes that depend on the number of processes.
 """
 
 import math
@@ -23,8 +22,9 @@ def check_run(
 ) -> list[str]:
     """Warnings about the run.  Raises ConfigError that lists all mistakes.
 
-    num_steps  steps of the whole run; None if the data, which decide it, are not read
-    num_packs  packs of the first epoch, and tokens of the longest document; None if the data are not read
+    num_steps  steps of the whole run; None if they depend on data that are not read
+    num_packs  packs of the first epoch; None if the data are not read
+    longest    tokens of the longest document; None if the data are not read
 
     warm-up of 100 steps in a run of 32      -> ConfigError
     checkpoint.save_every = 500, 32 steps    -> ["checkpoint.save_every = 500 ... ends after 32 steps ..."]
@@ -81,7 +81,7 @@ def _step_warnings(config: Config, num_steps: int) -> Iterator[str]:
 
 
 def _node_warnings(config: Config) -> Iterator[str]:
-    """Under torchrun with dynamic CP: whether the plan takes other ranks for neighbours in a node than there are."""
+    """A warning if torchrun has started another number of ranks on a node than dynamic CP assumes in its plan."""
     planned, local = config.parallel.gpus_per_node, int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     fits_one_node = os.environ.get("WORLD_SIZE") == str(local) and local <= planned
     if config.parallel.dynamic_cp and local not in (0, planned) and not fits_one_node:

@@ -1,4 +1,4 @@
-"""Whether a run can start, as far as its recipe, weights and checkpoints decide it.
+"""Checks whether the recipe, weights and checkpoints of a run allow its start.
 
 `sft check` and every start call these functions before a model is built, so both refuse the same runs with the same
 sentences.  The cluster may refuse a run for other reasons, which docs/reference/config.md lists.
@@ -38,9 +38,10 @@ def check_weights(config: Config, trained: Trained, vocab_size: int | None) -> d
 
 
 def check_resumed(config: Config, resumed: Continuation, vocab_size: int | None) -> None:
-    """Raise CheckpointError if changes are allowed with which tensors or moments of the checkpoint do not fit the run.
+    """Raise CheckpointError if tensors or moments of the checkpoint do not fit the run.
 
-    Also if another program wrote the checkpoint, which then says nothing of its model, and its tensors do not fit.
+    They are compared if checkpoint.allow_changes allows changes.  Tensors are also compared if another program wrote
+    the checkpoint, because it then has no record of its model.
     """
     facts, changes = resumed.facts, config.checkpoint.allow_changes
     if (facts is None or changes) and not config.lora.is_used:

@@ -21,7 +21,7 @@ def tokenizer_of(config: Config) -> ChatTokenizer:
 
 
 def same_ids(a: ChatTokenizer, b: ChatTokenizer) -> bool:
-    """Whether both make the same tokens of a text.
+    """Whether both make the same tokens from every text.
 
     Chat template and end tokens may differ, as they do between a model and the export of a run (`served_files.py`).
     """

@@ -67,7 +67,8 @@ def _choices(config: Config, layout: Layout) -> dict[str, str]:
     chosen |= connections(layout, offloads=offloads, capability=_compute_capability())
     if cache := _folder_of_this_user("sft-triton"):
         chosen["TRITON_CACHE_DIR"] = cache
-    # Its names of some kernels do not say for which GPU they are.  Without locks it would end the run.
+    # Some file names in the cache of flash-attn-4 do not contain the type of GPU, so each type gets a folder.
+    # flash-attn-4 would end the run if the folder allowed no locks.
     cache = _folder_of_this_user(f"sft-flash-attention-4-sm{_compute_capability() or 0}0")
     if cache and _has_locks(cache):
         chosen["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
@@ -84,7 +85,7 @@ def connections(layout: Layout, *, offloads: bool, capability: int | None) -> di
     Before Blackwell, tp and cp need one queue: kernels then start in the order of their launches, so that a collective
     starts before the matrix product that hides it.  One queue for copies would let a copy that waits for a kernel hold
     up all later copies.  From Blackwell on, one queue has no advantage, and many streams need more than 8 queues.
-    The same rules as in NVIDIA's Megatron-Bridge; megatron-core's training arguments require the first one.
+    NVIDIA's Megatron-Bridge has the same rules.  megatron-core's training arguments require the first one.
     """
     if layout.tp == layout.cp == 1:
         return {}

@@ -24,12 +24,12 @@ class Evaluator:
     def is_due(self, step: int) -> bool:
         """Whether an evaluation is due: before the first step, after the last one, and every train.eval_every steps.
 
-        A run whose length was lowered to fewer steps than it has done ends after the step that it has reached.
+        If the number of steps was lowered below `step`, a resumed run trains no step, and `step` counts as the last.
         """
         return step == 0 or step >= self._num_steps or (self._every is not None and step % self._every == 0)
 
     def is_missing(self, step: int, evaluated: int) -> bool:
-        """Whether the evaluation after `step` is due and not made.  evaluated: the last step that was evaluated"""
+        """Whether the evaluation after `step` is due but was not made.  evaluated: the last step with an evaluation"""
         return self.is_due(step) and evaluated != step
 
     def run(self, step: int, metrics: MetricsLog) -> dict[str, Record] | None:
@@ -58,9 +58,10 @@ class Evaluator:
 
 
 def evaluate(engine: Engine, loader: Loader, goes_on: Callable[[], bool] = lambda: True) -> Totals | None:
-    """The totals over all samples of `loader`.  Every layout counts each sample exactly once.  Collective.
+    """The totals over all samples of `loader`; None if `goes_on` ended the evaluation.  Collective.
 
-    `goes_on` is called before each batch, with the same result on all ranks.  False ends the evaluation without totals.
+    Every layout counts each sample exactly once.  `goes_on` is called before each batch, and must return the same on
+    all ranks.  False ends the evaluation.
     """
     totals = []
     for microbatches in loader.eval_batches():

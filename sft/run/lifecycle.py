@@ -1,7 +1,7 @@
 """One start of a run: locks the folder, receives signals, and records how the start ended.
 
-Combines the lock, the signals, the watchdog and run_state.json over all ranks.  Decides after each step whether a save
-is due and whether the run stops.  A signal to one rank stops all ranks after the same step.
+`Lifecycle` combines the lock, the signals, the watchdog and run_state.json over all ranks.  After each step it decides
+whether a save is due and whether the run stops.  A signal to one rank stops all ranks after the same step.
 """
 
 import os
@@ -34,7 +34,8 @@ class Lifecycle:
     def __init__(
         self, config: Config, folder: Path, position: Position, console: Console, next_step: Callable[[], int]
     ) -> None:
-        """next_step: returns the step after which the run will continue; called on rank 0 when the folder is locked"""
+        """next_step: returns the step after which the run will continue; rank 0 calls it after it has locked the
+        folder"""
         self._run, self._checkpoint = config.run, config.checkpoint
         self._folder, self._position, self._console, self._next_step = folder, position, console, next_step
         self._lock: RunLock | None = None
@@ -152,7 +153,7 @@ class Lifecycle:
 
 
 def _begin(folder: Path, next_step: Callable[[], int]) -> status.Status:
-    """Record the start, or that the checkpoints allow none.  Called on rank 0, which holds the lock."""
+    """Record the start, or that `next_step` refused it.  Called on rank 0, which holds the lock."""
     with recorded(folder, is_locked=True):
         step = next_step()
     return status.begin(folder, step=step)

@@ -1,7 +1,7 @@
 """Allows one run at a time in a folder.  run.lock names this run, which renews the file as long as it is alive.
 
-Decides whether the holder of a lock is alive, and how a stale lock is replaced.  The saver calls `held` before it
-publishes a checkpoint, and does not publish without the lock.
+This module decides whether the holder of a lock is alive, and how a stale lock is replaced.  The saver calls `held`
+before it publishes a checkpoint, and does not publish without the lock.
 
 The holder of a lock writes heartbeats into the file that it opened, and never creates the file again.  So a run that
 hung and lost its lock cannot renew the new lock.  Before a run replaces a stale lock, it creates a hard link with a
@@ -257,7 +257,7 @@ def _identity(content: bytes) -> bytes:
 
 
 def _claim(path: Path, stale: bytes) -> Path:
-    """The name whose owner may replace or remove `path` while its content is `stale`."""
+    """The path of a claim.  The process that makes this file may replace or remove `path` while it contains `stale`."""
     return path.with_name(f"{LOCK}.after-{hashlib.sha256(path.name.encode() + _identity(stale)).hexdigest()[:16]}")
 
 
@@ -276,13 +276,13 @@ def _has_identity(path: Path, identity: bytes) -> bool:
 
 
 def _read(path: Path) -> bytes | None:
-    """The content of a lock; None if there is none.  Raises ConfigError if the name belongs to anything but a file."""
+    """The content of a lock; None if there is no lock.  Raises ConfigError if the name is not that of a plain file."""
     stamp = _stamp(path)
     return None if stamp is None else stamp[0]
 
 
 def _stamp(path: Path) -> tuple[bytes, int] | None:
-    """The content and the time of the last change.  Returns and raises as `_read`."""
+    """The content and the time of the last change; None and errors as for `_read`."""
     try:
         kind = stat.S_IFMT(path.lstat().st_mode)
         if kind != stat.S_IFREG:  # reading a pipe would wait for a writer

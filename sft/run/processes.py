@@ -34,7 +34,7 @@ _SECONDS_OVER_GRACE = 60.0  # time after run.grace_s until ranks that have not e
 
 
 def run_ranks(arguments: Sequence[str], num_ranks: int, *, grace_s: float, log_dir: Path | None) -> int:
-    """Run `sft` with these arguments in `num_ranks` processes, and return the exit code of the first one that failed.
+    """Run `sft` with these arguments in `num_ranks` processes, and return the first failed rank's exit code, or 0.
 
     arguments  arguments of each process, such as ["train", "a.yaml"]
     grace_s    seconds from a forwarded signal until all ranks are expected to have ended themselves
@@ -42,7 +42,7 @@ def run_ranks(arguments: Sequence[str], num_ranks: int, *, grace_s: float, log_d
 
     Each signal that stops a run is sent to all ranks.  If a rank fails, the others receive SIGTERM, and after 30 s
     SIGKILL.
-    A rank that a signal ended gives 128 + number of the signal.
+    If a signal ended the rank, the code is 128 + the number of the signal.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `_report` prints the reason
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in received())
@@ -102,7 +102,10 @@ def _environments(num_ranks: int, port: int) -> dict[int, dict[str, str]]:
 
 @contextmanager
 def _forwarding(ranks: SubprocessContext, grace_s: float) -> Iterator[Callable[[], bool]]:
-    """Send each signal that stops a run to all ranks.  Yields whether they should have ended after the first one."""
+    """Send each signal that stops a run to all ranks.
+
+    Yields a function that returns whether the time in which the ranks should end after the first signal is over.
+    """
     ends_at: list[float] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -136,13 +139,14 @@ def _wait(ranks: SubprocessContext, is_overdue: Callable[[], bool]) -> int | Non
 
 
 def _failed(processes: Sequence["subprocess.Popen[bytes]"]) -> int | None:
-    """The rank that failed; None if none did.  Of several, one that a signal ended: others fail because it is lost."""
+    """The rank that failed; None if no rank failed.  If several failed, a rank that a signal ended comes first, because
+    the loss of this rank makes the others fail."""
     failed = [rank for rank, process in enumerate(processes) if process.returncode]
     return min(failed, key=lambda rank: processes[rank].returncode > 0, default=None)
 
 
 def _report(ranks: SubprocessContext, first: int) -> int:
-    """Print the reason why the run ended, if the rank that failed first could not, and return the exit code."""
+    """Print why the run ended, and return the exit code.  first: the rank that failed first"""
     code = int(_processes(ranks)[first].returncode)
     if code < 0:
         print(f"rank {first} was ended by {signal.Signals(-code).name}", file=sys.stderr, flush=True)

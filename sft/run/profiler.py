@@ -57,7 +57,7 @@ class Profiler:
         self._stop()
 
     def _remove_leftovers(self) -> None:
-        """Remove temporary files of processes that were killed while they wrote, on this rank of earlier starts."""
+        """Remove temporary files that this rank left in earlier starts, when it was killed while it wrote."""
         for kind in ("memory_snapshots", "traces"):
             for file in (self._folder / kind).glob(f"*/.*-rank{self._position.rank}-*.tmp-*"):
                 with self._best_effort(f"{file} was not removed"):

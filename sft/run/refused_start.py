@@ -1,11 +1,11 @@
 """Records a start that is refused before it begins.
 
-`Lifecycle` records how a start ends that has begun.  A start that is refused before, as one whose data file does not
-exist, has no start id, and most often no lock.  Without a record, run_state.json would still say how the start before
-it ended, and a script that asks `sft status` would start the run again without end.
+`Lifecycle` records how a start ends after it has begun.  A start that is refused earlier, for example because its data
+file does not exist, has no start id, and usually no lock.  Without a record of the refusal, run_state.json would still
+say how the previous start ended, and a script that asks `sft status` would restart the run forever.
 
-What a machine or a network refuses (no driver, no answer of the hub) is not recorded: the same start may succeed on
-another machine.
+Refusals by a machine or a network (no driver, no answer from the hub) are not recorded, because the same start may
+succeed on another machine.
 """
 
 import os
@@ -22,10 +22,11 @@ from sft.run.lock import RunLock, is_gone
 
 @contextmanager
 def recorded(folder: Path, *, is_locked: bool = False) -> Iterator[None]:
-    """Write a mistake of the user that ends the block into run_state.json of `folder`, which is made if needed.
+    """Record in run_state.json of `folder` a mistake of the user that ends the block.  Rank 0 writes.
 
+    The folder is made if needed.  An error after which the same start may succeed is not recorded.
     is_locked: whether this process holds the lock of the folder.  If not, nothing is written while another run may be
-    alive there.  Rank 0 writes.  An error after which the same start may succeed is not written.
+    alive there.
     """
     try:
         yield
@@ -41,7 +42,7 @@ def _record(folder: Path, error: SftError, *, is_locked: bool) -> None:
     try:
         if is_locked or is_gone(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            # A lock that is left was that of a process that has ended, so nothing waits.
+            # A lock in the folder belongs to a process that has ended, so RunLock replaces it at once.
             with nullcontext() if is_locked else RunLock(folder, report=lambda line: None):
                 status.refuse(folder, error)
     except (OSError, SftError) as unwritable:

@@ -1,4 +1,4 @@
-"""The sample log, seen.jsonl, records the samples of each optimizer step, and so how often each sample was used.
+"""The sample log, seen.jsonl, records which samples each optimizer step used.
 
     {"step": 3, "epoch": 0, "batch": 2, "samples": [4, 17, 23], "chain": "9f2c..."}
 

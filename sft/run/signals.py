@@ -158,8 +158,8 @@ def _stays_ignored(number: signal.Signals) -> bool:
 def _before_fork() -> None:
     """Block signals until `_in_child`.
 
-    Before it, a signal to the child would arrive in the parent's socket.  Python also forgets signals that a new
-    process receives before its hooks run, and so a child of a child would ignore the signal that should end it.
+    Until `_in_child` has run, a signal to the child would arrive in the parent's socket.  Python also forgets signals
+    that a new process receives before its hooks run, so a child of a child would ignore a signal that should end it.
     """
     if _is_handling:
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -89,7 +89,7 @@ def begin(folder: Path, *, step: int) -> Status:
 
 
 def refuse(folder: Path, error: SftError) -> None:
-    """Record that a start was refused before it began.  The numbers of the start before stay.
+    """Record that a start was refused before it began.  Steps and counts of the previous start stay.
 
     Called by the process that holds the lock of the folder.  Raises ConfigError like `read`, and OSError if the folder
     cannot be written.
@@ -119,7 +119,7 @@ def fail(folder: Path, start_id: str | None, error: BaseException, *, rank: int,
     before = _known(folder, step)
     if before.status != "running" or _is_of_another(before, start_id):
         return
-    # After a mistake of the user another start would fail in the same way; without a disk or a rank it may succeed.
+    # After a mistake of the user, another start would fail in the same way.  If a disk or rank failed, it may succeed.
     is_mistake = isinstance(error, SftError) and not isinstance(error, MAY_SUCCEED)
     failed = replace(
         before,
@@ -184,7 +184,7 @@ def _known(folder: Path, step: int) -> Status:
 
 
 def _first(*, step: int, starts: int) -> Status:
-    """The status of a run in whose folder no file has it."""
+    """A status for a folder without a readable status."""
     return Status("running", step, None, step, step, "", starts, None, None, None, None, **_now())
 
 
@@ -193,7 +193,7 @@ def _new_id() -> str:
 
 
 def _replace(folder: Path, status: Status) -> None:
-    """Write the status of a new start, and remove the failure of the start before."""
+    """Write the status of a new start, and remove the failure of the previous start."""
     for leftover in folder.glob(f"{FAILURE}*"):  # left by the previous start, or by a rank that was killed in `fail`
         leftover.unlink(missing_ok=True)
     replace_text(folder / FILE, _text(status), sync=True)

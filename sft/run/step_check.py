@@ -1,6 +1,6 @@
 """Warns of loss spikes, and ends a run after too many steps in a row with a non-finite loss or gradient norm.
 
-Loss and norm are the same on all ranks, so all ranks decide the same.  Before a run ends, these files are written:
+Loss and norm are equal on all ranks, so all ranks decide the same.  Before it ends the run, it writes these files:
 
     run.dir/bad_steps/step_0000012/
         samples.json     the sample numbers of the global batch, with the data file and row of each sample

@@ -1,7 +1,7 @@
 """Ends a rank that hangs, after writing the stacks of its threads.  The launcher then ends the other ranks.
 
-Decides when a phase has lasted too long, and then writes the stacks of all threads to a file per rank and to stderr.
-The lifecycle calls `phase`, and passes an `on_hang` that marks the run as failed.
+If a phase lasts too long, the stacks of all threads are written to a file per rank and to stderr.  The lifecycle calls
+`phase` and `progress`, and passes an `on_hang` that marks the run as failed.
 
 A Python thread watches the phases.  This thread cannot run while the main thread holds the interpreter lock in C code.
 In that case a thread of `faulthandler`, which does not need the interpreter, writes the stacks and ends the process.

@@ -40,7 +40,7 @@ class HeadSizes:
     """Sizes of the heads that a tensor-parallel rank holds.
 
     key_dim, value_dim  K and V: the width of a query or key, and of a value; the state of a value head is [K, V]
-    width               bytes of a number in queries, keys, values, beta and outputs; g, states and maps are in fp32
+    width               bytes of an element of queries, keys, values, beta and outputs; g, states and maps are in fp32
     """
 
     key_heads: int
@@ -51,7 +51,7 @@ class HeadSizes:
 
     @staticmethod
     def of(linear: LinearAttentionConfig, tp: int, width: int) -> "HeadSizes":
-        """The sizes on a rank of tp, which divides the key heads.  width: bytes of a number"""
+        """The sizes on a tensor-parallel rank.  tp: must divide the key heads; width: bytes of an element"""
         assert linear.num_key_heads is not None and linear.num_value_heads is not None
         return HeadSizes(
             key_heads=linear.num_key_heads // tp,
@@ -63,7 +63,7 @@ class HeadSizes:
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution: numbers per token in q, k and v together."""
+        """Channels of the convolution: elements per token of q, k and v together."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
@@ -80,8 +80,8 @@ class HeadSizes:
     def max_short(self, cp_size: int) -> int:
         """Length of the longest document for which sending tokens takes fewer bytes than sending maps.
 
-        The share (cp - 1) / cp of its L tokens travels, and so does this share of the maps of its 2 cp fragments.  So
-        L < 2 cp * map_bytes / token_bytes.
+        The document has L tokens and 2 cp fragments.  Either (cp - 1) / cp of the tokens travel, or (cp - 1) / cp of
+        the fragments' maps.  So tokens take fewer bytes if L < 2 cp * map_bytes / token_bytes.
 
             16 key heads, 48 value heads, K = V = 128, bf16: 1,141 tokens at cp 2, 2,283 at cp 4
         """
@@ -128,7 +128,7 @@ class DeltaBytes(MixerBytes):
             "delta rule's output": width * values,
             "gated norm's scale": FP32 * of_heads,
         }
-        if self.rank.cp > 1:  # A of each of the two fragments, and the state before it
+        if self.rank.cp > 1:  # the map [K, K] of each of the two fragments, and the state before it
             saved["maps"] = 2 * state * (1 + self.heads.key_dim / self.heads.value_dim) / self.tokens
         return saved
 
@@ -139,9 +139,9 @@ class DeltaBytes(MixerBytes):
     def local(self, tokens: float) -> float:
         """Bytes of gradients while backward computes the gated norm or the delta rule, and of fp32 blocks.
 
-        The gated norm holds the gradients of its output, of its input and of the gate.  Its output and input are free
-        after that.  The delta rule holds the gradients of its output and of the gate, and computes those of q, k and v.
-        With cp, A, B and the state of both fragments exist three times: as computed, as sent and as received.
+        The gated norm holds the gradients of its output, of its input and of the gate.  Then its output and input are
+        freed.  The delta rule holds the gradients of its output and of the gate, and computes those of q, k and v.
+        With cp, the maps and states of both fragments of a rank exist three times: as computed, sent and received.
         """
         gradients = max(3 * self._values, self._values + self.heads.channels)
         fragments = 0 if self.rank.cp == 1 else 3 * 2 * self.heads.map_bytes
@@ -155,9 +155,9 @@ class DeltaBytes(MixerBytes):
 
 @dataclass(frozen=True, kw_only=True)
 class StateTraffic(Traffic):
-    """Bytes of the states of long documents, of the tokens of short ones, and of the convolution's halos.
+    """Bytes of the maps and states of long documents, of the tokens of short ones, and of the convolution's halos.
 
-    num_passes  passes of a layer in a microbatch; each sends all of these
+    num_passes  passes of a layer in a microbatch; each sends all these bytes
     """
 
     heads: HeadSizes
@@ -212,7 +212,7 @@ class DeltaRule(Mixer):
         return StateTraffic(heads=heads, conv_kernel=linear.conv_kernel, num_passes=passes.num)
 
     def moved(self, rank: RankShare) -> float:
-        """Numbers per token that the convolution (queries, keys, values) and the gated norm (output, gate) read and
+        """Elements per token that the convolution (queries, keys, values) and the gated norm (output, gate) read and
         write."""
         linear = self.model.linear_attention
         return (2 * (2 * linear.key_width + linear.value_width) + 3 * linear.value_width) / rank.tp
@@ -221,6 +221,6 @@ class DeltaRule(Mixer):
     def state_products(self) -> int:
         """Multiplications per token with states: S^T k, k (v - S^T k)^T and S^T q for the state S of each head.
 
-        Megatron-LM 0.19 counts four products and the convolution.
+        Megatron-LM 0.19 counts one product more, and the convolution.
         """
         return 3 * self.model.linear_attention.value_width * self.model.linear_attention.key_head_dim

@@ -1,6 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values are projections of a latent.
 
-The portable backend saves and sends latents.  The te backend saves and sends the keys and values.
+The portable backend saves and sends latents, if these are no larger than a rank's keys and values.  The te backend
+saves and sends the keys and values.
 """
 
 from collections.abc import Mapping
@@ -13,8 +14,8 @@ from sft.layers.mixers.softmax_bytes import TransformerEngineBytes, has_flash, n
 from sft.layers.rank_share import FP32, RankShare
 from sft.layers.weight import LayerWeight, has_input_norms
 
-# Parts of latent attention: the products that every tensor-parallel rank computes, and the product that expands latents
-# to keys and values.
+# `LayerWeight.part` of two groups of products: those that every tensor-parallel rank computes, and the expansion of
+# latents to keys and values.
 DUPLICATED, EXPANDED = "latent attention, duplicated", "latent attention, keys and values"
 _A, _QUERY_LATENT = "self_attention", "latent_attention.q_lora_rank"
 _WEIGHTS = (
@@ -65,19 +66,20 @@ class LatentBytes(MixerBytes):
     def local(self, tokens: float) -> float:
         """Bytes of the gradients of output and queries, and of the copies that one head group needs.
 
-        The group's queries, its output and the output's gradient are copied, each as wide as keys.  The gradient of its
-        queries is in fp32.
+        The copies are the group's queries, its output and the output's gradient; each counts as wide as the queries.
+        The gradient of the group's queries is in fp32.
         """
         width = self.rank.width
         gradients = width * (self._heads * self.model.value_head_dim + self.queries)
         return tokens * (gradients + (3 * width + FP32) * self.queries / self._groups)
 
     def gathered(self, pack: float) -> float:
-        """Peak bytes of gathered latents and of what one head group expands them to.
+        """Peak bytes of gathered latents, and of the keys and values of one head group.
 
-        Latents and their fp32 gradient exist for each key, and with cp the gradient also for each token of the pack.
-        While the kernel runs, the group has the expanded latents, and its keys, values and both gradients, all as wide
-        as keys.  After the kernel, it has these gradients and the gradients of the expanded latents.
+        For each key, there are two copies of the latent and its fp32 gradient.  With cp, there is also an fp32 gradient
+        for each token of the pack.  While the kernel runs, the head group holds the expanded latents, keys, values and
+        the gradients of both; the last four count as wide as keys.  After the kernel, it holds these gradients and the
+        gradients of the expanded latents.
         """
         # Both chunks of a rank need the early keys of a document.
         num_keys = pack * (1 + 1 / (2 * self.rank.cp) if self.rank.cp > 1 else 1)
@@ -89,7 +91,7 @@ class LatentBytes(MixerBytes):
 
     @property
     def queries(self) -> float:
-        """Numbers per token in queries."""
+        """Elements per token of the queries on this rank."""
         return self.model.num_attention_heads * self.model.resolved_head_dim / self.rank.tp
 
     @property
@@ -111,7 +113,7 @@ class LatentBytes(MixerBytes):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpandedBytes(TransformerEngineBytes):
-    """Bytes of latent attention on the te backend, which saves keys and values of all heads in their own width."""
+    """Bytes of latent attention on the te backend, which saves the expanded keys and values of all heads."""
 
     @property
     def saved(self) -> dict[str, float]:
@@ -187,7 +189,7 @@ class LatentAttention(Mixer):
         return heads(model)
 
     def te_widths(self, tp: int) -> dict[str, int]:
-        """Sizes without those of the down projections, which are not modules of Transformer Engine."""
+        """Sizes of weights in Transformer Engine.  The down projections are not modules of it, so they are left out."""
         latent, num_heads = self.model.latent_attention, self.model.num_attention_heads
         queries, keys = latent.qk_head_dim, latent.qk_nope_head_dim + latent.v_head_dim
         widths = {
@@ -208,7 +210,7 @@ class LatentAttention(Mixer):
         return pair_width(self.model)
 
     def sent(self, config: Config) -> int:
-        """Numbers per token that a rank sends.  DeepSeek-V3 on the portable backend: 576"""
+        """Elements per token that a rank sends.  DeepSeek-V3 on the portable backend: 576"""
         if config.shares_latents:
             return self.model.latent_attention.compressed_width
         widths = self.model.resolved_head_dim + self.model.value_head_dim

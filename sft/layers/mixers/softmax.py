@@ -47,18 +47,18 @@ def heads(model: ModelConfig) -> dict[str, int]:
 
 
 def pair_width(model: ModelConfig) -> float:
-    """heads x (key width + value width) / 2: forward takes 4 x this many FLOPs for each query and key that it sees."""
+    """heads x (key width + value width) / 2.  Forward takes 4 x this many FLOPs for each query and visible key."""
     return model.num_attention_heads * (model.resolved_head_dim + model.value_head_dim) / 2
 
 
 @dataclass(frozen=True)
 class SoftmaxAttention(Mixer):
-    """The methods that layers with and without a window have in common."""
+    """The methods that full attention and window attention share."""
 
     weights = _WEIGHTS
 
     def bytes(self, config: Config, rank: RankShare, pack: float) -> SoftmaxBytes:
-        """Bytes of activations.  auto counts as portable, the only backend that runs everywhere."""
+        """Bytes of activations.  attention.backend = auto counts as portable, the only backend that runs everywhere."""
         if config.attention.backend == "te":
             return TransformerEngineBytes(model=self.model, rank=rank, cp_comm=config.parallel.cp_comm)
         return PortableBytes(model=self.model, rank=rank)
@@ -84,7 +84,7 @@ class SoftmaxAttention(Mixer):
         return pair_width(self.model)
 
     def sent(self, config: Config) -> int:
-        """Numbers per token that a rank sends.  Llama 8B on tp 2: 4 key heads x 2 x 128 -> 1024"""
+        """Elements per token that a rank sends.  Llama 8B on tp 2: 4 key heads x 2 x 128 -> 1024"""
         widths = self.model.resolved_head_dim + self.model.value_head_dim
         return self.model.resolved_query_groups // config.parallel.tp * widths
 
@@ -118,5 +118,5 @@ class FullAttention(SoftmaxAttention):
         return f"{cls.kind} of {own.resolved_query_groups} keys of {own.resolved_head_dim}{values}"
 
     def first_share(self, tp: int) -> float:
-        """The share of the first head group.  The other groups travel while attention computes."""
+        """The first head group's share of the gathered bytes.  The other groups travel while attention computes."""
         return 1 / num_head_groups(self.model.resolved_query_groups // tp)

@@ -1,6 +1,7 @@
 """Bytes of activations of softmax attention, on the portable backend and on Transformer Engine.
 
-Both save the same tensors.  Portable gathers keys and values over cp, te sends them in a ring.
+Both save queries, keys, values and outputs; te also saves outputs of norms.  The portable backend gathers keys and
+values over cp, and te sends them as parallel.cp_comm says.
 """
 
 from dataclasses import dataclass, replace
@@ -19,19 +20,19 @@ SCORE_TILE = 256 * 512  # scores of a head that torch_kernel.py computes at a ti
 def num_head_groups(num_key_heads: int) -> int:
     """Number of head groups that packed_attention.py gathers one after the other.  No key head is split.
 
-    8 -> 4        6 -> 3        5 -> 1
+    8 key heads -> 4 groups        6 -> 3        5 -> 1
     """
     return max(n for n in range(1, MAX_HEAD_GROUPS + 1) if num_key_heads % n == 0)
 
 
 def has_flash(model: ModelConfig) -> bool:
-    """Whether torch's flash kernel has heads of this width; it has no softcap."""
+    """Whether torch's flash kernel can compute the attention: it has no softcap, and no heads wider than 256."""
     return model.attention_softcap is None and model.resolved_head_dim <= MAX_FLASH_HEAD
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxBytes(MixerBytes):
-    """The bytes that both backends have in common."""
+    """The bytes that the portable and the te backend share."""
 
     @property
     def num_saved_outputs(self) -> int:
@@ -78,18 +79,18 @@ class SoftmaxBytes(MixerBytes):
 
     @property
     def queries(self) -> float:
-        """Numbers per token in queries."""
+        """Elements per token of the queries on this rank."""
         return self.model.num_attention_heads * self.model.resolved_head_dim / self.rank.tp
 
     @property
     def pairs(self) -> float:
-        """Numbers per token in keys and values."""
+        """Elements per token of the keys and values on this rank."""
         return 2 * self.model.resolved_query_groups * self.model.resolved_head_dim / self.rank.tp
 
     @property
     def unsummed(self) -> float:
-        """Numbers per token in the gradients of keys and values per query head, which the kernel then sums per key
-        head; 0 if each query head has its own key head."""
+        """Elements per token of the gradients of keys and values for each query head.  The kernel then sums them over
+        the query heads of a key head.  0 if each query head has its own key head."""
         return 2 * self.queries if self.model.num_attention_heads > self.model.resolved_query_groups else 0.0
 
     @property
@@ -99,13 +100,13 @@ class SoftmaxBytes(MixerBytes):
 
 
 class _Kernel(NamedTuple):
-    """The memory that a kernel of attention takes while it computes gradients, from its source.
+    """Properties of an attention kernel, read in its source, that decide the memory of its backward pass.
 
-    is_flash      it takes keys in the order of sequences, and holds no scores
-    sums_queries  it has the gradient of queries also in fp32
-    sums_pairs    it has the gradients of keys and values also in fp32
-    is_unsummed   it has them for each query head, before their sum
-    copies_views  it copies the queries, keys and values of one of several head groups
+    is_flash      it takes the keys in the order of each document, and holds no scores
+    sums_queries  it also holds the gradient of queries in fp32
+    sums_pairs    it also holds the gradients of keys and values in fp32
+    is_unsummed   it holds the gradients of keys and values for each query head, before it sums them per key head
+    copies_views  with several head groups, it copies the queries, keys and values of a group
     """
 
     is_flash: bool = True
@@ -116,7 +117,7 @@ class _Kernel(NamedTuple):
 
 
 _PLAIN = _Kernel(is_flash=False)
-_FLASH2 = _Kernel(sums_queries=True, is_unsummed=True)  # takes no less than FlashAttention-4, which may run instead
+_FLASH2 = _Kernel(sums_queries=True, is_unsummed=True)  # FlashAttention-4 may run instead, and takes no more memory
 _FLASH4 = _Kernel(sums_queries=True, sums_pairs=True)
 _FFPA = _Kernel(copies_views=True)
 
@@ -125,7 +126,7 @@ _FFPA = _Kernel(copies_views=True)
 class PortableBytes(SoftmaxBytes):
     """Bytes of the portable backend.  `saved` is exact: tests/ranks/test_saved_tensors.py counts these bytes.
 
-    kernel  the kernel of attention; None: of those that may run, the one that takes most
+    kernel  the attention kernel; None: the kernel that takes most memory among those that may run
     """
 
     kernel: _Kernel | None = None
@@ -153,8 +154,8 @@ class PortableBytes(SoftmaxBytes):
     def _full_layer(self, pack: float) -> tuple[float, float]:
         """`local` and `gathered` of a layer with full attention, which gathers one head group after the other.
 
-        Gathered are a group's keys and values in the kernel's order, and the gradients that the kernel computes.  In
-        transfer are the next group, and the fp32 sums of the previous group's gradients.
+        `gathered` has a group's keys and values in the kernel's order, the gradients that the kernel computes, the next
+        group in transfer, and the fp32 sums of the previous group's gradients in transfer.
         """
         tokens, groups = pack / self.rank.cp, num_head_groups(self.model.resolved_query_groups // self.rank.tp)
         if self.rank.cp == 1:
@@ -167,7 +168,7 @@ class PortableBytes(SoftmaxBytes):
         return self._in_kernel(tokens, 0.0, groups) + before * tokens, gathered / groups
 
     def _window_layer(self, pack: float) -> tuple[float, float]:
-        """`local` and `gathered` of a layer with a window: the halo of one document, for all heads at once."""
+        """`local` and `gathered` of a layer with a window, which gathers a document's halo for all heads at once."""
         tokens = pack / self.rank.cp
         if self.rank.cp == 1:
             return self._full_layer(pack)
@@ -189,8 +190,8 @@ class PortableBytes(SoftmaxBytes):
         return tokens * (self.rotated + group * self.queries / groups) + self._gradients(num_keys) + tiles
 
     def _keys(self, num_keys: float, num_sums: float) -> float:
-        """Peak bytes of keys and values of all heads: with their gradients during the kernel; after it only the
-        gradients, one of them also in fp32, and the fp32 sums of num_sums tokens."""
+        """Peak bytes of gathered keys and values of all heads.  During the kernel, they exist with their gradients.
+        After it, only the gradients remain, one of the two also in fp32, with the fp32 sums of num_sums tokens."""
         width, kernel = self.rank.width, self._kernel
         summed = num_keys * (width + FP32 / 2 if kernel.is_flash else FP32) + num_sums * FP32
         keys = (1 + kernel.copies_views) * width * self.pairs * num_keys
@@ -212,7 +213,8 @@ class PortableBytes(SoftmaxBytes):
 
     @property
     def _kernels(self) -> list[_Kernel]:
-        """The kernels that may run; packages that need not be installed compute what torch's flash kernel does not."""
+        """The kernels that may run.  Optional packages compute what torch's flash kernel cannot; without them the plain
+        kernel does."""
         if not self.rank.is_fused:
             return [_PLAIN]
         if has_flash(self.model):
@@ -222,7 +224,7 @@ class PortableBytes(SoftmaxBytes):
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerEngineBytes(SoftmaxBytes):
-    """Bytes of the te backend, from its source; torch's allocator measured the total (docs/numbers/performance.md)."""
+    """Bytes of the te backend, from its source; checked on simulated GPUs (docs/numbers/performance.md)."""
 
     cp_comm: str = "p2p"
     norm_outputs_are_saved = True

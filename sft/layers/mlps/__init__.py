@@ -9,5 +9,5 @@ MLPS: tuple[type[Mlp], ...] = (Experts, DenseMlp)
 
 
 def mlp_of(model: ModelConfig) -> Mlp:
-    """The second half of a layer, in a model whose layers all have experts or all have a dense MLP."""
+    """The second half of the model's layers, which must all have experts or all have a dense MLP."""
     return DenseMlp(model) if model.moe.num_experts is None else Experts(model)

@@ -32,7 +32,8 @@ class DenseMlp(Mlp):
     def in_backward(self, work: MlpBackward) -> float:
         """Bytes while backward computes the MLP.
 
-        An adapter's output is as wide as gate and up.  It is in memory together with the weight's output and their sum.
+        If gate and up have adapters and are recomputed, the adapters' output, the weight's output and their sum are in
+        memory together.  All three are as wide as gate and up.
         """
         gate_up = work.saved["gate and up"]
         inside = work.recomputed + gate_up
@@ -41,7 +42,7 @@ class DenseMlp(Mlp):
         return work.with_hidden(inside)
 
     def replaced(self, work: MlpBackward) -> float:
-        """Bytes of the gated activation, if it was saved: its gradient takes its memory."""
+        """Bytes of the gated activation, if it was saved.  The activation's gradient replaces it in memory."""
         return (work.saved["gated"] if "gated" in work.kept else 0.0) * work.tokens
 
     @staticmethod

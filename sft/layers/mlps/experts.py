@@ -12,7 +12,7 @@ from sft.layers.weight import LayerWeight, has_input_norms
 
 _M, _X, _SHARED = "mlp", "mlp.experts.experts", "moe.shared_ffn_hidden_size"
 UNFUSED = "silu, up and product"  # saved on a CPU, where activation and weighting are three operations
-OWN_NORMS = ("other normed inputs", "outputs of MLP and experts")  # the second ones are inputs of norms
+OWN_NORMS = ("other normed inputs", "outputs of MLP and experts")  # norms save the second ones as their inputs
 
 
 def _has_norm_of_all(model: ModelConfig) -> bool:
@@ -50,7 +50,8 @@ class Experts(Mlp):
         sent = rank.sequence * top_k * rank.width * model.hidden_size
         ffn = rank.sequence * top_k * rank.width * model.resolved_expert_ffn
         return {
-            # For each expert scores, probabilities, weights and two masks; for each choice two indices and two numbers.
+            # For each expert an fp32 score, probability and weight, and two masks; for each choice two int64 indices
+            # and two fp32 values.
             "router": rank.sequence * ((3 * FP32 + 2) * self.num_experts + 24 * top_k),
             "sent to experts": sent * rank.etp,  # each etp rank has all tokens of its expert, and a part of its width
             "gate and up": 2 * ffn,
@@ -61,7 +62,7 @@ class Experts(Mlp):
         }
 
     def _shared_expert(self, rank: RankShare) -> dict[str, float]:
-        """Bytes per token that the shared expert saves, without its input, which the router saves."""
+        """Bytes per token that the shared expert saves, except its input, which the router saves, too."""
         model = self.model
         if model.moe.shared_ffn_hidden_size is None:
             return {}
@@ -72,7 +73,7 @@ class Experts(Mlp):
     def _own_norms(self, rank: RankShare) -> dict[str, float]:
         """Bytes per token that the norms of moe.own_norms save: norms of the router, the shared expert and the experts.
 
-        The residual stream, their input, counts as `RESIDUAL`, and the first of three normed inputs as `MLP_NORM`.
+        Their input, the residual stream, counts as `RESIDUAL`.  The first of their three outputs counts as `MLP_NORM`.
         """
         if not self.model.moe.own_norms:
             return {}
@@ -80,7 +81,7 @@ class Experts(Mlp):
         return {OWN_NORMS[0]: 2 * hidden, OWN_NORMS[1]: 2 * hidden, "router's norm's scale": FP32 * rank.sequence}
 
     def kept_by_selective(self, *, norm_outputs_are_saved: bool) -> set[str]:
-        """Names of kept bytes.  They include the tokens that a rank received, so no token is sent again."""
+        """Names in `saved` of the tensors that are kept.  Received tokens are kept, so no token is sent again."""
         saves_norm = norm_outputs_are_saved or self.model.norm_placement == "post"
         kept = {NORM_SCALE, MLP_OUTPUT, "router", "sent to experts", OWN_NORMS[1], "router's norm's scale"}
         return kept | ({MLP_NORM, OWN_NORMS[0]} if saves_norm else set())
@@ -88,7 +89,7 @@ class Experts(Mlp):
     def in_backward(self, work: MlpBackward) -> float:
         """Bytes while backward computes the experts.  A token counts top_k times.
 
-        With `full`, three tensors as wide as the sent tokens are in memory when recomputation ends.
+        With train.recompute = full, three tensors as wide as the sent tokens are in memory when recomputation ends.
         """
         if work.recompute != "full":
             return (self._recomputed(work) if work.recompute == "selective" else self._all_saved(work)) + work.hidden
@@ -103,8 +104,8 @@ class Experts(Mlp):
 
         The output of the experts, its gradient and the gradient of their input are in memory all the time.  When
         recomputation ends, the output exists twice: as one tensor and by expert.  When backward ends, the gradient of
-        the input exists twice, and the gradients of all weights are there.  Kernels that compute all experts at once
-        hold the gradient of gate and up for all experts.
+        the input exists twice, and the gradients of all weights are in memory.  Kernels that compute all experts at
+        once hold the gradient of gate and up for all experts.
         """
         sent, gate_up = work.saved["sent to experts"], work.saved["gate and up"]
         gated = work.saved["gated"] + work.saved.get(UNFUSED, 0.0)

@@ -7,7 +7,7 @@ absent    a value that only one of two records has is a difference, unless missi
 
 Train records and the records of each held-out set are compared separately, on the steps that both runs have.  A step
 that only one run has is a difference, too; steps before the later start or after the earlier end are only listed.  Text
-and lists are not compared, and metrics that depend on the clock or the machine (TIMED) only if all are asked for.
+and lists are not compared.  Metrics that depend on the clock or the machine (TIMED) are compared only with --all.
 """
 
 import json
@@ -28,7 +28,7 @@ class Tolerance:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricDifference:
-    """The comparison of one metric over the steps of which both runs have a record.
+    """The comparison of one metric over the steps that both runs have.
 
     first     step and both values, as text, of the first difference; None if there is none
     largest   largest absolute and largest relative difference; None if no two numbers could be subtracted
@@ -43,7 +43,10 @@ class MetricDifference:
 
 
 def is_timed(name: str) -> bool:
-    """Decides by the first and last part of the name; users name the parts between: `loss by source/sentiment/loss`."""
+    """Whether the metric depends on the clock or the machine, by the first and last part of its name.
+
+    Users choose the parts between: `loss by source/sentiment/loss`.
+    """
     parts = name.lower().split("/")
     return any(word in part for part in (parts[0], parts[-1]) for word in TIMED)
 
@@ -108,7 +111,7 @@ def spans(steps: Collection[int], limit: int = 8) -> str:
 
 
 def short(number: float) -> str:
-    """An integer with all digits, another number with 3."""
+    """An integer with all its digits, a float with 3 significant digits."""
     return str(number) if isinstance(number, int) else f"{number:.3g}"
 
 

@@ -51,7 +51,7 @@ def by_step(records: list[dict]) -> list[dict]:
 def smoothed(values: np.ndarray) -> np.ndarray:
     """Centred means; each covers the share SMOOTH of all values, and fewer at both ends.  Gaps (NaN) are left out.
 
-    For 20 values or fewer, the result is the values themselves.
+    For fewer than 30 values, the result is the values themselves.
     """
     reach = round(SMOOTH * len(values)) // 2
     is_known = np.isfinite(values)
@@ -78,7 +78,11 @@ def by_position(records: Sequence[dict]) -> Curves:
 
 
 def positions(runs: Sequence[PlottedRun]) -> tuple[str, list[Curves]]:
-    """The name of the drawn data, the same for all runs, and the curves of each run; train curves are smoothed."""
+    """The name of the drawn data, which all runs have in common, and the curves of each run.
+
+    The data are those of the first held-out set, if every run with losses by position has a curve of two points or more
+    there.  Otherwise they are smoothed curves of training.
+    """
     first = next((name for run in runs for name in run.eval), "eval")
     apart, train = [by_position(run.eval.get(first, [])) for run in runs], [by_position(run.train) for run in runs]
     is_curve = [any(curve.shape[1] > 1 for curve in curves.values()) for curves in apart]

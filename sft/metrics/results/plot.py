@@ -114,7 +114,7 @@ def finish(axes: Axes, title: str, unit: str) -> None:
 
 
 def draw(runs: Sequence[PlottedRun], out: Path, chance: float | None = None) -> None:
-    """Draws all runs into one picture, PNG or SVG by its ending.
+    """Draws all runs into one picture: PNG, SVG or PDF, by its ending.
 
     Earlier runs have wider lines, so equal curves remain visible.
 

@@ -87,7 +87,7 @@ class RunMetrics:
     """Metrics of one run by kind and step.  A kind is `train`, `eval`, or `eval NAME` for a named held-out set.
 
     first  the step after which the run began; it has evaluations of this step, but no train record
-    last   step and kind of its last record; of this step, the run lacks the kinds that follow in the order of kinds
+    last   step and kind of its last record; the run has no record of this step of kinds that come later in order
     """
 
     path: Path
@@ -97,7 +97,7 @@ class RunMetrics:
 
 
 def read_metrics(path: Path) -> RunMetrics:
-    """The run in a folder or file; of a repeated step, the last record.  Raises RunError."""
+    """The metrics of the run in a folder or file.  The last record of a repeated step counts.  Raises RunError."""
     entries = read_records(path)
     records: dict[str, dict[int, Metrics]] = {TRAIN: {}}
     for entry in entries:
@@ -109,7 +109,7 @@ def read_metrics(path: Path) -> RunMetrics:
 
 
 def kind_of(entry: dict[str, Any]) -> str | None:
-    """The kind of a record; None for records of no step, such as `start`."""
+    """The kind of a record; None for a record that is not of a step or an evaluation, such as `start`."""
     if entry["kind"] == EVAL:
         name = held_out_set(entry)
         return EVAL if name == EVAL else f"{EVAL} {name}"

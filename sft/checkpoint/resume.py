@@ -1,7 +1,7 @@
 """Resumes a run: selects a checkpoint, verifies its files, loads it, and reports what changed since the save.
 
 A damaged checkpoint in the run's own folder is renamed with a warning, and the next older one is used.  A run that has
-saved before is never started over.  Rank 0 lists the folder and tells the other ranks what it found.
+saved before is never started over.  Rank 0 lists the folder and sends the result to the other ranks.
 """
 
 import json

@@ -58,7 +58,7 @@ class HashingFile:
         return f"HashingFile({self._stream.name})"
 
     def flush(self) -> None:
-        """Do nothing.  torch needs the methods `flush`, `tell` and `fileno`."""
+        """Do nothing.  torch needs this method and the two methods after it."""
 
     def tell(self) -> int:
         return self.num_bytes

@@ -88,7 +88,10 @@ def _mrope(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_mrope(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove mrope: {"rope_scaling": {"type": "mrope", "mrope_section": []}} -> {"rope_scaling": {"type": "default"}}"""
+    """The keys of the language model, `text`, without those of mrope.
+
+    {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}} -> {"rope_scaling": {"type": "default"}}
+    """
     plain = dict(text)
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(group := text.get(name), dict):

@@ -88,7 +88,7 @@ def read(folder: Path) -> Manifest | None:
 def damage(folder: Path, manifest: Manifest, *, verify: Verify, share: tuple[int, int] = (0, 1)) -> list[str]:
     """One line for each file that differs from its manifest entry.
 
-    share: (i, n) divides the files into n parts, and checks those of part i; part 0 also checks the sizes of all files
+    share: (i, n) divides the files into n parts, and checks part i.  Part 0 also checks the sizes of all files
     verify: "size" compares sizes only, "full" also digests
     Raises OSError if a file cannot be read at the moment, which does not mean that the checkpoint is damaged.
     """

@@ -25,7 +25,7 @@ _DISTRIBUTIONS = {"sft": "sft-megatron", **{name: name for name in _PACKAGES}}
 BASE = "base"  # name of a field of Conditions
 _FREEZE = "train.freeze"
 _START_ONLY = ("model.hf", "model.init_from", "model.init_std", "lora.init_from")
-# Keys whose default differs from what runs did before the key existed, and the value that stands for the old behaviour.
+# The value that describes what runs did before a key existed, for keys with another default.
 _BEFORE = {"data.supervise_inserted": False}
 _NOT_COMPUTED = ("lora.lr_ratio", "lora.export")  # keys of the group lora that do not change what the model computes
 
@@ -160,9 +160,9 @@ def tokenizer_name(before: Mapping[str, Any]) -> str:
 
 
 def _with_defaults(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """`before` with current names of keys.  A key newer than the checkpoint gets the value that stands for its absence.
+    """`before` with current names of keys.
 
-    This is the value in `_BEFORE`, else the default of the key.
+    A key of `now` that the checkpoint does not have gets its value in `_BEFORE`, or else its default.
     """
     schema = leaves()
     before = with_current_names(before)

@@ -29,9 +29,11 @@ _FAULTS = {
 }
 _MAY_NOT_WRITE = "this user has no permission to write to the folder"
 _FULL_BYTES = 1 << 20  # a disk with fewer free bytes after a failed write counts as full
+# Errors after which the same command may succeed later.
 _PASSING = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT)
 )
+# Errors that the user has to correct.
 _OF_THE_USER = frozenset((errno.EACCES, errno.EPERM, errno.EROFS))
 _MEND = "Start the command again when this is mended."
 

@@ -22,7 +22,7 @@ from sft.layers.kinds import model_of_kind
 from sft.layers.weights import sizes_of
 
 _LAYERS, _MTP_LAYER = "decoder.layers.", "mtp.layers.0.transformer_layer."
-_NUMBER = re.compile(r"model\.layers\.(\d+)\.")  # of a layer
+_NUMBER = re.compile(r"model\.layers\.(\d+)\.")  # matches the number of a layer
 Form = Literal["rows", "groups", "vocabulary"]
 
 

@@ -73,7 +73,7 @@ def rope_of(
             problems.append(f"{_ORIGINAL} is {json.dumps(inner)} in {key}, but {json.dumps(outer)} outside it")
         rope["original_max_position"] = _first(outer, inner, content.get("max_position_embeddings"))
     if kind == "yarn" and group.get("truncate", True) is None:
-        rope["truncate"] = False  # as transformers reads null
+        rope["truncate"] = False  # transformers treats null as false
     if kind == "yarn" and "factor" not in rope:
         longest, original = content.get("max_position_embeddings"), rope["original_max_position"]
         if isinstance(longest, int) and isinstance(original, int) and original > 0:

@@ -25,7 +25,7 @@ from sft.hf.safetensors_writer import bytes_of
 from sft.hf.tensor_check import fold_by_layer
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-MAPPED_BYTES = 64 << 20  # files are unmapped after so many bytes were read; mapping a file reads its header again
+MAPPED_BYTES = 64 << 20  # all files are unmapped after this many bytes are read; mapping again reads the header again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +253,7 @@ def _stored_twice(tensors: dict[str, StoredTensor], new: Iterable[str], file: Pa
 
 def _compare_with_index(tensors: dict[str, StoredTensor], index: dict[str, str], folder: Path) -> None:
     """Raise CheckpointError if a tensor is not in the file that the index names, or not in the index."""
-    absent, extra = defaultdict(list), defaultdict(list)  # by file
+    absent, extra = defaultdict(list), defaultdict(list)  # names of tensors, by name of the file
     for name, file in index.items():
         if name not in tensors or tensors[name].file.name != file:
             absent[file].append(name)

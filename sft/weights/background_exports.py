@@ -31,6 +31,7 @@ from sft.files.file_digest import entry_of
 FOLDER = "hf_exports"
 CHECKPOINT_DIGEST = "checkpoint_sha256"  # fact in the manifest of an export: SHA-256 of the checkpoint's manifest
 _NICENESS = 10  # lowers the priority of an export below that of the ranks on its node
+# Environment variables of a rank, which an export must not inherit.
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

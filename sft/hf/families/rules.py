@@ -277,7 +277,7 @@ KEYS = {
     "norm_epsilon": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
-EXPERT_KEYS = {  # of Qwen and of families that follow it
+EXPERT_KEYS = {  # used by Qwen and by families with the same keys
     "moe.num_experts": "num_experts",
     "moe.top_k": "num_experts_per_tok",
     "moe.ffn_hidden_size": "moe_intermediate_size",

@@ -105,10 +105,10 @@ def _folders(path: Path, recipe: Mapping[str, Any], like: Path | None) -> Iterat
         yield like
         yield imported(like)
         return
-    yield imported(path.parent)  # of `sft import`
+    yield imported(path.parent)  # written by `sft import`
     parent = path.parent if path.parent.name else path.absolute().parent
     if parent.name == "checkpoints":
-        yield imported(parent.parent)  # of a run
+        yield imported(parent.parent)  # written by a run
     for key in ("model.hf", "model.init_from"):
         if recipe.get(key):
             named = Path(recipe[key])

@@ -1,6 +1,6 @@
-"""The best checkpoint of a run, and what its value may be compared with.
+"""Describes the best checkpoint of a run, and decides which values may be compared with its value.
 
-Values compare only if metric, direction and held-out set are the same.  So a `Best` carries all of them.
+Two values may be compared only if metric, direction and held-out set are equal.  So a `Best` records all three.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,26 +9,26 @@ from typing import Any
 
 from sft.parallel.messages import message
 
-_NOT_RECORDED = ""  # the metric of a value from a version that recorded neither metric nor held-out set
+_NOT_RECORDED = ""  # stands for the metric of a checkpoint of an old version, which recorded only the value
 
 
 @message
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """The best checkpoint of a run so far, and the metric that decides.  All values are JSON types."""
+    """The best checkpoint of a run so far, and the metric by which it is the best.  All values are JSON types."""
 
     metric: str  # checkpoint.keep_best: held-out set and metric
     lower_is_better: bool
     data: str  # digest of the held-out set
-    documents: int  # of the held-out set
+    documents: int  # number of documents in the held-out set
     step: int | None = None  # None: no checkpoint was compared yet
     value: float | None = None
 
     @staticmethod
     def read(stored: Mapping[str, Any]) -> "Best | None":
-        """The best checkpoint in the state of a checkpoint; None if the run compared none.
+        """The record of the best checkpoint in `stored`, the state of a checkpoint; None if it has no record.
 
-        Earlier versions stored `best_step` and `best_value` alone.
+        Earlier versions stored only `best_step` and `best_value`.
         """
         if (step := stored.get("best_step")) is not None:
             value = stored["best_value"]
@@ -37,12 +37,12 @@ class Best:
         return None if best is None else Best(**best)
 
     def judged(self, step: int, value: float) -> "Best":
-        """This record with the checkpoint of `step` as the best one, if no earlier one is as good."""
+        """The record after the checkpoint of `step` was compared.  If both values are equal, the earlier one stays."""
         is_better = self.value is None or (value < self.value if self.lower_is_better else value > self.value)
         return replace(self, step=step, value=value) if is_better else self
 
     def differences(self, now: "Best") -> Iterator[str]:
-        """Reasons, as phrases, for which values of `now` do not compare with this value."""
+        """The reasons why values under the settings of `now` cannot be compared with this value, one phrase each."""
         if self.metric == _NOT_RECORDED:
             yield "an earlier version recorded the best value without its metric and its held-out set"
             return

@@ -1,8 +1,8 @@
-"""Finds the checkpoint from which a run would continue, and checks what its recipe may change there.
+"""Finds the checkpoint from which a run would continue, and checks the changes of the recipe since its save.
 
-`sft check`, `sft status` and every start of a run ask `check`, so they refuse the same runs with the same sentences.
-The facts of a checkpoint are in its manifest.json; only those of an older version are in a pickle, which the safe
-reader reads.  Nothing is written, renamed or hashed here.
+`sft check`, `sft status` and every start of a run call `check`, so all of them refuse a run with the same message.
+The facts of a checkpoint are in its manifest.json.  Older versions stored them only in a pickle, which the safe reader
+reads.  This module writes, renames and hashes no file.
 """
 
 import shlex
@@ -19,17 +19,17 @@ from sft.config import CheckpointConfig, Config, OptimConfig
 from sft.config.schedule import Schedule
 from sft.errors import CheckpointError, ConfigError, first_few
 
-_JUMP = 2.0  # factor between two learning rates from which on a continuation warns
+_JUMP = 2.0  # `jump` warns if two learning rates differ by more than this factor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Continuation:
     """The checkpoint from which a run continues.
 
-    is_named  whether checkpoint.resume is its path
-    facts     the TrainState ("state") and the Conditions as JSON; None if another program wrote the checkpoint
-    damaged   one text for each newer checkpoint that is damaged and passed over
-    reported  one line for each change of the recipe that is not refused
+    is_named  whether checkpoint.resume is a path that leads to the checkpoint
+    facts     the TrainState (key "state") and the fields of Conditions; None if another program wrote the checkpoint
+    damaged   one text for each newer checkpoint that is skipped because it is damaged
+    reported  one line for each change of recipe, plan, layout or versions that is not refused
     """
 
     path: Path
@@ -49,7 +49,8 @@ def check(
 ) -> Continuation | None:
     """The checkpoint from which the run continues, with the changes since its save; None if a new run starts.
 
-    folder: the checkpoints of the run.  not_compared: keys of the plan, or BASE, that are unknown in `now`
+    folder: the folder with the checkpoints of the run
+    not_compared: keys of the plan, or BASE, whose values in `now` are unknown
     Raises CheckpointError or ConfigError if the run cannot continue.
     """
     paths, is_named = selected(config.checkpoint, folder)
@@ -72,7 +73,10 @@ def check(
 
 
 def selected(config: CheckpointConfig, folder: Path) -> tuple[list[Path], bool]:
-    """The checkpoints from which the run may continue, best first, and whether checkpoint.resume is a path to them."""
+    """The checkpoints from which the run may continue, newest first, and whether checkpoint.resume is their path.
+
+    Raises CheckpointError if checkpoint.resume does not allow the run to begin or to continue.
+    """
     resume_setting.check(config, folder)
     candidates = folders.candidates(folder)
     if config.resume in resume_setting.WORDS or _started_from(Path(config.resume), candidates):
@@ -84,7 +88,7 @@ def _started_from(named: Path, candidates: list[Path]) -> bool:
     """Whether the run that wrote `candidates` (newest first) started from `named`, the path in checkpoint.resume.
 
     If so, the run continues from its own checkpoints.  A requeued job that continued from `named` would lose its steps.
-    Damaged candidates are skipped.  If all candidates are damaged, verification reports the damage.
+    Skips damaged candidates.  If all are damaged, returns True, and the caller's verification reports the damage.
     Raises CheckpointError if nothing shows whether `named` is the checkpoint from which the run started.
     """
     if candidates and named.exists() and named.samefile(candidates[0].parent):
@@ -100,7 +104,10 @@ def _started_from(named: Path, candidates: list[Path]) -> bool:
 
 
 def manifest_of(path: Path) -> Manifest | None:
-    """The manifest of the checkpoint in `path`; None if another program wrote the checkpoint without a manifest."""
+    """The manifest of the checkpoint in `path`; None if another program wrote the checkpoint without a manifest.
+
+    Raises CheckpointError if the manifest is damaged, or if a checkpoint of this trainer has none.
+    """
     entries = manifest.read(path)
     if entries is None and facts_of(path) is not None:
         raise CheckpointError(f"{path / manifest.NAME} is missing; this trainer writes it into every checkpoint.")
@@ -108,7 +115,7 @@ def manifest_of(path: Path) -> Manifest | None:
 
 
 def facts_of(path: Path) -> Mapping[str, Any] | None:
-    """The TrainState ("state") and the Conditions in a checkpoint; None if another program wrote the checkpoint."""
+    """The TrainState (key "state") and the fields of Conditions in a checkpoint; None if another program wrote it."""
     try:
         entries = manifest.read(path)
     except CheckpointError:  # reported by `manifest_of`, unless checkpoint.verify = off
@@ -132,8 +139,8 @@ def compare(
 ) -> list[str]:
     """One line for each change since the checkpoint in `path` was saved.
 
-    Raises CheckpointError if a change is refused, or if another program wrote a checkpoint in the run's own folder, and
-    ConfigError if checkpoint.allow_changes names a key that is never refused.
+    Raises CheckpointError if a change is refused, or if another program wrote the checkpoint and checkpoint.resume does
+    not name it.  Raises ConfigError if checkpoint.allow_changes names a key that is never refused.
     """
     if facts is None:
         if is_named:
@@ -152,9 +159,10 @@ def compare(
 
 
 def check_base(path: Path, stored: str | None, base: str | None, *, is_compared: bool = True) -> None:
-    """Raise CheckpointError if the checkpoint is of adapters beside other weights than `base`, a digest.
+    """Raise CheckpointError if the checkpoint trained adapters beside other frozen weights than this run does.
 
-    is_compared: False if `base` only says whether adapters are trained
+    stored, base: digest of the frozen weights, in the checkpoint and now; None if all weights are trained
+    is_compared: False compares only whether adapters are trained, and not the digests
     """
     if stored == base or (stored is not None and base is not None and not is_compared):
         return
@@ -176,13 +184,13 @@ def none_undamaged(folder: Path, damaged: Collection[str]) -> str:
 
 
 def jump(resumed: Continuation, config: Config, num_steps: int, steps_of: Callable[[int], int] | None) -> str | None:
-    """A warning if the learning rate of the next step is far from the one by the checkpoint's own recipe; else None.
+    """A warning if this recipe and the checkpoint's recipe give the next step very different learning rates; else None.
 
-    Both rates are compared at the next step, because a warm-up of the unchanged recipe may double the rate in one step.
-    After its last step, the rate of the own recipe stays what it was.
-    steps_of: the steps of a number of epochs.  None if the data are not read; a length in epochs is then not compared.
+    Both rates are those of the next step, because a warm-up of the unchanged recipe may double the rate in one step.
+    If the next step is after the end of the checkpoint's recipe, that recipe's last rate is compared.
+    steps_of: converts epochs to steps.  None if the data are not read; a length in epochs then gives no warning.
 
-    num_steps 6 -> 12, cosine from 1e-3 to 1e-5, step 6  ->  1e-5 and 3.77e-4: a jump
+    cosine from 1e-3 to 1e-5, resumed after step 6, num_steps 6 -> 12: step 7 has 3.77e-4 instead of 1e-5, a jump
     """
     own = None if resumed.facts is None else _schedule(resumed.facts["recipe"], steps_of)
     if own is None or resumed.step >= num_steps:
@@ -203,7 +211,10 @@ def jump(resumed: Continuation, config: Config, num_steps: int, steps_of: Callab
 
 
 def _schedule(recipe: Mapping[str, Any], steps_of: Callable[[int], int] | None) -> tuple[OptimConfig, Schedule] | None:
-    """The schedule of a recipe in a checkpoint; None if it is unknown, or of values that are no longer valid."""
+    """The optimizer settings and the schedule of a recipe in a checkpoint.
+
+    None if the number of its steps is unknown, or if its values are no longer valid.
+    """
     recipe = with_current_names(recipe)
     num_steps = recipe.get("train.num_steps")
     if num_steps is None and steps_of is None:
@@ -212,12 +223,12 @@ def _schedule(recipe: Mapping[str, Any], steps_of: Callable[[int], int] | None) 
     try:
         optim = OptimConfig.model_validate(values)
         return optim, Schedule.resolve(optim, num_steps or (steps_of or int)(recipe.get("train.num_epochs") or 1))
-    except (ValueError, ConfigError):  # ValueError: of pydantic
+    except (ValueError, ConfigError):  # pydantic raises ValueError
         return None
 
 
 def lines(resumed: Continuation | None, num_steps: int | None = None) -> list[str]:
-    """Lines that name the checkpoint and the changed settings.  num_steps: steps of the whole run, if they are known"""
+    """Lines that name the checkpoint and the changed settings.  num_steps: steps of the whole run; None if unknown"""
     if resumed is None:
         return ["a new run starts"]
     of = "" if num_steps is None else f" of {num_steps:,}"

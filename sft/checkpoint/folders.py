@@ -5,11 +5,12 @@
         iter_0000100/                          complete; gets this name after all its files are flushed
         iter_0000200.tmp-3f9c/                 being written, or left by a save that was killed
         iter_0000150.replaced-7a10/            being removed, because the same step was saved again
-        iter_0000050.retired-c21d/             being removed; a partial checkpoint never has a final name
+        iter_0000050.retired-c21d/             being removed, because it is old
         iter_0000100.corrupt-20261120-193000/  found damaged when a run resumed
         iter_0000400.given-up-b07a/            not used again: the run was resumed from an earlier step
 
-During a run, only rank 0 of the run that holds the folder's lock calls the functions of this module.
+Only a complete checkpoint has a name like iter_0000100: it gets another name before its first file is removed.  While a
+run holds the lock of its folder, only its rank 0 calls the functions that change the folder.
 """
 
 import os
@@ -32,20 +33,21 @@ _LEFT_OVER = re.compile(r"iter_\d{7,}\.(tmp|replaced|retired)-[0-9a-f]+")
 
 
 def name_of(step: int) -> str:
-    """100 -> iter_0000100"""
+    """The name of a checkpoint's folder: 100 -> iter_0000100"""
     return f"iter_{step:07d}"
 
 
 def step_of(path: Path) -> int | None:
-    """iter_0000100 -> 100; None for any other name"""
+    """The step in the name of a checkpoint's folder: iter_0000100 -> 100; None for any other name"""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def published(folder: Path) -> list[Path]:
-    """Checkpoints with a final name, lowest step first.  Only complete checkpoints get a final name.
+    """Complete checkpoints, lowest step first.
 
-    Raises CheckpointError if a link has such a name: what it leads to is not in the folder, and is not removed with it.
+    Raises CheckpointError if a symbolic link has the name of a checkpoint, because a run renames and removes
+    checkpoints.
     """
     named = _named(folder)
     if link := next((path for path in named if path.is_symlink()), None):
@@ -58,13 +60,13 @@ def published(folder: Path) -> list[Path]:
 
 
 def _named(folder: Path) -> list[Path]:
-    """The entries of the folder with names of checkpoints, lowest step first."""
+    """The entries of the folder that are named like a complete checkpoint, lowest step first."""
     named = [path for path in folder.iterdir() if step_of(path) is not None] if folder.is_dir() else []
     return sorted(named, key=lambda path: int(path.name[5:]))
 
 
 def read_pointer(folder: Path) -> int | None:
-    """The step in the pointer file; None if the file is missing or holds anything but digits."""
+    """The step in the pointer file; None if the file is missing, cannot be read, or holds anything but digits."""
     try:
         text = read_file(folder / POINTER, WORD_BYTES).decode("ascii").strip()
     except (OSError, UnsafeFileError, UnicodeDecodeError):
@@ -73,9 +75,9 @@ def read_pointer(folder: Path) -> int | None:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """The checkpoints from which a run may continue: first the one that the pointer names, then older ones.
+    """The checkpoints from which a run may continue, newest first.
 
-    Checkpoints later than the pointer are returned only if there are no others.
+    These are the checkpoints up to the step in the pointer.  If there are none, or no pointer, all are returned.
     """
     newest_first = published(folder)[::-1]
     step = read_pointer(folder)
@@ -83,9 +85,10 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def find(paths: Iterable[Path], key: str) -> Path:
-    """The checkpoint in the first of `paths` that is a checkpoint or a folder of checkpoints.
+    """The checkpoint that `paths` name: a path that is a checkpoint, or the first candidate in a path.
 
-    key: the setting that names the paths, for the error.  Raises CheckpointError if there is no checkpoint.
+    The first path with a checkpoint decides.  key: the setting that names the paths, for the error message
+    Raises CheckpointError if no path has a checkpoint.
     """
     sources = list(paths)
     for path in sources:
@@ -115,11 +118,14 @@ def check_writable(folder: Path) -> None:
 
 
 def publish(written: Path, step: int) -> Path:
-    """Rename a complete folder to its final name, and move the pointer to it.  Its files must be flushed already."""
+    """Rename the complete folder `written` to its final name, and write `step` into the pointer.  Returns the new path.
+
+    The caller has already flushed the files of the folder to disk.
+    """
     folder, final = written.parent, written.with_name(name_of(step))
     flush(written)
     replaced = None
-    if os.path.lexists(final):  # a run was killed after the rename and before it moved the pointer
+    if os.path.lexists(final):  # the run continues from an earlier step, and had saved this step before
         replaced = folder / f"{final.name}.replaced-{secrets.token_hex(4)}"
         os.rename(final, replaced)
     os.rename(written, final)
@@ -135,10 +141,10 @@ def write_pointer(folder: Path, step: int) -> None:
 
 
 def rename_abandoned(folder: Path, *, after: int, keep: int) -> list[Path]:
-    """Rename checkpoints later than step `after`, from which the run resumed, except step `keep`.  The checkpoints that
-    keep their names then belong to one history.  Returns the new paths.
+    """Rename the checkpoints with steps above `after`, except that of step `keep`.  Returns the new paths.
 
-    A link, which was made while the run trained, keeps its name: the next start refuses it.
+    after: the step from which the run resumed.  The checkpoints that keep their names then belong to one history.
+    A symbolic link is not renamed.  It was made while the run trained, and the next start refuses it.
     """
     renamed = []
     for path in _named(folder):
@@ -149,7 +155,7 @@ def rename_abandoned(folder: Path, *, after: int, keep: int) -> list[Path]:
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Remove the folders that killed saves left.  Returns their paths."""
+    """Remove the folders that killed processes left while they saved or removed a checkpoint.  Returns their paths."""
     leftovers = [path for path in folder.iterdir() if _LEFT_OVER.fullmatch(path.name)] if folder.is_dir() else []
     for path in leftovers:
         _remove(path)
@@ -157,7 +163,7 @@ def remove_leftovers(folder: Path) -> list[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, or a link, but not what it leads to."""
+    """Remove a folder, or a symbolic link without its target."""
     if path.is_symlink():
         path.unlink(missing_ok=True)
     else:
@@ -180,10 +186,11 @@ def remove_old(
     keep_steps: Collection[int | None],
     report: Callable[[str], None],
 ) -> None:
-    """Remove checkpoints earlier than `step`, whose checkpoint was just published.
+    """Remove old checkpoints after the checkpoint of `step` was published.
 
-    Keeps the last `keep_last` checkpoints, of which `step` is one, multiples of `keep_every`, and `keep_steps`.  With
-    keep_last None, keeps all checkpoints.  Reports a checkpoint that cannot be removed.
+    Keeps the last `keep_last` checkpoints, including that of `step`.  Also keeps the checkpoints of the steps in
+    `keep_steps`, and of steps that are multiples of `keep_every`.  If `keep_last` is None, removes nothing.
+    report: receives a warning if a checkpoint cannot be removed
     """
     if keep_last is None:
         return

@@ -1,10 +1,10 @@
-"""Records in a published checkpoint that the held-out pass after its step was made, and which checkpoint is the best.
+"""Records in a published checkpoint that its held-out sets were evaluated, and which checkpoint is the best.
 
     checkpoints/iter_0000100/held_out_pass.json   {"format": ..., "checkpoint_sha256": "3f...", "best": {...} or null}
 
-A stop signal may interrupt the pass after a step; the checkpoint is then saved without it, and the next start makes
-the pass.  This file keeps the result without another save.  It lies in the checkpoint that it is about, and
-holds the digest of the checkpoint's manifest, so that it is never used for another history of the same steps.
+If a stop signal interrupts the held-out pass after a step, the checkpoint is saved without the result, and the next
+start makes the pass.  This file then adds the result without another save.  It contains the digest of the checkpoint's
+manifest, so that it is never used for another checkpoint of the same step.
 """
 
 import json
@@ -36,8 +36,11 @@ def write(checkpoint: Path, state: TrainState) -> None:
 
 
 def added(checkpoint: Path, state: TrainState) -> TrainState:
-    """The state of `checkpoint` with the pass that its record reports.  A record that is missing, damaged or of
-    another checkpoint adds nothing: the pass is then made again, with the same result."""
+    """`state` with the result of the held-out pass that is recorded in `checkpoint`.
+
+    A record that is missing, damaged, or about another checkpoint adds nothing.  The run then makes the pass again,
+    with the same result.
+    """
     try:
         content = read_json(checkpoint, NAME, CONFIG_BYTES)
         if content["format"] != FORMAT or content["checkpoint_sha256"] != manifest.digest(checkpoint):

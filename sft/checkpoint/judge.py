@@ -1,7 +1,8 @@
 """Compares the checkpoints of a run by `checkpoint.keep_best`.
 
-The best checkpoint is a fact about one run: the run made the pass over the held-out set, and has the checkpoint in its
-folder.  If this does not hold for the stored best checkpoint, judging starts anew, and the run says so.
+A run keeps the best checkpoint that its state names only if the run continues from its own folder, that checkpoint
+still exists there, and metric, direction and held-out set have not changed.  Otherwise judging starts anew, and the log
+says so.
 """
 
 from collections.abc import Collection, Mapping
@@ -20,7 +21,7 @@ from sft.metrics.records import Record
 class Judge:
     """Judges the checkpoints in `folder`.
 
-    held_out   digest and number of documents of each held-out set
+    held_out   digest and number of documents of each held-out set, by its name
     best_step  step of the best checkpoint; None if no checkpoint was compared
     """
 
@@ -28,20 +29,20 @@ class Judge:
         self, config: CheckpointConfig, held_out: Mapping[str, tuple[str, int]], folder: Path, console: Console
     ) -> None:
         self._folder, self._console = folder, console
-        self._none: Best | None = None  # no checkpoint was compared; None without checkpoint.keep_best
+        self._none: Best | None = None  # the record before the first comparison; None without checkpoint.keep_best
         if config.best is not None and config.keep_best is not None:
             self._set, self._metric = config.best
             data, documents = held_out[self._set]
             lower = LOWER_IS_BETTER[self._metric]
             self._none = Best(metric=config.keep_best, lower_is_better=lower, data=data, documents=documents)
-        self._before = self._none  # the best one before `best_step`
+        self._before = self._none  # the record before the latest comparison
         self.best_step: int | None = None
 
     def resumed(self, state: TrainState, *, is_ours: bool, is_due: bool) -> TrainState:
-        """The state from which the run continues, with a best checkpoint only if it is one of this run.
+        """The state from which the run continues.  It keeps its best checkpoint only if `_why_anew` finds no objection.
 
         is_ours  whether the checkpoint of `state` is in this run's folder
-        is_due   whether a pass is due after its step.  A pass that was judged by another metric is then made again
+        is_due   whether a held-out pass is due after the step of `state`.  If judging starts anew, it is made again
         """
         why = self._why_anew(state.best, is_ours=is_ours)
         if why is None:
@@ -54,9 +55,10 @@ class Judge:
         return replace(state, best=self._none, evaluated=-1 if repeats else state.evaluated)
 
     def judged(self, state: TrainState, held_out: Mapping[str, Record], lost: Collection[int] = ()) -> TrainState:
-        """The state after its step was compared with the best one, if `held_out` has the records of a pass.
+        """The state after the checkpoint of its step was compared with the best one.
 
-        lost  steps whose saves failed: a checkpoint that does not exist is not the best one
+        held_out  the records of the held-out pass after the step, by held-out set; empty if no pass was made
+        lost      steps whose saves failed.  If the best step is one of them, the previous best one takes its place
         """
         best = self._before if state.best_step in lost else state.best
         value = held_out[self._set][self._metric] if best is not None and held_out else None

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, `manifest.json`: facts about it, and the size and the SHA-256 of each of its files.
+"""Reads, writes and checks `manifest.json`: facts about a checkpoint, and the size and SHA-256 of each of its files.
 
 A file with a flipped bit loads without an error, but with wrong weights.  Only a digest detects a flipped bit.  The
 manifest is written after all other files.
@@ -28,9 +28,10 @@ Verify = Literal["off", "size", "full"]
 @message
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The files of a checkpoint by name, and facts: its step, its TrainState ("state") and its Conditions.
+    """The files of a checkpoint by name, and facts about the checkpoint.
 
-    Manifests of exports, imports and older versions have other facts.
+    The facts are "step", "time", the TrainState ("state") and the fields of Conditions.  Manifests of exports, imports
+    and older versions have other facts.
     """
 
     files: dict[str, Entry]
@@ -51,7 +52,7 @@ def write(folder: Path, manifest: Manifest) -> None:
 
 
 def digest(folder: Path) -> str | None:
-    """SHA-256 of the manifest, which identifies a checkpoint wherever it lies; None if it has no manifest."""
+    """SHA-256 of manifest.json, which identifies a checkpoint at any path; None if there is no manifest."""
     try:
         return entry_of(folder / NAME).sha256
     except (FileNotFoundError, NotADirectoryError):
@@ -59,7 +60,10 @@ def digest(folder: Path) -> str | None:
 
 
 def read(folder: Path) -> Manifest | None:
-    """The manifest; None if the checkpoint has none (Megatron-LM).  Raises CheckpointError for a damaged manifest."""
+    """The manifest; None if the checkpoint has none (Megatron-LM).
+
+    Raises CheckpointError if the manifest is damaged or has another format.
+    """
     path = folder / NAME
     if not path.exists():
         return None
@@ -84,7 +88,8 @@ def read(folder: Path) -> Manifest | None:
 def damage(folder: Path, manifest: Manifest, *, verify: Verify, share: tuple[int, int] = (0, 1)) -> list[str]:
     """One line for each file that differs from its manifest entry.
 
-    share: (i, n) reads the i-th of n parts of the files with `verify` full; part 0 checks all sizes
+    share: (i, n) divides the files into n parts, and checks part i.  Part 0 also checks the sizes of all files
+    verify: "size" compares sizes only, "full" also digests
     Raises OSError if a file cannot be read at the moment, which does not mean that the checkpoint is damaged.
     """
     if verify == "off":
@@ -102,10 +107,11 @@ def damage(folder: Path, manifest: Manifest, *, verify: Verify, share: tuple[int
 
 
 def _shares(manifest: Manifest, count: int) -> list[list[str]]:
-    """The names of the files in `count` shares.
+    """The names of the files, divided into `count` shares.
 
-    If as many ranks wrote shards, share i has the files of rank i.  On the same layout, rank i then loads its optimizer
-    states from these files, which its node still has in memory.  Otherwise the shares have equally many files.
+    If exactly `count` ranks wrote shards, share i has the files that rank i wrote.  On the same layout, rank i then
+    loads its optimizer states from files that its node has in the page cache.  Otherwise the numbers of files in the
+    shares differ by at most 1.
     """
     by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].num_bytes, name))
     writers = {name: int(match[1]) if (match := re.match(r"__(\d+)_", name)) else 0 for name in by_size}

@@ -1,8 +1,9 @@
-"""The checkpoint of `checkpoint.resume = PATH` from which a run began, and whether a PATH names it again.
+"""Records the checkpoint `checkpoint.resume = PATH` from which a run began, and decides whether a PATH names it again.
 
 A repeated command continues from the run's own checkpoints, because going back to PATH would lose their steps.  Paths
 change: a folder moves, or is mounted at another point.  So a checkpoint is recognised by the digest of its manifest.
-A path only shows that a checkpoint is the same, and never that it is another one.
+An equal path shows that the checkpoint is the same, unless a digest contradicts.  A different path shows nothing,
+unless the step in its name differs.
 """
 
 from collections.abc import Mapping
@@ -19,12 +20,12 @@ from sft.parallel.messages import message
 @message
 @dataclass(frozen=True, kw_only=True)
 class RunOrigin:
-    """All values are JSON types."""
+    """The checkpoint from which a run began.  All values are JSON types."""
 
-    path: str  # absolute, without links, when the run began
-    written: str | None  # the path as checkpoint.resume had it; None in checkpoints of earlier versions
+    path: str  # the absolute path when the run began, with links resolved
+    written: str | None  # the value of checkpoint.resume; None in checkpoints of earlier versions
     step: int | None
-    manifest: str | None  # SHA-256 of manifest.json; None without one (Megatron-LM, earlier versions)
+    manifest: str | None  # SHA-256 of manifest.json; None if there is none (Megatron-LM) or an earlier version saved
 
     @staticmethod
     def of(checkpoint: Path, written: str, step: int) -> "RunOrigin":
@@ -34,16 +35,17 @@ class RunOrigin:
 
     @staticmethod
     def read(stored: Mapping[str, Any] | str | None) -> "RunOrigin | None":
-        """The origin in a checkpoint.  Earlier versions stored the absolute path alone."""
+        """The origin that a checkpoint stores.  Earlier versions stored only the absolute path."""
         if isinstance(stored, str):
             return RunOrigin(path=stored, written=None, step=folders.step_of(Path(stored)), manifest=None)
         return None if stored is None else RunOrigin(**stored)
 
     def is_named_by(self, path: Path, own_step: int) -> bool:
-        """Whether `path`, a checkpoint or a folder of checkpoints, is this origin.
+        """Whether `path`, a checkpoint or a folder of checkpoints, is this origin or contains it.
 
-        own_step: step of the newest checkpoint of the run
-        Raises CheckpointError if it cannot be shown that it is another one.
+        own_step: step of the newest checkpoint of the run, for the error message
+        Raises CheckpointError if nothing shows whether it is, if `path` does not exist, or if the path of the origin
+        now holds another checkpoint.
         """
         is_one = (path / MARKER).is_file()
         digests = {named: manifest.digest(named) for named in ([path] if is_one else folders.published(path))}

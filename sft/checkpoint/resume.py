@@ -1,7 +1,7 @@
 """Resumes a run: selects a checkpoint, verifies its files, loads it, and reports what changed since the save.
 
 A damaged checkpoint in the run's own folder is renamed with a warning, and the next older one is used.  A run that has
-saved before never starts from random weights.  Rank 0 looks at the folder for all ranks.
+saved before is never started over.  Rank 0 lists the folder and sends the result to the other ranks.
 """
 
 import json
@@ -25,14 +25,14 @@ from sft.mcore.engine import Engine
 from sft.mcore.process_groups import ProcessGroups
 from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 
-_NFS_DELAY_S = 120.0  # a node may see a file this much later than rank 0
+_NFS_DELAY_S = 120.0  # how long a rank waits for a file that rank 0 already sees
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
     path: Path
-    verification: str  # says in the log how the checkpoint was verified
-    is_named: bool = False  # whether checkpoint.resume is the path of this checkpoint
+    verification: str  # text for the log: how the checkpoint was verified
+    is_named: bool = False  # whether checkpoint.resume is a path that leads to this checkpoint
 
 
 def restore(
@@ -43,9 +43,9 @@ def restore(
     console: Console,
     load_initial: Callable[[], str],
 ) -> TrainState:
-    """Load a checkpoint, or the weights from which a new run starts, into `engine`.  Returns the state.
+    """Load a checkpoint, or the weights of a new run, into `engine`.  Returns the progress of the run.
 
-    load_initial: loads these weights into `engine`, and returns which weights they are
+    load_initial: loads the weights of a new run into `engine`, and returns a text for the log that names them
     Collective.  Raises CheckpointError if the run cannot resume, ConfigError if checkpoints cannot be written.
     """
     folder, control = saver.folder, engine.groups.control
@@ -66,7 +66,7 @@ def restore(
 def find(config: CheckpointConfig, folder: Path, groups: ProcessGroups, console: Console) -> ResumePoint | None:
     """The checkpoint that `checkpoint.resume` selects; None if a new run starts.  Collective.
 
-    Raises CheckpointError if no selected checkpoint is complete and undamaged.
+    Raises CheckpointError if all selected checkpoints are damaged, or if checkpoint.resume names a damaged one.
     """
     paths, is_named = broadcast_from_rank0(lambda: continuation.selected(config, folder), groups.control)
     damaged: list[str] = []
@@ -84,7 +84,7 @@ def find(config: CheckpointConfig, folder: Path, groups: ProcessGroups, console:
 
 
 def next_step(config: CheckpointConfig, folder: Path) -> int:
-    """The step after which the run would continue, from folder names alone; 0 if unknown.  Called on rank 0."""
+    """The step after which the run would continue if no checkpoint is damaged; 0 if unknown.  Called on rank 0."""
     try:
         paths, _ = continuation.selected(config, folder)
     except CheckpointError:  # `find` reports the error
@@ -95,7 +95,8 @@ def next_step(config: CheckpointConfig, folder: Path) -> int:
 def verified(path: Path, verify: Verify, groups: ProcessGroups) -> ResumePoint:
     """Compare the files of the checkpoint in `path` with its manifest, as `verify` says.  Collective.
 
-    Raises CheckpointError that names every file that differs from its manifest entry.
+    Raises CheckpointError with the first few differences, if a file differs from its manifest entry.  Raises OSError if
+    a rank does not see a file that rank 0 sees.
     """
     if verify == "off":
         return ResumePoint(path=path, verification="not verified: checkpoint.verify = off")
@@ -119,7 +120,8 @@ def load(
 ) -> TrainState:
     """Load the checkpoint into `engine`.  Reports what was restored and what has changed.  Collective.
 
-    Raises CheckpointError if a change is refused, or if another program wrote a checkpoint in the run's own folder.
+    Raises CheckpointError if a change is refused, if another program wrote the checkpoint and checkpoint.resume does
+    not name it, or if the manifest and the checkpoint contradict each other.
     """
     facts = continuation.facts_of(point.path)
     reported = continuation.compare(point.path, facts, conditions, config, is_named=point.is_named)

@@ -1,4 +1,4 @@
-"""Which checkpoints the setting checkpoint.resume allows, from the names of files alone: no checkpoint is read."""
+"""Checks whether checkpoint.resume allows a run to begin or to continue.  Reads file names and the pointer only."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ WORDS = ("auto", "must", "never")
 
 
 def check(config: CheckpointConfig, folder: Path) -> None:
-    """Raise CheckpointError if a run with checkpoints in `folder` cannot begin or continue as checkpoint.resume says.
+    """Raise CheckpointError if checkpoint.resume does not fit what is in `folder`, the run's folder of checkpoints.
 
     `sft check` and every start of a run call this function.
     """

@@ -1,8 +1,8 @@
 """Saves the state of a run as a published checkpoint, in the background with checkpoint.async_save.
 
-A save writes under a temporary name, flushes to disk, computes digests, writes the manifest, renames the folder, moves
-the pointer, and then removes older checkpoints.  A kill at any instant leaves the previous checkpoint complete and
-selected.  All ranks learn the outcome of each stage of a save before any rank begins the next stage.
+A save writes under a temporary name, flushes to disk, computes digests, writes the manifest, renames the folder, writes
+the pointer, and then removes older checkpoints.  Until the pointer is written, the previous checkpoint stays complete
+and selected.  All ranks learn the outcome of each stage of a save before any rank begins the next stage.
 
 A failed save is reported, and training continues.  Three failures in a row, or a failure of the last save, end the run.
 """
@@ -31,18 +31,18 @@ from sft.mcore.process_groups import ProcessGroups
 from sft.parallel.collectives import all_gather_objects, all_reduce_max, broadcast_from_rank0
 
 MAX_FAILURES = 3  # failed saves in a row
-_SPACE_FACTOR = 1.02  # times the bytes of tensors and objects; leaves room for .metadata and the manifest
+_SPACE_FACTOR = 1.02  # free disk space per byte of tensors and objects; includes .metadata and the manifest
 _SPACE_MARGIN = 1 << 20  # bytes
 _LAST_WAIT_S = 60.0
 
 
 class Saver:
-    """Saves the checkpoints of one run.  All methods except `wait_briefly` are collective.
+    """Saves the checkpoints of one run.  `add_pass`, `save` and `drain` are collective.
 
-    The functions are called on rank 0, by the thread that saves:
+    Only rank 0 calls these functions, the last two in the thread that writes the checkpoint:
     is_ours       returns whether this run still holds the lock of its folder
     on_published  receives the step of a published checkpoint and the seconds that its save took
-    in_use        returns the steps whose checkpoints are being read, and must not be removed
+    in_use        returns the steps whose checkpoints must not be removed, because an export needs them
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class Saver:
         self._config, self.folder, self._conditions, self._groups = config, folder, conditions, groups
         self._console, self._is_ours, self._on_published = console, is_ours, on_published
         self._in_use = in_use
-        # None: without checkpoint.async_save, or after a rank had too little memory for a copy
+        # None without checkpoint.async_save, and after a rank had too little memory for a copy
         self._buffers = CopyBuffers() if config.async_save else None
         self._plans = SavePlans()
         self._job: _Job | None = None
         self._failures = 0
         self._saved_step: int | None = None
         self.lost: set[int] = set()  # steps whose saves failed
-        self._resumed_step: int | None = 0  # None after later checkpoints were renamed
+        self._resumed_step: int | None = 0  # step where the run continued; None once later checkpoints are renamed
 
     def resumed(self, step: int, *, is_ours: bool) -> None:
         """Record that the run continues after `step`.  is_ours: whether the checkpoint is in this run's folder"""
@@ -78,7 +78,7 @@ class Saver:
         return self._saved_step == step
 
     def add_pass(self, state: TrainState) -> None:
-        """Record in the saved checkpoint of `state.step` that the held-out pass after it was made."""
+        """Record in the saved checkpoint of `state.step` that the held-out sets were evaluated after this step."""
         checkpoint = self.folder / folders.name_of(state.step)
         broadcast_from_rank0(partial(held_out_pass.write, checkpoint, state), self._groups.control)
 
@@ -111,7 +111,7 @@ class Saver:
             self.drain(must_succeed=wait)
 
     def drain(self, *, must_succeed: bool = False) -> None:
-        """Wait for a background save.  Raises like `save`, and with `must_succeed` after any failure."""
+        """Wait for the background save.  Raises like `save`; with `must_succeed`, any failed save ends the run."""
         if self._job is None:
             return
         job, self._job = self._job, None
@@ -129,7 +129,7 @@ class Saver:
     def _prepare(self, engine: Engine, state: TrainState, *, may_copy: bool) -> tuple[Snapshot, Path, bool]:
         """The snapshot, its temporary folder, and whether the snapshot is a copy, which can be saved in the background.
 
-        Raises if a weight is not finite, or if the disk has no room.
+        Raises CheckpointError if a weight is not finite, StorageError if the disk has no room.
         """
         if all_reduce_max([not engine_state.is_finite(engine)], self._groups.control)[0]:
             raise CheckpointError("a weight is not finite; such a state is never saved.")
@@ -167,7 +167,10 @@ class Saver:
             )
 
     def _write(self, snapshot: Snapshot, temporary: Path, state: TrainState, started: float) -> None:
-        """Write and publish a checkpoint.  May run in a thread during training, so it uses only the saving group."""
+        """Write and publish a checkpoint.
+
+        May run in a thread during training.  So it communicates only in `groups.saving`, which training does not use.
+        """
         group = self._groups.saving
         device.enter(self._groups.device)
         try:
@@ -187,7 +190,7 @@ class Saver:
             self._on_published(state.step, took_s)
 
     def _entries(self, folder: Path, written: dict[str, manifest.Entry]) -> dict[str, manifest.Entry]:
-        """Sizes and digests of this rank's files.  Rank 0 reads the small files, which hold no shards."""
+        """Sizes and digests of the shards that this rank wrote; on rank 0 also those of all other files."""
         others = [name for name in manifest.names_in(folder) if not name.startswith("__")]
         own = others if self._groups.rank == 0 else []
         return written | {name: manifest.entry_of(folder / name) for name in own}

@@ -1,4 +1,4 @@
-"""The progress of a run, and the conditions that determine its numbers.
+"""Defines the progress of a run, and the conditions that determine its results.
 
 If conditions changed since a checkpoint was written, this module decides which changes are only reported, and which are
 refused unless checkpoint.allow_changes names them.
@@ -20,14 +20,14 @@ from sft.parallel.layout import Layout
 from sft.parallel.messages import message
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
-# Distribution by the name under which checkpoints record its version.  `sft` on the package index is another project.
+# Name in the versions of a checkpoint -> name of the distribution.  `sft` on the package index is another project.
 _DISTRIBUTIONS = {"sft": "sft-megatron", **{name: name for name in _PACKAGES}}
-BASE = "base"  # the field of Conditions
+BASE = "base"  # name of a field of Conditions
 _FREEZE = "train.freeze"
 _START_ONLY = ("model.hf", "model.init_from", "model.init_std", "lora.init_from")
-# What runs did before a key existed, where that is not the key's default.
+# The value that describes what runs did before a key existed, for keys with another default.
 _BEFORE = {"data.supervise_inserted": False}
-_NOT_COMPUTED = ("lora.lr_ratio", "lora.export")  # of the group lora, and not of what the model computes
+_NOT_COMPUTED = ("lora.lr_ratio", "lora.export")  # keys of the group lora that do not change what the model computes
 
 
 @message
@@ -45,12 +45,12 @@ class TrainState:
     batch: int = -1  # global batch of the last completed step, within its epoch
     chain: str = ""  # SHA-256 chain of the sample log after the last step
     evaluated: int = -1  # the last step after which all held-out sets were evaluated
-    best: Best | None = None  # the checkpoint that checkpoint.keep_best keeps; None without keep_best
+    best: Best | None = None  # the best checkpoint by checkpoint.keep_best; None without keep_best
     origin: RunOrigin | None = None  # the checkpoint from which the run began, if checkpoint.resume was a path
 
     @staticmethod
     def read(stored: Mapping[str, Any]) -> "TrainState":
-        """The state in a checkpoint, also in one of an earlier version: `asdict` of a TrainState is its inverse."""
+        """The state from `stored`, the result of `asdict` in a checkpoint of this or an earlier version."""
         plain = {name: value for name, value in stored.items() if name not in ("best_step", "best_value")}
         return TrainState(**{**plain, "best": Best.read(stored), "origin": RunOrigin.read(stored.get("origin"))})
 
@@ -75,7 +75,7 @@ class TrainState:
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """Everything that determines the numbers of a run.  All values are JSON types."""
+    """Everything that determines the results of a run.  All values are JSON types."""
 
     plan: dict[str, Any]  # settings that determine the order of the data (`sft.data.packing`)
     recipe: dict[str, Any]  # value of every key of the recipe
@@ -91,7 +91,10 @@ class Conditions:
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """Differences between two Conditions.  `reported` holds lines of text, `refused` a text for each key."""
+    """Differences between two Conditions.
+
+    reported: lines for the log.  refused: for each refused key, a text with the old and the new value
+    """
 
     reported: list[str]
     refused: dict[str, str]
@@ -110,9 +113,9 @@ def installed() -> dict[str, str]:
 def changes(
     before: Mapping[str, Any], now: Conditions, allowed: Sequence[str], not_compared: Collection[str] = frozenset()
 ) -> Changes:
-    """The differences between the Conditions in a checkpoint, `before` as a dictionary, and those of this run.
+    """The differences between `before`, the Conditions in a checkpoint as a dictionary, and `now`, those of this run.
 
-    not_compared: keys of the plan that are unknown in `now`
+    allowed: checkpoint.allow_changes.  not_compared: keys of the plan whose values in `now` are unknown
     Raises ConfigError if `allowed` names a key that is never refused.
     """
     refused = {key: text for key, text in _differences(before["plan"], now.plan) if key not in not_compared}
@@ -138,26 +141,29 @@ def changes(
 
 
 def model_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """The differences between the model of a checkpoint and that of the recipe `now`, by key.
+    """A text with the old and the new value for each changed key that describes the model.
 
-    before: the Conditions in the checkpoint, as a dictionary
+    before: the Conditions in the checkpoint, as a dictionary.  now: the value of each key of the recipe
     """
     differences = _differences(_with_defaults(before["recipe"], now), now)
     return {key: change for key, change in differences if _describes_model(key)}
 
 
 def recipe_values(config: Config) -> dict[str, Any]:
-    """The value of every key, with the tokenizer that data.tokenizer = null means."""
+    """The value of every key of the recipe.  The tokenizer that is used replaces data.tokenizer = null."""
     return values(config) | {"data.tokenizer": config.tokenizer}
 
 
 def tokenizer_name(before: Mapping[str, Any]) -> str:
-    """The tokenizer with which a run was trained: the value of data.tokenizer, or of model.hf if that is null."""
+    """The tokenizer of a run: data.tokenizer; if that is null, model.hf; if both are null, byte."""
     return before["recipe"]["data.tokenizer"] or before["recipe"]["model.hf"] or "byte"
 
 
 def _with_defaults(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """`before` with current names of keys.  A key that is newer than the checkpoint gets its default."""
+    """`before` with current names of keys.
+
+    A key of `now` that the checkpoint does not have gets its value in `_BEFORE`, or else its default.
+    """
     schema = leaves()
     before = with_current_names(before)
     newer = {key: _BEFORE.get(key, schema[key].default) for key in now if key not in before and key in schema}
@@ -165,7 +171,7 @@ def _with_defaults(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
 
 
 def with_current_names(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a recipe in a checkpoint, which may have keys that were renamed since."""
+    """The recipe of a checkpoint, in which renamed keys have their current names."""
     return {RENAMED.get(key, key): value for key, value in recipe.items()}
 
 
@@ -175,7 +181,7 @@ def _describes_model(key: str) -> bool:
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Each key whose value differs, and a text with both values."""
+    """Yields each key whose values differ, and a text with both values."""
     for key in dict.fromkeys([*before, *now]):
         was, is_ = before.get(key), now.get(key)
         if _plain(was) != _plain(is_):
@@ -183,8 +189,11 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
 
 
 def _plain(value: Any) -> Any:
-    """`value` in one spelling: tuples as lists, and without keys of null, which older versions do not write.  No list
-    at all (null) means the same as an empty list."""
+    """`value` in a form in which equal settings are equal.
+
+    Tuples become lists, an empty list becomes None, and keys with the value None, which older versions do not write,
+    are left out.
+    """
     if isinstance(value, dict):
         return {key: _plain(element) for key, element in value.items() if element is not None}
     if isinstance(value, list | tuple):

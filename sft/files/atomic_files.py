@@ -1,8 +1,8 @@
 """Replaces files atomically.  After a crash at any instant, a reader finds either the old or the new content.
 
-This module also flushes files to disk, and turns errors of a disk into the one sentence with which a command ends.  It
-decides whether another start may succeed without a change: after a full or failing disk, or while too many files are
-open, it may (StorageError).  After a wrong path or a missing permission it does not.
+This module also flushes files to disk, and turns disk errors into the message with which a command ends.  It decides
+whether the same command may succeed later.  After a full or failing disk, or too many open files, it may: the error is
+a StorageError.  After a wrong path or a missing permission, it fails again: the error is another SftError.
 """
 
 import errno
@@ -29,9 +29,11 @@ _FAULTS = {
 }
 _MAY_NOT_WRITE = "this user has no permission to write to the folder"
 _FULL_BYTES = 1 << 20  # a disk with fewer free bytes after a failed write counts as full
+# Errors after which the same command may succeed later.
 _PASSING = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT)
 )
+# Errors that the user has to correct.
 _OF_THE_USER = frozenset((errno.EACCES, errno.EPERM, errno.EROFS))
 _MEND = "Start the command again when this is mended."
 
@@ -49,14 +51,15 @@ def replace_text(path: Path, content: str, *, sync: bool = False) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file in the folder of `path`, which is made if needed.  It replaces `path` at the end of the block.
+    """A context manager that yields the path of a temporary file, which replaces `path` at the end of the block.
 
-    After an error, also of the caller, `path` is what it was, and no temporary file is left.
+    Makes the folder of `path` if needed.  After an error, also in the block, `path` is unchanged, and the temporary
+    file is removed.
     """
-    path = path.resolve() if path.is_symlink() else path  # what a link leads to is replaced, not the link
+    path = path.resolve() if path.is_symlink() else path  # replaces the target of a link, not the link
     temporary = path.with_name(
         f".{path.name}.tmp-{secrets.token_hex(4)}{path.suffix}"
-    )  # a library may go by the ending
+    )  # a library may choose the format by the ending
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
@@ -87,9 +90,10 @@ def why_not_written(folder: Path, error: BaseException) -> str:
 
 
 def unusable(message: str, folder: Path, error: OSError, kind: type[SftError] = ConfigError) -> SftError:
-    """The error that ends the command, `message` and the reason.
+    """The error that ends the command, with `message` and the reason.
 
-    It is a StorageError if another start may succeed, else of this kind.  The file is, or should be, in `folder`.
+    A StorageError if the same command may succeed later, else an error of the class `kind`.
+    folder: the folder of the file; it need not exist
     """
     if error.errno in _PASSING:
         return StorageError(f"{message}: {why_not_written(folder, error)}.  {_MEND}")
@@ -98,9 +102,9 @@ def unusable(message: str, folder: Path, error: OSError, kind: type[SftError] = 
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Replace an error of a disk that no other part of the program has explained by one sentence.
+    """A context manager that turns an OSError of the disk or of permissions into an SftError with one sentence.
 
-    A lost connection, an ended process and a file that does not exist keep their tracebacks.
+    Other OSErrors stay as they are, for example for a reset connection or a file that does not exist.
     """
     try:
         yield
@@ -115,7 +119,7 @@ def explained() -> Iterator[None]:
 
 
 def _fault_of(error: OSError) -> str | None:
-    """The reason of the error in words, if its errno is a known one.  It names the permission that is missing."""
+    """The reason for the error in words; None if its errno is not known.  For EACCES, names the missing permission."""
     if error.errno != errno.EACCES:
         return _FAULTS.get(error.errno or 0)
     path, missing = error.filename, []
@@ -125,14 +129,17 @@ def _fault_of(error: OSError) -> str | None:
 
 
 def append(file: RawIOBase, content: bytes) -> None:
-    """Write all of `content` at the end of an unbuffered file.  A buffer would write it once more when it is closed."""
+    """Write all of `content` at the end of an unbuffered file.
+
+    After a failed write, a buffered file would write the content again when it is closed.
+    """
     rest = memoryview(content)
     while rest:
         rest = rest[file.write(rest) or 0 :]
 
 
 def _error_number(error: BaseException | None) -> int:
-    """The errno of the error, or of the nearest error that caused it, if `_FAULTS` lists it; else 0."""
+    """The first known errno among the error and the errors that caused it; 0 if there is none."""
     while error is not None:
         if isinstance(error, OSError) and (error.errno == errno.EACCES or error.errno in _FAULTS):
             return error.errno
@@ -141,7 +148,10 @@ def _error_number(error: BaseException | None) -> int:
 
 
 def _ask_file_system(folder: Path) -> int:
-    """The errno with which a write into the folder fails now; 0 if it succeeds."""
+    """The errno with which a test write into the folder fails; 0 if it succeeds.
+
+    Gives ENOSPC without a test write if the disk has less than 1 MiB or no file entry left.
+    """
     try:
         there = os.statvfs(folder)
         if there.f_bavail * there.f_frsize < _FULL_BYTES or (there.f_files and not there.f_favail):
@@ -158,7 +168,10 @@ def _ask_file_system(folder: Path) -> int:
 
 
 def why_no_folder(path: Path) -> str | None:
-    """Why `path` is no folder in which files can be made, and cannot become one; None if it can.  Writes nothing."""
+    """Why this user cannot create files in the folder `path`; None if this is possible.  Writes nothing.
+
+    If `path` does not exist, checks whether it can be made.
+    """
     existing = next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
     if not existing.is_dir():
         subject = "" if existing == path else f"is below {existing}, which "

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 _LARGE_BYTES = 1 << 20  # a smaller block is hashed in less time than a thread takes to start
-_PIECE_BYTES = 4 << 20  # is still in the processor's cache when the second of hash and file reads it
+_PIECE_BYTES = 4 << 20  # small enough to stay in the CPU cache until both the hash and the write have read it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +25,11 @@ def entry_of(path: Path) -> Entry:
 
 
 class HashingFile:
-    """A new file, whose size and digest are computed during writing.
+    """A new file, whose size and digest are computed while it is written.
 
-    A thread hashes a large block while the block is written; both release the interpreter's lock.
-    `write` keeps an OSError for `check` and `finish` instead of raising it.  torch.save, which calls `write`, would
-    turn the OSError into another error, which differs between versions of torch.
+    A thread hashes a large block while the block is written; hashing and writing release the interpreter's lock.
+    `write` does not raise an OSError: `check` and `finish` raise it later.  The reason is that torch.save calls `write`
+    and would turn the OSError into another error, which depends on the version of torch.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,13 +52,13 @@ class HashingFile:
             self._hasher = self._hasher or ThreadPoolExecutor(1, "hashing")
             hashed = self._hasher.submit(self._digest.update, view)
             self._put_or_fail(view)
-            hashed.result()  # now, because the caller may change the block
+            hashed.result()  # waits here, because the caller may change the block
 
     def __repr__(self) -> str:
         return f"HashingFile({self._stream.name})"
 
     def flush(self) -> None:
-        """Do nothing; torch needs this method and the next two."""
+        """Do nothing.  torch needs this method and the two methods after it."""
 
     def tell(self) -> int:
         return self.num_bytes
@@ -80,7 +80,7 @@ class HashingFile:
 
     @property
     def entry(self) -> Entry:
-        """Size and digest of what was written until now."""
+        """Size and digest of the content written so far."""
         return Entry(num_bytes=self.num_bytes, sha256=self._digest.hexdigest())
 
     def close(self) -> None:

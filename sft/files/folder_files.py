@@ -1,10 +1,10 @@
-"""Reads and copies files of a folder that a stranger may have made: a model, a checkpoint, a run.
+"""Reads and copies files of a folder that is not trusted: a model, a checkpoint, a run.
 
-Such a folder must write and take nothing outside itself.  So a name that comes from a file is a plain path below the
-folder.  A link may lead to another file of the folder, or from a snapshot of the hub's cache to a file of the same
-cache, and nowhere else.  Pipes, sockets and devices are never opened: a read would wait or never end.
+The content of such a folder must not lead to reads or writes outside the folder.  So a name that is read from a file
+must be a plain path below the folder.  A link may lead to another file of the folder, or from a snapshot in the cache
+of the hub to a blob of the same model.  Pipes, sockets and devices are refused: a read would wait or never end.
 
-The size of a file is checked before it is read, because the content of a file takes many times its size in memory.
+The size of a file is checked before it is read, because parsed content takes many times the file's size in memory.
 """
 
 import json
@@ -23,15 +23,15 @@ CONFIG_BYTES = 16 << 20  # one object, such as config.json: at most 0.4 MB in re
 LIST_BYTES = 256 << 20  # a list of all tensors or files: the index of DeepSeek-V3, 671B, has 9 MB
 LINE_BYTES = 4 << 20  # a line of a log: a record of metrics.jsonl has some 2 KB
 METRICS_BYTES = 2 << 30  # metrics.jsonl of a million steps
-_PART_BYTES = 255  # of a name between two slashes, the limit of file systems
+_PART_BYTES = 255  # limit of file systems for a part of a path between two slashes
 
 
 class UnsafeFileError(ValueError):
-    """A name that is not one of a file of the folder, or a file that is too large or no regular file."""
+    """A name is not a plain path, a link leaves the folder, or a file is too large or not a regular file."""
 
 
 def check_name(name: object) -> str:
-    """`name`, if it is the plain path of a file below a folder: a.txt or b/a.txt.  Raises UnsafeFileError."""
+    """Return `name` if it is a plain path below a folder, such as a.txt or b/a.txt.  Else raises UnsafeFileError."""
     parts = name.split("/") if isinstance(name, str) else []
     if not isinstance(name, str) or not parts or {"", ".", ".."} & {*parts}:
         fault = "is not the plain path of a file in the folder"
@@ -45,7 +45,7 @@ def check_name(name: object) -> str:
 
 
 def is_name(name: object) -> bool:
-    """Whether `check_name` takes the name."""
+    """Whether `check_name` accepts the name."""
     try:
         return bool(check_name(name))
     except UnsafeFileError:
@@ -53,7 +53,10 @@ def is_name(name: object) -> bool:
 
 
 def regular_file(folder: Path, name: str, max_bytes: int | None = None) -> Path:
-    """The path of the file `name` of `folder`.  Raises UnsafeFileError, and OSError if there is no such file."""
+    """The path of the regular file `name` in `folder`, without opening it.
+
+    Raises OSError if there is no such file, and UnsafeFileError if it must not be read or is larger than `max_bytes`.
+    """
     path = folder / check_name(name)
     root = folder.resolve(strict=True)
     try:
@@ -67,7 +70,7 @@ def regular_file(folder: Path, name: str, max_bytes: int | None = None) -> Path:
 
 
 def matching(folder: Path, pattern: str, max_bytes: int | None = None) -> list[Path]:
-    """The files of `folder` that match a pattern of glob, sorted.  Raises UnsafeFileError and OSError."""
+    """The regular files of `folder` that match a glob pattern, sorted.  Raises errors as `regular_file` does."""
     names = sorted(str(path.relative_to(folder)) for path in folder.glob(pattern) if not path.is_dir())
     return [regular_file(folder, name, max_bytes) for name in names]
 

@@ -1,7 +1,7 @@
 """Converts the keys of config.json, as transformers reads them, to the keys `model.*` of a recipe, and back.
 
-One error lists all values that our model does not support.  An export changes only those keys of the original
-config.json whose values changed in the model.  Without changes the file stays the same, byte for byte.
+One error lists all values that our model does not support.  An export changes the original config.json only in keys
+whose values changed in the model, in the type of the weights, and in max_position_embeddings if packs were longer.
 """
 
 import json
@@ -42,7 +42,7 @@ class Architecture:
 
     family: Family
     model: ModelConfig
-    values: dict[str, Any]  # by dotted key below `model`
+    values: dict[str, Any]  # values that config.json determines, by dotted key below `model`
     sources: dict[str, str]  # for each value, the key of config.json that gives it
     scheme: Scheme | Mxfp4 | None  # how weights are dequantised; None: the weights are not quantised
 
@@ -104,7 +104,7 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
         values.setdefault("num_query_groups", heads)
         if type(hidden) is int and heads > 0:
             values.setdefault("head_dim", hidden // heads)
-            sources.setdefault("head_dim", "hidden_size")  # a family may have no such key
+            sources.setdefault("head_dim", "hidden_size")  # some families have no key for head_dim
     rope = _rope(content, family, problems)
     if values.get("sliding_window") is None:
         rope.pop("window_base", None)
@@ -119,7 +119,7 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
 
 
 def _rope(content: Mapping[str, Any], family: Family, problems: list[str]) -> dict[str, Any]:
-    """The keys below `model.rope`; adds to `problems`."""
+    """The values of the keys below `model.rope`.  Appends what is not supported to `problems`."""
     has_rope = content.get("rope_scaling") or content.get("rope_parameters")
     positions = content if has_rope else {**content, "rope_parameters": family.defaults.get("rope_parameters")}
     base = family.defaults.get("rope_theta", 10000.0)
@@ -136,7 +136,7 @@ def _rope(content: Mapping[str, Any], family: Family, problems: list[str]) -> di
 
 
 def _default_fraction(content: Mapping[str, Any], family: Family) -> float | None:
-    """The part of each head that is rotated in a config.json without partial_rotary_factor; None: whole heads"""
+    """The rotated fraction of each head if config.json has no partial_rotary_factor; None: whole heads"""
     width, head = content.get(family.rope_width), content.get("head_dim", family.defaults.get("head_dim"))
     return width / head if type(width) is int and type(head) is int and head > 0 else family.rope_fraction
 
@@ -185,7 +185,7 @@ def _names_in(content: Mapping[str, Any], name: str, family: Family) -> list[str
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """{"num_layers": 2, "rope.base": 1e6} -> {"num_layers": 2, "rope": {"base": 1e6}}"""
+    """Dotted keys as groups: {"num_layers": 2, "rope.base": 1e6} -> {"num_layers": 2, "rope": {"base": 1e6}}"""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         group, _, name = key.rpartition(".")
@@ -235,9 +235,9 @@ def _model(values: dict[str, Any], sources: Mapping[str, str], problems: list[st
 
 
 def _resolved(model: ModelConfig, vocab_size: int, family: Family) -> dict[str, Any]:
-    """The values of the family's keys, derived values included.  Rotary keys that have no effect are left out.
+    """The values of the family's keys, with derived values, and without rotary keys that have no effect.
 
-    vocab_size: used if the model has none
+    vocab_size: the size of the vocabulary if `model` has none
     """
     derived = {
         "num_query_groups": model.resolved_query_groups,

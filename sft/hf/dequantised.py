@@ -1,8 +1,8 @@
-"""Reads FP8 weights as numbers of the model's type.
+"""Dequantises FP8 weights to the type of the model while they are read.
 
-A stored FP8 number times the scale of its matrix, row or block is the number of the model.  Scales of weights and of
-activations are used up here: to its readers, the folder has the tensors of the model before it was quantised.
-`quantization.py` says what config.json may contain.
+A weight is the stored FP8 value times the scale of its matrix, row or block.  The folder shows its readers the names,
+shapes and types of the model before it was quantised, without scales of weights and activations.  `quantization.py`
+says what config.json may contain.
 """
 
 import math
@@ -20,14 +20,17 @@ FP8 = "F8_E4M3"
 
 
 class DequantisedFolder(SafetensorsFolder):
-    """The tensors of a folder whose FP8 weights `scheme` describes.  Raises CheckpointError naming unusable scales."""
+    """The tensors of a folder with FP8 weights, dequantised by `scheme`.
+
+    Raises CheckpointError that names FP8 weights without a usable scale.
+    """
 
     number_format = "FP8"
 
     def __init__(self, folder: Path, scheme: Scheme) -> None:
         super().__init__(folder)
         self._dtype = DTYPES[scheme.dtype]
-        self._scales: dict[str, StoredTensor] = {}  # by FP8 tensor
+        self._scales: dict[str, StoredTensor] = {}  # the scale of each FP8 tensor, by the name of the FP8 tensor
         self.dequantised = self._scales.keys()
         self._scheme, used, unusable = scheme, set(), []
         for name, tensor in self.tensors.items():
@@ -58,7 +61,7 @@ class DequantisedFolder(SafetensorsFolder):
         return part.float().mul_(self._scale(name, where)).to(self._dtype)
 
     def _scale(self, name: str, where: tuple[int | slice, ...]) -> torch.Tensor:
-        """The scales of tensor[where], which multiply it.  Axes without scales of their own have size 1."""
+        """The fp32 scales by which tensor[where] is multiplied.  An axis with one scale for all has size 1."""
         scale_name, sizes = self._scheme.scale_of(name), self._scales[name].shape
         with as_checkpoint_error(self._scales[name].file):
             scale = self._map(scale_name).get_tensor(scale_name).float()
@@ -76,7 +79,7 @@ class DequantisedFolder(SafetensorsFolder):
 
 
 def _fits(scale: StoredTensor, tensor: StoredTensor, block: tuple[int, int] | None) -> bool:
-    """Whether `scale` has one number per block; or without blocks, one for all numbers, each row, or each matrix."""
+    """Whether `scale` has one element per block; without blocks, one per tensor, per matrix, or per row."""
     if scale.dtype not in DTYPES or len(tensor.shape) < 2:
         return False
     *outer, rows, columns = tensor.shape

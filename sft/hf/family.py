@@ -1,8 +1,8 @@
-"""A family of models, with a table that maps its Hugging Face tensors to Megatron's.  Import and export use this table.
+"""Describes a family of models by a table that maps its Hugging Face tensors to ours.  Import and export use the table.
 
-A rule names one tensor of our model, and the parts of Hugging Face tensors that our tensor consists of.  Our names are
-those of `layers/weights.py`, which also explains the letters of a shape.  If all layers are of one kind, our tensors
-stack them along the first axis; if not, each layer has its own.  The experts of a layer are stacked.
+A rule names one tensor of our model, and the parts of Hugging Face tensors that it consists of.  `layers/weights.py`
+has our names, and explains the letters of a shape.  If all layers are of one kind, one tensor of ours has all layers
+along its first axis.  Otherwise each layer has its own tensors.  The experts of a layer are always stacked.
 
 `TensorMapping.spans` gives the offsets of Hugging Face rows in our tensor.  `families/` declares the families.
 """
@@ -22,7 +22,7 @@ from sft.layers.kinds import model_of_kind
 from sft.layers.weights import sizes_of
 
 _LAYERS, _MTP_LAYER = "decoder.layers.", "mtp.layers.0.transformer_layer."
-_NUMBER = re.compile(r"model\.layers\.(\d+)\.")  # of a layer
+_NUMBER = re.compile(r"model\.layers\.(\d+)\.")  # matches the number of a layer
 Form = Literal["rows", "groups", "vocabulary"]
 
 
@@ -40,8 +40,8 @@ class Rule:
     views: tuple[View, ...]
     form: Form = "rows"
     is_head: bool = False  # stored only if the output is not tied to the embedding
-    kind: LayerKind | None = None  # of the layers that have the tensor; None: all layers
-    mlp: Literal["dense", "experts"] | None = None  # what the layers that have the tensor have; None: either
+    kind: LayerKind | None = None  # kind of the layers that have the tensor; None: all layers
+    mlp: Literal["dense", "experts"] | None = None  # MLP of the layers that have the tensor; None: all layers
     is_buffer: bool = False  # no gradient reaches the tensor, and no optimizer changes it
     needs: str = ""  # key below `model` that is true in models with this tensor; "": all models have it
 
@@ -59,12 +59,12 @@ class MtpBlock:
     """The tensors of the block for multi-token prediction, which ends in a layer like those of the model."""
 
     layer: str  # first part of the names of the layer's tensors; LAYER stands for the number of layers of the model
-    own: tuple[Rule, ...]  # for the tensors around the layer
-    # Tensors that files may store once more, by name: `embedding` or `head`, whose values they have.
+    own: tuple[Rule, ...]  # rules of the tensors around the layer
+    # Name of a tensor that files may store in addition -> the weight with the same values.
     copies: Mapping[str, Literal["embedding", "head"]] = field(default_factory=dict)
 
     def rules(self, layer_rules: tuple[Rule, ...], model: ModelConfig) -> Iterator[Rule]:
-        """The rules of the block.  layer_rules: those of the model's layers, of which the last kind counts"""
+        """The rules of the block.  layer_rules: rules of the model's layers; the block uses those of the last layer"""
         yield from self.own
         for rule in layer_rules:
             if rule.in_layers and _has(model, model.num_layers, rule):
@@ -121,8 +121,9 @@ class TensorMapping:
     def spans(self, num_rows: int | None = None) -> list[RowSpan]:
         """The sources of all rows of our tensor, in row order.  num_rows: number of these rows, with padding
 
-        groups, 4 query heads and 2 key heads of width 1:
-        q0 q1 k0 v0 q2 q3 k1 v1 -> (q, 0, 2, target 0) (k, 0, 1, target 2) (v, 0, 1, target 3) (q, 2, 2, target 4) ...
+        Example: form "groups", 4 query heads and 2 key heads of width 1.  The rows of our tensor are
+        q0 q1 k0 v0 q2 q3 k1 v1.  The spans (view, start, num_rows, target) are (q, 0, 2, 0), (k, 0, 1, 2),
+        (v, 0, 1, 3), (q, 2, 2, 4), ...
         """
         spans: list[RowSpan] = []
         target = 0
@@ -140,7 +141,7 @@ class TensorMapping:
 
     @property
     def num_rows(self) -> int:
-        """Rows of our tensor, without padding."""
+        """Number of rows of our tensor, without padding."""
         return sum(view.num_rows for view in self.sources)
 
 
@@ -159,29 +160,29 @@ class Family:
     rope_keys: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)  # key of config.json -> another name of the same key
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # -> the values that our model supports
+    options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # key of config.json -> supported values
     lacks: Mapping[str, str] = field(default_factory=dict)  # key of `options` -> what our model lacks for other values
-    scalings: tuple[str, ...] = ("none", "linear", "llama3", "yarn")  # that transformers computes for this family
-    other_rules: tuple[tuple[Rule, ...], ...] = ()  # for other names or shapes under which files store the same model
-    # Whether the keys of the language model stand in the group text_config of config.json.
+    scalings: tuple[str, ...] = ("none", "linear", "llama3", "yarn")  # rope.scaling that transformers supports for it
+    other_rules: tuple[tuple[Rule, ...], ...] = ()  # alternative rules, for files with other names or shapes
+    # Whether the keys of the language model are in the group text_config of config.json.
     text_config: Literal["none", "required", "optional"] = "none"
     text_type: str = ""  # model_type in text_config, for a family whose language model may be of several types
     has_mrope: bool = False  # whether positions have sections for time, height and width, which are equal for text
-    # partial_rotary_factor of a config.json that has none; None: the family rotates whole heads.
+    # The value if config.json has no partial_rotary_factor; None: the family always rotates whole heads.
     rope_fraction: float | None = None
-    rope_width: str = ""  # key of the number of rotated numbers of a head, in a file without partial_rotary_factor
-    # Whether rope_parameters has a group for each type of layer; that of full attention is scaled.
+    rope_width: str = ""  # key with the rotated elements of a head, if config.json has no partial_rotary_factor
+    # Whether rope_parameters has a group for each type of layer.  Only the group of full attention may have a scaling.
     rope_by_layer_type: bool = False
-    # The base of layers with a window in a config.json without such groups: its key, and its value if the key is
-    # absent; None: as in other layers.
+    # The rotary base of layers with a window, if config.json has no such groups: its key, and the value if the key is
+    # absent.  None: the base of the other layers.
     window_theta: tuple[str, float] | None = None
     passed_through: tuple[str, ...] = ()  # patterns of names of tensors that are kept and not trained: `visual.*`
-    has_mtp_layers: bool = False  # whether files may have more layers, which are passed through
+    has_mtp_layers: bool = False  # whether files may have layers after the model's last one, for multi-token prediction
     mtp: MtpBlock | None = None  # the block for multi-token prediction that a model may train; None: unknown
 
     @property
     def name(self) -> str:
-        """qwen3, or mistral3/mistral"""
+        """The key of the family in `FAMILIES`, such as qwen3 or mistral3/mistral."""
         return f"{self.model_type}/{self.text_type}" if self.text_type else self.model_type
 
     @property
@@ -195,7 +196,7 @@ class Family:
 
     @property
     def has_latents(self) -> bool:
-        """Whether its layers have latent attention."""
+        """Whether the layers of the family have latent attention."""
         return "latent_attention.kv_lora_rank" in self.keys
 
     @property
@@ -209,9 +210,9 @@ class Family:
         return next(rule.views[0].name for rule in self.rules if rule.is_head)
 
     def stored_as(self, shapes: Mapping[str, tuple[int, ...]], model: ModelConfig, vocab_size: int) -> "Family":
-        """The family with those of its rules that fit the files.  The family itself if no rules fit.
+        """The family with the rules that fit the files: `rules`, or one of `other_rules`.  If none fits, with `rules`.
 
-        shapes: of all stored tensors, by name
+        shapes: the shapes of all stored tensors, by name
         """
         for rules in (self.rules, *self.other_rules) if self.other_rules else ():
             family = replace(self, rules=rules)
@@ -221,13 +222,13 @@ class Family:
         return self
 
     def passes_through(self, name: str, num_layers: int) -> bool:
-        """Whether the tensor of this name is kept unchanged and not trained, in a model of so many layers."""
+        """Whether the tensor of this name may be passed through, in a model of `num_layers` layers."""
         number = _NUMBER.match(name) if self.has_mtp_layers else None
         is_mtp = number is not None and int(number[1]) >= num_layers
         return is_mtp or any(fnmatchcase(name, pattern) for pattern in self.passed_through)
 
     def mappings(self, model: ModelConfig, vocab_size: int) -> Iterator[TensorMapping]:
-        """Every tensor of the model: first those outside of layers, then layer by layer, expert by expert."""
+        """The mappings of all tensors: outside of layers, then of each layer and expert, then of the MTP block."""
         by_kind = {kind: sizes_of(model_of_kind(model, kind), vocab_size) for kind in get_args(LayerKind)}
         rules = self._rules(self.rules, model)
         for layer in (None, *range(model.num_layers)):
@@ -244,7 +245,7 @@ class Family:
         return [rule for rule in rules if not rule.needs or attrgetter(rule.needs)(model)]
 
     def copies(self, model: ModelConfig) -> dict[str, str]:
-        """Tensors that files may store although their values are those of another tensor -> the name of that one."""
+        """Name of each tensor that files may store in addition -> name of the tensor with the same values."""
         head = self.embedding if model.tie_embeddings else self.head
         copies = {self.head: head} if model.tie_embeddings else {}
         if model.has_mtp and self.mtp is not None:
@@ -265,7 +266,7 @@ def _mappings_of(
     for expert in range(sizes["x"]) if rule.in_experts else (None,):
         axes = [(layer, model.num_layers)] if layer is not None and model.stacks_layers else []
         numbered = [*axes, *([(expert, sizes["x"])] if expert is not None else [])]
-        number = model.num_layers if layer is None else layer  # of the layer for multi-token prediction
+        number = model.num_layers if layer is None else layer  # files number the block for multi-token prediction so
         yield TensorMapping(
             key=key,
             layer=layer,
@@ -286,9 +287,9 @@ def _has(model: ModelConfig, layer: int | None, rule: Rule) -> bool:
 
 
 def views_by_tensor(mappings: Iterable[TensorMapping]) -> dict[HfTensor, list[tuple[TensorMapping, int]]]:
-    """Every stored tensor, and the views that it consists of: each as a mapping and the view's index in its sources.
+    """Every stored tensor, and the views that it consists of: for each, a mapping and the view's index in its sources.
 
-    Together, the views contain every number of the tensor once.
+    Together, the views contain every element of the tensor once.
     """
     views: dict[HfTensor, list[tuple[TensorMapping, int]]] = {}
     for mapping in mappings:

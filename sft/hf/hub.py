@@ -5,8 +5,9 @@
     Qwen/Qwen3-8B          otherwise a hub name, with an optional branch, tag or commit: Qwen/Qwen3-8B@main
 
 huggingface_hub does all access to the hub and to its cache, and reads HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and
-HF_ENDPOINT; it is imported only for hub names.  A process asks for the commit of a name once, so all files of a start
-belong to one commit.  One process of each node asks and downloads (`once_per_node.py`).  `hub_errors.py` words errors.
+HF_ENDPOINT.  It is imported only for hub names.  A process looks up the commit of a name once, so all files of a start
+belong to one commit.  One process of each node looks up and downloads for all (`once_per_node.py`).  `hub_errors.py`
+writes the error messages.
 """
 
 import os
@@ -29,7 +30,7 @@ CONFIG = "config.json"
 IMPORTED = "hf"  # folder of config.json in an imported checkpoint, and in a run
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w.][\w./-]*))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# Everything beside the weights that a model or a tokenizer needs.  Files in folders of a repository are other formats.
+# All files except weights that a model or a tokenizer needs.  Files in subfolders of a repository have other formats.
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _IN_FOLDERS = ["*/*"]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -41,7 +42,7 @@ _snapshots: dict[str, "HubSnapshot"] = {}
 class HubSnapshot:
     """A commit of a repository in the local cache.  Weights are there only after `download_weights`."""
 
-    name: str  # as the recipe has it
+    name: str  # the hub name as the recipe gives it
     repo: str
     commit: str
     folder: Path
@@ -49,7 +50,7 @@ class HubSnapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class MissingWeights:
-    """Weights of a hub name that are not in the cache.  num_bytes: None if the hub cannot be asked"""
+    """Weights of a hub name that are not in the cache.  num_bytes: their size; None if unknown"""
 
     files: tuple[str, ...]
     num_bytes: int | None
@@ -61,9 +62,9 @@ def is_hub_name(name: str) -> bool:
 
 
 def local_folder(name: str) -> Path:
-    """The folder of config.json and tokenizer of a hub name, a folder, or an imported checkpoint (its folder hf/).
+    """The folder with config.json and tokenizer, for a hub name, a folder, or an imported checkpoint (its folder hf/).
 
-    Of a hub name, all files but the weights are downloaded.  Raises ConfigError if that fails.
+    For a hub name, downloads all files except the weights.  Raises ConfigError if that fails.
     """
     if is_hub_name(name):
         return snapshot(name).folder
@@ -76,7 +77,7 @@ def local_folder(name: str) -> Path:
 def imported(folder: Path) -> Path:
     """The folder hf/ of a run or an imported checkpoint.  Raises ConfigError if it is a link to the files of a model.
 
-    They could be of a model of the user, and would become a part of an export.
+    Such a link could lead to another model of the user, whose files would become a part of an export.
     """
     path = folder / IMPORTED
     if path.is_symlink() and any((path / name).exists() for name in (CONFIG, "source.json")):
@@ -85,7 +86,7 @@ def imported(folder: Path) -> Path:
 
 
 def snapshot(name: str) -> HubSnapshot:
-    """The commit of a hub name, with all files but the weights.  Raises ConfigError if it cannot be had."""
+    """The commit of a hub name, with all files except the weights.  Raises ConfigError if they cannot be downloaded."""
     if name not in _snapshots:
         match = _HUB_NAME.fullmatch(name)
         assert match is not None, name
@@ -101,7 +102,7 @@ def commits() -> dict[str, str]:
 
 
 def check_commits(of_ranks: Sequence[dict[str, str]]) -> None:
-    """Raise ConfigError if ranks have looked up different commits, given as `commits` of every rank."""
+    """Raise ConfigError if ranks have looked up different commits.  of_ranks: the result of `commits` on each rank"""
     for rank, of_rank in enumerate(of_ranks):
         for name in {**of_ranks[0], **of_rank}:
             first, other = of_ranks[0].get(name), of_rank.get(name)
@@ -129,9 +130,9 @@ def is_offline() -> bool:
 
 
 def download_weights(name: str) -> Path:
-    """Download what is missing of the weights of a hub name.  Returns the folder of all files of its commit.
+    """Download the missing weights of a hub name.  Returns the folder with all files of its commit.
 
-    Raises ConfigError if that fails, or if the weights are no safetensors files.
+    Raises ConfigError if that fails, or if the repository has no safetensors files.
     """
     snap = snapshot(name)
     return Path(once_per_node(f"download {name} {snap.commit}", lambda: str(_download(snap))))
@@ -152,7 +153,7 @@ def _look_up(name: str, repo: str, revision: str | None) -> Path:
         if is_offline or _COMMIT.fullmatch(revision or ""):
             return Path(snapshot_download(repo, revision=revision, local_files_only=is_offline, **wanted))
         try:
-            # snapshot_download takes an older commit from the cache if it cannot ask, and does not say so.
+            # If the hub does not answer, snapshot_download uses an older commit of the cache without a message.
             commit = HfApi().model_info(repo, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT).sha
         except Exception as error:  # the classes of the HTTP library depend on its version: see `is_unreachable`
             if not hub_errors.is_unreachable(error):
@@ -167,7 +168,7 @@ def _look_up(name: str, repo: str, revision: str | None) -> Path:
             )
             return folder
         folder = Path(snapshot_download(repo, revision=revision, **wanted))
-        if folder.name != commit:  # the branch has moved since, or only the first question was answered
+        if folder.name != commit:  # the branch has changed since, or the hub answered only the first request
             raise ConfigError(
                 f"{name} was commit {commit}, and then commit {folder.name}.  Start again, or name the commit: "
                 f"{repo}@{commit}."
@@ -212,7 +213,7 @@ def _download(snap: HubSnapshot) -> Path:
 
 
 def _listing(snap: HubSnapshot) -> dict[str, int] | None:
-    """Sizes in bytes of the files of a commit; None if the cache does not know them, and the hub cannot be asked."""
+    """Sizes in bytes of the files of a commit, by path; None if neither cache nor hub has the list of them."""
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -247,7 +248,7 @@ def _weight_files(snap: HubSnapshot, sizes: dict[str, int] | None) -> list[str]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Disables the progress bars of huggingface_hub: one console shows the progress of a run."""
+    """A context manager that disables the progress bars of huggingface_hub, because our console shows the progress."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     were_enabled = not are_progress_bars_disabled()

@@ -1,4 +1,4 @@
-"""Says in one paragraph why a model cannot be had from the hub, and what would work."""
+"""Writes the error message for a model that cannot be read from the hub: why, and what would work."""
 
 import errno
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from sft.errors import ConfigError
 
 @contextmanager
 def translated(name: str, repo: str, revision: str | None) -> Iterator[None]:
-    """Turns every error of huggingface_hub, its HTTP library and the disk into a ConfigError about the hub `name`."""
+    """A context manager that turns every error except a ConfigError into a ConfigError about the hub name `name`."""
     try:
         yield
     except ConfigError:
         raise
-    except Exception as error:  # the HTTP library, TLS, proxies and storage back ends have errors of their own
+    except Exception as error:  # HTTP library, TLS, proxies and storage back ends raise their own classes of errors
         raise ConfigError(f"{name}: {_paragraph(error, repo, revision)}") from error
 
 
@@ -26,18 +26,18 @@ def endpoint() -> str:
 
 
 def is_unreachable(error: Exception) -> bool:
-    """Whether the hub gave no answer, or only that it does not work at the moment."""
+    """Whether the hub gave no answer, or reported a temporary failure (HTTP status 429, or 500 and above)."""
     from huggingface_hub.errors import HfHubHTTPError
 
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code >= 500 or error.response.status_code == 429
-    # The classes of the HTTP library, which is httpx or httpx2, depending on the version of huggingface_hub.
+    # Compares names of classes, because the HTTP library is httpx or httpx2, depending on huggingface_hub.
     kinds = {kind.__name__ for kind in type(error).__mro__}
     return "TransportError" in kinds and "ProxyError" not in kinds
 
 
 def first_line(error: BaseException) -> str:
-    """ConnectError: [Errno 111] Connection refused"""
+    """Class and first line of an error, such as "ConnectError: [Errno 111] Connection refused"."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

@@ -1,7 +1,7 @@
 """Reads the headers of safetensors files on the hub, so that `sft check` knows every tensor before a download.
 
-The headers are requested by ranges of bytes.  They are written to files of the same names, whose values are holes: such
-a file has the size that its header says, takes no space, and can be opened like the real one, but not be read.
+Only the bytes of the headers are requested.  They are written to sparse files of the same names.  Such a file has the
+size that its header gives, and can be opened like the real file.  It takes no space for values, and has none.
 """
 
 import json
@@ -22,13 +22,14 @@ _REQUESTS_AT_ONCE = 8
 
 @contextmanager
 def header_folder(snapshot: HubSnapshot, files: Sequence[str]) -> Iterator[Path]:
-    """A temporary folder with the small files of a model, and with the headers of its safetensors files `files`.
+    """A temporary folder with config.json, the index, and the headers of all safetensors files of a model.
 
-    Raises ConfigError if the hub does not give the headers.
+    files: the safetensors files that are not downloaded yet
+    Raises ConfigError if the headers cannot be read from the hub.
     """
     with tempfile.TemporaryDirectory(prefix="sft-headers-") as folder:
         for name in sorted({path.name for path in snapshot.folder.iterdir()}.difference(files)):
-            if name.endswith(".safetensors"):  # downloaded already
+            if name.endswith(".safetensors"):  # already downloaded
                 _write(Path(folder) / name, header_of(regular_file(snapshot.folder, name))[1])
             elif name in (CONFIG, INDEX):
                 copy(snapshot.folder, name, Path(folder), LIST_BYTES)
@@ -40,7 +41,7 @@ def header_folder(snapshot: HubSnapshot, files: Sequence[str]) -> Iterator[Path]
 
 
 def _header(snapshot: HubSnapshot, file: str) -> dict[str, Any]:
-    """{"lm_head.weight": {"dtype": "BF16", "shape": [8, 4], "data_offsets": [0, 64]}, ...}"""
+    """The header of a file on the hub: {"lm_head.weight": {"dtype": "BF16", "shape": [8, 4], "data_offsets": ...}}"""
     from huggingface_hub import HfApi
 
     described = HfApi().parse_safetensors_file_metadata(snapshot.repo, file, revision=snapshot.commit)

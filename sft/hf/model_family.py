@@ -1,4 +1,4 @@
-"""Finds the family of a model: that of model.hf, or one that has the tensors of a model without Hugging Face folder."""
+"""Finds the family of a model: the family of model.hf, or without model.hf a family with the same tensors."""
 
 from operator import attrgetter
 
@@ -7,7 +7,7 @@ from sft.hf.families import FAMILIES
 from sft.hf.family import Family
 from sft.hf.model_keys import PLAIN
 
-# Keys of `model` that add or move tensors, and their values in families that do not name them.
+# Keys below `model` that add or move tensors, and their values in families whose tables do not name them.
 _USUAL = {"full_attention.is_used": False} | {
     key: PLAIN[key]
     for key in (
@@ -19,12 +19,12 @@ _USUAL = {"full_attention.is_used": False} | {
 
 
 def model_family(model: ModelConfig) -> Family | None:
-    """The family of model.hf; else the first family that has the tensors of `model`; None if there is none."""
+    """The family of model.hf; without model.hf, the first family with the tensors of `model`; None if there is none."""
     if model.pretrained is not None:
         return FAMILIES[model.pretrained.family]
 
     def has_same_tensors(family: Family) -> bool:
-        may_have_experts = "moe.num_experts" in family.computed  # or none
+        may_have_experts = "moe.num_experts" in family.computed  # models of the family have experts or have none
         has_experts = (model.moe.num_experts is not None) == ("moe.num_experts" in family.keys)
         named = {*family.keys, *family.computed}
         has_mixers = all(

@@ -1,4 +1,4 @@
-"""Keys below `model` that config.json expresses in another way, and those that most families do not have."""
+"""Keys below `model` that config.json expresses in another way, and keys that most families do not have."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ class Computed:
     """A key below `model` that config.json expresses in another way.
 
     read: content of config.json -> the value.  Raises ValueError that says what is wrong
-    write: the value and the number of layers -> the changed keys of config.json; none if no recipe can change the value
+    write: the value and the number of layers -> the changed keys of config.json; {} if no recipe can change the value
     """
 
     source: str  # key of config.json, for messages
     read: Callable[[Mapping[str, Any]], Any]
     write: Callable[[Any, int], dict[str, Any]] = lambda value, count: {}
-    layer_types: tuple[str, ...] = ()  # names in config.json's layer_types that it reads
+    layer_types: tuple[str, ...] = ()  # names that `read` accepts in layer_types of config.json
 
 
-# Values of keys that a family has only if its table names the keys: the defaults of recipes.
+# Keys that most families do not have.  If the table of a family does not name a key, its models have the key's default.
 PLAIN: dict[str, Any] = {
     key: leaves()[f"model.{key}"].default
     for key in (

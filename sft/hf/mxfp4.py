@@ -1,12 +1,13 @@
-"""Reads MXFP4 experts (gpt-oss) as numbers of the model's type.
+"""Dequantises MXFP4 experts (gpt-oss) to the type of the model while they are read.
 
-A block of 32 numbers of a row is stored as 16 bytes, each with two numbers of 4 bits, and one byte, an exponent of 2.
-The files hold rows of outputs; transformers' model, and an export, hold the transposed matrices:
+A block of 32 elements of a row is stored as 16 bytes and a scale.  Each byte has two elements of 4 bits.  The scale is
+one byte, the biased exponent of a power of 2.  The files have matrices [outputs, inputs].  The model in transformers,
+and an export, have the transposed matrices:
 
     X_blocks uint8 [experts, rows, columns / 32, 16], X_scales uint8 [experts, rows, columns / 32]
     -> X [experts, columns, rows]
 
-To its readers, the folder has the tensors of the model before it was quantised.  Source of the format: OCP Microscaling
+The folder shows its readers the tensors X of the model before it was quantised.  Source of the format: OCP Microscaling
 Formats (MX) 1.0.
 """
 
@@ -22,13 +23,13 @@ from sft.hf.safetensors_files import DTYPES, SafetensorsFolder, StoredTensor
 from sft.hf.tensor_check import fold_by_layer
 
 _BLOCKS, _SCALES, _UINT8 = "_blocks", "_scales", "U8"
-_SIZE = 32  # numbers with one scale
-_BIAS = 127  # of the exponent
-_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lowest three bits; the fourth is the sign
+_SIZE = 32  # number of elements that share a scale
+_BIAS = 127  # bias of the exponent
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # value by the lowest three bits; the fourth bit is the sign
 
 
 class Mxfp4Folder(SafetensorsFolder):
-    """The tensors of a folder with MXFP4 experts.  Raises CheckpointError naming blocks without usable scales."""
+    """The tensors of a folder with MXFP4 experts.  Raises CheckpointError that names blocks without usable scales."""
 
     number_format = "MXFP4"
 
@@ -67,9 +68,9 @@ class Mxfp4Folder(SafetensorsFolder):
 
 
 def dequantised(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """blocks uint8 [..., groups, 16], scales uint8 [..., groups] -> fp32 [..., groups * 32]
+    """The values: blocks uint8 [..., groups, 16], scales uint8 [..., groups] -> fp32 [..., groups * 32]
 
-    The lower four bits of a byte are the first of its two numbers.  Byte 0x72 with scale 128: 2.0 and 12.0
+    The lower four bits of a byte are its first element.  Byte 0x72 with scale 128 (a factor of 2) -> 2.0 and 12.0
     """
     pairs = _pairs().index_select(0, blocks.flatten().to(torch.int32)).view(*blocks.shape[:-1], _SIZE)
     exponents = (scales.to(torch.int32) - _BIAS)[..., None]
@@ -77,7 +78,7 @@ def dequantised(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _pairs() -> torch.Tensor:
-    """fp32 [256, 2]: the two numbers of each byte."""
+    """fp32 [256, 2]: the two elements of each byte, without scale."""
     numbers = torch.tensor([*_POSITIVE, *(-number for number in _POSITIVE)])
     byte = torch.arange(256)
     return torch.stack((numbers[byte % 16], numbers[byte // 16]), dim=1)

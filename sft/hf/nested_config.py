@@ -1,11 +1,11 @@
-"""The part of a config.json that describes the language model, for checkpoints that also have a vision tower.
+"""Extracts the language model's part of a config.json, for models with a vision tower, and writes changes back.
 
-Most keys of the language model stand in the group `text_config`.  transformers reads some keys from the top level
-instead, and old files of Qwen2-VL and Qwen2.5-VL have all keys there.  The other modules see one flat group of keys.
-`put_back` writes changed keys where they came from.
+Most keys of the language model are in the group `text_config`.  transformers reads some keys from the top level
+instead, and old files of Qwen2-VL and Qwen2.5-VL have all keys there.  `text_part` gives one flat group of keys to the
+other modules.  `put_back` writes changed keys to the places where they came from.
 
-mrope gives a token one position for each of time, height and width.  For text these three are equal, so mrope is the
-plain rotary embedding, whatever its sections are.  The flat group lacks the keys of mrope, and `put_back` keeps them.
+mrope gives a token three positions: time, height and width.  For text these are equal, so mrope is the plain rotary
+embedding, for any sections.  The flat group lacks the keys of mrope, and `put_back` keeps them in the file.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from typing import Any
 from sft.hf.family import Family
 
 _GROUP = "text_config"
-# transformers reads these keys at the top level, if they are there.
+# Keys that transformers reads at the top level, if they are there.
 _OUTER = (
     "tie_word_embeddings",
     "architectures",
@@ -48,7 +48,7 @@ def put_back(
 ) -> dict[str, Any]:
     """The content of config.json after the keys of its language model changed.
 
-    before: text_part(content, family); after: the same with changed, new and removed keys
+    before: text_part(content, family); after: `before` with changed, new and removed keys
     """
     if family.text_config == "none":
         return dict(after)
@@ -57,7 +57,7 @@ def put_back(
     for key in {**before, **after}:
         if key in before and key in after and before[key] == after[key]:
             continue
-        # Some files have a key of the language model in both groups.
+        # Some files have a key of the language model at the top level and in text_config.
         groups = [group for group in (outer, inner) if key in group]
         for group in groups or [inner if inner and key not in _OUTER else outer]:
             if key not in after:
@@ -70,7 +70,7 @@ def put_back(
 
 
 def located(content: Mapping[str, Any], key: str, family: Family) -> str:
-    """The key with its group: "text_config.hidden_size"."""
+    """The key with the group in which it is, such as "text_config.hidden_size"."""
     if family.text_config == "none" or _inner(content) is None or (key in _OUTER and key in content):
         return key
     return f"{_GROUP}.{key}"
@@ -88,7 +88,10 @@ def _mrope(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_mrope(text: Mapping[str, Any]) -> dict[str, Any]:
-    """{"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}} -> {"rope_scaling": {"type": "default"}}"""
+    """The keys of the language model, `text`, without those of mrope.
+
+    {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}} -> {"rope_scaling": {"type": "default"}}
+    """
     plain = dict(text)
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(group := text.get(name), dict):

@@ -1,8 +1,8 @@
-"""Lets one process of each node do work for all ranks of a run on that node, before the ranks can talk to each other.
+"""Lets one process of each node do work for all ranks on that node, before process groups exist.
 
 The process with LOCAL_RANK 0 works while it holds a lock on a file in the temporary folder of the node, and writes the
 result, or its error, into this file.  The others wait for the lock and read the file.  The name of the file depends on
-the start of the run, so the result of an earlier start is not taken.
+the start of the run, so the result of an earlier start is not used.
 """
 
 import fcntl
@@ -20,8 +20,8 @@ _IDENTITY = (
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
 )
-_SECONDS_TO_BEGIN = 300.0  # for the process with LOCAL_RANK 0, which may start later than the others
-_SECONDS_EARLIER = 60.0  # by which the others may start later
+_SECONDS_TO_BEGIN = 300.0  # how long others wait until the process with LOCAL_RANK 0 begins
+_SECONDS_EARLIER = 60.0  # a result may be older than the process that reads it by this time
 _SECONDS_BETWEEN_LOOKS = 0.1
 _SECONDS_KEPT = 86_400.0
 
@@ -63,7 +63,7 @@ def _wait(path: Path, task: str) -> dict[str, str]:
         with path.open("a+", encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:  # the process with LOCAL_RANK 0 works
+            except BlockingIOError:  # the process with LOCAL_RANK 0 is working
                 deadline = time.monotonic() + _SECONDS_TO_BEGIN
             else:
                 file.seek(0)

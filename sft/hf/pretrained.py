@@ -36,7 +36,7 @@ def read_pretrained(name: str, shown: str | None = None) -> tuple[Pretrained, Ar
 
 
 def model_keys(pretrained: Pretrained, model: Architecture) -> dict[str, tuple[Any, str]]:
-    """{"model.num_layers": (28, "models/Qwen3-0.6B/config.json, num_hidden_layers"), ...}"""
+    """Value and source of each key: {"model.num_layers": (28, "models/Qwen3-0.6B/config.json, num_hidden_layers")}"""
     path = _config_of(pretrained.name, pretrained.folder, is_on_hub=pretrained.commit is not None)
     return {
         f"model.{key}": (value, f"{path}, {model.sources[key]}")
@@ -48,7 +48,7 @@ def model_keys(pretrained: Pretrained, model: Architecture) -> dict[str, tuple[A
 def tokenizer_folder(config: Config) -> Path | None:
     """The folder of the recipe's tokenizer; None for the built-in one.
 
-    Raises ConfigError if data.tokenizer is a hub name whose files cannot be had.
+    Raises ConfigError if data.tokenizer is a hub name whose files cannot be downloaded.
     """
     name, model = config.tokenizer, config.model.pretrained
     if name == "byte":
@@ -57,5 +57,5 @@ def tokenizer_folder(config: Config) -> Path | None:
 
 
 def _config_of(name: str, folder: Path, *, is_on_hub: bool) -> str:
-    """The name of config.json for users."""
+    """The name of config.json in messages."""
     return f"{name}/{CONFIG}" if is_on_hub else str(folder / CONFIG)

@@ -1,8 +1,8 @@
-"""Reads `quantization_config` of a config.json: how the weights of a quantised model become numbers again.
+"""Reads from `quantization_config` of a config.json how the weights of a quantised model are dequantised.
 
 Supported: `fp8` with one scale per block or per matrix (DeepSeek, Qwen3, Ministral 3), `compressed-tensors` in FP8 with
 one scale per matrix, row or block, and `mxfp4` (gpt-oss).  Everything else is refused by name.  `dequantised.py` and
-`mxfp4.py` compute the numbers.
+`mxfp4.py` dequantise the weights.
 """
 
 import json
@@ -12,20 +12,20 @@ from typing import Any
 
 QUANTIZATION = "quantization_config"
 _SUPPORTED = "fp8 (one scale per block or matrix), compressed-tensors with FP8 weights, and mxfp4 are supported"
-# Keys of `fp8` that say nothing about the stored weights, or whose meaning the files show.
+# Accepted keys of `fp8`: this module reads them, the files show their meaning, or they do not affect stored weights.
 _FP8_KEYS = {
     *("quant_method", "weight_block_size", "fmt", "activation_scheme", "modules_to_not_convert", "ignored_layers"),
     *("dequantize", "scale_fmt"),
 }
 _MXFP4_KEYS = {"quant_method", "modules_to_not_convert", "dequantize"}
 _SUFFIX = {"fp8": "_scale_inv", "compressed-tensors": "_scale"}
-# Scales of activations, which only FP8 arithmetic needs.
+# Scales of activations, which are dropped, because only FP8 arithmetic needs them.
 _ACTIVATION_SCALES = ("activation_scale", "input_scale", "output_scale")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How to dequantise the tensors of type F8_E4M3: number = stored number * scale, in fp32, rounded to `dtype`."""
+    """How to dequantise tensors of type F8_E4M3: value = stored value * scale, in fp32, rounded to `dtype`."""
 
     suffix: str  # the scale of the tensor X is the tensor X + suffix
     block: tuple[int, int] | None  # rows and columns that share a scale; None: one scale per matrix or row

@@ -15,7 +15,7 @@ from sft.hf.family import Family
 
 _KINDS = {"default": "none", **{kind: kind for kind in ("linear", "llama3", "yarn", "proportional")}}
 _ORIGINAL, _FRACTION = "original_max_position_embeddings", "partial_rotary_factor"
-_READ: dict[str, tuple[str, ...]] = {  # by kind of scaling: keys that have the same name in a recipe
+_READ: dict[str, tuple[str, ...]] = {  # kind of scaling -> keys that have the same name in a recipe
     "none": (),
     "proportional": (),
     "linear": ("factor",),
@@ -31,16 +31,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mscale_all_dim": (None,),
 }
 _ALL_DIM = "mscale_all_dim"
-_MSCALE = ("mscale", _ALL_DIM)  # yarn: together they give the attention factor
+_MSCALE = ("mscale", _ALL_DIM)  # with yarn, both together give the attention factor
 
 
 def rope_of(
     content: Mapping[str, Any], family: Family, default_base: float, fraction: float | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """The keys below `model.rope`, and a list of problems.
+    """The values of the keys below `model.rope`, and a list of problems.
 
-    default_base: used if config.json has none
-    fraction: partial_rotary_factor if config.json has none; None: only whole heads are rotated
+    default_base: the base if config.json has none
+    fraction: partial_rotary_factor if config.json has none; None: the family always rotates whole heads
 
     {"rope_theta": 500000.0, "rope_scaling": None} -> {"base": 500000.0, "scaling": "none"}, []
     """
@@ -54,7 +54,7 @@ def rope_of(
     if kind is None:
         return {"base": base}, [f"rope_type = {json.dumps(named)} is not supported, only {', '.join(_KINDS)}"]
     problems, names = [], family.rope_keys
-    same = _READ[kind]  # names in a recipe
+    same = _READ[kind]  # keys that have the same name in a recipe
     if family.has_latents and kind == "yarn":  # the attention scale of latent attention also depends on it
         same += (_ALL_DIM,)
     known = {*same, "rope_type", "type", "rope_theta", "max_position_embeddings", *names}
@@ -73,7 +73,7 @@ def rope_of(
             problems.append(f"{_ORIGINAL} is {json.dumps(inner)} in {key}, but {json.dumps(outer)} outside it")
         rope["original_max_position"] = _first(outer, inner, content.get("max_position_embeddings"))
     if kind == "yarn" and group.get("truncate", True) is None:
-        rope["truncate"] = False  # as transformers reads null
+        rope["truncate"] = False  # transformers treats null as false
     if kind == "yarn" and "factor" not in rope:
         longest, original = content.get("max_position_embeddings"), rope["original_max_position"]
         if isinstance(longest, int) and isinstance(original, int) and original > 0:
@@ -93,7 +93,7 @@ def rope_of(
 
 
 def _ratio(factor: Any, mscale: Sequence[float]) -> dict[str, float]:
-    """The attention factor that mscale and mscale_all_dim give.  factor 40, [1, 1] -> 1"""
+    """The attention factor of mscale and mscale_all_dim: factor 40, [1, 1] -> {"attention_factor": 1.0}"""
     if not isinstance(factor, (int, float)) or factor <= 1:
         return {}
     above, below = (0.1 * number * math.log(factor) + 1.0 for number in mscale)
@@ -103,12 +103,12 @@ def _ratio(factor: Any, mscale: Sequence[float]) -> dict[str, float]:
 def by_layer_type(
     content: Mapping[str, Any], window_key: str, default_base: float
 ) -> tuple[dict[str, Any], float, list[str]]:
-    """Takes apart rope_parameters with a group for each type of layer.
+    """Split rope_parameters that have a group for each type of layer.
 
-    Returns the content with the group of full attention as rope_parameters, the base of layers with a sliding window,
-    and a list of problems.  Without groups, only full attention is scaled.
-    window_key: key that gives the base of layers with a sliding window without groups
-    default_base: that base if the key is absent
+    Returns config.json with the group of full attention as rope_parameters, the base of layers with a sliding window,
+    and a list of problems.  If rope_parameters have no groups, their scaling applies to full attention only.
+    window_key: key of the base of layers with a sliding window, in a config.json without groups
+    default_base: this base if the key is absent
     """
     groups = content.get("rope_parameters")
     if not isinstance(groups, dict) or not {FULL, SLIDING} & groups.keys():
@@ -123,7 +123,7 @@ def by_layer_type(
 
 
 def written(rope: RopeConfig, family: Family, *, is_new: bool) -> dict[str, Any]:
-    """The keys of config.json for these positions.  is_new: whether to use the form of transformers 5
+    """The keys of config.json for `rope`.  is_new: whether to use the form of transformers 5
 
     base 1e6, yarn with factor 4 -> {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, ...}}
     """

@@ -25,12 +25,12 @@ from sft.hf.safetensors_writer import bytes_of
 from sft.hf.tensor_check import fold_by_layer
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-MAPPED_BYTES = 64 << 20  # read from mapped files before unmapping; a file that is mapped again reads its header again
+MAPPED_BYTES = 64 << 20  # all files are unmapped after this many bytes are read; mapping again reads the header again
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """One tensor of a file."""
+    """Place, type and shape of one tensor in a file."""
 
     file: Path
     dtype: str  # name of the type in safetensors, which `DTYPES` may lack
@@ -40,10 +40,10 @@ class StoredTensor:
 
 
 class SafetensorsFolder:
-    """The tensors of a folder by name.  Raises CheckpointError listing all problems of the files.
+    """The tensors of a folder by name.  Raises CheckpointError that lists the problems of the files.
 
     requested_bytes: stored bytes of all values that were read so far
-    dequantised: names of the tensors whose numbers are not the stored ones, which have the format `number_format`
+    dequantised: names of the tensors that are stored in the format `number_format`, and dequantised when read
     """
 
     number_format = ""
@@ -84,15 +84,16 @@ class SafetensorsFolder:
         step: int = 1,
         first_column: int = 0,
     ) -> None:
-        """Fill `target` with rows `start`, `start + step`, ...; of matrices, with columns from `first_column` on.
+        """Fill `target` with the rows `start`, `start + step`, ... of the tensor `name`.
 
-        target: [rows] or [rows, columns], of any type and on any device
-        index, transposed: the rows are those of the matrix tensor[index], or of its transpose
+        target: [rows] or [rows, columns], of any type and on any device; its size gives the numbers of rows and columns
+        first_column: the first column to read, if the rows have columns
+        index, transposed: read from the matrix tensor[index], or from its transpose
         Raises CheckpointError if the file has changed since it was opened.
         """
         tensor = self.tensors[name]
         width = tensor.shape[len(index) : len(index) + 1] if transposed else tensor.shape[len(index) + 1 :]
-        # Whole rows, and rows that are skipped: pages hold them as well.
+        # Counts whole rows and skipped rows, because mapped pages contain them, too.
         row_bytes = step * math.prod(width) * DTYPES[tensor.dtype].itemsize
         columns = [slice(first_column, first_column + size) for size in target.shape[1:]]
         block_rows = max(1, MAPPED_BYTES // max(1, row_bytes))
@@ -138,7 +139,7 @@ class SafetensorsFolder:
         self._mapped_bytes = 0
 
     def _part(self, name: str, where: tuple[int | slice, ...]) -> torch.Tensor:
-        """The numbers tensor[where], in mapped memory.  where: an index or a slice with start and stop for each axis"""
+        """tensor[where], in mapped memory.  where: for each axis, an index, or a slice with start and stop"""
         contiguous = tuple(
             slice(wanted.start, wanted.stop) if isinstance(wanted, slice) else wanted for wanted in where
         )
@@ -187,7 +188,7 @@ def header_of(path: Path) -> tuple[int, dict[str, Any]]:
 
 @contextmanager
 def as_checkpoint_error(path: Path) -> Iterator[None]:
-    """Turn errors of the safetensors library and of the disk into a CheckpointError that names the file."""
+    """A context manager that turns errors of safetensors and of the disk into a CheckpointError that names the file."""
     try:
         yield
     except UnsafeFileError as error:
@@ -202,7 +203,10 @@ def as_checkpoint_error(path: Path) -> Iterator[None]:
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
-    """The file of each tensor, from the index.  None if one file holds all tensors.  Raises CheckpointError."""
+    """The file of each tensor, from the index; None if one file has all tensors.
+
+    Raises CheckpointError if there are no weights, if the index is damaged, or if both forms exist.
+    """
     single, index = (folder / SINGLE).exists(), (folder / INDEX).exists()
     if single and index:
         raise CheckpointError(
@@ -249,7 +253,7 @@ def _stored_twice(tensors: dict[str, StoredTensor], new: Iterable[str], file: Pa
 
 def _compare_with_index(tensors: dict[str, StoredTensor], index: dict[str, str], folder: Path) -> None:
     """Raise CheckpointError if a tensor is not in the file that the index names, or not in the index."""
-    absent, extra = defaultdict(list), defaultdict(list)  # by file
+    absent, extra = defaultdict(list), defaultdict(list)  # names of tensors, by name of the file
     for name, file in index.items():
         if name not in tensors or tensors[name].file.name != file:
             absent[file].append(name)

@@ -1,7 +1,7 @@
 """Writes safetensors files tensor by tensor.
 
-The safetensors library writes a file in one call, which needs all tensors of the file in memory.  This module holds one
-tensor and writes the bytes itself.  Then safe_open checks the header of each complete file.
+The safetensors library writes a file in one call, which needs all tensors of the file in memory.  This module has one
+tensor in memory at a time, and writes the bytes itself.  Then safe_open checks the header of each complete file.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor as a file holds them."""
+    """The bytes of a tensor as they are in a file."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -55,9 +55,9 @@ def write_tensors(
 ) -> tuple[dict[str, Entry], dict[str, str]]:
     """Write the tensors, in the order of `planned`, into files of the existing `folder`, with an index if needed.
 
-    planned   type and shape of each tensor, on the meta device
-    tensors   the same names in the same order
-    stem      begin of the names of the files
+    planned   type and shape of each tensor by name, as tensors on the meta device
+    tensors   name and value of each tensor, in the order of `planned`
+    stem      first part of the names of the files
     digested  names of tensors whose digests are returned
     advance   called with each tensor's size in bytes
     Returns size and SHA-256 of each tensor file, which is flushed to disk, and the SHA-256 of the tensors `digested`.

@@ -1,8 +1,8 @@
-"""Sorts the tensors of a Hugging Face folder: trained, passed through, or refused by name.
+"""Sorts the tensors of a Hugging Face folder: trained, tied copy, passed through, or refused.
 
-Every tensor of the files is one of these, and nothing is lost.  A trained tensor is a source of one of our tensors.  A
-tensor that is passed through stays as it is, and an export writes it again.  All other tensors are refused: one error
-lists them, together with missing tensors and wrong shapes and types.
+Our tensors consist of the trained tensors.  A tied copy has the values of a trained tensor.  A tensor that is passed
+through stays as it is.  An export writes tensors of all three roles.  All other tensors are refused: one error lists
+them by name, together with missing tensors and wrong shapes and types.
 
 `SafetensorsFolder` decides which files belong to the folder.  `Family` says which tensors a model has.
 """
@@ -35,7 +35,7 @@ class Expected:
 
     shape: tuple[int, ...]
     dtype: str  # name of the type in safetensors, such as BF16
-    role: Role  # a tied copy has the values of the embedding; the files of some tied models store the output as well
+    role: Role  # a tied copy has the values of a trained tensor, such as the output weight that a tied model stores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Source:
 
     name: str  # the folder, or the name on the hub, for messages
     folder: Path
-    content: Mapping[str, Any]  # of config.json
+    content: Mapping[str, Any]  # content of config.json
     architecture: Architecture
     stored: SafetensorsFolder
     mappings: list[TensorMapping]  # our tensors, and the stored tensors of which they consist
@@ -62,7 +62,7 @@ class Source:
         return sum(self.stored.tensors[name].num_bytes for name in self.names("trained"))
 
     def describe(self) -> str:
-        """Qwen/Qwen3-8B: 399 tensors trained, 0 passed through, 0 refused; 15.3 GiB"""
+        """A text such as "Qwen/Qwen3-8B: 399 tensors trained, 0 passed through, 0 refused; 15.3 GiB"."""
         passed_through = len(self.names("passed through"))
         trained = len(self.manifest) - passed_through
         counts = f"{trained:,} tensors trained, {passed_through:,} passed through, 0 refused"
@@ -75,9 +75,9 @@ def open_source(folder: Path, name: str = "", *, compare: bool = True, has_mtp: 
     """The model in `folder`.  Reads config.json and the headers of the files.
 
     compare: also read tensors that are stored twice, such as a tied output, and refuse them if they differ
-    has_mtp: the block for multi-token prediction belongs to the model; False: it is passed through
-    Raises ConfigError if our model does not support config.json.  Raises CheckpointError that lists all tensors that do
-    not fit the model, or all problems of the files.
+    has_mtp: whether the block for multi-token prediction belongs to the model; False: it is passed through
+    Raises ConfigError if our model does not support config.json.  Raises CheckpointError that lists the tensors that do
+    not fit the model, or the problems of the files.
     """
     content = read(folder)
     model = architecture(content, str(folder / CONFIG))
@@ -117,7 +117,7 @@ def _sort(
     model: ModelConfig,
     compare: bool,
 ) -> dict[str, Role]:
-    """The role of every tensor.  Raises CheckpointError that lists everything that does not fit the model."""
+    """The role of every tensor by name.  Raises CheckpointError that lists what does not fit the model."""
     wanted = {tensor.name: tensor.shape for tensor in views_by_tensor(mappings)}
     roles: dict[str, Role] = {
         name: "trained" if name in wanted else "passed through"
@@ -145,7 +145,7 @@ def _sort(
 
 
 def _mixed_types(tensors: Mapping[str, StoredTensor], mappings: list[TensorMapping]) -> list[str]:
-    """One line for each of our tensors whose sources have several types."""
+    """One line for each of our tensors that consists of tensors of different types."""
     types: dict[str, dict[str, str]] = {}  # our key -> type -> name of its first tensor
     for mapping in mappings:
         for view in mapping.sources:
@@ -160,7 +160,7 @@ def _mixed_types(tensors: Mapping[str, StoredTensor], mappings: list[TensorMappi
 
 
 def _are_equal(stored: SafetensorsFolder, name: str, other_name: str, *, compare: bool) -> bool:
-    """Whether two tensors have the same type and shape, and the same bits.  compare: look at the bits, too"""
+    """Whether two tensors have the same type and shape, and with `compare` also the same bits."""
     tensor, other = stored.tensors[name], stored.tensors[other_name]
     if (tensor.dtype, tensor.shape) != (other.dtype, other.shape) or tensor.dtype not in DTYPES:
         return False

@@ -7,16 +7,16 @@ from itertools import groupby
 from sft.errors import CheckpointError, first_few
 
 _LAYER, _EXPERT = (re.compile(rf"\.{axis}\.(\d{{1,9}})\.") for axis in ("layers", "experts"))
-_LINES = 20  # of each kind of difference; a model has fewer names when its layers are folded
+_LINES = 20  # lines for each kind of difference; most models have fewer names after layers are folded
 Shape = tuple[int, ...]
 
 
 def check_tensors(
     stored: Mapping[str, Shape], wanted: Mapping[str, Shape], folder: str, *, other: Sequence[str] = ()
 ) -> None:
-    """Raise CheckpointError that names the first 20 missing tensors, surplus tensors and wrong shapes each.
+    """Raise CheckpointError if names or shapes of the tensors differ, or if there are `other` problems.
 
-    other: further problems
+    The error has up to 20 lines each for missing tensors, surplus tensors, wrong shapes, and `other`.
     """
     shapes: dict[tuple[Shape, Shape], list[str]] = {}
     for name, shape in wanted.items():
@@ -35,9 +35,9 @@ def check_tensors(
 
 
 def fold_by_layer(names: Iterable[str]) -> list[str]:
-    """model.layers.0.a, model.layers.1.a, model.b -> model.b; model.layers.*.a (layers 0-1)
+    """The names in short form: model.layers.0.a, model.layers.1.a, model.b -> model.b; model.layers.*.a (layers 0-1)
 
-    The experts of each layer are folded first, then layers with the same experts: (layers 0-47; experts 0-127)
+    The experts of each layer are folded first, then the layers with the same experts: (layers 0-47; experts 0-127)
     """
     return [name + numbers for name, numbers in _folded(names)]
 
@@ -72,7 +72,7 @@ def _counted(noun: str, numbers: Iterable[str]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] -> 0-2, 5"""
+    """Sorted numbers as ranges: [0, 1, 2, 5] -> 0-2, 5"""
     by_distance = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])  # equal for consecutive numbers
     runs = [[number for _, number in run] for _, run in by_distance]
     return ", ".join(first_few((str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs), _LINES))

@@ -1,7 +1,7 @@
 """Tensors as they are stored in Hugging Face files, and views of their rows.
 
-Names and shapes are those of the files, which may differ from those in the memory of transformers.  The letters of a
-shape are those of `sft/layers/weights.py`.
+Names and shapes are those in the files.  transformers may use others in memory.  `sft/layers/weights.py` explains the
+letters of a shape.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ LAYER, EXPERT = "{i}", "{e}"
 
 @dataclass(frozen=True)
 class HfTensor:
-    """A tensor as it is stored in a file, whole."""
+    """A whole tensor of a file."""
 
     name: str
     shape: tuple[int, ...]
@@ -24,8 +24,9 @@ class HfView:
     """Rows `first` to `first + num_rows` of one matrix of a stored tensor, or of a vector.
 
     index: the matrix is `tensor[index]`; (3,) is the fourth expert of a tensor [experts, rows, columns]
-    transposed: rows are counted in the transposed matrix, so that they are columns of the stored one
-    num_blocks: the matrix consists of so many equal blocks of rows, and the view has the same rows of each block
+    transposed: the rows are rows of the transposed matrix, which are columns of the stored matrix
+    num_blocks: number of equal blocks of rows in the matrix.  The view has num_rows / num_blocks rows of each block,
+        from row `first` of the block on
 
     first 4, 2 rows, transposed, of a tensor [8, 6] -> the columns 4 and 5 as a matrix [2, 8]
     first 1, 4 rows, 2 blocks, of a tensor [6, 9] -> the rows 1, 2, 4 and 5
@@ -55,13 +56,13 @@ class HfView:
 
     @property
     def rows_of_block(self) -> int:
-        """Consecutive rows of the matrix that the view has of each block."""
+        """Number of consecutive rows that the view has of each block."""
         return self.num_rows // self.num_blocks
 
     def row(self, number: int) -> int:
         """The row of the matrix, or of its transpose, that is row `number` of the view.
 
-        the second example of the class: 0 1 2 3 -> 1 2 4 5
+        In the second example of the class, the rows 0 1 2 3 of the view are the rows 1 2 4 5 of the matrix.
         """
         if self.num_blocks == 1:
             return self.first + number
@@ -70,12 +71,15 @@ class HfView:
 
     @property
     def step(self) -> int:
-        """Distance between rows of a run in the matrix or in its transpose."""
+        """Distance of neighbouring rows of a run in the matrix or in its transpose (see `rows_of_run`)."""
         return self._block_size if self._takes_turns else 1
 
     @property
     def rows_of_run(self) -> int:
-        """Rows at equal distances: those of a block, or if the view has one row of each block, all."""
+        """Number of rows of the view that are at equal distances in the matrix, and so can be read at once.
+
+        The rows of one block; if the view has only one row of each block, all rows.
+        """
         return self.num_rows if self._takes_turns else self.rows_of_block
 
     @property
@@ -92,11 +96,11 @@ class HfView:
 class View:
     """An `HfView` in a rule, with placeholders in the name and letters in the shape.
 
-    shape: of the stored tensor.  "q+k+k h" has rows of queries, then keys, then values; "X h e+e" is one matrix for
-        each expert, with columns of gate, then up.
+    shape: shape of the stored tensor.  "q+k+k h" has rows of queries, then keys, then values.  "X h e+e" is one matrix
+        for each expert, with columns of gate, then up.
     part: number of the summand that the view contains.  ("q+k+k h", part=1) -> the rows of keys
-    blocks: letter of a number of blocks, each of which has rows of all summands; "" is one block.  ("X e+e", part=1,
-        blocks="e") -> the elements 1, 3, 5, ... for each expert
+    blocks: letter for the number of blocks; each block has rows of all summands.  "": one block.
+        ("X e+e", part=1, blocks="e") -> the elements 1, 3, 5, ... for each expert
     """
 
     name: str
@@ -110,7 +114,7 @@ class View:
         return self.shape.startswith("X")
 
     def of(self, layer: int | None, expert: int | None, sizes: Mapping[str, int]) -> HfView:
-        """The view of this layer and expert.  sizes: by letter"""
+        """The view of this layer and expert.  sizes: the size for each letter"""
         axes = [[sizes[letter] for letter in axis.split("+")] for axis in self.shape.split()]
         index = (expert,) if self.stacks_experts and expert is not None else ()
         parts = axes[-1] if self.transposed else axes[len(index)]

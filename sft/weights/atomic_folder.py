@@ -45,8 +45,8 @@ def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
     """A context manager for an empty folder, which is renamed to `target` at the end, or removed after an error.
 
     num_bytes: approximate size of the folder
-    Raises CheckpointError if the target exists or the disk has no room, and StorageError or CheckpointError for disk
-    errors inside the block: the first if another try may succeed.
+    Raises CheckpointError if the target exists, if the disk has no room, or if a file to copy is not safe.  For a disk
+    error in the block, raises StorageError if another try may succeed, else CheckpointError.
     """
     refuse_existing(target)
     parent = target.absolute().parent
@@ -80,7 +80,7 @@ def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
 def copy_companions(source: Path, target: Path, patterns: Iterable[str] = COMPANIONS) -> list[str]:
     """Copy the files of `patterns` that `source` contains.  Returns their names.
 
-    Raises UnsafeFileError if one of them is not a regular file of the folder `source`.
+    Raises UnsafeFileError if one of these files is not a regular file in `source`.
     """
     copied = []
     for pattern in patterns:

@@ -30,7 +30,8 @@ from sft.files.file_digest import entry_of
 
 FOLDER = "hf_exports"
 CHECKPOINT_DIGEST = "checkpoint_sha256"  # fact in the manifest of an export: SHA-256 of the checkpoint's manifest
-_NICENESS = 10  # an export takes CPU time that the ranks of its node do not need
+_NICENESS = 10  # lowers the priority of an export below that of the ranks on its node
+# Environment variables of a rank, which an export must not inherit.
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -118,9 +119,9 @@ class Exports:
         return self._folder / f"{self._prefix}_{step:07d}"
 
     def _is_exported(self, step: int) -> bool:
-        """Whether there is an export of the checkpoint that has this step now.
+        """Whether the present checkpoint of this step is exported.
 
-        If a run is resumed from an earlier step, a later checkpoint of the same step replaces the given-up one.
+        An existing export may be of a given-up checkpoint of the same step, if the run resumed from an earlier step.
         """
         checkpoint = self._run / "checkpoints" / folders.name_of(step) / manifest.NAME
         try:
@@ -130,7 +131,10 @@ class Exports:
             return False
 
     def _work(self) -> None:
-        """Make exports until none is left.  Runs in a thread, because an export process ends with its thread."""
+        """Make exports until none is left.
+
+        Runs in one thread, because an export process ends when the thread that started it ends.
+        """
         while True:
             with self._changed:
                 if not self._steps:
@@ -177,7 +181,7 @@ class Exports:
         if code != 0:
             lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             return f"{lines[-1] if lines else f'exit code {code}'}  ({log})"
-        if self._prefix != "iter":  # best and last have one export
+        if self._prefix != "iter":  # `best` and `last` keep one export
             for other in self._folder.glob(f"{self._prefix}_*"):
                 if other.is_dir() and other != target:
                     self._remove(other)
@@ -187,7 +191,7 @@ class Exports:
         return None
 
     def _remove(self, export: Path) -> None:
-        """Remove an export and its log.  The folder never has its final name without all its files."""
+        """Remove an export and its log.  Renames the folder first, so that only complete exports have a final name."""
         if export.is_dir():
             renamed = export.with_name(f"{export.name}.tmp-{secrets.token_hex(4)}")
             os.rename(export, renamed)

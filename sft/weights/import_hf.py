@@ -36,18 +36,18 @@ from sft.weights import kept
 from sft.weights.atomic_folder import new_folder, refuse_existing
 from sft.weights.torch_dist import TorchDistWriter
 
-BLOCK_BYTES = 256 << 20  # largest block in memory and largest stored chunk; to read a row, a resume loads its chunk
+BLOCK_BYTES = 256 << 20  # largest block in memory and largest stored chunk; reading one row loads its whole chunk
 
-# Parts whose weights are no modules of Transformer Engine.
+# Parts of a layer whose weights do not belong to modules of Transformer Engine.
 _PLAIN_PARTS = ("router", "shared gate")
 
 
 def import_hf(source: Path, target: Path, console: Console, name: str = "") -> None:
     """Convert the folder `source`, written by save_pretrained, to the new folder `target`.
 
-    name: of the model on the hub, for the model card of an export
-    Raises ConfigError if our model does not support config.json.  Raises CheckpointError if the files do not hold the
-    model, if the target exists, and if the disk has no room.
+    name: the name of the model on the hub, for the model card of an export
+    Raises ConfigError if our model cannot represent config.json.  Raises CheckpointError if the files do not have the
+    tensors of the model, if the target exists, or if the disk has no room.
     """
     refuse_existing(target)  # before reading headers, which may take long
     opened = open_source(source, name)
@@ -98,7 +98,7 @@ def _write(source: Source, folder: Path, progress: Progress) -> None:
 def _write_tensor(
     writer: TorchDistWriter, stored: SafetensorsFolder, mapping: TensorMapping, padded_rows: int, progress: Progress
 ) -> None:
-    """Write one of our tensors, block by block."""
+    """Write the part of our tensor that `mapping` describes, block by block."""
     dtype = DTYPES[stored.tensors[mapping.sources[0].name].dtype]
     num_rows = padded_rows if mapping.form == "vocabulary" else mapping.num_rows
     row_bytes = math.prod(mapping.row_shape) * dtype.itemsize
@@ -158,9 +158,9 @@ def _write_common(folder: Path, model: ModelConfig, *, padded_vocab_size: int, p
 
 
 def _extra_state_keys(model: ModelConfig) -> list[str]:
-    """Keys of the objects that Megatron-LM expects in addition to the tensors: FP8 scales, or None.
+    """Keys of the objects that Megatron-LM expects in addition to the tensors.  An object holds FP8 scales, or None.
 
-    Megatron ignores those that it does not request; norms have one only with Transformer Engine.
+    Megatron-LM ignores keys that it does not request.  It requests those of norms only with Transformer Engine.
     """
     keys, count = ["decoder.final_layernorm._extra_state/shard_0_1"], model.num_layers
     for group in layer_groups(model):

@@ -1,6 +1,6 @@
 """Chooses the weights from which a new run starts: those of model.hf, a Megatron checkpoint, or random weights.
 
-`load_initial` loads them into an engine.  `describe` says what a start will find, from headers and indexes alone.
+`load_initial` loads them into an engine.  `describe` describes and checks them without reading their values.
 """
 
 import math
@@ -25,9 +25,9 @@ from sft.weights.load import load_weights
 
 
 def load_initial(engine: Engine, config: Config, console: Console) -> str:
-    """Give `engine` the weights from which a new run starts.  Collective.  Returns which weights these are.
+    """Load the weights from which a new run starts into `engine`.  Returns a text that names them.  Collective.
 
-    Raises ConfigError or CheckpointError on all ranks if these weights are missing, or are those of another model.
+    Raises ConfigError or CheckpointError on all ranks if the weights are missing, or do not fit the model.
     """
     model, control = config.model, engine.groups.control
     if model.init_from == RANDOM:
@@ -45,10 +45,10 @@ def load_initial(engine: Engine, config: Config, console: Console) -> str:
 
 
 def describe(config: Config, vocab_size: int | None) -> str:
-    """The weights from which a new run starts, from the headers and the index of the files.
+    """A text about the weights from which a new run starts, from the headers and the index of their files.
 
-    vocab_size: rows of the embedding without padding, if they are known
-    Raises ConfigError or CheckpointError if these weights are missing or incomplete, or are those of another model.
+    vocab_size: number of rows of the embedding without padding; None if unknown
+    Raises ConfigError or CheckpointError if the weights are missing or incomplete, or do not fit the model.
     """
     model = config.model
     if model.init_from == RANDOM:
@@ -63,10 +63,10 @@ def describe(config: Config, vocab_size: int | None) -> str:
 
 
 def compare_tensors(path: Path, config: Config, vocab_size: int | None) -> str:
-    """The number and bytes of the weights in a Megatron checkpoint, from its index.
+    """A text with the number and size of the weights in a Megatron checkpoint, from its index.
 
-    vocab_size: rows of the embedding without padding, if they are known
-    Raises CheckpointError if weights are missing, or are those of another model.
+    vocab_size: number of rows of the embedding without padding; None if unknown
+    Raises CheckpointError if weights are missing or have other shapes than the model.
     """
     model, stored = config.model, safe_reader.tensors(path)
     family = model_family(model)
@@ -100,7 +100,7 @@ def find_checkpoint(init_from: str) -> Path:
 
 
 def _described(source: Source, config: Config) -> str:
-    """The counts of the source, and how a bf16 run changes values."""
+    """A text about the tensors of the source.  It names the types that a bf16 run rounds to BF16."""
     wide = sorted({source.manifest[name].dtype for name in source.names("trained")} - {"BF16"})
     if not wide or config.run.precision != "bf16":
         return source.describe()
@@ -108,7 +108,7 @@ def _described(source: Source, config: Config) -> str:
 
 
 def _on_hub(config: Config) -> str | None:
-    """The weights of a hub name that are not downloaded yet, from their headers; None if there are none."""
+    """A text about weights on the hub that are not downloaded yet, from their headers; None if nothing is missing."""
     pretrained = config.model.pretrained
     missing = None if pretrained is None or pretrained.commit is None else hub.missing_weights(pretrained.name)
     if pretrained is None or missing is None:

@@ -2,7 +2,7 @@
 
     run.dir/hf/
         config.json, generation_config.json     of the model; the latter with the end tokens of the run
-        tokenizer, chat template                those of the run (`served_files.py`), or copies of the model's
+        tokenizer, chat template                the files of the run (`served_files.py`), or copies of the model's files
         passed_through.safetensors      tensors that are not trained, unchanged; several files if larger than 5 GB
         source.json                     the name of the model; types and shapes of the tensors that an export must have;
                                         size and SHA-256 of each other file and of each tensor that is not trained;
@@ -50,13 +50,13 @@ class Kept:
 
     folder: Path
     name: str  # the model as the recipe names it
-    commit: str | None = None  # of the hub, if the files came from its cache
+    commit: str | None = None  # commit on the hub, if the files came from the cache of the hub
     origin: Path  # the folder from which the files were copied
     files: dict[str, Entry] = field(default_factory=dict)
-    tensors: Mapping[str, Expected] | None = None  # of an export; None: the weights are of no Hugging Face model
+    tensors: Mapping[str, Expected] | None = None  # tensors of an export; None: the weights have no Hugging Face files
     digests: dict[str, str] = field(default_factory=dict)  # SHA-256 of each tensor that is passed through
     has_mtp: bool = False  # whether the block for multi-token prediction is trained
-    served: Record | None = None  # what tokenizer and template hold; None: they are copies of the model's
+    served: Record | None = None  # settings of the run in tokenizer and template; None: both are the model's files
 
     def damage(self, verify: Verify) -> list[str]:
         """One line for each file that is missing or differs."""
@@ -72,7 +72,7 @@ class Kept:
 
 
 def read_beside(parent: Path) -> "Kept | None":
-    """The folder hf/ of a run or an imported checkpoint; None if it has not this form, whatever else it is."""
+    """The folder hf/ in `parent`, a run or an imported checkpoint; None if there is no hf/ with a source.json."""
     return read(imported(parent)) if (parent / IMPORTED / SOURCE).exists() else None
 
 
@@ -118,7 +118,7 @@ def _expected(values: dict[str, Any]) -> Expected:
 def keep(source: Source, target: Path, served: Served | None = None) -> None:
     """Write the folder `target` for a run that starts from the weights of `source`.
 
-    served: what takes the place of the tokenizer and the template of `source`
+    served: tokenizer and template of the run; None: copies those of `source`
     Raises CheckpointError if the disk has no room, or if the source cannot be read.
     """
     planned = {name: on_meta(source.manifest[name], name) for name in source.names("passed through")}
@@ -140,9 +140,11 @@ def keep_files(folder: Path, name: str, target: Path, served: Served | None = No
 
 
 def copy(kept: Kept, target: Path, served: Served | None = None, *, origin: Path | None = None) -> None:
-    """Copy the folder of another run or of an imported checkpoint.  Raises CheckpointError if it is damaged.
+    """Copy the folder of another run or of an imported checkpoint to `target`.
 
-    origin: what the copy names as its origin; None: the folder that is copied
+    served: tokenizer and template of the run; None: copies those of `kept`
+    origin: the folder that the copy records as its origin; None: the folder that is copied
+    Raises CheckpointError if the folder is damaged.
     """
     with new_folder(target, sum(entry.num_bytes for entry in kept.files.values())) as folder:
         for name, entry in kept.files.items():
@@ -154,7 +156,9 @@ def copy(kept: Kept, target: Path, served: Served | None = None, *, origin: Path
 
 
 def restore(kept: Kept, served: Served | None = None) -> None:
-    """Replace the damaged folder by a new copy of its origin, with tokenizer and template of the run.
+    """Replace the damaged folder by a new copy of its origin.
+
+    served: tokenizer and template of the run; used only if the damaged folder had them, too
 
     Raises CheckpointError, ConfigError or OSError if the origin is missing or has changed.
     """
@@ -176,14 +180,14 @@ def restore(kept: Kept, served: Served | None = None) -> None:
 
 
 def serve(kept: Kept, served: Served) -> None:
-    """Put tokenizer and template of the run into a folder that an earlier version wrote without them."""
+    """Add tokenizer and template of the run to a folder that an earlier version wrote without them."""
     remade = kept.folder.with_name(f"{kept.folder.name}.tmp-{secrets.token_hex(4)}")
     copy(kept, remade, served, origin=kept.origin)
     _rename(remade, kept.folder)
 
 
 def _rename(new: Path, folder: Path) -> None:
-    """Rename the folder `new` to `folder`, and remove what had this name."""
+    """Rename the folder `new` to `folder`, and remove the old `folder`."""
     old = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
     if folder.exists():
         os.rename(folder, old)
@@ -192,20 +196,20 @@ def _rename(new: Path, folder: Path) -> None:
 
 
 def on_meta(tensor: Expected, name: str) -> torch.Tensor:
-    """A tensor of this type and shape without values."""
+    """A tensor of this type and shape without values.  Raises CheckpointError for a type that cannot be copied."""
     if tensor.dtype not in TYPES:
         raise CheckpointError(f"{name} has the type {tensor.dtype}, which cannot be copied; only {', '.join(TYPES)}.")
     return torch.empty(tensor.shape, dtype=TYPES[tensor.dtype], device="meta")
 
 
 def not_trained(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of `source` that are passed through, one at a time.  Those in FP8 are dequantised."""
+    """Yields name and value of each tensor of `source` that is passed through.  Quantised tensors are dequantised."""
     for name in source.names("passed through"):
         yield name, read_tensor(source, name)
 
 
 def read_tensor(source: Source, name: str) -> torch.Tensor:
-    """A tensor of `source`, bit for bit.  One in FP8 is dequantised."""
+    """The value of a tensor of `source`: the stored bits, or dequantised if the tensor is quantised (FP8, MXFP4)."""
     expected = source.manifest[name]
     values = torch.empty(expected.shape, dtype=TYPES[expected.dtype])
     target, start = memoryview(bytes_of(values)).cast("B"), 0
@@ -253,7 +257,7 @@ def digest_of(tensor: torch.Tensor) -> str:
 
 
 def describe(kept: Kept) -> str:
-    """kept 341 tensors that are not trained and the files of Qwen/Qwen2.5-VL-3B in runs/a/hf (1.2 GiB), for exports"""
+    """The line for the log: kept 341 tensors that are not trained and the files of Qwen/... in runs/a/hf (1.2 GiB)"""
     passed, num_bytes = len(kept.digests), sum(entry.num_bytes for entry in kept.files.values())
     tensors = f"{passed:,} tensor{'s that are' if passed > 1 else ' that is'} not trained and " if passed else ""
     return f"kept {tensors}the files of {kept.name} in {kept.folder} ({size(num_bytes)}), for exports"

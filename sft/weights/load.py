@@ -1,7 +1,7 @@
 """Fills the model of this rank with the weights of a Hugging Face folder, straight from its safetensors files.
 
-A rank requests only the values that it keeps: some rows, and for weights that tp splits along rows of inputs some
-columns, of each stored tensor.  Values are copied from mapped files to parameters in blocks, so a rank needs little
+A rank reads only the values that it keeps: some rows of each stored tensor, and only some columns of these rows if tp
+splits the inputs of the weight.  Values are copied from mapped files to parameters in blocks, so a rank needs little
 memory in addition to its parameters.  `Family` says which rows of which stored tensor a parameter consists of.
 """
 
@@ -29,8 +29,8 @@ from sft.parallel.collectives import all_gather_objects
 class Shard(Protocol):
     """The fields of core's ShardedTensor: `data` is this rank's part of the tensor `key`.
 
-    global_shape, global_offset: of the whole tensor, with an axis for layers and one for experts; the first
-    `prepend_axis_num` axes are not in `data`
+    global_shape: shape of the whole tensor; global_offset: position of `data` in it
+    prepend_axis_num: number of leading axes of both, for layers and experts, that `data` does not have
     """
 
     key: str
@@ -42,9 +42,9 @@ class Shard(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPiece:
-    """Rows of a view that become a part of a parameter."""
+    """A part of a parameter, and the rows of a view that fill it."""
 
-    target: Tensor  # [rows] or [rows, columns, ...]; the rows are consecutive rows of the stored tensor
+    target: Tensor  # [rows] or [rows, columns, ...]; a slice of the parameter along its rows
     view: HfView | None  # None means zeros
     first_row: int
     first_column: int
@@ -54,7 +54,7 @@ def load_weights(engine: Engine, source: Source, console: Console, *, read_once:
     """Load the weights of `source`.  Adam's moments, the schedule and the step keep the values of a new run.
 
     Collective.
-    read_once: of the ranks that hold the same values, one reads them and sends them to the others
+    read_once: only one of the ranks that hold the same values reads them, and sends them to the others
     Raises CheckpointError on all ranks if one rank cannot read a file, or reads a value that is not finite.
     """
     shards = [shard for chunk in engine.chunks for shard in sharded_tensors(chunk.module.sharded_state_dict())]
@@ -70,14 +70,14 @@ def load_weights(engine: Engine, source: Source, console: Console, *, read_once:
 
 
 def _replicas(engine: Engine, shard: Shard) -> dist.ProcessGroup:
-    """The ranks that hold the same values as this rank.  All of them list the same shards in the same order."""
+    """The group of the ranks that hold the values of this shard.  They all list the same shards in the same order."""
     collection = engine.groups.collection
     group: dist.ProcessGroup = collection.expt_dp if ".experts." in shard.key else collection.dp_cp
     return group
 
 
 def _readers(shards: Sequence[Shard], groups: Sequence[dist.ProcessGroup]) -> list[int]:
-    """For each shard, the rank in its group that reads it: the one with the fewest bytes so far."""
+    """For each shard, the rank in its group that reads it: the rank that has the fewest bytes to read so far."""
     loads: dict[dist.ProcessGroup, list[int]] = {group: [0] * group.size() for group in groups}
     readers = []
     for shard, group in zip(shards, groups):
@@ -95,7 +95,7 @@ def _fill_checked(shards: Sequence[Shard], source: Source, console: Console) -> 
 
 
 def fill(shards: Sequence[Shard], source: Source, console: Console) -> None:
-    """Give the shards their values.  Not collective."""
+    """Read the values of the shards from the files of `source`.  Not collective."""
     mapping_of = {(mapping.key, mapping.stack_index): mapping for mapping in source.mappings}
     pieces = [piece for shard in shards for piece in pieces_of(shard, _mapping(shard, mapping_of, source.name))]
     num_bytes = sum(piece.target.nbytes for piece in pieces)
@@ -117,7 +117,7 @@ def fill(shards: Sequence[Shard], source: Source, console: Console) -> None:
 
 
 def _position(piece: WeightPiece, stored: SafetensorsFolder) -> tuple[str, int, int]:
-    """Sorts pieces as they lie on the disk."""
+    """The sort key that orders pieces by their place in the files."""
     if piece.view is None:
         return "", 0, 0
     tensor = stored.tensors[piece.view.name]
@@ -139,8 +139,8 @@ def _mapping(
 def pieces_of(shard: Shard, mapping: TensorMapping) -> Iterator[WeightPiece]:
     """The pieces that `shard`, a part of the tensor of `mapping`, consists of.  Together they cover it once.
 
-    rows 4 to 8 of 10 rows, of which a view has the first 6, and the others are padding:
-    view, first_row 4, target rows 0 to 2; zeros, target rows 2 to 4
+    Example: a tensor has 10 rows, 6 from a view and 4 of padding, and the shard has the rows 4 to 8 (exclusive).
+    The pieces are rows 0 to 2 of the shard, from row 4 of the view, and rows 2 to 4 of the shard, which are zeros.
     """
     axes = shard.prepend_axis_num
     first, *columns = shard.global_offset[axes:]

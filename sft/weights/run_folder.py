@@ -1,7 +1,7 @@
-"""The folder `hf/` of a run: written before the first step, and checked when the run resumes and after every save.
+"""Writes the folder `hf/` of a run before the first step, and checks it when the run resumes and after every save.
 
-A damaged folder is made again from its origin, if the origin still has the same content.  Otherwise the run warns and
-trains on, because its checkpoints are complete: an export then needs --hf.  Rank 0 uses this module.
+A damaged folder is copied again from its origin, if the origin still has the same content.  Otherwise the run prints a
+warning and continues, because its checkpoints are complete.  An export then needs --hf.  Only rank 0 uses this module.
 """
 
 import shutil
@@ -31,9 +31,9 @@ def prepare(
     *,
     is_new: bool,
 ) -> None:
-    """Write the folder `hf/` of a new run, or check that of a resumed run.
+    """Write the folder `hf/` of a new run, or check the folder of a resumed run.
 
-    served: tokenizer and template of the run; None: those of the model
+    served: tokenizer and template of the run; None: the files of the model are kept
     Raises ConfigError like `check_exports` and `imported`, and CheckpointError if the folder cannot be written.
     """
     folder = imported(run)
@@ -44,7 +44,7 @@ def prepare(
     assert model.hf is None or model.pretrained is not None, "a recipe that names a model knows it"
     for leftover in run.glob(f"{IMPORTED}.tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    if folder.is_dir():  # of an earlier start, which saved no checkpoint; the recipe may have changed
+    if folder.is_dir():  # left by an earlier start, which saved no checkpoint; the recipe may have changed
         shutil.rmtree(folder, ignore_errors=True)
     check_exports(run, model, checkpoint, is_new=True)
     if (other := _kept_beside(_sources(model, checkpoint))) is not None:
@@ -58,7 +58,7 @@ def prepare(
 
 
 def check_exports(run: Path, model: ModelConfig, checkpoint: CheckpointConfig, *, is_new: bool) -> None:
-    """Raise ConfigError if the run exports its checkpoints, but is of no Hugging Face model, or if hf/ is a link."""
+    """Raise ConfigError if the run exports checkpoints, but has no Hugging Face model, or if hf/ is a link."""
     has_folder = imported(run).is_dir() and not is_new
     if checkpoint.export_hf == "none" or model.hf is not None or has_folder:
         return
@@ -75,7 +75,7 @@ def _sources(model: ModelConfig, checkpoint: CheckpointConfig) -> list[Path]:
 
 
 def _complete(folder: Path, served: Served | None, console: Console) -> None:
-    """Add tokenizer and template of the run to a folder of an earlier version, which has those of the model."""
+    """Replace tokenizer and template of the model by those of the run, in a folder that an earlier version wrote."""
     files = kept.read(folder)
     if files is None or files.served is not None or served is None or files.damage("size"):
         return
@@ -87,7 +87,7 @@ def _complete(folder: Path, served: Served | None, console: Console) -> None:
 
 
 def check(run: Path, console: Console, served: Served | None = None, *, verify: Verify = "size") -> None:
-    """Look for damage, and repair it if possible.  Prints a warning if it is not; never raises."""
+    """Look for damage in the folder `hf/`, and repair it if possible.  Prints a warning in both cases."""
     folder = run / IMPORTED
     problems: list[str] = []
     try:
@@ -108,9 +108,9 @@ def check(run: Path, console: Console, served: Served | None = None, *, verify: 
 
 
 def _kept_beside(paths: list[Path]) -> Kept | None:
-    """The folder that `sft import` wrote beside the checkpoint, or that of the run that wrote the checkpoint.
+    """The first folder `hf/` of an import or a run to which one of the checkpoints belongs; None if there is none.
 
-    Each path is a checkpoint or a folder of checkpoints.
+    paths: checkpoints, or folders of checkpoints
     """
     for path in paths:
         checkpoint = folders.find([path], str(path)).absolute()

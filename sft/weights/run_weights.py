@@ -1,4 +1,4 @@
-"""Loads weights for the steps or the evaluation of a run with or without LoRA: of a checkpoint, or of a new run."""
+"""Loads the weights of a checkpoint or of a new run, with or without LoRA, without the state of the optimizer."""
 
 from functools import partial
 from pathlib import Path
@@ -15,10 +15,11 @@ from sft.weights.lora.base_digest import base_digest
 
 
 def load_for_reading(engine: Engine, config: Config, checkpoint: Path | None, console: Console) -> str:
-    """Load the weights of the checkpoint, or those from which a new run starts.  Returns which weights these are.
+    """Load the weights of the checkpoint, or those from which a new run starts.  Returns a text that names them.
 
-    With LoRA a checkpoint holds the adapters only, and is scored beside the weights that it was trained with.
-    Collective.  Raises CheckpointError if the recipe has other weights.
+    With LoRA, a checkpoint has only the adapters.  The frozen weights are then loaded as for a new run.
+    Collective.  Raises CheckpointError if the recipe names other frozen weights than the checkpoint, or as
+    `load_initial` does.
     """
     is_used, control = config.lora.is_used, engine.groups.control
     if checkpoint is None:

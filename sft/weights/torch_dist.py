@@ -23,7 +23,7 @@ from sft.mcore.checkpoint_io.chunk_index import ChunkIndex
 from sft.mcore.checkpoint_io.metadata_index import INDEX
 from sft.mcore.checkpoint_io.safe_reader import SafeReader
 
-FILE_BYTES = 4 << 30  # largest file, so that ranks can divide the files among themselves to verify a checkpoint
+FILE_BYTES = 4 << 30  # a file of this size gets no further chunk, so that ranks can divide the files to verify them
 
 
 class TorchDistReader:
@@ -46,7 +46,7 @@ class TorchDistReader:
         return dtype
 
     def read(self, key: str, offset: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """The slice of shape `sizes` at `offset`, in mapped memory if one stored chunk holds it.  Only for reading."""
+        """The slice of shape `sizes` at `offset`.  Only for reading: it is mapped memory if one chunk contains it."""
         wanted = md.ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(sizes))
         items = self._chunks[key].read_items([wanted])
         if sum(math.prod(item.lengths) for item in items) != math.prod(sizes):

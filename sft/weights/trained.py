@@ -1,7 +1,8 @@
-"""Selects what a run trains: all weights, or those that train.freeze does not name, or with LoRA adapters.
+"""Selects what a run trains: all weights, the weights that train.freeze does not name, or LoRA adapters.
 
-train.freeze names tensors of Hugging Face, as lora.targets names Linears: by name, end of a name, or pattern.  The name
-of a module, such as `embed_tokens` or `q_proj`, means its weight and its bias.
+With LoRA, embedding and output weight can be trained whole beside the adapters.  train.freeze names Hugging Face
+tensors as lora.targets names Linears: by name, end of a name, or pattern.  The name of a module, such as `embed_tokens`
+or `q_proj`, selects its weight and its bias.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +19,8 @@ from sft.weights.lora.targets import adapted_weights, is_match, nearest
 def trained_weights(config: Config, vocab_size: int) -> Trained:
     """The weights that the recipe trains.
 
-    Raises ConfigError if a name matches nothing, or if the model has no names of Hugging Face.
+    Raises ConfigError if a name matches nothing, if no family has the tensors of the model, or if the recipe trains a
+    block for multi-token prediction that the family does not have.
     """
     lora, model = config.lora, config.model
     if model.has_mtp:
@@ -39,9 +41,9 @@ def trained_weights(config: Config, vocab_size: int) -> Trained:
 
 
 def trained_names(config: Config, vocab_size: int) -> set[str]:
-    """The keys of the weights that the recipe trains, and the names of the Linears with an adapter.
+    """The keys of the weights that are trained whole, and the names of the Linears with an adapter.
 
-    "decoder.layers.mlp.linear_fc1.weight[3]": of layer 3; "model.layers.3.self_attn.q_proj": an adapter
+    "decoder.layers.mlp.linear_fc1.weight[3]" is the weight of layer 3, "model.layers.3.self_attn.q_proj" an adapter.
     Raises ConfigError as `trained_weights` does.
     """
     trained, family = trained_weights(config, vocab_size), model_family(config.model)
@@ -68,8 +70,8 @@ def _check_mtp(config: Config) -> None:
 def unfrozen(patterns: Sequence[str], family: Family, model: ModelConfig, vocab_size: int) -> list[Weight]:
     """The weights that no pattern names.
 
-    Raises ConfigError if a pattern matches nothing, if nothing is left, or if only a part of one of our weights is
-    frozen.
+    Raises ConfigError if a pattern matches nothing, if no weight is left, or if patterns name only some of the tensors
+    that one of our weights consists of.
     """
     mappings = [mapping for mapping in family.mappings(model, vocab_size) if not mapping.is_buffer]
     names = list(dict.fromkeys(name for mapping in mappings for name in _names(mapping)))
@@ -90,17 +92,17 @@ def _weight(mapping: TensorMapping) -> Weight:
 
 
 def _names(mapping: TensorMapping) -> list[str]:
-    """The tensors of Hugging Face of which our weight consists: of linear_qkv those of q, k and v."""
+    """The names of the Hugging Face tensors that our weight consists of, for example q, k and v for linear_qkv."""
     return list(dict.fromkeys(view.name for view in mapping.sources))
 
 
 def _module(name: str) -> str:
-    """model.norm.weight -> model.norm; a stacked tensor of experts, such as experts.down_proj, is no module"""
+    """The module of a tensor: model.norm.weight -> model.norm.  Stacked experts, such as experts.down_proj, stay."""
     return name.removesuffix(".weight").removesuffix(".bias")
 
 
 def _matches(pattern: str, names: Sequence[str], family: Family, model: ModelConfig) -> list[str]:
-    """The tensors that a pattern means.  Raises ConfigError if there are none."""
+    """The names that a pattern selects.  Raises ConfigError if there are none."""
     if matches := [name for name in names if is_match(pattern, name) or is_match(pattern, _module(name))]:
         return matches
     if model.tie_embeddings and is_match(pattern, _module(family.head)):

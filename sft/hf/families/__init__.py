@@ -1,9 +1,16 @@
 """The table of families: one `Family` for each supported `model_type`.
 
-`rules.py` holds what families share, and `sft/hf/tensor_view.py` explains the letters of a shape.  The other files
-declare the families: `llama.py`; `variants.py`, `gemma.py` and `gemma4.py` for those whose layers compute more,
-`routed.py` for those whose routers have sigmoid scores, `linear.py` for those with linear attention, `latent.py` for
-those with latent attention, and `vision.py` for those with a vision tower.
+`rules.py` and `windows.py` have what families share.  `sft/layers/weights.py` explains the letters of a shape.  These
+files declare families:
+
+    llama.py                             layers like those of Llama, Mixtral and Qwen
+    variants.py, gemma.py, gemma4.py     layers that compute more
+    routed.py                            routers with sigmoid scores
+    linear.py                            linear attention
+    latent.py                            latent attention
+    vision.py                            a vision tower beside a language model of another family
+
+`unsupported.py` says what other families need.
 """
 
 from collections.abc import Mapping
@@ -26,7 +33,10 @@ FAMILIES = {
 
 
 def family_of(content: Mapping[str, Any]) -> Family | None:
-    """The family that config.json names.  Some families hold models of several families in their text_config."""
+    """The family that config.json names; None if it is not supported.
+
+    Families with a vision tower may allow several types of language model, which text_config names.
+    """
     inner = content.get("text_config")
     text_type = inner.get("model_type") if isinstance(inner, dict) else None
     name = str(content.get("model_type"))

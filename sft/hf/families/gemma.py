@@ -1,7 +1,7 @@
-"""Gemma 1 to 3: GeGLU and a scaled embedding; from Gemma 2 on norms after each block, soft caps, and windows.
+"""Declares Gemma 1 to 3: GeGLU and a scaled embedding; from Gemma 2 on norms after each block, soft caps, and windows.
 
-transformers computes the factor of the embedding from hidden_size and rounds it to the precision of the weights, and
-that of query-key products from query_pre_attn_scalar.
+transformers computes the factor of the embedding from hidden_size, and rounds it to the precision of the weights.  From
+Gemma 2 on, it computes the factor of query-key products from query_pre_attn_scalar.
 """
 
 import math
@@ -20,7 +20,7 @@ _NORM = "pre_feedforward_layernorm"
 
 
 def root(key: str, default: float | None, power: float) -> Computed:
-    """The value of `key` to the power of 1/2 or -1/2.  A recipe cannot change it."""
+    """A computed value: `key` of config.json to the `power`, 1/2 or -1/2.  An export never changes the key."""
 
     def read(content: Mapping[str, Any]) -> float:
         value = content.get(key, default)
@@ -111,7 +111,7 @@ _GEMMA3 = replace(
     rope_by_layer_type=True,
     window_theta=("rope_local_base_freq", 1e4),
 )
-# The image tokens of a picture see each other, but text alone is causal.
+# Attention is bidirectional among the tokens of one image, but causal in text without images.
 _GEMMA3_VISION = replace(
     _GEMMA3,
     model_type="gemma3",

@@ -1,13 +1,13 @@
-"""Gemma 4: layers without a window have heads of their own, whose keys are also values; each layer has a scalar.
+"""Declares Gemma 4: layers without a window have other head sizes, and their keys may be values; layers have a scalar.
 
     layers        heads                  values                               rotary positions
     with window   head_dim               unscaled norm of v_proj              whole heads, base 1e4
     without       per_layer_config, or   unscaled norm of k_proj, if          a quarter of the frequencies, base 1e6
                   global_head_dim, ...   attention_k_eq_v; else of v_proj
 
-Files of transformers have the heads of layers without a window in `per_layer_config`, other files under names with
-`global`.  Norms multiply by their weights, which are no offsets from 1.  With enable_moe_block, the output of experts
-is added to that of the MLP (26B-A4B).  Sizes with embeddings for each layer (E2B, E4B) are not supported.
+Files that transformers wrote give the head sizes of layers without a window in `per_layer_config`.  Other files have
+keys with `global` for them.  The weights of norms are factors, not offsets from 1.  With enable_moe_block, the outputs
+of experts and MLP are added (26B-A4B).  Models with an embedding for each layer (E2B, E4B) are not supported.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ _WIDTH, _GROUPS = ("head_dim", "global_head_dim"), ("num_key_value_heads", "num_
 
 
 def _full_layers(content: Mapping[str, Any]) -> list[int]:
-    """Layers without a window, counted from 0."""
+    """The layers without a window, counted from 0."""
     count = content.get("num_hidden_layers")
     kinds = content.get("layer_types")
     if kinds is None and type(count) is int:
@@ -53,9 +53,9 @@ def _full_layers(content: Mapping[str, Any]) -> list[int]:
 
 
 def _own_size(content: Mapping[str, Any], name: str) -> int | None:
-    """The value of `name` in per_layer_config, which must be equal in all layers without a window; None: none has it.
+    """The value of `name` in per_layer_config, which must be equal in all layers without a window; None if absent.
 
-    {"3": {"head_dim": 512}}, of 4 layers the last without a window -> 512
+    per_layer_config {"3": {"head_dim": 512}}, 4 layers, the last one without a window; name head_dim -> 512
     """
     by_layer = content[_BY_LAYER] or {}
     own = {int(number): values for number, values in by_layer.items() if values}
@@ -72,7 +72,7 @@ def _own_size(content: Mapping[str, Any], name: str) -> int | None:
 
 
 def _size_of_full_layers(names: tuple[str, str], default: int | None) -> Computed:
-    """names: in per_layer_config, and in files without it"""
+    """A computed size of layers without a window.  names: its key in per_layer_config, and in files without that"""
 
     def read(content: Mapping[str, Any]) -> int | None:
         _full_layers(content)
@@ -103,7 +103,7 @@ def _rules(model: str = "model") -> tuple[Rule, ...]:
 
 
 def _mixture(model: str) -> tuple[Rule, ...]:
-    """Rules after those of attention, in models with enable_moe_block: an MLP, router and experts, with their norms."""
+    """The rules of MLP, router, experts and their norms, in models with enable_moe_block."""
     layer, ours = f"{model}.layers.{LAYER}", "decoder.layers.mlp"
 
     def rule(name: str, stored: str, shape: str) -> Rule:
@@ -125,7 +125,7 @@ def _mixture(model: str) -> tuple[Rule, ...]:
 
 
 def _of_mixture(name: str) -> Computed:
-    """The value of a key that models with enable_moe_block must have; None in others."""
+    """A computed value: the key `name`, which is required with enable_moe_block; None without enable_moe_block."""
 
     def read(content: Mapping[str, Any]) -> int | None:
         if not content.get(_MIXTURE, False):
@@ -183,7 +183,7 @@ _TEXT = Family(
         **NO_BIAS,
         "hidden_activation": ("gelu_pytorch_tanh",),
         "attention_dropout": (0.0, None),
-        # The image tokens of a picture see each other, but text alone is causal.
+        # "vision" means bidirectional attention among the tokens of one image; text without images is causal.
         "use_bidirectional_attention": (None, "vision"),
         _EMBEDDED: (0, None),
         "num_kv_shared_layers": (0,),
@@ -205,7 +205,7 @@ _TOWERS: dict[str, Any] = {
         f"model.{name}.*" for name in ("vision_tower", "embed_vision", "audio_tower", "embed_audio", "vision_embedder")
     ),
 }
-# The 12B: the same language model, on projections of pictures and sound in place of towers.
+# The 12B model: the same language model, but with projections of images and sound instead of towers.
 _UNIFIED = replace(
     _TEXT,
     model_type="gemma4_unified_text",

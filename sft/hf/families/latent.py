@@ -1,11 +1,11 @@
-"""Families whose layers have multi-head latent attention: DeepSeek-V3, Kimi-K2, Moonlight, and GLM-4.7-Flash.
+"""Declares families with multi-head latent attention: DeepSeek-V3, Kimi-K2, Moonlight, and GLM-4.7-Flash.
 
     projection of the token            norm                 up projection, by head
     q_a_proj                           q_a_layernorm        q_b_proj              query: plain part, rotary part
     kv_a_proj_with_mqa                 kv_a_layernorm       kv_b_proj             plain part of the key, value
       latent, rotary key of all heads
 
-Without q_lora_rank there is q_proj in place of q_a_proj and q_b_proj.  Routers are those of routed.py.
+Without q_lora_rank, q_proj replaces q_a_proj and q_b_proj.  The rules of routers and experts are in routed.py.
 """
 
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ def _attention(model: str = "model") -> tuple[Rule, ...]:
 
 
 def _num_dense(content: Mapping[str, Any]) -> int:
-    """{"mlp_layer_types": ["dense", "sparse", "sparse"]} -> 1: layers without experts come first."""
+    """The number of layers without experts, which must come first: ["dense", "sparse", "sparse"] -> 1"""
     kinds, count = content.get(_KINDS), content.get("num_hidden_layers")
     if kinds is None:
         return 1
@@ -68,7 +68,7 @@ def _layer_types(number: int, count: int) -> dict[str, Any]:
     return {_KINDS: ["dense"] * number + ["sparse"] * (count - number)}
 
 
-# num_key_value_heads says nothing: kv_b_proj has keys and values of all heads.
+# num_key_value_heads has no effect: kv_b_proj has keys and values for every head.
 _GROUPS = Computed("num_attention_heads", lambda content: content.get("num_attention_heads"))
 _SIZES = {"qk_rope_head_dim": 64, "kv_lora_rank": 512, "rope_interleave": True, "norm_topk_prob": True}
 

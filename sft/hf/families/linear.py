@@ -1,11 +1,12 @@
-"""Families in which most layers have linear attention (Gated DeltaNet): Qwen3-Next, Qwen3.5 and its successors.
+"""Declares families in which most layers have linear attention (Gated DeltaNet): Qwen3-Next, Qwen3.5 and successors.
 
     weights                        Qwen3-Next                       Qwen3.5
-    projections of linear layers   qkvz and ba, by key head         qkv, z, b and a, each by itself
-    q_proj of attention            query and gate, by head          the same
+    projections of linear layers   qkvz and ba, by key head         qkv, z, b and a, each in its own tensor
+    q_proj of attention            query and gate, by head          query and gate, by head
 
-All norms but the gated norm of linear layers have weights that are offsets from 1.  A multi-token-prediction layer
-(`mtp.*`) and a vision tower are passed through.  Qwen3.6 and 3.8 have the model_type of Qwen3.5.
+The weights of all norms are offsets from 1, except those of the gated norm of linear layers.  A vision tower is passed
+through.  The block for multi-token prediction (`mtp.*`) is passed through unless the run trains it.  Qwen3.6 and 3.8
+have the model_type of Qwen3.5.
 """
 
 from collections.abc import Mapping
@@ -46,7 +47,10 @@ _KEYS = {
 
 
 def _linear_layers(content: Mapping[str, Any]) -> list[int]:
-    """{"num_hidden_layers": 8} -> [1, 2, 3, 5, 6, 7]: without layer_types, every fourth layer has full attention."""
+    """The layers with linear attention, counted from 1: {"num_hidden_layers": 8} -> [1, 2, 3, 5, 6, 7]
+
+    Without layer_types, the layers n, 2 n, ... have full attention.  n is full_attention_interval, or 4 if absent.
+    """
     count, interval, kinds = content.get("num_hidden_layers"), content.get(_INTERVAL, 4), content.get(_TYPES)
     if type(count) is not int or type(interval) is not int or interval < 1:
         raise ValueError(f"{_INTERVAL} = {interval} with num_hidden_layers = {count} says nothing about the layers")
@@ -69,7 +73,7 @@ def _rule(ours: str, *views: View) -> Rule:
 
 
 def _linear_attention(model: str, *projections: Rule) -> tuple[Rule, ...]:
-    """All but the projections of the input."""
+    """The rules of linear attention.  projections: the rules of the input projections, which depend on the family"""
     layer = f"{model}.layers.{LAYER}"
     block = f"{layer}.linear_attn"
     channels = [View(f"{block}.conv1d.weight", "K+K+V 1 c", part) for part in range(3)]
@@ -85,7 +89,7 @@ def _linear_attention(model: str, *projections: Rule) -> tuple[Rule, ...]:
 
 
 def _apart(model: str = "model") -> tuple[Rule, ...]:
-    """Linear attention of Qwen3.5."""
+    """The rules of linear attention in Qwen3.5, whose projections are separate tensors."""
     block = f"{model}.layers.{LAYER}.linear_attn"
     qkv = [View(f"{block}.in_proj_qkv.weight", "K+K+V h", part) for part in range(3)]
     return _linear_attention(
@@ -98,7 +102,7 @@ def _apart(model: str = "model") -> tuple[Rule, ...]:
 
 
 def _by_key_head(model: str = "model") -> tuple[Rule, ...]:
-    """Linear attention of Qwen3-Next."""
+    """The rules of linear attention in Qwen3-Next, whose joint projections are stored key head by key head."""
     block = f"{model}.layers.{LAYER}.linear_attn"
     qkvz = [View(f"{block}.in_proj_qkvz.weight", "K+K+V+V h", part, blocks="n") for part in range(4)]
     ba = [View(f"{block}.in_proj_ba.weight", "m+m h", part, blocks="n") for part in range(2)]
@@ -112,7 +116,7 @@ def _qwen3_5(model: str, mlp_rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
 
 
 def _mixture(model: str, *, stacked: bool = False) -> tuple[Rule, ...]:
-    """stacked: the files store the experts of a layer as two tensors"""
+    """The rules of experts and shared expert.  stacked: whether files store a layer's experts as two tensors"""
     own = stacked_experts(model) if stacked else experts("mlp", "gate_proj", "up_proj", "down_proj", model)
     return (*own, *shared_expert(model=model))
 
@@ -153,7 +157,7 @@ _DENSE: dict[str, Any] = {
     "keys": _KEYS,
     "defaults": {**_SIZES, "num_key_value_heads": 4},
 }
-# config.json has neither a width of dense MLPs nor norm_topk_prob.
+# This config.json has neither the width of a dense MLP nor norm_topk_prob.
 _QWEN3_5_MOE: dict[str, Any] = {
     **_COMMON,
     "implied": {**_IMPLIED, "moe.shared_gate": True, "moe.normalize_top_k": True},

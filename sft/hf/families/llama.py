@@ -1,4 +1,4 @@
-"""Llama, Mistral, Mixtral, Qwen2 and Qwen3, and families whose layers compute the same."""
+"""Declares Llama, Mistral, Mixtral, Qwen2 and Qwen3, and other families whose layers compute the same functions."""
 
 from sft.hf.families.rules import (
     BIAS_KEYS,

@@ -1,11 +1,11 @@
-"""Families whose routers have sigmoid scores and a correction bias: GLM-4.5 to 4.7, and MiniMax-M2.
+"""Declares families whose routers have sigmoid scores and a correction bias: GLM-4.5 to 4.7, and MiniMax-M2.
 
     model_type   shared expert   dense first layers   norms on queries and keys
     glm4_moe     yes             yes                  per head, in some models
     minimax_m2   no              no                   across heads
 
-Half of each head has rotary positions.  Files of GLM-4.5 have one layer more than the model, for multi-token
-prediction; it is passed through, or trained.
+Half of each head has rotary positions.  Files of GLM-4.5 have a layer after the model's last one, for multi-token
+prediction.  It is passed through, or trained.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ from sft.hf.model_keys import Computed
 
 _WIDTH, _COUNT = "moe_intermediate_size", "n_shared_experts"
 
-# Keys of config.json of routers after DeepSeek-V3.
+# Keys of `model` -> keys of config.json, for routers like the one of DeepSeek-V3.
 ROUTER_KEYS = {
     "moe.num_experts": "n_routed_experts",
     "moe.top_k": "num_experts_per_tok",
@@ -46,12 +46,12 @@ SIGMOID = {"moe.score_function": "sigmoid", "moe.correction_bias": True}
 
 
 def layer_rules(mlp: Literal["dense", "experts"], *rules: Rule) -> tuple[Rule, ...]:
-    """The rules for layers that have experts, or for those that have none."""
+    """`rules`, limited to the layers with experts or to the layers with a dense MLP."""
     return tuple(replace(rule, mlp=mlp) for rule in rules)
 
 
 def routed(model: str = "model") -> tuple[Rule, ...]:
-    """Rules after those of attention: an MLP in the first layers; router, experts and shared expert in the others."""
+    """The rules of a dense MLP in the first layers, and of router, experts and shared expert in the others."""
     return (
         *layer_rules("dense", *mlp(model)),
         *layer_rules(
@@ -64,9 +64,10 @@ def routed(model: str = "model") -> tuple[Rule, ...]:
 
 
 def shared_width(default: int) -> Computed:
-    """{"moe_intermediate_size": 1408, "n_shared_experts": 2} -> 2816: the shared experts are one MLP.
+    """A computed value: the width of the shared experts, which are one MLP in our model.
 
-    default: the width of an expert in a config.json without the key
+    {"moe_intermediate_size": 1408, "n_shared_experts": 2} -> 2816
+    default: the width of an expert if config.json has no moe_intermediate_size
     """
 
     def read(content: Mapping[str, Any]) -> int:

@@ -1,7 +1,7 @@
 """Rules for tensors, keys of config.json, defaults and options that families share.
 
-The argument `model` is the first part of Hugging Face names.
-`sft/hf/tensor_view.py` explains the letters of a shape.
+The argument `model` is the first part of Hugging Face names.  `sft/layers/weights.py` explains the letters of a shape,
+and `sft/hf/tensor_view.py` the notation of shapes with + and blocks.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ _OURS, _MTP = "decoder.layers", "mtp.layers.0"
 
 
 def outer(model: str = "model", head: str = "lm_head.weight") -> tuple[Rule, ...]:
-    """Embedding, last norm and output."""
+    """The rules of embedding, final norm and output weight."""
     return (
         Rule("embedding.word_embeddings.weight", (View(f"{model}.embed_tokens.weight", "v h"),), "vocabulary"),
         Rule("decoder.final_layernorm.weight", (View(f"{model}.norm.weight", "h"),)),
@@ -24,7 +24,7 @@ def outer(model: str = "model", head: str = "lm_head.weight") -> tuple[Rule, ...
 
 
 def attention(model: str = "model", norm: str | None = "input_layernorm") -> tuple[Rule, ...]:
-    """norm: name of the norm before attention; None: there is none"""
+    """The rules of attention, without biases.  norm: name of the norm before attention; None: there is none"""
     layer = f"{model}.layers.{LAYER}"
     return (
         *_norm(f"{_OURS}.self_attention.linear_qkv.layer_norm_weight", layer, norm),
@@ -42,19 +42,19 @@ def attention(model: str = "model", norm: str | None = "input_layernorm") -> tup
 
 
 def shared_projection(model: str = "model") -> Rule:
-    """The rule of a projection to queries and keys, in layers whose keys are also values."""
+    """The rule of linear_qkv in layers whose keys are also values."""
     layer = f"{model}.layers.{LAYER}.self_attn"
     views = (View(f"{layer}.q_proj.weight", "q h"), View(f"{layer}.k_proj.weight", "k h"))
     return Rule(f"{_OURS}.self_attention.linear_qkv.weight", views, "groups")
 
 
 def layer_scalar(model: str = "model") -> tuple[Rule, ...]:
-    """The number that multiplies the output of a layer."""
+    """The rule of the scalar by which the output of a layer is multiplied."""
     return (Rule(f"{_OURS}.layer_scalar", (View(f"{model}.layers.{LAYER}.layer_scalar", "1"),), is_buffer=True),)
 
 
 def gated_attention(model: str = "model") -> tuple[Rule, ...]:
-    """The rules of `attention` for layers with full attention, whose q_proj has a query and its gate head by head."""
+    """The rules of full attention whose q_proj has, for each head, the rows of the query and then of its gate."""
     norm, qkv, output = attention(model)
     (_, key, value), name = qkv.views, qkv.views[0].name
     queries, gates = (View(name, "q+q h", part, blocks="a") for part in range(2))
@@ -108,7 +108,10 @@ def optional_biases() -> tuple[Rule, ...]:
 
 
 def qk_norm(model: str = "model", *, across_heads: bool = False, kind: LayerKind | None = None) -> tuple[Rule, ...]:
-    """kind: of the layers that have the norms; None: all"""
+    """The rules of norms on queries and keys.
+
+    across_heads: one norm over all heads, not one for each head; kind: kind of the layers with the norms; None: all
+    """
     layer = f"{model}.layers.{LAYER}.self_attn"
     queries, keys = ("q", "k") if across_heads else ("d", "d")
     return (
@@ -118,7 +121,7 @@ def qk_norm(model: str = "model", *, across_heads: bool = False, kind: LayerKind
 
 
 def output_norms(model: str = "model") -> tuple[Rule, ...]:
-    """Norms on the outputs of attention and MLP."""
+    """The rules of norms on the outputs of attention and MLP."""
     layer = f"{model}.layers.{LAYER}"
     return (
         *_norm(f"{_OURS}.post_self_attn_layernorm.weight", layer, "post_attention_layernorm"),
@@ -131,7 +134,7 @@ def _norm(ours: str, layer: str, name: str | None) -> tuple[Rule, ...]:
 
 
 def mlp(model: str = "model", norm: str | None = "post_attention_layernorm") -> tuple[Rule, ...]:
-    """norm: name of the norm before the MLP; None: there is none"""
+    """The rules of a dense MLP.  norm: name of the norm before the MLP; None: there is none"""
     layer = f"{model}.layers.{LAYER}"
     return (
         *_norm(f"{_OURS}.mlp.linear_fc1.layer_norm_weight", layer, norm),
@@ -169,7 +172,7 @@ def experts(block: str, gate: str, up: str, down: str, model: str = "model") -> 
 
 
 def correction_bias(block: str, model: str = "model") -> tuple[Rule, ...]:
-    """The correction bias of a router.  block: name of the module that contains it"""
+    """The rule of the correction bias of a router.  block: name of the module that contains the bias"""
     name = f"{model}.layers.{LAYER}.{block}.e_score_correction_bias"
     return (Rule(f"{_OURS}.mlp.router.expert_bias", (View(name, "x"),), is_buffer=True),)
 
@@ -189,7 +192,7 @@ def stacked_experts(
     block: name of the module that contains router and experts; router, gate_up, down: names of tensors in it
     transposed: the tensors are [experts, h, gate and up] and [experts, e, h]; else [experts, gate and up, h] and
         [experts, h, e]
-    interleaved: gate and up take turns, row by row
+    interleaved: rows of gate and up alternate
     """
     layer = f"{model}.layers.{LAYER}"
     first, second = ("X h e+e", "X e h") if transposed else ("X e+e h", "X h e")
@@ -211,7 +214,7 @@ def stacked_experts(
 
 
 def interleaved_expert_biases() -> tuple[Rule, ...]:
-    """The biases of `stacked_experts`, in tensors [experts, ...].  Gate and up take turns."""
+    """The rules of the biases of router and stacked experts.  Elements of gate and up alternate."""
     layer, ours = f"model.layers.{LAYER}.mlp", f"{_OURS}.mlp"
     gate_up = tuple(View(f"{layer}.experts.gate_up_proj_bias", "X e+e", part, blocks="e") for part in range(2))
     return (
@@ -224,7 +227,7 @@ def interleaved_expert_biases() -> tuple[Rule, ...]:
 def shared_expert(
     name: str = "shared_expert", gate: str | None = "shared_expert_gate", model: str = "model"
 ) -> tuple[Rule, ...]:
-    """gate: name of the shared expert's gate; None: no gate"""
+    """The rules of a shared expert.  gate: name of the shared expert's gate; None: no gate"""
     module, ours = f"{model}.layers.{LAYER}.mlp", f"{_OURS}.mlp.shared_experts"
     projections = [View(f"{module}.{name}.{part}_proj.weight", "s h") for part in ("gate", "up")]
     rules = (
@@ -235,10 +238,10 @@ def shared_expert(
 
 
 def _around_mtp(embedding_norm: str, hidden_norm: str, projection: str, norm: str) -> tuple[Rule, ...]:
-    """Rules for the tensors around the layer of the block for multi-token prediction, by their names in files.
+    """The rules of the tensors around the layer of the block for multi-token prediction, by their names in files.
 
-    The names, and that the norm of the last layer is applied to hidden states before they enter the block, are those of
-    vLLM (deepseek_mtp.py, glm4_moe_mtp.py, qwen3_next_mtp.py).
+    Source of the names: vLLM (deepseek_mtp.py, glm4_moe_mtp.py, qwen3_next_mtp.py).  As in vLLM, hidden states enter
+    the block after the model's final norm.
     """
     return (
         Rule(f"{_MTP}.enorm.weight", (View(f"{embedding_norm}.weight", "h"),)),
@@ -249,13 +252,14 @@ def _around_mtp(embedding_norm: str, hidden_norm: str, projection: str, norm: st
 
 
 _NEXT = f"model.layers.{LAYER}"
-# DeepSeek-V3, GLM-4.5 and later: one layer more than the model has; files may store embedding and output again.
+# DeepSeek-V3, GLM-4.5 and later: the block is the layer after the model's last one.  Files may store embedding and
+# output weight again in it.
 NEXT_LAYER = MtpBlock(
     layer=_NEXT,
     own=_around_mtp(f"{_NEXT}.enorm", f"{_NEXT}.hnorm", f"{_NEXT}.eh_proj", f"{_NEXT}.shared_head.norm"),
     copies={f"{_NEXT}.embed_tokens.weight": "embedding", f"{_NEXT}.shared_head.head.weight": "head"},
 )
-# Qwen3-Next, Qwen3.5 and later.
+# Qwen3-Next, Qwen3.5 and later: the block has names of its own.
 APART = MtpBlock(
     layer="mtp.layers.0",
     own=_around_mtp("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"),
@@ -273,13 +277,13 @@ KEYS = {
     "norm_epsilon": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
-EXPERT_KEYS = {  # of Qwen and of families that follow it
+EXPERT_KEYS = {  # used by Qwen and by families with the same keys
     "moe.num_experts": "num_experts",
     "moe.top_k": "num_experts_per_tok",
     "moe.ffn_hidden_size": "moe_intermediate_size",
     "moe.normalize_top_k": "norm_topk_prob",
 }
-# Options of all families.  The first value is transformers' default for a key that config.json omits.
+# Keys of config.json in all families -> the values that our model supports.  The first value is transformers' default.
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "attention_dropout": (0.0, None),

@@ -1,4 +1,4 @@
-"""Families that are not supported, and for each one the missing parts of this trainer, for the error message."""
+"""Writes the error message for families that are not supported: what they need, and the nearest supported family."""
 
 import json
 from collections.abc import Mapping

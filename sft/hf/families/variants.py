@@ -1,4 +1,4 @@
-"""Families whose layers compute something that layers of Llama, Qwen and Mixtral do not."""
+"""Declares families whose layers compute something that layers of Llama, Qwen and Mixtral do not."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +38,10 @@ _MULTIPLIERS = {
 
 
 def _skipped_layers(content: Mapping[str, Any]) -> list[int]:
-    """{"num_hidden_layers": 4, "no_rope_layers": [1, 1, 0, 1]} -> [3]; without a list, every fourth layer."""
+    """The layers without rotary positions, counted from 1: "no_rope_layers": [1, 1, 0, 1] -> [3]
+
+    Without no_rope_layers, layers n, 2 n, ... where n is no_rope_layer_interval, or 4 if this is absent.
+    """
     count, interval = content.get("num_hidden_layers"), content.get(_INTERVAL, 4)
     if type(count) is not int or type(interval) is not int or interval < 1:
         raise ValueError(f"{_INTERVAL} = {interval} with num_hidden_layers = {count} says nothing about the layers")
@@ -54,12 +57,15 @@ def _no_rope_layers(skipped: list[int], count: int) -> dict[str, Any]:
     return {_NO_ROPE: [int(number not in skipped) for number in range(1, count + 1)]}
 
 
-_EXAONE_WINDOW = 4096  # if config.json names none
+_EXAONE_WINDOW = 4096  # the window if config.json has no sliding_window
 _EXAONE_WINDOWS = all_but_every(4, "sliding_window_pattern", default=_EXAONE_WINDOW)
 
 
 def _layers_without_rotation(content: Mapping[str, Any]) -> list[int]:
-    """Where EXAONE 4 names a window, layers without it have no rotary positions, also if no layer has the window."""
+    """The layers of EXAONE 4 without rotary positions, counted from 1.
+
+    If config.json has a window, these are the layers without the window, even if no layer has it.  Else there are none.
+    """
     if content.get("sliding_window", _EXAONE_WINDOW) is None:
         return []
     is_used = _EXAONE_WINDOWS["sliding_window"].read(content) is not None
@@ -68,7 +74,10 @@ def _layers_without_rotation(content: Mapping[str, Any]) -> list[int]:
 
 
 def _window_of_no_layer(skipped: list[int], count: int) -> dict[str, Any]:
-    """layer_types says the rest."""
+    """The keys of config.json for layers without rotary positions, in addition to layer_types.
+
+    If these are all layers, no layer has a window, but config.json must have one.
+    """
     return {"sliding_window": _EXAONE_WINDOW} if len(skipped) == count else {}
 
 
@@ -226,8 +235,8 @@ VARIANTS = (
     ),
 )
 
-# Every second layer has a window.  Released files hold the experts in MXFP4 (mxfp4.py); the tensors here are those that
-# transformers saves.
+# Every second layer has a window.  The rules have the names and shapes that transformers saves.  Released files have
+# experts in MXFP4, which mxfp4.py converts to these tensors.
 GPT_OSS = (
     Family(
         model_type="gpt_oss",

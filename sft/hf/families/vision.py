@@ -1,6 +1,6 @@
-"""Checkpoints with a vision tower, of which only the language model is trained, on text.
+"""Declares families with a vision tower.  Only the language model is trained, on text.
 
-Their names are those of the released files.  transformers has other names in memory and translates them.
+The names of tensors are those in the released files.  transformers uses other names in memory and converts them.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from sft.hf.families.variants import VARIANTS
 from sft.hf.family import Family
 
 _TEXT = {family.model_type: family for family in (*LLAMA_LIKE, *VARIANTS)}
-_INNER = "model.language_model"  # in files of Qwen3-VL, and in files of others that some versions of transformers wrote
+_INNER = "model.language_model"  # in files of Qwen3-VL, and in files that some versions of transformers wrote
 _OUTER = "language_model.model"  # in files of Mistral 3
 
 _NO_WINDOW: dict[str, tuple[Any, ...]] = {"use_sliding_window": (False,)}
@@ -69,7 +69,7 @@ VISION: tuple[Family, ...] = (
         model_type="qwen3_vl_moe",
         class_name="Qwen3VLMoeForConditionalGeneration",
         rules=_qwen3_vl_moe(transposed=True),
-        other_rules=(_qwen3_vl_moe(transposed=False),),  # as transformers 5 saves them
+        other_rules=(_qwen3_vl_moe(transposed=False),),  # the shapes that transformers 5 saves
         implied={**_TEXT["qwen3_moe"].implied, "moe.normalize_top_k": True},
         keys={key: hf_key for key, hf_key in _TEXT["qwen3_moe"].keys.items() if key != "moe.normalize_top_k"},
         options={**_TEXT["qwen3_moe"].options, **_NO_WINDOW, "norm_topk_prob": (True,)},

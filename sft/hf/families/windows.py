@@ -1,18 +1,18 @@
-"""How families express which layers have a sliding window."""
+"""Reads from config.json which layers have a sliding window, and writes this back, for families that differ in it."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from sft.hf.model_keys import Computed
 
-ALL_LAYERS = {"sliding_window": "sliding_window"}  # of families whose layers are all alike
+ALL_LAYERS = {"sliding_window": "sliding_window"}  # for families in which all layers have the window, or none has
 LAYER_KINDS = FULL, SLIDING = "full_attention", "sliding_attention"
 LINEAR_KINDS = FULL, LINEAR = "full_attention", "linear_attention"
 _TYPES, _WINDOW, _USES = "layer_types", "sliding_window", "use_sliding_window"
 
 
 def in_all_layers(switch: str | None = _USES) -> dict[str, Computed]:
-    """A window in every layer.  switch: the key of config.json that must be true for windows; None: there is none"""
+    """A window in every layer.  switch: key of config.json that must be true for windows; None: there is no such key"""
     return _computed(lambda content, layer: True, switch)
 
 
@@ -31,9 +31,11 @@ def all_but_every(
 ) -> dict[str, Computed]:
     """Windows in all layers, but full attention in layers interval, 2 * interval, ...
 
-    name: key of config.json with another interval, if it has one; default: the window, if config.json names none
-    first_is_full: layers 1, 1 + interval, 1 + 2 * interval, ... instead
-    last_is_full: the last layer has full attention, whatever its number
+    Layers are counted from 1.  If config.json has layer_types, these decide.
+    name: key of config.json that replaces `interval`, if config.json has the key
+    default: size of the window in tokens, if config.json has no sliding_window
+    first_is_full: the layers with full attention are 1, 1 + interval, 1 + 2 * interval, ... instead
+    last_is_full: the last layer also has full attention
     """
 
     def has_window(content: Mapping[str, Any], layer: int) -> bool:
@@ -49,7 +51,10 @@ def all_but_every(
 def _computed(
     has_window: Callable[[Mapping[str, Any], int], bool], switch: str | None = None, default: int = 4096
 ) -> dict[str, Computed]:
-    """has_window: of a layer, counted from 0, if the file has no layer_types"""
+    """The computed keys sliding_window and sliding_window_layers.
+
+    has_window: whether a layer, counted from 0, has a window, if config.json has no layer_types
+    """
 
     def read(content: Mapping[str, Any]) -> tuple[int | None, list[int] | None]:
         window, count = content.get(_WINDOW, default), content.get("num_hidden_layers")

@@ -37,10 +37,10 @@ def export_adapter(
 ) -> None:
     """Write the adapters of the checkpoint `path` to the new folder `target`.
 
-    common: plain values of the checkpoint; recipe: that of its run; like: the folder of the base model
-    dtype: type of the tensors; None: that of the checkpoint
-    finish: called with the folder and the entries of its tensor files, before the folder gets its name
-    Raises CheckpointError if PEFT would not compute what was trained; then nothing is written.
+    common: plain values of the checkpoint; recipe: the recipe of its run; dtype: None: the type in the checkpoint
+    like: the folder of the base model; None: derived from the checkpoint
+    finish: called with the folder and the entries of its tensor files, before the folder gets its final name
+    Raises CheckpointError, and writes nothing, if PEFT would not compute the trained function with these adapters.
     """
     original = find_original(path, recipe, like)
     base_model = architecture(read(original.folder), str(original.folder / CONFIG))
@@ -87,7 +87,7 @@ def export_adapter(
 
 
 def _saved(base: Architecture, reader: TorchDistReader, *, has_vision: bool) -> dict[str, str]:
-    """The keys of weights that are trained whole, by module."""
+    """For each module whose weight is trained whole, the key of this weight in the checkpoint."""
     keys = {base.family.embedding: EMBEDDING, base.family.head: EMBEDDING if base.model.tie_embeddings else HEAD}
     return {module_of(name, has_vision=has_vision): key for name, key in keys.items() if key in reader.shapes}
 
@@ -99,9 +99,10 @@ def _tensors(
     reader: TorchDistReader,
     saved: Mapping[str, str],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of the folder, in its order.
+    """Yields key and value of each tensor of the PEFT file, in the order of `contents.shapes()`.
 
-    name_of: the name in the checkpoint by module; saved: the key in the checkpoint by module that is trained whole
+    name_of: for each module with an adapter, the name of its Linear in `adapters`
+    saved: for each module whose weight is trained whole, the key of this weight in the checkpoint
     """
     sources = {
         key_of(module): (name, factor)

@@ -1,8 +1,8 @@
 """Converts a Megatron checkpoint to a Hugging Face folder, which transformers and inference servers load.
 
-`original.py` finds the original model, from which the family, config.json, the tokenizer and the tensors that are not
-trained come.  `trained_tensors.py` puts the others together.  `proof.py` compares the written files with what they must
-contain.
+`original.py` finds the original model.  Family, config.json, tokenizer and the tensors that are not trained come from
+it.  `trained_tensors.py` assembles the trained tensors.  `proof.py` compares the written files with what they must
+contain.  A checkpoint of adapters becomes a PEFT folder (`export_adapter.py`) or a merged model (`merged_weights.py`).
 """
 
 import json
@@ -43,7 +43,7 @@ from sft.weights.lora import merged_adapters
 from sft.weights.serving import served_files
 from sft.weights.torch_dist import TorchDistReader
 
-# Groups of `model.*` that do not describe the model.
+# Keys, and groups of keys, below `model` that do not describe the architecture.
 _NOT_SHAPE = ("init_from", "hf", "hf_read_once", "init_std", "megatron")
 
 Finish = Callable[[Path, dict[str, Entry]], None]
@@ -51,10 +51,10 @@ Finish = Callable[[Path, dict[str, Entry]], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The choices of a user."""
+    """The choices of a user for an export."""
 
     like: Path | None = None  # the Hugging Face folder from which the weights came; None: derived from the checkpoint
-    dtype: str | None = None  # type of all trained tensors, `float32`; None: each has the type of the original
+    dtype: str | None = None  # type of all trained tensors, e.g. `float32`; None: each keeps its type in the original
     shard_bytes: int = SHARD_BYTES
     merged: bool | None = None  # whether adapters are added to the weights; None: as the recipe's lora.export says
 
@@ -62,7 +62,7 @@ class Options:
 def export_hf(source: Path, target: Path, console: Console, *, verify: Verify = "full", **options: Any) -> Path:
     """Convert the checkpoint `source`, or the newest checkpoint of the run or folder `source`, to the folder `target`.
 
-    options: those of `Options`
+    options: the fields of `Options`
     Returns the checkpoint that was converted.
     A ConfigError or CheckpointError means that nothing was written.
     """
@@ -76,7 +76,7 @@ def export_hf(source: Path, target: Path, console: Console, *, verify: Verify = 
 def _convert(
     path: Path, target: Path, console: Console, finish_verification: Callable[[], None], options: Options
 ) -> None:
-    """Convert the checkpoint `path`.  The folder gets its name after `finish_verification` has returned."""
+    """Convert the checkpoint `path`.  The folder gets its final name after `finish_verification` has returned."""
     common = safe_reader.common_state(path)
     recipe = _recipe(common)
 
@@ -97,7 +97,10 @@ def _convert(
 def _write_model(
     path: Path, target: Path, console: Console, common: Mapping[str, Any], options: Options, finish: Finish
 ) -> None:
-    """Write the whole model, with adapters merged.  finish: called with the folder and its tensor files"""
+    """Write the whole model; merge adapters if the checkpoint has any.
+
+    finish: called with the folder and the entries of its tensor files, before the folder gets its final name
+    """
     recipe, has_mtp = _recipe(common), bool(getattr(common.get("args"), "mtp_num_layers", None))
     original = find_original(path, recipe, options.like, has_mtp=has_mtp)
     original_content = read(original.folder)
@@ -167,7 +170,7 @@ def _expected(
         if name not in expected:
             expected[name] = Expected(shape=tensor.shape, dtype=NAMES[tensor.dtype(reader)], role="trained")
         if tensor.parts[0][0].is_buffer and moves_bias:
-            expected[name] = replace(expected[name], dtype="F32")  # a step of the bias may be below a rounding of bf16
+            expected[name] = replace(expected[name], dtype="F32")  # bf16 could round a change of the bias away
         if dtype is not None:
             expected[name] = replace(expected[name], dtype=NAMES[getattr(torch, dtype)])
     return expected
@@ -176,7 +179,7 @@ def _expected(
 def _converted(
     values: Iterable[tuple[str, torch.Tensor]], planned: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in their planned types.  Raises CheckpointError if a finite number is too large for its type."""
+    """The tensors in their planned types.  Raises CheckpointError if a converted value is not finite."""
     for name, value in values:
         converted = value.to(planned[name].dtype)
         if converted is not value and not converted.isfinite().all():
@@ -197,7 +200,7 @@ def _write_manifest(folder: Path, checkpoint: Path, files: dict[str, Entry]) -> 
 
 
 def _dequantised(content: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json without its quantisation, because an export holds plain numbers."""
+    """config.json without its quantisation, because the tensors of an export are not quantised."""
     return {
         key: _dequantised(value) if key == "text_config" and isinstance(value, dict) else value
         for key, value in content.items()
@@ -206,7 +209,7 @@ def _dequantised(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """The keys of config.json that differ."""
+    """The sorted keys whose values in two contents of config.json differ."""
     return sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
 
 
@@ -221,10 +224,10 @@ def _write_others(folder: Path, original: Original, content: dict[str, Any], con
 
 @contextmanager
 def _verifying(path: Path, verify: Verify, console: Console) -> Iterator[Callable[[], None]]:
-    """A context in which a thread compares the checkpoint's files with their digests.
+    """A context manager whose thread compares the checkpoint's files with their digests.
 
-    Yields a function that waits for the thread and raises CheckpointError if a file differs.  An error in the context
-    may come from a damaged file; then the error of the function takes its place.
+    Yields a function that waits for the thread and raises CheckpointError if a file differs.  If the block raises a
+    CheckpointError and a file differs, the error about the file is raised instead.
     """
     entries = manifest.read(path)
     if entries is None:
@@ -255,7 +258,10 @@ def _recipe(common: Mapping[str, Any]) -> Mapping[str, Any]:
 def _model(
     common: Mapping[str, Any], imported: Architecture, path: Path, console: Console
 ) -> tuple[ModelConfig, int | None]:
-    """The trained model and the length of its packs.  If the checkpoint has no recipe, config.json gives the model."""
+    """The trained model, and data.seq_length of its recipe.
+
+    If the checkpoint has no recipe, the model comes from config.json, and the length is None.
+    """
     recipe = _recipe(common)
     fields = {key[6:]: value for key, value in recipe.items() if key.startswith("model.")}
     if fields:
@@ -281,7 +287,7 @@ def _model(
 
 
 def _main_dtype(planned: Iterable[torch.Tensor]) -> str:
-    """The type that most bytes have, such as `bfloat16`, for config.json."""
+    """The type with the most bytes, such as `bfloat16`, for config.json."""
     num_bytes = Counter[torch.dtype]()
     for tensor in planned:
         num_bytes[tensor.dtype] += tensor.nbytes

@@ -1,10 +1,10 @@
-"""The weights of a merged export: those beside which adapters were trained, with the adapters added.
+"""Computes the weights of a merged export: the frozen weights W of the training plus the adapters.
 
-    W + scale * B A      in fp32, rounded once to the type of W
+    W + scale * B A      in fp32, rounded once to the type of the export
 
-A checkpoint of adapters names these weights by digest.  They are read from the files of the original model, tensor by
-tensor, or from the Megatron checkpoint from which the run started.  `merged_adapters.py` keeps an export from being
-merged again.
+A checkpoint of adapters contains a digest of the frozen weights.  These are read, tensor by tensor, from the files of
+the original model, or from the Megatron checkpoint from which the run started.  `merged_adapters.py` prevents that the
+same adapters are merged twice.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,28 +33,28 @@ from sft.weights.lora.base_digest import digest_of
 from sft.weights.lora.merged_adapters import Merged
 from sft.weights.torch_dist import TorchDistReader
 
-BLOCK_BYTES = 16 << 20  # of the sum in fp32
+BLOCK_BYTES = 16 << 20  # size of the rows of the fp32 sum that are computed at one time
 _WEIGHT = ".weight"
 Read = Callable[[str, TrainedTensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergedWeights:
-    """The adapters of a checkpoint, and the weights beside which they were trained."""
+    """The adapters of a checkpoint, and the frozen weights beside which they were trained."""
 
-    base: Path  # folder or checkpoint of these weights
-    read: Read  # reads one of them
-    reader: TorchDistReader  # of the checkpoint of adapters
+    base: Path  # folder or checkpoint of the frozen weights
+    read: Read  # reads one frozen weight
+    reader: TorchDistReader  # reads the checkpoint of adapters
     adapters: StoredAdapters
     scale: float
-    holds: tuple[Merged, ...]  # the adapters that an export holds, oldest first
-    # Type and SHA-256 of each tensor that `values` has read and not changed.
+    holds: tuple[Merged, ...]  # all adapters that are merged into the export, oldest first
+    # Type and SHA-256 of each frozen weight that `values` has yielded unchanged.
     digests: dict[str, tuple[torch.dtype, str]] = field(default_factory=dict)
 
     def values(
         self, tensors: Iterable[tuple[str, TrainedTensor]], planned: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The values of the tensors, by name, one at a time.  planned: the type of each sum"""
+        """Yields name and value of each tensor.  planned: tensors without values, with the types of the export"""
         for name, tensor in tensors:
             if self._is_trained(tensor):
                 yield from put_together(self.reader, [(name, tensor)])
@@ -67,7 +67,10 @@ class MergedWeights:
                 yield name, weight
 
     def _merged(self, weight: torch.Tensor, linear: str, dtype: torch.dtype) -> torch.Tensor:
-        """The sum as `dtype`, which rounds it once.  Raises CheckpointError for numbers that are not finite in it."""
+        """weight + scale * B A, computed in fp32 and rounded once to `dtype`.
+
+        Raises CheckpointError if a value is not finite in `dtype`.
+        """
         a, b = (self.adapters.read(linear, factor) for factor in (A, B))
         result = torch.empty(weight.shape, dtype=dtype)
         num_rows = max(1, BLOCK_BYTES // (4 * weight.shape[1]))
@@ -98,9 +101,10 @@ def open_merged(
 ) -> MergedWeights:
     """The weights of the merged export of the checkpoint `path`, whose plain values are `common`.
 
-    recipe: of its run; tensors: those of the model; like: the folder that the user named as the original model
-    Raises CheckpointError if the weights beside which the adapters were trained are missing, or are others now, or if
-    they have no tensor for an adapter.
+    recipe: the recipe of its run; tensors: the tensors of the model, by name
+    like: the folder that the user named as the original model; None: derived from the recipe
+    Raises CheckpointError if the frozen weights of the training are missing or have changed, or if an adapter fits none
+    of them.
     """
     reader, lora = TorchDistReader(path), {key: recipe[f"lora.{key}"] for key in ("rank", "alpha", "rslora")}
     base, wanted = _find(path, recipe, like, original), common["sft"]["base"]
@@ -134,7 +138,7 @@ def open_merged(
 
 
 def _find(path: Path, recipe: Mapping[str, Any], like: Path | None, original: Original) -> Path:
-    """The folder or checkpoint of the weights beside which the adapters of `path` were trained."""
+    """The folder or checkpoint of the frozen weights beside which the adapters of `path` were trained."""
     init_from = recipe.get("model.init_from")
     if init_from == RANDOM:
         raise CheckpointError(

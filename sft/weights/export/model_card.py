@@ -1,4 +1,4 @@
-"""Writes README.md of an export: the original model, the step, how to serve it, losses of the log, and the recipe."""
+"""Writes the README.md of an export: base model, step, serving, losses from the log, and recipe."""
 
 import json
 import re
@@ -21,7 +21,7 @@ _METRICS = ("lm loss", "perplexity/avg", "token accuracy")
 
 
 def write_model_card(folder: Path, checkpoint: Path, common: Mapping[str, Any], original: Original) -> None:
-    """Write README.md.  common: the plain values of the checkpoint; a checkpoint of Megatron-LM has no recipe"""
+    """Write README.md into `folder`.  common: the plain values of the checkpoint; Megatron-LM stores no recipe"""
     sft = common.get("sft")
     recipe, state = (sft["recipe"], sft["state"]) if isinstance(sft, dict) else ({}, {})
     step = state.get("step", common.get("iteration", 0))
@@ -56,7 +56,7 @@ def write_model_card(folder: Path, checkpoint: Path, common: Mapping[str, Any], 
 
 
 def _serving(record: Record, base: str, rank: int | None) -> list[str]:
-    """Template, defaults and ends.  rank: of adapters that are alone in the folder"""
+    """The section about serving.  rank: the LoRA rank if the folder holds only adapters, else None"""
     lines = ["## Serving", "", *(f"- {sentence}" for sentence in flags.details(record)), ""]
     if rank is not None:
         command = " \\\n    ".join(flags.flags(record, base, rank))
@@ -67,7 +67,7 @@ def _serving(record: Record, base: str, rank: int | None) -> list[str]:
 
 
 def _losses(log: Path, step: int) -> list[str]:
-    """A table of the last records of the log up to this step: of training, and of each held-out set."""
+    """A table of losses: the last record of training and of each held-out set, up to this step."""
     last: dict[str, dict[str, Any]] = {}
     try:
         for text in read_file(log, METRICS_BYTES).decode().splitlines():
@@ -90,9 +90,9 @@ def _number(value: object) -> str:
 
 
 def _recipe(recipe: Mapping[str, Any], served: Record | None) -> list[str]:
-    """The keys that differ from their defaults.  config.json has the sizes of the model."""
+    """One line of YAML for each key that differs from its default.  Leaves out the architecture (config.json)."""
     schema = leaves()
-    if file := recipe.get("data.chat_template"):  # not a path of the machine that trained
+    if file := recipe.get("data.chat_template"):  # leaves out the folder on the machine that trained
         recipe = {**recipe, "data.chat_template": served.templates[0] if served else Path(file).name}
     return [
         f"{key}: {yaml.write(value)}"

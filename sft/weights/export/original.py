@@ -1,9 +1,9 @@
-"""Finds the original Hugging Face model of a checkpoint: its config.json, tokenizer, and what it says of its tensors.
+"""Finds the original Hugging Face model of a checkpoint: its config.json, its tokenizer and the list of its tensors.
 
 A checkpoint contains neither its family nor a tokenizer, and only some keys of config.json.  A run and `sft import`
-keep them in a folder `hf/` near their checkpoints.  If there is none, the folders that model.hf and model.init_from of
-the checkpoint's recipe name are tried.  The user may name another folder with --hf.  Tokenizer and chat template are
-those of the run's own `hf/`, also beside --hf.
+keep these files in a folder `hf/` near their checkpoints.  If there is no such folder, the folders that model.hf and
+model.init_from of the checkpoint's recipe name are tried.  The user may name another folder with --hf.  Tokenizer and
+chat template always come from the run's `hf/` if it has them, even if --hf is given.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,16 +30,16 @@ class Original:
     """The original model of a checkpoint."""
 
     folder: Path
-    name: str  # as the recipe names it
+    name: str  # the model as the recipe names it
     commit: str | None = None
-    origin: Path | None = None  # the folder from which the files were copied; None if they are no copies
-    # What an export must have, by name; None if the folder has no weights and does not list them.
+    origin: Path | None = None  # the folder from which `folder` was copied; None if it is no copy
+    # The tensors that an export must have, by name; None if the folder has no weights and does not list them.
     tensors: Mapping[str, Expected] | None = None
-    digests: Mapping[str, str] = field(default_factory=dict)  # of tensors that are passed through, if they are known
-    # Returns the values of the tensors that are passed through, one at a time.
+    digests: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of tensors that are passed through, where known
+    # Returns name and value of each tensor that is passed through, one at a time.
     passed_through: Callable[[], Iterable[tuple[str, torch.Tensor]]] = tuple
     tokenizer: Path  # the folder of tokenizer, chat template and generation_config.json
-    served: Record | None = None  # what these hold of the run; None: they are those of the model
+    served: Record | None = None  # settings of the run in these files; None: they are the files of the model
 
     def names(self, role: Role) -> list[str]:
         return [name for name, tensor in (self.tensors or {}).items() if tensor.role == role]
@@ -48,9 +48,11 @@ class Original:
 def find_original(path: Path, recipe: Mapping[str, Any], like: Path | None, *, has_mtp: bool = False) -> Original:
     """The original model of the checkpoint `path`.
 
-    recipe: that of the checkpoint, by dotted key; like: the folder that the user named
-    has_mtp: the checkpoint has the block for multi-token prediction
-    Raises CheckpointError if there is no such folder, or if its files are damaged, and ConfigError like `imported`.
+    recipe: the values of the checkpoint's recipe, by dotted key
+    like: the folder that the user named with --hf
+    has_mtp: whether the checkpoint has the block for multi-token prediction
+    Raises CheckpointError if no folder has a config.json, or if files are damaged.  Raises ConfigError as `imported`
+    does.
     """
     folders = []
     for folder in _folders(path, recipe, like):
@@ -83,7 +85,7 @@ def describe_tokenizer(original: Original, recipe: Mapping[str, Any]) -> str:
 
 
 def _served_by_run(path: Path) -> Kept | None:
-    """The folder `hf/` of the run that wrote the checkpoint, if it holds the run's tokenizer, undamaged."""
+    """The folder `hf/` of the run that wrote the checkpoint; None if it lacks the run's tokenizer or is damaged."""
     parent = path.absolute().parent
     if parent.name != "checkpoints":
         return None
@@ -103,10 +105,10 @@ def _folders(path: Path, recipe: Mapping[str, Any], like: Path | None) -> Iterat
         yield like
         yield imported(like)
         return
-    yield imported(path.parent)  # of `sft import`
+    yield imported(path.parent)  # written by `sft import`
     parent = path.parent if path.parent.name else path.absolute().parent
     if parent.name == "checkpoints":
-        yield imported(parent.parent)  # of a run
+        yield imported(parent.parent)  # written by a run
     for key in ("model.hf", "model.init_from"):
         if recipe.get(key):
             named = Path(recipe[key])

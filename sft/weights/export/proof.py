@@ -1,7 +1,7 @@
-"""Proves that a folder has exactly the tensors that an export must have.
+"""Checks that a folder has exactly the tensors that an export must have.
 
-Names, types and shapes are read from the headers of the written files, and tensors that are passed through are read
-again.  So a mistake in any step of an export is found, and the folder does not get its final name.
+Names, types and shapes are read from the headers of the written files.  Tensors that are not trained are read again,
+and their digests are compared.  If something differs, the folder does not get its final name.
 """
 
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ from sft.weights import kept
 
 
 def check_export(folder: Path, expected: Mapping[str, Expected], digests: Mapping[str, str], subject: str) -> None:
-    """Raise CheckpointError that lists everything in which the files differ from `expected`.
+    """Raise CheckpointError if the tensors in `folder` differ from `expected` or `digests`.
 
-    digests: SHA-256 of the tensors that are passed through; subject: the subject of the error, e.g. the final name
+    digests: SHA-256 of the tensors that are not trained, by name; subject: the subject of the error message
     """
     written = SafetensorsFolder(folder)
     tensors = written.tensors
@@ -34,7 +34,7 @@ def check_export(folder: Path, expected: Mapping[str, Expected], digests: Mappin
 
 
 def _other_types(types: Mapping[str, tuple[str, str]]) -> list[str]:
-    """One line for each pair of types that differ.  types: by name of the tensor, written and expected"""
+    """Lines that name the tensors of a wrong type.  types: (written, expected) by the name of the tensor"""
     by_pair: dict[tuple[str, str], list[str]] = {}
     for name, pair in types.items():
         if pair[0] != pair[1]:

@@ -1,7 +1,7 @@
-"""The adapters in a Megatron checkpoint, by the names of their Linears.
+"""Reads the adapters in a Megatron checkpoint by the names of their Linears.
 
-A checkpoint holds the factors of the experts of a layer as one tensor [experts, ...], whose name has * for the expert's
-number.
+A checkpoint stacks the factors of all experts of a layer in one tensor [experts, ...].  The name of this tensor has *
+in place of the expert's number.
 """
 
 import torch
@@ -15,9 +15,10 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 
 
 class StoredAdapters:
-    """shapes: (out, in) of each Linear with an adapter, by name; sorted
+    """The adapters in the checkpoint that `reader` reads.
 
-    dtype: of the factors; None without adapters
+    shapes: (out, in) of each Linear with an adapter, sorted by name
+    dtype: the type of the factors; None without adapters
     """
 
     def __init__(self, reader: TorchDistReader) -> None:
@@ -38,7 +39,7 @@ class StoredAdapters:
         self.dtype = next((reader.dtype(f"{stored}{A}") for stored, _ in self._sources.values()), None)
 
     def read(self, name: str, factor: str) -> torch.Tensor:
-        """A or B of the Linear's adapter, [rank, in] or [out, rank].  factor: the end of the name, A or B"""
+        """Factor A [rank, in] or B [out, rank] of the Linear's adapter.  factor: the constant A or B of this module"""
         stored, expert = self._sources[name]
         key = f"{stored}{factor}"
         shape = self._stored[key]

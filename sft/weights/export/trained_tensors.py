@@ -1,4 +1,4 @@
-"""The tensors of a model by the names of its files, put together one at a time from the tensors of a checkpoint."""
+"""Assembles the Hugging Face tensors of a model, one at a time, from the tensors of a Megatron checkpoint."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +23,10 @@ _WHOLE_TENSOR_BYTES = 1 << 30  # our tensors up to this size are read completely
 
 @dataclass(frozen=True)
 class TrainedTensor:
-    """A Hugging Face tensor, and the views that it consists of: each as a mapping and its index in the sources."""
+    """A Hugging Face tensor and the views that it consists of.
+
+    parts: for each view, the mapping that contains it, and its index in `mapping.sources`
+    """
 
     shape: tuple[int, ...]
     parts: Sequence[tuple[TensorMapping, int]]
@@ -36,9 +39,9 @@ class TrainedTensor:
 def model_tensors(
     imported: Architecture, model: ModelConfig, original: Original, path: Path
 ) -> dict[str, TrainedTensor]:
-    """All tensors but those that are passed through, by name.  path: the checkpoint, for messages
+    """All tensors except those that are passed through, by name.  path: the checkpoint, for error messages
 
-    Raises CheckpointError if the original has other tensors.
+    Raises CheckpointError if the names or shapes differ from those of the original.
     """
     family, vocab_size = imported.family, model.vocab_size or imported.vocab_size
     expected = original.tensors or {}
@@ -54,7 +57,7 @@ def model_tensors(
 
 
 def check_stored(reader: TorchDistReader, tensors: Iterable[TrainedTensor], path: Path) -> None:
-    """Raise CheckpointError if the checkpoint `path` does not hold exactly these tensors."""
+    """Raise CheckpointError if the checkpoint `path` does not hold exactly the weights that `tensors` consist of."""
     stored = {key: shape for key, shape in reader.shapes.items() if not key.startswith(_NOT_MODEL)}
     mappings = [mapping for tensor in tensors for mapping, _ in tensor.parts]
     wanted = {mapping.key: mapping.shape_like(stored.get(mapping.key)) for mapping in mappings}
@@ -69,7 +72,7 @@ def check_stored(reader: TorchDistReader, tensors: Iterable[TrainedTensor], path
 def put_together(
     reader: TorchDistReader, tensors: Iterable[tuple[str, TrainedTensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The values of the tensors, by name, one at a time."""
+    """Yields name and value of each tensor, one at a time."""
     rows_of = _ViewReader(reader)
     for name, tensor in tensors:
         whole = None
@@ -89,7 +92,7 @@ def put_together(
 
 
 def prefetched(values: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields `values` unchanged.  A thread makes the next value while the caller uses the current one."""
+    """Yields `values` unchanged.  A thread computes the next value while the caller uses the current one."""
     with ThreadPoolExecutor(1, "reading ahead") as thread:
         following = thread.submit(next, values, None)
         while (value := following.result()) is not None:

@@ -1,8 +1,8 @@
 """Identifies the frozen weights beside which a run trains adapters, by a digest of their files.
 
-Adapters are of use with the same weights only.  So a checkpoint of adapters holds the digest, and a run with other
-weights cannot resume it.  The digest of a file is remembered by its path, size and time, because hashing takes a
-second for 1 to 2 GB.
+Adapters fit only the weights beside which they were trained.  So a checkpoint of adapters contains the digest, and a
+run with other weights cannot resume from it.  Hashing takes a second for 1 to 2 GB.  So the digest of each file is
+stored in base.json, and used again while the file's size and modification time are the same.
 """
 
 import hashlib
@@ -27,7 +27,8 @@ MEMORY = "base.json"  # in the folder of the run
 def base_digest(config: Config, run: Path, groups: ProcessGroups, *, remembers: bool = True) -> str:
     """The digest of the weights that the recipe names.  Collective: each rank hashes some of the files.
 
-    run: the folder that has the known digests.  remembers: False writes nothing into it
+    run: the folder of the run, whose base.json has the known digests of files
+    remembers: whether base.json is updated
     """
     model = config.model
     if model.init_from == RANDOM:
@@ -49,7 +50,7 @@ def base_digest(config: Config, run: Path, groups: ProcessGroups, *, remembers: 
 def remembered_digest(config: Config, run: Path, others: Iterable[Path] = ()) -> str | None:
     """The digest of the weights that the recipe names, without hashing; None if a digest of a file is unknown.
 
-    others: runs that may know digests, too.  Raises like `base_digest`.
+    others: folders of other runs whose base.json may have digests, too.  Raises like `base_digest`.
     """
     if config.model.init_from == RANDOM:
         return _random(config)
@@ -68,7 +69,7 @@ def _random(config: Config) -> str:
 
 
 def _refuse_merged(config: Config, run: Path, known: dict[str, dict[str, int | str]]) -> None:
-    """Raise CheckpointError if the run would go on beside weights that hold adapters of its own."""
+    """Raise CheckpointError if the run continues, and its own adapters are already merged into its frozen weights."""
     if config.model.init_from is None and folders.candidates(run / "checkpoints"):
         merged_adapters.refuse(_folder(config), _digest_of_all(known), f"The run in {run}")
 
@@ -76,7 +77,7 @@ def _refuse_merged(config: Config, run: Path, known: dict[str, dict[str, int | s
 def digest_of(base: Path, run: Path) -> str:
     """The digest of the weights in a Hugging Face folder or a Megatron checkpoint.
 
-    run: the folder that may know digests of the files
+    run: the folder of a run whose base.json may have digests of the files
     """
     files = _regular(base, "*.safetensors") or _files_of_checkpoint(base)
     known = _read_memory(run)
@@ -126,7 +127,10 @@ def _digest_of(
     known: dict[str, dict[str, int | str]],
     compute: Callable[[Path], str] = lambda path: entry_of(path).sha256,
 ) -> dict[str, int | str]:
-    """Size, time and SHA-256 of a file; the last one is computed only if the others differ from the known ones."""
+    """Size, modification time and SHA-256 of a file.
+
+    The SHA-256 is computed only if size or time differ from those in `known`.
+    """
     stat = path.stat()
     entry: dict[str, int | str] = {"bytes": stat.st_size, "modified_ns": stat.st_mtime_ns}
     before = known.get(str(path), {})

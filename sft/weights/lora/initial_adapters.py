@@ -1,7 +1,7 @@
 """Chooses the adapters with which a new run starts: those of the PEFT folder lora.init_from, or random ones.
 
-`load_new_adapters` loads them into an engine.  `describe` says what a start will find, from the headers of the folder.
-An adapter folder must have exactly the adapters of the recipe, with their rank and scale.
+`load_new_adapters` loads them into an engine.  `describe` describes and checks them without loading them.  An adapter
+folder must have exactly the adapters of the recipe, with the same rank and scale.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -34,21 +34,21 @@ _KEYS = {EMBEDDING: "train_embeddings", HEAD: "train_head"}  # keys of the recip
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """An adapter folder, compared with a model."""
+    """An adapter folder that fits the model and the recipe."""
 
     name: str
     adapter: folder.PeftAdapter
     module_of: Mapping[str, str]  # the module in the folder, by the name of the Linear in the files of the base model
-    whole: Mapping[str, str]  # the modules in the folder whose weights are trained whole, by the key of our weight
+    whole: Mapping[str, str]  # the module in the folder whose weight is trained whole, by the key of our weight
 
     def describe(self) -> str:
-        """out/adapter: 252 adapters of rank 16; 166 MiB"""
+        """A text for the log, such as "out/adapter: 252 adapters of rank 16; 166 MiB"."""
         whole = "".join(f", {module}" for module in self.whole.values())
         adapters = f"{len(self.module_of):,} adapters of rank {self.adapter.contents.config.rank}"
         return f"{self.name}: {adapters}{whole}; {size(self.adapter.num_bytes)}"
 
     def notes(self, config: Config) -> list[str]:
-        """Differences between the recipe and the folder, one line each."""
+        """One line for each thing that the run does differently from the folder's configuration."""
         stored, base, notes = self.adapter.contents.config, config.model.hf or "null", []
         if stored.base is not None and _plain(stored.base) != _plain(base):
             notes.append(
@@ -63,9 +63,10 @@ class Opened:
 
 
 def load_new_adapters(engine: Engine, config: Config, console: Console) -> str:
-    """Give the adapters of `engine` the values with which a new run starts.  Collective.  Returns which these are.
+    """Load the adapters with which a new run starts into `engine`.  Returns a text that names them.  Collective.
 
-    Raises ConfigError or CheckpointError on all ranks if one cannot read them, or reads a value that is not finite.
+    Raises ConfigError or CheckpointError on all ranks if one rank cannot read them, or reads a value that is not
+    finite.
     """
     if config.lora.init_from is None:
         adapted.initialise(engine.chunks, config.run.seed)
@@ -84,7 +85,7 @@ def load_new_adapters(engine: Engine, config: Config, console: Console) -> str:
 
 
 def describe(config: Config, trained: Trained) -> list[str]:
-    """The adapters with which a new run starts, and what it does otherwise than their folder says, one to a line.
+    """A line about the adapters with which a new run starts, and the lines of `Opened.notes`.
 
     Raises ConfigError or CheckpointError if the folder lora.init_from is damaged, or does not fit the recipe.
     """
@@ -95,7 +96,10 @@ def describe(config: Config, trained: Trained) -> list[str]:
 
 
 def as_in_folder(config: Config, source: str) -> LoraConfig:
-    """The group `lora` for the adapters of a PEFT folder: that of the recipe, or without LoRA that of the folder."""
+    """The settings `lora` for the adapters of the PEFT folder `source`.
+
+    If the recipe uses LoRA, these are its settings, else the settings of the folder.
+    """
     adapter = folder.read(Path(source))
     if config.lora.is_used:
         return config.lora.model_copy(update={"init_from": source})
@@ -170,10 +174,11 @@ def _family(source: str, config: Config) -> Family:
 def _matched(
     source: str, adapter: folder.PeftAdapter, family: Family, config: Config
 ) -> tuple[dict[str, str], list[str]]:
-    """The modules of the folder by the names of the Linears in the files of the base model, and the lora.targets.
+    """The modules of the folder by the names of their Linears in the files of the base model, and lora.targets.
 
-    The targets are the shortest that select exactly these Linears.  Beside a vision tower, PEFT writes the names in the
-    memory of some version of transformers.  Raises CheckpointError for names that are no Linears.
+    The targets are the shortest ones that select exactly these Linears.  In a model with a vision tower, PEFT writes
+    the module names of transformers, which depend on its version and differ from the names in the files.
+    Raises CheckpointError if a module is not a Linear that can have an adapter.
     """
     linears, has_vision = kinds_of(family, config.model).keys(), family.text_config != "none"
     linear_of = {module_of(linear, has_vision=has_vision): linear for linear in linears}
@@ -190,9 +195,10 @@ def _matched(
 
 
 def _whole(source: str, adapter: folder.PeftAdapter, family: Family, config: Config) -> dict[str, list[str]]:
-    """The modules of the folder whose weights are trained whole, by the key of our weight.  Two of one key are tied.
+    """The modules of the folder whose weights are trained whole, by the key of our weight.  Two with one key are tied.
 
-    Raises CheckpointError for other weights than the embedding and the output weight, and for a tied pair apart.
+    Raises CheckpointError for a weight other than the embedding and the output weight.  Also raises it if PEFT trained
+    embedding and output weight as two weights, but the base model ties them.
     """
     has_vision, is_tied = family.text_config != "none", config.model.tie_embeddings
     keys = {
@@ -228,7 +234,7 @@ def _compare_whole(source: str, stored: Set[str], lora: LoraConfig) -> None:
 
 
 def _compare(source: str, stored: Set[str], wanted: Set[str], targets: Sequence[str]) -> None:
-    """Raise ConfigError if the folder has other adapters than the recipe.  targets: those of the folder"""
+    """Raise ConfigError if the folder has other adapters than the recipe.  targets: lora.targets for the folder"""
     if stored == wanted:
         return
     problems = [
@@ -248,13 +254,13 @@ def _plain(name: str) -> str:
 
 
 def _shown(names: Sequence[str]) -> str:
-    """At most some names, folded by layer and expert."""
+    """The names, folded by layer and expert; at most `_SHOWN` lines."""
     lines = fold_by_layer(names)
     return ", ".join(lines[:_SHOWN]) + (f" and {len(lines) - _SHOWN} others" if len(lines) > _SHOWN else "")
 
 
 def _parts(engine: Engine, opened: Opened) -> Iterator[tuple[str, tuple[slice, ...], torch.Tensor]]:
-    """The factors of this rank: the tensor in the file, which part of it the rank holds, and where it belongs."""
+    """For each trained tensor of this rank: its key in the file, the slices of this rank's part, the tensor to fill."""
     for shard in adapted.linear_tensors(engine.chunks):
         name, _, factor = shard.key.removeprefix(adapted.PREFIX).removesuffix(".weight").rpartition(".")
         key_of = {"lora_A": folder.key_of_a, "lora_B": folder.key_of_b}[factor]
@@ -264,6 +270,6 @@ def _parts(engine: Engine, opened: Opened) -> Iterator[tuple[str, tuple[slice, .
         module = opened.whole[leaf.key]
         num_rows, width = opened.adapter.contents.saved[module]
         first = leaf.global_offset[0]
-        count = min(len(leaf.data), num_rows - first)  # the rows behind are padding
+        count = min(len(leaf.data), num_rows - first)  # the rows after num_rows are padding
         if count > 0:
             yield folder.key_of_saved(module), (slice(first, first + count), slice(0, width)), leaf.data[:count]

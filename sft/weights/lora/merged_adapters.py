@@ -1,11 +1,11 @@
-"""merged_adapters.json: which adapters the weights of a folder hold, so that nobody merges them again.
+"""Reads and writes merged_adapters.json, which lists the adapters merged into weights, so that none is merged twice.
 
     {"format": "sft merged adapters 1",
      "adapters": [{"checkpoint": "runs/a/checkpoints/iter_0000100", "step": 100, "base": SHA-256, "sha256": SHA-256}]}
 
-`base` is the digest of the weights beside which the adapters were trained (`base_digest.py`).  These weights, and not
-the merged ones, belong to the adapters.  `sha256` is that of the checkpoint's manifest, which the manifest of a PEFT
-folder of the same adapters has, too.  transformers and inference servers do not read the file.
+`base` is the digest of the frozen weights beside which the adapters were trained (`base_digest.py`), before the merge.
+`sha256` is the digest of the checkpoint's manifest.  The manifest of a PEFT folder with the same adapters has the same
+digest.  transformers and inference servers do not read merged_adapters.json.
 """
 
 import json
@@ -24,16 +24,16 @@ FORMAT = "sft merged adapters 1"
 
 @dataclass(frozen=True, kw_only=True)
 class Merged:
-    """Adapters that weights hold."""
+    """The adapters of one checkpoint, which are merged into weights."""
 
-    checkpoint: str  # from which they came
+    checkpoint: str  # path of the checkpoint of the adapters
     step: int
-    base: str  # digest of the weights beside which they were trained
-    sha256: str | None  # of the checkpoint's manifest; None if it has none
+    base: str  # digest of the frozen weights beside which they were trained
+    sha256: str | None  # digest of the checkpoint's manifest; None if it has none
 
 
 def read(folder: Path) -> list[Merged]:
-    """The adapters that the weights of a folder hold, oldest first.  Raises CheckpointError if the file is damaged."""
+    """The adapters merged into the weights of a folder, oldest first.  Raises CheckpointError for a damaged file."""
     path = folder / NAME
     if not path.exists():
         return []
@@ -53,9 +53,9 @@ def write(folder: Path, adapters: Sequence[Merged]) -> None:
 
 
 def refuse(folder: Path, base: str | None, subject: str) -> None:
-    """Raise CheckpointError if the weights of `folder` hold adapters that were trained beside `base`.
+    """Raise CheckpointError if adapters that were trained beside `base` are merged into the weights of `folder`.
 
-    base: digest of the weights to which the adapters of `subject` belong
+    base: digest of the frozen weights beside which the adapters of `subject` were trained
     """
     for entry in read(folder):
         if entry.base == base:
@@ -67,7 +67,7 @@ def refuse(folder: Path, base: str | None, subject: str) -> None:
 
 
 def refuse_adapter(folder: Path, adapter: Path) -> None:
-    """Raise CheckpointError if the weights of `folder` hold the adapters of `adapter`, which `sft export` wrote."""
+    """Raise CheckpointError if the adapters in the export `adapter` are merged into the weights of `folder`."""
     holds = read(folder)
     exported = manifest.read(adapter) if holds else None
     digest = exported and exported.facts.get(CHECKPOINT_DIGEST)

@@ -3,9 +3,9 @@
     q_proj                 every Linear of this name
     self_attn.q_proj       the end of a name
     layers.0.*_proj        a pattern: * stands for any characters, ? for one, [..] for one of several
-    all-linear             every Linear but the output, as in PEFT; the weights of experts are no Linears there
+    all-linear             every Linear except the output and the experts, whose weights are not nn.Linear in PEFT
 
-Every Linear has an adapter of its own, also where several of them are one weight of our model.
+Every Linear gets its own adapter, even if our model stores several Linears as one weight.
 """
 
 import difflib
@@ -29,9 +29,10 @@ _WILD = set("*?[")
 
 
 def adapted_weights(config: Config, vocab_size: int) -> list[AdaptedWeight]:
-    """The weights to which the recipe gives adapters; none without LoRA.
+    """The weights to which the recipe gives adapters; [] without LoRA.
 
-    Raises ConfigError if a target matches nothing, or if the model has no names of Hugging Face.
+    Raises ConfigError if a target matches nothing, if no family has the tensors of the model, or if
+    checkpoint.export_hf would write adapters that PEFT does not read correctly.
     """
     if not config.lora.is_used:
         return []
@@ -47,7 +48,10 @@ def adapted_weights(config: Config, vocab_size: int) -> list[AdaptedWeight]:
 
 
 def select(lora: LoraConfig, family: Family, model: ModelConfig, vocab_size: int) -> list[AdaptedWeight]:
-    """The weights with adapters, in the order of the layers.  Raises ConfigError if a target matches nothing."""
+    """The weights with adapters, in the order of the layers.
+
+    Raises ConfigError if a target matches nothing, or matches a Linear that cannot have an adapter.
+    """
     mappings, kinds = _of_linears(family, model, vocab_size), kinds_of(family, model)
     chosen = _chosen(lora, kinds)
     if refused := [name for name, kind in kinds.items() if name in chosen and kind not in ("linear", "expert")]:
@@ -63,16 +67,17 @@ def select(lora: LoraConfig, family: Family, model: ModelConfig, vocab_size: int
 
 
 def kinds_of(family: Family, model: ModelConfig) -> dict[str, str]:
-    """Every Linear by name: `linear`, `expert`, or the reason why it cannot have an adapter."""
+    """The kind of every Linear by name: `linear`, `expert`, or the reason why it cannot have an adapter."""
     return {name: _kind(mapping) for mapping in _of_linears(family, model) for name in _linears(mapping.sources)}
 
 
 def not_adaptable(model: ModelConfig) -> list[str]:
-    """Values for lora.exclude: ends of the names of the Linears that all-linear means and that cannot have an adapter.
+    """Values for lora.exclude: ends of names of the Linears that all-linear selects and that cannot have an adapter.
 
-    Qwen3.6-35B-A3B -> ["shared_expert_gate"]       Gemma 4 with experts -> ["router.proj"], as others are a proj, too
+    Qwen3.6-35B-A3B -> ["shared_expert_gate"]
+    Gemma 4 with experts -> ["router.proj"]; "proj" alone could match other Linears
 
-    Raises ConfigError if the model has no names of Hugging Face.
+    Raises ConfigError if no family has the tensors of the model.
     """
     kinds = kinds_of(_family(model), model)
     refused = [name for name in _matches(ALL_LINEAR, kinds, "lora.targets") if kinds[name] != "linear"]
@@ -90,7 +95,7 @@ def _family(model: ModelConfig) -> Family:
 
 
 def _of_linears(family: Family, model: ModelConfig, vocab_size: int = 0) -> list[TensorMapping]:
-    """Mappings of weights that are nn.Linear in transformers, and of routers, most of which are not."""
+    """The mappings of weights of linear layers, including experts and the router of Gemma 4."""
     return [
         mapping
         for mapping in family.mappings(model, vocab_size)
@@ -112,7 +117,7 @@ def _kind(mapping: TensorMapping) -> str:
 
 
 def _linears(sources: Iterable[HfView]) -> dict[str, tuple[int, ...]]:
-    """The Linears whose rows a weight consists of, each with the parts of the weight that are its rows."""
+    """The Linears whose rows a weight consists of.  For each name, the indexes of its views in `sources`."""
     parts: dict[str, tuple[int, ...]] = {}
     for part, view in enumerate(sources):
         name = view.name.removesuffix(_WEIGHT)
@@ -121,7 +126,7 @@ def _linears(sources: Iterable[HfView]) -> dict[str, tuple[int, ...]]:
 
 
 def _chosen(lora: LoraConfig, kinds: Mapping[str, str]) -> set[str]:
-    """The names that the recipe means.  kinds: of all names"""
+    """The names of the Linears that the recipe selects.  kinds: the kind of every Linear, by name"""
     chosen = {name for target in lora.targets for name in _matches(target, kinds, "lora.targets")}
     excluded = {name for target in lora.exclude for name in _matches(target, kinds, "lora.exclude")}
     if not chosen - excluded:
@@ -130,7 +135,7 @@ def _chosen(lora: LoraConfig, kinds: Mapping[str, str]) -> set[str]:
 
 
 def _matches(target: str, kinds: Mapping[str, str], key: str) -> list[str]:
-    """The names that a target means.  Raises ConfigError if there are none."""
+    """The names that a target selects.  Raises ConfigError if there are none.  key: the recipe's key, for errors"""
     if target == ALL_LINEAR:
         return [name for name, kind in kinds.items() if "expert" not in kind]
     names = list(kinds)
@@ -144,7 +149,7 @@ def _matches(target: str, kinds: Mapping[str, str], key: str) -> list[str]:
 
 
 def nearest(target: str, leaves: Iterable[str]) -> str:
-    """A sentence that names those of the last parts of names that are like the target; "" if there are none."""
+    """A sentence that names up to two of `leaves`, the last parts of names, that resemble the target; "" if none do."""
     near = difflib.get_close_matches(target.rpartition(".")[2], list(leaves), n=2, cutoff=0.5)
     return f"  Nearest: {', '.join(near)}." if near else ""
 
@@ -157,7 +162,10 @@ def is_match(target: str, name: str) -> bool:
 
 
 def _adapted(mappings: Sequence[TensorMapping], model: ModelConfig, chosen: Collection[str]) -> AdaptedWeight:
-    """mappings: those of a weight outside of experts, or of the first expert of a layer, in the order of its rows"""
+    """The weight of `mappings`, with an adapter for each of its Linears in `chosen`.
+
+    mappings: all mappings of one weight, in the order of its rows; for experts, those of a layer's first expert
+    """
     mapping, sources = mappings[0], [view for mapping in mappings for view in mapping.sources]
     num_experts = 0 if mapping.expert is None else model.moe.num_experts or 0
     assert mapping.layer is not None
@@ -177,7 +185,10 @@ def _adapted(mappings: Sequence[TensorMapping], model: ModelConfig, chosen: Coll
 
 
 def _is_chosen(name: str, num_experts: int, chosen: Collection[str]) -> bool:
-    """Raises ConfigError if only some experts of the layer are chosen."""
+    """Whether the Linear, or all experts' Linears of this name, are chosen.
+
+    Raises ConfigError if only some experts of the layer are chosen.
+    """
     linears = names_of(name, range(num_experts))
     adapted = [linear for linear in linears if linear in chosen]
     if adapted and len(adapted) < len(linears):

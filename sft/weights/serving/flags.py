@@ -1,7 +1,7 @@
-"""Words for users: which template, defaults and ends an export has, and the flags with which vLLM serves adapters.
+"""Writes texts for users: template, defaults and end tokens of an export, and flags with which vLLM serves adapters.
 
-A server takes a whole model's files from its folder.  Beside adapters, it takes tokenizer, template and ends from the
-base model, unless flags name the adapter's.
+For a whole model, a server reads all files from the exported folder.  For adapters, it takes tokenizer, template and
+end tokens from the base model, unless flags name the files of the adapter.
 """
 
 import json
@@ -15,7 +15,7 @@ _DEFAULT_RANK = 16
 
 
 def short(record: Record) -> str:
-    """chat_template.jinja of the run (enable_thinking: false), ends with <|im_end|>"""
+    """One line, such as "chat_template.jinja of the run (enable_thinking: false), ends with <|im_end|>"."""
     values = [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in record.defaults.items()]
     values += [f"date {record.date}"] if record.date else []
     of_run = f" of the run ({', '.join(values)})" if values else " of the run"
@@ -49,7 +49,7 @@ def details(record: Record) -> Iterator[str]:
 
 
 def flags(record: Record, base: str, rank: int) -> list[str]:
-    """The command with which vLLM serves adapters, a line for each flag.  ADAPTER stands for their folder.
+    """The command with which vLLM serves adapters, one element for each flag.  ADAPTER stands for their folder.
 
     vllm serve BASE, --enable-lora, --lora-modules NAME=ADAPTER, --chat-template ADAPTER/chat_template.jinja, ...
     """
@@ -68,7 +68,7 @@ def flags(record: Record, base: str, rank: int) -> list[str]:
 
 
 def stop_ids(record: Record) -> str:
-    """The key with stop ids, for servers or requests that take no generation_config.json."""
+    """The JSON key and value of the stop ids, for a request to a server that does not read generation_config.json."""
     return f'"stop_token_ids": {_json(list(record.end_ids))}'
 
 

@@ -1,7 +1,7 @@
-"""Tokenizer, chat templates and end tokens with which a server prompts and stops a model as it was trained.
+"""Decides which tokenizer, chat templates and end tokens a server needs, to use a model as it was trained.
 
-`served_of` decides it for a run.  `served_template.py` makes a template that servers can render without our settings,
-`served_files.py` writes the files, and `flags.py` words it for users.
+`served_of` decides this for a run.  `served_template.py` makes templates that servers can render without our settings.
+`served_files.py` writes the files, and `flags.py` describes them for users.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,36 +21,36 @@ class Served:
     """The tokenizer and the templates of a run, before anything is written."""
 
     tokenizer_folder: Path  # has all files of the tokenizer
-    own_templates: Mapping[str, str]  # the templates that this folder has by itself, by transformers' names
-    templates: Mapping[str, str]  # the templates trained with, by the same names; {}: the run has none
-    special_tokens: Mapping[str, Any] = field(default_factory=dict)  # for each template: {"eos_token": "<|endoftext|>"}
+    own_templates: Mapping[str, str]  # the templates in the files of this folder, by transformers' names
+    templates: Mapping[str, str]  # the templates of the training, by transformers' names; {}: the run has none
+    special_tokens: Mapping[str, Any] = field(default_factory=dict)  # for the templates: {"eos_token": "<|endoftext|>"}
     switches: Mapping[str, Any] = field(default_factory=dict)  # data.chat_template_kwargs, the same in all rows
-    date: str | None = None  # what a template gets that asks for today's date
-    ends: tuple[str, ...] = ()  # tokens after which a template never continues the same message, the usual one first
+    date: str | None = None  # the date for a template that asks for today's date
+    ends: tuple[str, ...] = ()  # tokens at which a server must stop, the usual one first
     end_ids: tuple[int, ...] = ()
-    eos_token: str | None = None  # of the tokenizer for servers; None: it stays as it is
-    row_switches: tuple[str, ...] = ()  # names of variables that rows gave themselves
+    eos_token: str | None = None  # replaces eos_token of the tokenizer; None: eos_token stays as it is
+    row_switches: tuple[str, ...] = ()  # names of template variables that rows of the data set
     is_other: bool = False  # whether the tokenizer is not that of model.hf
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """The written files and template settings, as source.json keeps them."""
+    """The written files and the settings in them, as source.json stores them."""
 
-    templates: tuple[str, ...]  # the files of the templates
-    defaults: Mapping[str, Any]  # switches that are defaults in the templates
+    templates: tuple[str, ...]  # names of the template files
+    defaults: Mapping[str, Any]  # switches that the templates set by default
     requests: Mapping[str, Any]  # switches that each request must give, because a default would change the text
-    date: str | None  # in the templates; None: they do not ask for it
+    date: str | None  # the date in the templates; None: they contain no date of the training
     ends: tuple[str, ...]
     end_ids: tuple[int, ...]
     row_switches: tuple[str, ...]
     is_other: bool
     asks_for_today: bool = False  # whether a template still asks the server for today's date
-    has_marks: bool = False
+    has_marks: bool = False  # whether a template still has {% generation %} marks
 
 
 def read_record(values: dict[str, Any] | None) -> Record | None:
-    """The inverse of `asdict`, after JSON.  Raises TypeError for keys of another version."""
+    """The record from its JSON object, which `asdict` made; None for None.  Raises TypeError for unknown keys."""
     if values is None:
         return None
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
@@ -69,7 +69,7 @@ def served_of(config: Config, tokenizer: ChatTokenizer, row_switches: Sequence[s
     turn_ends = [end for end in ends if end in tokenizer.habits.last_ends.values()]
     eos = tokenizer.files.special_tokens.get("eos_token")
     if eos is not None and eos not in ends and not _writes_eos(templates, eos):
-        ends += (eos,)  # ends plain texts
+        ends += (eos,)  # the end of plain texts
     replaces_eos = bool(turn_ends) and eos not in turn_ends and not _writes_eos(templates, eos)
     return Served(
         tokenizer_folder=folder,
@@ -87,5 +87,5 @@ def served_of(config: Config, tokenizer: ChatTokenizer, row_switches: Sequence[s
 
 
 def _writes_eos(templates: Mapping[str, str], eos: str | None) -> bool:
-    """Whether a template may write the tokenizer's own end token at a place that ends no turn."""
+    """Whether a template mentions the end token of the tokenizer, so that it may write it inside of a chat."""
     return any("eos_token" in source or (eos or "eos_token") in source for source in templates.values())

@@ -1,7 +1,7 @@
 """Writes the tokenizer, the chat templates and the end tokens of a run into a folder with the files of its model.
 
-The folder then has the tokenizer files of the run and no others, each template once, as a Jinja file, and
-`eos_token_id` in generation_config.json.  Files that need no change are copied byte for byte.
+The folder then has only the tokenizer files of the run, and `eos_token_id` in generation_config.json.  If a template
+has to change, each template is written as one Jinja file.  Files that need no change are copied byte for byte.
 """
 
 import json
@@ -29,10 +29,10 @@ _NAME = re.compile(r"\w[\w.-]*")
 
 
 def write(folder: Path, served: Served | None) -> Record | None:
-    """Replace the tokenizer's files in `folder`, which holds those of the model.  Returns what was written.
+    """Replace the tokenizer files of the model in `folder` by those of the run.  Returns the record of the files.
 
-    None leaves the files of the model.
-    Raises DataError if a name of a template cannot be that of a file, and CheckpointError if a file is no JSON.
+    served: None leaves the files of the model, and returns None
+    Raises DataError if the name of a template cannot be a file name, and CheckpointError if a file is not valid JSON.
     """
     if served is None:
         return None
@@ -52,7 +52,7 @@ def write(folder: Path, served: Served | None) -> Record | None:
 
 
 def check_tokenizer(folder: Path, name: str, record: Record | None) -> None:
-    """Raises CheckpointError if transformers reads the tokenizer of an export otherwise than the run did."""
+    """Raise CheckpointError if transformers tokenises with the exported files differently from the run."""
     if record is None or not (folder / "tokenizer.json").is_file():
         return
     difference = compare_with_transformers(name, folder, read_tokenizer(name, folder))
@@ -61,7 +61,7 @@ def check_tokenizer(folder: Path, name: str, record: Record | None) -> None:
 
 
 def _mend(source: Path, folder: Path) -> None:
-    """Writes the regex with which the run tokenised, if the file of a Mistral model has the known wrong one."""
+    """Correct the known wrong regex in the tokenizer file of a Mistral model, as the run did when it tokenised."""
     if is_of_a_converter(source) and (folder / "tokenizer.json").is_file():
         backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
         if mend(str(source), source, backend) is not None:
@@ -69,7 +69,7 @@ def _mend(source: Path, folder: Path) -> None:
 
 
 def record_of(served: Served) -> Record:
-    """The record of the files that `write` would write."""
+    """The record that `write` would return, without writing files."""
     return _record(served, _made(served))
 
 
@@ -99,7 +99,7 @@ def _record(served: Served, made: Mapping[str, ForServers]) -> Record:
 
 
 def with_ends(config: Mapping[str, Any], end_ids: Iterable[int]) -> dict[str, Any]:
-    """config.json with these ends, where it has an `eos_token_id`."""
+    """config.json with `end_ids` as its `eos_token_id`, at the top and in text_config, where it has this key."""
     ids = list(end_ids)
     changed = dict(config)
     if ids and _EOS in config and _listed(config[_EOS]) != sorted(ids):
@@ -122,7 +122,7 @@ def _write_templates(folder: Path, texts: Mapping[str, str]) -> None:
     for name, text in texts.items():
         path = folder / file_of(name)
         path.parent.mkdir(exist_ok=True)
-        path.write_bytes(text.encode())  # the line ends of the template, on every system
+        path.write_bytes(text.encode())  # keeps the line ends of the template on every system
 
 
 def _write_generation(path: Path, end_ids: tuple[int, ...]) -> None:
@@ -132,7 +132,7 @@ def _write_generation(path: Path, end_ids: tuple[int, ...]) -> None:
 
 
 def _change(path: Path, **values: Any) -> None:
-    """Change keys of a JSON file, if there is one; None removes a key."""
+    """Change keys of a JSON file if the file exists.  The value None removes a key."""
     if not path.is_file():
         return
     before = _read(path)

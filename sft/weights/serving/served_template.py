@@ -1,11 +1,11 @@
-"""Makes of a trained chat template one that a server renders to the same text without our settings.
+"""Changes the chat template of a training, so that a server renders the same text without our settings.
 
     {% generation %} marks          become comments, because servers do not know the tag
     strftime_now("%d %b %Y")        becomes the date of data.date
     data.chat_template_kwargs       become defaults: {%- if think is not defined %}{%- set think = false %}{%- endif %}
 
-Each change is kept only if a set of chats, with and without tools and reasoning, is rendered to the same text as in
-training.  A change that fails is left out and reported; a request must then give the switch.
+Each change is kept only if the template still renders a set of chats, with and without tools and reasoning, to the same
+text as in training.  Other changes are left out and reported.  Each request must then give the switch.
 """
 
 import json
@@ -23,7 +23,7 @@ from sft.data.template.chat_template import DATE, ChatTemplate
 from sft.errors import DataError
 
 _CLOCK = "strftime_now"
-_ANOTHER_DAY = "1987-11-28"  # differs from days of trainings in year, month, day and day of the week
+_ANOTHER_DAY = "1987-11-28"  # no date of a training: a template that still asks for the date renders another text
 # Comments and raw blocks first, because tags inside them are text.
 _TAG = re.compile(
     r"\{#.*?#\}|\{%[-+]?\s*raw\s*[-+]?%\}.*?\{%[-+]?\s*endraw\s*[-+]?%\}"
@@ -54,23 +54,30 @@ class ForServers:
     """A template for servers."""
 
     source: str
-    requests: tuple[str, ...]  # the switches that it reads and that are no defaults in it
-    has_date: bool  # whether it holds the date of the training
-    asks_for_today: bool  # whether it asks the server for today's
-    has_marks: bool
+    requests: tuple[str, ...]  # the switches that it reads and does not set by default
+    has_date: bool  # whether it contains the date of the training
+    asks_for_today: bool  # whether it asks the server for today's date
+    has_marks: bool  # whether it still has {% generation %} marks
 
 
 def for_servers(
     source: str, special_tokens: Mapping[str, Any], switches: Mapping[str, Any], date: str | None
 ) -> ForServers:
-    """The template `source` for servers.  special_tokens: what it gets from the tokenizer"""
+    """The template `source`, changed for servers.
+
+    special_tokens: the tokens that the tokenizer gives to the template; switches: data.chat_template_kwargs
+    date: data.date; None: not set
+    """
     trained = ChatTemplate(source, "trained", dict(special_tokens), date=date or DATE)
     read = {name: value for name, value in switches.items() if name in trained.variables}
     asks = _asks_for_date(source)
     wanted, variables, result = list(_renderings(trained, read)), {**read, _CLOCK: trained.date}, source
 
     def keeps(candidate: str, without: str | None = None) -> bool:
-        """Take the candidate if it renders the chats as in training, without the variable that it has a default of."""
+        """Take the candidate as the result if it renders the chats as in training.  Returns whether it was taken.
+
+        without: the variable that the candidate sets by default, and that the chats are rendered without
+        """
         nonlocal result
         others = {name: value for name, value in variables.items() if name != without}
         clock = others.pop(_CLOCK, _ANOTHER_DAY)
@@ -95,16 +102,16 @@ def for_servers(
 
 
 def default_line(name: str, value: bool | int | float | str) -> str:
-    """Jinja that gives the variable a value if the request gives none.
+    """A line of Jinja that gives the variable a value if the request gives none.
 
-    The line ends with a newline, which trim_blocks removes, so that blanks and newlines that follow mean the same as
-    at the start of the file.
+    It ends with a newline, which trim_blocks removes.  So blanks and newlines after it have the same effect as at the
+    start of the file.
     """
     return f"{{%- if {name} is not defined %}}{{%- set {name} = {literal(value)} %}}{{%- endif %}}\n"
 
 
 def literal(value: bool | int | float | str) -> str:
-    """The value in Jinja's notation.  Jinja reads the escapes of a text as Python does, but no pairs of surrogates."""
+    """The value in Jinja's notation.  Texts keep their characters, because Jinja does not join escaped surrogates."""
     if isinstance(value, float) and not math.isfinite(value):
         return "1e999 - 1e999" if math.isnan(value) else "1e999" if value > 0 else "-1e999"
     return json.dumps(value, ensure_ascii=False)
@@ -121,7 +128,10 @@ def _renderings(template: ChatTemplate, variables: dict[str, Any]) -> Iterator[s
 
 
 def _unmarked(source: str) -> Iterator[str]:
-    """The template without marks.  A comment does the same to blanks, and `with` to the scope of variables, too."""
+    """Candidates for the template without generation marks.
+
+    A comment removes the same whitespace as a mark.  A `with` block also gives variables the same scope.
+    """
     scoped = any(block.find(nodes.Assign) for block in _tree(source).find_all(nodes.CallBlock))
     if not scoped:
         yield _without_marks(source, "{{#{left} {name} {right}#}}")
@@ -140,7 +150,10 @@ def _without_marks(source: str, form: str) -> str:
 
 
 def _clock_line(source: str, date: str) -> str:
-    """A macro in place of the server's clock; "" if a format is computed, so that it cannot be listed."""
+    """A Jinja macro that replaces the server's clock for all formats in the template.
+
+    "" if the template computes a format, so that the formats are not known.
+    """
     formats: list[str] = []
     for call in _tree(source).find_all(nodes.Call):
         if isinstance(call.node, nodes.Name) and call.node.name == _CLOCK:
@@ -153,7 +166,7 @@ def _clock_line(source: str, date: str) -> str:
 
 
 def _asks_for_date(source: str) -> bool:
-    """Whether the template calls the server's clock, and no macro of its own of the same name."""
+    """Whether the template uses the server's clock, and defines no macro of the same name."""
     tree = _tree(source)
     return any(name.name == _CLOCK for name in tree.find_all(nodes.Name)) and not any(
         macro.name == _CLOCK for macro in tree.find_all(nodes.Macro)

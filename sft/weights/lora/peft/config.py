@@ -1,7 +1,7 @@
-"""adapter_config.json: what this trainer writes, and which options of PEFT's it can continue.
+"""Writes and reads adapter_config.json, and decides with which PEFT options this trainer can continue an adapter.
 
-An option that is absent, null, false, zero or empty is off.  Options that are on are refused unless they are known to
-leave the product of B and A as it is.  So an option of a later PEFT is refused, too.
+An option that is absent, null, false, zero or empty is off.  An option that is on is refused unless it is known not to
+change the computation W + scale * B A.  So unknown options of later versions of PEFT are refused, too.
 """
 
 import json
@@ -18,13 +18,13 @@ from sft.weights.lora.peft.targets import expert_options
 
 CONFIG = "adapter_config.json"
 _READ = ("peft_type", "task_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "init_lora_weights")
-# Say which modules have adapters, which the tensors say, too; or nothing about numbers.
+# Options that do not change the computation, or that name the modules with adapters, which the tensors show as well.
 _FREE = {
     *("target_modules", "exclude_modules", "modules_to_save", "ensure_weight_tying", "base_model_name_or_path"),
     *("revision", "auto_mapping", "inference_mode", "peft_version", "megatron_core", "layers_pattern"),
     *("qalora_group_size", "eva_config"),
 }
-_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")  # leave the base weights as they are
+_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")  # initialisations that do not change the base weights
 _WHY = {
     "use_dora": "DoRA also scales the rows of the weight",
     "use_qalora": "it averages inputs, for quantised weights",
@@ -48,21 +48,21 @@ _WHY = {
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """The fields of adapter_config.json that decide values and shapes."""
+    """The fields of adapter_config.json that this trainer uses."""
 
     rank: int
     alpha: float
     rslora: bool = False
     dropout: float = 0.0
-    base: str | None = None  # name of the base model, as far as the file has one
+    base: str | None = None  # name of the base model; None: unknown
     revision: str | None = None
-    tied: bool = False  # the embedding is trained, and the output weight is the same
+    tied: bool = False  # whether embedding and output weight are trained as one weight (ensure_weight_tying)
 
 
 def content_of(
     config: AdapterConfig, adapted: Iterable[str], saved: Iterable[str], target_modules: list[str]
 ) -> dict[str, Any]:
-    """adapter_config.json.  adapted, saved: modules with adapters, and modules whose weights are trained whole"""
+    """The content of adapter_config.json.  adapted: modules with adapters; saved: modules that are trained whole"""
     alpha = int(config.alpha) if float(config.alpha).is_integer() else config.alpha  # PEFT's type is int
     return {
         "peft_type": "LORA",
@@ -86,7 +86,7 @@ def content_of(
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of adapter_config.json.  Raises CheckpointError if there is none, or if it is no mapping."""
+    """Read adapter_config.json.  Raises CheckpointError if it is missing, damaged or not a mapping."""
     path = folder / CONFIG
     if not path.exists():
         raise CheckpointError(
@@ -103,13 +103,16 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def modules_to_save(content: Mapping[str, Any]) -> list[str]:
-    """Names, or endings of names, of the modules whose weights are trained whole."""
+    """The value of modules_to_save: names, or ends of names, of the modules whose weights are trained whole."""
     names = content.get("modules_to_save")
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def parsed(content: Mapping[str, Any], adapted: Iterable[str]) -> tuple[AdapterConfig | None, list[str]]:
-    """The content in our terms, and every reason why it cannot be continued.  adapted: modules with adapters"""
+    """The configuration, None if it is not readable, and all reasons why this trainer cannot continue the adapter.
+
+    adapted: modules with adapters, by the names of the tensors
+    """
     problems = [*_unsupported(content), *_wrong(content)]
     if problems:
         return None, problems
@@ -133,7 +136,7 @@ def parsed(content: Mapping[str, Any], adapted: Iterable[str]) -> tuple[AdapterC
 
 
 def disagreements(config: AdapterConfig, lora: LoraConfig) -> list[str]:
-    """Differences between the recipe and the folder, as sentences that name both values."""
+    """One phrase with both values for each difference between the recipe and the folder."""
     pairs = (
         ("rank", lora.rank, "r", config.rank),
         ("alpha", lora.alpha, "lora_alpha", config.alpha),
@@ -147,7 +150,7 @@ def disagreements(config: AdapterConfig, lora: LoraConfig) -> list[str]:
 
 
 def _unsupported(content: Mapping[str, Any]) -> list[str]:
-    """Options that are on although this trainer cannot follow them."""
+    """One phrase for each option that is on and that this trainer does not support."""
     kind, task, bias = content.get("peft_type"), content.get("task_type"), content.get("bias")
     start = content.get("init_lora_weights")
     problems = []
@@ -168,7 +171,7 @@ def _unsupported(content: Mapping[str, Any]) -> list[str]:
 
 
 def _wrong(content: Mapping[str, Any]) -> list[str]:
-    """Values of a wrong type or size."""
+    """One phrase for each value of a wrong type or size."""
     rank, alpha, dropout = content.get("r"), content.get("lora_alpha"), content.get("lora_dropout", 0.0)
     names = content.get("modules_to_save")
     problems = []

@@ -1,7 +1,7 @@
 """Writes and reads a PEFT folder, tensor by tensor.
 
-PEFT reads one file, so that no adapter is split into several.  The headers are read first: whether the tensors fit the
-configuration, and one another, is known before a number is read.  Pickle files are never opened.
+PEFT reads only one file of weights, so an adapter is never split.  Names, shapes and types of the tensors are checked
+from the header before any values are read.  Pickle files are never opened.
 """
 
 import json
@@ -29,7 +29,7 @@ from sft.weights.lora.peft.targets import endings, lost_by_peft, target_modules
 
 STEM = "adapter_model"
 WEIGHTS = f"{STEM}.safetensors"
-_COMPARED_ROWS = 4096  # so many rows of an embedding are read at once
+_COMPARED_ROWS = 4096  # number of rows of an embedding that are read at once
 _PREFIX, _A, _B, _WEIGHT = "base_model.model.", ".lora_A.weight", ".lora_B.weight", ".weight"
 
 
@@ -39,10 +39,10 @@ class Contents:
 
     config: AdapterConfig
     modules: Mapping[str, tuple[int, int]]  # (out, in) of the weight of each module with an adapter
-    saved: Mapping[str, Shape] = field(default_factory=dict)  # of each weight that is trained whole, by module
+    saved: Mapping[str, Shape] = field(default_factory=dict)  # shape of each weight that is trained whole, by module
 
     def shapes(self) -> dict[str, Shape]:
-        """The tensors of the file, in its order: base_model.model.q_proj.lora_A.weight -> (rank, in), ..."""
+        """The shapes of the tensors in the order of the file: base_model.model.q_proj.lora_A.weight -> (rank, in)"""
         rank, shapes = self.config.rank, dict[str, Shape]()
         for module, (num_rows, num_columns) in self.modules.items():
             shapes[key_of_a(module)], shapes[key_of_b(module)] = (rank, num_columns), (num_rows, rank)
@@ -74,13 +74,13 @@ def write(
 ) -> None:
     """Write the new folder `target`.
 
-    tensors  names and order of `contents.shapes()`
+    tensors  key and value of each tensor, in the order of `contents.shapes()`
     others   names of all other modules of the base model
     dtype    type of all tensors
-    finish   called with the folder and its tensor files, before the folder gets its name
+    finish   called with the folder and the entries of its tensor files, before the folder gets its final name
     advance  called with each tensor's size in bytes
-    Raises CheckpointError, after which there is no folder, if PEFT would not read what was trained, if a number is not
-    finite in `dtype`, and for errors of the disk.
+    Raises CheckpointError if PEFT would not compute the trained function, if a value is not finite in `dtype`, or as
+    `new_folder` does.  After an error there is no folder.
     """
     if reason := lost_by_peft(contents.modules, rslora=contents.config.rslora):
         raise CheckpointError(f"{target} was not written: {reason}.  Export the merged model instead.")
@@ -105,17 +105,18 @@ def _converted(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) 
 
 @dataclass(frozen=True, kw_only=True)
 class PeftAdapter:
-    """An adapter in a folder, whose numbers are read on request."""
+    """An adapter in a folder.  Its values are read only on request."""
 
     file: Path
     num_bytes: int
     contents: Contents
-    dtypes: frozenset[str]  # names of the types of the numbers in safetensors, such as F32
+    dtypes: frozenset[str]  # all types of the tensors, by their names in safetensors, such as F32
 
     def read_parts(self, parts: Iterable[tuple[str, tuple[slice, ...], torch.Tensor]]) -> None:
-        """Fill tensors with parts of stored ones, of which no other numbers are read.
+        """Fill tensors with parts of stored tensors.  Reads only these parts from the file.
 
-        parts: name of the stored tensor, the slice of each axis, and the tensor of this shape to fill
+        parts: key of the stored tensor, a slice for each axis, and the tensor to fill, which has the shape of the part
+        Raises CheckpointError if a value is not finite.
         """
         with self._opened() as stored:
             for key, where, target in parts:
@@ -137,7 +138,10 @@ class PeftAdapter:
                     )
 
     def check(self, modules: Mapping[str, tuple[int, int]], saved: Mapping[str, Shape]) -> None:
-        """Raise CheckpointError listing how the tensors differ from those of `modules` and `saved`, as in Contents."""
+        """Raise CheckpointError if names or shapes of the tensors do not follow from `modules` and `saved`.
+
+        modules, saved: as in `Contents`
+        """
         wanted = Contents(config=self.contents.config, modules=modules, saved=saved)
         check_tensors(self.contents.shapes(), wanted.shapes(), str(self.file))
 
@@ -153,7 +157,7 @@ class PeftAdapter:
 def read(folder: Path) -> PeftAdapter:
     """Open the adapter in a folder.
 
-    Raises CheckpointError if there is none, or listing everything in it that this trainer cannot continue.
+    Raises CheckpointError if there is none.  Also raises it, with all reasons, if this trainer cannot continue it.
     """
     content = read_config(folder)
     file = _weights(folder)
@@ -193,7 +197,7 @@ def read(folder: Path) -> PeftAdapter:
 
 
 def _weights(folder: Path) -> Path:
-    """The file of the tensors.  Raises CheckpointError."""
+    """The path of the file of tensors.  Raises CheckpointError if there is none, or if it is not a regular file."""
     file = folder / WEIGHTS
     if os.path.lexists(file):
         with as_checkpoint_error(file):
@@ -207,7 +211,10 @@ def _weights(folder: Path) -> Path:
 
 
 def _headers(file: Path) -> tuple[dict[str, Shape], set[str], list[str]]:
-    """The shape of each tensor, all types, and the tensors whose types are not supported.  Raises CheckpointError."""
+    """The shape of each tensor, all types, and one phrase for each tensor whose type is not supported.
+
+    Raises CheckpointError if the file is damaged.
+    """
     shapes: dict[str, Shape] = {}
     dtypes, problems = set(), []
     with as_checkpoint_error(file), safe_open(file, framework="pt") as stored:
@@ -221,7 +228,7 @@ def _headers(file: Path) -> tuple[dict[str, Shape], set[str], list[str]]:
 
 
 def _names_of(key: str, names: Set[str]) -> set[str]:
-    """Names among `names` whose module has the tensor as its weight: embed_tokens or model.embed_tokens."""
+    """The elements of `names` that name the module of this weight, for example embed_tokens or model.embed_tokens."""
     if not (key.startswith(_PREFIX) and key.endswith(_WEIGHT)):
         return set()
     return {ending for ending in endings(_saved_module(key)) if ending in names}
@@ -232,7 +239,7 @@ def _saved_module(key: str) -> str:
 
 
 def _misshapen(shapes: Mapping[str, Shape], keys: set[str], rank: int) -> list[str]:
-    """The factors whose shapes do not fit the rank."""
+    """One phrase for the factors of each shape that does not fit the rank."""
     wrong: dict[Shape, list[str]] = {}
     for key in sorted(keys & shapes.keys()):
         shape = shapes[key]

@@ -1,7 +1,8 @@
-"""Names of modules with adapters, as PEFT needs them to find the same modules again.
+"""Computes the names and options with which PEFT finds the modules that have adapters.
 
-PEFT 0.21.2 on transformers 5 reads adapters of single experts.  It stacks them: experts.gate_up_proj gets an adapter of
-twice the rank, whose B has blocks of gate and up on its diagonal, and experts.down_proj one of the rank itself.
+PEFT 0.21.2 on transformers 5 reads adapters of single experts, and stacks them.  experts.gate_up_proj gets an adapter
+of twice the rank, whose B has the blocks of gate and up on its diagonal.  experts.down_proj gets an adapter of the same
+rank.
 """
 
 import re
@@ -16,10 +17,10 @@ _TEXT = re.compile(r"(?:model\.language_model|language_model\.model|model)\.(?=l
 
 
 def module_of(tensor: str, *, has_vision: bool = False) -> str:
-    """The module of a weight.  has_vision: the files name the language model of a model with a vision tower
+    """The name of the module of a weight.  has_vision: the model has a vision tower
 
-    model.layers.0.self_attn.q_proj.weight -> model.layers.0.self_attn.q_proj; with has_vision
-    model.language_model.layers.0.self_attn.q_proj, which is the name in the memory of transformers 5
+    model.layers.0.self_attn.q_proj.weight -> model.layers.0.self_attn.q_proj
+    With has_vision: model.language_model.layers.0.self_attn.q_proj, the name of the module in transformers 5
     """
     module = tensor.removesuffix(".weight")
     if not has_vision:
@@ -32,25 +33,26 @@ def module_of(tensor: str, *, has_vision: bool = False) -> str:
 def target_modules(adapted: Iterable[str], others: Iterable[str]) -> list[str]:
     """The shortest endings of names that PEFT matches with all modules `adapted` and with none of `others`, sorted.
 
-    a.0.q_proj, a.1.q_proj; others a.0.k_proj -> q_proj
-    a.1.q_proj; others a.0.q_proj -> 1.q_proj
-    An ending is matched as a whole name or after a dot.  A name that is the ending of another one stays whole.
+    adapted a.0.q_proj, a.1.q_proj; others a.0.k_proj -> ["q_proj"]
+    adapted a.1.q_proj; others a.0.q_proj -> ["1.q_proj"]
+    PEFT matches an ending with a whole name, or with a name that ends with a dot and the ending.  If all endings of a
+    name match other modules, too, the result has the whole name.
     """
     taken = {ending for name in others for ending in endings(name)}
     return sorted({next((ending for ending in endings(name) if ending not in taken), name) for name in adapted})
 
 
 def endings(name: str) -> Iterator[str]:
-    """a.0.q -> q, 0.q, a.0.q"""
+    """All endings of a name that begin at a part, shortest first: a.0.q -> q, 0.q, a.0.q"""
     parts = name.split(".")
     return (".".join(parts[i:]) for i in reversed(range(len(parts))))
 
 
 def expert_options(modules: Iterable[str], rank: int, alpha: float) -> dict[str, Any]:
-    """The options that make PEFT stack the adapters of experts; none without adapters of experts.
+    """The options that make PEFT stack the adapters of experts; {} without adapters of experts.
 
-    PEFT derives them from target_modules for some families, among them qwen3_moe, but not for qwen2_moe, for which it
-    would leave the experts without adapters.
+    For some families, such as qwen3_moe, PEFT derives these options from target_modules.  For others, such as
+    qwen2_moe, it does not, and would leave the experts without adapters.
     """
     leaves = {match[3] for name in modules if (match := _EXPERT.fullmatch(name))}
     options: dict[str, Any] = {}
@@ -64,15 +66,15 @@ def expert_options(modules: Iterable[str], rank: int, alpha: float) -> dict[str,
 
 
 def lost_by_peft(modules: Iterable[str], *, rslora: bool) -> str | None:
-    """Why PEFT would not compute what was trained, as sentences; None if it would.
+    """Why PEFT would not compute the trained function with adapters of these modules; None if it would.
 
-    PEFT 0.21.2 reads such a folder, often without an error, and leaves adapters out or scales them wrongly.
+    PEFT 0.21.2 often reads such a folder without an error, but leaves adapters out or scales them wrongly.
     """
     blocks: defaultdict[str, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for module in modules:
         if match := _EXPERT.fullmatch(module):
             blocks[match[1]][match[3]].add(int(match[2]))
-    for block, experts in blocks.items():  # experts: their numbers, by name of the matrix
+    for block, experts in blocks.items():  # experts: numbers of the experts with an adapter, by name of the matrix
         gate_up = next((pair for pair in _GATE_UP if pair & set(experts)), set())
         if gate_up - set(experts) or (gate_up and not any(down & set(experts) for down in _DOWN)):
             return (

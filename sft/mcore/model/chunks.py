@@ -1,8 +1,7 @@
-"""Builds megatron-core's GPTModel from the recipe's model config.
+"""Builds the model chunks of a rank (megatron-core's GPTModel) and their TransformerConfig from a recipe.
 
-One function builds `TransformerConfig`, which only sft/mcore uses.  The model returns hidden states, never logits.  The
-loss head (sft/mcore/loss) projects hidden states.  A new model's weights have no values until `initial_weights.py`
-draws them, or `checkpoint_io` loads them.
+The model returns hidden states, never logits; the loss head (sft/mcore/loss) projects them.  The weights of a new model
+have no values until `initial_weights.py` draws them, or `checkpoint_io` loads them.
 """
 
 import importlib.util
@@ -43,7 +42,7 @@ _FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform",
 def transformer_config(
     config: Config, layout: Layout, device_type: str, backend: AttentionBackend
 ) -> TransformerConfig:
-    """Build the TransformerConfig; no other function builds one."""
+    """Build core's TransformerConfig; no other function builds one.  Raises ConfigError if core refuses the fields."""
     model, dtype = config.model, params_dtype(config)
     fields: dict[str, Any] = dict(
         num_layers=model.num_layers,
@@ -98,16 +97,16 @@ def transformer_config(
 
 
 def _leave_without_value(weight: Tensor) -> None:
-    """Initialise a matrix for core, without drawing values.  A matrix that is neither loaded nor drawn stays NaN."""
+    """Fill a matrix with NaN, which stays until the matrix is loaded or drawn.  Core calls this to initialise it."""
     torch.nn.init.constant_(weight, math.nan)
 
 
 def fuses_gradients(train: TrainConfig, backend: AttentionBackend) -> bool:
-    """Whether the matrix product of a weight's gradient adds its result to the fp32 sum of gradients.
+    """Whether core's kernel for the product of a weight's gradient adds its result to the fp32 sum of gradients.
 
-    Core needs an extension of Apex for this, also with Transformer Engine.  Core marks a weight whose gradient it has
-    added.  With saved-tensor hooks, backward gets a copy of the weight, so the mark would be lost.  Tiles add gradients
-    themselves.
+    Core needs an extension of Apex for this, also with Transformer Engine.  Core marks a weight whose gradient the
+    kernel has added.  With saved-tensor hooks, backward gets another tensor object for the weight, so the mark would be
+    lost.  With train.mlp_tile, `recompute.py` adds the gradients of tiles.
     """
     has_hooks = train.offload_fraction > 0 or (train.recompute == "selective" and not backend.library.is_te)
     has_kernel = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
@@ -115,8 +114,8 @@ def fuses_gradients(train: TrainConfig, backend: AttentionBackend) -> bool:
 
 
 def _dispatcher_fields(parallel: ParallelConfig, device_type: str) -> dict[str, Any]:
-    """Fields for the dispatch of tokens to experts.  Core refuses its default with variable_seq_lengths, even without
-    experts."""
+    """Fields for the dispatcher, which sends tokens to experts; also needed without experts, because core refuses its
+    default dispatcher with variable_seq_lengths.  Raises ConfigError if deepep cannot run here."""
     if parallel.ep_comm == "alltoall":
         return dict(moe_token_dispatcher_type="alltoall")
     if device_type != "cuda" or importlib.util.find_spec("deep_ep") is None:
@@ -151,8 +150,11 @@ def _expert_fields(model: ModelConfig, layout: Layout) -> dict[str, Any]:
 
 
 def _activation_fields(model: ModelConfig) -> dict[str, Any]:
-    """Fields of the activation.  Core passes gate and up together only to activations of Transformer Engine, so these
-    fields make it build our activation instead of one of these."""
+    """Fields for a GatedActivation; {} with core's SwiGLU.
+
+    Core passes gate and up together only to an activation of Transformer Engine.  With these fields core builds one,
+    and the layer spec names our class for it.
+    """
     return dict(bias_activation_fusion=False, use_te_activation_func=True) if GatedActivation.fields(model) else {}
 
 
@@ -166,9 +168,9 @@ def build(
     trained: Trained = Trained(),
     trains: bool = True,
 ) -> list[DistributedDataParallel]:
-    """The model chunks of this rank (one, or `virtual_stages`), without weights, wrapped for data parallelism.
+    """The model chunks of this rank, wrapped for data parallelism; their weights have no values.
 
-    trains: False freezes all weights, so that core allocates no buffers for gradients
+    There is one chunk per virtual stage.  trains: False freezes all weights, so core allocates no buffers for gradients
     """
     core = transformer_config(config, layout, groups.device.type, backend)
     chunks = [_build_chunk(config, layout, groups, core, backend, vocab_size, i) for i in range(layout.virtual_stages)]
@@ -244,6 +246,6 @@ def _build_chunk(
 
 
 def _embedding_multiplier(model: ModelConfig, dtype: torch.dtype) -> float:
-    """The factor on embeddings, rounded as transformers does for Gemma: to fp32, then to the dtype of the weights."""
+    """The factor on embeddings.  For Gemma it is rounded to the dtype of the weights, as transformers rounds it."""
     rounded = torch.tensor(model.embedding_multiplier, dtype=torch.float32).to(dtype)
     return rounded.item() if model.round_embedding_multiplier else model.embedding_multiplier

@@ -123,8 +123,7 @@ def peak_memory(device: torch.device) -> dict[str, float]:
 
 
 class _Redirect(TorchFunctionMode):
-    """Creates tensors on the CPU if megatron-core requests them on "cuda", and makes `Tensor.type()` return CUDA names.
-    """
+    """Creates tensors on the CPU if megatron-core requests them on "cuda"; makes `Tensor.type()` return CUDA names."""
 
     active = False
 

@@ -112,8 +112,7 @@ class Engine:
         )
 
     def evaluate(self, microbatches: Sequence[Microbatch], *, sources: Sequence[str] = ()) -> Totals:
-        """The loss over the microbatches of all ranks, without gradients.  Collective.  Arguments as for `train_step`.
-        """
+        """The loss over the microbatches of all ranks, without gradients.  Arguments: see `train_step`.  Collective."""
         return self._run(microbatches, sources, forward_only=True)
 
     def measure(self, microbatches: Sequence[Microbatch], *, forward_only: bool) -> list[tuple[Tensor, RowStatistics]]:

@@ -150,8 +150,7 @@ def model_state(engine: Engine) -> dict[str, Any]:
 
 
 def _form(engine: Engine) -> dict[str, Any]:
-    """The metadata of the sharded state dict.  A checkpoint stores it, and core reads it when it loads the checkpoint.
-    """
+    """The metadata of the sharded state dict.  A checkpoint stores it, and core reads it on load."""
     form: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if engine.config.parallel.distributed_optimizer:
         form["distrib_optim_sharding_type"] = "fully_reshardable"

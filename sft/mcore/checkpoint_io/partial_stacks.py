@@ -39,8 +39,7 @@ def for_load(shards: Iterable[ShardedTensor], stored: Collection[str]) -> Iterat
 
 
 def unstacked(shard: ShardedTensor, depth: int) -> ShardedTensor:
-    """The shard as part of a tensor without the first `depth` stack axes (layers, experts); the key has their indices.
-    """
+    """The shard as part of a tensor without the first `depth` stack axes (layers, experts); the key has the indices."""
     key, index = shard.key, shard.global_offset[:depth]
     for axis, number in zip(_axes(shard.key), index):
         key = key.replace(axis, f"{axis}{number}.", 1)

@@ -47,8 +47,7 @@ EXTRA_STATE = re.compile(r"(^|\.)_extra_state\d*(/|$)")
 
 
 class _SafeDtype:
-    """Replaces numpy.dtype, for numbers and text only: with an object dtype, numpy would use stored bytes as pointers.
-    """
+    """Replaces numpy.dtype, for numbers and text only: with an object dtype, numpy uses stored bytes as pointers."""
 
     def __init__(self, code: str, *_: Any) -> None:
         self._code, self._order = str(code), "="
@@ -80,8 +79,7 @@ class _SafeArray(np.ndarray[Any, Any]):
 
 @functools.cache
 def _allowed() -> list[tuple[Any, str]]:
-    """The classes that a byte object may name, each with its name: core's list, with safe classes in place of numpy's.
-    """
+    """The classes that a byte object may name, each with its name: core's list, with safe classes for numpy's."""
     classes = [known for known in SAFE_GLOBALS if known.__module__.partition(".")[0] != "numpy"]
     numpy = [(_SafeDtype, "numpy.dtype"), (_SafeArray, "numpy.ndarray")]
     numpy += [(_SafeArray, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]  # numpy 1, 2

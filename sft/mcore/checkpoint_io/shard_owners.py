@@ -59,8 +59,7 @@ def writers(shards: Sequence[ShardedTensor], groups: ProcessGroups) -> ShardDist
 
 
 def readers(shards: Sequence[ShardedTensor], groups: ProcessGroups) -> dict[ShardId, Reader]:
-    """For each shard that a rank of dp_cp holds, the rank that reads it.  Equal on all ranks of the group.  Collective.
-    """
+    """For each shard that a rank of dp_cp holds, the rank that reads it.  Equal on all of these ranks.  Collective."""
     held = _held_by_all(shards, groups)
     main = {entry.shard for entries in held for entry in entries if entry.is_main}
     holders = _holders(held)

@@ -39,8 +39,7 @@ class RowsOfExperts:
         return cls(counts, ends.pin_memory().to(device, non_blocking=True))  # without a wait of the host
 
     def times(self, x: Tensor, matrices: Tensor) -> Tensor:
-        """Multiply each row by the matrix of its expert: x [n, columns], matrices [experts, rows, columns] -> [n, rows]
-        """
+        """Multiply rows by their experts' matrices: x [n, columns], matrices [experts, rows, columns] -> [n, rows]"""
         is_aligned = all(size % _ALIGNMENT == 0 for size in matrices.shape[1:])
         if self.ends is not None and is_aligned and x.dtype == matrices.dtype == torch.bfloat16:
             output: Tensor = GroupedProduct.apply(x, matrices, self.ends)

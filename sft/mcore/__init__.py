@@ -1,7 +1,8 @@
-"""The wall, the only package that imports megatron or transformer_engine.
+"""The model and the training engine.  Only this package imports megatron and transformer_engine.
 
-On import, core prints warnings that do not concern the user of this trainer (Apex is missing, one of core's classes is
-deprecated).  This module silences these warnings before any module of core is imported.
+On import, megatron-core prints warnings that do not concern the user of this trainer: for example, that Apex is missing
+or that one of its classes is deprecated.  This module silences these warnings before any module of megatron-core is
+imported.  In the comments of this package, core means megatron-core.
 """
 
 import logging
@@ -15,4 +16,4 @@ warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor tha
 logging.getLogger("megatron").setLevel(logging.ERROR)
 logging.getLogger("torch.utils.cpp_extension").setLevel(
     logging.ERROR
-)  # core imports it; on a CPU it warns that there is no CUDA
+)  # core imports torch's module, which warns on a CPU that there is no CUDA

@@ -1,11 +1,12 @@
 """The interface between an attention backend and the rest of the model.
 
-Whose modules a layer is made of (`modules/library.py`) and which kernel computes the attention of each kind of layer
-(`backends/kernels.py`) are two questions.  `selection.choose` makes one backend object per run.  No other code branches
-on the kind of backend.  A new kind of layer has an entry in model/mixers.py.
+A backend combines a library, from whose modules each layer is built (`modules/library.py`), with kernels for the
+attention of each kind of layer (`backends/kernels.py`).  `selection.choose` makes one backend object per run.  A new
+kind of layer gets an entry in model/mixers.py.
 
-Facts that are needed before torch is imported are elsewhere.  sft/config/attention.py defines the effect of a backend
-on the keys of a recipe, and the files of sft/layers/mixers count the bytes that a backend saves.
+Two facts about backends are needed before torch is imported, so other packages hold them.  sft/config/attention.py
+defines how a backend affects the keys of a recipe, and the files of sft/layers/mixers count the bytes that a backend
+saves.
 """
 
 from abc import ABC, abstractmethod
@@ -34,23 +35,23 @@ class PackedDocuments(PackedSeqParams):
     """The inputs of attention that describe a microbatch.  The engine makes them on every pipeline stage."""
 
     cp: CpGroup | None = None  # the ranks that share the pack
-    num_documents: int = 0  # of the whole pack, filler documents included
-    kernels: Mapping[LayerKind, AttentionKernel] = field(default_factory=dict)  # with a softmax; portable only
-    rotation: Rotation | None = None  # of this rank's tokens, if attention itself rotates queries and keys
-    window_rotation: Rotation | None = None  # the same for layers with model.rope.window_base
-    own: Mapping[LayerKind, Any] = field(default_factory=dict)  # what the mixer of a kind of layer needs besides
+    num_documents: int = 0  # documents of the whole pack, filler documents included
+    kernels: Mapping[LayerKind, AttentionKernel] = field(default_factory=dict)  # softmax attention; portable only
+    rotation: Rotation | None = None  # for this rank's tokens, if attention itself rotates queries and keys
+    window_rotation: Rotation | None = None  # like `rotation`, for layers with model.rope.window_base
+    own: Mapping[LayerKind, Any] = field(default_factory=dict)  # other inputs of the mixer of each kind of layer
 
 
 class AttentionBackend(ABC):
     """One implementation of attention.
 
     reason   why this run uses this implementation, for the log
-    library  whose modules the layers are made of
-    kernels  by kind of layer, for kinds whose kernel the backend does not bring itself
+    library  the library that has the modules of the layers
+    kernels  the kernel of each kind of layer; empty if the backend's library has its own kernels
     """
 
-    name: ClassVar[str]  # as attention.backend in the recipe
-    latent_attention: Callable[..., Any]  # makes what latent_attention/core_attention.py describes
+    name: ClassVar[str]  # the value of attention.backend in the recipe
+    latent_attention: Callable[..., Any]  # makes a `CoreAttention` of latent_attention/core_attention.py
     attention_rotates: bool  # attention rotates queries and keys in plain torch; False: core does, in a fused kernel
 
     def __init__(
@@ -78,22 +79,22 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def with_attention(self, spec: ModuleSpec) -> ModuleSpec:
-        """The layer `spec` of the library with this backend's attention."""
+        """Put this backend's attention into the layer `spec` of the library, and return the spec."""
 
     def rotary_table(self, device: torch.device) -> RotaryTable | None:
-        """Angles with which megatron-core rotates queries and keys; None: attention itself rotates them."""
+        """The table of angles for core, which then rotates queries and keys; None: attention itself rotates them."""
         return None if self.attention_rotates else RotaryTable(self.frequencies(device))
 
     def documents(self, cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp: CpGroup) -> PackedDocuments:
         """The inputs of attention that describe a microbatch on this rank.
 
         cu_seqlens  int32 [documents + 1], padded boundaries of the documents of the whole pack
-        max_seqlen  tokens of the longest document of the pack, padded
-        positions   int64 [1, t] of this rank's tokens within their documents, on the device
+        max_seqlen  number of tokens of the longest document of the pack, padded
+        positions   int64 [1, t], the positions of this rank's tokens within their documents, on the device
         cp          the ranks that share the pack
 
-        Padded and unpadded boundaries are the same tensor, because causal attention cannot see padding at the end of a
-        document.  Some Transformer Engine releases drop keys if the two boundaries differ.
+        The padded boundaries also stand for the unpadded ones: causal attention never attends to padding at the end of
+        a document.  Some releases of Transformer Engine drop keys if the two kinds of boundaries differ.
         """
         boundaries = send(cu_seqlens, positions.device)
         is_dynamic = self.config.parallel.dynamic_cp
@@ -123,7 +124,10 @@ class AttentionBackend(ABC):
         return Rotation.of(positions.flatten(), frequencies, dtype, positions_config, whole_heads=whole_heads)
 
     def frequencies(self, device: torch.device, layers: str = "all") -> Tensor:
-        """float32 [rotary_dim / 2].  layers: "windows" are those with model.rope.window_base"""
+        """The frequencies of the rotary embedding, float32 [rotary_dim / 2], on the device.
+
+        layers: "windows" for layers with model.rope.window_base, "all" for the others
+        """
         self._frequencies[layers] = self._frequencies[layers].to(device)  # copied the first time only
         return self._frequencies[layers]
 

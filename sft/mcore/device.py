@@ -1,8 +1,8 @@
 """Chooses between CUDA and CPU, and enables megatron-core to run on a CPU.
 
-megatron-core names "cuda" in some 250 lines.  In a CPU run, `start` redirects the calls that this project reaches, once
-per process and until the process ends.  No other file of the project patches another package.  On CUDA this file
-patches nothing.
+megatron-core names "cuda" in some 250 lines.  In a CPU run, `start` redirects the calls that this project reaches to
+the CPU, until the process ends.  No other file of the project patches another package.  On CUDA this file patches
+nothing.
 """
 
 import contextlib
@@ -91,8 +91,11 @@ def _cpus(ranges: str) -> set[int]:
 
 
 def _compile_in_this_process() -> None:
-    """Make torch compile core's few small kernels in this process.  By default, every rank starts a pool with one
-    process per CPU core, which takes longer than the compilation, and which sometimes did not end."""
+    """Make torch compile core's few small kernels in this process, unless the environment sets a number of processes.
+
+    By default, every rank starts a pool with one process per CPU core.  Starting the pool takes longer than the
+    compilation, and sometimes the pool did not end.
+    """
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         from torch._inductor import config
 
@@ -106,12 +109,12 @@ def enter(device: torch.device) -> None:
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy `tensor` to the device without waiting for the work in progress there."""
+    """Copy `tensor` from the CPU to the device.  The host does not wait for work in progress on a GPU."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
-    """Peak bytes allocated and reserved since the last call; empty on a CPU."""
+    """Peak bytes that torch allocated and reserved on this GPU since the last call; empty on a CPU."""
     if device.type != "cuda":
         return {}
     allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
@@ -120,7 +123,7 @@ def peak_memory(device: torch.device) -> dict[str, float]:
 
 
 class _Redirect(TorchFunctionMode):
-    """Creates tensors on the CPU if megatron-core requests them on "cuda".  `Tensor.type()` returns CUDA names."""
+    """Creates tensors on the CPU if megatron-core requests them on "cuda"; makes `Tensor.type()` return CUDA names."""
 
     active = False
 

@@ -1,8 +1,9 @@
 """Runs optimizer steps and forward-only passes over the microbatches of this rank.
 
-Normalisation: the loss function returns a local sum.  The engine computes the denominator of the global batch from the
-batch's loss weights, before the first microbatch runs.  `_finalize` divides the gradients once by this denominator.  No
-other code divides gradients.
+Normalisation: the loss function returns a sum over the tokens of this rank.  Before the first microbatch runs, the
+engine computes the denominator of the global batch: the sum of the batch's loss weights, or its number of supervised
+tokens (`loss.denominator`).  `_finalize` divides the gradients once by this denominator.  No other code divides
+gradients.
 """
 
 import math
@@ -43,9 +44,9 @@ class Engine:
     """Model, optimizer and schedule of one rank; `num_steps` is the length of the whole run.
 
     trained       which weights are trained, and which have adapters
-    trains        False: for forward passes only, so there are no gradients, no optimizer and no schedule
-    has_weights   whether the model was loaded or initialised; no step is possible before
-    local_losses  losses of the microbatches of this rank's last step, summed over tokens
+    trains        False: only forward passes are possible; there are no gradients, no optimizer and no schedule
+    has_weights   whether weights were loaded or drawn; no pass is possible before
+    local_losses  objective of each microbatch of the last step or evaluation, summed over this rank's tokens
     progress      called with the name of each part of a step when the part begins
     """
 
@@ -77,7 +78,7 @@ class Engine:
             self.core_config.finalize_model_grads_func = self._finalize
         self._progress = progress
         self._passes = PassProgress(progress, torch.cuda.Event if groups.device.type == "cuda" else None)
-        self._denominator = 0.0  # of the global batch of this step
+        self._denominator = 0.0  # denominator of the global batch of this step
         self._mtp_loss = MtpLoss(config)
         self.local_losses: list[float] = []
         self.has_weights = False
@@ -85,9 +86,10 @@ class Engine:
     def train_step(
         self, microbatches: Sequence[Microbatch], *, sources: Sequence[str] = (), data_wait_s: float = 0.0
     ) -> StepResult:
-        """One update over the microbatches of this data-parallel rank.
+        """Make one optimizer step.  Collective.
 
-        sources: names of the sources, for the loss of each source; data_wait_s: how long this rank waited for data
+        microbatches: those of this data-parallel rank; sources: names of the sources, for the loss of each source
+        data_wait_s: seconds that this rank waited for data
         """
         totals = self._run(microbatches, sources, data_wait_s=data_wait_s, forward_only=False)
         self._progress("update of the weights")
@@ -110,15 +112,16 @@ class Engine:
         )
 
     def evaluate(self, microbatches: Sequence[Microbatch], *, sources: Sequence[str] = ()) -> Totals:
-        """Loss over microbatches, without gradients."""
+        """The loss over the microbatches of all ranks, without gradients.  Arguments: see `train_step`.  Collective."""
         return self._run(microbatches, sources, forward_only=True)
 
     def measure(self, microbatches: Sequence[Microbatch], *, forward_only: bool) -> list[tuple[Tensor, RowStatistics]]:
         """Run this rank's microbatches forward and, unless `forward_only`, backward; update nothing.
 
-        Returns the objective of each microbatch and the statistics of its supervised tokens on this rank, on the
-        device; on all pipeline stages but the last, an empty list.  Backward sets gradients to zero first, and leaves
-        the reduced gradients, divided by the denominator of the global batch, in `main_grad`.
+        Returns, for each microbatch, the objective and the statistics of its supervised tokens on this rank, on the
+        device.  Only the last pipeline stage has them; other stages return an empty list.  With backward, gradients are
+        set to zero first.  Afterwards `main_grad` has the gradients, reduced over ranks and divided by the denominator
+        of the global batch.
         """
         assert self.has_weights, "no weights were loaded or drawn"
         self._mtp_loss.begin()
@@ -169,12 +172,13 @@ class Engine:
         return float(mb.loss_mask.sum())
 
     def _set_denominator(self, microbatches: Sequence[Microbatch], denominator: float) -> None:
-        """Sum the denominator of the global batch's objective over ranks.  Collective over dp x cp.
+        """Sum the denominator of the objective over ranks.  Collective over dp x cp.
 
-        Routers add means over real tokens to the objective, so they scale the means by denominator / real tokens.
+        The balancing losses of routers are means over real tokens.  Routers add sums over tokens to the objective,
+        which is divided by the denominator later, so they get the factor denominator / real tokens.
         """
         self._progress("sum of the loss weights over ranks")
-        # Of whole packs, each counted by the first rank of its group.
+        # Real tokens of whole packs.  The first rank of a pack's group counts them.
         real = sum(mb.num_real_tokens for mb in microbatches if self.groups.cp_group(mb.cp_size).rank == 0)
         second = sum(int(mb.second_mask.sum()) for mb in microbatches)
         total = torch.tensor([denominator, real, second], dtype=torch.float64, device=self.groups.device)
@@ -250,9 +254,10 @@ class Engine:
         return policy
 
     def _document_of_token(self, mb: Microbatch, chunk: Any) -> Tensor:
-        """The document of each token, -1 for padding: int32 [1, t].  See `Layer.forward`.
+        """The number of each token's document, -1 for padding: int32 [1, t].  See `Layer.forward`.
 
-        Under sequence parallelism core selects this rank's part on the first stage only.
+        Under sequence parallelism, core selects this rank's tokens only on the first stage.  On other stages this
+        function selects them.
         """
         documents = device.send(mb.documents.masked_fill(mb.is_padding, -1), self.groups.device)
         if self.layout.sequence_parallel and not chunk.module.pre_process:
@@ -295,7 +300,7 @@ class Engine:
 
 
 def weights_changed(engine: Engine) -> None:
-    """Called when weights were loaded or drawn.  The optimizer copies them to its main parameters."""
+    """Copy the model's weights to the optimizer's main parameters.  Call this after weights were loaded or drawn."""
     if engine.optimizer is not None:
         engine.optimizer.reload_model_params()
     engine.has_weights = True

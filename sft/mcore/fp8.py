@@ -1,14 +1,15 @@
 """Maps `run.fp8` to fields of megatron-core, and checks that the GPU and Transformer Engine can run the FP8 recipe.
 
-The linear layers of attention, MLP and experts compute in FP8, forward and backward.  Each operand has its own scales.
-FP8 does not change weights, their gradients and the optimizer.  The attention kernel, norms, the embedding and the loss
-head stay in bf16.  sft/parallel/alignment.py has the multiples of lengths and widths that FP8 requires.
+The linear layers of attention, MLP and experts compute in FP8, forward and backward.  Each operand has separate scales.
+The dtypes of weights, of their gradients and of optimizer states do not change.  The attention kernel, norms, the
+embedding and the loss head stay in bf16.  sft/parallel/alignment.py has the multiples of lengths and widths that FP8
+requires.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-# Formats and amax histories are Transformer Engine's defaults; megatron-core's default history has one step.
+# The formats and the amax history of 1024 steps are Transformer Engine's defaults.  Core's default history is one step.
 _FIELDS: dict[str, dict[str, Any]] = {
     "delayed": dict(fp8="hybrid", fp8_margin=0, fp8_amax_history_len=1024, fp8_amax_compute_algo="max"),
     "tensorwise": dict(fp8="hybrid"),
@@ -19,8 +20,8 @@ _FIELDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Requirements:
-    te: tuple[int, int]  # first release of Transformer Engine
-    gpu: tuple[int, int]  # first compute capability
+    te: tuple[int, int]  # first release of Transformer Engine that has the recipe
+    gpu: tuple[int, int]  # first compute capability that can run the recipe
     gpu_name: str
     below: tuple[int, int] | None = None  # first compute capability that cannot run the recipe
     cuda: tuple[int, int] = (12, 1)  # oldest version that torch may be built for
@@ -29,7 +30,8 @@ class _Requirements:
         return self.gpu <= gpu and (self.below is None or gpu < self.below)
 
 
-# Releases: from megatron-core's fp8_utils (0.16.1, 0.19.2).  The rest: Transformer Engine's quantization.py (2.20).
+# The releases are from megatron-core's fp8_utils (0.16.1, 0.19.2), the rest from Transformer Engine's quantization.py
+# (2.20).
 _REQUIREMENTS = {
     "delayed": _Requirements(te=(1, 0), gpu=(8, 9), gpu_name="Ada or later"),
     "tensorwise": _Requirements(te=(2, 2), gpu=(8, 9), gpu_name="Ada or later"),
@@ -39,7 +41,7 @@ _REQUIREMENTS = {
 
 
 def fields(fp8: str | None) -> dict[str, Any]:
-    """Fields of TransformerConfig, by run.fp8."""
+    """The fields of TransformerConfig for this value of run.fp8."""
     if fp8 is None:
         return {"fp8": None}  # a set field, which model.megatron cannot override to enable FP8 without checks
     return {
@@ -52,7 +54,7 @@ def fields(fp8: str | None) -> dict[str, Any]:
 
 
 def why_not(fp8: str, *, te: tuple[int, int], gpu: tuple[int, int], cuda: tuple[int, int]) -> str | None:
-    """The reason why these versions and this GPU cannot run this recipe; None if they can.
+    """The reason why these versions or this GPU cannot run this recipe; None if they can.
 
     te, cuda: (major, minor); gpu: compute capability, (9, 0) for H100 and H200
     """
@@ -71,7 +73,7 @@ def why_not(fp8: str, *, te: tuple[int, int], gpu: tuple[int, int], cuda: tuple[
 
 
 def recipes_for(gpu: tuple[int, int]) -> list[str]:
-    """Values of run.fp8 that this GPU can run with suitable versions.  (9, 0) -> delayed, tensorwise, blockwise"""
+    """Values of run.fp8 that this GPU can run if the versions suit.  (9, 0) -> delayed, tensorwise, blockwise"""
     return [name for name, needs in _REQUIREMENTS.items() if needs.fit(gpu)]
 
 

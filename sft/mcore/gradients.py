@@ -1,4 +1,4 @@
-"""Describes this rank's reduced gradients as chunks of unsharded gradients, named alike on every layout."""
+"""Describes this rank's reduced gradients as chunks of unsharded gradients, whose names are equal on every layout."""
 
 import re
 from collections.abc import Iterator
@@ -17,19 +17,20 @@ _STACKED = re.compile(r"decoder\.layers\.(?!\d)")  # the first axis of such a te
 
 @dataclass(frozen=True, kw_only=True)
 class GradientChunk:
-    """A rectangular part of the gradient of one parameter of one layer: fp32, on the device."""
+    """A rectangular part of the gradient of one parameter: fp32, on the device."""
 
-    parameter: str  # "layer 4 mlp.linear_fc1.weight", layers counted from 1
-    shape: tuple[int, ...]  # of the whole gradient
-    offset: tuple[int, ...]  # of `data` in the whole gradient
+    parameter: str  # "layer 4 mlp.linear_fc1.weight", layers counted from 1; outside of layers, the key in checkpoints
+    shape: tuple[int, ...]  # shape of the whole gradient
+    offset: tuple[int, ...]  # offset of `data` in the whole gradient
     data: Tensor
 
 
 def gradient_chunks(engine: Engine) -> Iterator[GradientChunk]:
-    """The chunks that this rank is the first to hold.  The chunks of all ranks give every gradient exactly once.
+    """Yield this rank's chunks.  If several ranks hold the same chunk, only the first of them yields it.
 
-    Call it after `engine.measure(..., forward_only=False)`.  With the distributed optimizer, a rank holds the reduced
-    gradients of the elements that it updates.
+    So the chunks of all ranks have every element of every gradient exactly once.  Call this function after
+    `engine.measure(..., forward_only=False)`.  With the distributed optimizer, a rank holds the reduced gradients of
+    the elements that it updates.
     """
     slices = [replace(part, tensors={MAIN: _main_grad(part)}) for part in optimizer_slices(engine.optimizer)]
     for shard in sharded_slices(slices, trained_state(engine), main=""):
@@ -38,7 +39,7 @@ def gradient_chunks(engine: Engine) -> Iterator[GradientChunk]:
 
 
 def chunk_of(shard: ShardedTensor) -> GradientChunk:
-    """The shard under the name of its layer."""
+    """The shard as a chunk whose name has the layer; a stack of layers loses its first axis."""
     name, skipped = shard.key, 0
     if layer := _LAYER.match(name):
         name = f"layer {int(layer[1]) + 1} {_LAYER.sub('', name)}"

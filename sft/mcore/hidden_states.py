@@ -1,11 +1,12 @@
 """Shows the hidden states of a model, and their gradients, to an observer outside the model.
 
-Layer 0 is the output of the embedding, and layer n the output of the n-th transformer layer of the whole model.  Hooks
-on the modules of this rank call the observer; the model itself is unchanged.
+Layer 0 is the output of the embedding, and layer n is the output of the n-th transformer layer of the whole model.
+Hooks on the modules of this rank call the observer; the model itself is unchanged.
 
-A hidden state has thousands of numbers, so observers keep a sketch: 8 random projections (Johnson and Lindenstrauss,
-1984).  Sketches are float64, so that equal hidden states, and only those, have equal sketches.  The norm of a sketch
-estimates the norm of its hidden state, with a standard deviation of a quarter.  The same holds for differences.
+A hidden state has thousands of elements, so observers keep a sketch of it: 8 random projections (Johnson and
+Lindenstrauss, 1984).  Equal hidden states have equal sketches.  Sketches are float64, so that different hidden states
+have different sketches.  The norm of a sketch estimates the norm of the hidden state, with a relative standard
+deviation of about 1/4.  The difference of two sketches estimates the difference of two hidden states in the same way.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,16 +22,16 @@ from sft.mcore.engine import Engine
 SKETCH_SIZE = 8
 _BLOCK = 4096  # rows that are converted to float64 at a time
 
-Observer = Callable[[int, Tensor], None]  # the layer, and hidden states or gradients [rows, h] of one microbatch
+Observer = Callable[[int, Tensor], None]  # (layer, hidden states or gradients [rows, h] of one microbatch)
 
 
 @contextmanager
 def observed(
     engine: Engine, *, on_hidden: Observer | None = None, on_gradient: Observer | None = None
 ) -> Iterator[None]:
-    """A context manager in which `engine` calls the observers for every layer of this rank and every microbatch.
+    """A context in which `engine` calls the observers for every layer of this rank and every microbatch.
 
-    `on_hidden` must be used without recomputation, which would call it twice.
+    Use `on_hidden` only without full recomputation, which would call it twice.
     """
 
     def hook(layer: int, module: Any, args: Any, output: Any) -> None:
@@ -48,7 +49,7 @@ def observed(
 
 
 def rows_of(engine: Engine, num_tokens: int) -> slice:
-    """The rows of a microbatch of `num_tokens` local tokens whose hidden states this rank holds between layers."""
+    """The tokens whose hidden states this rank holds between layers, as a slice of its `num_tokens` tokens."""
     if not engine.layout.sequence_parallel:
         return slice(0, num_tokens)
     size = num_tokens // engine.layout.tp

@@ -1,12 +1,12 @@
 """Draws the random weights of a new run.
 
-A value is a function of (seed, parameter name, position in the parameter), so it is the same on every layout.  On a CPU
-one generator draws a whole parameter in sequence, and a rank drops the values of other ranks (7 ns per value).  On a
-GPU each block of rows has its own seed, and a rank draws only the blocks that contain its rows.  So a GPU run and a CPU
-run start from different values; model.init_from gives them the same ones.
+A value is a function of (seed, parameter name, position in the parameter), so it does not depend on the layout.  On a
+CPU one generator draws a whole parameter in sequence, and a rank drops the values of other ranks (7 ns per value).  On
+a GPU each block of rows has a seed, and a rank draws only the blocks that contain its rows.  So a GPU run and a CPU run
+start from different values; model.init_from gives them the same values.
 
-A block is the most that exists beside the model.  A whole embedding of 151,936 x 8,192 would take 4.6 GiB in fp32.
-`checkpoint_io` loads weights instead, and then nothing is drawn.
+Only one block of fp32 values exists at a time.  A whole embedding of 151,936 x 8,192 would take 4.6 GiB in fp32.
+If a run loads weights from a checkpoint (`checkpoint_io`), nothing is drawn.
 """
 
 import hashlib
@@ -22,11 +22,11 @@ from sft.layers.weights import is_of_layer, weight_of
 from sft.mcore.engine import Engine, weights_changed
 from sft.mcore.modules.stored import sharded_tensors
 
-# Values per block.  One GPU kernel draws a block.  A data-centre GPU has a thread for each of 131,072 values; with more
-# values, torch's values would depend on the number of threads.
+# Values per block.  One GPU kernel draws a block.  A data-centre GPU has a thread for each of the 131,072 values.  In a
+# larger block, the values that torch draws would depend on the number of threads.
 _BLOCK_SIZE = {"cpu": 1 << 22, "cuda": 1 << 17}
 _CPU = torch.device("cpu")
-_DECAY_RANGE = (0.01, 16.0)  # of exp(A_log)
+_DECAY_RANGE = (0.01, 16.0)  # range of exp(A_log) in linear attention
 _VECTOR = 16  # torch on a CPU draws 16 values at once, so blocks of other sizes would give other values
 
 
@@ -34,9 +34,10 @@ _VECTOR = 16  # torch on a CPU draws 16 values at once, so blocks of other sizes
 def initialise(engine: Engine) -> None:
     """Set random weights.
 
-    Matrices are normal with model.init_std.  Matrices that write to the residual stream have init_std / sqrt(2
-    num_layers) (GPT-2).  Biases are 0, and norms multiply by 1.  Each expert has its own random weights.  Sinks and the
-    bias of a router are drawn like matrices (gpt-oss).
+    Matrices are normal with standard deviation model.init_std; matrices that write to the residual stream, with
+    init_std / sqrt(2 num_layers) (GPT-2).  Sinks and the bias of a router are drawn like matrices (gpt-oss).  Other
+    biases are 0.  Norms and other factors are 1.  In linear attention, exp(A_log) is uniform from 0.01 to 16.  Each
+    expert has separate random weights.
     """
     for chunk in engine.chunks:
         for shard in sharded_tensors(chunk.module.sharded_state_dict()):
@@ -64,7 +65,10 @@ def _set_part(shard: ShardedTensor, model: ModelConfig, seed: int) -> None:
 
 
 def draw_in_sequence(part: Tensor, name: str, std: float, *, shape: Sequence[int], offset: Sequence[int]) -> None:
-    """Set `part`, which begins at `offset` of a parameter of `shape`, to what one generator gives for the parameter."""
+    """Set `part`, which begins at `offset` of a parameter of `shape`, to values that one generator draws in sequence.
+
+    The generator draws the parameter from its first row; values outside of `part` are dropped.
+    """
     generator = _generator(part.device, name)
     rows = max(1, _BLOCK_SIZE["cpu"] // math.prod(shape[1:]) // _VECTOR) * _VECTOR
     for start, stop in _blocks(shape[0], rows):
@@ -74,7 +78,7 @@ def draw_in_sequence(part: Tensor, name: str, std: float, *, shape: Sequence[int
 
 
 def draw_by_block(part: Tensor, name: str, std: float, *, shape: Sequence[int], offset: Sequence[int]) -> None:
-    """Set `part` like `draw_in_sequence`, from the blocks that contain its rows."""
+    """Set `part`, which begins at `offset` of a parameter of `shape`, from the blocks of rows that contain its rows."""
     rows = max(1, _BLOCK_SIZE["cuda"] // math.prod(shape[1:]))
     for start, stop in _blocks(shape[0], rows):
         if start < offset[0] + part.shape[0] and stop > offset[0]:
@@ -99,7 +103,7 @@ def _blocks(num_rows: int, rows: int) -> Iterator[tuple[int, int]]:
 
 
 def _copy_rows(block: Tensor, start: int, part: Tensor, offset: Sequence[int]) -> None:
-    """Copy what `block`, the rows from `start` on of a whole parameter, and `part` have in common."""
+    """Copy the values of `block` that belong to `part`.  block: whole rows of the parameter, from row `start` on"""
     first, last = max(start, offset[0]), min(start + block.shape[0], offset[0] + part.shape[0])
     if first < last:
         columns = tuple(slice(begin, begin + size) for begin, size in zip(offset[1:], part.shape[1:]))

@@ -1,7 +1,7 @@
 """Sends hidden states between pipeline stages, in shapes that each rank computes from its own packs.
 
-Packs differ in length.  megatron-core's stages would send each other a shape before each tensor, and the host would
-wait for the device to read it.  All stages of a pipeline have the same packs, so no shape needs to be sent.
+Packs differ in length.  In megatron-core, a stage would send the shape before each tensor, and the host of the receiver
+would wait for the GPU to read the shape.  All stages of a pipeline have the same packs, so no shape needs to be sent.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class PackCommunicator(P2PCommunicator):
     """Sends and receives the tensors of one forward and backward pass over `microbatches`.
 
     Core receives hidden states in the order of its schedule, and gradients in the same order of microbatches.  The
-    first model chunk has no stage before it, and the last has none after it.
+    first model chunk of the model receives no hidden states, and the last one receives no gradients.
     """
 
     def __init__(self, microbatches: Sequence[Microbatch], layout: Layout, groups: ProcessGroups, core: Any) -> None:
@@ -36,7 +36,7 @@ class PackCommunicator(P2PCommunicator):
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[list[int], list[int]]:
-        """Shapes of the tensors that are received next: hidden states of the previous stage, gradients of the next."""
+        """The shapes of the next tensors to receive: hidden states from the previous stage, gradients from the next."""
         nothing = [0, 0, 0]
         return next(self._from_previous) if recv_prev else nothing, next(self._from_next) if recv_next else nothing
 
@@ -51,8 +51,9 @@ def transformer_fields(layout: Layout) -> dict[str, Any]:
         # With pp 2 and virtual stages the next stage is also the previous one, so batched exchange is ambiguous.
         "overlap_p2p_comm": has_virtual,
         "batch_p2p_comm": not has_virtual,
-        "batch_p2p_sync": False,  # a wait of the host after each batch, for a race that torch no longer has
-        # Backward needs no number of a stage's output after it was sent.  Virtual stages send while they compute.
+        "batch_p2p_sync": False,  # the host would wait after each batch because of a race that torch no longer has
+        # Backward does not need the values of a stage's output after it was sent.  Virtual stages send while they
+        # compute, so their outputs must stay.
         "deallocate_pipeline_outputs": layout.pp > 1 and not has_virtual,
     }
 

@@ -1,7 +1,7 @@
-"""Builds the process groups of a Layout.  Callers pass the groups as a value, not as globals.
+"""Builds the process groups of a Layout.  Callers pass the groups as arguments, not as globals.
 
-No other module uses megatron-core's `parallel_state`.  Some of core's code still reads the globals of `parallel_state`,
-so they are initialised from the same Layout.
+No other module uses megatron-core's `parallel_state`.  Some of core's code still reads its globals, so `start`
+initialises them from the same Layout.
 """
 
 import datetime
@@ -30,7 +30,7 @@ from sft.parallel.position import Position
 class ProcessGroups(Position):
     collection: ProcessGroupCollection  # passed to megatron-core's constructors
 
-    smaller_cp: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)  # this rank's of dynamic CP, by size
+    smaller_cp: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)  # this rank's groups for dynamic CP
 
     def cp_group(self, cp_size: int) -> CpGroup:
         """The ranks that share a pack of this CP size with this rank."""
@@ -54,7 +54,10 @@ class ProcessGroups(Position):
 
 
 def check_etp(layout: Layout, device: torch.device) -> None:
-    """Raise ConfigError if the device cannot split experts over etp.  Only a start resolves run.device = auto."""
+    """Raise ConfigError if the device cannot split experts over etp.
+
+    Recipes are checked for this earlier, but run.device = auto is resolved only when a run starts.
+    """
     if device.type == "cpu" and layout.etp > 1:
         raise ConfigError(f"parallel.etp = {layout.etp} {ETP_NEEDS_NCCL}")
 
@@ -65,8 +68,9 @@ def start(
 ) -> ProcessGroups:
     """Join the process group that torchrun describes in the environment, and build every group of `layout`.
 
-    A process started without torchrun is a world of size 1.  A process that joins a second time needs a new `store`:
-    the store of the environment still holds the addresses of the first time.
+    A process that was started without torchrun is a world of size 1.  A process that joins a second time needs a new
+    `store`, because torchrun's store still holds the addresses of the first time.  timeout_s: timeout of collectives
+    Raises ConfigError, PeerError or StorageError if ranks do not meet.
     """
     check_etp(layout, device)
     open_files.allow_most()
@@ -102,9 +106,9 @@ def start(
 
 
 def _smaller_cp(layout: Layout, timeout_s: int, control: dist.ProcessGroup) -> dict[int, dist.ProcessGroup]:
-    """This rank's groups of dynamic CP with more than one rank and fewer than cp, by size.  Collective.
+    """This rank's groups for dynamic CP that have more than one rank and fewer than cp ranks, by size.  Collective.
 
-    Only the ranks of a group take part in its creation, from the smallest group to the largest.
+    Only the ranks of a group take part in its creation.  A rank creates its groups from the smallest to the largest.
     """
     ranks = dist.get_process_group_ranks(parallel_state.get_context_parallel_group())
     rank = parallel_state.get_context_parallel_rank()
@@ -118,9 +122,9 @@ def _smaller_cp(layout: Layout, timeout_s: int, control: dist.ProcessGroup) -> d
 
 
 def check_order(groups: Sequence[Sequence[Sequence[int]]]) -> None:
-    """Raise RuntimeError if two ranks would make the groups that both are in in different orders, and so wait forever.
+    """Raise RuntimeError if two ranks would create their common groups in different orders, and so wait for ever.
 
-    groups: by rank, the members of each group that the rank makes, in its order
+    groups: for each rank, the members of each group that the rank creates, in the order of creation
     """
     for rank, made in enumerate(groups):
         for other in {member for members in made for member in members}:
@@ -130,10 +134,10 @@ def check_order(groups: Sequence[Sequence[Sequence[int]]]) -> None:
 
 
 def _two_levels(layout: Layout) -> dict[str, Any]:
-    """The argument for cp_comm a2a+p2p, whose groups Transformer Engine takes as [all-to-all, ring].
+    """The argument that makes core build the groups of cp_comm a2a+p2p; {} for other values of cp_comm.
 
-    Adjacent ranks exchange heads.  With cp 4 and cp_a2a 2, cp ranks [0, 1] and [2, 3] exchange heads; [0, 2] and [1, 3]
-    are rings.
+    Its sizes are those of the all-to-all groups and of the rings.  With cp 4 and cp_a2a 2, the cp ranks [0, 1] and
+    [2, 3] exchange heads by all-to-all, and [0, 2] and [1, 3] are rings.
     """
     # Core needs einops to build these groups, but does not depend on it.  Transformer Engine depends on einops.
     if layout.cp_a2a is None or importlib.util.find_spec("einops") is None:

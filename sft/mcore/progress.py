@@ -4,13 +4,12 @@ A pass is the forward or the backward pass of one microbatch on this rank, or th
 watchdog ends a rank that begins no pass for `run.progress_timeout_s`, so a step may take much longer than a pass.
 
 The host only queues the work of a GPU.  Without a limit, the host could queue all passes of a step, and then wait for
-all of them in one call.  So each pass records a CUDA event when it begins.  Before the host queues a pass, it waits
-until the GPU has begun the pass two before.  The GPU then still has the whole previous pass in its queue, so it does
-not idle.
+all of them in one call.  So each pass records a CUDA event when it begins.  Before the host queues pass n, it waits
+until the GPU has begun pass n - 2.  The GPU then still has the whole pass n - 1 in its queue, so it does not idle.
 
-The watchdog's thread could ask for the events instead.  But a thread that calls CUDA may block, when the GPU hangs or
-another thread holds a lock of the driver.  The limit also bounds how long a collective waits in the queue: NCCL's
-timeout (`run.timeout_s`) counts from the moment when the host queues the collective.
+The watchdog's thread could query the events instead.  But a thread that calls CUDA may block if the GPU hangs or
+another thread holds a lock of the driver.  The limit of two passes also bounds how long a collective waits in the
+queue: NCCL's timeout (`run.timeout_s`) counts from the moment when the host queues the collective.
 """
 
 from collections import deque
@@ -23,7 +22,8 @@ PENDING_PASSES = 2  # passes that the host has queued and the GPU may not have b
 
 
 def named(microbatches: Sequence[Microbatch], chunk: int, num_chunks: int) -> Iterator[tuple[str, Microbatch]]:
-    """("microbatch 1 of 8", ...), or with virtual stages ("microbatch 1 of 8 in model chunk 1 of 2", ...), ..."""
+    """Yield each microbatch with a name: "microbatch 1 of 8", or with virtual stages "microbatch 1 of 8 in model chunk
+    1 of 2".  chunk: index of the model chunk, from 0"""
     where = f" in model chunk {chunk + 1} of {num_chunks}" if num_chunks > 1 else ""
     for number, microbatch in enumerate(microbatches, 1):
         yield f"microbatch {number} of {len(microbatches)}{where}", microbatch
@@ -41,10 +41,10 @@ class PassProgress:
     """Reports the passes of one engine: which one the host queues, and which one the GPU computes.
 
     report     called with the name of the pass that the host queues, or whose end on the GPU the host waits for
-    new_event  None on a CPU
+    new_event  makes a CUDA event; None on a CPU
 
-    The host begins      forward 1   backward 1   forward 2    backward 2    forward 3
-    after the GPU began  -           -            forward 1    backward 1    forward 2
+    the host begins to queue    forward 1   backward 1   forward 2    backward 2    forward 3
+    after the GPU has begun     -           -            forward 1    backward 1    forward 2
     """
 
     def __init__(self, report: Callable[[str], None], new_event: Callable[[], Event] | None) -> None:

@@ -1,6 +1,6 @@
-"""Checks whether the sizes in a recipe fit each other and the number of processes, and describes those that do not.
+"""Checks whether the sizes in a recipe fit each other and the number of processes, and describes sizes that do not fit.
 
-For example, the length of a pack must be a multiple of `pack_multiple`.  The loader adds filler documents to reach it.
+For example, the length of a pack must be a multiple of `pack_multiple`.  The loader adds filler documents to ensure it.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np  # only for types: mistakes in a recipe are reported before numpy is imported
 
 # By run.fp8: each rank's number of tokens must be a multiple of this (Transformer Engine 2.18 to 2.20).
-#   delayed, tensorwise   16: cuBLASLt needs it of the inner dimension, which is tokens in the gradient of a weight
+#   delayed, tensorwise   16: cuBLASLt requires it of the inner dimension; in a weight's gradient, that is the tokens
 #   mxfp8                 32: the quantizer takes only whole blocks of 1 x 32 and 32 x 1
 #   blockwise            128: tile of the quantizer.  cuBLASLt needs only 16, but with sequence parallel, Transformer
 #                             Engine gathers parts of other lengths in bf16, and warns each time
@@ -131,7 +131,10 @@ def _tensor(config: Config) -> Iterator[str]:
 
 
 def _heads_by_all_to_all(config: Config) -> Iterator[str]:
-    """cp_comm a2a distributes whole heads over all cp ranks, a2a+p2p over the cp ranks of one group."""
+    """Yield a message if heads cannot be divided among ranks.
+
+    With cp_comm a2a these are all cp ranks, with a2a+p2p the cp ranks of one all-to-all group.
+    """
     parallel, heads = config.parallel, softmax.heads(config.model)
     applies = config.attention.may_be_te(config.run.device)
     if not applies or parallel.cp_comm not in ("a2a", "a2a+p2p"):
@@ -148,7 +151,7 @@ def _heads_by_all_to_all(config: Config) -> Iterator[str]:
 
 
 def _uneven_widths(config: Config) -> Iterator[str]:
-    """One message for all widths that FP8 does not support, or none.  For a tp that divides heads and MLP width."""
+    """Yield one message about all widths that FP8 does not support.  Needs a tp that divides heads and MLP width."""
     fp8, tp = config.run.fp8, config.parallel.tp
     multiple = FP8_WIDTHS[fp8]
     wrong = {name: width for name, width in _widths(config, tp).items() if width % multiple}
@@ -161,7 +164,7 @@ def _uneven_widths(config: Config) -> Iterator[str]:
 
 
 def _widths(config: Config, tp: int) -> dict[str, int]:
-    """Numbers of rows and columns of one rank's parts of the weights in Transformer Engine."""
+    """The numbers of rows and columns, by name, of one rank's parts of the weights of Transformer Engine's layers."""
     widths, groups = {"model.hidden_size": config.model.hidden_size}, all_layer_groups(config.model)
     for group in groups:
         widths |= group.mixer.te_widths(tp)

@@ -1,12 +1,12 @@
 """Collectives over all ranks for decisions and small values in CPU memory.
 
-If one rank raises an error, every rank raises, so no rank waits for a failed one.  Gradients, losses and activations do
-not use these collectives.  Callers pass the gloo group of all ranks (`Position.control`): over NCCL, a message about a
-file would wait for the work of the GPU.
+If the function that a caller passes raises an error on one rank, every rank raises, so no rank waits for a failed one.
+Gradients, losses and activations do not use these collectives.  Callers pass the gloo group of all ranks
+(`Position.control`): over NCCL, a message about a file would wait for the work of the GPU.
 
-torch's own collectives for objects send pickles, which run code in the receiver.  These send messages (messages.py).
-A rank checks how many bytes it will receive before it allocates them.  All raise ConfigError if a rank sends anything
-but a message.
+torch's own collectives for objects send pickles, which run code in the receiver.  The collectives of this module send
+messages (messages.py).  A rank checks how many bytes it will receive before it allocates memory for them.  ConfigError
+is raised if a rank sends something that is not a message.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from sft.parallel import messages, tensor_messages  # noqa: F401 - registers ten
 T = TypeVar("T")
 R = TypeVar("R")
 
-MAX_BYTES = 4 << 30  # that a rank receives in one collective, from all ranks together
+MAX_BYTES = 4 << 30  # most bytes that a rank receives in one collective, from all ranks together
 
 
 def broadcast_from_rank0(decide: Callable[[], T], group: dist.ProcessGroup) -> T:
@@ -94,7 +94,7 @@ def all_gather_bytes(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
 
 
 def _gather(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    """On rank 0 the messages of all ranks, elsewhere an empty list."""
+    """The messages of all ranks on rank 0, in order of rank; an empty list on other ranks.  Collective."""
     sizes = _sizes_of_all(message, group)
     received = [_buffer(b"", max(sizes)) for _ in sizes] if dist.get_rank() == 0 else None
     dist.gather(_buffer(message, max(sizes)), received, 0, group=group)
@@ -102,7 +102,7 @@ def _gather(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
 
 
 def _broadcast(message: bytes, group: dist.ProcessGroup) -> bytes:
-    """Rank 0's message.  The other ranks pass none."""
+    """Rank 0's message.  The other ranks pass an empty message.  Collective."""
     size = torch.tensor([len(message)])
     dist.broadcast(size, 0, group=group)
     (announced,) = _checked(size.tolist())
@@ -112,7 +112,7 @@ def _broadcast(message: bytes, group: dist.ProcessGroup) -> bytes:
 
 
 def _scatter(all_messages: list[bytes], group: dist.ProcessGroup) -> bytes:
-    """This rank's message of those that rank 0 passes.  The other ranks pass none."""
+    """This rank's message.  Rank 0 passes a message for each rank; the other ranks pass an empty list.  Collective."""
     sizes = torch.tensor([len(message) for message in all_messages] or [0] * dist.get_world_size())
     dist.broadcast(sizes, 0, group=group)
     longest = max(_checked(sizes.tolist()))
@@ -128,7 +128,7 @@ def _sizes_of_all(message: bytes, group: dist.ProcessGroup) -> list[int]:
 
 
 def _checked(sizes: list[int]) -> list[int]:
-    """The announced sizes of messages.  Raises ConfigError if one is not a size, or too large."""
+    """Return the announced sizes of messages.  Raises ConfigError if one is not above 0, or is too large."""
     for rank, size in enumerate(sizes):
         if not 0 < size <= MAX_BYTES // len(sizes):
             raise ConfigError(_stranger(rank, f"announced a message of {size:,} bytes"))
@@ -136,7 +136,7 @@ def _checked(sizes: list[int]) -> list[int]:
 
 
 def _buffer(message: bytes, size: int) -> torch.Tensor:
-    """A tensor of `size` bytes that begins with the message."""
+    """A tensor of `size` bytes: the message, then zeros."""
     buffer = torch.zeros(size, dtype=torch.uint8)
     buffer[: len(message)] = torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[: len(message)]
     return buffer
@@ -148,16 +148,16 @@ def _bytes(buffer: torch.Tensor, size: int) -> bytes:
 
 
 def _attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None, bytes]:
-    """The result or the error of `make`, and the message that says it to the other ranks."""
+    """The result of `make`, or the error that it raised, and the message that reports this to the other ranks."""
     try:
         result = make()
         return result, None, messages.encode({"value": result})
-    except Exception as error:  # of any kind: the caller raises it here, and the message on the other ranks
+    except Exception as error:  # any error: the caller raises it on this rank, and the message raises it on the others
         return None, error, messages.encode({"error": messages.error_message(error, dist.get_rank())})
 
 
 def _received(message: bytes, rank: int) -> Any:
-    """The result that `rank` sent.  Raises the error that it sent, or ConfigError if it sent something else."""
+    """The result that `rank` sent.  If it sent an error, raises that error; if it sent anything else, ConfigError."""
     try:
         content = messages.decode(message)
         if isinstance(content, dict) and list(content) == ["value"]:

@@ -1,7 +1,8 @@
 """Assigns the tokens of a pack to context-parallel (CP) ranks.  Index arithmetic in numpy, without torch.
 
-In causal attention, late queries attend to more keys than early ones.  So every document is cut into 2 * cp chunks, and
-rank r holds chunks r and 2 * cp - 1 - r (zigzag).  All ranks then compute the same number of (query, key) pairs:
+In causal attention, late queries attend to more keys than early ones.  So every document is cut into 2 * cp chunks of
+equal length, and rank r holds chunks r and 2 * cp - 1 - r (zigzag).  Then all ranks compute equally many (query, key)
+pairs:
 
     one document, cp = 4        chunk     0 1 2 3 4 5 6 7
                                 on rank   0 1 2 3 3 2 1 0
@@ -43,9 +44,9 @@ def local_indices(cu_seqlens: np.ndarray, cp_size: int, cp_rank: int) -> np.ndar
 def gathered_positions(cu_seqlens: np.ndarray, cp_size: int) -> np.ndarray:
     """Position of each token of the pack in the concatenation of all ranks' local parts: int64 [t].
 
-    The inverse of `local_indices`: np.concatenate(parts)[gathered_positions(...)] is the whole pack.
+    This is the inverse of `local_indices`: np.concatenate(parts)[gathered_positions(...)] is the whole pack.
 
-        cu_seqlens = [0, 8], cp_size = 2, gathered parts hold tokens 0 1 6 7 2 3 4 5
+        cu_seqlens = [0, 8], cp_size = 2: the concatenated parts hold the tokens 0 1 6 7 2 3 4 5
         -> [0, 1, 4, 5, 6, 7, 2, 3]
     """
     starts, chunk = document_chunks(cu_seqlens, cp_size)
@@ -60,7 +61,10 @@ def gathered_positions(cu_seqlens: np.ndarray, cp_size: int) -> np.ndarray:
 
 
 def document_chunks(cu_seqlens: np.ndarray, cp_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Start and chunk length of every document, int64.  Asserts that every document can be cut into equal chunks."""
+    """The start of every document and the length of its chunks, both int64 [documents].
+
+    Asserts that every document can be cut into equal chunks.
+    """
     assert cp_size >= 1, f"cp_size = {cp_size}: there is at least one rank"
     assert cu_seqlens.ndim == 1 and cu_seqlens.size >= 1, f"cu_seqlens has shape {cu_seqlens.shape}"
     assert np.issubdtype(cu_seqlens.dtype, np.integer), f"cu_seqlens are {cu_seqlens.dtype}, not integers"
@@ -77,7 +81,7 @@ def document_chunks(cu_seqlens: np.ndarray, cp_size: int) -> tuple[np.ndarray, n
 
 
 def runs(first: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """Concatenated runs of consecutive numbers, computed without a loop.
+    """Concatenated runs of consecutive integers: run i begins with first[i] and has length[i] integers.
 
     first = [0, 6], length = [2, 3] -> [0, 1, 6, 7, 8]
     """
@@ -88,7 +92,7 @@ def runs(first: np.ndarray, length: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive tokens of one document that one rank holds."""
+    """Consecutive tokens of one document that one rank holds: an early or a late chunk, or with cp 1 the document."""
 
     local_start: int  # index of the chunk's first token among the rank's tokens
     length: int

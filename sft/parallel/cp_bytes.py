@@ -1,13 +1,15 @@
-"""How many bytes the ranks that share a pack receive from each other, by the lengths of its documents.
+"""Computes the bytes that ranks that share a pack receive from each other, from the lengths of the pack's documents.
 
-The sum over layers of what the files of sft/layers/mixers say:
+The bytes of a document are summed over layers.  The files of sft/layers/mixers give the bytes of a layer:
 
-    K/V of a layer          a rank receives (cp_size - 1) / cp_size of the document, in forward and in backward, and as
-                            many gradients in fp32; of latent attention the latent, where it is narrower
-    window                  tokens of `halo_tokens`, also three times
-    linear attention        tokens of short documents, maps and states of long ones, and halos of the convolution
+    full attention      In forward and in backward, a rank receives the keys and values of (cp_size - 1) / cp_size of
+                        the document; in backward also as many gradients in fp32.  In latent attention, latents replace
+                        keys and values if they have fewer elements
+    window attention    Keys, values and gradients as above, but only of the tokens in halos (`halo_tokens`)
+    linear attention    Tokens of short documents, maps and states of long ones, and halos of the convolution
 
-With train.recompute full, forward runs twice.  Only layers count: not the numbers of metrics, nor gradients of weights.
+With train.recompute = full, forward runs twice.  Bytes outside of layers, such as metrics and gradients of weights, are
+not counted.
 """
 
 from dataclasses import dataclass
@@ -23,10 +25,11 @@ from sft.parallel.alignment import aligned
 
 @dataclass(frozen=True, kw_only=True)
 class CpBytes:
-    """Bytes of one microbatch over cp.  All of them are those of one rank of tp, and of the mean pipeline stage.
+    """The bytes that are sent over cp for a microbatch, on one tp rank and an average pipeline stage.
 
-    kv_bytes      keys, values and gradients of a token that arrive at each other rank
-    others        layers with messages of other kinds: how many a stage has, and the bytes of one
+    kv_bytes      bytes of keys, values and their gradients per token that each other rank receives, over all layers of
+                  the stage
+    others        kinds of layers that send other messages: (number of such layers per stage, bytes of one layer)
     """
 
     kv_bytes: float = 0.0
@@ -36,8 +39,8 @@ class CpBytes:
     def of(config: Config) -> "CpBytes":
         """The bytes of a recipe.
 
-        Llama 8B in bf16 on tp 2: a token has 4 x 2 x 128 numbers of keys and values in each of 32 layers; they travel
-        twice in bf16 and their gradients once in fp32 -> kv_bytes 262,144
+        Llama 8B in bf16 on tp 2: a token has 4 x 2 x 128 elements of keys and values on a rank in each of 32 layers.
+        They are sent twice in bf16, and their gradients once in fp32 -> kv_bytes = 1,024 x 32 x 8 = 262,144
         """
         is_full = config.train.recompute == "full"
         passes = Passes(num=3 if is_full else 2, width=FP32 if config.run.precision == "fp32" else FP32 // 2)
@@ -51,17 +54,19 @@ class CpBytes:
         )
 
     def num_bytes(self, lengths: np.ndarray, doc_multiple: int, cp_size: int) -> np.ndarray:
-        """Bytes that all ranks of the group together receive for each document: int64 [n].
+        """The bytes that all ranks of the group together receive for each document: int64 [n].
 
-        lengths [1000], doc_multiple 8, kv_bytes 4, cp_size 4 -> 12,000
+        lengths: real lengths of the documents, [n]
+
+        lengths [1000], doc_multiple 8, kv_bytes 4, cp_size 4 -> 1,000 x 4 x 3 = 12,000
         """
         padded = aligned(np.asarray(lengths, dtype=np.int64), doc_multiple)
         return np.rint(self.document_bytes(padded, cp_size)).astype(np.int64)
 
     def document_bytes(self, padded: np.ndarray, cp_size: int) -> np.ndarray:
-        """Bytes of documents of these padded lengths, not rounded: float64 [n].
+        """The bytes of documents with these padded lengths, not rounded: float64 [n].
 
-        Layers of a stage are a mean, so there may be half a layer.
+        The number of layers is the mean over pipeline stages, so it may be a fraction.
         """
         if cp_size == 1:
             return np.zeros(len(padded))

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CpGroup:
-    """The ranks that share a pack, and the rank of this process among them.  members: None if a rank is alone"""
+    """The ranks that share a pack, and the rank of this process among them.
+
+    members: the process group; None: this rank has the whole pack
+    """
 
     size: int
     rank: int
@@ -26,9 +29,9 @@ class CpGroup:
 
 
 def cp_sizes(cp: int) -> tuple[int, ...]:
-    """The CP sizes that a pack may have with dynamic CP: the powers of two that divide cp, and cp.
+    """The CP sizes that a pack may have with dynamic CP: the powers of two that divide cp, and cp itself.
 
-    8 -> 1 2 4 8        6 -> 1 2 6
+    cp 8 -> 1, 2, 4, 8        cp 6 -> 1, 2, 6
     """
     powers = [1 << bit for bit in range(cp.bit_length()) if cp % (1 << bit) == 0]
     return tuple(sorted({*powers, cp}))

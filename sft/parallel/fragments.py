@@ -1,16 +1,16 @@
-"""Which rank computes which tokens in a layer of linear attention, and the bytes that travel.  In numpy, without torch.
+"""Decides which rank computes which tokens in a layer of linear attention.  In numpy, without torch.
 
 Such a layer carries a state from each token of a document to the next.  A fragment is a run of consecutive tokens of
 one document that one rank computes.  Under context parallelism (CP) there are two kinds of documents:
 
-    long    The tokens stay where zigzag put them (`context_parallel`): each rank computes its two chunks of the
-            document as two fragments.  What a fragment does to the state is an affine map.  The maps travel.
-    short   All tokens travel to one rank, which computes the whole document as one fragment.  The outputs travel back.
+    long    The tokens stay on the ranks that zigzag gives them (`context_parallel`).  Each rank computes its two chunks
+            of the document as two fragments.  The effect of a fragment on the state is an affine map.  Ranks send maps.
+    short   Ranks send all tokens to one rank, which computes the document as one fragment and sends the outputs back.
 
-A document is short if its tokens are fewer bytes than the maps of its fragments (`HeadSizes.max_short`).  Short
-documents are divided over ranks so that each computes about as many tokens as the others:
+A document is short if sending its tokens takes fewer bytes than sending the maps of its fragments
+(`HeadSizes.max_short`).  Short documents are divided over ranks so that all ranks compute about equally many tokens:
 
-    lengths 64, 8, 16, cp 2, documents up to 16 tokens are short
+    documents of 64, 8 and 16 tokens, cp 2, documents of up to 16 tokens are short
     rank 0 computes tokens  0..15 and 48..63 of the first document, and the third document
     rank 1 computes tokens 16..31 and 32..47 of the first document, and the second document
 """
@@ -25,12 +25,12 @@ from sft.parallel.context_parallel import document_chunks, gathered_positions, r
 
 @dataclass(frozen=True, kw_only=True)
 class Relayout:
-    """How the tokens of short documents travel to the ranks that compute them.
+    """How the tokens of short documents are sent to the ranks that compute them.
 
-    long_rows     int64, indices of the local tokens of long documents, which stay
-    send          int64, indices of all other local tokens: those for rank 0 first, then those for rank 1, ...
-    num_sent      tokens sent to each rank, those that stay here included
-    num_received  tokens received from each rank, in the order in which they arrive
+    long_rows     int64, indices of the local tokens of long documents, which are not sent
+    send          int64, indices of all other local tokens: first the tokens for rank 0, then the tokens for rank 1, ...
+    num_sent      number of tokens for each rank, this rank included
+    num_received  number of tokens from each rank, this rank included; tokens arrive in order of rank
     order         int64: received[order] are whole documents, one after the other
     """
 
@@ -45,11 +45,13 @@ class Relayout:
 class FragmentPlan:
     """The fragments of one rank in one microbatch.  Empty documents have no fragments.
 
-    boundaries  int64 [fragments + 1], in the tokens that this rank computes: first the fragments of long documents, of
-                each the early chunk and then the late one; then the short documents of this rank
-    num_linked  fragments of long documents.  Their states pass between ranks; all others start at zero
-    relayout    None: this rank computes its local tokens in their order, because the pack has no short documents or cp
-                is 1.  With cp 1 every document is one fragment
+    boundaries  int64 [fragments + 1], boundaries among the tokens that this rank computes.  The fragments of long
+                documents come first, the early chunk of a document before its late one.  Then come the short documents
+                of this rank
+    num_linked  number of fragments of long documents, whose states pass between ranks.  Other fragments start with the
+                state zero
+    relayout    None: cp is 1 or the pack has no short documents, so this rank computes its local tokens in their order.
+                With cp 1 every document is one fragment
     """
 
     boundaries: np.ndarray
@@ -58,7 +60,10 @@ class FragmentPlan:
 
     @staticmethod
     def of(cu_seqlens: np.ndarray, max_short: int, cp_size: int, cp_rank: int) -> "FragmentPlan":
-        """cu_seqlens: padded boundaries of the documents of the whole pack; max_short: of `HeadSizes`"""
+        """cu_seqlens: int32 [documents + 1], padded boundaries of the documents of the whole pack
+
+        max_short: length of the longest document that counts as short (`HeadSizes.max_short`)
+        """
         starts, chunk = document_chunks(cu_seqlens, cp_size)
         lengths = np.diff(cu_seqlens.astype(np.int64))
         if cp_size == 1:
@@ -82,9 +87,11 @@ class FragmentPlan:
 
 
 def owners(lengths: np.ndarray, cp_size: int) -> np.ndarray:
-    """The rank of each document: int64.  The longest document first, each to the rank with the fewest tokens so far.
+    """The rank that computes each document: int64 [documents].
 
-    lengths 8, 16, 8, 4, cp 2 -> 1, 0, 1, 0
+    Documents are assigned from the longest to the shortest, each to the rank with the fewest tokens so far.
+
+    lengths 8, 16, 8, 4, cp 2 -> ranks 1, 0, 1, 0
     """
     ranks = [(0, rank) for rank in range(cp_size)]  # tokens so far
     owner = np.empty(len(lengths), dtype=np.int64)
@@ -95,5 +102,5 @@ def owners(lengths: np.ndarray, cp_size: int) -> np.ndarray:
 
 
 def boundaries(lengths: np.ndarray) -> np.ndarray:
-    """lengths 3, 5 -> 0, 3, 8"""
+    """The boundaries of consecutive runs of these lengths: lengths 3, 5 -> 0, 3, 8"""
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths, dtype=np.int64)])

@@ -1,14 +1,14 @@
-"""Which keys of other ranks a rank needs in a layer with a sliding window, in numpy, without torch.
+"""Decides which keys of other ranks a rank needs in a layer with a sliding window.  In numpy, without torch.
 
 A token attends to itself and to the `window` - 1 tokens before it in its document.  So the queries of a chunk
 (`context_parallel`) need the keys of the chunk, and at most window - 1 keys before it: its halo.
 
-    one document of 12 tokens, cp = 3, window 3        chunks   0 1 | 2 3 | 4 5 | 6 7 | 8 9 | 10 11
-                                                       on rank    0     1     2     2     1      0
-    rank 0 receives 8 9, rank 1 receives 0 1 and 6 7, rank 2 receives 2 3
+    one document of 12 tokens, cp = 3, window 3        tokens of chunks   0 1 | 2 3 | 4 5 | 6 7 | 8 9 | 10 11
+                                                       on rank              0     1     2     2     1      0
+    rank 0 receives the keys of tokens 8 9, rank 1 those of 0 1 and 6 7, rank 2 those of 2 3
 
-Ranks exchange these keys with one all-to-all, and each key once, even if both chunks of a rank need it.  The bytes are
-in proportion to the number of chunks and to the window, not to the length of the pack.
+Ranks exchange these keys by one all-to-all.  A rank receives each key once, even if both of its chunks need it.  The
+number of bytes is proportional to the number of chunks and to the window, not to the length of the pack.
 """
 
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ from sft.parallel.context_parallel import Chunk, document_chunks, local_chunks, 
 class Halo:
     """Tokens that one rank sends and receives for one microbatch, and the keys that its chunks need.
 
-    send          int64, indices of local tokens: those for rank 0 first, then those for rank 1, ...
-    num_sent      tokens sent to each rank
-    num_received  tokens received from each rank, in the order in which they arrive
+    send          int64, indices of local tokens: first the tokens for rank 0, then the tokens for rank 1, ...
+    num_sent      number of tokens for each rank
+    num_received  number of tokens from each rank; tokens arrive in order of rank
     chunks        the rank's chunks that have tokens
-    num_before    keys before the first token of each of these chunks
-    key_order     int64: concat(local tokens, received tokens)[key_order] are the keys of the chunks, each with the keys
-                  before it, one chunk after the other
+    num_before    int64 [chunks], number of keys that the chunk needs before its first token
+    key_order     int64: concat(local tokens, received tokens)[key_order] are the keys that the chunks need, one chunk
+                  after the other: first the keys before the chunk, then the keys of the chunk
     """
 
     send: np.ndarray
@@ -66,9 +66,9 @@ class Halo:
 
 @dataclass(frozen=True)
 class _Needs:
-    """The two chunks of one rank in each document, and two runs of keys that it needs and does not have.
+    """The two chunks of one rank in each document, and for each chunk the run of earlier keys that the rank lacks.
 
-    Each array is int64 [documents, 2]: where runs start, and where they end, in the pack.
+    Each array is int64 [documents, 2]: the start or the end (exclusive) of chunks or of runs, as positions in the pack.
     """
 
     chunk_starts: np.ndarray
@@ -82,7 +82,7 @@ class _Needs:
         chunk_starts = documents[:, None] + length[:, None] * np.array([cp_rank, 2 * cp_size - 1 - cp_rank])
         chunk_stops = chunk_starts + length[:, None]
         starts = np.maximum(documents[:, None], chunk_starts - (window - 1))
-        starts[:, 1] = np.maximum(starts[:, 1], chunk_stops[:, 0])  # the rank has what comes before
+        starts[:, 1] = np.maximum(starts[:, 1], chunk_stops[:, 0])  # the rank has the keys of its early chunk
         return _Needs(chunk_starts, chunk_stops, starts, chunk_starts)
 
     def held_by(self, other: "_Needs") -> np.ndarray:

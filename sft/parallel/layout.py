@@ -1,7 +1,7 @@
 """The size of every parallel dimension.  Arithmetic only: no torch, no process groups.
 
     world_size = tp * cp * pp * dp        num_microbatches = global_batch_size / dp
-    for experts: tp * cp * dp = ep * etp * copies of each expert
+    experts: tp * cp * dp = ep * etp * copies of each expert
 
 `Layout.resolve` checks all settings that depend on several sections of the recipe or on the number of processes.
 """
@@ -30,10 +30,10 @@ class Layout:
     virtual_stages: int
     sequence_parallel: bool
     global_batch_size: int  # packs per optimizer step
-    num_microbatches: int  # packs per optimizer step on one data-parallel rank; not with dynamic CP: the plan decides
-    doc_multiple: int  # documents are padded to a multiple of this
-    pack_multiple: int  # packs are padded to a multiple of this with filler documents
-    cp_sizes: tuple[int, ...] = ()  # sizes that a pack may have with parallel.dynamic_cp; empty: cp
+    num_microbatches: int  # packs per optimizer step on one data-parallel rank; with dynamic CP, the plan decides
+    doc_multiple: int  # documents are padded to a multiple of this number of tokens
+    pack_multiple: int  # packs are padded to a multiple of this number of tokens, with filler documents
+    cp_sizes: tuple[int, ...] = ()  # CP sizes that a pack may have with parallel.dynamic_cp; empty: every pack has cp
     cp_a2a: int | None = None  # cp ranks in each all-to-all group of a2a+p2p; the ring connects the groups
     fp8: str | None = None  # the value of run.fp8; may increase pack_multiple
 
@@ -94,7 +94,7 @@ class Layout:
     def chunks(self, num_layers: int, stage: int) -> list[range]:
         """The numbers of the layers, from 1, of each model chunk of a pipeline stage.
 
-        8 layers, 2 stages, 2 virtual stages: of stage 0 [1 to 2, 5 to 6], of stage 1 [3 to 4, 7 to 8]
+        8 layers, pp 2, 2 virtual stages: stage 0 -> [range(1, 3), range(5, 7)], stage 1 -> [range(3, 5), range(7, 9)]
         """
         size = num_layers // (self.pp * self.virtual_stages)
         firsts = (1 + size * (number * self.pp + stage) for number in range(self.virtual_stages))
@@ -147,7 +147,7 @@ class Layout:
 def vocab_rows(model: ModelConfig, tokenizer_size: int) -> int:
     """Rows of the embedding without padding: `model.vocab_size`, or the number of the tokenizer's tokens.
 
-    A tokenizer may have more tokens than there are rows; what counts is which of them the data have.
+    A tokenizer may have more tokens than the embedding has rows, if the data do not contain the other tokens.
     """
     return model.vocab_size or tokenizer_size
 
@@ -165,6 +165,6 @@ def surplus_note(model: ModelConfig, tokenizer_size: int) -> str | None:
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    """Rows of the embedding with padding: a multiple of 128 and of tp.  The same for every tp that divides 128."""
+    """Rows of the embedding with padding: the next multiple of 128 and of tp.  Equal for all tp that divide 128."""
     multiple = lcm(128, tp)
     return -(-vocab_size // multiple) * multiple

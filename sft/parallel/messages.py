@@ -1,10 +1,11 @@
 """Messages between the ranks of a run: values as JSON, which a rank reads without running code.
 
-A pickle runs any command as the user who reads it, so no message of this project holds one.  JSON's own values are sent
-as they are.  Every other value is a JSON array that begins with the name of its kind, and the list of kinds is fixed: a
-class is sent only if it is registered.  All ranks run the same code, so all of them know the same kinds.
+A pickle can run any command as the user who reads it, so no message of this project holds one.  null, booleans,
+numbers, strings, and dicts whose keys are strings are sent as JSON values.  Every other value is a JSON array that
+begins with the name of its class.  A class must be registered, else its objects are not sent.  All ranks run the same
+code, so all of them have the same registered classes.
 
-[3, Path("a")]  ->  ["list", 3, ["Path", "a"]]
+[3, Path("a")]  ->  ["list", 3, ["PosixPath", "a"]]
 """
 
 import base64
@@ -28,8 +29,8 @@ class InvalidMessage(ValueError):
 
 class _Kind(NamedTuple):
     name: str
-    parts: Callable[[Any], list[Any]]  # of a value
-    value: Callable[[list[Any]], Any]  # of its parts
+    parts: Callable[[Any], list[Any]]  # value -> its parts
+    value: Callable[[list[Any]], Any]  # parts -> an equal value
 
 
 _by_class: dict[type, _Kind] = {}
@@ -42,7 +43,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(message: bytes) -> Any:
-    """The value of a message from another rank.  Raises InvalidMessage."""
+    """The value of a message from another rank.  Raises InvalidMessage if the bytes are no message."""
     try:
         return _value(json.loads(message))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -51,9 +52,9 @@ def decode(message: bytes) -> Any:
 
 
 def register(kind: type, parts: Callable[[Any], list[Any]], value: Callable[[list[Any]], Any]) -> None:
-    """Make values of exactly the class `kind` part of messages.
+    """Allow objects of exactly the class `kind` in messages.
 
-    parts  the values from which `value` makes an equal object.  They may themselves be of any registered class
+    parts  object -> the values from which `value` makes an equal object.  They may be of any registered class
     """
     assert kind.__name__ not in _by_name or kind in _by_class, f"two classes {kind.__name__} would be sent"
     _by_class[kind] = _by_name[kind.__name__] = _Kind(kind.__name__, parts, value)
@@ -76,7 +77,10 @@ def message(kind: C) -> C:
 
 
 def error_message(error: Exception, rank: int) -> list[Any]:
-    """A message from which other ranks raise `error` (`to_error`).  A bug is sent as text with `rank`."""
+    """The parts of `error` that are sent to other ranks, which raise it (`to_error`).
+
+    An error that is neither an SftError nor an OSError is a bug: its text and `rank` are sent.
+    """
     if isinstance(error, SftError):
         names = [kind.__name__ for kind in type(error).__mro__ if issubclass(kind, SftError)]
         return ["SftError", names, str(error)]
@@ -89,9 +93,10 @@ def error_message(error: Exception, rank: int) -> list[Any]:
 
 
 def to_error(sent: list[Any]) -> Exception:
-    """The error that `error_message` described: of its class, or of the nearest base class that is imported here.
+    """The error that `error_message` described.  Its class is the original class, or the nearest base class that this
+    process has imported.
 
-    Raises InvalidMessage.
+    Raises InvalidMessage if `sent` describes no error.
     """
     match sent:
         case ["SftError", [*names], str(text)]:

@@ -26,9 +26,9 @@ _ANY_PORT = 9  # connecting a UDP socket sends nothing
 
 
 def join(backend: str, *, timeout_s: int, store: dist.Store | None = None) -> None:
-    """Join the process group that torchrun describes in the environment.  Without torchrun: this process alone.
+    """Join the process group that torchrun describes in the environment; without torchrun, a group of this process.
 
-    store  connects all ranks; a process that joins a second time needs a new one
+    store  connects all ranks; a process that joins a second time needs a new store
     """
     timeout, rank, world_size = datetime.timedelta(seconds=timeout_s), 0, 1
     if "RANK" in os.environ:
@@ -41,7 +41,7 @@ def join(backend: str, *, timeout_s: int, store: dist.Store | None = None) -> No
 
 @contextmanager
 def meeting() -> Iterator[None]:
-    """Replace what torch raises where ranks do not find each other by one sentence: PeerError, StorageError."""
+    """Replace torch's errors if ranks cannot connect: by PeerError, or by StorageError if too many files are open."""
     try:
         yield
     except dist.DistStoreError as error:
@@ -63,7 +63,7 @@ def meeting() -> Iterator[None]:
 def shared_store(timeout_s: int) -> dist.Store:
     """The store through which torchrun's processes find each other.
 
-    ConfigError: no store at MASTER_ADDR and MASTER_PORT
+    Raises ConfigError if there is no store at MASTER_ADDR and MASTER_PORT.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
     store: dist.Store
@@ -81,12 +81,13 @@ def shared_store(timeout_s: int) -> dist.Store:
 
 
 def choose_interface(store: dist.Store) -> None:
-    """Set the variables of this process that the user has not set, if the run has several nodes.
+    """Set the environment variables GLOO and NCCL of this process, unless the user has set them.
 
-    Reads RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and MASTER_ADDR, as torchrun sets them.  `store` connects all ranks.  Sets
-    nothing if the route leads over the loopback interface, as in a test where all nodes are one machine.
+    If the run has several nodes, the value is the interface of the route to another node.  Nothing is set if the route
+    leads over the loopback interface, as in a test where all nodes are one machine.  The ranks that `sft train
+    --processes` starts take the loopback interface, so no other machine reaches their ports.
 
-    The ranks that `sft train --processes` starts take the loopback interface, so no other machine reaches their ports.
+    Reads RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and MASTER_ADDR, as torchrun sets them.  `store` connects all ranks.
     """
     if os.environ["MASTER_ADDR"] == LOOPBACK and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         if name := _interface_with(LOOPBACK):

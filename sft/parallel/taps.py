@@ -1,13 +1,13 @@
-"""Which earlier tokens a causal convolution reads at the first tokens of a chunk, in numpy, without torch.
+"""Finds the earlier tokens that a causal convolution reads at the first tokens of a chunk.  In numpy, without torch.
 
 Output t of a convolution with n taps reads the tokens t, t - 1, ..., t - n + 1 of its document.  Inside a chunk these
-are the rows before row t.  At the first n - 1 rows of a chunk, its edges, they are elsewhere: before the chunk in the
-same document, on this or another rank (the halo of `sft/parallel/halo.py` with window n), or nowhere, if the document
-begins here.
+tokens are the rows before row t.  The edges of a chunk are its first n - 1 rows.  At an edge, some of these tokens are
+not in the chunk.  They are earlier in the document, on this or another rank (the halo of `sft/parallel/halo.py` with
+window n).  If the document begins there, they do not exist.
 
     documents of 4 and 2 tokens, one rank, 3 taps       rows 0 1 2 3 | 4 5        edges 0, 4, 1, 5
     shift 1   row 1 reads row 0, row 5 reads row 4
-    shift 2   no edge reads anything
+    shift 2   no edge reads a token
 """
 
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ from sft.parallel.halo import Halo
 class Taps:
     """Tokens that the convolution of one microbatch reads on one rank.
 
-    edges     int64, the local rows that are among the first n - 1 of their chunk
-    rows      for each shift 1..n-1, int64: the edges whose document has a token `shift` tokens earlier
-    sources   for each shift, int64: these tokens, as indices in concat(local tokens, received tokens)
-    halo      what ranks send each other; None with cp 1
+    edges     int64, the local rows that are among the first n - 1 rows of their chunk
+    rows      for each shift 1 .. n - 1, int64: the edges whose document has a token `shift` tokens earlier
+    sources   for each shift, int64: the index of this earlier token in concat(local tokens, received tokens)
+    halo      the tokens that ranks send each other; None with cp 1
     """
 
     edges: np.ndarray
@@ -35,7 +35,7 @@ class Taps:
 
     @staticmethod
     def of(cu_seqlens: np.ndarray, num_taps: int, cp_size: int, cp_rank: int) -> "Taps":
-        """cu_seqlens: padded boundaries of the documents of the whole pack"""
+        """cu_seqlens: padded boundaries of the documents of the whole pack; num_taps: n"""
         halo = Halo.of(cu_seqlens, num_taps, cp_size, cp_rank) if cp_size > 1 else None
         chunks = tuple(chunk for chunk in local_chunks(cu_seqlens, cp_size, cp_rank) if chunk.length)
         start, length, position = _columns(chunks)

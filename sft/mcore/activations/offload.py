@@ -1,11 +1,13 @@
 """Activation offload: moves saved tensors of layers to pinned host memory, and back before backward needs them.
 
-The GPU holds the saved tensors of two layers at a time: the layer in computation, and the layer before it, which is
-being copied.  If backward follows a forward pass at once, the last two layers stay on the device.  On earlier pipeline
-stages the last two layers are offloaded too.  One stream copies in both directions, so no tensor is fetched before it
-is written.  Streams wait for each other; the host never waits for the GPU.
+The GPU holds the saved tensors of two offloaded layers at a time: the layer that is computed, and the layer before it,
+whose tensors are being copied.  On the last pipeline stage without virtual stages, backward follows each forward pass
+at once, so the last two layers stay on the device.  On other stages the last two layers can be offloaded, too.  One
+stream copies in both directions, so a tensor is in host memory before it is fetched.  CUDA streams wait for each other;
+the host never waits for the GPU.
 
-Pinned memory is allocated in slabs and reused in the next pass.  torch would round every tensor up to a power of two.
+Pinned memory is allocated in slabs, which the next pass reuses.  If each tensor were pinned by itself, torch would
+round its size up to a power of two.
 """
 
 import weakref
@@ -22,7 +24,7 @@ SLAB_BYTES = 1 << 28
 
 
 class PinnedMemory:
-    """Slabs of pinned host memory, and the stream for copies.  On a CPU the memory is not pinned."""
+    """Slabs of pinned host memory, and the CUDA stream for copies.  In a CPU run the memory is not pinned."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.slab_bytes = device, SLAB_BYTES
@@ -52,7 +54,7 @@ class PinnedMemory:
 class OffloadedLayers:
     """The offloaded tensors of one forward pass, by layer.  Layer 0 stands for all operations before the first layer.
 
-    After backward nothing refers to this object, and its slabs are returned to PinnedMemory.
+    After backward, no reference to this object is left, and its slabs return to PinnedMemory.
     """
 
     def __init__(self, memory: PinnedMemory) -> None:
@@ -70,7 +72,7 @@ class OffloadedLayers:
         return len(self._layers) - 1
 
     def start_layer(self) -> None:
-        """Start the next layer.  The tensors of the second-last layer leave the device."""
+        """Start the next layer, n.  The tensors of layer n - 2 leave the device."""
         self._layers[-1].copied_out = self.memory.stream.record_event()
         if len(self._layers) > 1:
             self._layers[-2].evict()
@@ -93,13 +95,16 @@ class OffloadedLayers:
             layer.evict()
 
     def fetch(self, layer: int) -> None:
-        """Fetch the tensors of `layer` from host memory, and prefetch the layer before it; backward calls this."""
+        """Copy the tensors of `layer` and of the layer before it to the device, where they are not there yet.
+
+        Backward calls this.  The current stream waits for the copies of `layer` only.
+        """
         for tensors in self._layers[layer], self._layers[max(0, layer - 1)]:
             tensors.fetch(self.memory)
         self.wait_for_fetch(layer)
 
     def wait_for_fetch(self, layer: int) -> None:
-        """Make the current stream wait for the copies to the tensors of `layer`."""
+        """Make the current stream wait until the tensors of `layer` are on the device, if they were fetched."""
         if (event := self._layers[layer].fetched) is not None:
             torch.cuda.current_stream().wait_event(event)
 
@@ -124,7 +129,7 @@ class OffloadedTensor:
         self.tensor: Tensor | None = flat  # the copy on the device; None: only in host memory
 
     def __del__(self) -> None:
-        # If backward does not use a fetched tensor, the copy may still write to its memory.
+        # If backward did not use this tensor after it was fetched, the copy may still write to its memory.
         self._layers.wait_for_fetch(self.layer)
 
     def restore(self) -> Tensor:

@@ -10,21 +10,22 @@ from torch import Tensor
 def recomputed(
     function: Callable[[Tensor], Tensor], hidden: Tensor, weights: Iterable[Tensor], *, tile: int | None = None
 ) -> Tensor:
-    """`function(hidden)`, of which only `hidden` [t, ...] is saved; backward computes the function again.
+    """Return `function(hidden)`.  Only `hidden` [t, ...] is saved; backward computes the function again.
 
-    weights: all other tensors that `function` uses; with a tile, only parameters.  Frozen ones get no gradient
-    tile: the function is applied to so many rows at a time, forward and backward; None: to all rows at once
+    weights: all other tensors that `function` uses.  With a tile, each one that requires a gradient must be a parameter
+        with a `main_grad`
+    tile: number of rows of `hidden` to which the function is applied at a time, forward and backward; None: all rows
     """
     out: Tensor = _TiledRecompute.apply(function, tile, hidden, *(w for w in weights if w.requires_grad))
     return out
 
 
 class _TiledRecompute(torch.autograd.Function):
-    """Each tile gives a gradient of every weight, in the weight's dtype.
+    """Computes the gradient of every weight tile by tile, in the weight's dtype.
 
     The gradients of all tiles except the last are added to `main_grad`, in fp32, as core adds the gradients of
-    microbatches.  The gradient of the last tile is returned to autograd, which starts a gradient reduction that waits
-    for this weight.
+    microbatches.  The gradient of the last tile is returned to autograd, so that core's hook on the weight can start
+    the reduction of gradients.
     """
 
     @staticmethod

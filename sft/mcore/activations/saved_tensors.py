@@ -1,15 +1,15 @@
 """Decides how autograd stores each tensor that the forward pass of a model chunk saves for backward.
 
-A hook (torch.autograd.graph.saved_tensors_hooks) replaces every tensor that an operation saves by one of these:
+A hook (torch.autograd.graph.saved_tensors_hooks) stores every tensor that an operation saves in one of four ways:
 
-    recompute  for the output of a norm: the norm's inputs, from which backward recomputes the output
-    offload    for any other large tensor of an offloaded layer: a copy in host memory (offload.py)
-    prefetch   for tensors of the first resident layer: the tensor itself.  When backward reaches this layer, it
-               prefetches the previous layer
-    resident   for all other tensors, such as weights and small tensors: the tensor itself.  Without train.recompute and
+    recompute  The output of a norm is not kept.  The norm's inputs are kept, and backward computes the output again
+    offload    Any other large tensor of an offloaded layer is copied to host memory (offload.py)
+    prefetch   A tensor of the first layer after the offloaded layers is kept as it is.  When backward reaches this
+               layer, it prefetches the last offloaded layer
+    resident   All other tensors, such as weights and small tensors, are kept as they are.  Without train.recompute and
                train.offload_fraction all tensors are resident
 
-A recomputed tensor needs no gradient: the norm's own backward computes it.
+Recomputation runs without autograd, because the norm's own backward computes the gradient of its input.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,7 +34,7 @@ def _resident(tensor: Tensor) -> Restore:
     kept, version = tensor.detach(), tensor._version  # the tensor's autograd node would keep the tensor alive
 
     def restore() -> Tensor:
-        # With hooks, autograd does not check the version.
+        # Autograd does not check the version of a tensor that a hook saves.
         assert kept._version == version, "changed in place since it was saved"
         return kept
 
@@ -58,7 +58,7 @@ def _prefetch(saved: Restore, layers: OffloadedLayers, layer: int) -> Restore:
 
 
 def _view(saved: Restore, like: Tensor) -> Restore:
-    """Restore the saved storage with the shape, strides and offset of `like`."""
+    """A function that restores the saved storage as a view with the shape, strides and offset of `like`."""
     size, stride, offset = like.size(), like.stride(), int(like.storage_offset())
     return lambda: saved().as_strided(size, stride, offset)
 
@@ -80,10 +80,10 @@ class _SavedStorage:
 class SavePolicy:
     """Decides how and where the forward passes of this rank's model chunks save tensors, one pass at a time.
 
-    recompute         backward recomputes the outputs that norms mark with `mark_recomputable`
+    recompute         whether backward recomputes the outputs that norms mark with `mark_recomputable`
     memory            host memory for large tensors; None: no tensor is offloaded
     offload_fraction  share of layers that are offloaded: the first ones, which backward reaches last
-    backward_is_next  backward follows each forward pass at once, so the last two layers stay on the device
+    backward_is_next  whether backward follows each forward pass at once; then the last two layers stay on the device
     resident          tensors that always stay on the device: weights
     """
 
@@ -109,7 +109,10 @@ class SavePolicy:
 
     @contextmanager
     def forward_pass(self, num_layers: int) -> Iterator[None]:
-        """A context manager for a forward pass.  Full recomputation in backward runs outside of this context."""
+        """A context in which the policy decides how tensors are saved, for one forward pass of a model chunk.
+
+        num_layers: layers of the chunk.  With train.recompute = full, backward recomputes layers outside of the context
+        """
         if not (self.recompute or self.memory) or not torch.is_grad_enabled():
             yield
             return
@@ -125,14 +128,15 @@ class SavePolicy:
             this_pass.end()
 
     def start_layer(self) -> None:
-        """Start the next layer: tensors saved from here on belong to it."""
+        """Start the next layer: tensors that are saved from now on belong to this layer."""
         if self._pass is not None and self._pass.layers is not None:
             self._pass.layers.start_layer()
 
     def mark_recomputable(self, out: Tensor, compute: Callable[..., Any], *inputs: Tensor) -> None:
         """Declare that `compute(*inputs)` recomputes `out` at almost no cost.
 
-        `out` must be contiguous and fill its storage.  Outside of a forward pass that recomputes, this has no effect.
+        `out` must be contiguous and fill its storage.  Outside of a forward pass that recomputes, the call has no
+        effect.
         """
         if self._pass is not None and self.recompute and torch.is_grad_enabled():
             assert out.is_contiguous() and out.untyped_storage().nbytes() == out.numel() * out.element_size()
@@ -178,12 +182,12 @@ class _ForwardPass:
         return 0 if self.layers is None else self.layers.num_started
 
     def _save_storage(self, tensor: Tensor, storage: torch.UntypedStorage) -> Restore | None:
-        """Recompute or offload the whole storage of the tensor; None: it stays on the device."""
+        """Arrange that the whole storage of the tensor is recomputed or offloaded; None: it stays on the device."""
         key = storage.data_ptr(), tensor.dtype
         earlier = self._saved.get(key)
         if earlier is not None and not earlier.storage.expired():
-            # Of several layers that share a storage, only the first offloads it.  Later layers save the tensor itself.
-            # If later layers offloaded it too, backward of the last layer would fetch all tensors of the first layer.
+            # If several layers save the same storage, only the first of them offloads it.  Later layers keep the tensor
+            # itself.  Otherwise, backward of the last layer would fetch all tensors of the first layer.
             return earlier.saved if earlier.layer == self._layer else None
         marked = self._recomputable.get(storage.data_ptr())
         saved: Restore | None = None

@@ -1,7 +1,7 @@
-"""Attention with heads of 512 by the package ffpa-attn (Hopper, bf16), as operators of flash_kernel.py.
+"""Attention with heads that are 512 wide, by the package ffpa-attn (Hopper, bf16), as operators of flash_kernel.py.
 
-The library's functions for packed sequences are called below its autograd function, which would save the keys of the
-whole pack in every layer.  The library compiles a kernel when it is first called, in every process anew.
+This module calls the library's inner functions for packed sequences.  The library's autograd function would save the
+keys of the whole pack in every layer.  Every process compiles a kernel when it first calls it.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from sft.mcore.attention.package import Package, shared_arguments
 
 PACKAGE = Package("ffpa-attn", "ffpa_attn.cute", (("_forward_impl_for_device", ()), ("_backward_impl_for_device", ())))
 _HOPPER, _WIDTH = 9, 512  # other kernels of the library align the causal mask to the top left, or nobody compared them
-_TILE = 64  # rows of queries that a kernel computes at a time; the query heads of a key head share them
+_TILE = 64  # rows of a tile of queries, which the query heads of one key head share
 
 
 def _forward(

@@ -1,8 +1,7 @@
 """torch's own flash kernel, FlashAttention-2 (CUDA, bf16), as operators of flash_kernel.py.
 
-The operators below torch.nn.attention.varlen are called.  `varlen_attn` itself would save the keys of the whole pack in
-every layer for backward.  On the meta device, tests check that the operators of the installed torch accept these
-inputs.
+This module calls the operators that torch.nn.attention.varlen uses.  `varlen_attn` itself would save the keys of the
+whole pack in every layer.  Tests check on the meta device that the operators of the installed torch accept the inputs.
 """
 
 from functools import cache
@@ -14,10 +13,11 @@ from torch import Tensor
 from sft.layers.mixers.softmax_bytes import MAX_FLASH_HEAD
 from sft.mcore.attention.flash_kernel import Demand, Operators, refused_heads
 
-# Options that only some releases of torch have.  num_splits is the number of splits of the keys.  By default the kernel
-# chooses it by the longest sequence of the pack, so the result of a document would depend on other documents.
+# Options that only some releases of torch have.  num_splits is the number of parts into which the kernel splits the
+# keys.  By default it depends on the longest sequence of the pack, so a document's result would depend on other
+# documents.
 _IF_SUPPORTED: dict[str, Any] = {"num_splits": 1}
-_WINDOW = ("window_size_left", "window_size_right")  # keys before and after the query's own; -1: all
+_WINDOW = ("window_size_left", "window_size_right")  # number of keys before and after the query's own key; -1: all
 
 
 def _forward(

@@ -1,10 +1,10 @@
 """FlashAttention-4 of the package flash-attn-4 (CUDA, bf16) as operators of flash_kernel.py.
 
-The library's inner functions are called, because its autograd function would save the keys of the whole pack in every
-layer, and because torch's own registration of them passes no soft cap.  Sinks stay with packed_attention.py.
+This module calls the library's inner functions.  The library's autograd function would save the keys of the whole pack
+in every layer, and torch's operators for FlashAttention-4 have no soft cap.  packed_attention.py computes sinks.
 
-The library compiles a kernel when it is first called, about 25 s each on one core.  It keeps compiled kernels on disk
-(`environment.py`).
+The library compiles a kernel when it is first called, which takes about 25 s on one core.  It keeps compiled kernels on
+disk (`sft/run/environment.py`).
 """
 
 from collections.abc import Mapping
@@ -28,8 +28,8 @@ PACKAGE = Package(
     ),
 )
 _HOPPER, _BLACKWELL = 9, 10  # major compute capabilities
-_WIDEST = {_HOPPER: MAX_FLASH_HEAD, _BLACKWELL: 192}  # heads; wider ones were not compared with others on Blackwell
-_ALIGNMENT = 8  # numbers in bf16 that one access to memory takes
+_WIDEST = {_HOPPER: MAX_FLASH_HEAD, _BLACKWELL: 192}  # width of a head; nobody has compared wider ones on Blackwell
+_ALIGNMENT = 8  # bf16 elements that one memory access reads
 
 
 def _forward(
@@ -53,13 +53,19 @@ def _backward(
 
 
 def _limits(num_before: float | None = None, softcap: float = 0.0) -> Mapping[str, Any]:
-    """The window as the library counts it, in keys before and after a query's own; a soft cap of 0 is none."""
+    """Arguments for the window and the soft cap.  The library counts keys before and after a query's own key.
+
+    A soft cap of 0 means no soft cap.
+    """
     window = {} if num_before is None else {"window_size_left": num_before, "window_size_right": 0}
     return {**window, "softcap": softcap}
 
 
 def _refused(demand: Demand) -> str | None:
-    """First what no package changes, then the package, then what its own check says."""
+    """The reason why the kernel cannot compute such layers; None if it can.
+
+    The library's own check comes last, because the library must be installed for it.
+    """
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (_HOPPER, 0)
     widest = _WIDEST.get(capability[0])
     if widest is None:

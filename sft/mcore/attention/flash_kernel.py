@@ -1,13 +1,14 @@
-"""A kernel of packed_attention.py: a flash kernel of a library, over sequences of queries and of keys.
+"""A kernel of packed_attention.py that calls the flash kernel of a library for packed sequences.
 
-Each local chunk of queries (`context_parallel.local_chunks`) is one sequence.  The keys of a chunk are the keys of the
-document up to the chunk's last query; with a sliding window, from the first key in the window of the chunk's first
-query.  The causal mask is aligned to the bottom right.  With context parallelism both chunks of a rank need a
-document's early keys, so keys are copied 1 + 1 / 2cp times.  No tensor has size tokens x tokens.
+Each local chunk of queries (`context_parallel.local_chunks`) is one sequence.  The keys of this sequence are the keys
+of the document from its first token to the chunk's last query.  With a sliding window they begin with the first key in
+the window of the chunk's first query.  The causal mask is aligned to the bottom right: the last query attends to the
+last key.  With context parallelism both chunks of a rank need a document's early keys, so the two sequences together
+have 1 + 1 / (2 cp) times as many keys as the document.  No tensor has size tokens x tokens.
 
 The kernels of libraries (`Operators`) are in flash2.py (torch's own), flash4.py (flash-attn-4) and ffpa.py (ffpa-attn).
-Some take values of the width of keys only.  Narrower values are padded with zeros, whose products the kernel computes
-too: with keys of 192 and values of 128, 1.2 times the FLOPs of attention.
+torch's kernel needs values that are as wide as keys.  Narrower values are padded with zeros, which costs FLOPs: with
+keys of width 192 and values of width 128, attention takes 1.2 times the FLOPs.
 
 On an H200, tests/gpu compared the kernels with the plain tiles (docs/numbers/h200.md).  On the CPU, tests pass the
 kernels' inputs to a plain replacement.
@@ -29,11 +30,13 @@ from sft.parallel.halo import Halo
 
 
 class Demand(NamedTuple):
-    """Needs of a run's layers that a kernel may not meet.
+    """Properties of a run's attention layers that a kernel may not support.
 
-    key_width, value_width  of a head
-    heads_per_key     query heads that share a key head
-    is_deterministic  gradients are equal bit for bit when they are computed again
+    key_width, value_width  width of a key head and of a value head
+    heads_per_key     number of query heads that share a key head
+    has_window        whether the layers have a sliding window
+    softcap           limit of the scores; None: no limit
+    is_deterministic  whether gradients must be equal, bit for bit, when they are computed again
     """
 
     device_type: str
@@ -50,13 +53,14 @@ class Demand(NamedTuple):
 class Operators:
     """The forward and the backward operator of a library's kernel.
 
-    forward   (query, keys, values, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale=, and if the layers
-              have them num_before=, softcap=) -> out, log-sum-exp in fp32 [heads, t].  num_before is the number of keys
-              before a query's own that the query attends to
-    backward  (grad, query, keys, values, out, log-sum-exp, and the rest as forward) -> gradients of query, keys, values
-    refused   the reason why the kernel cannot compute such layers on CUDA in bf16; None if it can
-    pads_values  values must be as wide as keys
-    package   the package of the kernel; None: torch
+    forward   (query, keys, values, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale=) -> out, log-sum-exp
+              in fp32 [heads, t].  Layers with a window also pass num_before=, the number of keys before a query's own
+              key to which the query attends.  Layers with a soft cap also pass softcap=
+    backward  (grad, query, keys, values, out, log-sum-exp, then the other arguments of forward) -> gradients of query,
+              keys and values
+    refused   the reason why the kernel cannot compute layers with this demand on CUDA in bf16; None if it can
+    pads_values  whether values must be padded to the width of keys
+    package   the package of the kernel; None: the kernel is torch's own
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -66,7 +70,7 @@ class Operators:
     package: Package | None = None
 
     def why_not(self, demand: Demand) -> str | None:
-        """The reason why the kernel cannot compute such layers; None if it can."""
+        """The reason why the kernel cannot compute layers with this demand; None if it can."""
         if demand.device_type != "cuda":
             return "it needs CUDA"
         if demand.dtype not in (torch.bfloat16, torch.float16):
@@ -80,10 +84,10 @@ def refused_heads(widest: int, width: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class FlashKernel:
-    """The kernel with the sequences of one microbatch, for all layers with this window and soft cap.
+    """The kernel and the sequences of one microbatch, for all layers with this window and soft cap.
 
-    key_source    gets the keys, one sequence after the other
-    window        a token attends to itself and to the window - 1 tokens before it; None: to all before it
+    key_source    gets keys and values in the kernel's order: one sequence after the other
+    window        a token attends to itself and to the window - 1 tokens before it; None: to all tokens before it
     softcap       limit of the scores; None: no limit
     cu_seqlens_q  int32 [sequences + 1], boundaries of the sequences' queries
     cu_seqlens_k  int32 [sequences + 1], boundaries of the sequences' keys
@@ -111,7 +115,7 @@ class FlashKernel:
     ) -> "FlashKernel":
         """cu_seqlens: int32 [documents + 1], padded boundaries of the documents of the whole pack.
 
-        one document of 8, cp 2, rank 0: queries 0 1 | 6 7, keys 0 1 | 0 1 2 3 4 5 6 7
+        one document of 8 tokens, cp 2, rank 0 -> two sequences: queries 0 1 | 6 7, keys 0 1 | 0 1 2 3 4 5 6 7
         """
         chunks = [chunk for chunk in context_parallel.local_chunks(cu_seqlens, cp_size, cp_rank) if chunk.length]
         num_queries = np.array([chunk.length for chunk in chunks])
@@ -161,7 +165,7 @@ class FlashKernel:
         return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
 
     def _padded(self, x: Tensor, keys: Tensor) -> Tensor:
-        """x [n, heads, d], if the operators need it with zeros up to the width of keys."""
+        """x [n, heads, d], padded with zeros to the width of keys if the operators need that."""
         missing = keys.shape[-1] - x.shape[-1] if self.operators.pads_values else 0
         return torch.nn.functional.pad(x, (0, missing)) if missing else x
 

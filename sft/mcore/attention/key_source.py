@@ -1,10 +1,11 @@
 """How a rank gets the keys and values of other context-parallel ranks, and returns their gradients.
 
-    LocalKeys       with cp 1: a rank has all keys
-    AllGatheredKeys every rank gets the keys of the whole pack, one head group at a time
-    HaloKeys        sliding windows: a rank gets the keys before its chunks, with one all-to-all (sft/parallel/halo.py)
+    LocalKeys        cp 1: the rank has all keys, and nothing is sent
+    AllGatheredKeys  cp > 1: every rank gets the keys of the whole pack, one head group at a time
+    HaloKeys         cp > 1 and a sliding window: a rank gets the keys before its chunks, by one all-to-all
+                     (sft/parallel/halo.py)
 
-Gathered keys and values are not saved: backward asks for them again.  Gradients of keys and values are summed over
+Gathered keys and values are not saved: backward gathers them again.  Gradients of keys and values are summed over
 chunks and ranks in fp32 or float64.
 """
 
@@ -25,8 +26,8 @@ from sft.parallel.halo import Halo
 class Transfer:
     """A collective in progress.
 
-    work    the collective; None: nothing is in progress
-    finish  makes the tensors of what has arrived
+    work    torch's handle of the collective; None: nothing is in progress
+    finish  called after the collective; returns the tensors that `result` returns
     """
 
     def __init__(self, work: Any, finish: Callable[[], Sequence[Tensor]]) -> None:
@@ -36,7 +37,7 @@ class Transfer:
     def wait(self) -> None:
         if self._work is not None:
             self._work.wait()
-            self._work = None  # it keeps the buffers
+            self._work = None  # the handle keeps the buffers alive
 
     def result(self) -> Any:
         """The received tensors.  Call it once; it frees the buffers."""
@@ -47,16 +48,19 @@ class Transfer:
 
 class KeySource(Protocol):
     def num_groups(self, num_key_heads: int) -> int:
-        """Number of head groups that are transferred one after the other."""
+        """Number of head groups, which are transferred one after the other."""
 
     def start(self, key: Tensor, value: Tensor, cp_group: Any) -> Transfer:
-        """key, value [t, key heads, d] of local tokens -> keys and values [k, key heads, d] in the kernel's order.
+        """Start the transfer of key and value [t, key heads, d] of this rank's t tokens.
 
-        Keys and values may differ in width.
+        The result is the keys and values [k, key heads, d] in the kernel's order.  Keys and values may differ in width.
         """
 
     def start_return(self, dkeys: Tensor, dvalues: Tensor, num_tokens: int, cp_group: Any) -> Transfer:
-        """dkeys, dvalues [k, key heads, d] in the kernel's order -> both [num_tokens, key heads, d] of local tokens."""
+        """Start to return the gradients dkeys and dvalues [k, key heads, d] in the kernel's order.
+
+        The result is the gradients [num_tokens, key heads, d] of this rank's tokens, summed over ranks.
+        """
 
 
 @dataclass(frozen=True)
@@ -81,14 +85,14 @@ class AllGatheredKeys:
         return num_head_groups(num_key_heads)
 
     def start(self, key: Tensor, value: Tensor, cp_group: Any) -> Transfer:
-        """An all-gather of one head group's keys and values."""
+        """Start an all-gather of one head group's keys and values."""
         local, widths = torch.cat((key, value), dim=-1), [key.shape[-1], value.shape[-1]]
         gathered = local.new_empty((local.shape[0] * cp_group.size(), *local.shape[1:]))
         work = dist.all_gather_into_tensor(gathered, local, group=cp_group, async_op=True)
         return Transfer(work, lambda: gathered.index_select(0, self.key_order).split(widths, dim=-1))
 
     def start_return(self, dkeys: Tensor, dvalues: Tensor, num_tokens: int, cp_group: Any) -> Transfer:
-        """The sum over ranks of the gradients of one head group's keys and values."""
+        """Start a reduce-scatter of the gradients of one head group's keys and values."""
         widths = [dkeys.shape[-1], dvalues.shape[-1]]
         total = _summed(dkeys, dvalues, self.key_order, num_tokens * cp_group.size())
         local = total.new_empty((num_tokens, *total.shape[1:]))
@@ -98,10 +102,11 @@ class AllGatheredKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class HaloKeys:
-    """The tensors of `Halo`, for one microbatch.
+    """The arrays of `Halo` for one microbatch, as tensors on the device.
 
-    key_order  int64 [k], indices in concat(local tokens, received tokens)
-    send       int64, indices of local tokens
+    key_order     int64 [k], for each key that the kernel needs, its index in concat(local tokens, received tokens)
+    send          int64, indices of the local tokens that other ranks need
+    num_sent, num_received  number of tokens for and from each rank
     """
 
     key_order: Tensor
@@ -118,7 +123,7 @@ class HaloKeys:
         return 1  # the messages are small
 
     def start(self, key: Tensor, value: Tensor, cp_group: Any) -> Transfer:
-        """An all-to-all of the keys and values before the chunks of other ranks."""
+        """Start an all-to-all that gives each rank the keys and values before its chunks."""
         local, widths = torch.cat((key, value), dim=-1), [key.shape[-1], value.shape[-1]]
         received, sent = local.new_empty((sum(self.num_received), *local.shape[1:])), local.index_select(0, self.send)
         work = dist.all_to_all_single(received, sent, self.num_received, self.num_sent, group=cp_group, async_op=True)
@@ -132,7 +137,7 @@ class HaloKeys:
         return Transfer(work, finish)
 
     def start_return(self, dkeys: Tensor, dvalues: Tensor, num_tokens: int, cp_group: Any) -> Transfer:
-        """An all-to-all that returns the gradients of received keys and values to the ranks that hold these tokens."""
+        """Start an all-to-all that returns the gradients of received keys and values to the ranks of these tokens."""
         widths = [dkeys.shape[-1], dvalues.shape[-1]]
         total = _summed(dkeys, dvalues, self.key_order, num_tokens + sum(self.num_received))
         local, dreceived = total[:num_tokens], total[num_tokens:]
@@ -144,7 +149,10 @@ class HaloKeys:
 
 
 def _summed(dkeys: Tensor, dvalues: Tensor, order: Tensor, num_tokens: int) -> Tensor:
-    """Gradients of keys and values [num_tokens, key heads, d of both], summed over chunks in fp32 or float64."""
+    """Sum the gradients of keys and values over chunks, in fp32 or float64.
+
+    dkeys, dvalues [k, key heads, d], order [k]: index of each key's token -> [num_tokens, key heads, both widths]
+    """
     wide, widths = torch.promote_types(dkeys.dtype, torch.float32), [dkeys.shape[-1], dvalues.shape[-1]]
     total = dkeys.new_zeros((num_tokens, dkeys.shape[1], sum(widths)), dtype=wide)
     for part, gradients in zip(total.split(widths, dim=-1), (dkeys, dvalues)):  # one at a time in fp32

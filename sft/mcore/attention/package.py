@@ -1,4 +1,4 @@
-"""A package with kernels of attention that need not be installed, and whose inner functions are called."""
+"""Optional packages with attention kernels: whether one is installed and works, and its inner functions."""
 
 import importlib
 import importlib.metadata
@@ -16,18 +16,23 @@ SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 @dataclass(frozen=True)
 class Package:
-    """name: for pip; module: with the functions; functions: arguments by name that they must take"""
+    """A package that a run uses if it is installed.
+
+    name       the name of the package for pip
+    module     the module that has the functions
+    functions  name of each function, and the names of arguments that it must have
+    """
 
     name: str
     module: str
     functions: tuple[tuple[str, Sequence[str]], ...]
 
     def absent(self) -> str | None:
-        """The reason why the package cannot be used, if it is not installed; else None."""
+        """A message if the package is not installed; else None."""
         return None if _release(self.name) else f"{self.name} is not installed"
 
     def broken(self) -> str | None:
-        """The reason why the installed package cannot be used; None if it can."""
+        """The reason why this trainer cannot use the installed package; None if it can."""
         return _broken(self)
 
     def function(self, name: str) -> Any:
@@ -35,7 +40,10 @@ class Package:
 
 
 def shared_arguments(sequences: Sequence[Tensor | int], scale: float) -> Mapping[str, Any]:
-    """Arguments that forward and backward of a package have in common."""
+    """Arguments by name that the forward and backward functions of a package have in common.
+
+    sequences: the values of SEQUENCES, in this order
+    """
     return dict(zip(SEQUENCES, sequences, strict=True)) | {"softmax_scale": scale, "causal": True}
 
 
@@ -51,7 +59,7 @@ def _broken(package: Package) -> str | None:
     of_release = f"{package.name} {_release(package.name)}"
     try:
         module = _imported(package.module)
-    except Exception as error:  # of any kind: releases of its parts that do not fit each other raise what they will
+    except Exception as error:  # any error: dependencies whose releases do not fit each other raise all kinds of errors
         return f"{of_release} cannot be imported ({error})"
     for name, arguments in package.functions:
         if not hasattr(module, name):

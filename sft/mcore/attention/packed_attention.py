@@ -1,19 +1,20 @@
 """Causal attention over packed documents whose tokens are split over the context-parallel group.
 
-A token attends to the tokens of its own document up to itself, or with a sliding window to the last of these.  Queries
-stay on their rank.  Keys and values of other ranks come by a KeySource (key_source.py): an all-gather over the
-group, one head group at a time, or with a window the halo of each chunk.  While a kernel computes one head group, the
-next is transferred.  Keys of other ranks are not saved.  Backward gets them again, and returns their gradients.
+A token attends to itself and to earlier tokens of its document.  With a sliding window of w tokens, it attends to
+itself and to the w - 1 tokens before it.  Queries stay on their rank.  A KeySource (key_source.py) gets keys and values
+of other ranks: by an all-gather over the group, one head group at a time, or with a window by an exchange of halos.
+While a kernel computes one head group, the next one is transferred.  Keys of other ranks are not saved.  Backward gets
+them again, and returns their gradients.
 
 A head group is at least 1/4 of the key/value heads, with the query heads that use them (`num_head_groups`).  The kernel
 is flash_kernel.py (a flash kernel of a library, on CUDA in bf16) or torch_kernel.py (plain torch, everywhere).
 
-A sink is a learned score of each head that takes part in the softmax and has no value (gpt-oss, arXiv:2508.10925).  A
-kernel computes attention without sinks, and this module corrects its result, which is exact:
+A sink is a learned score of a query head that takes part in the softmax and has no value (gpt-oss, arXiv:2508.10925).
+A kernel computes attention without sinks, and this module corrects the result.  The correction is exact:
 
     share = sigmoid(lse - sink)    out' = out * share    lse' = logaddexp(lse, sink)    d sink = -sum(p (dout . out'))
 
-with p = exp(sink - lse').  The kernel's backward then gets out' and lse', and its own equations hold.
+with p = exp(sink - lse').  The kernel's backward gets out' and lse' instead of out and lse; its equations still hold.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ from torch import Tensor
 from sft.mcore.attention.key_source import KeySource, Transfer
 from sft.mcore.attention.rope import Rotation
 
-SINK_TOKENS = 4096  # whose outputs and gradients of outputs are in fp32 at a time
+SINK_TOKENS = 4096  # tokens whose outputs and gradients are converted to fp32 at a time
 
 
 class AttentionKernel(Protocol):
@@ -38,7 +39,7 @@ class AttentionKernel(Protocol):
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """query [t, heads, d], keys and values [k, key heads, d] -> out [t, heads, d], log-sum-exp [heads, t].
 
-        Values may have another width than keys; `out` has that of values.
+        Values may have another width than keys; `out` is as wide as values.
         """
 
     def backward(
@@ -59,7 +60,7 @@ def packed_attention(
 ) -> Tensor:
     """query [t, heads, d], key and value [t, key heads, d] of this rank's tokens -> [t, heads, d].
 
-    Values may have another width than keys.
+    Values may have another width than keys; the result is as wide as values.  Collective over cp.
     rotation: applied to queries and keys first; None: no rotation
     sinks: [heads], scores of the sinks; None: no sinks
     """
@@ -69,7 +70,7 @@ def packed_attention(
 
 @dataclass(frozen=True)
 class _Setting:
-    """Arguments of attention that are no tensors with gradients."""
+    """The arguments of attention that have no gradient."""
 
     kernel: AttentionKernel
     scale: float
@@ -126,9 +127,10 @@ class _PackedAttention(torch.autograd.Function):
 def _backward_by_group(
     saved: Sequence[Tensor], grad: Tensor, dquery: Tensor, setting: _Setting
 ) -> tuple[list[Transfer], list[Tensor]]:
-    """Computes the gradients of one head group after the other, and writes those of queries into dquery.
+    """Compute the gradients of one head group after the other, and write the gradients of queries to `dquery`.
 
-    Returns the gradients of keys and values, in transfer, and of sinks.  Gathered keys are freed at the end.
+    Returns for each head group the transfer of the gradients of keys and values, and the gradients of sinks.  Gathered
+    keys are freed when the function returns.
     """
     query, key, value, sinks, out, *sums = saved
     kernel, rotation, num_groups = setting.kernel, setting.rotation, len(sums)
@@ -151,14 +153,17 @@ def _backward_by_group(
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """out [t, heads, d] and lse [heads, t] without sinks -> both with the sinks [heads]."""
+    """Add sinks [heads] to the result of a kernel: out [t, heads, d] and lse [heads, t] -> corrected out and lse."""
     scores = sinks.to(lse.dtype)[:, None]
     share = torch.sigmoid(lse - scores)
     return (out * share.t()[:, :, None]).to(out.dtype), torch.logaddexp(lse, scores)
 
 
 def _gradient_of_sinks(sinks: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """[heads]; grad, out [t, heads, d] and lse [heads, t], with the sinks.  Few tokens at a time are in fp32."""
+    """The gradient of the sinks, [heads], from grad and out [t, heads, d] and lse [heads, t].
+
+    `out` and `lse` include the sinks.  SINK_TOKENS tokens at a time are converted to fp32.
+    """
     weights = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
     parts = zip(grad.split(SINK_TOKENS), out.split(SINK_TOKENS))
     products = torch.cat([(x.to(lse.dtype) * y.to(lse.dtype)).sum(-1) for x, y in parts])  # [t, heads]
@@ -180,9 +185,9 @@ def _rotated_keys(key: Tensor, rotation: Rotation | None) -> Tensor:
 def _gathered(
     key: Tensor, value: Tensor, kernel: AttentionKernel, cp_group: Any, num_groups: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Keys and values [k, key heads / num_groups, d] in the kernel's order, one head group after the other.
+    """Yield keys and values [k, key heads / num_groups, d] in the kernel's order, one head group after the other.
 
-    Collective over cp.  The first transfer starts at once.  When a head group is yielded, the next one is in transfer.
+    Collective over cp.  The call starts the first transfer.  When a head group is yielded, the next one is in transfer.
     """
     groups = list(zip(key.chunk(num_groups, dim=1), value.chunk(num_groups, dim=1)))
     first = kernel.key_source.start(*groups[0], cp_group)

@@ -1,10 +1,12 @@
 """Rotary position embedding: the frequencies for each scaling method, the rotation, and the table of angles.
 
 Frequencies follow Hugging Face transformers, whose definitions match released weights: linear (Chen 2023), llama3
-(Llama 3.1), YaRN (Peng 2023).  YaRN multiplies queries and keys by a temperature.  This module multiplies the attention
-scale by the square of the temperature instead, or if only a part of each head is rotated, sine and cosine by the
-temperature.  DeepSeek multiplies the attention scale by the square of a second number, also for the part of each head
-that is not rotated (`model.rope.mscale_all_dim`).
+(Llama 3.1), YaRN (Peng 2023), and proportional, which rotates only the first dimensions of a head (Gemma 4).
+
+YaRN multiplies rotated queries and keys by a temperature.  If whole heads are rotated, this module multiplies the
+attention scale by the square of the temperature instead.  If only a part of each head is rotated, it multiplies sine
+and cosine by the temperature.  DeepSeek has a second factor (`model.rope.mscale_all_dim`), whose square multiplies the
+attention scale, and so also the products of the part of each head that is not rotated.
 """
 
 import math
@@ -18,14 +20,14 @@ from sft.config import ModelConfig, RopeConfig
 
 
 def frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:
-    """Angle per position of each pair of dimensions: float32 [rotary_dim / 2].
+    """The angle in radians by which each pair of dimensions turns per position: float32 [rotary_dim / 2].
 
     rotary_dim 4, base 10000, no scaling -> [1, 0.01]; proportional with fraction 0.5 -> [1, 0]
     """
     exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     plain = 1.0 / rope.base**exponent
     if rope.is_proportional:
-        plain[int(rope.fraction * rotary_dim // 2) :] = 0.0  # an angle of 0 leaves both numbers as they are
+        plain[int(rope.fraction * rotary_dim // 2) :] = 0.0  # an angle of 0 does not change the pair
     if rope.scaling in ("none", "proportional"):
         return plain
     if rope.scaling == "linear":
@@ -34,9 +36,11 @@ def frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:
 
 
 def softmax_scale(model: ModelConfig) -> float:
-    """Factor on query-key products: `plain_scale` times YaRN's temperature squared, if whole heads are rotated.
+    """The factor on query-key products: `plain_scale` times the square of a temperature.
 
-    latent attention of 192 numbers, factor 40, mscale_all_dim 1 -> 1.3689 ** 2 / sqrt(192) = 0.1352
+    The temperature is DeepSeek's if mscale_all_dim is set, else YaRN's if whole heads are rotated, else 1.
+
+    query and key heads 192 wide, factor 40, mscale_all_dim 1 -> 1.3689 ** 2 / sqrt(192) = 0.1352
     """
     rope = model.rope
     if rope.mscale_all_dim is not None:
@@ -55,7 +59,7 @@ def plain_scale(model: ModelConfig) -> float:
 
 
 def _temperature(rope: RopeConfig) -> float:
-    """YaRN's factor on rotated queries and keys."""
+    """YaRN's factor on rotated queries and keys; 1 with other scalings."""
     return rope.attention_factor or 0.1 * math.log(rope.factor) + 1.0 if rope.scaling == "yarn" else 1.0
 
 
@@ -72,7 +76,7 @@ def _yarn(plain: Tensor, rope: RopeConfig, rotary_dim: int) -> Tensor:
     assert rope.original_max_position is not None
 
     def dimension(turns: float) -> float:
-        """The pair of dimensions that makes `turns` turns over the original context."""
+        """The index of the pair of dimensions that makes `turns` full turns over the original context; a fraction."""
         assert rope.original_max_position is not None
         ratio = rope.original_max_position / (turns * 2 * math.pi)
         return rotary_dim * math.log(ratio) / (2 * math.log(rope.base))
@@ -90,10 +94,11 @@ def _yarn(plain: Tensor, rope: RopeConfig, rotary_dim: int) -> Tensor:
 class Rotation:
     """The rotation of queries and keys of a rank's tokens, made once per microbatch for all layers.
 
-    cos, sin [t, 1, rotary_dim]: the value of each pair of dimensions twice (rotate-half convention), times YaRN's
+    cos, sin [t, 1, rotary_dim]: the value of each pair of dimensions, once for each of its two dimensions; times YaRN's
         temperature if only a part of each head is rotated
     query_scale [t, 1, 1]: factor on rotated queries; None: no factor
-    interleaved: a pair consists of neighbouring dimensions (0 and 1, 2 and 3, ...), not of one in each half
+    interleaved: True: a pair consists of neighbouring dimensions (0 and 1, 2 and 3, ...); False: of dimension i of the
+        first half and dimension i of the second half
     """
 
     cos: Tensor
@@ -112,7 +117,7 @@ class Rotation:
     ) -> "Rotation":
         """positions: int64 [t], positions of tokens in their documents.  Angles are fp32, as in transformers.
 
-        whole_heads: whether whole heads are rotated; None: as rope.fraction says
+        whole_heads: whether whole heads are rotated; None: they are if rope.fraction is 1
         """
         angles = torch.outer(positions.to(torch.float32), inv_freq)
         angles = angles.repeat_interleave(2, dim=-1) if rope.interleaved else torch.cat((angles, angles), dim=-1)
@@ -136,7 +141,7 @@ class Rotation:
         return self.undo(grad if self.query_scale is None else grad * self.query_scale)
 
     def apply(self, x: Tensor) -> Tensor:
-        """Rotates the first rotary_dim numbers of each head of x [t, heads, head_dim]."""
+        """Rotate the first rotary_dim dimensions of each head of x [t, heads, head_dim]."""
         return self._turned(x, self.sin)
 
     def undo(self, x: Tensor) -> Tensor:
@@ -152,7 +157,7 @@ class Rotation:
 
 
 def _rotate_half(x: Tensor) -> Tensor:
-    """[a, b] -> [-b, a], halves of the last dimension."""
+    """[a, b] -> [-b, a], where a and b are the halves of the last dimension."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
 
@@ -164,10 +169,10 @@ def _turn_neighbours(x: Tensor) -> Tensor:
 
 
 class RotaryTable(torch.nn.Module):
-    """Angles of positions 0, 1, 2, ... for megatron-core's GPTModel, if Transformer Engine applies them.
+    """The angles of positions 0, 1, 2, ... for core's GPTModel, used if Transformer Engine rotates queries and keys.
 
-    Replaces core's RotaryEmbedding, which caches up to 32 tables, one per max_seqlen: 16 GiB at 1M positions.  This
-    class keeps one table, as long as the longest document so far.
+    Replaces core's RotaryEmbedding, which caches up to 32 tables, one for each max_seqlen: 16 GiB at 1M positions.
+    This class keeps one table, as long as the longest document so far.
     """
 
     def __init__(self, inv_freq: Tensor) -> None:
@@ -176,7 +181,7 @@ class RotaryTable(torch.nn.Module):
         self.table = inv_freq.new_empty((0, 1, 1, 2 * inv_freq.numel()))
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
-        """Length of the table that a microbatch needs: max_seqlen.  Core passes packed_seq_params last."""
+        """The length of the table that a microbatch needs: max_seqlen, from core's argument packed_seq_params."""
         length: int = args[4].max_seqlen_q
         return length
 

@@ -2,8 +2,8 @@
 
 The kernel computes each chunk of queries tile by tile with an online softmax (Dao 2023, FlashAttention-2).  In forward
 and in backward, no score matrix is larger than one tile.  Tiles never span documents, so the result of a document is
-bitwise independent of other documents.  With a sliding window, a tile of queries computes the scores of `window` keys
-and of one tile more.
+bitwise independent of other documents.  With a sliding window, a tile of n queries computes the scores of at most
+window - 1 + n keys.
 
 Scores may be soft-capped: cap * tanh(score / cap) (Gemma 2, arXiv:2408.00118).
 """
@@ -27,12 +27,13 @@ KEY_TILE = 512  # columns of a tile of scores
 
 @dataclass(frozen=True, kw_only=True)
 class TorchKernel:
-    """The kernel with the chunks of one microbatch.
+    """The kernel and the chunks of queries of one microbatch.
 
-    chunks      the queries of this rank.  document_start is an index among the kernel's keys: where the first key of
-                the document is, or would be if it were not outside of the window
-    key_source  gets the kernel's keys: those of the whole pack, or with a window those of one chunk after the other
-    window      a token attends to itself and to the window - 1 tokens before it; None: to all before it
+    chunks      the chunks of this rank.  Their `document_start` is the index of the document's first key among the
+                kernel's keys.  If the key source leaves out this key, it is the index that the key would have
+    key_source  gets the kernel's keys: all keys of the pack, or with cp > 1 and a window the keys that each chunk
+                needs, one chunk after the other
+    window      a token attends to itself and to the window - 1 tokens before it; None: to all tokens before it
     softcap     limit of the scores; None: no limit
     """
 
@@ -136,7 +137,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, tile: _Tile, scale: flo
     for columns in tile.key_tiles():
         scores, _ = _scores(rows, keys[columns], tile, columns, scale)
         new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
-        new_largest = new_largest.clamp_(min=torch.finfo(rows.dtype).min)  # of a query with no key in this tile
+        new_largest = new_largest.clamp_(min=torch.finfo(rows.dtype).min)  # a query that has no key yet has -inf
         shrink = torch.exp(largest - new_largest)
         weights = scores.sub_(new_largest).exp_()
         total = total * shrink + weights.sum(-1, keepdim=True)
@@ -153,7 +154,10 @@ def _attend_backward(
     tile: _Tile,
     scale: float,
 ) -> Tensor:
-    """Add this tile's contribution to the gradients of keys and values; return the gradient of its queries."""
+    """Add this tile's contribution to `gradients`, of keys and values, and return the gradient of the tile's queries.
+
+    saved: query, out, lse and grad of the tile's rows; gathered: all keys and values
+    """
     query, out, lse, grad = saved
     (keys, values), (dkeys, dvalues) = gathered, gradients
     groups = keys.shape[1]
@@ -189,7 +193,7 @@ def _scores(rows: Tensor, keys: Tensor, tile: _Tile, columns: slice, scale: floa
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
-    """[n, heads, d] -> [groups, heads per group, n, d] in the dtype of the computation."""
+    """[n, heads, d] -> [groups, heads per group, n, d] in fp32 or float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(1, (groups, -1)).permute(1, 2, 0, 3).contiguous()
 
 
@@ -199,5 +203,5 @@ def _ungrouped(x: Tensor) -> Tensor:
 
 
 def _by_group(x: Tensor) -> Tensor:
-    """[k, groups, d] -> [groups, k, d]"""
+    """[k, groups, d] -> [groups, k, d] in fp32 or float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32)).transpose(0, 1)

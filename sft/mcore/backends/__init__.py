@@ -1,1 +1,1 @@
-"""The backends of `backend.py`, and which of them a run gets."""
+"""The implementations of `backend.AttentionBackend`, their kernels, and the choice of one for a run."""

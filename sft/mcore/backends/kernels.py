@@ -1,4 +1,7 @@
-"""The kernels of each kind of layer of the portable backend, the fastest first, and the reasons why one cannot run."""
+"""Chooses the portable backend's kernel for each kind of layer: the fastest one that can compute the layers.
+
+Keeps the reasons why faster kernels cannot compute them.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,10 +25,10 @@ from sft.mcore.linear_attention.delta_rule import Kernel
 from sft.mcore.linear_attention.fla_kernel import FlaKernel
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 
-# cu_seqlens of the whole pack, cp size, cp rank, device; window -> the kernel of a microbatch
+# (cu_seqlens of the whole pack, cp size, cp rank, device, window=) -> the kernel of a microbatch
 MakeKernel = Callable[..., AttentionKernel]
 
-# The kernels of attention with a softmax, the fastest first.  Plain torch computes what they do not.
+# The flash kernels of softmax attention, the fastest first.  Plain torch computes the layers that they cannot.
 FASTEST = "FlashAttention-4"
 FLASH: Mapping[str, Operators] = {
     FASTEST: FLASH4,
@@ -39,10 +42,10 @@ _PACKAGES = {name: operators.package for name, operators in FLASH.items() if ope
 class Chosen(NamedTuple):
     """The kernel of one kind of layer.
 
-    kernel   a `MakeKernel`, of linear attention a `delta_rule.Kernel`
-    name     for the log
-    why_not  the reasons why faster kernels cannot compute these layers, by their names
-    has_softmax  whether it computes attention with a softmax
+    kernel   a `MakeKernel`; for linear attention, a `delta_rule.Kernel`
+    name     name of the kernel for the log
+    why_not  for each faster kernel, by name, the reason why it cannot compute these layers
+    has_softmax  whether the kernel computes attention with a softmax
     """
 
     kernel: Any
@@ -52,13 +55,13 @@ class Chosen(NamedTuple):
 
     @property
     def to_install(self) -> list[Package]:
-        """The packages that would be faster and are not installed."""
+        """The packages that are not installed, and whose faster kernels could otherwise be tried."""
         packages = {package: self.why_not.get(name) for name, package in _PACKAGES.items()}
         return [package for package, reason in packages.items() if reason and reason == package.absent()]
 
     @property
     def broken(self) -> list[str]:
-        """The problems of packages that are installed and would be faster."""
+        """The problems of installed packages that have faster kernels and cannot be used."""
         reasons = {self.why_not.get(name): package for name, package in _PACKAGES.items()}
         return [
             reason
@@ -92,9 +95,10 @@ def _softmax(config: Config, mixer: Mixer, device_type: str) -> Chosen:
 
 
 def _delta(config: Config, mixer: Mixer, device_type: str) -> Chosen:
-    """`auto` is fla if FLA can compute what the recipe wants, else torch.  As text, the kernel says why.
+    """The kernel of linear attention; `str` of it says why it was chosen.
 
-    Raises ConfigError if the recipe names fla, and FLA cannot.
+    attention.delta_rule = auto means fla if FLA can compute this run, else torch.  Raises ConfigError if the recipe
+    names fla and FLA cannot compute this run.
     """
     wanted = config.attention.delta_rule
     kernel: Kernel
@@ -119,9 +123,7 @@ KERNELS: Mapping[LayerKind, Callable[[Config, Mixer, str], Chosen]] = {
 
 
 def choose(config: Config, device_type: str) -> dict[LayerKind, Chosen]:
-    """The kernel of each kind of layer that the model has and that is in the table: others bring their own.
-
-    Raises ConfigError if the recipe names a kernel that cannot run.
-    """
+    """The kernel of each kind of layer of the model that is in KERNELS.  Raises ConfigError if the recipe names a
+    kernel that cannot run."""
     mixers = {group.mixer.kind: group.mixer for group in all_layer_groups(config.model)}
     return {kind: KERNELS[kind](config, mixer, device_type) for kind, mixer in mixers.items() if kind in KERNELS}

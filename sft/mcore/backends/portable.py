@@ -1,7 +1,8 @@
-"""The `portable` backend: attention over packed documents in torch, on any device.
+"""The `portable` backend: attention over packed documents without Transformer Engine, on any device.
 
-The kernel is a flash kernel (CUDA in bf16; kernels.py has the table) or plain torch (everywhere).  Attention rotates
-queries and keys (core does not), and all-gathers keys and values over the context-parallel group (packed_attention.py).
+kernels.py chooses the kernel: a flash kernel on CUDA in bf16, or plain torch everywhere.  Attention itself rotates
+queries and keys, so core does not.  It gets keys and values of other ranks over the context-parallel group
+(packed_attention.py).
 """
 
 from collections.abc import Mapping
@@ -56,7 +57,7 @@ class Portable(AttentionBackend):
 
 
 class PortableAttention(OwnWeights):
-    """Implements megatron-core's CoreAttention protocol with `packed_attention`, for one kind of layer."""
+    """Implements core's CoreAttention protocol with `packed_attention`, for one layer."""
 
     split_axes = {"softmax_offset": 0}
 

@@ -13,13 +13,15 @@ from sft.mcore.backends.kernels import Chosen
 from sft.mcore.backends.portable import Portable
 from sft.mcore.backends.transformer_engine import TransformerEngine
 
-HOPPER = (9, 0)  # first compute capability with attention kernels that torch's flash kernel does not have
+HOPPER = (9, 0)  # first compute capability for which Transformer Engine's attention is faster than torch's flash kernel
 
 
 def choose(config: Config, device_type: str) -> AttentionBackend:
-    """`auto` is te if Transformer Engine and CUDA are available, else portable.
+    """The backend for this recipe on this machine.
 
-    Raises ConfigError if te cannot run here, and the recipe names te or sets run.fp8, which only te has.
+    attention.backend = auto means te if Transformer Engine can compute this run and `Config.auto_is_portable` names no
+    reason against it, else portable.  Raises ConfigError if te cannot run here and the recipe names te, or sets
+    run.fp8, which only te has; or if the recipe names a kernel that cannot run.
     """
     te_problem = transformer_engine.unfit(config, device_type) or transformer_engine.missing()
     if te_problem and not config.attention.may_be_portable:
@@ -37,7 +39,7 @@ def choose(config: Config, device_type: str) -> AttentionBackend:
 
 
 def slower_than_possible(config: Config, backend: AttentionBackend, device_type: str) -> str | None:
-    """A warning if the GPU has faster attention than `backend`, with the expected cost and what to do; else None."""
+    """A warning that says how to get faster attention on this GPU than by `backend`; None if there is no faster one."""
     if not isinstance(backend, Portable) or device_type == "cpu" or not torch.cuda.is_available():
         return None
     return _faster_in_transformer_engine(config, backend, device_type) or _faster_by_other_kernels(backend)
@@ -87,7 +89,8 @@ def _portable(config: Config, device_type: str, why_not_te: str) -> Portable:
 
 
 def _softmax_kernels(chosen: Mapping[LayerKind, Chosen]) -> str:
-    """`torch's flash kernel in window attention, plain torch in full attention: its heads are 512 wide`"""
+    """The softmax kernels as text: "plain torch, no flash kernel: it needs CUDA", or with different kernels "window
+    attention on torch's flash kernel, full attention on plain torch (...)"."""
     of_softmax = {kind: kernel for kind, kernel in chosen.items() if kernel.has_softmax}
     names = {kernel.name for kernel in of_softmax.values()}
     if not names:
@@ -102,5 +105,5 @@ def _softmax_kernels(chosen: Mapping[LayerKind, Chosen]) -> str:
 
 
 def _last_refusal(kernel: Chosen) -> str:
-    """Why not the kernel that needs least, torch's own."""
+    """The reason why torch's own flash kernel, the last one that was tried, cannot compute these layers."""
     return [*kernel.why_not.values()][-1]

@@ -1,8 +1,8 @@
-"""The `te` backend: Transformer Engine's attention in layers of its modules, on CUDA.
+"""The `te` backend: Transformer Engine's attention and modules, on CUDA.
 
-megatron-core builds the layers, and applies the rotary embedding with Transformer Engine's fused kernel.  If a pack may
-be too long for that kernel, attention rotates queries and keys in plain torch.  Transformer Engine does context
-parallelism, as `parallel.cp_comm` selects.
+Core builds the layers, and applies the rotary embedding with Transformer Engine's fused kernel.  If the fused kernel
+does not fit the run (`fused_rotary.why_not`), attention rotates queries and keys in plain torch.  Transformer Engine
+exchanges keys or heads between context-parallel ranks, as `parallel.cp_comm` selects.
 """
 
 import importlib.metadata
@@ -23,7 +23,7 @@ from sft.mcore.backend import AttentionBackend, PackedDocuments
 from sft.mcore.latent_attention.core_attention import ExpandedKeys
 from sft.mcore.modules.library import TransformerEngineLibrary
 
-# First release of Transformer Engine (by its source code) whose cp_comm of this name accepts packed documents.
+# For each cp_comm, the first release of Transformer Engine that accepts packed documents with it, by its source code.
 _PACKED_SINCE = {"a2a": (2, 10), "all_gather": (2, 18), "a2a+p2p": (2, 19)}
 INSTALL = 'Install it with: pip install --no-build-isolation "transformer-engine[pytorch]" (docs/start/install.md)'
 
@@ -46,9 +46,9 @@ class TransformerEngine(AttentionBackend):
 
 
 def rotating(attention: Any, model: ModelConfig) -> Any:
-    """A subclass of core's class for Transformer Engine's attention, which rotates queries and keys in plain torch.
+    """A subclass of `attention`, core's class for Transformer Engine's attention, that rotates queries and keys.
 
-    Layers without rotary positions have another factor on query-key products.
+    Layers without rotary positions rotate nothing and have another factor on query-key products (`rope.plain_scale`).
     """
 
     class RotatingAttention(attention):
@@ -103,7 +103,7 @@ def missing() -> str | None:
 
 
 def check_release(config: Config) -> None:
-    """Raise ConfigError if the installed release would fail an assertion in the first step."""
+    """Raise ConfigError if the installed release cannot do what the recipe asks for: its cp_comm or its FP8 recipe."""
     parallel, recipe, installed = config.parallel, config.run.fp8, importlib.metadata.version("transformer-engine")
     needed = _PACKED_SINCE.get(parallel.cp_comm, (0, 0))
     if parallel.cp > 1 and _numbers(installed) < needed:

@@ -2,8 +2,9 @@
 
 A mixture of experts stores all experts under one key, with one chunk for each layer and expert.  torch compares every
 slice with every such chunk: with 48 layers of 128 experts, every save and load takes minutes.  This module cuts the
-chunks along one axis after another, at coordinates that no chunk crosses, and looks them up in the tree of these cuts.
-Chunks of a grid end up alone.  So the work grows with the number of chunks and slices, not with their product.
+tensor along one axis after another, at coordinates that no chunk crosses, and looks chunks up in the tree of these
+cuts.  If the chunks form a grid, each leaf of the tree has one chunk.  So the work grows with the number of chunks and
+slices, not with their product.
 """
 
 import math
@@ -18,8 +19,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from sft.errors import CheckpointError
 
-_MOST_LEVELS = 32  # of the tree; a grid needs one for each axis
-_MOST_UNCUT = 1000  # chunks that no cut separates, of which every pair is compared
+_MOST_LEVELS = 32  # largest number of levels of the tree; a grid needs one for each axis
+_MOST_UNCUT = 1000  # largest number of chunks that no cut separates; every pair of them is compared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ class ChunkIndex:
         return items
 
     def fault(self) -> str:
-        """Describes a fault of the chunks; empty if every element of the tensor is in exactly one chunk."""
+        """A description of a fault of the chunks; empty if every element of the tensor is in exactly one chunk."""
         size, chunks = self._entry.size, self._entry.chunks
         for chunk in chunks:
             if any(o < 0 or o + n > end for o, n, end in zip(chunk.offsets, chunk.sizes, size, strict=True)):
@@ -83,7 +84,7 @@ def _tree(chunks: list[ChunkStorageMetadata], first_axis: int = 0, level: int = 
 def _cut(
     chunks: list[ChunkStorageMetadata], axis: int
 ) -> tuple[list[int], list[int], list[list[ChunkStorageMetadata]]]:
-    """The starts, ends and chunks of the groups that cuts across `axis` make; no chunk crosses a cut."""
+    """Cut the chunks into groups along `axis`, so that no chunk crosses a cut -> start, end and chunks of each group"""
     starts: list[int] = []
     ends: list[int] = []
     groups: list[list[ChunkStorageMetadata]] = []

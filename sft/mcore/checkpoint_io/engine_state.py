@@ -37,7 +37,7 @@ CHECKPOINT_VERSION = 3.0  # Megatron-LM's number for the layout of these diction
 def snapshot(engine: Engine, plain: dict[str, Any], plans: SavePlans | None = None) -> torch_dist_files.Snapshot:
     """This rank's part of the engine's state, together with `plain` (JSON-like values).  Collective.
 
-    plans: those of earlier saves of `engine`; None makes new plans
+    plans: the plans of earlier saves of `engine`; None: new plans are made
     """
     model = trained_state(engine)
     slices = list(optimizer_shards.optimizer_slices(engine.optimizer))
@@ -58,8 +58,8 @@ def write(
 ) -> dict[str, Entry]:
     """Write the snapshots of all ranks into the existing, empty `folder`.  Collective over `group`.
 
-    All files are on disk when the function returns.  The caller marks the checkpoint as complete.  Returns the files of
-    shards that this rank wrote, by name.  Raises StorageError or OSError on all ranks.
+    All files are on disk when the function returns.  The caller marks the checkpoint as complete.  Returns, by name, an
+    entry for each file of shards that this rank wrote.  If a rank cannot write, all raise StorageError or OSError.
     """
     files = torch_dist_files.write(taken, folder, group, plans or SavePlans())
     broadcast_from_rank0(lambda: write_common(taken.common, folder), group)
@@ -67,10 +67,10 @@ def write(
 
 
 def load(engine: Engine, folder: Path) -> dict[str, Any]:
-    """Loads model, optimizer, schedule and random generators into `engine`; returns the plain values.  Collective.
+    """Load model, optimizer, schedule and random generators into `engine`; return the plain values.  Collective.
 
-    Generators keep their states if the checkpoint is of another layout or holds no states of generators.
-    Raises CheckpointError if the folder lacks something that the model needs.
+    Generators keep their states if the checkpoint was written on another layout, or holds no states of generators.
+    Raises CheckpointError if the folder lacks something that the model needs, or holds a tensor of another shape.
     """
     reader = safe_reader.SafeReader(folder)
     common, stored = safe_reader.common_state(reader), safe_reader.tensors(reader)
@@ -110,7 +110,8 @@ def is_same_layout(engine: Engine, common: dict[str, Any]) -> bool:
 def load_weights(engine: Engine, folder: Path, *, trained: bool = False) -> None:
     """Load the weights only; Adam's moments, the schedule and the step keep the values of a new run.  Collective.
 
-    With LoRA these are the frozen weights, or if `trained` the adapters and the weights that are trained beside them.
+    trained: with LoRA, False loads the model's weights without adapters, and True loads the adapters and the weights
+        that are trained beside them
     """
     state = trained_state(engine) if trained else model_state(engine)
     tensors, reader = list(sharded_tensors(state)), safe_reader.SafeReader(folder)
@@ -120,14 +121,15 @@ def load_weights(engine: Engine, folder: Path, *, trained: bool = False) -> None
 
 
 def is_finite(engine: Engine) -> bool:
-    """Whether every weight of this rank is finite, including weights that other ranks hold as well."""
+    """Whether every weight of this rank is finite.  Not collective."""
     return torch_dist_files.are_finite(param.detach() for chunk in engine.chunks for param in chunk.parameters())
 
 
 def trained_state(engine: Engine) -> dict[str, Any]:
-    """The state of the model in a checkpoint: all of it, or with LoRA the adapters and weights trained beside them.
+    """The part of the model that a checkpoint holds: the whole model; with LoRA, only what is trained.
 
-    With delayed scaling, also the FP8 scales of frozen layers, which depend on earlier steps.
+    What is trained are the adapters and the weights trained beside them.  With delayed scaling, a checkpoint also holds
+    the FP8 scales of frozen layers, because they depend on earlier steps.
     """
     if not engine.config.lora.is_used:
         return model_state(engine)
@@ -141,17 +143,14 @@ def trained_state(engine: Engine) -> dict[str, Any]:
 
 
 def model_state(engine: Engine) -> dict[str, Any]:
-    """The sharded state dict of each model chunk, under the name that Megatron-LM gives the chunk.
-
-    Adapters are no part of it.
-    """
+    """The sharded state dict of each model chunk, without adapters, under the name that Megatron-LM gives the chunk."""
     names = ["model"] if len(engine.chunks) == 1 else [f"model{i}" for i in range(len(engine.chunks))]
     form = {"dp_cp_group": engine.groups.collection.dp_cp, **_form(engine)}  # core writes into it
     return {n: chunk.module.sharded_state_dict(metadata=dict(form)) for n, chunk in zip(names, engine.chunks)}
 
 
 def _form(engine: Engine) -> dict[str, Any]:
-    """The metadata of the sharded state dict, which core also reads from a checkpoint when it loads one."""
+    """The metadata of the sharded state dict.  A checkpoint stores it, and core reads it on load."""
     form: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if engine.config.parallel.distributed_optimizer:
         form["distrib_optim_sharding_type"] = "fully_reshardable"
@@ -159,8 +158,8 @@ def _form(engine: Engine) -> dict[str, Any]:
 
 
 def _common(engine: Engine, plain: dict[str, Any]) -> dict[str, Any]:
-    """The plain values.  Collective."""
-    # A rank of a pipeline stage that trains nothing has made no update.
+    """All plain values of the checkpoint: those of the engine, and `plain`.  Collective."""
+    # On a pipeline stage that trains no weight, Adam has made no update, so ranks can differ.
     step = max(all_gather_objects(lambda: optimizer_shards.step_of(engine.optimizer), engine.groups.control))
     return {
         "args": _arguments(engine, plain.get("iteration", 0)),
@@ -209,7 +208,10 @@ def _schedule(engine: Engine) -> dict[str, Any]:
 
 
 def _stored_step(common: dict[str, Any], folder: Path) -> int:
-    """Adam's step.  Refuses Megatron-LM's default form: it stores the optimizer by rank, for one layout only."""
+    """Adam's step in a checkpoint.  Raises CheckpointError if the optimizer has another form than this trainer writes.
+
+    Megatron-LM's default form stores the optimizer by rank, so only one layout can load it.
+    """
     plain = common.get("optimizer")
     form = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type", "fully_reshardable")
     try:
@@ -225,7 +227,7 @@ def _stored_step(common: dict[str, Any], folder: Path) -> int:
 
 
 def _check_shapes(wanted: list[Any], stored: dict[str, Any], folder: Path) -> None:
-    """Raise CheckpointError that names tensors that are missing or have another shape; torch's error names none."""
+    """Raise CheckpointError if tensors are missing or have another shape; it names them, as torch's error does not."""
     problems = {}
     for shard in wanted:
         if shard.key not in stored:
@@ -246,7 +248,7 @@ def _check_shapes(wanted: list[Any], stored: dict[str, Any], folder: Path) -> No
 
 
 def write_common(common: dict[str, Any], folder: Path) -> None:
-    """Write and flush the plain values and Megatron's marker of the format, the files that hold no tensors."""
+    """Write and flush the two files that hold no tensors: the plain values, and Megatron-LM's marker of the format."""
     stream = io.BytesIO()  # on a full disk, torch.save to a file raises an error that is not an OSError
     torch.save(common, stream)
     (folder / safe_reader.COMMON_FILE).write_bytes(stream.getvalue())

@@ -1,12 +1,12 @@
 """Restores the FP8 scales of `run.fp8 = delayed` from a checkpoint.
 
 With delayed scaling, scales depend on the values of earlier steps; the other FP8 recipes store no scales.  Transformer
-Engine stores a layer's scales and its amax history as a pickle.  A pickle can run any code, so newer releases refuse to
-read one.  This module extracts the numbers from the stored pickle without running it, checks them, and gives them to
-Transformer Engine in a new pickle.
+Engine stores a layer's scales and its amax history as a pickle.  A pickle can run any code, so newer releases of
+Transformer Engine refuse to read one.  This module extracts the tensors from the stored pickle without running code
+from it, checks them, and gives them to Transformer Engine in a new pickle.
 
-Layers of a mixture of experts begin with new scales: megatron-core stores one entry per expert, and the layer keeps one
-entry for all experts.
+Layers of experts are not restored and begin with new scales: megatron-core stores one entry per expert, but the layer
+keeps one entry for all experts.
 """
 
 import io
@@ -27,7 +27,7 @@ from sft.mcore.checkpoint_io import safe_reader
 from sft.mcore.checkpoint_io.metadata_index import InertRecord, first_line
 from sft.mcore.lora.adapted import Adapted
 
-# Modules of FP8 recipe classes; megatron-core has a subclass.  A run uses its own recipe and ignores the stored one.
+# Modules that define classes of FP8 recipes.  A run uses its own recipe and ignores the stored one.
 _RECIPES = ("transformer_engine.common.recipe", "megatron.core.extensions.transformer_engine")
 _SUFFIX = "._extra_state"
 _ALLOW_PICKLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"  # read by Transformer Engine since 2.18
@@ -63,10 +63,10 @@ def restore(
     core: TransformerConfig,
     reader: safe_reader.SafeReader,
 ) -> int:
-    """Load the layers' scales from the checkpoint; return the number of layers that it has scales for.  Not collective.
+    """Load the scales of this rank's layers from the checkpoint; return the number of layers restored.  Not collective.
 
     state   sharded state dict of each model chunk, in the order of `chunks`
-    Raises CheckpointError if Transformer Engine cannot have written an entry.
+    Raises CheckpointError if an entry is not one that Transformer Engine writes.
     """
     owners = dict(_owners(chunks, state))
     wanted: dict[str, Any] = {key: None for key in owners if key in safe_reader.objects(reader)}
@@ -83,7 +83,7 @@ def _owners(
 ) -> Iterator[tuple[str, torch.nn.Module]]:
     """Each key of an extra state in the checkpoint, and the layer that the key belongs to."""
     for chunk, entries in zip(chunks, state.values(), strict=True):
-        # An adapted layer is within the module that has its name.
+        # With adapters, the module of this name is an `Adapted`, which holds the layer.
         modules = {name: m.base if isinstance(m, Adapted) else m for name, m in chunk.named_modules()}
         for name, entry in entries.items():
             if isinstance(entry, ShardedObject) and (owner := modules.get(name.removesuffix(_SUFFIX))) is not None:
@@ -91,7 +91,7 @@ def _owners(
 
 
 def _scales(stored: Any, key: str, reader: safe_reader.SafeReader) -> dict[str, Tensor] | None:
-    """A layer's tensors under Transformer Engine's names; None if the checkpoint is of a run without FP8."""
+    """A layer's scales and histories under Transformer Engine's names; None if the entry holds no scales."""
     payload = stored[0] if isinstance(stored, list) and len(stored) == 1 else stored
     if payload is None or (isinstance(payload, Tensor) and payload.numel() == 0):
         return None
@@ -117,7 +117,10 @@ def _checked(values: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _payload(scales: dict[str, Tensor], core: TransformerConfig) -> Tensor:
-    """A uint8 tensor like that of Transformer Engine's `get_extra_state`, with an amax history of this run's length."""
+    """A layer's state as Transformer Engine's `get_extra_state` returns it: a pickle as a uint8 tensor.
+
+    The amax history is cut, or padded with zeros, to this run's length.
+    """
     steps, sized = core.fp8_amax_history_len, dict(scales)
     for way, width in _WIDTHS.items():
         history = scales[f"amax_history_{way}"][:steps]

@@ -7,7 +7,10 @@ from sft.mcore.model.mixers import MIXER_MODULES
 
 
 def model_arguments(model: ModelConfig, *, padded_vocab_size: int, positions: int, bf16: bool) -> dict[str, Any]:
-    """The arguments of Megatron-LM that describe the model.  positions: the length of its longest sequence"""
+    """The arguments of Megatron-LM that describe the model, by name.
+
+    positions: largest number of tokens of a sequence; bf16: whether the weights are bf16
+    """
     skipped = model.rope.skip_layers
     arguments: dict[str, Any] = dict(
         num_layers=model.num_layers,
@@ -47,7 +50,7 @@ def model_arguments(model: ModelConfig, *, padded_vocab_size: int, positions: in
 
 
 def _activation_arguments(model: ModelConfig) -> dict[str, Any]:
-    """quick_geglu is gate * sigmoid(1.702 * gate) * (up + glu_linear_offset)."""
+    """The arguments of the activation.  quick_geglu means gate * sigmoid(1.702 * gate) * (up + glu_linear_offset)."""
     if model.activation != "clamped_swiglu":
         return dict(swiglu=model.activation == "swiglu")
     return dict(

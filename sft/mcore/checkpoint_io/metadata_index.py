@@ -3,8 +3,8 @@
 torch writes the index as a pickle, and a pickle can call any function.  This module's unpickler replaces every class of
 torch by an inert record.  It checks each value of the records and builds a new index from these values.
 
-Time and memory grow linearly with the size of the file, which is bounded.  A pickle can name one object many times, so
-a few hundred bytes can mean a tuple of 10**15 parts.  No step here visits the parts of an object more than once.
+Time and memory grow linearly with the size of the file, which is at most INDEX_BYTES.  A pickle can refer to one object
+many times, so a few hundred bytes can describe a tuple of 10**15 parts.  This module visits no object more than once.
 """
 
 import io
@@ -23,10 +23,10 @@ from sft.files import folder_files
 from sft.files.atomic_files import unusable
 
 INDEX = ".metadata"
-INDEX_BYTES = 1 << 30  # 48 layers of 128 experts with their optimizer states: 8 MB
-_AXES = 16  # of a tensor; ours have at most 4
-_ARGUMENTS = 16  # of a record; torch's have at most 5
-_CHUNK_BYTES = 16  # of a chunk in the pickle, at least
+INDEX_BYTES = 1 << 30  # largest index that is read; 48 layers of 128 experts with their optimizer states have 8 MB
+_AXES = 16  # most axes of a tensor; ours have at most 4
+_ARGUMENTS = 16  # most arguments of a record; torch's records have at most 5
+_CHUNK_BYTES = 16  # fewest bytes that a chunk takes in the pickle
 
 
 class InertRecord:
@@ -51,8 +51,8 @@ def _records(module: str, names: str) -> dict[tuple[str, str], type]:
     return {(module, name): type(name, (InertRecord,), {}) for name in names.split()}
 
 
-# Classes that torch 2.13 writes with core 0.16.1 and 0.19.2.  Core up to 0.15 had its own classes for two of them.
-# The index also holds the save plans of all ranks; they are ignored.
+# Classes that torch 2.13 writes with core 0.16.1 and 0.19.2, and two classes of core up to 0.15 (MCoreMetadata,
+# MCoreSavePlan).  The index also holds the save plans of all ranks, which are ignored.
 _DCP = "torch.distributed.checkpoint"
 _INDEX_NAMES: dict[tuple[str, str], Any] = {
     **_records("torch", "Size"),
@@ -70,7 +70,8 @@ _INDEX_NAMES: dict[tuple[str, str], Any] = {
 
 _FEW = reprlib.Repr()
 _FEW.maxlevel, _FEW.maxstring, _FEW.maxother = 2, 80, 80
-# Sets hash their elements; the others take buffers, or names from outside the pickle.
+# Operations that the unpickler lacks: sets, which hash their elements, and operations that read data from outside the
+# pickle.
 _LEFT_OUT = {
     operation[0]
     for operation in (
@@ -84,10 +85,11 @@ _PythonUnpickler: Any = pickle._Unpickler  # its methods are missing from the st
 
 
 class _IndexUnpickler(_PythonUnpickler):
-    """Python's own unpickler, which takes three times as long as that in C, with rules for the keys of a dict.
+    """The unpickler written in Python, restricted: a key of a dict is a string or a record.
 
-    A key is hashed, and the hash of a tuple visits all its parts, however often they occur: for ever, if tuples are
-    nested 40 deep.  So a key is a text or a record.  Operations that an index does not need are left out.
+    A dict hashes its keys.  The hash of a tuple visits each part as often as the tuple contains it, which takes for
+    ever if tuples are nested 40 deep.  Operations that an index does not need are left out.  This unpickler takes three
+    times as long as Python's unpickler in C, whose operations cannot be replaced.
     """
 
     dispatch: dict[int, Callable[[Any], None]] = {
@@ -129,7 +131,7 @@ def _sizes(value: Any) -> torch.Size:
 
 
 def _shown(value: Any) -> str:
-    """A value in an error, whatever its size."""
+    """A short text of the value for an error message, however large the value is."""
     return _FEW.repr(value)
 
 
@@ -214,7 +216,10 @@ def check_files(folder: Path, storage: dict[md.MetadataIndex, _StorageInfo]) -> 
 
 
 def regular_file(folder: Path, name: str) -> Path:
-    """The path of file `name` in the folder.  Refuses pipes, which would block, and links to other folders."""
+    """The path of the file `name` in the folder.
+
+    Raises CheckpointError if the file is missing, a pipe, which would block, or a link to another folder.
+    """
     path = folder / name
     try:
         return folder_files.regular_file(folder, name)

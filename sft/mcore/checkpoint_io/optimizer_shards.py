@@ -3,15 +3,16 @@
 Decides the keys of Adam's moments and of the fp32 weights in a checkpoint, and the position of each chunk.  With either
 optimizer, keys and shapes are those of Megatron-LM's fully reshardable form.
 
-The distributed optimizer cuts its buffer evenly over ranks, so a rank holds flat elements a to b of a parameter.  Such
-a range consists of a few rectangular chunks of the parameter, and a checkpoint may store a tensor in any chunks.  So
-every rank writes its own elements and reads them in place.  Core would first gather all elements on every rank.
+The distributed optimizer divides its buffer evenly among ranks, so a rank holds elements a to b - 1 of a flattened
+parameter.  Such a range consists of a few rectangular chunks of the parameter, and a checkpoint may store a tensor in
+any chunks.  So every rank writes the elements that it holds, and reads them in place.  Core would first gather all
+elements on every rank.
 
-    a parameter of 4 x 5, of which this rank holds elements 3 to 16:
-    . . . x x        row 0, columns 3 to 5
-    x x x x x        rows 1 to 3
+    a parameter of 4 x 5, of which this rank holds elements 3 to 15:
+    . . . x x        chunk 1: row 0, columns 3 and 4
+    x x x x x        chunk 2: rows 1 and 2
     x x x x x
-    x . . . .        row 3, column 0
+    x . . . .        chunk 3: row 3, column 0
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,7 +48,7 @@ MAIN_PREFIX = {True: f"{PREFIX}param.", False: f"{PREFIX}fp32_param."}
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSlice:
-    """The optimizer states of flat elements `start` to `start + n` of `param` on this rank: tensors [n] by name."""
+    """The optimizer states of elements `start` to `start + n - 1` of the flattened `param`: tensors [n] by name."""
 
     param: Tensor
     start: int
@@ -64,7 +65,7 @@ def optimizer_slices(optimizer: MegatronOptimizer) -> Iterator[OptimizerSlice]:
 def sharded_slices(slices: Sequence[OptimizerSlice], model: Any, *, main: str) -> list[ShardedTensor]:
     """The tensors of the slices, described as chunks of the unsharded tensors.
 
-    model: sharded state dict; main: the prefix of the fp32 weights, empty if the model's own weights are fp32
+    model: sharded state dict; main: the prefix of the keys of tensors named MAIN; empty: they have the model's keys
     """
     param_shards = _param_shards(model)
     prefixes = {name: f"{PREFIX}{name}." for name in MOMENTS} | {MAIN: main}
@@ -78,7 +79,7 @@ def sharded_slices(slices: Sequence[OptimizerSlice], model: Any, *, main: str) -
 
 
 def step_of(optimizer: MegatronOptimizer) -> int:
-    """The number of updates that Adam has made; it is the same for all parameters."""
+    """The number of updates that Adam has made, the same for all parameters; 0 if this rank trains nothing."""
     for adam in adam_instances(optimizer):
         for values in (*adam.state.values(), *adam.param_groups):
             if "step" in values:
@@ -100,9 +101,10 @@ def set_step(optimizer: MegatronOptimizer, step: int) -> None:
 def plain_form(optimizer: MegatronOptimizer, ep: int, step: int) -> Any:
     """The plain values of an optimizer, in the form that Megatron-LM loads.
 
-    step: of Adam, also on a rank that trains nothing
-    Megatron-LM has a separate optimizer for experts only if expert parallelism, `ep`, is above 1.  This trainer may
-    have an optimizer for experts with ep = 1, too (see `experts/layer.py`); both have equal plain values.
+    step: Adam's step, also on a rank that trains nothing
+    Megatron-LM has a separate optimizer for experts only if expert parallelism, `ep`, is above 1.  This trainer can
+    have one with ep = 1, too (`reduce_apart` in experts/layer.py).  Both optimizers then have equal plain values, and
+    one copy is returned.
     """
     forms = [_plain_form(core, step) for core in chained_optimizers(optimizer)]
     return dict(enumerate(forms)) if ep > 1 else forms[0]
@@ -166,9 +168,9 @@ def _moments(adam: Optimizer, main: Tensor) -> dict[str, Tensor]:
 
 
 def _param_shards(model: Any) -> dict[int, list[tuple[int, ShardedTensor]]]:
-    """{id of a parameter: its shards, each with the number of the shard's first element in the flat parameter}
+    """{id of a parameter: its shards, each with the index of the shard's first element in the flattened parameter}
 
-    A factory (gate and up projection in one) makes several shards of one parameter.
+    A factory makes several shards of one parameter, for example the gate and the up projection.
     """
     by_param: dict[int, list[tuple[int, ShardedTensor]]] = {}
     for leaf in nested_values(model):
@@ -184,7 +186,7 @@ def _param_shards(model: Any) -> dict[int, list[tuple[int, ShardedTensor]]]:
 def _sharded(
     shard_start: int, shard: ShardedTensor, prefix: str, flat: Tensor, part: OptimizerSlice
 ) -> Iterator[ShardedTensor]:
-    """The chunks of the elements of `flat` that belong to `shard`; `flat` is one of the tensors of `part`."""
+    """Yield the chunks of those elements of `flat` that belong to `shard`.  `flat`: one of the tensors of `part`"""
     shape, axes = tuple(shard.data.shape), shard.prepend_axis_num
     first = max(part.start, shard_start) - shard_start
     last = min(part.start + flat.numel(), shard_start + prod(shape)) - shard_start
@@ -209,7 +211,7 @@ def _sharded(
 def rectangular_chunks(
     first: int, last: int, shape: tuple[int, ...]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offset and size of the chunks that hold flat elements `first` to `last` of a tensor, in order.
+    """Yield offset and size of the chunks that hold elements `first` to `last - 1` of a flattened tensor, in order.
 
     rectangular_chunks(3, 16, (4, 5)) -> ((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 1))
     """

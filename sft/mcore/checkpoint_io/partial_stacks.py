@@ -1,8 +1,9 @@
-"""Names optimizer tensors of weights that are trained in some layers, or for some experts, only.
+"""Names optimizer tensors of weights that are trained only in some layers or only for some experts.
 
-Megatron-LM stacks the tensors of all layers along the first axis, and those of a layer's experts along the second.  A
-checkpoint has no tensors with holes.  So where train.freeze leaves holes in a stack, each layer has its own tensor,
-under the name that core gives it in models whose layers differ, which have no stacks of layers:
+Megatron-LM stacks the tensors of all layers along the first axis, and the tensors of a layer's experts along the
+second.  If train.freeze freezes a weight in some layers, the stack would lack their tensors, and a checkpoint must hold
+every element of a tensor.  So each trained layer gets a tensor of its own, under the name that core uses in models
+whose layers differ and are not stacked.  If some experts of a layer are frozen, each expert gets a tensor of its own.
 
     optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight [layers, h, f], layer 3
     optimizer.state.exp_avg.decoder.layers.3.mlp.linear_fc2.weight [h, f]
@@ -20,7 +21,7 @@ _LAYERS, _EXPERTS = "decoder.layers.", ".experts.experts."
 
 
 def for_save(shards: Iterable[ShardedTensor], trained: Trained) -> Iterator[ShardedTensor]:
-    """The shards, without the stacks that `trained` fills in part only."""
+    """The shards under the names of a checkpoint.  A stack that is trained only in part becomes several tensors."""
     indices: dict[str, list[tuple[int, ...]]] = {}
     for weight in trained.whole or ():
         indices.setdefault(weight.key, []).append(weight.index)
@@ -30,7 +31,7 @@ def for_save(shards: Iterable[ShardedTensor], trained: Trained) -> Iterator[Shar
 
 
 def for_load(shards: Iterable[ShardedTensor], stored: Collection[str]) -> Iterator[ShardedTensor]:
-    """The shards under the names of a checkpoint with these keys; a shard that it lacks keeps its name."""
+    """The shards under the names that they have among the keys `stored`; a shard that is missing keeps its name."""
     for shard in shards:
         forms = [shard]
         forms += [unstacked(shard, depth) for depth in range(1, len(_axes(shard.key)) + 1)]
@@ -38,7 +39,7 @@ def for_load(shards: Iterable[ShardedTensor], stored: Collection[str]) -> Iterat
 
 
 def unstacked(shard: ShardedTensor, depth: int) -> ShardedTensor:
-    """The shard without the first `depth` of its axes of layers and of experts."""
+    """The shard as part of a tensor without the first `depth` stack axes (layers, experts); the key has the indices."""
     key, index = shard.key, shard.global_offset[:depth]
     for axis, number in zip(_axes(shard.key), index):
         key = key.replace(axis, f"{axis}{number}.", 1)
@@ -54,16 +55,19 @@ def unstacked(shard: ShardedTensor, depth: int) -> ShardedTensor:
 
 
 def _axes(key: str) -> list[str]:
-    """The first axes of a tensor: that of layers, if it stacks layers, and that of experts, if it stacks experts."""
+    """The stack axes of a tensor, in order: layers, if it stacks layers, then experts, if it stacks experts."""
     _, is_in_layers, name = key.partition(_LAYERS)
     stacks_layers = is_in_layers and not name.partition(".")[0].isdecimal()
     return [_LAYERS] * bool(stacks_layers) + [_EXPERTS] * (_EXPERTS in key)
 
 
 def _depth(indices: list[tuple[int, ...]], shape: tuple[int, ...]) -> int:
-    """The number of axes without which no stack has holes.  indices: of trained weights; shape: of the stack
+    """The number of stack axes to remove so that all tensors are complete.
 
-    shape (2, 4, h, f), two layers of four experts: all eight -> 0; the four of layer 1 -> 1; three of them -> 2
+    indices: (layer,) or (layer, expert) of each trained weight; shape: of the whole stack
+
+    shape (2, 4, h, f), two layers of four experts, trained: all eight -> 0; the four of layer 1 -> 1; three of them
+    -> 2
     """
     num_axes = len(indices[0]) if indices else 0
     if not indices or len(indices) == prod(shape[:num_axes]):

@@ -1,9 +1,9 @@
 """The state of every random number generator of this rank, in Megatron-LM's form.
 
-No training step uses random numbers today (there is no dropout).  States of generators are stored nevertheless: if a
-later version of the step used random numbers, nobody would notice a missing state.  A state belongs to a position in
-the layout and to a kind of device.  A run with another layout or on another kind of device restores no state, and its
-generators start from the seed.
+No training step uses random numbers, because there is no dropout.  The states are stored nevertheless: if a later
+version used random numbers, nobody would notice that a state is missing.  A state belongs to a position in the layout
+and to a kind of device.  A run with another layout or on another kind of device restores no state, and its generators
+start from the seed.
 """
 
 import random
@@ -22,9 +22,10 @@ KEY = "rng_state"
 
 
 def describe(groups: ProcessGroups) -> ShardedObject:
-    """One object per (pipeline, tensor) position: the states of its data- and context-parallel ranks, in order.
+    """Describe the states for a checkpoint: one object for each (pipeline, tensor) position.  Collective.
 
-    Collective.  Every rank of Megatron-LM reads the first state, or its own with --data-parallel-random-init.
+    An object has the states of the data- and context-parallel ranks of its position, in order of rank.  In Megatron-LM,
+    every rank of a position reads the first state; with --data-parallel-random-init each reads its own.
     """
     states = all_gather_objects(_state, groups.control)
     return _object(groups, [states[rank] for rank in dist.get_process_group_ranks(groups.collection.dp_cp)])
@@ -37,9 +38,10 @@ def key_of(groups: ProcessGroups) -> str:
 
 
 def restore(groups: ProcessGroups, states: list[dict[str, Any]]) -> None:
-    """Set every generator of this rank from the states of `describe`.  A single state (Megatron-LM) serves all.
+    """Set every generator of this rank from the states of `describe`.  All ranks use a single state of Megatron-LM.
 
-    Sets none if the states are of another kind of device: CUDA's have 16 bytes, and in a CPU run they are torch's own.
+    Sets no generator if the states were saved on another kind of device.  The shape of `cuda_rng_state` shows this: it
+    has 16 bytes on CUDA, and on a CPU it is the larger state of torch's CPU generator.
     """
     state = states[groups.collection.dp_cp.rank() if len(states) > 1 else 0]
     if state["cuda_rng_state"].shape != torch.cuda.get_rng_state().shape:

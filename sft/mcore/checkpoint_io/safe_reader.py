@@ -1,11 +1,15 @@
 """Reads a torch_dist checkpoint without running code from its files.
 
-Other readers run code from a checkpoint in three places: the index `.metadata` (a pickle), the byte objects inside the
-shards (random states, extra states, since core 0.19 the plain values), and Transformer Engine, which up to 2.17
-unpickles extra states.  This reader reads the index by `metadata_index.py`, and byte objects by torch's weights-only
-unpickler with a short list of classes.  It reads extra states as None, except for `fp8_state.py`.
+A checkpoint holds pickles in three places, and other readers run code from them:
 
-Decides which contents of files may be read.  `engine_state.py` decides what a checkpoint must hold to suit a model.
+    the index `.metadata`                  read by `metadata_index.py`
+    byte objects inside the shards         read by torch's weights-only unpickler with a short list of classes.  They
+                                           are random states, extra states, and since core 0.19 the plain values
+    the content of an extra state          read as None, except by `fp8_state.py`.  Transformer Engine up to 2.17
+                                           unpickles it
+
+This module decides which contents of files may be read.  `engine_state.py` decides what a checkpoint must hold to suit
+a model.
 """
 
 import functools
@@ -43,7 +47,7 @@ EXTRA_STATE = re.compile(r"(^|\.)_extra_state\d*(/|$)")
 
 
 class _SafeDtype:
-    """numpy.dtype, for numbers and text only: with an object dtype, numpy would use bytes of the file as pointers."""
+    """Replaces numpy.dtype, for numbers and text only: with an object dtype, numpy uses stored bytes as pointers."""
 
     def __init__(self, code: str, *_: Any) -> None:
         self._code, self._order = str(code), "="
@@ -58,7 +62,7 @@ class _SafeDtype:
 
 
 class _SafeArray(np.ndarray[Any, Any]):
-    """numpy.ndarray that can only be filled by __setstate__, from a _SafeDtype and bytes."""
+    """Replaces numpy.ndarray.  Only __setstate__ can fill the array, from a _SafeDtype and bytes."""
 
     def __new__(cls, *_: Any) -> "_SafeArray":
         return super().__new__(cls, 0)
@@ -75,7 +79,7 @@ class _SafeArray(np.ndarray[Any, Any]):
 
 @functools.cache
 def _allowed() -> list[tuple[Any, str]]:
-    """The classes that a byte object may name, and their names: Megatron-LM's list, with safe classes for numpy's."""
+    """The classes that a byte object may name, each with its name: core's list, with safe classes for numpy's."""
     classes = [known for known in SAFE_GLOBALS if known.__module__.partition(".")[0] != "numpy"]
     numpy = [(_SafeDtype, "numpy.dtype"), (_SafeArray, "numpy.ndarray")]
     numpy += [(_SafeArray, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]  # numpy 1, 2
@@ -87,8 +91,8 @@ def _allowed() -> list[tuple[Any, str]]:
 def _only_safe_globals(classes: list[tuple[Any, str]]) -> Iterator[None]:
     """Make torch.load accept these classes and no others.
 
-    torch's own context manager only adds to the registered classes.  core registers numpy's types when it is imported,
-    and torch may take either of two classes that are registered under one name.
+    torch's own context manager only adds to the registered classes.  Core registers numpy's types when it is imported,
+    and if two classes are registered under one name, torch may take either.
     """
     registered = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
@@ -101,7 +105,7 @@ def _only_safe_globals(classes: list[tuple[Any, str]]) -> Iterator[None]:
 
 
 def _plain_values(stream: io.BytesIO, subject: str) -> Any:
-    """The plain values and tensors that torch.save wrote.  subject: the subject of an error message, e.g. the file"""
+    """The plain values and tensors that torch.save wrote to `stream`.  subject: what an error message is about"""
     try:
         with _only_safe_globals(_allowed()):
             return torch.load(stream, map_location="cpu", weights_only=True)
@@ -122,9 +126,10 @@ def _refusal(error: Exception) -> str:
 
 
 class SafeReader(dcp.FileSystemReader):
-    """torch's reader of a checkpoint folder, with every file checked before it is used.
+    """torch's reader of a checkpoint folder, which checks every file before it reads from it.
 
-    Raises CheckpointError.  torch's own `load` wraps the error in another one, and `unwrapped` extracts it.
+    Raises CheckpointError, and StorageError if the disk fails.  torch's own `load` wraps the error in another one, and
+    `unwrapped` extracts it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -134,7 +139,7 @@ class SafeReader(dcp.FileSystemReader):
         self._current: _StorageInfo | None = None
 
     def read_metadata(self) -> md.Metadata:  # without **kwargs, so that torch asks for no other index
-        """The checked index, which is read only once.  Every file that the index names exists and is long enough."""
+        """The index, which is read and checked only once.  Every file that it names exists and is long enough."""
         if self._index is None:
             index = read_index(self.folder)
             check_files(self.folder, index.storage_data)
@@ -146,10 +151,10 @@ class SafeReader(dcp.FileSystemReader):
             return super().read_data(plan, planner)
 
     def mapped_chunk(self, index: md.MetadataIndex) -> torch.Tensor:
-        """One stored chunk, in memory to which the file is mapped as long as the tensor exists.  Only for reading."""
+        """One stored chunk, as a tensor over the memory-mapped file.  The caller must only read the tensor."""
         info: _StorageInfo = self.storage_data[index]
         with self._reading_tensors(), (self.folder / info.relative_path).open("rb") as file:
-            with FakeTensorMode():  # makes torch say where the numbers are instead of reading them
+            with FakeTensorMode():  # torch then records where the elements are, and does not read them
                 chunk = torch.load(self._slice_file(file, info), map_location="cpu", weights_only=True)
             storage = chunk.untyped_storage()
             start = info.offset + storage._checkpoint_offset
@@ -172,7 +177,7 @@ class SafeReader(dcp.FileSystemReader):
                 yield
         except CheckpointError:
             raise
-        except OSError as error:  # of the disk, which does not mean that the file is damaged
+        except OSError as error:  # an error of the disk does not mean that the file is damaged
             raise unusable(f"{self._position()} cannot be read", self.folder, error, CheckpointError) from error
         except Exception as error:  # a broken or hostile file can raise any error
             raise CheckpointError(f"{self._position()} cannot be read: {_refusal(error)}.") from error
@@ -190,12 +195,13 @@ class SafeReader(dcp.FileSystemReader):
 
 
 def _reader(source: Path | SafeReader) -> SafeReader:
-    """`source` itself, or a new reader of the folder; a new reader reads the index: 5 s with many experts."""
+    """`source` itself, or a new reader of the folder, which reads the index again (5 s with many experts)."""
     return source if isinstance(source, SafeReader) else SafeReader(source)
 
 
 class SafeLoadPlanner(MCoreLoadPlanner):
-    """Core's planner (checks shapes, fills FP8 targets), fast with many experts; it reads byte objects safely."""
+    """Core's planner, which checks shapes and fills FP8 targets; here it reads byte objects safely, and is fast also
+    with many experts (`ChunkIndex`)."""
 
     state_dict: dict[str, Any]
 
@@ -229,7 +235,11 @@ class SafeLoadPlanner(MCoreLoadPlanner):
 
 @contextmanager
 def unwrapped(folder: Path) -> Iterator[None]:
-    """Raise the first error in torch's CheckpointException, which is a BaseException, as an SftError."""
+    """Raise the error inside torch's CheckpointException, which is a BaseException.
+
+    The first SftError is raised as it is, else KeyboardInterrupt or SystemExit, else CheckpointError with the first
+    error's message.
+    """
     try:
         yield
     except dcp.CheckpointException as failure:
@@ -243,9 +253,9 @@ def unwrapped(folder: Path) -> Iterator[None]:
 
 
 def load(wanted: dict[str, Any], source: Path | SafeReader, planner: SafeLoadPlanner | None = None) -> None:
-    """Replace the values of `wanted` by the stored ones.  {key: a tensor, or any value if an object is stored}
+    """Fill `wanted` from a checkpoint: {key: a tensor, which is filled in place, or a value that an object replaces}
 
-    Not collective: every process reads for itself, with or without a process group.
+    Not collective: every process reads for itself, with or without a process group.  Raises CheckpointError.
     """
     reader = _reader(source)
     reader.read_metadata()  # now, because torch's load would lose an error of the index
@@ -288,7 +298,7 @@ def _content(folder: Path, name: str) -> bytes:
 
 
 def tensors(source: Path | SafeReader) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Global shape and type of each stored tensor, by key."""
+    """Global shape and dtype of each stored tensor, by key."""
     entries = _reader(source).read_metadata().state_dict_metadata.items()
     return {k: (tuple(e.size), e.properties.dtype) for k, e in entries if isinstance(e, md.TensorStorageMetadata)}
 

@@ -1,7 +1,7 @@
 """Plans which rank writes which part of a checkpoint, once for all saves of a run.
 
-The parts of a run's state never change.  With many experts there are more than 100,000 of them, and rank 0 plans all
-parts alone.  So later saves reuse the first plan, and exchange only what they wrote.
+A run's state consists of the same parts at every save.  With many experts it has more than 100,000 parts, and rank 0
+alone plans them all.  So later saves reuse the first plan, and ranks exchange only the results of their writes.
 
 `torch_dist_files.py` writes the parts.
 """
@@ -35,9 +35,9 @@ for _kind in _SENT:
 class SavePlans:
     """The plans of the first save of an engine; every later save of this engine reuses them.
 
-    local   this rank's parts, before the ranks are compared
+    local   the parts that this rank proposes to write, before rank 0 compares the proposals of all ranks
     final   the parts that this rank writes, and the name of its file; None before the first save
-    index   on rank 0: the index of all parts, for .metadata
+    index   the index of all parts, for .metadata; None on all ranks but rank 0
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,10 @@ class SavePlans:
         self.index: md.Metadata | None = None
 
     def distribution(self, shards: Mapping[str, ShardedTensor], groups: ProcessGroups) -> Any:
-        """Which rank of dp_cp writes which of the shards that several ranks hold.  Collective the first time."""
+        """The rank of dp_cp that writes each shard, as core's ShardDistribution; None if the group has one rank.
+
+        Collective at the first save.
+        """
         parts = [(shard.key, shard.global_offset, shard.replica_id) for shard in shards.values()]
         if self._replicated is None:
             self._replicated = parts, shard_owners.writers(list(shards.values()), groups)
@@ -57,9 +60,9 @@ class SavePlans:
 
 
 class SavePlanner(MCoreSavePlanner):
-    """Core's planner, with plans that are reused, and with a check of all chunks that is fast with many experts.
+    """Core's planner, which reuses plans, and checks all chunks fast also with many experts (`ChunkIndex`).
 
-    A rank that has a plan sends an empty one that is not usable, and rank 0 answers with the same.
+    A rank that has a plan already sends an empty plan with usable=False, and rank 0 returns it unchanged.
     """
 
     def __init__(self, plans: SavePlans) -> None:

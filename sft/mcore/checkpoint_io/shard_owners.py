@@ -1,6 +1,6 @@
-"""Chooses which of the ranks that hold the same shard of a tensor writes or reads it, so that all have even work.
+"""Chooses which one of the ranks that hold the same shard writes or reads it, so that ranks have about equal work.
 
-The choice is core's.  Core itself exchanges the shards of all ranks as pickles; here they are messages.
+Core's function makes the choice.  Core itself exchanges descriptions of the shards as pickles; here they are messages.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class _Held(NamedTuple):
     shard: ShardId
     shape: tuple[int, ...]
     dtype: torch.dtype
-    is_main: bool  # core counts one of all ranks that hold the shard as the main one
+    is_main: bool  # whether the rank holds the main replica: one of the ranks that hold the shard does
 
     @property
     def num_bytes(self) -> int:
@@ -34,9 +34,9 @@ class _Held(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """The rank that reads a shard."""
+    """The rank that reads a shard, and a description of the shard."""
 
-    rank: int  # in the group dp_cp
+    rank: int  # rank in the group dp_cp
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_shared: bool  # other ranks of the group need the shard, too
@@ -59,7 +59,7 @@ def writers(shards: Sequence[ShardedTensor], groups: ProcessGroups) -> ShardDist
 
 
 def readers(shards: Sequence[ShardedTensor], groups: ProcessGroups) -> dict[ShardId, Reader]:
-    """The rank of dp_cp that reads each shard that a rank of this group holds; equal on all of them.  Collective."""
+    """For each shard that a rank of dp_cp holds, the rank that reads it.  Equal on all of these ranks.  Collective."""
     held = _held_by_all(shards, groups)
     main = {entry.shard for entries in held for entry in entries if entry.is_main}
     holders = _holders(held)
@@ -71,7 +71,7 @@ def readers(shards: Sequence[ShardedTensor], groups: ProcessGroups) -> dict[Shar
 
 
 def _held_by_all(shards: Sequence[ShardedTensor], groups: ProcessGroups) -> list[list[_Held]]:
-    """The shards of each rank of dp_cp.  Sent over gloo to all ranks of the run."""
+    """The shards that each rank of dp_cp holds.  Collective over all ranks of the run, over gloo."""
     own = {
         shard_id(s): _Held(shard_id(s), tuple(s.local_shape), s.dtype, is_main_replica(s.replica_id)) for s in shards
     }

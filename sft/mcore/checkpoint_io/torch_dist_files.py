@@ -1,9 +1,9 @@
-"""Writes shards to files in the torch_dist format and reads them: assigns the bytes of a checkpoint to ranks.
+"""Writes shards to files in the torch_dist format, and reads them.
 
-One of the ranks that hold a replicated tensor writes it, one reads it, and the work is spread evenly.  Torch's
-distributed checkpoint plans and writes, in threads.  Its own `save` is not used: it would send the plans as pickles.
-If training continues during a save, tensors are copied first.  Core's own writer is not used: it forks processes, which
-takes seconds per save, and the processes outlive a killed rank.
+One of the ranks that hold a replicated tensor writes it, and one reads it and sends it to the others.  Ranks have about
+equal work.  torch's distributed checkpoint plans the files and writes them, in threads.  Its `save` is not used,
+because it would send the plans as pickles.  Core's writer is not used, because it forks processes, which takes seconds
+per save, and these processes outlive a killed rank.  If training continues during a save, tensors are copied first.
 
 `engine_state.py` decides which tensors are stored.  `safe_reader.py` decides what a file may contain.
 """
@@ -46,7 +46,7 @@ CHUNK_BYTES = 256 << 20  # largest size of a stored chunk; reading one row reads
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """One rank's part of a checkpoint.  Its tensors are the engine's: write or copy a snapshot before the next step."""
+    """One rank's part of a checkpoint.  It shares memory with the engine: write it or copy it before the next step."""
 
     shards: list[ShardedTensor]
     objects: dict[str, io.BytesIO]  # small objects, by key
@@ -61,7 +61,8 @@ class Snapshot:
             raise CheckpointError(f"{keys[0]} holds a value that is not finite; such a state is never saved.")
 
     def copied(self, buffers: "CopyBuffers", group: dist.ProcessGroup) -> "Snapshot":
-        """Copy the tensors to `buffers`.  Collective.  If one rank of `group` lacks memory, all raise StorageError."""
+        """A snapshot whose tensors are copies in `buffers`.  Collective.  If a rank of `group` lacks memory, all raise
+        StorageError."""
 
         def copy() -> None:
             try:
@@ -77,9 +78,10 @@ class Snapshot:
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether all values are finite: checks only the smallest and the largest value of each tensor.
+    """Whether all values are finite.  Not collective.
 
-    Twenty times as fast as isfinite, which writes a mask.  The host synchronises with the GPU only once.
+    Only the smallest and the largest value of each tensor are checked, because NaN makes both NaN.  This is twenty
+    times as fast as isfinite, which writes a mask.  The host synchronises with the GPU only once.
     """
     ends = [torch.stack(torch.aminmax(tensor)).isfinite().all() for tensor in tensors if tensor.numel()]
     return not ends or bool(torch.stack(ends).all())
@@ -112,9 +114,10 @@ def select_shards(
     common: dict[str, Any],
     plans: SavePlans,
 ) -> Snapshot:
-    """The snapshot of this rank: the tensors and objects that it writes, out of those that it holds.
+    """The snapshot of this rank: the tensors and objects that it writes.  Collective.
 
-    Collective.  The data- and context-parallel ranks divide the tensors that they all hold evenly.
+    shards, objects: everything that this rank holds.  The data- and context-parallel ranks that hold the same tensors
+    divide the tensors evenly among themselves.
     """
     replicas = groups.collection.dp_cp
     by_number = {str(i): _with_all_axes(shard) for i, shard in enumerate(shards)}
@@ -141,7 +144,9 @@ def _split(shard: ShardedTensor) -> Iterator[ShardedTensor]:
 
 
 def write(snapshot: Snapshot, folder: Path, group: dist.ProcessGroup, plans: SavePlans) -> dict[str, Entry]:
-    """Write the tensors and objects of all ranks into `folder`.  Returns the files of this rank.  Collective.
+    """Write the tensors and objects of all ranks into `folder`.  Returns an entry for each file of this rank.
+
+    Collective.
 
     If one rank of `group` fails, all ranks raise StorageError.
     """
@@ -177,13 +182,13 @@ def _naming_rank(step: Callable[..., T], *arguments: Any) -> T:
     """The result of `step`.  Every error is raised as a StorageError that names the rank."""
     try:
         return step(*arguments)
-    except Exception as error:  # torch and core have errors of any class for a disk, and the save before is complete
+    except Exception as error:  # for a disk that fails, torch and core raise errors of many classes
         cause = str(error) if isinstance(error, StorageError) else f"{type(error).__name__}: {error}".splitlines()[0]
         raise StorageError(f"rank {dist.get_rank()}: {cause}") from error
 
 
 class _Writer(FileSystemWriter):
-    """Torch's writer, which computes digests, and with clear errors: a rank that cannot write reports the reason.
+    """torch's writer, which also computes digests, and raises an error that gives the reason why a rank cannot write.
 
     On a full disk, torch itself reports "unexpected pos 704 vs 598" or similar.
     """
@@ -195,12 +200,12 @@ class _Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         try:
             return super().write_data(plan, planner)
-        except Exception as error:  # torch says RuntimeError and others where a disk is full
+        except Exception as error:  # on a full disk, torch raises RuntimeError and others
             raise StorageError(why_not_written(Path(self.path), error)) from error
 
 
 class _HashingFiles(FileSystem):
-    """Torch's file system, which computes the digests of new files of shards while they are written."""
+    """torch's file system, which also computes the digests of files of shards while they are written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +232,7 @@ def read(shards: Sequence[ShardedTensor], source: Path | safe_reader.SafeReader)
     wanted = [_with_all_axes(shard) for shard in shards]
     flexible = {shard.key: shard for shard in wanted if shard.allow_shape_mismatch}
     for shard in flexible.values():
-        shard.data.zero_()  # the checkpoint may lack rows of padding
+        shard.data.zero_()  # the checkpoint may have fewer rows of padding
     planner = safe_reader.SafeLoadPlanner(
         shapes_validation_sharded_tensors=[shard for shard in wanted if not shard.allow_shape_mismatch],
         allow_shape_mismatch_sharded_tensors=flexible,
@@ -236,7 +241,8 @@ def read(shards: Sequence[ShardedTensor], source: Path | safe_reader.SafeReader)
 
 
 def read_replicated(shards: Sequence[ShardedTensor], reader: safe_reader.SafeReader, groups: ProcessGroups) -> None:
-    """Like `read`, for tensors that several data- and context-parallel ranks need: one of them reads and sends each.
+    """Fill the shards' tensors like `read`.  If several data- and context-parallel ranks hold the same shard, one of
+    them reads it and sends it to the others.
 
     Collective.  If one rank raises an error, all raise.
     """
@@ -260,7 +266,7 @@ def read_replicated(shards: Sequence[ShardedTensor], reader: safe_reader.SafeRea
 
 
 def _with_all_axes(shard: ShardedTensor) -> ShardedTensor:
-    """A copy of `shard` with all axes of the whole tensor, and without core's grid of equal shards."""
+    """A copy of `shard` whose data has as many axes as the whole tensor, and without core's grid of equal shards."""
     axes, data = shard.prepend_axis_num, shard.data.detach()
     data = data.view((1,) * axes + tuple(data.shape))
     return replace(shard, data=data, local_shape=tuple(data.shape), axis_fragmentations=None, prepend_axis_num=0)

@@ -1,1 +1,1 @@
-"""Layers of experts: router, experts, and what they compute together."""
+"""Mixtures of experts: the router, the experts, and the layer that combines them."""

@@ -1,7 +1,8 @@
 """Products of tokens with one matrix for each expert, and experts that compute layer by layer.
 
-Tokens are rows sorted by expert.  torch's grouped product multiplies all experts' rows in one kernel.  It takes bf16 on
-GPUs of compute capability 9 and 10.  Elsewhere, a loop multiplies the rows of one expert after another.
+Tokens are rows sorted by expert.  torch's grouped product multiplies the rows of all experts in one kernel.  It needs
+bf16, widths that are multiples of 8, and a GPU of compute capability 9.x or 10.x.  Otherwise, a loop multiplies the
+rows of one expert after another.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,7 +39,7 @@ class RowsOfExperts:
         return cls(counts, ends.pin_memory().to(device, non_blocking=True))  # without a wait of the host
 
     def times(self, x: Tensor, matrices: Tensor) -> Tensor:
-        """Each row times the matrix of its expert: x [n, columns], matrices [experts, rows, columns] -> [n, rows]"""
+        """Multiply rows by their experts' matrices: x [n, columns], matrices [experts, rows, columns] -> [n, rows]"""
         is_aligned = all(size % _ALIGNMENT == 0 for size in matrices.shape[1:])
         if self.ends is not None and is_aligned and x.dtype == matrices.dtype == torch.bfloat16:
             output: Tensor = GroupedProduct.apply(x, matrices, self.ends)
@@ -55,7 +56,8 @@ def _has_kernel(device: torch.device) -> bool:
 class GroupedProduct(torch.autograd.Function):
     """x [n, columns], matrices [experts, rows, columns], ends int32 [experts] -> [n, rows], in one kernel.
 
-    Autograd's own formula passes the gradient of the output on as it comes, and the kernel refuses some strides.
+    Autograd's own backward would give the kernel the gradient of the output with any strides, and the kernel refuses
+    some.
     """
 
     @staticmethod
@@ -77,15 +79,16 @@ class GroupedProduct(torch.autograd.Function):
 
 
 def layer_by_layer(experts: Any, activation: GatedActivation | None = None) -> Any:
-    """`experts` of core, whose linear_fc1 and linear_fc2 are called once for all experts, with (rows, counts).
+    """Core's `experts`, so that linear_fc1 and linear_fc2 are each called once for all experts, with (rows, counts).
 
-    Transformer Engine's are called so already.  activation: None for core's SwiGLU
+    Transformer Engine's experts are returned unchanged, because they do this already.
+    activation: None: core's SwiGLU
     """
     return LayerByLayer(experts, activation) if isinstance(experts, SequentialMLP) else experts
 
 
 class LayerByLayer(torch.nn.Module):
-    """Core's SequentialMLP, which computes one layer of all experts before the next layer.
+    """Wraps core's SequentialMLP: computes linear_fc1 of all experts first, then linear_fc2 of all experts.
 
     Core computes one expert after another.
     """
@@ -97,7 +100,10 @@ class LayerByLayer(torch.nn.Module):
         self.linear_fc2 = _EachExpert(expert.linear_fc2 for expert in base.local_experts)
 
     def forward(self, tokens: Tensor, counts: Tensor, weights: Tensor) -> tuple[Tensor, None]:
-        """tokens [n, h], sorted by expert; counts [experts]; weights of the outputs, [n] -> [n, h], and no bias"""
+        """tokens [n, h], sorted by expert; counts [experts]: tokens of each expert; weights [n] -> [n, h], None as bias
+
+        weights: factor on each token's output
+        """
         rows = counts.tolist()
         gate_up, _ = self.linear_fc1(tokens, rows)
         output, _ = self.linear_fc2(self._activation(gate_up, weights), rows, weights)
@@ -127,9 +133,9 @@ class _EachExpert(torch.nn.Module):
         self.layers = torch.nn.ModuleList(layers)
 
     def forward(self, x: Tensor, counts: list[int], weights: Tensor | None = None) -> tuple[Tensor, None]:
-        """x [n, in], sorted by expert -> [n, out] with the layers' biases, and no bias
+        """x [n, in], sorted by expert -> [n, out] with the biases added, and None as bias
 
-        weights: [n], factors on the biases; None: 1
+        counts: rows of each expert; weights: [n], factors on the biases; None: 1
         """
         factors: Sequence[Tensor | None] = [None] * len(counts) if weights is None else weights.split(counts)
         outputs = []

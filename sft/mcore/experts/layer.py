@@ -22,13 +22,13 @@ from sft.mcore.modules.gated_activation import GatedActivation
 
 
 class ExpertLayer(MoELayer):
-    """Core's layer, with the document of each token passed to its router.
+    """Core's layer of experts, which passes the document of each token to its router.
 
-    padding_mask, the only argument about tokens that core's layer passes to experts, holds `TokenDocuments`, which
-    `model/layer.py` makes.  Core's own `forward` would convert it to booleans.
+    The argument `padding_mask` holds the `TokenDocuments` that `model/layer.py` makes.  Core's layer passes no other
+    argument about tokens to experts.  Core's own `forward` would convert it to booleans.
 
-    recompute: backward recomputes the experts from the tokens that they have received.  The tokens are not sent again,
-    and the host does not wait again for the number of tokens of each expert.
+    recompute: whether backward recomputes the experts from the tokens that they have received.  The tokens are not sent
+    again, and the host does not wait again for the number of tokens of each expert.
     activation: arguments of GatedActivation; empty: core's SwiGLU
     """
 
@@ -49,15 +49,15 @@ class ExpertLayer(MoELayer):
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: TokenDocuments | None = None
     ) -> tuple[Tensor, None]:
-        """[t, 1, h] -> [t, 1, h], and no bias."""
+        """[t, 1, h] -> [t, 1, h], and None as bias."""
         assert padding_mask is not None and intermediate_tensors is None
         shared = None if self.shared_experts is None else self._compute_shared(hidden_states)
         return self._mixed(hidden_states, self.router(hidden_states, padding_mask), shared), None
 
     def _mixed(self, hidden_states: Tensor, routing: tuple[Tensor, Tensor], shared: Tensor | None) -> Tensor:
-        """The weighted sum of the outputs of chosen experts, plus that of the shared expert if it is given: [t, 1, h].
+        """The weighted sum of the chosen experts' outputs for each token, plus `shared`: [t, 1, h].
 
-        routing: what `Router` returns
+        routing: the result of `Router.forward`; shared: output of the shared expert, [t, 1, h]; None: there is none
         """
         sent, weights = self.preprocess(hidden_states, *routing)
         tokens, counts, weights = self.token_dispatcher.dispatch_postprocess(*self.dispatch(sent, weights))
@@ -67,10 +67,10 @@ class ExpertLayer(MoELayer):
         return combined
 
     def _forget_routing(self) -> None:
-        """Free the weights and choices of tokens, and their order by expert.
+        """Free the tensors that describe the routing: the weights and choices of tokens, and their order by expert.
 
-        Core would keep them on the device until the layer's next forward pass, even if they are offloaded or recomputed
-        in backward.
+        Core would keep these tensors on the device until the layer's next forward pass, even if they are offloaded or
+        recomputed in backward.
         """
         if isinstance(self.token_dispatcher, MoEAlltoAllTokenDispatcher):
             for name in ("probs", "routing_map", "reversed_local_input_permutation_mapping"):
@@ -89,7 +89,10 @@ class ExpertLayer(MoELayer):
         return output
 
     def _compute(self, tokens: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
-        """tokens [n, h] that this rank has received, sorted by expert; counts [experts]; weights [n] -> [n, h]"""
+        """The experts' outputs: tokens [n, h] that this rank has received, sorted by expert -> [n, h].
+
+        counts: [experts], tokens of each expert; weights: [n], factors on the outputs
+        """
         output: Tensor
         if not self._recomputes:
             output, _ = self.experts(tokens, counts, weights)
@@ -103,10 +106,11 @@ class ExpertLayer(MoELayer):
 
 
 def reduce_apart(chunk: torch.nn.Module) -> None:
-    """Mark experts' weights, so that core reduces their gradients over the ranks that hold copies of them.
+    """Mark experts' weights, so that core reduces their gradients over all ranks that hold copies of them.
 
-    Core marks experts only if ep is above 1.  With ep 1, core treats experts like dense weights, whose tp ranks see the
-    same tokens.  The tp ranks of an expert see different tokens, so each rank would keep only a part of the gradient.
+    Core marks experts only if ep is above 1.  With ep 1, core treats experts like dense weights, for which all tp ranks
+    see the same tokens, and does not sum their gradients over tp.  But the tp ranks send different tokens to the copies
+    of an expert, so each copy would have only a part of the gradient.
     """
     for name, param in chunk.named_parameters():
         if ".experts." in name:  # not in .shared_experts., which tp splits like a dense MLP

@@ -1,12 +1,11 @@
-"""A mixture of experts that is added to a dense MLP, each between norms of its own (Gemma 4).
+"""A mixture of experts whose output is added to that of a dense MLP, both between norms (Gemma 4).
 
-    h       the residual stream, which no norm before the mixture has changed
-    output  norm(mlp(norm(h))) + norm(experts(norm(h), router(h)))
-    logit   of an expert and a token: weight . (input_scale * unscaled norm(h) / sqrt(width of h))
-    weight  of a chosen expert: its part of the softmax over the chosen ones, times its expert_scale
+    output = norm1(mlp(norm2(h))) + norm3(experts(norm4(h), router(h)))        h: the residual stream, not normed
+    logit of an expert = its row of the router's weight . (input_scale * unscaled norm(h) / sqrt(width of h))
+    weight of a chosen expert = softmax of the logits over the chosen experts, times the expert's expert_scale
 
-The dense MLP is core's shared expert: every token goes to it, and tp splits it.  The layer then norms the sum
-(`layer.py`).
+The dense MLP is core's shared expert: every token goes to it, and tp splits it.  The transformer layer applies another
+norm to the sum (`model/layer.py`).
 """
 
 import math
@@ -23,7 +22,7 @@ from sft.mcore.modules.norm import UnscaledNorm
 
 
 class NormedExperts(ExpertLayer):
-    """norm: class of its norms; the other arguments are those of ExpertLayer"""
+    """Experts and a dense MLP between norms.  norm: class of the norms; the other arguments are those of ExpertLayer"""
 
     def __init__(self, *args: Any, norm: type[torch.nn.Module], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -34,7 +33,7 @@ class NormedExperts(ExpertLayer):
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: TokenDocuments | None = None
     ) -> tuple[Tensor, None]:
-        """[t, 1, h] of the residual stream -> [t, 1, h], and no bias."""
+        """The residual stream [t, 1, h] -> [t, 1, h], and None as bias."""
         assert padding_mask is not None and intermediate_tensors is None
         shared = self._compute_shared(self.shared_norm(hidden_states))
         routing = self.router(hidden_states, padding_mask)
@@ -44,7 +43,7 @@ class NormedExperts(ExpertLayer):
 
 
 class NormedRouter(Router):
-    """A router with a norm of its own, which scales its input and the weights of experts."""
+    """A router that norms and scales its input, and scales the weights of experts."""
 
     def __init__(self, config: TransformerConfig, *, moe: MoeConfig, **core: Any) -> None:
         super().__init__(config, moe=moe, **core)
@@ -55,7 +54,8 @@ class NormedRouter(Router):
             scale.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def _logits(self, tokens: Tensor, weight: Tensor | None = None) -> Tensor:
-        """The input's scale multiplies columns of the weight, so that the norm's output is all that backward saves."""
+        """[t, h] -> [t, experts].  The input's scale is multiplied into the columns of the router's weight, so that the
+        only activation that is saved is the norm's output."""
         own = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
         own = own * (self.input_scale.to(own.dtype) / math.sqrt(tokens.shape[-1]))
         return super()._logits(self.norm(tokens), own)

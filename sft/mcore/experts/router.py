@@ -1,31 +1,32 @@
 """Routers: which experts a token goes to and with which weights, the losses that balance the load, and its statistics.
 
-megatron-core chooses by a softmax; this module chooses by sigmoid scores with a correction bias and groups
-(DeepSeek-V3, arXiv:2412.19437):
+With softmax scores, megatron-core's function chooses the experts.  With sigmoid scores, this module chooses them, with
+a correction bias and groups (DeepSeek-V3, arXiv:2412.19437):
 
     score   = sigmoid(logit)
     chosen  = the top_k experts by score + correction bias, among those of the best groups
-    weight  = scaling_factor * score / (sum of the scores of chosen experts); the bias takes no part in it
+    weight  = scaling_factor * score / (sum of the scores of chosen experts), without the bias
 
 A step adds bias_update_rate * sign(mean - count) to the correction bias of each expert, where count is the number of
 real tokens of the global batch that chose the expert.  Counts are whole numbers, so the bias is the same, bit for bit,
 on every layout.
 
-Core's balancing losses depend on the layout: core averages over a microbatch, and every number of data-parallel ranks
-has other microbatches.  Up to core 0.16, context parallelism also lowers their weight.  Here, a loss is an average over
-a document on all ranks, so the gradient of a document does not depend on its pack:
+Core's balancing losses depend on the layout: core averages over a microbatch, and another number of data-parallel ranks
+gives other microbatches.  Up to core 0.16, context parallelism also lowers the weight of these losses.  Here, a loss is
+an average over a document on all ranks, so the gradient of a document does not depend on its pack:
 
-    aux  of a document and a layer: E * sum over experts of (share of choices) * (mean probability); balanced: 1
-    z    of a token and a layer: the squared log-sum-exp of the token's logits
+    aux  of a document in a layer: E * sum over the E experts of (share of choices) * (mean probability); balanced: 1
+    z    of a token in a layer: the squared log-sum-exp of the token's logits
 
     added to the mean loss  aux_loss_coef * sum over layers of the mean over real tokens of their document's aux
                           + z_loss_coef * sum over layers of the mean of z over real tokens
 
-With sigmoid scores, a probability is a score divided by the sum of the token's scores, and the choices of aux are those
-by score alone, without bias and groups.  Shared experts are not chosen and take no part in aux.
+With sigmoid scores, a probability is a score divided by the sum of the token's scores, and aux counts the experts with
+the top_k scores, without bias and groups.  Shared experts are not chosen and take no part in aux.
 
-Padding tokens would all choose the same experts, so they go to all experts in turn, with weight 0.  With a capacity,
-padding tokens are not sent.  Statistics leave out padding, evaluation, and the first forward pass of recomputed layers.
+Padding tokens would all choose the same experts, so they go to all experts in turn, with weight 0.  With a capacity
+(`moe.capacity_factor`), padding tokens are not sent.  Statistics do not count padding and evaluation.  They count
+recomputed layers once.
 """
 
 from collections.abc import Iterable, Iterator
@@ -52,8 +53,8 @@ _BLOCK = 1 << 14  # tokens whose probabilities are converted to float64 at a tim
 class TokenDocuments:
     """The document of each token of this rank in a microbatch.
 
-    numbers     int32 [t], -1 for padding
-    count       documents of the whole pack, filler documents included
+    numbers     int32 [t], number of each token's document in the pack; -1 for padding
+    count       number of documents of the whole pack, filler documents included
     cp_members  the ranks that share the pack; None: this rank has all of it
     """
 
@@ -82,10 +83,10 @@ class Router(TopKRouter):
             del self.expert_bias  # core's name, under which checkpoints hold it
             self.register_buffer("expert_bias", self.weight.new_zeros(self.num_experts, dtype=torch.float32))
         self.loss_scale = 1.0  # argument of `begin` for the current step
-        self.totals: Tensor | None = None  # float64 [experts + 4], of this rank and step
+        self.totals: Tensor | None = None  # float64 [experts + 4], statistics of this rank in this step
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Moves and converts the module as torch does, but keeps the correction bias in fp32."""
+        """Move and convert the module as torch does, but keep the correction bias in fp32."""
         bias = self.expert_bias
         super()._apply(*args, **kwargs)
         if bias is not None:
@@ -93,7 +94,7 @@ class Router(TopKRouter):
         return self
 
     def forward(self, input: Tensor, documents: TokenDocuments) -> tuple[Tensor, Tensor]:
-        """input [t, 1, h] -> weights and choices of local tokens, both [t, experts].
+        """input [t, 1, h] of this rank's tokens -> weights [t, experts], and bool [t, experts]: where tokens are sent.
 
         An expert that a token has not chosen has weight 0.
         """
@@ -115,12 +116,12 @@ class Router(TopKRouter):
         return weights, sent
 
     def _logits(self, tokens: Tensor, weight: Tensor | None = None) -> Tensor:
-        """[t, h] -> [t, experts].  weight: in place of the router's own"""
+        """[t, h] -> [t, experts].  weight: used in place of the router's weight; None: the router's weight"""
         logits: Tensor = _Logits.apply(tokens, self.weight if weight is None else weight, self.bias)
         return logits
 
     def _scaled(self, routing: "Routing") -> "Routing":
-        """`NormedRouter` scales the weights of experts."""
+        """Return the routing unchanged; `NormedRouter` scales the weights of experts here."""
         return routing
 
     def _in_turn(self, num_tokens: int, device: torch.device) -> Tensor:
@@ -130,7 +131,7 @@ class Router(TopKRouter):
         return (experts - first) % self.num_experts < self.topk
 
     def _balanced(self, weights: Tensor, logits: Tensor, routing: "Routing", documents: TokenDocuments) -> Tensor:
-        """`weights`, to which the balancing losses with a coefficient are attached for backward."""
+        """Return `weights`; in backward, the balancing losses with a coefficient are terms of the objective."""
         aux_coef, z_coef = self.config.moe_aux_loss_coeff, self.config.moe_z_loss_coeff
         with torch.set_grad_enabled(bool(z_coef)):
             z = (torch.logsumexp(logits, -1).square() * documents.is_real).sum()
@@ -162,16 +163,16 @@ class Router(TopKRouter):
 
 @dataclass(frozen=True)
 class Routing:
-    """[t, experts]: the weights of the chosen experts, 0 elsewhere, and whether an expert is chosen."""
+    """Weights of t tokens, [t, experts], 0 for experts that are not chosen; and the choices, bool [t, experts]."""
 
     weights: Tensor
     chosen: Tensor
 
     @staticmethod
     def of(logits: Tensor, moe: MoeConfig, bias: Tensor | None) -> "Routing":
-        """logits [t, experts], bias [experts]: the correction bias
+        """Choose experts by logits [t, experts] and the correction bias [experts].
 
-        softmax of 2, 1, 0, top_k 2: weights 0.731, 0.269, 0; without normalize_top_k 0.665, 0.245, 0
+        softmax, logits 2, 1, 0, top_k 2 -> weights 0.731, 0.269, 0; without normalize_top_k 0.665, 0.245, 0
         """
         if moe.score_function == "sigmoid":
             return _by_sigmoid(logits, moe, bias)
@@ -181,7 +182,7 @@ class Routing:
         return Routing(weights, chosen)
 
     def balanced(self, logits: Tensor, moe: MoeConfig) -> tuple[Tensor, Tensor]:
-        """[t, experts]: the probabilities and the choices that the load-balancing loss is about."""
+        """The probabilities and the choices that enter the loss `aux`, both [t, experts]."""
         if moe.score_function == "softmax":
             return logits.softmax(-1), self.chosen
         scores = logits.sigmoid()
@@ -189,7 +190,7 @@ class Routing:
 
 
 def _by_sigmoid(logits: Tensor, moe: MoeConfig, bias: Tensor | None) -> Routing:
-    """scores 0.6, 0.5, 0.2, bias 0, 0, 0.4, top_k 2: weights 0.75, 0, 0.25; without normalize_top_k 0.6, 0, 0.2"""
+    """Scores 0.6, 0.5, 0.2, bias 0, 0, 0.4, top_k 2 -> weights 0.75, 0, 0.25; without normalize_top_k 0.6, 0, 0.2"""
     scores = logits.sigmoid()
     ranked = scores.detach() if bias is None else scores.detach() + bias
     if moe.num_groups > 1:
@@ -202,9 +203,9 @@ def _by_sigmoid(logits: Tensor, moe: MoeConfig, bias: Tensor | None) -> Routing:
 
 
 def _within_best_groups(ranked: Tensor, moe: MoeConfig) -> Tensor:
-    """[t, experts], with -inf outside of the groups whose two best experts have the largest sums.
+    """Set the scores [t, experts] of all but the best groups to -inf.  A group's score is the sum of its two best.
 
-    0.9 0.1 | 0.6 0.5 | 0.3 0.2, the best one of three groups -> -inf -inf | 0.6 0.5 | -inf -inf
+    0.9 0.1 | 0.6 0.5 | 0.3 0.2, top_groups 1 -> -inf -inf | 0.6 0.5 | -inf -inf, because 0.6 + 0.5 is the largest sum
     """
     groups = ranked.unflatten(-1, (moe.num_groups, -1))
     best = _among_largest(groups.topk(2, dim=-1).values.sum(-1), moe.top_groups)
@@ -241,10 +242,10 @@ class _Logits(torch.autograd.Function):
 
 
 class _SumOfRows(torch.autograd.Function):
-    """Numbers [t, experts] -> float64 [rows, experts]: row i is the sum of the rows whose `index` [t] is i.
+    """numbers [t, experts] -> float64 [rows, experts]: row i is the sum of the rows whose `index` [t] is i.
 
-    index_add adds the tokens of a document one after another.  In fp32 the sum over 131,072 tokens is 2e-5 off, and the
-    sum over a million tokens 9e-4.
+    index_add adds the tokens of a document one after another.  In fp32, the sum over 131,072 tokens would have an error
+    of 2e-5, and the sum over a million tokens an error of 9e-4.
     """
 
     @staticmethod
@@ -278,14 +279,14 @@ class _Attach(torch.autograd.Function):
 def begin(chunks: Iterable[torch.nn.Module], *, loss_scale: float) -> None:
     """Prepare the routers for a step.
 
-    loss_scale: weight of a sum over real tokens in the objective, before the engine divides the gradients
+    loss_scale: factor on a sum over real tokens when it is added to the objective
     """
     for router in _routers(chunks):
         router.loss_scale, router.totals = loss_scale, None
 
 
 def load(chunks: Iterable[torch.nn.Module], model: ModelConfig, device: torch.device) -> ExpertLoad:
-    """Statistics of all ranks since `begin`.  Collective over all: one all-reduce of layers x (experts + 4) numbers."""
+    """The statistics of all ranks since `begin`.  Collective over all ranks: one all-reduce of a small table."""
     num_experts, first = model.moe.num_experts or 0, model.moe.dense_layers
     table = torch.zeros(model.num_layers + model.has_mtp - first, num_experts + 4, dtype=torch.float64, device=device)
     for router in _routers(chunks):
@@ -300,11 +301,11 @@ def load(chunks: Iterable[torch.nn.Module], model: ModelConfig, device: torch.de
 
 
 def update_biases(chunks: Iterable[torch.nn.Module], load: ExpertLoad, rate: float) -> None:
-    """Add to the correction bias of each expert `rate`, or subtract it from an expert with more tokens than the mean.
+    """Change the correction bias of each expert: + rate if it has fewer tokens than the mean, - rate if it has more.
 
-    load: of the step, over all ranks
+    load: the load of the step, over all ranks
 
-    counts 6, 2, 4, rate 0.001 -> -0.001, +0.001, 0
+    token counts of three experts 6, 2, 4, rate 0.001 -> changes -0.001, +0.001, 0
     """
     for router in _routers(chunks):
         assert router.expert_bias is not None

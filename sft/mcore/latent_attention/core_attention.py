@@ -1,11 +1,11 @@
-"""Attention of a layer with latents: where keys and values are made of a latent, and what travels over cp.
+"""Core attention of a layer with latents: computes keys and values from latents, and decides what is sent over cp.
 
-    SharedLatents   a kernel of the portable backend gets keys and values of one head group after the other.  A layer
-                    saves, and sends over cp, either the latent or keys and values of the rank's heads, whichever has
-                    fewer numbers (`LatentAttentionConfig.sends_latent`)
-    ExpandedKeys    an attention of core gets keys and values of all heads of the rank, saves them and sends them
+    SharedLatents   the portable backend.  A layer saves, and sends over cp, either the latents, or the keys and values
+                    of the rank's heads, whichever has fewer elements (`LatentAttentionConfig.sends_latent`)
+    ExpandedKeys    the te backend.  A layer computes keys and values of all heads of the rank; Transformer Engine's
+                    attention saves them and sends them
 
-`MultiLatentAttention` has one of these objects: that of the attention backend.
+The attention backend determines which of the two `MultiLatentAttention` uses.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,20 +33,19 @@ class CoreAttention(Protocol):
     def __call__(
         self, query: Tensor, latent: Tensor, rotary_key: Tensor, up_projection: Any, documents: PackedDocuments
     ) -> Tensor:
-        """query [t, heads, d], rotated -> [t, heads, width of a value] of this rank's heads.
+        """query [t, heads, d], rotated -> [t, heads, width of a value], for this rank's heads.
 
-        latent [s, 1, rank], normed, and rotary_key [s, 1, r], not rotated: of t tokens, or under sequence parallelism
-        of this rank's part of them
-        up_projection: makes keys and values of the latent; a column-parallel linear of core, or one with adapters
+        latent [s, 1, rank], normed, and rotary_key [s, 1, r], not rotated.  s is t, or t / tp with sequence parallelism
+        up_projection: computes keys and values from latents; a column-parallel linear layer of core, or `Adapted`
         """
 
 
-# config, model, pg_collection, and what core gives to attention besides: layer_number, and with cp cp_comm_type
+# The arguments are config, model, pg_collection, and those that core passes to attention: layer_number, cp_comm_type
 MakeCoreAttention = Callable[..., CoreAttention]
 
 
 def _over_tp(x: Tensor, group: Any, sequence_parallel: bool) -> Tensor:
-    """[s, 1, d] -> [t, 1, d], tokens of all tensor-parallel ranks; backward sums the gradients of all heads."""
+    """[s, 1, d] -> [t, 1, d], the tokens of all tp ranks; backward sums gradients over the heads of all tp ranks."""
     if group.size() == 1:
         return x
     over_tp = gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_model_parallel_region
@@ -99,7 +98,7 @@ class SharedLatents:
         )
 
     def _expand(self, latents: Tensor, heads: slice, up_projection: Any) -> Tensor:
-        """[k, 1, rank] -> [k, heads, part of a key that is not rotated and value]"""
+        """Latents [k, 1, rank] -> [k, heads, d]; d holds the part of a key that is not rotated, then the value."""
         width = self._sizes.qk_nope_head_dim + self._sizes.v_head_dim
         rows = slice(heads.start * width, heads.stop * width)
         if isinstance(up_projection, Adapted):
@@ -110,7 +109,10 @@ class SharedLatents:
 
 
 class ExpandedKeys(torch.nn.Module):
-    """attention: a class with core's CoreAttention protocol, for keys and values of different widths"""
+    """Computes the keys and values of all heads before attention.
+
+    attention: a class with core's CoreAttention protocol that takes keys and values of different widths
+    """
 
     def __init__(
         self,
@@ -142,14 +144,14 @@ class ExpandedKeys(torch.nn.Module):
         self, query: Tensor, latent: Tensor, rotary_key: Tensor, up_projection: Any, documents: PackedDocuments
     ) -> Tensor:
         assert documents.rotation is not None
-        expanded = up_projection(latent)[0]  # of all tokens: a column-parallel linear gathers them itself
+        expanded = up_projection(latent)[0]  # for all t tokens: a column-parallel layer gathers the latents itself
         expanded = expanded.squeeze(1).unflatten(-1, (query.shape[1], -1))
         rotary_key = documents.rotation.apply(self._over_tp(rotary_key))
         key, value = keys_and_values(expanded, rotary_key, self._sizes.qk_nope_head_dim)
         out: Tensor = self.attention(
             query.contiguous(),
             key,
-            value.contiguous(),  # a view would keep all that is expanded in memory
+            value.contiguous(),  # a view would keep the whole of `expanded` in memory
             None,
             attn_mask_type=AttnMaskType.causal,
             packed_seq_params=documents,

@@ -1,14 +1,14 @@
-"""The layer's module that takes the place of attention: multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): the module that replaces attention in a layer.
 
-    latent, rotary key = down projection of the token        keys, values = up projection of norm(latent)
-    query = projection of the token, or up projection of the norm of a latent of its own
-    output = projection of attention of query, (keys, rotary key) and values
+    latent, rotary key = down projection(hidden state)       keys, values = up projection(norm(latent))
+    query = projection(hidden state), or up projection(norm(down projection(hidden state)))
+    output = projection(attention(query, (keys, rotary key), values))
 
-Tensor-parallel ranks hold heads.  Every rank holds the down projections whole: under sequence parallelism it applies
-them to its tokens and gathers the latents, which are narrower than hidden states.  In a checkpoint the weights have the
-names and shapes that Megatron-LM gives them.
+Tensor-parallel ranks divide the heads among themselves.  Every rank holds the whole down projections.  Under sequence
+parallelism a rank applies them to its tokens, and the latents are gathered, which are narrower than hidden states.  In
+a checkpoint the weights have the names and shapes that Megatron-LM gives them.
 
-core_attention.py makes keys and values of the latent, and decides what travels over cp.
+core_attention.py computes keys and values from the latents, and decides what is sent over cp.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from sft.mcore.backend import AttentionBackend, PackedDocuments
 from sft.mcore.latent_attention.core_attention import MakeCoreAttention
 from sft.mcore.modules.duplicated_linear import DuplicatedLinear
 
-# Our names within the layer -> those of Megatron-LM, where the norm of a latent belongs to the projection after it.
+# Our names within the layer -> names of Megatron-LM, where the norm of a latent belongs to the projection after it.
 _STORED = {
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
@@ -32,7 +32,10 @@ _STORED = {
 
 
 def install(spec: ModuleSpec, config: Config, model: ModelConfig, backend: AttentionBackend) -> ModuleSpec:
-    """The layer `spec` with a `MultiLatentAttention`, which has linear modules of the same classes as its attention."""
+    """Replace the attention in the layer `spec` by a `MultiLatentAttention`, and return the spec.
+
+    Its linear layers have the classes that the replaced attention had for its linear layers.
+    """
     layer = spec.submodules
     attention, keys = layer.self_attention.submodules, layer.sharded_state_dict_keys_map
     layer.self_attention = ModuleSpec(
@@ -45,14 +48,18 @@ def install(spec: ModuleSpec, config: Config, model: ModelConfig, backend: Atten
             "norm": layer.input_layernorm,
         },
     )
-    # The norm before attention is a module of its own in Megatron-LM's layer, too.
+    # In Megatron-LM's layer, too, the norm before latent attention is a separate module.
     kept = {name: stored for name, stored in keys.items() if not name.startswith("input_layernorm")}
     layer.sharded_state_dict_keys_map = kept | _STORED
     return spec
 
 
 def megatron_arguments(model: ModelConfig) -> dict[str, Any]:
-    """Megatron-LM always rotates neighbouring numbers here.  Its qk_layernorm are norms of latents."""
+    """The arguments of Megatron-LM that describe latent attention; {} if the model has none.
+
+    No argument describes interleaved rotary positions, because Megatron-LM's latent attention always has them.  With
+    latent attention, qk_layernorm means norms of the latents.
+    """
     latent, rope = model.latent_attention, model.rope
     if not latent.is_used:
         return {}
@@ -80,9 +87,10 @@ def megatron_arguments(model: ModelConfig) -> dict[str, Any]:
 
 
 class MultiLatentAttention(MegatronModule):
-    """column_parallel, row_parallel, norm: classes of the modules
+    """Computes projections and norms of latent attention.
 
-    core_arguments: what core gives to attention besides, such as the layer's number
+    column_parallel, row_parallel, norm: classes of the linear layers and norms
+    core_arguments: other arguments that core passes to attention, such as the layer's number
     """
 
     def __init__(
@@ -131,7 +139,7 @@ class MultiLatentAttention(MegatronModule):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, *, packed_seq_params: PackedDocuments, **unused: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """[t, 1, h] -> [t, 1, h]; under sequence parallelism a rank has a part of the tokens."""
+        """[t, 1, h] -> [t, 1, h], and None as bias; with sequence parallelism, both are [t / tp, 1, h]."""
         documents = packed_seq_params
         assert attention_mask is None
         query, (latent, rotary_key) = self._query(hidden_states, documents), self._latent(hidden_states)
@@ -140,7 +148,7 @@ class MultiLatentAttention(MegatronModule):
         return result
 
     def _query(self, hidden_states: Tensor, documents: PackedDocuments) -> Tensor:
-        """[t, heads, d], rotated."""
+        """The queries of this rank's heads, [t, heads, d], rotated."""
         if self._sizes.q_lora_rank is None:
             query = self.linear_q_proj(hidden_states)[0]
         else:

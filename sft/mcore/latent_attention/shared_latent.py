@@ -1,12 +1,13 @@
-"""Attention over packed documents whose keys and values are made of one latent, which all heads share.
+"""Attention over packed documents whose keys and values are projections of one latent, which all heads share.
 
-    keys of a head = (its rows of the up projection x latent, rotary key)        values = other rows x latent
+    key of a head = (some rows of the up projection x latent, rotary key)        value of a head = other rows x latent
 
-What a layer saves, and what travels over the context-parallel group, is the latent with the rotary key: of DeepSeek-V3
-576 numbers a token, where keys and values of 128 heads have 40,960.  Forward expands the latents of all keys one head
-group at a time, and drops the keys and values after the kernel has run; backward gathers the latents and expands them
-again.  Each rank expands all keys that its queries need, so with cp > 1 ranks repeat this product.  Gradients of the
-latents are summed over ranks in fp32, and those of the up projection with all other gradients of weights.
+A layer saves the latent with the rotary key, and sends only these over the context-parallel group.  In DeepSeek-V3 they
+have 576 elements per token; keys and values of 128 heads have 40,960.  Forward expands the latents to keys and values
+for one head group at a time, and drops keys and values after the kernel has run.  Backward gathers the latents and
+expands them again.  Each rank expands all keys that its queries need, so with cp > 1 several ranks compute the same
+keys.  Gradients of the latents are summed over ranks in fp32.  Gradients of the up projection are summed over ranks
+with the gradients of all other weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,16 +20,17 @@ from torch import Tensor
 from sft.layers.mixers.softmax_bytes import num_head_groups
 from sft.mcore.attention.packed_attention import AttentionKernel
 
-# latents [k, 1, rank], heads of this rank -> [k, heads, d]: the part of a key that is not rotated, and the value
+# (latents [k, 1, rank], slice of this rank's heads) -> [k, heads, d]: the part of a key that is not rotated, then the
+# value
 Expand = Callable[[Tensor, slice], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Arguments of attention that are no tensors with gradients.
+    """The arguments of attention that have no gradient.
 
-    rank        width of the latent; the rotary key follows it
-    key_width   width of the part of a key that is made of the latent
+    rank        width of the latent; in `compressed`, the rotary key follows it
+    key_width   width of the part of a key that is computed from the latent
     """
 
     kernel: AttentionKernel
@@ -42,8 +44,8 @@ class Setting:
 def latent_attention(query: Tensor, compressed: Tensor, setting: Setting, weights: Sequence[Tensor]) -> Tensor:
     """query [t, heads, d], compressed [t, rank + rotary width] of this rank's tokens -> [t, heads, width of a value].
 
-    Queries and rotary keys are rotated.
-    weights: all tensors that `expand` uses; frozen ones get no gradient
+    The caller has rotated queries and rotary keys.  Collective over cp.
+    weights: all tensors that `expand` uses; frozen weights get no gradient
     """
     trained = [weight for weight in weights if weight.requires_grad]
     out: Tensor = _LatentAttention.apply(setting, query, compressed, *trained)
@@ -110,6 +112,6 @@ def _gathered(compressed: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
 
 
 def _head_groups(num_heads: int) -> list[slice]:
-    """The heads of each group: 8 -> slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 8)"""
+    """The heads of each head group.  8 heads -> slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 8)"""
     size = num_heads // num_head_groups(num_heads)
     return [slice(first, first + size) for first in range(0, num_heads, size)]

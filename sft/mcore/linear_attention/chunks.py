@@ -1,13 +1,13 @@
-"""The gated delta rule on the chunks of a block, in matrix products; equations as in arXiv:2412.06464.
+"""The gated delta rule on the chunks of a block, by matrix products (equations of arXiv:2412.06464).
 
 For one chunk of c tokens and one value head, with s_i = g_1 + ... + g_i, D_ij = exp(s_i - s_j) for i >= j, else 0:
 
     values  N = T beta (V - exp(s) K S)          T = (1 + strictly lower part of beta (K K^T) D)^-1
     output  O = exp(s) Q S + ((Q K^T) D) N       next state  S' = exp(s_c) S + K^T exp(s_c - s) N
 
-Only `scan` and `reverse_scan` go step by step; everything else is computed for all chunks of the block at once.  The
-sums s and their differences are float64: with strong decay they reach thousands, and fp32 would lose the decay between
-neighbouring tokens.  K K^T and Q K^T are computed once per key head.
+Only `scan` and `reverse_scan` compute one step after another; all other products cover all chunks of the block at once.
+The sums s and their differences are float64: with strong decay they reach thousands, and fp32 would lose the decay
+between neighbouring tokens.  K K^T and Q K^T are computed once per key head.
 """
 
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ from sft.mcore.linear_attention.schedule import CHUNK, Block
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """The n chunks of a block.  All tensors have the dtype of states; `heads` are value heads.
+    """The n chunks of a block.  All tensors except `sums` have the dtype of states; `heads` are value heads.
 
-    q, k              [n, key heads, c, K], divided by their norms; q also by sqrt(K)
-    q_scale, k_scale  [n, key heads, c, 1], by which q and k were multiplied
+    q, k              [n, key heads, c, K], divided by their norms; q is also divided by sqrt(K)
+    q_scale, k_scale  [n, key heads, c, 1], the factors that were applied to q and k
     v                 [n, heads, c, V]
     beta              [n, heads, c, 1], 0 for padding
-    sums              [n, heads, c] float64, s above; g is 0 for padding
+    sums              [n, heads, c] float64, the sums s; g is 0 for padding
     """
 
     block: Block
@@ -82,7 +82,7 @@ class Chunks:
 
     @cached_property
     def key_products(self) -> Tensor:
-        """K K^T without its diagonal and what is above: [n, key heads, 1, c, c]"""
+        """K K^T below its diagonal, else 0: [n, key heads, 1, c, c]"""
         return (self.k @ self.k.mT).tril(-1)[:, :, None]
 
     @cached_property
@@ -111,9 +111,10 @@ class Chunks:
         return x.unflatten(1, (-1, self.ratio)).sum(2)
 
     def scan(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Runs the chunks from the states [fragments, heads, K, V] of the group, which become those after the block.
+        """Run the chunks of the block.  state: [fragments, heads, K, V], states before the block, which are replaced in
+        place by the states after the block.
 
-        Returns the state before each chunk [n, heads, K, V], V - exp(s) K S, and N, both [n, heads, c, V].
+        Returns the state before each chunk, [n, heads, K, V]; V - exp(s) K S; and N; both [n, heads, c, V].
         """
         states = state.new_empty(len(self.v), *state.shape[1:])
         errors, values = torch.empty_like(self.v), torch.empty_like(self.v)
@@ -132,11 +133,11 @@ class Chunks:
         return add_product((self.queries @ states).mul_(self.from_start), self.weights, values)
 
     def reverse_scan(self, grad: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor]:
-        """Runs the chunks backward from the gradients [fragments, heads, K, V] of the states after the block, which
-        become those of the states before it.
+        """Run the chunks of the block backward.
 
-        grad: [n, heads, c, V], gradients of the outputs.  Returns the gradient of the state after each chunk, and of
-        beta (V - exp(s) K S).
+        grad: [n, heads, c, V], gradients of the outputs.  dstate: [fragments, heads, K, V], gradients of the states
+        after the block, which are replaced in place by the gradients of the states before the block.  Returns the
+        gradients of the state after each chunk [n, heads, K, V], and of beta (V - exp(s) K S) [n, heads, c, V].
         """
         dstates = dstate.new_empty(len(self.v), *dstate.shape[1:])
         dvalues = self.weights.mT @ grad
@@ -154,19 +155,20 @@ class Chunks:
 
 
 def gradients(chunks: Chunks, state: Tensor, grad: Tensor, dstate: Tensor) -> Inputs:
-    """Gradients of the inputs, [n, heads, c, ...], with arbitrary numbers for padding.
+    """The gradients of the inputs, [n, heads, c, ...], with arbitrary values for padding.
 
-    A name with d before it is a gradient.  With X = V - exp(s) K S and U = d(beta X):
+    dY means the gradient of Y.  With X = V - exp(s) K S and U = d(beta X):
 
         dV = beta U                     d(K S) = -exp(s) dV        d(Q S) = exp(s) dO
         d((Q K^T) D) = dO N^T           d(beta (K K^T) D) = -U N^T below the diagonal
 
-    s is in exp(s), exp(s_c - s) and D alone, so ds is a sum of products that other gradients contain.  dg of a token is
-    the sum of ds from the token to the end of its chunk.
+    s occurs only in exp(s), exp(s_c - s) and D, so ds is a sum of products that other gradients need, too.  dg of a
+    token is the sum of ds from the token to the end of its chunk.
 
-    state   [fragments, heads, K, V], before the block
+    state   [fragments, heads, K, V], states before the block; replaced in place by the states after the block
     grad    [n, heads, c, V], gradients of the outputs, 0 for padding
-    dstate  [fragments, heads, K, V], gradients of the states after the block, which become those of the states before
+    dstate  [fragments, heads, K, V], gradients of the states after the block; replaced in place by those of the states
+            before the block
     """
     states, errors, values = chunks.scan(state)
     dstates, dupdates = chunks.reverse_scan(grad, dstate)
@@ -202,7 +204,7 @@ def _inverse_norm(x: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """total [n, heads, ...] plus a @ b, in place and without another tensor."""
+    """Add a @ b to total [n, heads, ...], in place, without a temporary tensor."""
     total.flatten(0, 1).baddbmm_(a.flatten(0, 1), b.flatten(0, 1))
     return total
 
@@ -218,7 +220,7 @@ def sums_to_end(x: Tensor) -> Tensor:
 
 
 def gathered(x: Tensor, block: Block) -> Tensor:
-    """[t, heads, d] -> [n, heads, c, d], without zeros for padding"""
+    """[t, heads, d] -> [n, heads, c, d].  Padding has the values of the chunk's last token."""
     return x.index_select(0, block.tokens).unflatten(0, (-1, CHUNK)).transpose(1, 2).contiguous()
 
 
@@ -228,7 +230,7 @@ def without_padding(x: Tensor, block: Block) -> Tensor:
 
 
 def scatter(x: Tensor, values: Tensor, block: Block) -> None:
-    """Writes [n, heads, c, ...] to the block's tokens of x [t, heads, ...], in the dtype of x; padding is dropped."""
+    """Write values [n, heads, c, ...] to the block's tokens in x [t, heads, ...], in the dtype of x; drop padding."""
     by_token, tokens = values.transpose(1, 2).flatten(0, 1), block.tokens
     if block.kept is not None:
         by_token, tokens = by_token[block.kept], tokens[block.kept]

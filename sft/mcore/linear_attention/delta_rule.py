@@ -4,11 +4,12 @@ Every value head has a state S [K, V].  For each token t (Yang et al. 2024, arXi
 
     S = exp(g_t) S        S += k_t (beta_t (v_t - S^T k_t))^T        o_t = S^T q_t
 
-q and k are divided by their L2 norm first, and q is also divided by sqrt(K).  Key head j serves the value heads
+q and k are first divided by their L2 norms, and q is also divided by sqrt(K).  Key head j serves the value heads
 j * r to j * r + r - 1, where r = value heads / key heads.
 
-A fragment is a run of consecutive tokens of one document on one rank.  Its last state is affine in its first one:
-S_out = A S_in + B.  The state of a fragment starts at zero, or where a state passes between fragments, at a given S_in.
+A fragment is a run of consecutive tokens of one document on one rank.  The state after it is an affine function of the
+state before it: S_out = A S_in + B.  A and B are the fragment's map.  The state before a fragment is zero, unless the
+fragment is linked and is not the first of its document: then it is the state after the document's preceding fragment.
 """
 
 from collections.abc import Sequence
@@ -50,12 +51,12 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Fragments:
-    """The fragments of a rank's tokens in one microbatch; the same in every layer.
+    """The n fragments of a rank's t tokens in one microbatch.  All layers use the same fragments.
 
     boundaries  int64 [n + 1]: fragment i holds the tokens boundaries[i] to boundaries[i + 1] - 1; the first boundary is
-                0, the last one t.  Fragments may be empty
-    linked      int64 [m], ascending: the fragments whose states pass between fragments, so that they have maps, initial
-                states and gradients of last states.  All other fragments start at zero
+                0, the last one is t.  Fragments may be empty
+    linked      int64 [m], ascending: indices of the linked fragments.  Only these have maps, initial states and
+                gradients of last states.  All other fragments start with the state zero
     """
 
     boundaries: np.ndarray
@@ -63,9 +64,10 @@ class Fragments:
 
     @staticmethod
     def of(boundaries: np.ndarray | Sequence[int], linked: np.ndarray | Sequence[int] = ()) -> "Fragments":
-        """Asserts that boundaries do not decrease and that linked fragments exist.
+        """Fragments with these boundaries.  Asserts that boundaries do not decrease and that linked fragments exist.
 
-        Fragments.of([0, 130, 194, 324], linked=[0, 2])
+        Fragments.of([0, 130, 194, 324], linked=[0, 2]) -> fragments of 130, 64 and 130 tokens; the first and last are
+        linked
         """
         edges, links = np.asarray(boundaries, dtype=np.int64), np.asarray(linked, dtype=np.int64)
         assert edges.ndim == 1 and edges.size and edges[0] == 0, f"boundaries {edges} do not begin with 0"
@@ -80,7 +82,7 @@ class Fragments:
 
 
 class FragmentSchedule(Protocol):
-    """The fragments of a microbatch, with what a kernel has computed of them, once for all layers."""
+    """The fragments of a microbatch, with values that a kernel computes from them once for all layers."""
 
     @property
     def fragments(self) -> Fragments: ...
@@ -89,7 +91,7 @@ class FragmentSchedule(Protocol):
 class Kernel(Protocol):
     """One implementation of the rule.  States, maps and their gradients have the dtype `Inputs.state_dtype`.
 
-    schedule, as an argument: what `schedule` of the same kernel has returned, which no other kernel can use
+    The argument `schedule` of the other methods is a result of the method `schedule` of the same kernel.
     """
 
     def schedule(self, fragments: Fragments, heads: int, device: torch.device) -> Any:
@@ -99,15 +101,17 @@ class Kernel(Protocol):
         """The maps of the linked fragments: A [m, value heads, K, K], B [m, value heads, K, V].  Does not read q."""
 
     def forward(self, inputs: Inputs, schedule: Any, states: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Outputs [t, value heads, V] in the dtype of v, and what this kernel saves for backward.
+        """Outputs [t, value heads, V] in the dtype of v, and a tensor that this kernel saves for backward.
 
         states: [m, value heads, K, V], initial states of the linked fragments; None: zero
         """
 
     def state_gradients(self, grad: Tensor, inputs: Inputs, schedule: Any) -> Tensor:
-        """Gradients of the linked fragments' initial states through these outputs alone: [m, value heads, K, V].
+        """Gradients of the linked fragments' initial states, [m, value heads, K, V].
 
-        grad: [t, value heads, V].  Outputs are affine in initial states, so the gradients depend on no state.
+        Only the outputs of a fragment contribute to the gradient of its initial state, not its last state.
+        grad: [t, value heads, V], gradients of the outputs.  Outputs are affine in initial states, so the result
+        depends on no state.
         """
 
     def backward(
@@ -121,6 +125,7 @@ class Kernel(Protocol):
     ) -> Inputs:
         """Gradients of the inputs.
 
-        states, saved   as given to and returned by `forward`
+        grad            [t, value heads, V], gradients of the outputs
+        states, saved   the argument `states` and the second result of `forward`
         last_gradients  [m, value heads, K, V], gradients of the linked fragments' last states; None: zero
         """

@@ -1,11 +1,11 @@
 """Linear attention over packed documents whose tokens are split over the context-parallel (CP) group.
 
-    1. Tokens of short documents travel to the ranks that compute these documents (relayout.py).
-    2. Each rank runs the gated delta rule on its fragments (gated_delta.py).  Between the fragments of long documents,
-       ranks pass states (state_passing.py).
-    3. Outputs of short documents travel back.
+    1. Tokens of short documents are sent to the ranks that compute these documents (relayout.py).
+    2. Each rank runs the gated delta rule on its fragments (gated_delta.py).  For long documents, ranks pass states
+       from fragment to fragment (state_passing.py).
+    3. Outputs of short documents are sent back.
 
-With cp 1, a document is one fragment, nothing travels and nothing is copied.
+With cp 1, a document is one fragment, and nothing is sent or copied.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from sft.parallel.taps import Taps
 
 @dataclass(frozen=True, kw_only=True)
 class LinearDocuments:
-    """Documents and fragments of a microbatch, for layers of linear attention.  Made once, shared by all layers."""
+    """Documents and fragments of a microbatch on this rank.  All layers with linear attention share one object."""
 
     cp: CpGroup  # the ranks that share the pack
     kernel: Kernel
@@ -45,9 +45,10 @@ class LinearDocuments:
         num_taps: int,
         max_short: int,
     ) -> "LinearDocuments":
-        """cu_seqlens: padded boundaries of the whole pack; heads: value heads of this rank
+        """cu_seqlens: int32 [documents + 1], padded boundaries of the documents of the whole pack
 
-        num_taps: of the convolution; max_short: of `HeadSizes`
+        heads: value heads of this rank; num_taps: taps of the convolution
+        max_short: length of the longest document that counts as short (`HeadSizes.max_short`)
         """
         plan = FragmentPlan.of(cu_seqlens, max_short, cp.size, cp.rank)
         fragments = Fragments.of(plan.boundaries, linked=np.arange(plan.num_linked))
@@ -61,7 +62,7 @@ class LinearDocuments:
 
 
 def linear_attention(inputs: Inputs, documents: LinearDocuments) -> Tensor:
-    """Outputs [t, value heads, V] of this rank's tokens."""
+    """Outputs [t, value heads, V] of this rank's tokens.  Collective over cp."""
     cp_group, kernel, schedule = documents.cp.members, documents.kernel, documents.schedule
     passing = HeadwisePassing(cp_group) if len(schedule.fragments.linked) else None
     if documents.relayout is None:

@@ -1,13 +1,14 @@
-"""A kernel of the gated delta rule: that of flash-linear-attention (the package fla-core), on CUDA in bf16.
+"""A kernel of the gated delta rule that calls flash-linear-attention (FLA, the package fla-core), on CUDA in bf16.
 
-FLA computes the rule in Triton, with fp32 states between chunks and bf16 products within them.  This module only calls
-its public function.  FLA has no function for maps or for gradients of states alone, but needs none: the map of a
-fragment is its last state if the values are [0, v] and the first state is [1, 0], and autograd gives the rest.  Nothing
-is saved for backward, which runs FLA's forward and backward.
+FLA computes the rule in Triton, with fp32 states between chunks and bf16 products within them.  This module calls only
+FLA's public function.  FLA has no functions for maps and for gradients of states.  Their results come from the same
+function: the map of a fragment is its last state if the values are [0, v] and the first state is [1, 0], and autograd
+gives the gradients of states.  Nothing is saved for backward, which runs FLA's forward and backward.
 
-No GPU has run its backward yet: on Hopper, FLA refuses some releases of Triton (WRONG_TRITON).  Triton's interpreter
-has run it on a CPU, with fla-core 0.6.0 and fp32 inputs: maps, outputs and gradients were those of plain torch within
-2e-6.  Tests pass its inputs to a plain replacement.
+On an H200 with Triton 3.7.1, forward and backward ran, and another document changed no bit (docs/numbers/h200.md).  A
+comparison with plain torch on a GPU is not finished.  In Triton's interpreter on a CPU, with fla-core 0.6.0 and fp32
+inputs, maps, outputs and gradients agreed with plain torch within 2e-6.  On Hopper, FLA refuses some releases of Triton
+(WRONG_TRITON).  Tests on a CPU replace FLA's function by plain torch.
 """
 
 import importlib.util
@@ -27,9 +28,10 @@ from sft.mcore.device import send
 from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
 from sft.parallel.context_parallel import runs
 
-MAX_KEY_DIM = 256  # limit of FLA
-# Releases from the first and before the second compute wrong gradients on Hopper.  FLA 0.6.0 raises an error in the
-# backward pass (fla/ops/common/chunk_o.py), unless tilelang is installed, whose kernel it then takes.
+MAX_KEY_DIM = 256  # widest key head that FLA supports
+# Releases of Triton from the first of these, and before the second, compute wrong gradients on Hopper.  With them, FLA
+# 0.6.0 raises an error in the backward pass (fla/ops/common/chunk_o.py).  If tilelang is installed, FLA uses its kernel
+# instead.
 WRONG_TRITON = ("3.4.0", "3.7.1")
 HOPPER = 9  # major compute capability
 INSTALL = 'Install it with: pip install "fla-core[cuda]>=0.6" (docs/start/install.md)'
@@ -38,9 +40,10 @@ Operator = Callable[..., tuple[Tensor, Tensor | None]]  # fla.ops.gated_delta_ru
 
 @dataclass(frozen=True)
 class FlaSchedule:
-    """Fragments, and their boundaries as FLA takes them: int64 [n + 1], on the host and on the device.
+    """Fragments, and their boundaries as tensors for FLA: int64 [n + 1], on the host and on the device.
 
-    FLA remembers what it computes of a tensor, and knows the tensor again by its identity.
+    FLA caches what it computes from a boundaries tensor, by the identity of the tensor.  So all layers of a microbatch
+    pass the same tensors.
     """
 
     fragments: Fragments
@@ -57,7 +60,8 @@ class FlaSchedule:
 class FlaKernel:
     """Implements `delta_rule.Kernel` with kernels of FLA.
 
-    If fragments are linked, it holds a first state for every fragment of the rank.
+    If fragments are linked, a pass allocates an initial state for every fragment of the rank, also for unlinked ones.
+    operator: FLA's function; reason: why this run uses this kernel, for the log
     """
 
     operator: Operator
@@ -121,7 +125,10 @@ class FlaKernel:
     def _run(
         self, inputs: Inputs, schedule: FlaSchedule, first: Tensor | None, has_last: bool
     ) -> tuple[Tensor, Tensor]:
-        """Outputs [t, value heads, V] and, if wanted, the last states of all fragments."""
+        """Outputs [t, value heads, V] and, with `has_last`, the last states of all fragments, [n, value heads, K, V].
+
+        first: initial states of all fragments; None: zero
+        """
         out, last = self.operator(
             *(x[None] for x in inputs),
             initial_state=first,
@@ -134,7 +141,7 @@ class FlaKernel:
 
 
 def _all_states(states: Tensor | None, inputs: Inputs, fragments: Fragments) -> Tensor | None:
-    """States of the linked fragments -> states of all fragments, which are zero for the others."""
+    """States [m, ...] of the linked fragments -> states [n, ...] of all fragments, 0 for those that are not linked."""
     if states is None:
         return None
     result = inputs.zero_states(len(fragments.lengths))
@@ -165,7 +172,7 @@ def missing() -> str | None:
 
 
 def wrong_triton() -> str | None:
-    """The reason why FLA computes no gradients on this GPU with the installed Triton, with advice; None if it does."""
+    """The reason why FLA refuses to compute gradients on this GPU with the installed Triton; None if it does not."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != HOPPER:
         return None
     (first, fixed), installed = WRONG_TRITON, version("triton")
@@ -178,7 +185,7 @@ def wrong_triton() -> str | None:
 
 
 def operator() -> Any:
-    """FLA's function.  Raises ImportError."""
+    """FLA's function chunk_gated_delta_rule.  Raises ImportError if FLA cannot be imported."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     return chunk_gated_delta_rule

@@ -1,10 +1,10 @@
-"""The gated delta rule with its gradients, also where the state of a fragment comes from another rank.
+"""The gated delta rule with its gradients, also if the state of a fragment comes from another rank.
 
-With context parallelism, a document is cut into fragments.  Each rank reduces each of its fragments to the affine map
-of its state, S_out = A S_in + B.  The ranks compose the maps in document order, which gives every fragment its true
-initial state, and each rank runs its fragments from there.  Backward passes the gradients of states in the opposite
-order.  The gradients of A and B need no separate treatment: they are those of the inputs through the last state, and
-`Kernel.backward` gets the gradient of the last state.
+With context parallelism, a long document is cut into fragments.  Each rank computes the affine map of each of its
+fragments, S_out = A S_in + B.  The ranks compose the maps in document order, which gives the initial state of every
+fragment.  Then each rank runs its fragments from these states.  Backward passes the gradients of states in the opposite
+order.  A and B need no gradients: `Kernel.backward` gets the gradient of a fragment's last state, and propagates it to
+the inputs.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ def gated_delta_rule(
 ) -> Tensor:
     """Outputs [t, value heads, V] in the dtype of v.
 
-    schedule: made by `kernel`; passing: None if no fragment is linked
+    schedule: a result of `kernel.schedule`; passing: passes states between ranks; None: no fragment is linked
     """
     is_linked = len(schedule.fragments.linked) > 0
     assert passing is not None or not is_linked, "linked fragments need an object that passes their states"
@@ -30,7 +30,7 @@ def gated_delta_rule(
 
 
 class _GatedDeltaRule(torch.autograd.Function):
-    """Saves the inputs, the maps A and initial states of linked fragments, and the kernel's states at intervals."""
+    """Saves the inputs, A and the initial states of linked fragments, and the tensor that the kernel saves."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:

@@ -1,7 +1,7 @@
-"""RMSNorm of each value head, times a gate: weight * normed(x) * silu(gate), with a plain weight, not 1 + weight.
+"""RMSNorm of each value head, times a gate: weight * normed(x) * silu(gate).  The weight is never an offset from 1.
 
-Computed in fp32, or in float64, on a block of tokens at a time.  Backward needs the inputs and one fp32 number per
-head; autograd would save six fp32 copies of the input.
+The arithmetic is in fp32 or float64, on a block of tokens at a time.  Backward needs the inputs and one fp32 value per
+token and head; autograd would save six fp32 copies of the input.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from sft.mcore.activations.saved_tensors import SavePolicy
 
 
 class GatedNorm(torch.nn.Module):
-    """All tp ranks hold the weight, [value width], and normalise their own heads; backward sums its gradient."""
+    """The norm of this tp rank's heads.  All tp ranks hold the same weight, [V], and backward sums its gradient."""
 
     save_policy: SavePolicy | None = None
 
@@ -34,7 +34,8 @@ class GatedNorm(torch.nn.Module):
 
 
 class _GatedNorm(torch.autograd.Function):
-    """-> the gated norm, and the factor of each head [t, heads, 1], without gradient."""
+    """(x, gate [t, heads, V], weight [V], eps) -> the gated norm [t, heads, V], and 1 / root mean square of each head,
+    [t, heads, 1], which has no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -65,7 +66,10 @@ def _gated(x: Tensor, gate: Tensor, weight: Tensor, shrink: Tensor) -> Tensor:
 
 
 def _blocks(x: Tensor) -> list[slice]:
-    """Blocks of tokens, of which backward has eight copies at one time; one empty block if there are no tokens."""
+    """Slices of tokens, one for each block.  Backward has about eight fp32 tensors of this size at a time.
+
+    One empty slice if there are no tokens.
+    """
     size = max(1, BLOCK_NUMBERS[x.device.type] // 2 // (x.shape[1] * x.shape[2]))
     return [slice(start, start + size) for start in range(0, max(1, len(x)), size)]
 

@@ -1,7 +1,8 @@
-"""Moves the tokens of short documents to the ranks that compute these documents, and their outputs back.
+"""Sends the tokens of short documents to the ranks that compute these documents, and sends the outputs back.
 
-Both directions are one all-to-all.  Backward of one direction is the other: gradients travel like outputs, and
-gradients of outputs like tokens.  A message holds all tensors of a token side by side as bytes, each in its own dtype.
+Each direction is one all-to-all.  The backward pass of one direction is the other direction: gradients of inputs are
+sent like outputs, and gradients of outputs like inputs.  A message is a matrix of bytes.  Each row holds one token: the
+bytes of all its tensors, each in its own dtype.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +22,10 @@ _Move = Callable[[Sequence[Tensor], Any], list[Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRelayout:
-    """The tensors of `fragments.Relayout` for one microbatch.  inverse: int64, the inverse of `order`"""
+    """The arrays of `fragments.Relayout` for one microbatch, as tensors on the device.
+
+    inverse: int64, the inverse of the permutation `order`
+    """
 
     long_rows: Tensor
     send: Tensor
@@ -45,7 +49,8 @@ class TokenRelayout:
         )
 
     def to_computed(self, tensors: Sequence[Tensor], cp_group: Any) -> list[Tensor]:
-        """Tensors [t, ...] of local tokens -> those of the tokens that this rank computes, of long documents first."""
+        """Tensors [t, ...] of local tokens -> tensors of the tokens that this rank computes: first the tokens of long
+        documents, then the tokens of short ones."""
         rows = [x.index_select(0, self.send) for x in tensors]
         arrived = _all_to_all(rows, self.num_sent, self.num_received, cp_group)
         return [
@@ -78,7 +83,7 @@ def to_local(relayout: TokenRelayout, cp_group: Any, *tensors: Tensor) -> tuple[
 
 
 class _Moved(torch.autograd.Function):
-    """The tensors as `move` returns them; backward moves the gradients `back`."""
+    """Calls `move` on the tensors.  Backward calls `back` on their gradients."""
 
     @staticmethod
     def forward(ctx: Any, move: _Move, back: _Move, cp_group: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -91,7 +96,7 @@ class _Moved(torch.autograd.Function):
 
 
 def _all_to_all(rows: Sequence[Tensor], num_sent: list[int], num_received: list[int], cp_group: Any) -> list[Tensor]:
-    """Contiguous tensors [sum(num_sent), ...] -> tensors [sum(num_received), ...] in the order of arrival."""
+    """Contiguous tensors [sum(num_sent), ...], ordered by receiver -> tensors [sum(num_received), ...], by sender."""
     message = torch.cat([x.flatten(1).view(torch.uint8) for x in rows], dim=1)
     received = message.new_empty((sum(num_received), message.shape[1]))
     dist.all_to_all_single(received, message, num_received, num_sent, group=cp_group)

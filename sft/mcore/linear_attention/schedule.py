@@ -1,17 +1,19 @@
-"""In which order torch_kernel.py computes the chunks of a rank's fragments.
+"""Decides in which order torch_kernel.py computes the chunks of a rank's fragments.
 
-Every fragment is cut into chunks of 64 tokens; the last one may be shorter.  Chunks of one fragment depend on each
-other, chunks of different fragments do not.  So step i computes the chunk i of many fragments at once:
+Every fragment is cut into chunks of 64 tokens; its last chunk may be shorter.  Chunks of one fragment depend on each
+other; chunks of different fragments do not.  So step i computes chunk i of many fragments at once:
 
-    lengths 200, 64 and 130          step     0 1 2 3
+    fragments of 200, 64 and 130 tokens, x: the step computes a chunk of the fragment
+
+                                     step     0 1 2 3
                                      200      x x x x
                                      130      x x x
                                       64      x
 
-A group is a set of fragments of similar length, the longest first, so that the fragments of a step are always the first
-ones of the group.  A block is a run of steps of one group, and the unit of all products that do not depend on a state.
-Which fragments and steps are computed together depends on lengths alone, so a document's numbers do not depend on the
-tokens of other documents.
+A group is a set of fragments of similar length, sorted from the longest, so that each step computes the first few
+fragments of the group.  A block is a run of up to INTERVAL steps of one group.  Products that depend on no state are
+computed for a whole block at once.  Lengths alone determine the groups and blocks, so the tokens of other documents do
+not affect a document's results.
 """
 
 from collections.abc import Iterator
@@ -24,20 +26,22 @@ from torch import Tensor
 from sft.mcore.device import send
 from sft.mcore.linear_attention.delta_rule import Fragments
 
-CHUNK = 64  # tokens whose updates of the state become matrix products, as in transformers
-INTERVAL = 8  # steps of a block.  Forward saves the state at the start of each block but the first
-BLOCK_CHUNKS = 512  # chunks times heads of a block with several fragments
+CHUNK = 64  # tokens of a chunk, whose updates of the state become matrix products; as in transformers
+INTERVAL = 8  # most steps of a block.  Forward saves the states at the start of each block except a group's first one
+BLOCK_CHUNKS = 512  # most chunks times heads of a block that has several fragments
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
     """Some steps of a group, with n chunks.
 
-    tokens   int64 [n * CHUNK], step by step.  Where a chunk is shorter, its last token is repeated
+    tokens   int64 [n * CHUNK], indices of tokens, chunk by chunk in the order of steps.  In a shorter chunk, the last
+             token is repeated
     padding  bool [n, CHUNK], true for the repeated tokens; None: there are none
-    kept     int64, indices of all other tokens among the n * CHUNK; None: all
-    steps    of each step its chunks among the n chunks; their number never increases
-    saved    where the states at the start of the block are among the saved ones; None: it is the group's first block
+    kept     int64, indices of the other tokens in `tokens`; None: all
+    steps    for each step, the slice of its chunks among the n chunks; their number never increases
+    saved    the slice of the states at the start of the block among the saved states; None: the block is its group's
+             first
     """
 
     tokens: Tensor
@@ -49,9 +53,9 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Fragments whose chunks are computed at once; all are linked, or none is.
+    """Fragments whose chunks are computed at once.  Either all of them are linked, or none is.
 
-    linked: int64 [num_fragments], of each fragment its index among the linked ones; None: they are not linked
+    linked: int64 [num_fragments], the index of each fragment among the rank's linked fragments; None: none is linked
     """
 
     num_fragments: int
@@ -61,7 +65,10 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class ChunkSchedule:
-    """The chunks of all fragments of a microbatch.  num_saved: states that forward saves at starts of blocks"""
+    """The chunks of all fragments of a microbatch.
+
+    num_saved: number of states that forward saves at the starts of blocks
+    """
 
     fragments: Fragments
     groups: tuple[Group, ...]
@@ -87,7 +94,10 @@ class ChunkSchedule:
 
 
 def _groups(num_chunks: np.ndarray, is_linked: np.ndarray, heads: int) -> Iterator[np.ndarray]:
-    """The fragments of each group, longest first."""
+    """Yield the indices of the fragments of each group, the longest first.
+
+    num_chunks, is_linked: [fragments], number of chunks of each fragment, and whether it is linked
+    """
     for chosen in (is_linked, ~is_linked):
         order = np.flatnonzero(chosen)
         order = order[np.argsort(-num_chunks[order], kind="stable")]
@@ -101,7 +111,7 @@ def _groups(num_chunks: np.ndarray, is_linked: np.ndarray, heads: int) -> Iterat
 def _block(
     fragments: Fragments, members: np.ndarray, start: int, active: list[int], saved: slice | None, device: torch.device
 ) -> Block:
-    """The block with the steps `start`, `start` + 1, ...  active: number of chunks of each step"""
+    """The block with the steps start, start + 1, ...  members: fragments of the group; active: chunks of each step"""
     starts, stops = fragments.boundaries[:-1][members], fragments.boundaries[1:][members]
     first = np.concatenate([starts[:n] + (start + i) * CHUNK for i, n in enumerate(active)])
     last = np.concatenate([stops[:n] for n in active]) - 1

@@ -1,10 +1,10 @@
-"""The causal convolution before the delta rule: each channel by itself, over a few tokens of a document, then SiLU.
+"""The causal depthwise convolution before the delta rule, over the last n tokens of a document, then SiLU.
 
-    z[t] = sum over s of weight[:, n - 1 - s] * x[t - s]        out[t] = silu(z[t])
+    z[t] = sum over s = 0 .. n - 1 of weight[:, n - 1 - s] * x[t - s]        out[t] = silu(z[t])
 
-A document's first tokens read zeros for what would be before it.  Under context parallelism, ranks send each other the
-n - 1 tokens before their chunks, and backward returns the gradients of these tokens.  Saved are the input and the
-received tokens; backward computes z again.  Arithmetic is in fp32 or float64, on a block of channels at a time.
+Tokens before the start of a document count as zeros.  Under context parallelism, ranks send each other the n - 1 tokens
+before their chunks, and backward returns the gradients of these tokens.  The input and the received tokens are saved;
+backward computes z again.  The arithmetic is in fp32 or float64, on a block of channels at a time.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,10 @@ from sft.parallel.taps import Taps
 
 @dataclass(frozen=True, kw_only=True)
 class ConvolutionPlan:
-    """The tensors of `Taps`, for one microbatch.  halo_rows: local tokens that other ranks need; None with cp 1"""
+    """The arrays of `Taps` for one microbatch, as tensors on the device.
+
+    halo_rows: int64, indices of the local tokens that other ranks need; None with cp 1
+    """
 
     edges: Tensor
     rows: tuple[Tensor, ...]
@@ -48,9 +51,9 @@ class ConvolutionPlan:
 
 
 def short_convolution(x: Tensor, weight: Tensor, plan: ConvolutionPlan, cp_group: Any) -> Tensor:
-    """x [t, channels] of this rank's tokens, weight [channels, n] -> [t, channels].
+    """x [t, channels] of this rank's tokens, weight [channels, n] -> [t, channels].  Collective over cp.
 
-    A rank may hold any channels: those of its tensor-parallel shard.
+    The channels are those of this tp rank.
     """
     assert weight.shape == (x.shape[1], len(plan.rows) + 1), f"weight {tuple(weight.shape)}, x {tuple(x.shape)}"
     out: Tensor = _ShortConvolution.apply(x, weight, plan, cp_group)
@@ -96,7 +99,10 @@ def _received(x: Tensor, plan: ConvolutionPlan, cp_group: Any) -> Tensor:
 
 
 def _returned(dheld: Tensor, num_tokens: int, plan: ConvolutionPlan, cp_group: Any) -> Tensor:
-    """dheld: gradients of concat(local tokens, received tokens) from this rank -> of local tokens, from all ranks"""
+    """Return the gradients of received tokens to their ranks, and add them to the gradients of local tokens.
+
+    dheld: gradients of concat(local tokens, received tokens) from this rank -> [num_tokens, channels], over all ranks
+    """
     dx, dreceived = dheld[:num_tokens], dheld[num_tokens:]
     if plan.halo_rows is None:
         return dx
@@ -111,14 +117,18 @@ def _blocks(x: Tensor) -> list[slice]:
 
 
 def _wide(x: Tensor, received: Tensor, weight: Tensor, channels: slice) -> tuple[Tensor, Tensor]:
-    """A block of channels in fp32 or float64: concat(local tokens, received tokens), and the taps for each shift."""
+    """concat(local tokens, received tokens) and the weight, both for a block of channels and in fp32 or float64.
+
+    Row s of the weight [n, block] belongs to the token s positions earlier.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     held = torch.cat((x[:, channels], received[:, channels])).to(wide)
     return held, weight[channels].t().flip(0).to(wide)  # [n, block]
 
 
 def _preactivation(held: Tensor, taps: Tensor, plan: ConvolutionPlan) -> Tensor:
-    """z [t, block].  At edges, what precedes in memory belongs elsewhere and is replaced."""
+    """z [t, block].  At the edges, the rows before a token in memory are not the tokens before it, so z is computed
+    again there."""
     num_tokens = len(held) - sum(plan.num_received or ())
     x = held[:num_tokens]
     z = x * taps[0]
@@ -142,7 +152,7 @@ def _gradient_of_tokens(dz: Tensor, taps: Tensor, num_held: int, plan: Convoluti
 
 
 def _gradient_of_weight(dz: Tensor, held: Tensor, plan: ConvolutionPlan) -> Tensor:
-    """[block, n]"""
+    """The gradient of the weight for a block of channels, [block, n]."""
     dtaps = [(dz * held[: len(dz)]).sum(0)]
     inner = dz.index_fill(0, plan.edges, 0.0)
     for shift, (rows, sources) in enumerate(zip(plan.rows, plan.sources), start=1):

@@ -1,18 +1,20 @@
 """Passes states of long documents from fragment to fragment over context-parallel (CP) ranks.
 
-A fragment maps the state S before it to the state A S + B after it (sft/parallel/fragments.py).  Fragments of a
-document are its chunks 0 .. 2 cp - 1, which zigzag puts on ranks 0 .. cp - 1 and back.  The state before chunk c is
+A fragment maps the state S before it to the state A S + B after it (sft/parallel/fragments.py).  The fragments of a
+document are its chunks 0 .. 2 cp - 1.  Ranks 0, 1, ..., cp - 1 hold the first cp chunks, and ranks cp - 1, ..., 0 the
+others.  The state before chunk c is S_c:
 
     S_0 = 0        S_c+1 = A_c S_c + B_c
 
-and the gradient D_c of the state after chunk c, with G_c the gradient of the state before it from its own outputs, is
+The gradient of the state after chunk c is D_c, where G_c is the gradient of S_c through the outputs of chunk c alone:
 
     D_last = 0     D_c-1 = A_c^T D_c + G_c
 
-Both are the same recurrence.  An all-to-all brings the maps of a head from all ranks to one rank, which composes them
-in document order, and a second one returns the states.  So each rank composes the maps of its share of the heads.
-Shares may differ by one head and may be empty: cp need not divide the heads.  An all-gather of all maps would move cp
-(K + V) / (K + 2 V) times as many bytes (2.7 at cp 4), and every rank would hold and compose the maps of the whole pack.
+Both recurrences have the same form, so one function computes them.  An all-to-all sends the maps of each head from all
+ranks to one rank, which composes them in document order.  A second all-to-all returns the states.  So each rank
+composes the maps of its share of the heads.  Shares may differ by one head and may be empty: cp need not divide the
+number of heads.  An all-gather of all maps would send cp (K + V) / (K + 2 V) times as many bytes (2.7 at cp 4 with
+K = V), and every rank would hold and compose the maps of the whole pack.
 """
 
 from dataclasses import dataclass
@@ -28,8 +30,8 @@ from torch import Tensor
 class HeadwisePassing:
     """Passes states and their gradients between fragments of long documents on different CP ranks.
 
-    Each rank has two fragments of every long document, in the order [early, late, early, late, ...], n in all.  It
-    composes the maps of its share of the heads.
+    Each rank has two fragments of every long document, n fragments in all, in the order [early, late, early, late,
+    ...].  The methods are collective over `cp_group`.
     """
 
     cp_group: Any
@@ -44,8 +46,8 @@ class HeadwisePassing:
     def final_gradients(self, maps: Tensor, dstates: Tensor) -> Tensor:
         """The gradient of the state after each of this rank's fragments, [n, heads, K, V].
 
-        maps [n, heads, K, K]: A; dstates [n, heads, K, V]: gradients of the states before the fragments, each from the
-        outputs of its own fragment only
+        maps [n, heads, K, K]: A of these fragments
+        dstates [n, heads, K, V]: G, gradients of the states before the fragments through the same fragment's outputs
         """
         return _carried(maps.transpose(-1, -2), dstates, self.cp_group, reverse=True)
 
@@ -67,7 +69,10 @@ def _carried(maps: Tensor, offsets: Tensor, cp_group: Any, *, reverse: bool) -> 
 
 
 def _composed(maps: Tensor, offsets: Tensor, *, reverse: bool) -> Tensor:
-    """maps [cp, heads, documents, 2, K, K], offsets [cp, heads, documents, 2, K, V] -> states, shaped like offsets."""
+    """maps [cp, heads, documents, 2, K, K], offsets [cp, heads, documents, 2, K, V] -> states, shaped like offsets.
+
+    reverse: follow the chunks of a document from the last to the first
+    """
     early, late = ([(rank, part) for rank in range(len(maps))] for part in (0, 1))
     chunks = [*early, *reversed(late)]  # in document order
     states = torch.zeros_like(offsets, memory_format=torch.contiguous_format)

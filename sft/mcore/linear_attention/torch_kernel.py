@@ -1,8 +1,8 @@
 """A kernel of the gated delta rule in plain torch, on any device and in any precision.
 
-schedule.py says which chunks are computed together, and chunks.py what is computed of them.  Forward
-saves nothing but the states at the start of every INTERVAL-th chunk; backward recomputes the rest, block by block.
-States and all products are float32, or float64 for float64 values.
+schedule.py decides which chunks are computed together, and chunks.py computes them.  Forward saves only the states at
+the start of each block except a group's first one.  Backward recomputes everything else, block by block.  States and
+all products are float32, or float64 for float64 values.
 """
 
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ class TorchDeltaKernel:
         return ChunkSchedule.of(fragments, heads, device)
 
     def transitions(self, inputs: Inputs, schedule: ChunkSchedule) -> tuple[Tensor, Tensor]:
-        """Runs the rule on the values [0, v] from the states [1, 0]: the last states are [A, B]."""
+        """Run the rule on the values [0, v] from the states [1, 0]; then the last states are [A, B]."""
         size = inputs.k.shape[-1]
         identity = torch.eye(size, dtype=inputs.state_dtype, device=inputs.v.device)
         maps = pad(identity, (0, inputs.v.shape[-1])).repeat(len(schedule.fragments.linked), inputs.v.shape[1], 1, 1)

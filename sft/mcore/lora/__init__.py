@@ -1,1 +1,1 @@
-"""Adapters and frozen weights within the model."""
+"""Adapters and frozen weights in the model."""

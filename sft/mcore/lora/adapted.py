@@ -3,16 +3,17 @@
     output = W x + scale * B (A x)        W [out, in] frozen, A [rank, in], B [out, rank]
 
 An adapter is a pair of factors for one Linear of the Hugging Face model, such as `q_proj`.  Our weight `linear_qkv`
-consists of the rows of three such Linears and has up to three adapters, so an export is exactly what was trained.
+consists of the rows of three such Linears and has up to three adapters, so an export has exactly the trained factors.
 One factor is split over tp as the weight is, and the other factor is replicated:
 
     column parallel (qkv, gate and up)   B holds this rank's rows, A is replicated
     row parallel (proj, down)            A holds this rank's columns, B is replicated
 
-An adapter adds to the output of its layer, so its output must be in the same state: this rank's rows, the sum over tp,
-or this rank's tokens of that sum.
+The output of an adapter is added to the output of its layer, so both must be split over ranks in the same way: into
+rows, or summed over tp, or summed over tp and split by tokens.
 
-The factors of all experts of a layer are one tensor, in memory and in a checkpoint (see experts/grouped.py).
+The factors of all experts of a layer on this rank are one tensor, and a checkpoint holds one tensor for all experts of
+a layer (see experts/grouped.py).
 
 `sft.weights.lora.targets` selects the weights.  `checkpoint_io` stores the factors under the names of PEFT.
 """
@@ -36,14 +37,14 @@ from sft.mcore.lora.split import Split
 from sft.mcore.modules.stored import sharded_tensors
 from sft.mcore.process_groups import ProcessGroups
 
-PREFIX = "adapter."  # of the keys of adapters in a checkpoint
+PREFIX = "adapter."  # prefix of the keys of adapters in a checkpoint
 
 
 class Factors(torch.nn.Module):
-    """This rank's parts of A and B of one adapter, or of those of its experts.
+    """This rank's parts of A and B of one adapter, or of the adapters of all its experts.
 
-    a: [rank, columns]; b: one matrix [rows, rank] for each part of our weight that the Linear consists of; those of
-    experts have one axis more, [experts, ...]
+    a: [rank, columns]; b: one matrix [rows, rank] for each part of our weight that belongs to the Linear.  The factors
+    of experts have one more axis in front: [experts, ...]
     """
 
     def __init__(self, adapter: Adapter, weight: AdaptedWeight, rank: int, split: Split, base: Tensor) -> None:
@@ -59,7 +60,11 @@ class Factors(torch.nn.Module):
             self._mark(factor, base, is_split=not split.by_columns, axis=len(stack))
 
     def _mark(self, factor: Any, base: Any, *, is_split: bool, axis: int) -> None:
-        """Mark the factor for core: over which ranks it sums the gradient, and on which it counts it in the norm."""
+        """Set the attributes by which core decides over which ranks to sum the factor's gradient, and which ranks count
+        it in the gradient norm.
+
+        axis: the axis that is split, if `is_split`
+        """
         split, is_dense = self.split, getattr(base, "allreduce", True)
         factor.allreduce = is_dense
         is_split = is_split and not split.is_duplicated
@@ -72,7 +77,7 @@ class Factors(torch.nn.Module):
             set_tensor_model_parallel_attributes(factor, True, axis, 1)
 
     def leaves(self) -> Iterator[ShardedTensor | ShardedTensorFactory]:
-        """The factors as parts of PEFT's tensors, or of stacks of these."""
+        """Yield the factors as parts of PEFT's tensors; the factors of experts, as parts of stacks of these tensors."""
         rank = self.split.part
         a_shape, b_shape = (self.rank, self.weight.num_columns), (self.weight.rows_of(self.adapter), self.rank)
         column = rank * self.a.shape[-1] if self.split.by_columns else 0
@@ -87,7 +92,7 @@ class Factors(torch.nn.Module):
             first += self.weight.part_rows[part]
 
     def _by_block(self, factor: Tensor, shape: tuple[int, ...], first: int) -> ShardedTensorFactory:
-        """A part of B whose rows lie apart in PEFT's tensor.  first: row of the part in each block"""
+        """A part of B whose rows are in separate blocks of PEFT's tensor.  first: the part's first row in each block"""
         count = self.adapter.num_blocks // self.split.size  # blocks of this rank
         block_rows, own = shape[0] // self.adapter.num_blocks, self.split.group.rank() * count
 
@@ -129,9 +134,9 @@ class Adapted(torch.nn.Module):
         self.factors: Any = torch.nn.ModuleList(factors)
 
     def in_rows(self, by_part: dict[int, Tensor]) -> Tensor:
-        """The outputs of the weight's parts, [..., rows of the part], in the order of the weight's rows, [..., rows].
+        """Join the outputs of adapters in the order of the weight's rows -> [..., rows of the weight on this rank].
 
-        Parts without an adapter are 0.
+        by_part: {number of a part of the weight: [..., rows of the part]}.  The result is 0 for parts without adapter.
         """
         if len(self.weight.part_rows) == 1:
             return by_part[0]
@@ -147,9 +152,9 @@ class Adapted(torch.nn.Module):
         return torch.cat(parts, -1).flatten(-2)
 
     def output_rows(self, x: Tensor, rows: slice) -> Tensor:
-        """Rows of the output, without bias; x [k, 1, in] are all tokens of every tensor-parallel rank.
+        """The given rows of the output, without bias: [k, 1, rows].  x: [k, 1, in], the same k tokens on every tp rank
 
-        Only for a column-parallel weight that is one Linear.  The gradient of x is that of this rank's rows alone.
+        Only for a column-parallel weight that is one Linear.  The gradient of x comes from this rank's rows alone.
         """
         (factors,) = self.factors
         a = factors.a if self.split.sequence_parallel else self.split.summing_gradients(factors.a)  # or core sums it
@@ -177,13 +182,14 @@ class AdaptedLinear(Adapted):
 
 
 class AdaptedExperts(Adapted):
-    """A frozen layer of this rank's experts with their adapters, which are computed for all these experts at once.
+    """A frozen linear layer of this rank's experts, with their adapters.
 
-    The dispatcher of experts sums outputs and input gradients over etp.  So each rank adds its own term of these sums.
+    The adapters of all experts are computed at once.  The dispatcher of experts sums outputs and input gradients over
+    etp, so each etp rank adds only its term of these sums.
     """
 
     def forward(self, x: Tensor, counts: list[int], *weights: Tensor) -> tuple[Tensor, Tensor | None]:
-        """x [n, in], sorted by expert; counts: rows of each expert -> [n, out], and no bias"""
+        """x [n, in], sorted by expert; counts: rows of each expert -> [n, out], and None as bias"""
         output, bias = self.base(x, counts, *weights)
         return output + self._adapters_output(x, counts), bias
 
@@ -199,7 +205,7 @@ class AdaptedExperts(Adapted):
 
 
 def attach(chunk: Any, weights: Iterable[AdaptedWeight], lora: LoraConfig, groups: ProcessGroups) -> None:
-    """Give the layers of a model chunk, which is frozen, their adapters, without values.
+    """Attach adapters to the layers of a frozen model chunk.  Their factors are NaN until they are drawn or loaded.
 
     Call this function before core allocates buffers for gradients.
     """
@@ -240,17 +246,17 @@ def factors_of(chunks: Iterable[torch.nn.Module]) -> Iterator[Factors]:
 
 
 def leaves(chunks: Iterable[torch.nn.Module]) -> Iterator[ShardedTensor | ShardedTensorFactory]:
-    """Every factor of this rank as a checkpoint holds it: as a part of PEFT's tensor, or of a stack of these.
+    """Yield every factor of this rank as a checkpoint holds it: as a part of PEFT's tensor, or of a stack of tensors.
 
     The factors of the experts of a layer are one tensor [experts, ...], whose name has * for the expert's number.  A
-    factor whose rows lie apart in PEFT's tensor is a factory of several parts.
+    factor whose rows are in separate blocks of PEFT's tensor is a factory of several parts.
     """
     for factors in factors_of(chunks):
         yield from factors.leaves()
 
 
 def linear_tensors(chunks: Iterable[torch.nn.Module]) -> Iterator[ShardedTensor]:
-    """Every factor of this rank as a part of a tensor with PEFT's name; `data` are views of the factors."""
+    """Yield every factor of this rank as a part of a 2-D tensor with PEFT's name; `data` is a view of the factor."""
     for shard in sharded_tensors(list(leaves(chunks))):
         if len(shard.global_shape) == 2:
             yield shard

@@ -1,7 +1,7 @@
 """Freezes the weights that a run does not train.
 
-A frozen weight requires no gradient before core allocates buffers, so it has no gradient, no fp32 copy, no optimizer
-state and no communication.
+A weight is frozen (`requires_grad` is False) before core allocates buffers.  So it has no gradient, no fp32 copy and no
+optimizer state, and its gradient is not reduced over ranks.
 """
 
 from collections.abc import Iterator
@@ -16,9 +16,10 @@ from sft.mcore.modules.stored import sharded_tensors
 
 
 def apply(chunk: Any, trained: Trained, *, keeps_graph: bool) -> None:
-    """Freeze all weights of a model chunk but those of `trained`.
+    """Freeze all weights of a model chunk except the weights in `trained`.
 
-    keeps_graph: see `_require_input_gradient`
+    keeps_graph: whether the embedding's output needs a gradient even if the embedding is frozen (see
+        `_require_input_gradient`)
     Call this function before core allocates buffers for gradients, and before the chunk has adapters.
     """
     if trained.whole is None:
@@ -31,7 +32,7 @@ def apply(chunk: Any, trained: Trained, *, keeps_graph: bool) -> None:
 
 
 def whole_leaves(state: Any, trained: Trained) -> Iterator[ShardedTensor | ShardedTensorFactory]:
-    """The entries of a sharded state dict that describe weights which are trained themselves."""
+    """The entries of a sharded state dict whose weights are trained themselves, not by an adapter."""
     for leaf in nested_values(state):
         if isinstance(leaf, ShardedTensor | ShardedTensorFactory) and leaf.data is not None:
             part = next(sharded_tensors([leaf]))
@@ -42,8 +43,8 @@ def whole_leaves(state: Any, trained: Trained) -> Iterator[ShardedTensor | Shard
 def _require_input_gradient(chunk: Any) -> None:
     """Make the embedding's output need a gradient, although the embedding is frozen.
 
-    Core recomputes a layer in a function of its own, which has a gradient only if one of its inputs needs one.  Core
-    also sends each pipeline stage the gradient of its output.
+    Core's recomputation computes gradients only if an input of the recomputed function requires one.  Core's pipeline
+    schedule sends each stage the gradient of its output, which must therefore exist.
     """
     chunk.embedding.register_forward_hook(
         lambda module, args, output: output.requires_grad_() if torch.is_grad_enabled() else output

@@ -1,4 +1,4 @@
-"""How a layer and its adapters are split over ranks, and the products with A that need communication."""
+"""How a layer and its adapters are split over ranks, and the collectives that adapters need."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ _gather: Callable[..., Tensor] = gather_from_sequence_parallel_region  # backwar
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """How a layer is split over the ranks of `group`.
+    """How a layer is split over the ranks of `group`, tp or etp.
 
-    by_columns         ranks hold columns of the weight (row parallel); False: rows (column parallel)
-    sequence_parallel  between layers, ranks hold different tokens
-    replica            rank among the ranks that hold the same part of the weight
-    is_duplicated      every rank holds the whole weight and both factors, and computes their product for its tokens
-    experts            numbers of this rank's experts; empty for a layer outside of experts
+    by_columns         True: ranks hold columns of the weight (row parallel); False: rows (column parallel)
+    sequence_parallel  whether ranks hold different tokens between layers
+    replica            this rank among the ranks that hold the same part of the weight
+    is_duplicated      True: every rank holds the whole weight and both factors, and computes the layer for its tokens
+    experts            indices of this rank's experts; empty for a layer outside of experts
     """
 
     group: dist.ProcessGroup
@@ -37,12 +37,12 @@ class Split:
 
     @property
     def size(self) -> int:
-        """Number of parts of the weight."""
+        """The number of parts into which the weight is split."""
         return 1 if self.is_duplicated else self.group.size()
 
     @property
     def part(self) -> int:
-        """Number of this rank's part of the weight."""
+        """The index of this rank's part of the weight."""
         return 0 if self.is_duplicated else self.group.rank()
 
     def project(self, x: Tensor, a: Tensor) -> Tensor:
@@ -56,5 +56,5 @@ class Split:
         return (_gather if self.sequence_parallel else _copy)(inner, group=self.group)
 
     def summing_gradients(self, factor: Tensor) -> Tensor:
-        """`factor`, whose gradient backward sums over the group."""
+        """Return `factor`.  Backward sums its gradient over the group."""
         return factor if self.size == 1 else _copy(factor, group=self.group)

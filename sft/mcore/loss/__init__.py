@@ -1,13 +1,14 @@
 """The loss head: hidden states -> the objective, summed over the supervised tokens on this rank.
 
-    fused    no logits: scores of supervised rows, chunk by chunk; gradients in the forward pass (3 GEMMs, not 4)
-    chunked  logits of every row; softmax and its gradient chunk by chunk, as in most trainers
-    full     logits of every row and megatron-core's own cross-entropy; the reference
+    fused    never holds all logits: computes the scores of supervised tokens chunk by chunk, and their gradients in the
+             forward pass (3 GEMMs, not 4)
+    chunked  computes the logits of all tokens; softmax and its gradient chunk by chunk, as in most trainers
+    full     computes the logits of all tokens, with megatron-core's own cross-entropy; the reference
 
-All three split the vocabulary over tp and accept the sequence-parallel slice.  None of them communicates over cp or
-divides by a number of tokens.  Rows that only pad the vocabulary never enter the softmax.  If the output weight is
-frozen (`requires_grad` is False), none of them computes its gradient (1 GEMM less) or allocates memory for it; the
-gradient of the hidden states is the same, bit for bit.
+All three split the vocabulary over tp, and accept hidden states that sequence parallelism has split.  None of them
+communicates over cp or divides by a number of tokens.  Rows that only pad the vocabulary never enter the softmax.  If
+the output weight is frozen (`requires_grad` is False), none of them computes its gradient (1 GEMM less) or allocates
+memory for it; the gradient of the hidden states is the same, bit for bit.
 
 Reading order: `lm_loss` here, `objective.py` (the objective), then `fused.py`, `chunked.py` or `full.py`.  These three
 modules share `vocab_parallel.py` (the vocabulary over tp) and `softmax.py` (statistics and gradient of scores).
@@ -26,8 +27,8 @@ __all__ = ["RowStatistics", "Targets", "VocabShard", "lm_loss", "token_statistic
 def lm_loss(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> tuple[Tensor, RowStatistics]:
     """The objective, a float64 sum over the supervised tokens, and the statistics of these tokens, without gradient.
 
-    hidden [t, 1, h], or [t / tp, 1, h] under sequence parallelism.  The result is the same on every tp rank.
-    On a rank without a supervised token the objective and its gradients are 0; the rank still joins all collectives.
+    hidden: [t, 1, h], or [t / tp, 1, h] under sequence parallelism.  The result is equal on all tp ranks.  On a rank
+    without a supervised token, the objective and its gradients are 0; the rank still takes part in all collectives.
     """
     if loss.impl == "fused":
         return fused.lm_loss(hidden, shard, targets, loss)
@@ -36,11 +37,12 @@ def lm_loss(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfi
 
 
 def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> RowStatistics:
-    """Log-probability, log-sum-exp and entropy of every supervised token, each with a separate gradient.
+    """Log-probability, log-sum-exp and entropy of every supervised token, each with a gradient of its own.
 
     Use this function for objectives other than a sum over tokens with fixed weights.  `fused` recomputes the scores in
-    backward (4 GEMMs), because the upstream gradients are not known in forward.  Entropy is None unless the config asks
-    for it, and has a gradient only if entropy_coef is not 0.
+    backward (4 GEMMs), because forward does not know the upstream gradients.  Entropy is None unless the config asks
+    for it, and has a gradient only if entropy_coef is not 0.  The log-sum-exp may be None if the config does not need
+    it.
     """
     by_name = {"fused": fused, "chunked": chunked, "full": full}
     return by_name[loss.impl].token_statistics(hidden, shard, targets, loss)

@@ -1,4 +1,4 @@
-"""The reference loss: computes all logits at once, uses megatron-core's vocab-parallel cross-entropy and autograd."""
+"""The reference loss: computes all logits at once, with megatron-core's vocab-parallel cross-entropy and autograd."""
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,10 @@ def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: 
 
 
 def _correct(scores: Tensor, local: Tensor, shard: VocabShard) -> Tensor:
-    """scores [n, rows of this shard], labels relative to row 0 -> [n], 1 if no score is above the label's score"""
+    """scores [n, rows of this shard] -> [n], 1 if no score on any tp rank is above the label's score, else 0.
+
+    local: [n], labels relative to the first row of this shard
+    """
     is_local = (local >= 0) & (local < shard.num_real)
     own = scores.gather(1, local.clamp(0, scores.shape[1] - 1)[:, None]).squeeze(1)
     largest = torch.stack([scores.amax(-1), torch.where(is_local, own, -torch.inf)])

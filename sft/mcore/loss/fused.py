@@ -1,9 +1,9 @@
-"""Computes the loss without logits: one buffer holds the scores of one chunk of supervised rows at a time.
+"""Computes the loss without holding all logits: a buffer has the scores of one chunk of supervised tokens at a time.
 
 In training the upstream gradient is known in advance, because the objective is a sum with fixed weights.  So `lm_loss`
 computes all gradients while the scores of a chunk exist (3 GEMMs), and keeps only the gradients.  `token_statistics` is
-for all other objectives and recomputes the scores in backward (4 GEMMs).  With a frozen output weight, each of the two
-has one GEMM less, and no buffer for the weight's gradient.
+for all other objectives and recomputes the scores in backward (4 GEMMs).  If the output weight is frozen, both
+functions need one GEMM less and no buffer for the weight's gradient.
 """
 
 from collections.abc import Iterator
@@ -101,7 +101,7 @@ class _TokenStatistics(torch.autograd.Function):
 
 
 class _ChunkedHead:
-    """The supervised rows of one call, and the buffer that holds the scores of one chunk."""
+    """The supervised tokens of one call, and the buffer that holds the scores of one chunk of them."""
 
     def __init__(self, hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> None:
         self.hidden, self.shard, self.targets, self.loss = hidden, shard, targets, loss
@@ -125,11 +125,11 @@ class _ChunkedHead:
 
 
 class _Gradients:
-    """The gradients of one call, summed over chunks; that of the weight only if the weight requires one.
+    """The gradients of one call: of the hidden states, and of the weight if it requires one, summed over chunks.
 
-    The gradient of the hidden states has their dtype and overwrites their buffer [t, h].  Until `finish`, the first n
-    rows of this buffer belong to the n supervised tokens: a row holds an input until all GEMMs of its chunk have read
-    it, then the gradient.
+    One buffer [t, h], in the dtype of the hidden states, holds both inputs and gradients.  Until `finish`, its first n
+    rows belong to the n supervised tokens.  A row first holds the hidden state of its token, and after all GEMMs of its
+    chunk have read it, the gradient.
     """
 
     def __init__(self, head: "_ChunkedHead") -> None:
@@ -141,7 +141,7 @@ class _Gradients:
         self._weight = _WeightGradient(head.shard) if head.shard.weight.requires_grad else None
 
     def inputs(self, whole: Tensor, part: slice) -> Tensor:
-        """Hidden states of the rows `part`, [m, h]."""
+        """The hidden states of the supervised tokens `part`, [m, h], from `whole` [t, h]."""
         if self._all_supervised:
             return whole[part]
         return torch.index_select(whole, 0, self._index[part], out=self._hidden[part])
@@ -169,7 +169,10 @@ class _Gradients:
 
 
 class _WeightGradient:
-    """The gradient of the shard's weight, summed in float32 (float64), in `main_grad` if it exists."""
+    """The gradient of the shard's weight, summed in float32, or float64 for a float64 weight.
+
+    The sum is in the weight's `main_grad`, if that has the dtype of the sum, else in a new tensor.
+    """
 
     def __init__(self, shard: VocabShard) -> None:
         self._weight, main_grad = shard.weight, shard.main_grad
@@ -201,7 +204,7 @@ class _WeightGradient:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, *, overwrite: bool) -> None:
-    """total += a @ b, or total = a @ b with `overwrite`; summed in the precision of `total`."""
+    """Compute total += a @ b, or total = a @ b with `overwrite`, in the precision of `total`."""
     beta = 0 if overwrite else 1
     if a.dtype == total.dtype:
         torch.addmm(total, a, b, beta=beta, out=total)
@@ -212,7 +215,11 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, *, overwrite: bool) -> Non
 
 
 def _spread(dense: Tensor, index: Tensor) -> None:
-    """Move row i of the first n to row index[i] >= i, in place, last rows first.  All other rows become zero."""
+    """Move row i of `dense`, for i < n, to row index[i], in place.  All other rows become zero.
+
+    index: int64 [n], increasing.  Since index[i] >= i, the last rows move first, so no row is overwritten before it has
+    moved.
+    """
     for part in reversed(list(blocks(dense[: index.numel()]))):
         _move(dense, part, index[part])
 

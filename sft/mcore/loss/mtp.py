@@ -2,8 +2,8 @@
 
     objective = lm loss + train.mtp_loss_weight * mean of -log p over the predicted tokens of the global batch
 
-A token is predicted if it is supervised and has two tokens of its document before it.  Each counts the same, whatever
-loss.reduction says.  `model/mtp.py` computes the hidden states.
+The block predicts a token if the token is supervised and at least two tokens of its document precede it.  All predicted
+tokens have equal weights, with any loss.reduction.  `model/mtp.py` computes the hidden states.
 """
 
 from dataclasses import replace
@@ -35,14 +35,18 @@ class MtpLoss:
         self._nll.clear()
 
     def set_scale(self, denominator: float, num_predicted: float) -> None:
-        """Sets the scale of the term for the next step; both arguments are those of the global batch.
+        """Set the scale of the term for the next step.
 
-        denominator: the engine divides the gradients of the whole objective by it
+        denominator: of the global batch; the engine divides the gradients of the whole objective by this number
+        num_predicted: number of predicted tokens of the global batch
         """
         self._scale = self._weight * denominator / max(1.0, num_predicted)
 
     def term(self, hidden: Tensor, shard: VocabShard, microbatch: Microbatch) -> Tensor:
-        """The term of the objective.  hidden: of the block, for the tokens of this rank"""
+        """The term of the objective for one microbatch.  hidden: the block's hidden states for this rank's tokens
+
+        The shapes are those of `lm_loss`.
+        """
         rows = microbatch.second_mask.flatten().nonzero().squeeze(-1)
         targets = Targets(
             rows=send(rows, hidden.device),
@@ -56,14 +60,14 @@ class MtpLoss:
         return term
 
     def measured(self, index: int, microbatch: Microbatch) -> dict[str, Any]:
-        """Fields of SupervisedTokens, of microbatch `index`; empty without multi-token prediction."""
+        """Fields of SupervisedTokens for the microbatch with number `index`; empty without multi-token prediction."""
         if not self._nll:
             return {}
         return dict(mtp_nll=self._nll[index].item(), num_mtp_tokens=int(microbatch.second_mask.sum()))
 
 
 def next_tokens(microbatch: Microbatch, layout: Layout, groups: ProcessGroups) -> NextTokens:
-    """The inputs of the block: labels are the tokens after each token.  Last tokens of documents count as padding."""
+    """The block's inputs.  The label of a token is the token after it.  Last tokens of documents count as padding."""
     lengths = torch.from_numpy(microbatch.lengths)
     is_last = microbatch.position_ids >= lengths[microbatch.documents] - 1
     documents = send(microbatch.documents.masked_fill(is_last, -1), groups.device)

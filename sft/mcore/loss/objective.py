@@ -1,4 +1,4 @@
-"""The objective: the tokens that enter it, their weights, and the terms of a token's loss.
+"""The objective: which tokens enter it, their weights, the loss of a token, and the gradient with respect to scores.
 
     loss of a token = weight * (-log p(label) + z_loss_coef * lse^2 - entropy_coef * entropy)
 
@@ -40,9 +40,9 @@ class Targets:
 
 
 class RowStatistics(NamedTuple):
-    """Statistics of n rows of scores over the whole vocabulary, each float32 [n] (float64 for float64 scores).
+    """Statistics of n tokens, from their scores over the whole vocabulary: float32 [n], or float64 for float64 scores.
 
-    lse and entropy are None if the config does not need them; `softmax.statistics` always returns lse.
+    lse and entropy may be None if the config does not need them; `softmax.statistics` always returns lse.
     """
 
     logprob: Tensor  # log p(label)
@@ -73,11 +73,12 @@ class RowStatistics(NamedTuple):
 
 
 class GradientCoefficients(NamedTuple):
-    """Coefficients of the gradient of a function of (logprob, lse, entropy) with respect to the scores z of a row:
+    """The gradient of a function of (logprob, lse, entropy) with respect to a token's scores z, as three coefficients:
 
-        d/dz_j = softmax * p_j + entropy * p_j * log p_j + label * [j is the label]          p = softmax(z)
+        d/dz_j = softmax * p_j + entropy * p_j * log p_j + label * [1 if j is the label, else 0]
 
-    Each is [n]; `entropy` is None if the function does not depend on the entropy.
+    Here p_j is the softmax of z.  Each coefficient is [n]; `entropy` is None if the function does not depend on the
+    entropy.
     """
 
     softmax: Tensor
@@ -89,7 +90,7 @@ class GradientCoefficients(NamedTuple):
 
 
 def objective(rows: RowStatistics, weights: Tensor, loss: LossConfig) -> Tensor:
-    """Sum of the tokens' losses, float64 scalar."""
+    """The sum of the tokens' losses, a float64 scalar.  weights: float32 [n]"""
     per_token = -rows.logprob
     if loss.z_loss_coef:
         assert rows.lse is not None
@@ -120,7 +121,7 @@ def objective_coefficients(rows: RowStatistics, weights: Tensor, loss: LossConfi
 def upstream_coefficients(
     rows: RowStatistics, dlogprob: Tensor | None, dlse: Tensor | None, dentropy: Tensor | None, *_: Tensor | None
 ) -> GradientCoefficients:
-    """Gradient coefficients for upstream gradients of logprob, lse and entropy; None means zeros."""
+    """The gradient coefficients for upstream gradients of logprob, lse and entropy, each [n]; None: it is 0."""
     zeros = torch.zeros_like(rows.logprob)
     label = zeros if dlogprob is None else dlogprob
     softmax = (zeros if dlse is None else dlse) - label

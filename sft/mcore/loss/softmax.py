@@ -1,11 +1,12 @@
 """Computes statistics of scores over a split vocabulary, and the gradient of functions of these statistics.
 
-`statistics` and `gradient` cover the whole vocabulary.  Each makes one pass over the scores of this shard, in
-`row_sums` or `score_gradient`.  Both passes exist here in plain torch, and in Triton for CUDA (`softmax_triton.py`).
-The torch passes work on blocks of a few rows, so no temporary is as large as the scores.
+`statistics` and `gradient` cover the whole vocabulary.  `statistics` calls `row_sums`, and `gradient` calls
+`score_gradient`; each of these makes one pass over the scores of this shard.  Both passes exist here in plain torch,
+and in Triton for CUDA (`softmax_triton.py`).  The torch passes work on blocks of a few rows, so no temporary is as
+large as the scores.
 
-With a soft cap c, a score s counts as c * tanh(s / c) (Gemma 2, arXiv:2408.00118), in the precision of the sums.  The
-scores themselves stay as they are, and `gradient` is that of s: the derivative of the cap is 1 - tanh(s / c)^2.
+With a soft cap c, c * tanh(s / c) replaces a score s (Gemma 2, arXiv:2408.00118), in the precision of the sums.  The
+stored scores are not capped, and `gradient` is the gradient with respect to s: it has the factor 1 - tanh(s / c)^2.
 """
 
 import functools
@@ -20,7 +21,7 @@ from torch import Tensor
 from sft.mcore.loss.objective import GradientCoefficients, RowStatistics
 from sft.mcore.loss.vocab_parallel import VocabShard, accumulation_dtype
 
-_FAR = -1e4  # replaces "-inf - x" of an empty shard, whose product with 0 is NaN; exp(_FAR) is 0 in every format
+_FAR = -1e4  # replaces -inf, the largest score of an empty shard: -inf * 0 would be NaN; exp(_FAR) is 0 in every format
 # Bytes of a block.  A block fits the cache of a CPU core; on CUDA it fills the device and is smaller than the scores.
 _BLOCK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 26}
 
@@ -81,9 +82,10 @@ def _passes(is_cuda: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def row_sums(scores: Tensor, local: Tensor, num_real: int, entropy: bool, softcap: float | None = None) -> Tensor:
-    """[3 or 4, n] over this shard's real columns: largest score m, sum of exp(z - m), the label's score (0 if the label
-    is in another shard), and sum of exp(z - m) (z - m).
+    """scores z [n, columns] -> sums [3, n], or [4, n] with `entropy`, over this shard's real columns.
 
+    They are: the largest score m; the sum of exp(z - m); the label's score, or 0 if the label is in another shard; and
+    the sum of exp(z - m) (z - m).
     local: the labels relative to the first row of this shard
     """
     sums = scores.new_zeros((4 if entropy else 3, scores.shape[0]), dtype=accumulation_dtype(scores.dtype))
@@ -98,8 +100,10 @@ def row_sums(scores: Tensor, local: Tensor, num_real: int, entropy: bool, softca
 
 
 def _sum_block(scores: Tensor, column: Tensor, sums: Tensor, softcap: float | None) -> None:
-    """Write the sums of one block, and the scores in `column`.  A separate function, so that temporaries are freed
-    before the next block."""
+    """Write the sums of one block to `sums`.  column: the label's column of each row
+
+    This is a separate function, so that temporaries are freed before the next block.
+    """
     wider = scores.to(sums.dtype)
     if softcap is not None:
         wider = torch.tanh(wider / softcap).mul_(softcap)
@@ -169,7 +173,7 @@ def _own(local: Tensor, num_real: int) -> tuple[Tensor, Tensor]:
 
 
 def blocks(x: Tensor) -> Iterator[slice]:
-    """Slices of rows of `x` [n, ...] of about _BLOCK_BYTES each, at least one row."""
+    """Slices of rows of `x` [n, ...], of about _BLOCK_BYTES each in fp32 or float64, but of at least one row."""
     row_bytes = max(1, x[:1].numel()) * torch.empty((), dtype=accumulation_dtype(x.dtype)).element_size()
     return slices(x.shape[0], max(1, _BLOCK_BYTES[x.device.type] // row_bytes))
 

@@ -1,4 +1,4 @@
-"""The two passes of `softmax.py` in Triton for CUDA.  One program per row reads the row once.
+"""The two passes of `softmax.py` in Triton for CUDA.  Each row has one program, which reads the row once.
 
 `row_sums` keeps a running maximum, and rescales its sums when the maximum grows.  `score_gradient` may overwrite the
 scores, because the same program reads and writes an element.  A kernel gets a soft cap of 0 if there is none.
@@ -169,7 +169,8 @@ def _score_gradient(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _tanh(x):  # type: ignore[no-untyped-def]
-    """Near 0 by its series, because 1 - exp(-2 |x|) would cancel; the next term is 1e-12 of x at 0.1."""
+    """tanh(x).  For |x| < 0.1 it is a Taylor series, because 1 - exp(-2 |x|) would lose digits.  The first term that is
+    left out is 1e-12 of x at 0.1."""
     size = tl.abs(x)
     power = tl.exp(-2.0 * size)
     far = tl.where(x < 0.0, -1.0, 1.0) * (1.0 - power) / (1.0 + power)

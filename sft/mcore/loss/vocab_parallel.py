@@ -1,4 +1,4 @@
-"""Splits the vocabulary over tensor-parallel ranks, and makes all collectives of the loss head."""
+"""Splits the vocabulary over tensor-parallel ranks, and has the collectives of the loss head."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +15,10 @@ class VocabShard:
 
     weight: Tensor  # [rows, h], a slice of the padded vocabulary
     first: int  # the vocabulary id of row 0
-    num_real: int  # rows that are real tokens (the rest pads the vocabulary)
-    group: dist.ProcessGroup
+    num_real: int  # number of rows of real tokens, which come first; the other rows pad the vocabulary
+    group: dist.ProcessGroup  # the tp ranks
     sequence_parallel: bool
-    softcap: float | None = None  # scores s become softcap * tanh(s / softcap); None: they stay
+    softcap: float | None = None  # a score s is replaced by softcap * tanh(s / softcap); None: it is not
 
     @staticmethod
     def of(
@@ -47,10 +47,10 @@ class VocabShard:
         return buffer if buffer is not None and buffer.dtype == accumulation_dtype(self.weight.dtype) else None
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Scores [t, rows of this shard] of all t tokens, with autograd, which makes no gradient of a frozen weight.
+        """Scores [t, rows of this shard] of all t tokens, with autograd and without the soft cap.
 
-        They are not yet capped.  Zeros replace the hidden states of tokens that are not in `rows`.  Such a hidden state
-        may be NaN; the gradient of the weight would multiply it by 0, and NaN * 0 is NaN.
+        A frozen weight gets no gradient.  Zeros replace the hidden states of tokens that are not in `rows`.  Such a
+        hidden state may be NaN; the gradient of the weight would multiply it by 0, and NaN * 0 is NaN.
         """
         if self.sequence_parallel:
             whole = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=self.group)
@@ -63,7 +63,7 @@ class VocabShard:
         return torch.nn.functional.linear(whole, self.weight)
 
     def gather(self, hidden: Tensor) -> Tensor:
-        """[t, 1, h], or the sequence-parallel slice of it -> [t, h], without gradient."""
+        """Hidden states [t, 1, h], or [t / tp, 1, h] under sequence parallelism -> [t, h], without gradient."""
         local = hidden.detach().flatten(0, 1)
         if not self.sequence_parallel:
             return local
@@ -72,7 +72,7 @@ class VocabShard:
         return whole
 
     def all_reduce(self, partial: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-        """Sum over tp, or another operation, in place."""
+        """Reduce `partial` over tp, in place."""
         if self.group.size() > 1:
             dist.all_reduce(partial, op=op, group=self.group)
 

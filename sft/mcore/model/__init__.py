@@ -1,1 +1,1 @@
-"""The model as megatron-core builds it: layers, their modules in order, the chunks of a rank."""
+"""Builds the model: specs of layers, the classes that extend megatron-core's, and the model chunks of a rank."""

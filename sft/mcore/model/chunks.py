@@ -1,7 +1,7 @@
-"""Builds megatron-core's GPTModel from the recipe's model config.
+"""Builds the model chunks of a rank (megatron-core's GPTModel) from a recipe.
 
-The model returns hidden states, never logits.  The loss head (sft/mcore/loss) projects hidden states.  A new model's
-weights have no values until `initial_weights.py` draws them, or `checkpoint_io` loads them.
+The model returns hidden states, never logits; the loss head (sft/mcore/loss) projects them.  The weights of a new model
+have no values until `initial_weights.py` draws them, or `checkpoint_io` loads them.
 """
 
 from functools import partial
@@ -35,9 +35,9 @@ def build(
     trained: Trained = Trained(),
     trains: bool = True,
 ) -> list[DistributedDataParallel]:
-    """The model chunks of this rank (one, or `virtual_stages`), without weights, wrapped for data parallelism.
+    """The model chunks of this rank, wrapped for data parallelism; their weights have no values.
 
-    trains: False freezes all weights, so that core allocates no buffers for gradients
+    There is one chunk per virtual stage.  trains: False freezes all weights, so core allocates no buffers for gradients
     """
     core = transformer_config(config, layout, groups.device.type, backend)
     chunks = [_build_chunk(config, layout, groups, core, backend, vocab_size, i) for i in range(layout.virtual_stages)]
@@ -113,6 +113,6 @@ def _build_chunk(
 
 
 def _embedding_multiplier(model: ModelConfig, dtype: torch.dtype) -> float:
-    """The factor on embeddings, rounded as transformers does for Gemma: to fp32, then to the dtype of the weights."""
+    """The factor on embeddings.  For Gemma it is rounded to the dtype of the weights, as transformers rounds it."""
     rounded = torch.tensor(model.embedding_multiplier, dtype=torch.float32).to(dtype)
     return rounded.item() if model.round_embedding_multiplier else model.embedding_multiplier

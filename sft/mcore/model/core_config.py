@@ -20,8 +20,8 @@ from sft.parallel.layout import Layout
 
 # torch compiles the fused functions that Transformer Engine lacks.  With TORCHDYNAMO_DISABLE=1 they run uncompiled.
 _CUDA_TRANSFORMER_FIELDS = dict(bias_activation_fusion=True)
-# Core passes gate and up together only to activations of Transformer Engine.  So these fields make it build our
-# activation instead of one of these.
+# For a GatedActivation.  Core passes gate and up together only to an activation of Transformer Engine.  With these
+# fields core builds one, and the layer spec names our class for it.
 _OWN_ACTIVATION = dict(bias_activation_fusion=False, use_te_activation_func=True)
 # Core recomputes whole layers.  `layer.py` recomputes only the second half of a layer.
 _FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
@@ -30,7 +30,7 @@ _FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform",
 def transformer_config(
     config: Config, layout: Layout, device_type: str, backend: AttentionBackend
 ) -> TransformerConfig:
-    """Build the TransformerConfig; no other function builds one."""
+    """Build core's TransformerConfig; no other function builds one.  Raises ConfigError if core refuses the fields."""
     model, dtype = config.model, params_dtype(config)
     fuses = fuses_gradients(config.train, backend)
     fields: dict[str, Any] = dict(
@@ -86,16 +86,16 @@ def transformer_config(
 
 
 def _leave_without_value(weight: Tensor) -> None:
-    """Initialise a matrix for core, without drawing values.  A matrix that is neither loaded nor drawn stays NaN."""
+    """Fill a matrix with NaN, which stays until the matrix is loaded or drawn.  Core calls this to initialise it."""
     torch.nn.init.constant_(weight, math.nan)
 
 
 def fuses_gradients(train: TrainConfig, backend: AttentionBackend) -> bool:
-    """Whether the matrix product of a weight's gradient adds its result to the fp32 sum of gradients.
+    """Whether core's kernel for the product of a weight's gradient adds its result to the fp32 sum of gradients.
 
-    Core needs an extension of Apex for this, also with Transformer Engine.  Core marks a weight whose gradient it has
-    added.  With saved-tensor hooks, backward gets a copy of the weight, so the mark would be lost.  Tiles add gradients
-    themselves.
+    Core needs an extension of Apex for this, also with Transformer Engine.  Core marks a weight whose gradient the
+    kernel has added.  With saved-tensor hooks, backward gets another tensor object for the weight, so the mark would be
+    lost.  With train.mlp_tile, `recompute.py` adds the gradients of tiles.
     """
     has_hooks = train.offload_fraction > 0 or (train.recompute == "selective" and not backend.library.is_te)
     has_kernel = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
@@ -103,8 +103,8 @@ def fuses_gradients(train: TrainConfig, backend: AttentionBackend) -> bool:
 
 
 def _dispatcher_fields(parallel: ParallelConfig, device_type: str) -> dict[str, Any]:
-    """Fields for the dispatch of tokens to experts.  Core refuses its default with variable_seq_lengths, even without
-    experts."""
+    """Fields for the dispatcher, which sends tokens to experts; also needed without experts, because core refuses its
+    default dispatcher with variable_seq_lengths.  Raises ConfigError if deepep cannot run here."""
     if parallel.ep_comm == "alltoall":
         return dict(moe_token_dispatcher_type="alltoall")
     if device_type != "cuda" or importlib.util.find_spec("deep_ep") is None:

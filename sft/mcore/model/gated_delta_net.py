@@ -6,8 +6,8 @@
 
 Tensor-parallel ranks divide key heads among them; a rank also has the value heads that its key heads serve.  So a
 rank's rows of the projection, and its channels of the convolution, consist of a part of the queries, a part of the
-keys, and so on.  They are not consecutive rows of the full weight.  A checkpoint has a tensor for each of these parts,
-with the name that Megatron-LM gives it.
+keys, and so on.  They are not consecutive rows of the whole weight.  So a checkpoint has separate tensors for queries,
+keys and so on, with the names that Megatron-LM gives them.
 """
 
 from collections.abc import Sequence
@@ -37,11 +37,14 @@ from sft.mcore.linear_attention.gated_norm import GatedNorm
 from sft.mcore.linear_attention.short_convolution import short_convolution
 from sft.parallel.cp_group import CpGroup
 
-_PROJECTIONS = ("query", "key", "value", "z", "beta", "alpha")  # as Megatron-LM names them
+_PROJECTIONS = ("query", "key", "value", "z", "beta", "alpha")  # Megatron-LM's names of the parts of in_proj
 
 
 def install(spec: ModuleSpec, config: Config, model: ModelConfig, backend: AttentionBackend) -> ModuleSpec:
-    """The layer `spec` with a `GatedDeltaNet`, whose linear modules have the classes of those in attention."""
+    """Replace the attention in the layer `spec` by a `GatedDeltaNet`, and return the spec.
+
+    Its linear layers have the classes that the replaced attention had for its linear layers.
+    """
     layer, recompute = spec.submodules, config.train.recompute == "selective"
     attention = layer.self_attention.submodules
     linears = {"in_proj": attention.linear_qkv, "out_proj": attention.linear_proj}
@@ -89,8 +92,8 @@ class GatedDeltaNet(MegatronModule):
     """The mixer of a layer with linear attention.
 
     in_proj, out_proj  classes of the column-parallel and the row-parallel projection
-    recompute          the module saves only its input, and backward computes it again.  The time is linear in the
-                       length, so this is cheap at any length, unlike a second forward pass of softmax attention
+    recompute          True: the module saves only its input, and backward computes its forward pass again.  Its time is
+                       linear in the length, so this is cheap at any length, unlike for softmax attention
     """
 
     def __init__(
@@ -146,7 +149,7 @@ class GatedDeltaNet(MegatronModule):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, *, packed_seq_params: PackedDocuments, **unused: Any
     ) -> tuple[Tensor, None]:
-        """Hidden states [t, 1, h] -> [t, 1, h], and no bias.  With sequence parallelism a rank has a part of them."""
+        """Hidden states [t, 1, h], or [t / tp, 1, h] with sequence parallelism -> the same shape, and None as bias."""
         documents = packed_seq_params.own["linear attention"]
         assert attention_mask is None
         if self._recompute and self.training:
@@ -198,13 +201,19 @@ class GatedDeltaNet(MegatronModule):
 
 
 def log_decay(a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
-    """The logarithm g of each head's decay, [t, heads], at most 0, in fp32, or in float64 if the inputs are."""
+    """The logarithm g of each head's decay, [t, heads], at most 0, in fp32, or in float64 for float64 inputs.
+
+    a [t, heads], a_log and dt_bias [heads]
+    """
     wide = torch.promote_types(a.dtype, torch.float32)
     return -a_log.to(wide).exp() * torch.nn.functional.softplus(a.to(wide) + dt_bias.to(wide))
 
 
 def _by_part(shard: ShardedTensor, widths: Sequence[int]) -> ShardedTensorFactory:
-    """A checkpoint's entry for a weight that is stored as several tensors.  widths: rows of each on this rank"""
+    """The entry of a sharded state dict for a weight that a checkpoint stores as several tensors.
+
+    widths: number of rows of each of these tensors on this rank
+    """
     build = partial(_parts, shard.without_data(), widths)
     return ShardedTensorFactory(shard.key, shard.data, build, torch.cat, shard.replica_id)
 

@@ -1,7 +1,8 @@
-"""A GPTModel that returns hidden states.  With multi-token prediction, it also returns those of the second head.
+"""A GPTModel that returns hidden states.  With multi-token prediction, it also returns the block's hidden states.
 
-With multi-token prediction and pipeline parallelism, the last stage has a copy of the input embedding, as in a model
-with tied embeddings.  Both copies get the sum of both gradients, so they stay equal.
+With multi-token prediction and pipeline parallelism, the last stage needs the input embedding.  In a model with tied
+embeddings this is its output weight; otherwise the stage has a copy.  Both copies get the sum of their gradients, so
+they stay equal.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,18 +21,19 @@ from sft.mcore.model.mtp import MultiTokenPrediction, NextTokens
 
 
 class Hidden(NamedTuple):
-    """Hidden states [t, 1, h], or [t / tp, 1, h] with sequence parallelism, that predict following tokens."""
+    """Hidden states of the last stage, [t, 1, h], or [t / tp, 1, h] with sequence parallelism."""
 
-    first: Tensor  # predict the next token
-    second: Tensor  # predict the token after the next one
+    first: Tensor  # hidden states that predict the next token
+    second: Tensor  # hidden states that predict the token after the next one
 
 
 class HiddenStatesGPT(GPTModel):
     """GPTModel whose last stage returns hidden states instead of logits.
 
-    logits_scaling  divisor of the logits; the last stage divides its hidden states, with the same result
+    embedding_multiplier  factor on the output of the embedding
+    logits_scaling  divisor of the logits; the last stage divides its hidden states instead, which gives equal logits
     mtp             makes the block for multi-token prediction; None: the model has no block
-    mtp_mode        train.mtp
+    mtp_mode        the value of train.mtp
     """
 
     def __init__(
@@ -50,15 +52,16 @@ class HiddenStatesGPT(GPTModel):
             self.embedding.register_forward_hook(lambda module, args, output: output * embedding_multiplier)
         # Core would treat an attribute `mtp` as its own block.
         self.multi_token = mtp() if mtp is not None and self.post_process else None
-        self._has_copies = False  # whether this stage and another one have the input embedding
+        self._has_copies = False  # whether this stage and another one hold copies of the input embedding
         if mtp is not None and self.pre_process != self.post_process:
             self._share_embedding()
 
     def _share_embedding(self) -> None:
-        """Give the last of several stages an embedding: the output weight of a tied model, or a new copy.
+        """Prepare the first and the last of several stages for sharing the input embedding.
 
-        Core puts weights with the attribute `shared_embedding` into separate buckets, which are the same on all
-        stages.  It does not count weights with the attribute `shared` twice in the gradient norm.
+        The last stage gets an embedding: the output weight of a tied model, or a new copy.  Core puts weights with the
+        attribute `shared_embedding` into separate buckets, which are equal on all stages.  Core leaves weights with the
+        attribute `shared` out of the gradient norm, so that only the first stage's copy counts.
         """
         if self.post_process:
             self.embedding = LanguageModelEmbedding(
@@ -74,7 +77,7 @@ class HiddenStatesGPT(GPTModel):
             table.weight.shared, table.weight.shared_embedding = self.post_process, True
         elif self.post_process:
             table.weight = self.output_layer.weight
-            table.weight.zero_out_wgrad = True  # the head's gradient is already in the sum when autograd adds the other
+            table.weight.zero_out_wgrad = True  # the loss head adds its gradient itself, so autograd must add zeros
 
     def _postprocess(
         self,
@@ -85,7 +88,10 @@ class HiddenStatesGPT(GPTModel):
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Tensor | Hidden:
-        """Hidden states of the last stage.  labels: the block's input, which core passes on from `forward`"""
+        """The hidden states of this stage, scaled on the last stage; with multi-token prediction, a `Hidden`.
+
+        labels: the inputs of the block, which core passes on from `forward`
+        """
         self.decoder.set_input_tensor(None)  # otherwise core keeps the tensor that a stage received, and its gradient
         if self.multi_token is None or labels is None:
             return self._scaled(hidden_states)
@@ -104,7 +110,7 @@ class HiddenStatesGPT(GPTModel):
         return hidden_states / self._logits_scaling if scales else hidden_states
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """The embedding as the model computes it, without calling the hooks that observe the model's input."""
+        """The embedding of `tokens` with the model's factor.  Forward hooks on the embedding are not called."""
         is_joint, is_copy = self._mtp_mode == "joint", self._has_copies
         with torch.set_grad_enabled(torch.is_grad_enabled() and (is_joint or is_copy)):
             embedded: Tensor = self.embedding.forward(tokens, None)
@@ -129,11 +135,11 @@ class HiddenStatesGPT(GPTModel):
 
     @property
     def shared_embedding(self) -> Tensor | None:
-        """The input embedding, if another stage has a copy of it; None if there is no copy, or if the output is it."""
+        """The input embedding, if another stage has a copy of it; None if there is no copy or the model is tied."""
         return self.embedding.word_embeddings.weight if self._has_copies else None
 
     def output_weight(self) -> Tensor:
-        """The output weight of the last stage, [padded vocabulary / tp, h]; if tied, the input embedding."""
+        """The output weight of the last stage, [padded vocabulary / tp, h].  If tied, it is the input embedding."""
         if self.share_embeddings_and_output_weights:
             weight: Tensor = self.shared_embedding_or_output_weight()
             return weight
@@ -141,7 +147,7 @@ class HiddenStatesGPT(GPTModel):
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """Returns its input and stops the gradient with zeros.  So the embedding's copy has a gradient, as core expects."""
+    """Returns its input; its gradient is zeros.  So the embedding's copy has a gradient, as core expects."""
 
     @staticmethod
     def forward(ctx: Any, through: Tensor) -> Tensor:
@@ -153,7 +159,7 @@ class _WithoutGradient(torch.autograd.Function):
 
 
 def reduce_shared_embedding(chunks: Iterable[Any], group: dist.ProcessGroup | None) -> None:
-    """Sum the gradients of both copies of the embedding.  Collective in `group`, the first and the last stage."""
+    """Sum the gradients of both copies of the embedding.  Collective over `group`: the first and the last stage."""
     for chunk in chunks:
         weight = chunk.module.shared_embedding
         if weight is not None and weight.requires_grad:

@@ -1,8 +1,9 @@
 """Extends megatron-core's transformer layer.  Backward can recompute the second half of the layer.
 
-The second half is the norm, the MLP, and the residual sum.  A recomputed second half saves only its input.  The second
-half can run in tiles of tokens, forward and backward, so that the wide activations inside an MLP exist for one tile at
-a time.  The first half, attention, is computed once; activations/saved_tensors.py decides how its tensors are saved.
+The second half is the norm before the MLP, the MLP, and the residual sum.  A recomputed second half saves only its
+input.  The second half can run in tiles of tokens, forward and backward, so that the wide activations inside an MLP
+exist for one tile at a time.  The first half, attention, is computed once; activations/saved_tensors.py decides how its
+tensors are saved.
 In a layer with experts, backward recomputes only the experts (experts/layer.py).  With train.recompute = full, core
 recomputes whole layers.
 
@@ -33,7 +34,7 @@ class Layer(TransformerLayer):
     tile                 tokens per tile of the second half; None: no tiles
     residual_multiplier  factor on the outputs of attention and MLP before they are added to the residual stream
     output_norm          class of a norm on each of these outputs; None: no norm
-    has_scalar           whether the layer multiplies its output by a number, a buffer that checkpoints hold (Gemma 4)
+    has_scalar           whether the layer multiplies its output by a scalar, a buffer that checkpoints hold (Gemma 4)
     """
 
     save_policy: SavePolicy | None = None
@@ -64,10 +65,11 @@ class Layer(TransformerLayer):
     def forward(
         self, *args: Any, packed_seq_params: PackedDocuments, padding_mask: Tensor | None = None, **kwargs: Any
     ) -> Any:
-        """padding_mask: document numbers, int32 [1, t], -1 for padding; None: the model has no experts
+        """padding_mask: int32 [1, t], the number of each token's document, -1 for padding; None: the model has no
+        experts
 
-        It is the only argument about tokens that core passes through pipeline stages, sequence parallelism and
-        recomputation of layers.
+        Of core's arguments about tokens, only this one reaches the layers in every mode: with pipeline stages, sequence
+        parallelism and recomputation of layers.
         """
         if self.save_policy is not None:
             self.save_policy.start_layer()

@@ -1,4 +1,4 @@
-"""The spec of one transformer layer: the attention backend's modules, with this trainer's layer, experts and MLP."""
+"""The spec of one transformer layer: the attention backend's modules, with this trainer's layer, router and experts."""
 
 from dataclasses import replace
 from functools import partial

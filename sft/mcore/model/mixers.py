@@ -1,6 +1,6 @@
-"""The module of each kind of mixer, which replaces attention in a layer of the backend.
+"""The table of mixers: how each kind of layer gets its attention, and which inputs its attention needs.
 
-sft/layers/mixers describes the kinds; the modules of this file compute them.
+sft/layers/mixers describes the kinds without torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,15 +20,16 @@ from sft.mcore.model import gated_delta_net
 from sft.mcore.model.own_heads import with_own_heads
 from sft.parallel.cp_group import CpGroup
 
-# The run's backend, cu_seqlens of the whole pack (numpy, int32), the ranks that share it, device -> the mixer's input
+# (backend, cu_seqlens of the whole pack as int32 array, ranks that share the pack, device) -> the mixer's input
 MakeDocuments = Callable[[AttentionBackend, np.ndarray, CpGroup, torch.device], Any]
 
 
 class MixerModule(NamedTuple):
-    """The module of one kind of mixer.
+    """The functions of one kind of mixer.
 
-    install    puts the module into the layer of a backend.  Its `model` is that of the layer (`model_of_kind`)
-    documents  makes `PackedDocuments.own` for a microbatch; None: the mixer needs no other input than attention
+    install    (spec, config, model, backend) -> the layer `spec` with this mixer.  `model` has only layers of this kind
+               (`model_of_kind`)
+    documents  makes the entry of `PackedDocuments.own` for a microbatch; None: the mixer needs no further input
     arguments  makes the Megatron-LM arguments that describe the mixer in a checkpoint.  Its argument is the whole model
     """
 
@@ -55,7 +56,7 @@ MIXER_MODULES: Mapping[LayerKind, MixerModule] = {
 
 
 def with_mixer(spec: ModuleSpec, config: Config, backend: AttentionBackend, layer_number: int) -> ModuleSpec:
-    """The layer `spec` with the mixer of this layer, counted from 1."""
+    """Put the mixer of this layer into the layer `spec`, and return the spec.  layer_number: from 1"""
     kind = config.model.kind_of(layer_number)
     return MIXER_MODULES[kind].install(spec, config, model_of_kind(config.model, kind), backend)
 
@@ -63,7 +64,10 @@ def with_mixer(spec: ModuleSpec, config: Config, backend: AttentionBackend, laye
 def packed_documents(
     backend: AttentionBackend, cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp: CpGroup
 ) -> PackedDocuments:
-    """The documents of a microbatch, as all mixers of the model need them.  Arguments as for `backend.documents`."""
+    """The inputs of attention that describe a microbatch, for all mixers of the model.
+
+    The arguments are those of `AttentionBackend.documents`.
+    """
     packed = backend.documents(cu_seqlens, max_seqlen, positions, cp)
     kinds = {group.mixer.kind for group in layer_groups(backend.config.model)}
     makers = {kind: make for kind, (_, make, _) in MIXER_MODULES.items() if make is not None and kind in kinds}

@@ -3,18 +3,18 @@
     block(t) = norm(layer(eh_proj([enorm(embedding of token t + 1), hnorm(hidden state of token t)])))
 
     document        a  b  c  d
-    block reads     ha hb hc -      hidden states after the model's last norm
-                    b  c  d  -      embeddings
+    block reads     ha hb hc -      hidden states of the tokens after the model's last norm
+                    b  c  d  -      embeddings of these tokens
     block predicts  c  d  -  -
 
 The layer has the kind of the model's last layer.  The block shares embedding and output weight with the model; its
 other weights have the keys of Megatron-LM's block.
 
 This module replaces megatron-core's block (multi_token_prediction.py).  In core's block each rank shifts the tokens
-that it holds, and asks its neighbours for the missing ones, document by document.  Its loss depends on the layout,
-because it divides by the tokens of a microbatch on a rank (Megatron-LM#2417, #3943).  In this trainer, the collator
-determines both following tokens before context parallelism divides a pack, and the loss is divided by the number of
-predicted tokens of the global batch (loss/mtp.py).
+that it holds, and asks its neighbours for the missing ones, document by document.  Core's loss depends on the layout,
+because it is divided by the number of tokens of a microbatch on a rank (Megatron-LM#2417, #3943).  In this trainer,
+`Pack` determines the next two tokens of each token before context parallelism divides the pack, and the loss is divided
+by the number of predicted tokens of the global batch (loss/mtp.py).
 """
 
 from collections.abc import Callable
@@ -47,8 +47,9 @@ class NextTokens:
 class MultiTokenPrediction(MegatronModule):
     """The block for multi-token prediction.
 
-    norm          class of its norms
-    layer_number  number of its layer, as core counts layers on this stage
+    layer_spec    makes the spec of the block's transformer layer
+    norm          class of the block's norms
+    layer_number  number of the block's layer on this stage; core adds the number of layers before the stage
     """
 
     def __init__(
@@ -79,9 +80,11 @@ class MultiTokenPrediction(MegatronModule):
         rotary_pos_emb: Tensor | None,
         packed_seq_params: Any,
     ) -> Tensor:
-        """Hidden states [t, 1, h] from those of the model and the embeddings of the next tokens, [t, 1, h] each.
+        """The block's hidden states, [t, 1, h].
 
-        With sequence parallelism, all three are this rank's slices.
+        hidden: [t, 1, h], the model's hidden states; embedded: [t, 1, h], embeddings of the tokens after each token
+        documents: `NextTokens.documents`
+        With sequence parallelism, all three are [t / tp, 1, h].
         """
 
         def layer(hidden: Tensor, embedded: Tensor) -> Tensor:

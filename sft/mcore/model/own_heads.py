@@ -1,12 +1,12 @@
 """Extends megatron-core's attention layer for models whose kinds of layers have different heads (Gemma 4).
 
-    heads    width and number of key heads can differ between layers (`model.full_attention`), unlike in core
-    values   pass a norm without a weight; in some layers keys and values share one projection
+    heads    Layers can differ in the width and number of key heads (`model.full_attention`), unlike in core
+    values   Values are normed without a weight.  In some layers keys and values share one projection:
 
-        key = rotary(norm(projection))        value = norm without a weight(projection), in layers that share it
+        key = rotary(norm(projection))        value = norm without a weight(projection)
 
-portable.py applies the rotary positions.  In such layers, linear_qkv has for each query group the rows of its query
-heads, and then the rows of its key head.
+In layers with a shared projection, linear_qkv has for each query group the rows of its query heads, and then the rows
+of its key head.  portable.py applies the rotary positions.
 """
 
 import copy
@@ -22,7 +22,10 @@ from sft.mcore.modules.norm import UnscaledNorm
 
 
 def with_own_heads(spec: ModuleSpec, model: ModelConfig) -> ModuleSpec:
-    """The layer `spec` with an `OwnHeads`.  model: a model whose layers are all of this kind (`kinds.model_of_kind`)"""
+    """Put an `OwnHeads` into the layer `spec`, and return the spec.
+
+    model: a model whose layers are all of this kind (`kinds.model_of_kind`)
+    """
     attention = spec.submodules.self_attention
     attention.module, attention.params = OwnHeads, {**attention.params, "model": model}
     if model.full_attention.keys_as_values:

@@ -1,1 +1,1 @@
-"""Small modules of layers: norms, biases, activations, linears that every rank holds whole."""
+"""Modules of layers: the libraries they come from, norms, biases, activations, linear layers that no rank splits."""

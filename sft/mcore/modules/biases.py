@@ -1,4 +1,4 @@
-"""Biases on single projections.  megatron-core has one switch for the biases of all layers."""
+"""Biases on single projections.  megatron-core can only switch the biases of all linear layers on or off at once."""
 
 from functools import partial
 from typing import Any
@@ -23,11 +23,11 @@ def with_bias(linear: Any) -> Any:
 
 
 class ExpertOutput(OwnWeights, RowParallelLinear):
-    """The second projection of an expert, [n, e / etp] -> [n, h], with a bias of which each rank of etp has a part.
+    """The second projection of an expert, [n, e / etp] -> [n, h], with a bias that is split over etp.
 
-    The dispatcher sums the outputs over etp.  A rank returns a bias [h] that is 0 outside of its part, so that the sum
-    has each number once.  Every rank of etp sees the same tokens, so that the gradient of its part is complete.
-    Checkpoints hold the whole bias.
+    The dispatcher sums the outputs over etp.  A rank returns a bias [h] that is 0 outside of the rank's part, so the
+    sum has each element of the bias once.  All ranks of etp see the same tokens, so a rank computes the complete
+    gradient of its part.  Checkpoints hold the whole bias.
     """
 
     split_axes = {"weight": 1, "bias": 0}
@@ -50,19 +50,19 @@ class ExpertOutput(OwnWeights, RowParallelLinear):
 
 
 def bias_mlp(mlp: Any, *, has_experts: bool) -> None:
-    """Give the projections of an MLP, or those of its experts, biases.  mlp: core's description of the modules"""
+    """Give biases to the projections of an MLP or of experts.  mlp: core's spec of the MLP, changed in place"""
     parts = submodules_of(submodules_of(mlp).experts if has_experts else mlp)
     parts.linear_fc1 = with_bias(parts.linear_fc1)
     parts.linear_fc2 = ExpertOutput if has_experts else with_bias(parts.linear_fc2)
 
 
 def submodules_of(spec: Any) -> Any:
-    """The parts of a module that core's description names."""
-    return spec.submodules if isinstance(spec, ModuleSpec) else spec.keywords["submodules"]  # up to core 0.18
+    """The submodules of core's spec of a module: a ModuleSpec up to core 0.18, or a `functools.partial`."""
+    return spec.submodules if isinstance(spec, ModuleSpec) else spec.keywords["submodules"]
 
 
 def with_submodules(spec: Any, parts: Any) -> Any:
-    """The description of the same module with other parts."""
+    """A copy of core's spec of a module, with the submodules `parts`."""
     if isinstance(spec, ModuleSpec):
         return ModuleSpec(spec.module, params=spec.params, submodules=parts)
     return partial(spec.func, *spec.args, **{**spec.keywords, "submodules": parts})

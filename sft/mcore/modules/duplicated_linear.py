@@ -10,9 +10,10 @@ from sft.mcore.modules.stored import OwnWeights
 
 
 class DuplicatedLinear(OwnWeights):
-    """A linear layer without bias, whole on every rank.  With sequence parallelism a rank computes its own tokens.
+    """A linear layer without bias, whole on every rank.
 
-    The attribute `sequence_parallel` of the weight makes core sum the weight's gradient over these ranks.
+    With sequence parallelism, a rank computes only its tokens.  The attribute `sequence_parallel` of the weight then
+    makes core sum the weight's gradient over the tp ranks.
     """
 
     def __init__(self, config: TransformerConfig, num_columns: int, num_rows: int, tp_group: Any) -> None:
@@ -22,5 +23,5 @@ class DuplicatedLinear(OwnWeights):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """[t, 1, columns] -> [t, 1, rows], and no bias, as core's linear layers."""
+        """[t, 1, columns] -> [t, 1, rows], and None as bias, because core's linear layers return a bias, too."""
         return torch.nn.functional.linear(x, self.weight), None

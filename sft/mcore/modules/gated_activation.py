@@ -18,17 +18,17 @@ from torch import Tensor
 
 from sft.config import ModelConfig
 
-_SLOPE, _CUBIC = math.sqrt(2.0 / math.pi), 0.044715  # of gelu in tanh form
+_SLOPE, _CUBIC = math.sqrt(2.0 / math.pi), 0.044715  # gelu(x) = x / 2 * (1 + tanh(_SLOPE * (x + _CUBIC * x^3)))
 
 
 class GatedActivation(torch.nn.Module):
-    """A function of the output of linear_fc1.
+    """A gated activation, applied to the output of linear_fc1.
 
-    Core builds it in place of an activation of Transformer Engine, because only those get gate and up together.
+    Core builds it in place of an activation of Transformer Engine: core passes gate and up together only to these.
     """
 
     def __init__(self, *, kind: str, limit: float | None, alpha: float | None, config: Any = None) -> None:
-        """config: core's, which core passes to every module; not used"""
+        """kind: "geglu", or "clamped_swiglu", which needs limit and alpha; config: unused, core passes it"""
         super().__init__()
         assert kind == "geglu" or (limit is not None and alpha is not None)
         self.limit, self.alpha = (None, 0.0) if kind == "geglu" else (limit, alpha or 0.0)
@@ -45,12 +45,12 @@ class GatedActivation(torch.nn.Module):
         return ModuleSpec(module=GatedActivation, params=GatedActivation.fields(model))
 
     def forward(self, gate_up: Tensor, bias: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-        """gate_up [..., 2 * f], bias [2 * f] of linear_fc1, weights [...] of the outputs -> [..., f]"""
+        """gate_up [..., 2 * f] -> [..., f].  bias: [2 * f], of linear_fc1; weights: [...], factors on the outputs"""
         output: Tensor = _Gated.apply(gate_up, bias, weights, self.limit, self.alpha)
         return output
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Core's MLP asks all its modules."""
+        """Return {}: the activation has no weights.  Core's MLP calls this on all its modules."""
         return {}
 
 

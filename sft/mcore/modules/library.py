@@ -1,6 +1,6 @@
-"""Whose modules a layer is made of: norms, linear projections, experts, their permutation.
+"""The two libraries from whose modules layers are built: norms, linear projections and experts.
 
-A library says nothing of attention's kernel (`backends/kernels.py`), which a backend puts into the layer.
+The kernel of attention is not part of a library: the backend puts attention into the layer (`backend.py`).
 """
 
 from abc import ABC, abstractmethod
@@ -22,10 +22,10 @@ from sft.mcore.modules.qk_norm import norms_over
 
 
 class ModuleLibrary(ABC):
-    """One library.  All store the same checkpoint keys."""
+    """One library.  A checkpoint has the same keys with every library."""
 
-    final_norm: ClassVar[type[torch.nn.Module]]  # after the last layer
-    is_te: ClassVar[bool]  # of Transformer Engine; False: norms mark their outputs as recomputable
+    final_norm: ClassVar[type[torch.nn.Module]]  # class of the norm after the last layer
+    is_te: ClassVar[bool]  # whether it is Transformer Engine; False: norms mark their outputs as recomputable
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -78,21 +78,20 @@ class TransformerEngineLibrary(ModuleLibrary):
 
 
 def with_norms_apart(spec: ModuleSpec) -> ModuleSpec:
-    """The layer whose norms are modules of their own, under the same keys of a checkpoint.
+    """Change the layer `spec` so that all its norms are separate modules; the keys of checkpoints do not change.
 
-    Transformer Engine computes the norm before a projection inside the projection, where no adapter can read its
-    output.
+    Transformer Engine computes the norm before a projection inside the projection.  An adapter needs the norm's output.
     """
     layer = with_norm_before_attention(spec).submodules
     layer.sharded_state_dict_keys_map["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-    if layer.pre_mlp_layernorm is IdentityOp:  # with experts, the norm is a module of its own already
+    if layer.pre_mlp_layernorm is IdentityOp:  # with experts, this norm is a separate module already
         layer.pre_mlp_layernorm = TENorm
         submodules_of(layer.mlp).linear_fc1 = TEColumnParallelLinear
     return spec
 
 
 def with_norm_before_attention(spec: ModuleSpec) -> ModuleSpec:
-    """The layer in which only the norm before attention is a module of its own: its output has several readers."""
+    """Change the layer `spec` so that the norm before attention is a separate module with several readers."""
     layer = spec.submodules
     layer.input_layernorm, layer.self_attention.submodules.linear_qkv = TENorm, TEColumnParallelLinear
     layer.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}

@@ -1,6 +1,6 @@
 """RMSNorm: one kernel on CUDA (torch 2.9 and later), plain torch elsewhere.
 
-The norm saves its input and one fp32 number per row for backward.  The weight may be an offset from 1 (Gemma).  torch's
+The norm saves its input and one fp32 value per row for backward.  The weight may be an offset from 1 (Gemma).  torch's
 kernel would need 1 + weight in the weight's dtype, so torch compiles the plain norm for such weights on CUDA.
 """
 
@@ -15,9 +15,9 @@ from sft.mcore.activations.saved_tensors import SavePolicy
 
 
 class UnscaledNorm(torch.nn.Module):
-    """Root-mean-square norm over the last axis, computed in fp32; its output is marked as recomputable.
+    """RMSNorm over the last axis without a weight, computed in fp32; its output is marked as recomputable.
 
-    offset: added to the weight, which subclasses have
+    offset: added to the weight of a subclass that has a weight
     """
 
     save_policy: SavePolicy | None = None
@@ -46,8 +46,8 @@ class UnscaledNorm(torch.nn.Module):
 class RMSNorm(UnscaledNorm):
     """The norm with a weight.
 
-    Under sequence parallelism each rank computes a slice of the tokens.  The attribute `sequence_parallel` of the
-    weight makes core sum the weight's gradient over these ranks.
+    Under sequence parallelism, each tp rank computes a slice of the tokens.  The attribute `sequence_parallel` of the
+    weight then makes core sum the weight's gradient over the tp ranks.
     """
 
     weight: torch.nn.Parameter
@@ -77,7 +77,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _forward(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    """The output, and the factor of each row."""
+    """The output, and 1 / root mean square of each row, [..., 1]."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     shrink = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (wide * shrink * _factor(weight, wide.dtype, offset)).to(x.dtype), shrink
@@ -94,7 +94,7 @@ def _backward(
 
 
 def _factor(weight: Tensor | None, dtype: torch.dtype, offset: float) -> Tensor | float:
-    """weight, or 1 + weight in `dtype`, because bf16 would round the sum; without a weight 1"""
+    """The factor of the norm: weight, or weight + offset in `dtype`, because bf16 would round the sum; else 1."""
     if weight is None:
         return 1.0
     return weight.to(dtype) + offset if offset else weight

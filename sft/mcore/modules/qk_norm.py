@@ -1,7 +1,7 @@
 """RMSNorm over all query heads of a token, or over all its key heads (Olmo 2), in plain torch.
 
-With tensor parallelism a rank has a part of the heads, so each token costs one all-reduced number in forward and one in
-backward.  The norm saves its input and one fp32 number per token.
+With tensor parallelism a rank has a part of the heads, so forward and backward each all-reduce one value per token.
+The norm saves its input and one fp32 value per token.
 """
 
 from typing import Any
@@ -15,14 +15,15 @@ from sft.mcore.activations.saved_tensors import SavePolicy
 
 
 class AcrossHeadsNorm(torch.nn.Module):
-    """Every tp rank holds the weight of all heads, [heads * d], and reads the part of its own heads.
+    """RMSNorm over all heads of a token.
 
-    The gradient of the other part is 0.  Core sums gradients over tp if the weight's name has q_layernorm or
-    k_layernorm, so that every rank has the gradient of all heads.
+    Every tp rank holds the weight of all heads, [heads * d], and uses only the part of its heads; the gradient of the
+    rest is 0.  Core sums the gradient over tp if the weight's name contains q_layernorm or k_layernorm, so every rank
+    gets the gradient of the whole weight.
     """
 
     save_policy: SavePolicy | None = None
-    heads_field: str  # field of TransformerConfig: number of heads of all tp ranks; of a subclass, `norms_over`
+    heads_field: str  # field of TransformerConfig that has the number of heads on all tp ranks; set by `norms_over`
     tp_group: Any
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
@@ -33,7 +34,7 @@ class AcrossHeadsNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(width, dtype=config.params_dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[t, 1, heads of this rank, d]"""
+        """x [t, 1, heads of this rank, d] -> normed x.  Collective over tp."""
         x = x.contiguous()  # a saved view would keep the whole output of the projection in memory
         num_heads, width = x.shape[-2:]
         first = self.tp_group.rank() * num_heads
@@ -45,13 +46,16 @@ class AcrossHeadsNorm(torch.nn.Module):
 
 
 def norms_over(tp_group: Any) -> list[type[AcrossHeadsNorm]]:
-    """The norms of queries and of keys: classes, because core makes the modules itself."""
+    """The classes of the norms of queries and of keys, in this order.  Core makes the modules from them."""
     fields = ("num_attention_heads", "num_query_groups")
     return [type("Norm", (AcrossHeadsNorm,), {"tp_group": tp_group, "heads_field": field}) for field in fields]
 
 
 class _Norm(torch.autograd.Function):
-    """x [t, 1, n, d], weight [n, d] -> normed x, and the factor of each token, without gradient."""
+    """x [t, 1, n, d], weight [n, d] -> normed x, and 1 / root mean square of each token, which has no gradient.
+
+    width: number of elements of all heads on all tp ranks
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, width: int, group: Any) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""How modules describe their weights to checkpoints, and the tensors that such descriptions contain."""
+"""How modules describe their weights for checkpoints, and the tensors in such descriptions."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
@@ -10,9 +10,10 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 
 
 class OwnWeights(torch.nn.Module):
-    """A module that has weights of its own.
+    """A module of this trainer that has weights, which core does not describe.
 
-    split_axes: by name, the axis along which the ranks of `tp_group` split a weight; they hold other weights whole
+    split_axes: {name of a weight: the axis along which the ranks of `tp_group` split it}; every rank holds the other
+        weights whole
     """
 
     split_axes: ClassVar[Mapping[str, int]] = {}

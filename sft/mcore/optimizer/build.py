@@ -1,4 +1,4 @@
-"""megatron-core's AdamW, gradient clipping and learning-rate schedule, with our own gradient norm.
+"""Builds megatron-core's AdamW and learning-rate schedule, and makes updates, with a gradient norm in float64.
 
 Step numbers count from 1.  The learning rate of the first update is above 0; the last update uses min_lr.
 """
@@ -26,9 +26,10 @@ from sft.config.schedule import Schedule
 from sft.mcore.lora import adapted
 from sft.mcore.optimizer import offload
 
-# Numbers per piece.  A CPU makes a float64 copy of a piece, 512 KiB, which fits the cache of a core.  A GPU makes no
-# copy: its kernel converts each number that it reads, adds 65,536 numbers in a block, and stores 8 bytes per block.
-# For each piece the kernel allocates as many sums as the largest piece has blocks: 2 KiB, or 2 MiB for 8e9 parameters.
+# Elements per piece.  On a CPU, torch makes a float64 copy of a piece, 512 KiB, which fits the cache of a core.  On a
+# GPU it makes no copy: the kernel converts each element that it reads.  A thread block adds 65,536 elements and stores
+# a sum of 8 bytes.  For each piece, torch allocates as many sums as the largest piece has thread blocks: 2 KiB per
+# piece, or 2 MiB for 8e9 parameters.
 _PIECE = {"cpu": 1 << 16, "cuda": 1 << 24}
 
 
@@ -60,9 +61,11 @@ def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> Me
 
 
 def _rates_of_lora_b(config: Config, chunks: list[DistributedDataParallel]) -> dict[ParamKey, ParamGroupOverride]:
-    """The learning rates of the factor B of every adapter, if they are not those of A (LoRA+, arXiv:2402.12354).
+    """Overrides for the learning rates of the factor B of every adapter; {} if lora.lr_ratio is 1.
 
-    lr 1e-4, min_lr 1e-5, lr_ratio 16 -> max_lr 1.6e-3, min_lr 1.6e-4, which core's schedule scales like the others
+    B then has lr_ratio times the learning rate of A (LoRA+, arXiv:2402.12354).  The schedule stays the same.
+
+    lr 1e-4, min_lr 1e-5, lr_ratio 16 -> max_lr 1.6e-3, min_lr 1.6e-4
     """
     ratio = config.lora.lr_ratio
     if ratio == 1.0:
@@ -73,10 +76,11 @@ def _rates_of_lora_b(config: Config, chunks: list[DistributedDataParallel]) -> d
 
 
 def update(optimizer: MegatronOptimizer, device: torch.device) -> float:
-    """If the norm of the gradient is finite, clip and step.  Returns the norm before clipping.  Collective.
+    """Clip the gradients and update the weights, if the norm of the gradient is finite; else update nothing.
 
-    Core's `step` would divide all gradients by a non-finite norm, which would make every weight NaN.  Without
-    Transformer Engine, core's norm also synchronises with the GPU once per weight.
+    Returns the norm before clipping.  Collective.  Core's `step` would divide all gradients by a non-finite norm, which
+    would make every weight NaN.  Without Transformer Engine, core's norm also synchronises with the GPU once per
+    weight.
     """
     optimizer.prepare_grads()
     norm = _norm(optimizer, device)
@@ -91,10 +95,10 @@ def update(optimizer: MegatronOptimizer, device: torch.device) -> float:
 
 
 def _norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
-    """The norm of all gradients of all ranks as one vector, from a float64 sum of squares.  One host synchronisation.
+    """The norm of the gradients of all ranks as one vector, from a float64 sum of squares.  Collective.
 
-    The norm is infinite if the sum of squares overflows fp32.  Such gradients would also overflow Adam's mean square
-    and stop all further updates.
+    The host synchronises with the GPU once.  The norm is infinite if the sum of squares overflows fp32: such gradients
+    would also overflow Adam's mean of squares, and all further updates would be 0.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for part in offload.all_chained(optimizer):  # experts have their own optimizer and process group
@@ -108,16 +112,16 @@ def _norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
 
 @torch.no_grad()
 def sum_of_squares(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Sum of squares of contiguous gradients: float64 scalar on `device`, 0 without gradients.  No host sync.
+    """The sum of squares of contiguous gradients: float64 scalar on `device`, 0 without gradients.
 
     [3, 4] and [[12]] -> 169.0
 
-    On a CPU, torch's norm of an fp32 tensor adds the squares one after another in fp32.  Rounding loses small squares
-    that are added to a large sum.  The norm of 151,936 x 128 values with a few large rows was 1.5e-4 too small; the
-    norm of 78,000,000 normal values was 7.5e-3 too small.  `torch._foreach_norm` with a dtype adds in float64.  On a
-    GPU it makes no float64 copy (torch's ForeachReduceOp.cu), unlike `torch.linalg.vector_norm`.  An fp32 sum of 1e9
-    numbers on a GPU would round each number about 90 times, an error of at most 3e-6 of the norm.  float64 costs one
-    multiplication and one addition for every 4 bytes read.  No GPU has run this function yet.
+    The host does not synchronise with the GPU.  On a CPU, torch's norm of an fp32 tensor adds the squares one after
+    another in fp32, so rounding loses small squares that are added to a large sum.  The norm of 151,936 x 128 values
+    with a few large rows was 1.5e-4 too small; the norm of 78,000,000 normal values was 7.5e-3 too small.
+    `torch._foreach_norm` with a dtype adds in float64.  On a GPU it makes no float64 copy (torch's ForeachReduceOp.cu),
+    unlike `torch.linalg.vector_norm`.  By arithmetic, an fp32 sum of 1e9 values on a GPU would have an error of at most
+    3e-6 of the norm, because each value is rounded about 90 times.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for pieces in _by_device_and_dtype(gradients):
@@ -127,7 +131,7 @@ def sum_of_squares(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def _by_device_and_dtype(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """All gradients in pieces, by device and dtype.  torch reduces a list of one device and dtype in one GPU kernel."""
+    """Yield the pieces of all gradients, one list per device and dtype.  torch reduces a list in one GPU kernel."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         if gradient.numel():

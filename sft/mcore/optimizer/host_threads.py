@@ -1,4 +1,5 @@
-"""CPU threads of Adam in host memory: all cores of the rank.  Both launchers start a rank with one thread."""
+"""Makes Adam in host memory use all cores of its rank.  torchrun and `sft train --processes` start a rank with one CPU
+thread."""
 
 import os
 import socket
@@ -26,9 +27,10 @@ def use(optimizer: MegatronOptimizer, group: dist.ProcessGroup) -> None:
 
 
 def num_threads(ranks: Sequence[Cores], rank: int) -> int:
-    """The cores of `rank`, where ranks that may run on the same core share it equally.  At least 1.
+    """The number of threads of `rank`, at least 1.  Ranks that may run on the same core share it equally.
 
-    8 cores: two ranks that may run on all -> 4; one bound to cores 0 to 5, and one to cores 6 and 7 -> 6 and 2
+    8 cores, two ranks that may run on all of them -> 4 threads each
+    8 cores, a rank bound to cores 0 to 5 and a rank bound to cores 6 and 7 -> 6 and 2 threads
     """
     machine, cores = ranks[rank]
     neighbours = [others for name, others in ranks if name == machine]

@@ -4,8 +4,8 @@ Without `optim.offload_fraction`, one Adam updates the parameters of its groups.
 uses its hybrid optimizer, which makes an fp32 copy of each parameter of its groups, on the host or on the device.  Each
 copy on the host has its own Adam.
 
-Core's state dict of the hybrid optimizer has Python classes among the values of its groups, and fails on fp32
-parameters.  Therefore checkpoints read and write Adam's states in place; `optimizer_shards.py` decides how.
+Core's state dict of the hybrid optimizer contains Python classes, and making it fails for fp32 parameters.  So
+checkpoints read and write Adam's states in place (`optimizer_shards.py`).
 """
 
 import gc
@@ -32,16 +32,17 @@ _HYBRID_KEYS = (
 
 
 def enable_offload(core: OptimizerConfig, fraction: float) -> None:
-    """Make core keep this fraction of Adam's states on the host and update it there.
+    """Make core keep this fraction of Adam's states on the host, and update these parameters there.
 
-    Call this function on a complete config: the constructor of core 0.16 refuses the values without Transformer Engine.
+    Call this function on a complete config: without Transformer Engine, the constructor of core 0.16 refuses the values
+    that it sets.
     """
     core.optimizer_cpu_offload = True
     core.optimizer_offload_fraction = fraction
     # Gradients move to the host, and weights back to the device, while other parameters are updated.
     core.overlap_cpu_optimizer_d2h_h2d = True
-    # With these values only the hybrid optimizer holds fp32 weights.  Otherwise the device would hold all fp32 weights,
-    # and the host would hold copies of its fraction.
+    # With these values only the hybrid optimizer holds fp32 weights.  Otherwise the device would hold fp32 weights of
+    # all parameters, and the host would hold copies of its fraction of them.
     core.use_precision_aware_optimizer = True
     core.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
 
@@ -49,8 +50,8 @@ def enable_offload(core: OptimizerConfig, fraction: float) -> None:
 def check_and_free(optimizer: MegatronOptimizer) -> None:
     """Check an offloaded optimizer that core has just built, and free the memory of its first version.
 
-    Core builds the optimizer for whole parameters first, then for this rank's shards.  The first version refers to
-    itself, so only the garbage collector frees its fp32 copies, on the host and on the device.
+    Core first builds a hybrid optimizer for whole parameters, then another one for this rank's shards.  The first one
+    is in a reference cycle, so only the garbage collector frees its fp32 copies on the host and on the device.
     """
     for core in chained_optimizers(optimizer):
         hybrid = core.optimizer
@@ -74,15 +75,15 @@ def use_fused_kernel(optimizer: MegatronOptimizer) -> None:
 
 
 def chained_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """[core's optimizer], or the two optimizers that core has chained: for experts, and for all other parameters.
+    """The optimizers inside core's optimizer that have parameters.
 
-    Core also makes an optimizer without parameters if all of them are frozen; it is left out.
+    Core chains two optimizers if experts have one: for experts, and for all other parameters.
     """
     return [core for core in all_chained(optimizer) if not is_empty(core)]
 
 
 def all_chained(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """All chained optimizers, empty ones too, so that every rank runs the same collectives."""
+    """All optimizers inside core's optimizer, also those without parameters.  So all ranks run the same collectives."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
@@ -101,7 +102,7 @@ def adam_instances(optimizer: MegatronOptimizer) -> list[Optimizer]:
 
 
 def adam_lookup(core: MegatronOptimizer) -> Callable[[Tensor], tuple[Optimizer, Tensor]]:
-    """A function: parameter of the groups of `core` -> Adam of this parameter, and the tensor that Adam updates."""
+    """A function: a parameter in the groups of `core` -> the Adam that updates it, and the tensor that it holds."""
     inner = core.optimizer
     if not isinstance(inner, HybridDeviceOptimizer):
         return lambda param: (inner, param)
@@ -113,13 +114,14 @@ def adam_lookup(core: MegatronOptimizer) -> Callable[[Tensor], tuple[Optimizer, 
 
 
 def group_values(core: MegatronOptimizer) -> list[dict[str, Any]]:
-    """The values of the groups of `core` that every Adam has, without parameters, `fused` and hybrid keys."""
+    """The values of each parameter group of `core` that do not depend on the kind of Adam, without the parameters."""
     drop = ("params", "fused", *(_HYBRID_KEYS if isinstance(core.optimizer, HybridDeviceOptimizer) else ()))
     return [{key: value for key, value in group.items() if key not in drop} for group in core.optimizer.param_groups]
 
 
 def counts_by_parameter(adam: Optimizer) -> bool:
-    """Whether Adam keeps `step` per parameter, as torch's Adam does.  Adam of TE and Apex keeps `step` in the group."""
+    """Whether this Adam keeps `step` per parameter, as torch's does.  Adam of Transformer Engine and Apex keeps `step`
+    in the group."""
     return isinstance(adam, Adam | AdamW)
 
 

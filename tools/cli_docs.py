@@ -22,7 +22,7 @@ A setting (`KEY=VALUE`) replaces a key of the recipe and has no dashes: `optim.l
 the keys. Settings and options may stand in any order after the recipe.
 
 """
-# What the numbers mean for all commands; EXIT_CODES says which commands have further meanings.
+# The meaning of exit codes for all commands; EXIT_CODES has the further meanings for some commands.
 _ALL = """\
 | exit code | meaning |
 |---|---|
@@ -58,7 +58,7 @@ def page(before: str) -> str:
 def _commands(
     parser: argparse.ArgumentParser, name: str = "", about: str = ""
 ) -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
-    """("train", what `sft --help` says of it, its parser), ...: the commands that do something, in order."""
+    """(name, description in `sft --help`, parser) of each command without subcommands, in order."""
     groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     if not groups:
         yield name, about, parser
@@ -84,7 +84,7 @@ def _section(name: str, about: str, parser: argparse.ArgumentParser) -> Iterator
 
 
 def _named(action: argparse.Action) -> str:
-    """`--world-size N`, `SRC`"""
+    """An argument as the page names it: `--world-size N`, `SRC`."""
     metavar = action.metavar if action.metavar is not None else action.dest.upper()
     words = " ".join(metavar) if isinstance(metavar, tuple) else metavar
     if action.choices is not None:

@@ -88,7 +88,7 @@ def _item(key: str) -> str:
 
 
 def _megatron_fields() -> list[str]:
-    """A sentence for each field that model.megatron may set, with the versions of megatron-core."""
+    """One sentence for each field that model.megatron may set, with the supported versions of megatron-core."""
     versions = " and ".join(VERSIONS)
     return [
         f"`{name}`: {in_words(entry)}; megatron-core {versions}.  {entry.meaning}" for name, entry in ALLOWED.items()

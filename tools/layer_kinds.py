@@ -18,7 +18,7 @@ from tools import page_text
 
 BEGIN, END = "<!-- made by tools/layer_kinds.py -->\n", "<!-- end of kinds -->\n"
 CP, LONG, SHORT = 8, 65_536, 1_024
-# One layer of each model, or its block for multi-token prediction: sizes of the released files.
+# (kind of layer, model) -> keys of `model` for one layer of this kind, from the released config.json.
 MODELS = {
     ("full attention", "Llama-3.1-8B"): """\
         hidden_size: 4096, ffn_hidden_size: 14336, num_attention_heads: 32, num_query_groups: 8""",
@@ -58,7 +58,7 @@ def received(sizes: str, length: int, number: int) -> float:
 
 
 def saved(sizes: str, recompute: str) -> float:
-    """KiB that the attention half of the layer saves for a token, with the input of the MLP half."""
+    """KiB per token that the attention half of the layer saves for backward, including the input of the MLP half."""
     recipe = config(sizes, recompute)
     rank = Layout.resolve(recipe, CP).share(recipe)
     (kind,) = saving_layers(layer_groups(recipe.model), recipe, rank, LONG)

@@ -4,8 +4,8 @@ python -m tools.life_of_a_batch            print every part
 python -m tools.life_of_a_batch --write    write the parts into the page
 python -m tools.life_of_a_batch --check    exit status 1 if the page shows anything else
 
-Two processes train one step with the code of `sft train`: they tokenise, plan, pack, cut, compute and reduce as a run
-does.  This file holds the chats and the recipe, and formats tensors; it computes none of them.
+Two processes train one step with the code of `sft train`: they tokenise, plan, pack, shard, compute and reduce as a run
+does.  This file holds the chats and the recipe, and formats tensors.  It computes no tensor itself.
 """
 
 import argparse
@@ -59,14 +59,14 @@ train: {num_steps: 1, global_batch_size: 1}
 optim: {lr: 1.0e-3, schedule: constant}
 """,
 }
-NAMES = {"<|im_start|>": "S", "<|im_end|>": "E", "<|endoftext|>": "."}  # of control tokens, one letter each
+NAMES = {"<|im_start|>": "S", "<|im_end|>": "E", "<|endoftext|>": "."}  # control token -> the letter that stands for it
 LOGGED = ("lm loss", "grad-norm", "tokens/supervised", "tokens/real", "tokens/padded", "padding/tail", "documents")
 _PRINTED = re.compile(r"<!-- printed: (\w+) -->\n```text\n.*?```", re.DOTALL)
 _COLLECTIVES = {"_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter", "allreduce_": "all-reduce"}
 
 
 class Recorder(TorchDispatchMode):
-    """Notes collectives and hidden states of this rank in the order of the step, each with shapes."""
+    """Records collectives, hidden states and their gradients of a step on this rank, in order, with their shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,12 +76,12 @@ class Recorder(TorchDispatchMode):
         namespace, _, name = func._schema.name.partition("::")
         if namespace == "c10d" and name in _COLLECTIVES:
             shapes = [list(x.shape) for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
-            shapes = shapes[::-1] if name != "allreduce_" else shapes * 2  # the result is the first argument
+            shapes = shapes[::-1] if name != "allreduce_" else shapes * 2  # the output is the first argument
             self.lines.append(f"  {_COLLECTIVES[name]} {shapes[0]} -> {shapes[-1]}")
         return func(*args, **(kwargs or {}))
 
     def note(self, name: str) -> Any:
-        """A forward hook of the module `name`."""
+        """A forward hook that records the output of a module, and its gradient, under this name."""
 
         def hook(module: Any, inputs: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
@@ -91,7 +91,7 @@ class Recorder(TorchDispatchMode):
         return hook
 
     def until(self, name: str) -> list[str]:
-        """The lines to the first one that begins with `name`: later messages are those of weights and metrics."""
+        """The lines up to the first one that begins with `name`.  Later collectives are about weights and metrics."""
         return self.lines[: 1 + next(i for i, line in enumerate(self.lines) if line.startswith(name))]
 
 
@@ -107,7 +107,7 @@ def letters(session: Session, tokens: np.ndarray) -> list[str]:
 
 
 def numbers(values: Any) -> list[str]:
-    """1.0 -> 1, 0.0 -> a point"""
+    """The values as text.  1.0 becomes 1, and 0.0 becomes a point."""
     return ["." if value == 0 else f"{value:g}" for value in values]
 
 
@@ -188,7 +188,7 @@ def losses(session: Session, mb: Microbatch, logprobs: torch.Tensor, objective: 
 
 
 def step(recipe_path: str) -> list[dict[str, str]]:
-    """Runs on every rank.  The parts of the page, by name."""
+    """Trains one step, on every rank, and returns the parts of the page by name, as the only element of a list."""
     recipe = load_recipe(recipe_path)
     layout = Layout.resolve(recipe.config, CP)
     with session(recipe, layout) as s, model(s) as (engine, _):
@@ -222,7 +222,7 @@ def step(recipe_path: str) -> list[dict[str, str]]:
 
 
 def _counted(lines: Sequence[str]) -> Iterator[str]:
-    """Equal neighbours become one line with their number."""
+    """Replaces equal successive lines by one line with their number: a a b -> "a    2 times", "b"."""
     for line, equal in groupby(lines):
         number = len(list(equal))
         yield line if number == 1 else f"{line}    {number} times"
@@ -233,7 +233,7 @@ def _rounded(value: Any) -> Any:
 
 
 def printed() -> dict[str, str]:
-    """All parts, from a run in a folder of its own."""
+    """All parts of the page, from a run in a temporary folder."""
     torch.set_num_threads(1)  # a process with more threads must not fork
     with tempfile.TemporaryDirectory(prefix="life-") as folder, contextlib.chdir(folder):
         make(Path("tiny"))
@@ -247,7 +247,8 @@ def printed() -> dict[str, str]:
 
 
 def page(text: str, parts: Mapping[str, str]) -> str:
-    """The page with these parts.  KeyError if it names another part; ValueError if it leaves one out."""
+    """The page with these parts.  Raises KeyError if the page has a block for an unknown part, and ValueError if it
+    lacks a block for a part."""
     if missing := parts.keys() - set(_PRINTED.findall(text)):
         raise ValueError(f"{PAGE} shows no block for {', '.join(sorted(missing))}")
     return _PRINTED.sub(lambda match: f"<!-- printed: {match[1]} -->\n```text\n{parts[match[1]]}\n```", text)

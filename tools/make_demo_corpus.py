@@ -23,10 +23,10 @@ from sft.data.chat.encode_chat import Chat, encode_chat
 from sft.data.chat.tokenizer import ByteTokenizer
 from sft.data.rows.messages import Message
 
-HELD_OUT = 0.1  # share of modules, topics and samples
-LONG_SHARE = 0.06  # share of samples
+HELD_OUT = 0.1  # share of modules, topics and samples that is held out
+LONG_SHARE = 0.06  # share of samples that are long documents
 TOPIC_SHARE = 0.1
-MIN_TOKENS = 6000  # about the longest of the short chats
+MIN_TOKENS = 6000  # smallest --max-tokens; the longest short chats have about this length
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,11 @@ def topic_sample(name: str, limit: int) -> list[Message]:
 
 
 def samples(count: int, pool: list[Module], names: list[str], limits: list[int], seed: str) -> list[list[Message]]:
-    """`count` chats in random order.  The first long chat of each limit has nearly this length; further long chats are
-    up to 4 times shorter."""
+    """`count` chats in random order.
+
+    limits  tokens.  For each limit, the first long chat has nearly this length; further long chats are shorter, by a
+            factor of up to 4
+    """
     rng = random.Random(seed)
     num_long, num_topics = max(1, round(LONG_SHARE * count)), min(round(TOPIC_SHARE * count), len(names))
     made = []

@@ -9,12 +9,13 @@ them.
 
     \\nq7 \\nb4 ...  filler ...  \\nq7 \\nb4      statements of q and b, and their questions, with the answers 7 and 4
 
-The values of a held-out document differ.  So a model that knows all values of the document, but does not know which of
-them belongs to a key, is right in one of KEYS answers: this is chance.
+The values of a held-out document are all different.  So a model that knows the values of the document, but not which
+value belongs to which key, gives one of KEYS answers right.  This is the accuracy by chance.
 
 retrieval-train.jsonl has documents of many lengths, most of them short, which ask for every key many times.
 retrieval-512.jsonl asks for every key once, in the order of the statements, so that each answer is exactly 512 tokens
-after its evidence; each of DISTANCES has such a file.  The rows are tokens of the byte tokenizer, with a loss mask.
+after its statement.  There is one such file for each of DISTANCES.  A row holds tokens of the byte tokenizer and a loss
+mask.
 The same Python and arguments always give the same files.
 """
 
@@ -29,24 +30,24 @@ from string import ascii_lowercase, digits
 from typing import NamedTuple
 
 KEYS = 8  # statements of a held-out document
-TRAIN_KEYS = (2, 3, 4, 6, KEYS)  # statements of documents for training
+TRAIN_KEYS = (2, 3, 4, 6, KEYS)  # possible numbers of statements of a training document
 STATEMENT = re.compile(rb"[a-z][0-9]")
 LINE = 3  # tokens of a statement or a question: newline, key, value
-TRAIN_QUESTIONS = 72  # in a document for training
-DISTANCES = (128, 512, 2048, 8192)  # tokens from evidence to answer, in held-out documents
-SHORT_SHARE = 0.7  # of the tokens for training that are in documents without filler
-MAX_FILLER = 8000  # tokens between the statements and the questions of a document for training
+TRAIN_QUESTIONS = 72  # questions of a training document, a multiple of each number of keys
+DISTANCES = (128, 512, 2048, 8192)  # tokens from a statement to its answer, in held-out documents
+SHORT_SHARE = 0.7  # share of the training tokens that are in documents without filler after the statements
+MAX_FILLER = 8000  # largest number of tokens between the statements and the questions of a training document
 
 
 class Document(NamedTuple):
-    """A document in tokens.  answers: the positions of the supervised tokens"""
+    """A document as tokens of the byte tokenizer.  answers: the positions of the supervised tokens"""
 
     tokens: bytes
     answers: list[int]
 
 
 def filler() -> bytes:
-    """The topics of Python's help as ASCII, without lines that begin as a statement does."""
+    """The text of Python's help topics as ASCII, without lines that begin like a statement."""
     text = "\n".join(topics[name] for name in sorted(topics)).encode("ascii", "ignore")
     return b"\n" + b"\n".join(line for line in text.split(b"\n") if not STATEMENT.match(line))
 
@@ -54,8 +55,8 @@ def filler() -> bytes:
 def document(rng: random.Random, text: bytes, values: list[str], *, before: int, between: int, rounds: int) -> Document:
     """A document with `before` tokens of filler before the statements, and `between` tokens after them.
 
-    values  one of each statement
-    rounds  how often each key is asked for.  The first round has the order of the statements.
+    values  the value of each statement; the keys are random
+    rounds  how often each key is asked for.  The first round has the order of the statements, the others a random one.
     """
     keys = rng.sample(ascii_lowercase, len(values))
     lines = [f"\n{key}{value}".encode() for key, value in zip(keys, values, strict=True)]
@@ -70,13 +71,13 @@ def document(rng: random.Random, text: bytes, values: list[str], *, before: int,
 
 
 def excerpt(rng: random.Random, text: bytes, size: int) -> bytes:
-    """`size` tokens of the filler, from a random line on.  The first token is the newline before this line."""
+    """`size` tokens of the filler `text`, from a random line on.  The first token is the newline before this line."""
     start = text.rindex(b"\n", 0, rng.randrange(1, len(text) - size))
     return text[start : start + size]
 
 
 def train_documents(rng: random.Random, text: bytes, num_tokens: int) -> Iterator[Document]:
-    """Documents of about `num_tokens` tokens in all, in random order."""
+    """Training documents with about `num_tokens` tokens in all, in random order."""
     short, made = int(SHORT_SHARE * num_tokens), 0
     documents = []
     while made < num_tokens:

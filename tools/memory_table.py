@@ -16,7 +16,7 @@ from tools.bench.steps.case import StepCase
 
 BEGIN, END = "<!-- made by tools/memory_table.py -->\n", "<!-- end of it -->\n"
 LENGTHS = (65_536, 131_072, 1_048_576)
-CARDS = (80e9, 141e9)  # cards are sold by 10^9 bytes; memory is printed in GiB
+CARDS = (80e9, 141e9)  # bytes of the cards; vendors count in 10^9 bytes, the tables print GiB
 GIB = 2.0**30
 WAYS = ("selective", "full", "selective+offload", "full+offload+tile4k")
 LLAMA = ("model.num_layers=32", "model.ffn_hidden_size=14336", "model.vocab_size=128256", "model.qk_norm=false")

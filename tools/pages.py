@@ -32,7 +32,8 @@ PICTURES: Mapping[str, Callable[[], str]] = {
     "states.svg": plot_cp.states,
     "zigzag.svg": plot_cp.zigzag,
 }
-# Pictures that are measured, or drawn by matplotlib, whose files differ between releases: how each was made.
+# Pictures that no command checks: they show measurements, or matplotlib draws them, whose files differ between its
+# releases.  Each value says how the picture was made.
 DRAWN_BY_HAND: Mapping[str, str] = {
     "delta-rule.svg": "`plot_delta_rule` of commit 86519c67",
     "dynamic-cp.png": "`plot_dynamic_cp` of commit 6f3cfd08",
@@ -48,7 +49,7 @@ def _performance(before: str) -> str:
 
 
 def _drawn(picture: Callable[[], str], before: str) -> str:
-    """The picture, whatever the file holds."""
+    """The picture; the current text of its file is not read."""
     return picture()
 
 

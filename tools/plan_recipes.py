@@ -3,7 +3,7 @@
 python -m tools.plan_recipes            write all recipes
 python -m tools.plan_recipes --check    exit status 1 if a recipe is out of date
 
-The constants are the assumed ones, also on a machine that has measured others.  config.json comes from tests/.
+The predictions use the assumed constants, even on a machine that has a calibration.  config.json comes from tests/.
 """
 
 import argparse
@@ -30,7 +30,7 @@ FOLDER = ROOT / "recipes" / "planned"
 RELEASED = ROOT / "tests" / "unit" / "fixtures" / "released"
 GPUS_PER_NODE, HOST_GIB = 8, 1000.0
 K, M = 2**10, 2**20
-_LARGE, _TOKENS, _LARGE_TOKENS = 16, M, 4 * M  # from so many nodes on, a step has more tokens
+_LARGE, _TOKENS, _LARGE_TOKENS = 16, M, 4 * M  # from 16 nodes on, a step has 4M tokens instead of 1M
 CONFIGS = {  # name on the hub -> file of RELEASED
     "Qwen/Qwen3-0.6B": "qwen3_0p6b",
     "Qwen/Qwen3-8B": "qwen3_8b",
@@ -41,7 +41,7 @@ CONFIGS = {  # name on the hub -> file of RELEASED
     "Qwen/Qwen3.6-27B": "qwen3_6_27b",
     "Qwen/Qwen3.6-35B-A3B": "qwen3_6_35b_a3b",
 }
-# By model: tokens of a pack, nodes, and whether adapters are trained.
+# Model -> cases: tokens of a pack, number of nodes, and whether adapters are trained.
 CASES: dict[str, tuple[tuple[int, int, bool], ...]] = {
     "Qwen/Qwen3-0.6B": ((128 * K, 1, False), (M, 2, False)),
     "Qwen/Qwen3-8B": (
@@ -71,7 +71,7 @@ class Case(NamedTuple):
 
     @property
     def file(self) -> str:
-        """qwen3_8b_256k_4n.yaml        llama31_8b_512k_lora_4n.yaml"""
+        """The name of the file: qwen3_8b_256k_4n.yaml, llama31_8b_512k_lora_4n.yaml"""
         kind = "_lora" if self.is_lora else ""
         return f"{slug(self.model)}_{short_count(self.seq_length).lower()}{kind}_{self.nodes}n.yaml"
 
@@ -81,13 +81,16 @@ def cases() -> list[Case]:
 
 
 def sibling(case: Case) -> str:
-    """The next recipe of the same model: `qwen3_8b_128k_1n.yaml, other packs, or other hardware.`"""
+    """A sentence that names the next recipe of the same model.
+
+    `qwen3_8b_128k_1n.yaml, the same model with other packs or on other GPUs.`
+    """
     same = [other for other in cases() if other.model == case.model]
     return f"{same[(same.index(case) + 1) % len(same)].file}, the same model with other packs or on other GPUs."
 
 
 def planned(case: Case) -> str:
-    """The text of the recipe.  Needs the folder of `released_models`."""
+    """The text of the recipe.  The current folder must be the one of `released_models`."""
     tokens = _LARGE_TOKENS if case.nodes >= _LARGE else _TOKENS
     recipe = recipe_of(case.model, seq_length=case.seq_length, tokens_per_step=tokens, is_lora=case.is_lora)
     gpu, vocab_size = gpus.gpu("h100"), recipe.config.model.vocab_size
@@ -114,7 +117,7 @@ def planned(case: Case) -> str:
 
 @contextmanager
 def released_models() -> Iterator[None]:
-    """A current folder in which each name of a model is a folder with its config.json."""
+    """Changes to a temporary folder in which each name of a model is a folder with its config.json."""
     with TemporaryDirectory() as folder, chdir(folder):
         for name, file in CONFIGS.items():
             Path(name).mkdir(parents=True)

@@ -2,8 +2,9 @@
 
     python -m tools.pages
 
-Lengths have the distribution `longmix` of tools/bench/mixes.py, with seq_length 128K.  A bar is the work of a rank in a
-step.  A block in a bar is a sequence, or all short sequences of a pack.  A black line ends a microbatch.
+Lengths have the distribution `longmix` of tools/bench/mixes.py, with seq_length 128K.  The length of a bar is the work
+of a rank in a step.  A block of a bar is one long document, or all short documents of a pack.  A black line ends a
+microbatch.
 """
 
 import numpy as np
@@ -19,7 +20,7 @@ SHADES = ((65536, "#1f4e79"), (16384, "#2e75b6"), (LONG, "#9dc3e6"), (0, "#deebf
 
 
 def panel(title: str, slots: Slots, lengths: np.ndarray, work: np.ndarray, scale: float, top: int) -> list[str]:
-    """SVG elements: the bars of all ranks, and lines at the mean and at the largest bar."""
+    """SVG elements of one assignment: the bars of all ranks, and lines at the mean and at the largest bar."""
     loads = [sum(int(work[i]) for ids in rank for i in ids) for rank in slots]
     mean, largest = sum(loads) / DP, max(loads)
     parts = [f'<text x="{LEFT}" y="{top}" font-weight="bold">{title}: {mean / largest:.0%} of ideal</text>']

@@ -1,4 +1,4 @@
-"""Draws four pictures of context parallelism for docs/pictures, from the code that cuts packs: no number is typed here.
+"""Draws four pictures of context parallelism for docs/pictures; the code of sft decides which rank holds which token.
 
     context-parallel.svg   attention work of four ranks, contiguous and zigzag
     zigzag.svg             two packed documents and the parts of two ranks
@@ -15,7 +15,7 @@ import numpy as np
 from sft.parallel.context_parallel import Chunk, local_chunks, local_indices
 from sft.parallel.halo import Halo
 
-COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1")  # of ranks
+COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1")  # one for each rank
 GREY, INK = "#e9e9e9", "#333333"
 CELL, LEFT = 24, 84
 
@@ -38,7 +38,7 @@ def text(x: float, y: float, words: str, *, anchor: str = "start", colour: str =
 
 
 def cell(x: float, y: float, label: str, colour: str, *, is_held: bool = True) -> Iterator[str]:
-    """A token.  is_held: filled; otherwise only its border has the colour"""
+    """The square of a token.  is_held: the square is filled; otherwise only its border has the colour"""
     fill, ink = (colour, "white") if is_held else ("white", colour)
     border = "white" if is_held else colour
     size = f'width="{CELL - 2}" height="{CELL - 2}"'
@@ -58,7 +58,7 @@ def parts_of(cu_seqlens: Sequence[int], cp: int) -> list[tuple[Chunk, ...]]:
 
 
 def attention_work() -> str:
-    """Each row is a chunk of queries; it is as wide as the keys that these queries see."""
+    """The attention work of contiguous and of zigzag parts.  A row is a chunk of queries, as wide as their keys."""
     cp = 4
     chunks = 2 * cp
     zigzag = {chunk.position: rank for rank, held in enumerate(parts_of([0, chunks], cp)) for chunk in held}
@@ -69,7 +69,8 @@ def attention_work() -> str:
 
 
 def _work_panel(left: int, title: str, ranks: dict[int, int]) -> Iterator[str]:
-    """ranks: the rank that holds each chunk.  A chunk of queries sees all earlier chunks and half of its own."""
+    """ranks: chunk -> the rank that holds it.  Queries of a chunk attend to all earlier chunks and, as a mean, to half
+    of their own chunk."""
     yield text(left, 24, title, bold=True)
     yield text(left, 44, "a row: a chunk of queries, as wide as its keys")
     for chunk, rank in sorted(ranks.items()):
@@ -101,7 +102,7 @@ def zigzag() -> str:
 
 
 def _documents(cu_seqlens: np.ndarray, cp: int) -> Iterator[str]:
-    """The name of each document, and the number of each of its chunks."""
+    """SVG text: the name of each document above its tokens, and the numbers of its chunks."""
     yield text(LEFT - 10, 30, "chunk", anchor="end")
     for document, (start, stop) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist())):
         length = (stop - start) // (2 * cp)
@@ -116,7 +117,7 @@ def _documents(cu_seqlens: np.ndarray, cp: int) -> Iterator[str]:
 
 
 def halo() -> str:
-    """A document of 12 tokens at cp 3 with a window of 3 tokens."""
+    """The keys that each rank holds and receives: a document of 12 tokens at cp 3, with a window of 3 tokens."""
     length, cp, window = 12, 3, 3
     cu_seqlens = np.array([0, length])
     rank_of = {int(i): rank for rank in range(cp) for i in local_indices(cu_seqlens, cp, rank)}
@@ -142,7 +143,7 @@ def halo() -> str:
 
 
 def states() -> str:
-    """A long document of 64 tokens at cp 2: four fragments, and the states between them."""
+    """A document of 64 tokens at cp 2: four fragments, and the states that pass between them."""
     length, cp, scale, high = 64, 2, 9, 34
     fragments = sorted(
         (chunk.position, chunk.length, rank) for rank, held in enumerate(parts_of([0, length], cp)) for chunk in held

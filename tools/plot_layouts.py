@@ -23,7 +23,7 @@ from sft.metrics.results.records import TRAIN, read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/pictures/layouts.svg"
-LONGEST = 1_600  # bytes of a chat in JSON: each fits a pack
+LONGEST = 1_600  # characters of a JSON line; longer chats are left out, so that every chat fits into a pack
 RECIPE = """\
 run: {device: cpu, precision: fp32}
 model:
@@ -34,19 +34,19 @@ train: {num_steps: 40, global_batch_size: 2}
 optim: {lr: 2e-3, schedule: cosine, warmup_fraction: 0.1, weight_decay: 0.1}
 checkpoint: {save_last: false}
 """
-# By name: the number of processes and the settings of the layout.  The first is the reference.
+# Name -> number of processes, settings of the layout.  The first layout is the reference.
 LAYOUTS = {
     "1 process": (1, ()),
     "dp 2": (2, ()),
     "tp 2": (2, ("parallel.tp=2",)),
     "pp 2": (2, ("parallel.pp=2",)),
     "cp 4": (4, ("parallel.cp=4",)),
-    # With the bandwidth of a real network, packs as small as these would all stay on 4 ranks.
+    # At the bandwidth of a real network, the plan would leave all of these small packs on 4 ranks.
     "cp 4, dynamic": (4, ("parallel.cp=4", "parallel.dynamic_cp=true", "parallel.intra_node_gb_s=1e-6")),
     "tp 2 x cp 2": (4, ("parallel.tp=2", "parallel.cp=2")),
     "pp 2 x cp 2": (4, ("parallel.pp=2", "parallel.cp=2")),
 }
-PROMISED = 1e-6  # relative; tests/ranks compares the curves of layouts with it
+PROMISED = 1e-6  # relative difference; the tolerance with which tests/ranks compares the curves of layouts
 COLORS = ["#1b1b1b", "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8a6d00"]
 INK, FAINT = "#222222", "#888888"
 
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write_inputs(folder: Path) -> None:
-    """The recipe, and the short chats of the demo's corpus."""
+    """Writes the recipe, and the short chats of the demo's corpus."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.yaml").write_text(RECIPE, encoding="utf-8")
     if not (folder / "chats.jsonl").exists():
@@ -76,7 +76,7 @@ def write_inputs(folder: Path) -> None:
 
 
 def train(folder: Path, name: str) -> Path:
-    """The run of this layout.  A run that is done ends at once."""
+    """Trains on this layout, and returns the run folder.  A run that is already done is not repeated."""
     world_size, settings = LAYOUTS[name]
     run = folder / name.replace(", ", "-").replace(" ", "")
     settings = (
@@ -100,7 +100,7 @@ def losses(run: Path) -> np.ndarray:
 
 
 def differences(curves: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """float64 [steps] of each layout but the first: the relative difference of its loss from the first's."""
+    """For each layout but the first, float64 [steps]: the relative difference of its loss from that of the first."""
     first, *others = curves
     return {name: np.abs(curves[name] - curves[first]) / curves[first] for name in others}
 
@@ -111,7 +111,7 @@ def draw(curves: dict[str, np.ndarray], file: Path) -> None:
     left, right = figure.subplots(1, 2, width_ratios=[1.35, 1])
     steps = np.arange(1, len(next(iter(curves.values()))) + 1)
     for number, (name, values) in enumerate(curves.items()):
-        # The widest line is drawn first, so that all eight can be seen where they lie on each other.
+        # The widest line is drawn first, so that all eight lines are visible where they coincide.
         width = 1.0 + 1.1 * (len(curves) - 1 - number)
         left.plot(steps, values, color=COLORS[number], linewidth=width, label=name, solid_capstyle="round")
     left.set_title("one recipe, eight layouts, one curve", loc="left", color=INK, fontsize=12, fontweight="bold")

@@ -42,7 +42,7 @@ def page(before: str) -> str:
 
 
 def header(path: Path) -> dict[str, str]:
-    """The comments at the top: {"Purpose": ..., "Launch": ..., "Hardware": ..., "Expected": ..., "Sibling": ...}"""
+    """The comments at the top of a recipe, by name: {"Purpose": ..., "Launch": ..., "Hardware": ..., ...}"""
     pairs = (re.fullmatch(r"# (\w+): *(.*)", line) for line in path.read_text(encoding="utf-8").splitlines()[:5])
     return {pair[1]: pair[2] for pair in pairs if pair}
 
@@ -75,7 +75,7 @@ def _by_planner(paths: list[Path]) -> Iterator[str]:
 
 
 def _layout(keys: dict[str, Any]) -> str:
-    """tp 2, cp 8, recompute selective, offload"""
+    """The layout and the keys that save memory, as text: `tp 2, cp 8, recompute selective, offload`."""
     words = [f"{name} {value}" for name, value in keys.get("parallel", {}).items()]
     names = {"recompute": "recompute {}", "offload_fraction": "offload", "mlp_tile": "tile {}"}
     words += [text.format(keys["train"][name]) for name, text in names.items() if name in keys["train"]]
@@ -89,7 +89,7 @@ def _number(pattern: str, text: str) -> str:
 
 
 def _order(path: Path) -> tuple[int, bool, int, str]:
-    """By model, first recipes for all weights, then by length."""
+    """The key to sort planned recipes: by model, recipes without LoRA first, then by the length of packs."""
     keys = yaml.safe_load(path.read_text(encoding="utf-8"))
     number = next((i for i, model in enumerate(_MODELS) if path.stem.startswith(model)), len(_MODELS))
     return number, "lora" in keys, keys["data"]["seq_length"], path.name

@@ -3,8 +3,9 @@
     docs/start/install.md   [launch/install.sh](../../launch/install.sh)
     in the site             [launch/install.sh](../repository/launch/install.sh.txt)
 
-A link to a folder becomes its text, because the site has no listing of folders.  A page that loads anything from
-another host is an error; the theme's one script from outside, for search without a server, is replaced by our copy.
+A link to a folder is replaced by its text, because the site cannot list folders.  A page that loads anything from
+another host is an error.  The theme loads one script from another host, for search without a server; our copy replaces
+it.
 """
 
 import os
@@ -31,7 +32,7 @@ def on_post_page(output: str, page: Any, config: Any) -> str:
 
 
 def on_post_template(output: str, template_name: str, config: Any) -> str:
-    """The page for addresses that do not exist, which a server sends under any path."""
+    """Completes the page for addresses that do not exist.  A server sends it under any path."""
     return output.replace(_SHIM, "/javascripts/iframe-worker.js")
 
 

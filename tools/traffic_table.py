@@ -2,10 +2,10 @@
 
 `python -m tools.traffic_table` prints the table, and `python -m tools.pages` writes it into the page.
 
-Counted are the messages of layers and of gradients, as a ring sends them: an all-gather or reduce-scatter of N bytes
-over n ranks sends N (n - 1) / n per rank.  A pack is one document, so a sliding window has one halo for each chunk of
-the pack, and linear attention two maps for each rank.  The embedding, the loss head and small messages are left out.
-The sizes of the models are those of the released files in tests/.
+The table counts the messages of layers and of gradients as a ring algorithm sends them: in an all-gather or
+reduce-scatter of N bytes over n ranks, each rank sends N (n - 1) / n bytes.  A pack is one document, so a sliding
+window has one halo for each chunk of the pack, and linear attention has two maps for each rank.  The table leaves out
+the embedding, the loss head and small messages.  Sizes of models come from the released config.json files in tests/.
 """
 
 from collections import defaultdict
@@ -30,7 +30,7 @@ from tools.plan_recipes import released_models
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- made by tools/traffic_table.py -->\n", "<!-- end of traffic -->\n"
 GPUS_PER_MACHINE = 8
-RECIPES = {  # and number of GPUs
+RECIPES = {  # recipe -> number of GPUs
     "qwen3_8b_128k": 16,
     "llama31_8b_128k": 16,
     "qwen3_30b_a3b_64k": 16,
@@ -38,7 +38,7 @@ RECIPES = {  # and number of GPUs
 }
 RING = ["parallel.cp_comm=p2p", "parallel.cp_a2a=null"]
 BF16, FP32 = 2, 4
-MESSAGES = {  # of layers of each kind
+MESSAGES = {  # kind of layer -> the name of its messages in the table
     "full attention": "cp, all-gather of keys and values",
     "latent attention": "cp, all-gather of keys and values",
     "window attention": "cp, halos of windows",
@@ -48,7 +48,10 @@ MESSAGES = {  # of layers of each kind
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a rank sends to its group in a step.  first, size, stride: the global ranks of the group of rank 0"""
+    """The bytes that a rank sends to its group in a step.
+
+    size, stride  the group of rank 0 has the global ranks 0, stride, ..., (size - 1) * stride
+    """
 
     group: str
     num_bytes: float
@@ -62,22 +65,22 @@ class Traffic:
 
 
 def of(config: Config, layout: Layout) -> Iterator[Traffic]:
-    """Every group of more than one rank.  Packs are full.  Attention runs on Transformer Engine if it can compute the
-    model, otherwise on `portable`."""
+    """The traffic of every group of more than one rank, with full packs.  Attention runs on Transformer Engine if it
+    can compute the model, otherwise on `portable`."""
     tp, cp, model = layout.tp, layout.cp, config.model
     tokens = config.data.seq_length / cp * layout.num_microbatches
     layers = model.num_layers / layout.pp
     queries = BF16 * tokens * model.num_attention_heads * model.resolved_head_dim / tp
-    # Of keys and values, or of a latent.
+    # Bytes of the keys and values, or of the latents, of this rank's tokens.
     pairs = BF16 * tokens * max(group.mixer.sent(config) for group in layer_groups(model))
     is_portable = uses_portable(config)
     heads = 1 if is_portable else layout.cp_a2a or 1
     ring = 1 if is_portable else cp // heads
     if tp > 1:
         yield Traffic("tp", layers * tensor_parallel(config) * BF16 * tokens * model.hidden_size * _share(tp), tp, 1)
-    if heads > 1:  # queries, keys, values and output; backward their gradients
+    if heads > 1:  # forward: queries, keys, values and output; backward: their gradients
         yield Traffic("cp, all-to-all of heads", layers * 2 * (2 * queries + pairs) * _share(heads), heads, tp)
-    if ring > 1:  # forward keys and values; backward also their gradients
+    if ring > 1:  # forward: keys and values; backward: keys and values again, and their gradients
         yield Traffic("cp, ring of keys and values", layers * 3 * (ring - 1) * pairs, ring, tp * heads)
     if cp > 1:
         yield from _context_parallel(config, layout)
@@ -89,9 +92,9 @@ def of(config: Config, layout: Layout) -> Iterator[Traffic]:
 
 
 def _context_parallel(config: Config, layout: Layout) -> Iterator[Traffic]:
-    """The messages of layers over cp, forward and backward, as the mean of the ranks.  A pack is one document.
+    """The messages of layers over cp, forward and backward, as the mean over the ranks.  A pack is one document.
 
-    Transformer Engine sends keys and values itself, so without `portable` only linear attention counts.
+    With Transformer Engine, which sends keys and values itself, only the messages of linear attention are counted here.
     """
     length = np.array([config.data.seq_length])
     num_bytes: dict[str, float] = defaultdict(float)
@@ -110,23 +113,25 @@ def _share(size: int) -> float:
 
 
 def tensor_parallel(config: Config) -> int:
-    """All-gathers and reduce-scatters of hidden states in a dense layer, with sequence parallelism.
+    """The number of all-gathers and reduce-scatters of hidden states in a dense layer, with sequence parallelism.
 
-    Before and after attention and the MLP: four forward, and six backward, where a weight's gradient needs its gathered
-    input again.  Recomputation repeats those of the MLP, or all four.
+    Forward has four, before and after attention and the MLP.  Backward has six: two gather the input of a Linear again
+    for the gradient of its weight.  Recomputation repeats the two of the MLP (selective) or all four (full).
     """
     return 10 + {"none": 0, "selective": 2, "full": 4}[config.train.recompute]
 
 
 def experts(config: Config, tokens: float) -> float:
-    """Bytes of a layer's all-to-alls: tokens with fp32 weights to the experts, outputs back, and their gradients."""
+    """Bytes of a layer's all-to-alls: hidden states with fp32 router weights to the experts, outputs back, and the
+    gradients of both."""
     model, repeated = config.model, 1 if config.train.recompute == "full" else 0
     sent = tokens * (model.moe.top_k or 0)
     return (2 + repeated) * sent * (2 * BF16 * model.hidden_size + FP32)
 
 
 def gradients(config: Config, layout: Layout) -> Iterator[Traffic]:
-    """Once a step, fp32 gradients are reduce-scattered, and bf16 weights are all-gathered."""
+    """The traffic of the distributed optimizer: once a step, a reduce-scatter of fp32 gradients and an all-gather of
+    bf16 weights."""
     weights = stage_parameters(Stage.of(config, layout, config.model.vocab_size or 0, 0, Trained())).all
     copies = layout.cp * layout.dp
     if copies > 1:

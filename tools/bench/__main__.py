@@ -6,8 +6,8 @@
     python -m tools.bench attention --tiny                  small sizes: less than 20 s on one CPU core
     python -m tools.bench step --judge a.jsonl b.jsonl      compare rows that --json wrote earlier with the bars
 
-A bar is a bound that a measured number must keep.  Exit status: 0; 1 if a case failed or, with --check or --judge, a
-bar is missed; 2 if nothing could be measured.
+A bar is a bound for a measured value.  Exit status: 2 if nothing could be measured; 1 if a case failed or, with --check
+or --judge, a bar is missed; otherwise 0.
 """
 
 import argparse

@@ -3,15 +3,15 @@
     python -m tools.bench attention                                    8K to 256K, three mixes, cp 1 to 16
     python -m tools.bench attention --cases 64k:one,128k:one --cp 1,8
 
-A case is LENGTH:MIX (tools/bench/mixes.py).  tools/bench/attention_ways.py lists the
-implementations; `plain` runs only on short packs.  With cp above 1, this one device runs the share of every rank in
-turn, by the trainer's own code.  Copies in memory replace the communication between ranks, so `efficiency` (time of one
-device / cp / time of the slowest rank) measures computation alone.
+A case is LENGTH:MIX (tools/bench/mixes.py).  tools/bench/attention_ways.py lists the implementations; `plain` runs only
+on short packs.  With cp above 1, one device computes the parts of all ranks, one after another, with the trainer's
+code.  Copies in memory replace the communication between ranks, so `efficiency` (time of one device / cp / time of the
+slowest rank) measures computation alone.
 
-If an implementation differs from sdpa on a short pack, nothing is timed.  Times are medians of --repeats repetitions
-(fewer above 64K); the ranks of a row take turns.  `fwd+bwd` includes forward.  FLOPs are causal; backward counts 2.5
-times forward, because backward recomputes the scores.  `slowest` is the time of the slowest rank / that of the fastest.
-`extra` is the peak memory beyond the inputs; it includes gradients.
+If the result of an implementation differs from that of sdpa on a short pack, nothing is timed.  Times are medians of
+--repeats repetitions (fewer above 64K); the ranks of a row take turns.  `fwd+bwd` includes forward.  FLOPs are causal;
+backward counts 2.5 times forward, because backward recomputes the scores.  `slowest` is the time of the slowest rank /
+the time of the fastest rank.  `extra` is the peak memory in addition to the inputs, gradients included.
 """
 
 import argparse
@@ -35,13 +35,13 @@ from tools.bench.clock import check_close, medians, peak_beyond, time_on
 from tools.bench.harness import Column, Option, Row, Subject
 from tools.bench.mixes import boundaries_of, read_length_and_mix
 
-MULTIPLE = 64  # document lengths are multiples of it; it allows cp up to 32
-TOLERANCE = 2e-2  # share of the norm; both results are bf16
-PLAIN_UP_TO = 8192  # tokens; plain torch runs millions of small operations for longer packs
+MULTIPLE = 64  # document lengths are multiples of 64 tokens, which allows cp up to 32
+TOLERANCE = 2e-2  # norm of the difference / norm of the result; both results are bf16
+PLAIN_UP_TO = 8192  # tokens; for longer packs, plain torch runs millions of small operations
 
 
 def read_cp(text: str) -> list[int]:
-    """The cp sizes of a text; 1 is always among them."""
+    """The cp sizes of a text, sorted, with 1 added: "8,2" -> [1, 2, 8]"""
     return sorted({1, *map(int, text.split(","))})
 
 
@@ -51,7 +51,7 @@ def pack_of(mix: str, length: int, options: argparse.Namespace) -> Pack:
 
 
 def prepare(options: argparse.Namespace) -> Iterator[Row]:
-    """Checks every way on a short pack of each mix.  Yields a row for each way that cannot run here, and removes it."""
+    """Checks every way on a short pack of each mix.  Removes each way that cannot run here, and yields a row for it."""
     absent = {name: why for name in options.ways if (why := ways.why_not(name, options.device))}
     length = min(length for length, _ in options.cases)
     for mix in {mix: None for _, mix in options.cases}:
@@ -92,13 +92,13 @@ def _results(way: Way, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def in_memory_group(p: Pack, cp_size: int) -> Iterator[None]:
-    """Collectives of a cp group, replaced by copies in the memory of this device."""
+    """Replaces the collectives of a cp group by copies in the memory of this device."""
     order = np.concatenate([context_parallel.local_indices(p.boundaries, cp_size, rank) for rank in range(cp_size)])
     both = torch.cat([x.detach() for x in p.tensors[1:3]], dim=-1)[torch.from_numpy(order).to(p.device)]
     work, num_gathers = SimpleNamespace(wait=lambda: None), itertools.count()
 
     def all_gather_into_tensor(out: Tensor, local: Tensor, group: Any, async_op: bool) -> Any:
-        num_heads = local.shape[1]  # heads of a head group; forward and backward gather the groups in order
+        num_heads = local.shape[1]  # of a head group; forward and backward gather the head groups in order
         first = next(num_gathers) * num_heads % both.shape[1]
         out.copy_(both[:, first : first + num_heads])
         return work
@@ -136,7 +136,7 @@ def measure(case: tuple[int, str], options: argparse.Namespace) -> Iterator[Row]
 
 
 def rows_of(names: Sequence[str], cp_sizes: Sequence[int], length: int) -> list[tuple[str, int]]:
-    """(way, cp) of each row.  The first row is flash on one device; the rows of its ranks are compared with it."""
+    """(way, cp) of each row.  The first row is flash on one device, to which the rows with cp above 1 are compared."""
     rows = [("flash", cp_size) for cp_size in cp_sizes if "flash" in names]
     others = [name for name in ways.NAMES[1:] if name in names and (name != "plain" or length <= PLAIN_UP_TO)]
     return rows + [(name, 1) for name in others]
@@ -153,7 +153,7 @@ def backward(way: Way) -> None:
 
 
 def timed(pack: Pack, name: str, cp_size: int, repeats: int) -> list[Row]:
-    """For each rank: seconds of forward, seconds of forward and backward, and extra bytes.  The ranks take turns."""
+    """A row for each rank: seconds of forward, seconds of forward and backward, extra bytes.  The ranks take turns."""
     shares = [(ways.whole(pack, name), pack.tensors[:3])]
     if name == "flash":
         shares = [ways.by_flash(pack, cp_size, rank)[:2] for rank in range(cp_size)]
@@ -177,7 +177,7 @@ def timed(pack: Pack, name: str, cp_size: int, repeats: int) -> list[Row]:
 
 
 def row_of(cp_size: int, ranks: Sequence[Row], flops: float, whole: Row | None) -> Row:
-    """The row of a way.  flops: forward of the whole pack; whole: the row of one device, if known.
+    """The row of a way.  flops: of a forward pass over the whole pack; whole: the row of one device, if known
 
     one device takes 4 s; 4 ranks take 1.0, 1.0, 1.0 and 1.25 s: efficiency 4 / 4 / 1.25 = 80%
     """

@@ -2,8 +2,8 @@
 
 Decides which implementations run on a device, and returns each as a function.  Measures no time.
 
-    flash   the trainer's code with torch's flash kernel, for the whole pack or for the share of a rank; on a CPU, a
-            replacement with the same results computes in place of the kernel
+    flash   the trainer's code with torch's flash kernel, for the whole pack or for the part of a rank; on a CPU,
+            `stand_in` replaces the kernel
     plain   the trainer's code with plain torch
     sdpa    torch's scaled_dot_product_attention, one call per document; torch chooses the kernel
     cudnn   as sdpa, with the kernel of cuDNN
@@ -29,10 +29,10 @@ from sft.parallel import context_parallel
 
 NAMES = ("flash", "sdpa", "te", "cudnn", "plain")
 FOREIGN = ("te", "cudnn")  # kernels that may refuse a shape
-REFUSALS = (RuntimeError, ValueError, AssertionError, ImportError)  # exceptions of these kernels
+REFUSALS = (RuntimeError, ValueError, AssertionError, ImportError)  # what the kernels of FOREIGN raise for such a shape
 BACKWARD = 2.5  # FLOPs of backward / FLOPs of forward; backward recomputes the scores
 
-Way = Callable[[], tuple[Tensor, Tensor]]  # returns the output, and the gradient of the loss by the output
+Way = Callable[[], tuple[Tensor, Tensor]]  # returns the output, and the gradient of the loss with respect to it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Pack:
 
     @property
     def flops(self) -> float:
-        """FLOPs of a causal forward: products for scores and values, over half of the square of each document.
+        """FLOPs of a causal forward pass: the products for scores and values, for half of the square of each document.
 
         documents of 2 and 4 tokens, 3 heads of size 8: 2 * 24 * (4 + 16) = 960
         """
@@ -156,7 +156,8 @@ def by_plain(p: Pack) -> Way:
 
 
 def by_flash(p: Pack, cp_size: int, rank: int) -> tuple[Way, Sequence[Tensor], np.ndarray]:
-    """The share of a rank as a function; the queries, keys and values of the share; their positions in the pack."""
+    """The computation of a rank's part as a function; the queries, keys and values of the part; its positions in the
+    pack."""
     kernel = FlashKernel.of(p.boundaries, cp_size, rank, p.device, operators=operators_for(p.device))
     indices = context_parallel.local_indices(p.boundaries, cp_size, rank)
     rows = torch.from_numpy(indices).to(p.device)

@@ -3,11 +3,11 @@
     python -m tools.bench checkpoint --device cpu          two processes, 1 GiB of weights and moments
     python -m tools.bench checkpoint --folder /mnt/nfs     on a given file system
 
-A case is the precision of the weights.  Rows are measured in turns; a time is the median over the turns of the slowest
-rank.  Every row moves the same bytes.  With torch.save, each rank writes one file.  Writes are flushed to the disk
-before the clock stops; loads read files that were just written, so the page cache provides the bytes.  GB/s is the sum
-over all ranks.  `peak` is the largest growth of a process.  `work` is a matrix product with its two gradients.
-`ratio` is the time / the time of the row in column `of`.
+A case is the precision of the weights.  Rows are measured in turns; a time is that of the slowest rank, as the median
+over the turns.  Saves and loads all move the same bytes.  With torch.save, each rank writes one file.  Writes are
+flushed to the disk before the clock stops.  Loads read files that were just written, so the bytes come from the page
+cache.  GB/s is the sum over all ranks.  `peak` is the largest memory growth of a process.  `work` is a matrix product
+with its two gradients.  `ratio` is the time / the time of the row that column `of` names.
 """
 
 import argparse
@@ -44,9 +44,9 @@ from tools.bench.harness import Bar, Column, Option, Row, Subject, one_of
 UNITS = 20  # number of units of work that are timed without a concurrent save
 SYNC, FIRST, STALL = "sync save", "async save: first stall", "async save: stall"
 WORK, BESIDE = "work alone", "work beside an async save"
-STALL_BAR = 0.15  # share of the time of a sync save
+STALL_BAR = 0.15  # stall of an async save / time of a sync save
 VOCAB, HEAD = 4096, 64
-BYTES = {"bf16": 14, "fp32": 16}  # per parameter: weight, main parameter in fp32, two moments
+BYTES = {"bf16": 14, "fp32": 16}  # per parameter: weight (2 or 4 bytes), fp32 main parameter, two moments
 COMPARED_WITH = {
     "torch.save": None,
     SYNC: "torch.save",
@@ -69,7 +69,7 @@ class Took(NamedTuple):
 
 
 def sizes_for(num_parameters: float) -> tuple[int, int]:
-    """(layers, hidden size) of a model with about this many parameters, and at most one layer per 64 of hidden size."""
+    """(layers, hidden size) of a model with about this many parameters, and about one layer per 64 of hidden size."""
     hidden = HEAD
     while VOCAB * hidden + 13 * hidden**2 * (hidden // HEAD) < num_parameters:
         hidden += HEAD
@@ -102,7 +102,8 @@ def measure(precision: str, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def turns_of(config: Config, vocab_size: int, folder: str, repeats: int) -> list[Row]:
-    """Runs on every rank.  Returns the times of all turns of all rows; each is the time of the slowest rank."""
+    """Runs on every rank.  Returns facts of the model, and for each row the time and memory of all turns.  Each value
+    is the largest over the ranks."""
     layout = Layout.resolve(config, dist.get_world_size())
     groups = process_groups.start(layout, device.start(config.run.device), seed=1, timeout_s=600)
     engine = Engine(config, layout, groups, vocab_size=vocab_size, num_steps=100)
@@ -229,7 +230,7 @@ def rows_of(turns: Mapping[str, Sequence[Took]], num_bytes: int) -> Iterator[Row
 
 
 def bars(rows: Sequence[Row]) -> Iterator[Bar]:
-    """The bar of the stall.  The first async save is left out, because it allocates memory."""
+    """The bar of the stall.  The first async save does not count, because it allocates memory."""
     for row in rows:
         if row["way"] == STALL:
             yield Bar(

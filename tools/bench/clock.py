@@ -63,7 +63,7 @@ def cpu_time(call: Callable[[], Any]) -> float:
 
 
 def time_on(device: torch.device) -> Callable[[Callable[[], Any]], float]:
-    """The clock for short calls on a device."""
+    """The clock for short calls on a device: between two CUDA events, or wall time on a CPU."""
     return _between_events if device.type == "cuda" else wall
 
 
@@ -91,7 +91,7 @@ def peak_beyond(call: Callable[[], Any], device: torch.device) -> int | None:
 
 @contextmanager
 def catch_out_of_memory() -> Iterator[list[str]]:
-    """Catches out-of-memory errors of the body; the list holds the message of a caught error."""
+    """Catches out-of-memory errors of the body.  The list is empty, or holds the message of the error."""
     errors: list[str] = []
     try:
         yield errors
@@ -102,7 +102,7 @@ def catch_out_of_memory() -> Iterator[list[str]]:
 
 
 def growth(work: Callable[[], object]) -> tuple[float, int]:
-    """Seconds of `work`, and the bytes by which this process grew during it at most."""
+    """Seconds of `work`, and the largest number of bytes by which this process grew during it."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak of the process
     before, start = memory()[0], time.perf_counter()

@@ -1,6 +1,6 @@
 """Counts allocated bytes and sent bytes of operations that pass torch's dispatcher.
 
-Bytes are counted by storages, on a CPU.  Memory that a kernel allocates internally while it runs is not counted.
+It counts the bytes of storages, on a CPU.  It does not count memory that a kernel allocates internally while it runs.
 """
 
 import sys
@@ -40,7 +40,7 @@ class Counter(TorchDispatchMode):
         super().__init__()
         self.bytes_sent = 0
         self._clock = 0  # number of operations so far
-        self._alive: dict[int, _Lifetime] = {}  # by address; the weak reference keeps it from reuse
+        self._alive: dict[int, _Lifetime] = {}  # by address; the weak reference prevents its reuse
         self._ended: list[_Lifetime] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,7 +73,7 @@ class Counter(TorchDispatchMode):
             life = self._alive.get(storage._cdata)
             if life is not None and life.num_bytes == storage.nbytes():
                 continue
-            if life is not None:  # resized
+            if life is not None:  # the storage was resized
                 self._end(storage._cdata)
             reference = StorageWeakRef(storage)
             self._alive[reference.cdata] = _Lifetime(reference=reference, num_bytes=storage.nbytes(), born=self._clock)

@@ -2,13 +2,14 @@
 
     python -m tools.bench delta_rule --check        2K and 8K tokens, an eighth of the heads of Qwen3.6-27B
 
-A case is LENGTH:MIX (tools/bench/mixes.py).  `torch` is the plain kernel, `fla` that of flash-linear-attention (CUDA,
-bf16); both compute all documents of a pack in one call.  `transformers` computes them one after the other, as it does
-without flash-linear-attention.  On a CPU, inputs are fp32, and times are CPU times.
+A case is LENGTH:MIX (tools/bench/mixes.py).  `torch` is our kernel in plain torch, and `fla` is the kernel of
+flash-linear-attention (CUDA, bf16).  Both compute all documents of a pack in one call.  `transformers` computes one
+document after another, as transformers does without flash-linear-attention.  On a CPU, inputs are fp32, and times are
+CPU times.
 
 If an output or gradient differs from that of transformers, nothing is timed.  Times are medians; the ways take turns.
-`fwd+bwd` includes forward, and the recomputation in backward.  `saved` are the bytes that forward saves for backward
-beyond the inputs.
+`fwd+bwd` includes forward, and the recomputation in backward.  `saved` is the number of bytes that forward saves for
+backward, without the inputs.
 """
 
 import argparse
@@ -29,9 +30,9 @@ from tools.bench.mixes import boundaries_of, read_length_and_mix
 
 BASELINE = "transformers"
 WAYS = (BASELINE, "torch", "fla")
-CHECKED = 1024  # tokens of the documents whose results are compared
-TOLERANCE = {"cpu": 1e-5, "cuda": 2e-2}  # share of the norm, in fp32 and bf16
-MAX_TIME, MAX_SAVED = 0.7, 0.1  # of the baseline's
+CHECKED = 1024  # tokens of the pack on which results are compared
+TOLERANCE = {"cpu": 1e-5, "cuda": 2e-2}  # norm of the difference / norm of the result, in fp32 and bf16
+MAX_TIME, MAX_SAVED = 0.7, 0.1  # bars: shares of the baseline's time and saved bytes
 JUDGED = "8k:one"
 
 Way = Callable[[Inputs], Tensor]
@@ -60,7 +61,7 @@ def by_transformers(boundaries: Sequence[int], inputs: Inputs) -> Tensor:
 
 
 def ways_of(boundaries: Sequence[int], options: argparse.Namespace) -> dict[str, Way]:
-    """The baseline comes first."""
+    """Name -> implementation on a pack with these boundaries.  The baseline comes first."""
     kernels: dict[str, Callable[[], Kernel]] = {
         "torch": TorchDeltaKernel,
         "fla": lambda: FlaKernel(fla_kernel.operator()),
@@ -74,13 +75,14 @@ def ways_of(boundaries: Sequence[int], options: argparse.Namespace) -> dict[str,
 
 
 def backward(way: Way, inputs: Inputs, grad: Tensor) -> list[Tensor]:
-    """The output and the gradients of the inputs."""
+    """The output and the gradients of all inputs."""
     out = way(inputs)
     return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
 
 
 def prepare(options: argparse.Namespace) -> Iterator[Row]:
-    """Removes fla where it cannot run.  Checks all other ways."""
+    """Removes fla if it cannot run here, and yields a row that says why.  Raises Refused if the result of a way differs
+    from the baseline."""
     if "fla" in options.ways:
         if problem := "it needs CUDA" if options.device.type == "cpu" else fla_kernel.missing():
             options.ways = [name for name in options.ways if name != "fla"]
@@ -105,7 +107,7 @@ def saved_bytes(way: Way, inputs: Inputs) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         out = way(inputs)
     of_inputs = {x.untyped_storage().data_ptr() for x in inputs}
-    del out  # until here, no address can be that of another storage
+    del out  # keeps the saved storages alive until here, so that no address is reused
     return sum(size for address, size in storages.items() if address not in of_inputs)
 
 

@@ -1,16 +1,21 @@
 """A CP size for each pack (dynamic CP) against a fixed CP size, predicted: time of a step, bytes over cp, balance.
 
-A case is MIX:MODEL:RANKSxMICROBATCHES:CP: the dp x cp grid, and packs of a global batch for each dp rank at fixed CP.
-Both plans have the same global batches and tokens of a rank (seq_length / CP).  Columns are means of the batches:
+A case is MIX:MODEL:RANKSxMICROBATCHES:CP.  RANKS is dp x cp, and MICROBATCHES is the number of packs per dp rank and
+global batch at fixed CP.  Both plans have the same global batches, and packs of seq_length / CP tokens per rank.  A
+column is the mean over the global batches, or the largest or smallest value where the list says so:
 
-    bytes, least         bytes over cp / those of fixed CP; with the smallest group that holds each document
-    step / bound         the largest: time of the step / the bound of any assignment
-    step / fixed         time of the step / that of fixed CP (sft/data/packing/balance.py)
-    balance, microbatch  the smallest: mean work of a rank / time of the step; if all ranks wait after every microbatch
-    level                `microbatch` of a plan for ranks that all wait
-    level / bound        the largest: time of that plan / the bound of any such plan (level_bound)
+    bytes          bytes over cp / bytes over cp of fixed CP
+    least          the same ratio if each document is on the smallest group that holds it
+    step / bound   largest value: time of the step / lower bound of the time of any assignment
+    step / fixed   time of the step / time of the step with fixed CP (sft/data/packing/balance.py)
+    balance        smallest value: mean work of a rank / time of the step
+    microbatch     smallest value: `balance` if all ranks wait for each other after every microbatch
+    level          `microbatch` of a plan that is made for ranks that wait
+    level / bound  largest value: time of the plan of `level` / lower bound of the time of any such plan (level_bound)
+    ms, max        largest CPU time of making a plan
 
-The ranks do not wait for each other, except in `level`.  Times come from the cost model of sft/data/packing/cp_cost.py.
+Only in `microbatch` and `level` do ranks wait for each other within a step.  Times of steps are predicted by the cost
+model of sft/data/packing/cp_cost.py.
 """
 
 import argparse
@@ -32,7 +37,7 @@ from tools.bench.clock import cpu_time
 from tools.bench.harness import Bar, Column, Option, Row, Subject
 from tools.bench.mixes import MULTIPLE, SEQ_LENGTHS, TRACES, lengths_of
 
-# bf16, tp 1, no recompute, an H100 at 35% of its peak: 6 FLOPs for each active parameter of the layers.
+# For bf16, tp 1, no recompute, an H100 at 35% of its peak: 6 FLOPs per token and active parameter of the layers.
 COSTS = {
     "llama-8b": CpCost(
         doc_multiple=MULTIPLE, attention=AttentionCost(57_000.0),
@@ -44,9 +49,9 @@ COSTS = {
     ),
 }  # fmt: skip
 GRIDS = ("16x8:16", "32x8:8", "64x8:16", "256x4:16")
-# A dp of 8 or 32 at fixed CP.
+# 8 and 32 ranks: dp 1 and 4 at fixed CP.
 BALANCE = ("8x4:8", "8x16:8", "32x8:8", "32x32:8")
-LARGE = "128x32:8"  # batches of 512 packs
+LARGE = "128x32:8"  # 16 dp ranks with 32 packs each: global batches of 512 packs
 BYTES_BAR, STEP_BAR, BALANCE_BAR, LEVEL_BAR, PLAN_BAR_S = 0.45, 1.05, 0.95, 0.90, 0.050  # seconds for 512 packs
 
 Case = tuple[str, str, int, int, int]
@@ -121,10 +126,11 @@ def measure(case: Case, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def level_bound(documents: Documents, num_ranks: int, cost: CpCost) -> float:
-    """Nanoseconds of a step whose ranks all wait after every microbatch, which no plan goes below.
+    """A lower bound, in nanoseconds, of the time of a step whose ranks all wait after every microbatch.
 
-    Of documents that need all cp ranks, num_ranks / cp fit in a microbatch, which takes as long as the longest of them.
-    The k longest such microbatches hold at most the costliest tokens that fit, and all other work follows."""
+    A microbatch holds at most num_ranks / cp of the documents that need all cp ranks, and takes as long as the longest
+    of them.  For each k: the k longest such microbatches together hold at most the work of the costliest tokens that
+    fit into them, and the ranks share all other work evenly.  The bound is the largest time over k."""
     sizes, index = np.array(documents.sizes), documents.least
     work = documents.work(index)
     order = np.argsort(-work / documents.units, kind="stable")

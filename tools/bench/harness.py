@@ -1,8 +1,9 @@
 """Runs a benchmark: measures its cases, prints a table and bars, writes JSON lines, and returns an exit status.
 
-A subject, one module of this folder, declares its cases, columns and bars, and measures one case at a time.  A row is a
-mapping of plain values and is written as a line of JSON.  A row with a `status` other than "done" was not measured; its
-status gives the reason.  The table prints the `notes` of rows at its end.  A bar is a bound that applies to rows.
+A subject is a benchmark, one module of this folder.  It declares its cases, columns and bars, and measures one case at
+a time.  A row is a mapping of plain values and is written as a line of JSON.  A row with a `status` other than "done"
+was not measured; its status gives the reason.  The table prints the `notes` of rows at its end.  A bar is a bound for a
+value of some rows.
 """
 
 import argparse
@@ -23,7 +24,7 @@ COMPARISONS = {"at most": operator.le, "at least": operator.ge, "exactly": opera
 class Column:
     """A column: key of the value in a row, title, Python format, and unit by which the value is divided.
 
-    key "extra" in bytes, title "extra MiB", spec ",.1f", unit 2**20: 1572864 -> 1.5
+    With key "extra", title "extra MiB", spec ",.1f" and unit 2**20, a value of 1572864 bytes is printed as 1.5.
     """
 
     key: str
@@ -68,7 +69,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A bound and the measured value; a value of None was not measured."""
+    """A bound and the measured value; None if it was not measured."""
 
     name: str
     value: float | None
@@ -90,7 +91,7 @@ class Bar:
 
 
 def number(value: float) -> str:
-    """412316860416 -> 412,316,860,416; 54123456.7 -> 54,123,457; 0.94251 -> 0.9425"""
+    """The value as text: 412316860416 -> 412,316,860,416; 54123456.7 -> 54,123,457; 0.94251 -> 0.9425"""
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
@@ -104,8 +105,9 @@ class Refused(Exception):
 class Option:
     """A size or another setting of a subject, `--name` on the command line.
 
-    tiny  default with --tiny; None: as without --tiny
-    read  converts text to a value; None: the type of the default.  A list collects the values of all `--name VALUE`
+    tiny  the default with --tiny; None: the same default as without --tiny
+    read  converts text to a value; None: the type of the default converts it.  If the default is a list, the option may
+          be given several times, and its values are collected
     """
 
     default: Any
@@ -126,8 +128,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A benchmark.  These fields hold everything in which benchmarks differ.  With --tiny, a benchmark takes less than
-    20 s on one CPU core.
+    """A benchmark.  With --tiny, it takes less than 20 s on one CPU core.
 
     measure   yields the rows of a case, each as soon as it is measured
     read      converts a name to a case; raises ValueError

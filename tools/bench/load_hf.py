@@ -6,9 +6,9 @@
 
 Rows take turns, each in a new process.  The first two rows are load_file of safetensors and one pass over every byte: a
 sum, or a copy.  Times are medians; ratios are to the sum and to the copy of the same turn.  A sum writes nothing, so
-the bar of weights that the page cache holds is against the copy.  `from disk` means that the page cache held none of
-the files.  `peak` is the growth of the process beyond its parameters and imports.  `requested` are the bytes that were
-requested from the files, and `touched` those that the kernel read, in sizes of the parameters.
+the bar for weights in the page cache compares with the copy.  `from disk` means that the page cache held none of the
+files.  `peak` is the growth of the process in addition to its parameters and imports.  `requested` is the number of
+bytes that were requested from the files, and `touched` the number that the kernel read, both / bytes of the parameters.
 """
 
 import argparse
@@ -46,7 +46,7 @@ CACHED, COLD = "cached", "from disk"
 SUM, COPY, WHOLE, PART = "load_file, sum", "load_file, copy", "read and place", f"read and place, tp {TP}"
 BY_ROWS = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_fc1.weight")
 BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
-# Sizes of released models.
+# SHAPES has the values of these keys of config.json, for released models and a tiny one.
 KEYS = "hidden_size intermediate_size num_attention_heads num_key_value_heads vocab_size tie_word_embeddings".split()
 SHAPES = {
     "llama-3.2-1b": (2048, 8192, 32, 8, 128_256, True),
@@ -54,7 +54,7 @@ SHAPES = {
     "llama-3-70b": (8192, 28_672, 64, 8, 128_256, False),
     "tiny": (64, 128, 4, 2, 512, False),
 }
-Turn = Mapping[tuple[str, str], Mapping[str, float]]  # by way and state of the page cache
+Turn = Mapping[tuple[str, str], Mapping[str, float]]  # (way, state of the page cache) -> measurements
 
 
 def config_of(shape: str, num_layers: int) -> dict[str, Any]:
@@ -88,7 +88,8 @@ def make_model(folder: Path, content: Mapping[str, Any]) -> None:
     tensors, generator = tensors_of(content), torch.Generator().manual_seed(0)
 
     def values(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-        """Random bits of finite numbers; drawing normal numbers takes five times as long."""
+        """The name, and random finite values of the tensor's shape.  Values are random bits, because drawing normal
+        values takes five times as long."""
         bits = torch.empty(tensor.shape, dtype=torch.int16).random_(0, 0x4000, generator=generator)
         return name, bits.view(tensor.dtype)
 
@@ -96,7 +97,8 @@ def make_model(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def parts_of(mapping: TensorMapping, tp: int) -> Iterator[Any]:
-    """The parts of our tensor that tensor-parallel rank 0 holds, as Megatron makes them, with touched memory."""
+    """The parts of our tensor that tensor-parallel rank 0 holds, as Megatron makes them.  Their memory is written once,
+    so that the process already has it."""
     whole = mapping.shape(mapping.num_rows)
     axes, matrices = len(mapping.stack), 2 if mapping.key.endswith("linear_fc1.weight") else 1
     axis = 0 if mapping.key.endswith(BY_ROWS) else 1 if mapping.key.endswith(BY_COLUMNS) else None

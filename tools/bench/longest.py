@@ -2,10 +2,10 @@
 
     python -m tools.bench longest --cases 0.6b,1.7b --minutes 8
 
-A case is a shape of tools/bench/steps/case.py.  The search begins at the length that
-sft/estimate/memory.py predicts; `ratio` is the found length / the predicted length.  If no length is predicted to fit,
-the benchmark offloads as much of the optimizer as host memory can hold.  --mix sets the lengths of documents: `one`
-needs as much memory as `1k`, and takes far longer.
+A case is a shape of tools/bench/steps/case.py.  The search begins at the length that sft/estimate/memory.py predicts;
+`ratio` is the found length / the predicted length.  If no length is predicted to fit, the benchmark offloads as much of
+the optimizer as host memory can hold.  --mix sets the lengths of documents: `one` needs as much memory as `1k`, but
+takes far longer.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from tools.bench.steps.case import SHAPES, StepCase
 from tools.bench.steps.process import HOST, OPTIONS, measured, memory_of, validate
 
 CUDA_CONTEXT = 2**30  # bytes of memory that CUDA itself uses
-FIRST = 0.05  # distance of the first two tries, as a share of the predicted length; each next distance doubles
-TOLERANCE = 0.02  # largest gap between the longest length that fits and the shortest that does not
+FIRST = 0.05  # distance between the first two tries / predicted length; each further distance is twice as large
+TOLERANCE = 0.02  # the search ends if the lengths that fit and do not fit are this close, relative to their size
 TRIES = 12
 
 
@@ -41,7 +41,7 @@ class Search:
 
 
 class Stopped(Exception):
-    """A try ended for a reason other than memory."""
+    """A try ended for another reason than a lack of memory."""
 
 
 def search(predicted: int, fits: Callable[[int], bool], grain: int) -> Search:

@@ -5,11 +5,12 @@
     python -m tools.bench loss_head --cases 1 --device cuda --dtype bf16 --hidden 2048 --vocab 62080 --tokens 262144 \\
         --chunks 512,1024,2048,4096,8192,16384 --ways fused
 
-A case is the fraction of tokens that are supervised.  `frozen C` is `fused C` with a frozen output weight.  All chunked
-implementations but `fused C` use the largest of --chunks.  The reference is the first row, which is torch's code; on
-several ranks it is `full`.  If gradients of an implementation differ from the reference, nothing is timed.
-tools/bench/loss_problem.py defines `extra` and `total`.  `GEMM`: FLOPs of matrix products in units of 2 x tokens x
-hidden x vocabulary rows of the rank.  `bytes sent`: bytes that this rank passes to collectives.
+A case is the fraction of tokens that are supervised.  `fused C` is the fused loss with chunks of C tokens, and `frozen
+C` the same with a frozen output weight.  All other chunked implementations use the largest of --chunks.  The reference
+is the first row: torch's code, or `full` on several ranks.  If gradients of an implementation differ from the
+reference, nothing is timed.  tools/bench/loss_problem.py defines `extra` and `total`.  `GEMM` is the FLOPs of matrix
+products in units of 2 x tokens x hidden x vocabulary rows of the rank.  `bytes sent` is the number of bytes that this
+rank passes to collectives.
 """
 
 import argparse
@@ -23,14 +24,15 @@ from tools.bench import ranks
 from tools.bench.harness import DONE, Bar, Column, Option, Row, Subject
 from tools.bench.loss_problem import BASELINE, DTYPES, WAYS, Sizes, make_problem, measure
 
-CHECKED_TOKENS = 8192  # largest number of tokens for checking gradients: with more, the baseline would not fit
+CHECKED_TOKENS = 8192  # gradients are checked on at most so many tokens; the baseline would not fit with more
 
 # Bars of FLOPs apply to every size, and the bar of `extra` bytes from LARGE_BUFFER on.  Bars of time apply on a CPU in
 # fp32 with CPU_SIZES, and on one H200 in bf16 with CUDA_SIZES; other rows have no bars of time.
 CPU_SIZES = (2048, 1024, 32_768)  # tokens, hidden, vocabulary
-CPU_RATIO = {(1.0, 256): 1.08, (1.0, 512): 1.00, (0.1, 256): 0.15, (0.1, 512): 0.15}  # (fraction, chunk)
-CPU_FROZEN_RATIO = 0.75  # time of frozen / time of fused, all supervised; 2 of 3 GEMMs and the whole softmax
-# Bytes of the logits of a chunk.  The softmax also copies rows, 512 KiB at a time, which is 2% of this.
+CPU_RATIO = {(1.0, 256): 1.08, (1.0, 512): 1.00, (0.1, 256): 0.15, (0.1, 512): 0.15}  # (fraction, chunk): time ratio
+CPU_FROZEN_RATIO = 0.75  # time of frozen / time of fused at fraction 1; frozen has 2 of the 3 GEMMs, and the softmax
+# Bytes of the logits of a chunk, from which the bar of `extra` applies.  The softmax also copies rows, 512 KiB at a
+# time, which is 2% of this.
 LARGE_BUFFER = 25 * 2**20
 CUDA_SIZES = (262_144, 2048, 62_080)
 CUDA_MS, CUDA_GIB, CUDA_CHUNK = 316.0, 3.3, 4096
@@ -89,7 +91,7 @@ def validate(options: argparse.Namespace) -> None:
 
 
 def extra_bar(chunk: int, row: Row) -> float | None:
-    """Bytes of `extra` that fused may use in fp32: one buffer of logits plus 2%, and a few numbers per token.
+    """The bound of `extra` bytes of fused in fp32: one buffer of logits plus 2%, and 32 bytes per token.
 
     None if the buffer is too small for a bar.
     """

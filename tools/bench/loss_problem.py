@@ -1,8 +1,8 @@
 """Makes the inputs of the loss head and its implementations, counts FLOPs and bytes of each, checks its gradients, and
 times all in turns.
 
-extra   peak bytes without inputs and final gradients.  On a CPU, tools/bench/counter.py counts them at every operation;
-        on CUDA, they are the allocator's peak minus inputs and gradients
+extra   peak bytes without inputs and final gradients.  On a CPU, tools/bench/counter.py counts them at every operation.
+        On CUDA, it is the allocator's peak minus inputs and gradients
 total   peak bytes with inputs and gradients
 """
 
@@ -26,12 +26,12 @@ BASELINE = "F.linear + F.cross_entropy"
 WAYS = ("fused", "frozen", "chunked", "full", "token_statistics", BASELINE)
 IGNORED = -100  # label of a token that is not supervised
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # share of a gradient's norm
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # norm of the difference / norm of the gradient
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of the inputs.  vocab: the vocabulary of all ranks; chunks: chunk sizes of fused"""
+    """Sizes of the inputs.  vocab: rows of the output weight over all ranks; chunks: chunk sizes of fused, in tokens"""
 
     tokens: int = 2048
     hidden: int = 1024
@@ -48,12 +48,12 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Ways to compute one loss, and the inputs of the loss.  The first way is the reference of the others."""
+    """Implementations of one loss, and the inputs of the loss.  The others are compared with the first one."""
 
     ways: dict[str, Callable[[], Tensor]]
     leaves: tuple[Tensor, ...]  # inputs that require gradients
     constants: tuple[Tensor, ...]
-    num_gradients: Mapping[str, int]  # of ways that have them of the first leaves only
+    num_gradients: Mapping[str, int]  # ways that give gradients for only the first n leaves -> n
 
     def backward(self, name: str) -> None:
         self.clear()
@@ -148,7 +148,7 @@ def measure(problem: Problem, checked: Problem, *, repeats: int) -> Iterator[Row
 
 
 def count(problem: Problem, name: str) -> Row:
-    """Counts FLOPs and bytes of one run.  Leaves the gradients in the leaves."""
+    """Counts FLOPs and bytes of one forward and backward.  The gradients stay in the leaves."""
     problem.clear()
     inputs = (*problem.leaves, *problem.constants)
     on_cuda = problem.device.type == "cuda"

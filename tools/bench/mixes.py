@@ -2,7 +2,7 @@
 
 one      a single document
 chat     log-normal with median 600
-longmix  98% as chat, and 2% log-uniform from 8K to 128K
+longmix  98% of the documents as in chat, and 2% log-uniform from 8K to 128K
 agent    log-normal with median 16K
 
 coderforge, math  published quantiles of CoderForge traces and of Nemotron-Cascade-2 math
@@ -15,8 +15,9 @@ import numpy as np
 
 SEQ_LENGTHS = {"chat": 32_768, "longmix": 131_072, "agent": 131_072}  # maximum length of a document
 MIXES = ("one", *SEQ_LENGTHS)
-TRACES = {"coderforge": 131_072, "math": 131_072, "lognormal": 131_072}  # further mixes, with their seq_length
-# (share of documents, tokens); in between, the logarithm of the length is linear.  The first is assumed.
+TRACES = {"coderforge": 131_072, "math": 131_072, "lognormal": 131_072}  # the same for further mixes
+# Quantiles: (share of documents, tokens).  Between two quantiles, the logarithm of the length is linear.  The first
+# quantile is assumed, not published.
 QUANTILES = {
     "coderforge": [
         (0.0, 2000), (0.3, 32_768), (0.5, 38_000), (0.767, 49_152), (0.925, 65_536), (0.95, 71_000), (0.993, 98_304),
@@ -64,7 +65,7 @@ def boundaries_of(mix: str, total: int, multiple: int) -> np.ndarray:
 
 
 def read_length(text: str) -> int:
-    """`64k` or `65536` -> 65536"""
+    """The number of tokens: `64k` or `65536` -> 65536"""
     return int(text[:-1]) * 1024 if text.lower().endswith("k") else int(text)
 
 
@@ -77,5 +78,5 @@ def read_length_and_mix(case: str) -> tuple[int, str]:
 
 
 def short(tokens: int) -> str:
-    """65536 -> 64K"""
+    """The length as text: 65536 -> 64K"""
     return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)

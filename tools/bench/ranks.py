@@ -26,7 +26,7 @@ def rows_of_rank0(
     device_type: str = "cpu",
     start_method: str = "spawn",
 ) -> list[Row]:
-    """The rows that rank 0 of `size` processes measured.  Every rank runs `measure(*arguments)`, in a group of
+    """The rows that rank 0 of `size` new processes returns.  Every rank runs `measure(*arguments)`, in a group of
     gloo, or of NCCL with device_type cuda.  With start_method fork, ranks need no imports of their own.
 
     Raises Refused if a rank raises it, and RuntimeError with the traceback of a rank that fails.

@@ -4,22 +4,21 @@
     python -m tools.bench step --cases 4b:128k:one:full,4b:64k:chat
     python -m tools.bench step --judge rows.jsonl more.jsonl        compare the rows of several runs with the bars
 
-A case is SHAPE:LENGTH:MIX[:MEMORY] (tools/bench/steps/case.py).  The model has random weights of
-a Qwen3 shape, a step has one pack, and the second half of every sample is supervised.  MEMORY is none, selective (the
-default) or full for train.recompute, followed by any of +offload0.5 (train.offload_fraction; +offload is 1), +tile4k
-(train.mlp_tile), +optim0.5 (optim.offload_fraction) and +lora16 (lora.rank).  --set sets other recipe keys.  Every case
-runs in a new process; a case that runs out of memory is a row with this status.  After one warm-up step, steps are
-timed for --seconds, then one step is profiled.  If a step takes longer than --seconds, one step is both timed and
-profiled.
+A case is SHAPE:LENGTH:MIX[:MEMORY] (tools/bench/steps/case.py).  The model has random weights of a Qwen3 shape, a step
+has one pack, and the second half of every sample is supervised.  MEMORY is none, selective (the default) or full for
+train.recompute, followed by any of +offload0.5 (train.offload_fraction; +offload is 1), +tile4k (train.mlp_tile),
++optim0.5 (optim.offload_fraction) and +lora16 (lora.rank).  --set sets other recipe keys.  Every case runs in a new
+process; a case that runs out of memory is a row with this status.  After one warm-up step, steps are timed for
+--seconds, then one step is profiled.  If a step takes longer than --seconds, one step is both timed and profiled.
 
-MFU divides by --peak-tflops the FLOPs of layers, of causal attention, and of the head for supervised tokens.  `of keep`
+MFU is FLOP/s / --peak-tflops, for the FLOPs of layers, causal attention, and the head for supervised tokens.  `of keep`
 and `of full` are shares of the roofline with keep-attention and with full recomputation, computed from rates that the
 case measured (tools/bench/steps/roofline.py).  `by eq.` is the device memory that sft/estimate/memory.py predicts, and
 `host` is the host memory that the process used.
 
 With +lora, the process then makes a second engine without adapters.  Both take steps on the same pack, in turns.
-`/ full FT` is the median time of a step / that of full fine-tuning, and a note counts the bytes of gradients and of
-the optimizer of both.
+`/ full FT` is the median time of a step / the median time of a step of full fine-tuning.  A note has the bytes of
+gradients and of optimizer states of both.
 """
 
 import argparse
@@ -47,7 +46,7 @@ CASES = (
 # except for the bar of activation offload, which uses the worst pair of rows.
 ROOFLINE, MFU, PACKED, LONGEST, OFFLOAD = 0.85, 0.42, 2.0, 0.95, 1.03
 MODELS, ALL_MODELS = ("1.7b", "4b"), ("0.6b", "1.7b", "4b", "8b")
-LONG = 65_536  # tokens; from this length on, computation must hide activation offload
+LONG = 65_536  # tokens; from this length on, a bar requires that computation hides activation offload
 
 Steps = Sequence[tuple[StepCase, Mapping[str, Any]]]
 
@@ -86,7 +85,7 @@ def _rates(steps: Steps) -> Iterator[Bar]:
 
 
 def _packed(steps: Steps) -> Bar:
-    """Real tokens per second of chats: packed / padded."""
+    """The bar of real tokens per second of chats: packed / padded."""
     rates = {c: row["tokens_per_s"] for c, row in steps}
     ratios = [
         rate / rates[padded]
@@ -98,7 +97,7 @@ def _packed(steps: Steps) -> Bar:
 
 
 def _offload(steps: Steps) -> Iterator[Bar]:
-    """Seconds of a step with activation offload / seconds without it: the largest ratio of a shape."""
+    """Bars of activation offload: for each shape, the largest ratio of seconds of a step with it / without it."""
     seconds = {c: row["seconds"] / row["steps"] for c, row in steps}
     for shape in MODELS:
         ratios = [

@@ -51,7 +51,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure_machine(setting: Setting) -> dict[str, Any]:
-    """What this machine is, by a process of its own.  Raises runner.Unusable."""
+    """The facts of this machine, measured in a new process.  Raises runner.Unusable."""
     result = runner.execute(MACHINE, setting)
     if result.status != "done":
         output = setting.folder(MACHINE.name) / OUTPUT
@@ -65,7 +65,7 @@ def measure_machine(setting: Setting) -> dict[str, Any]:
 
 
 def start(options: argparse.Namespace) -> int:
-    """All steps, or only the report of what is there."""
+    """Runs the steps, or only writes the report of the results that exist.  Returns the exit status."""
     unknown = Setting(out=options.out, gpus=options.gpus, tiny=options.tiny, device="cpu", packages={})
     facts = measure_machine(unknown)
     setting = replace(unknown, device="cuda" if facts["num_gpus"] else "cpu", packages=facts["versions"])
@@ -99,7 +99,8 @@ def clear(out: Path) -> None:
 
 
 def end_by_signals() -> None:
-    """Ends this process like Ctrl-C: the step that runs is ended, and the report written.  nohup ignores SIGHUP."""
+    """Makes stop signals act like Ctrl-C: the running step is ended and the report is written.  Under nohup, SIGHUP
+    stays ignored."""
 
     def stop(*_: object) -> NoReturn:
         raise KeyboardInterrupt

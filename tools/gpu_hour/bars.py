@@ -1,4 +1,4 @@
-"""The bars of all steps: what was measured, and the bound that the documentation names.
+"""The bars of all steps: the measured value, and the bound that the documentation names.
 
 Bounds of benchmarks are those of tools/bench; docs/numbers/performance.md lists them.  A bar that nothing measured has
 the value None.
@@ -14,18 +14,22 @@ from tools.bench.harness import DONE, Bar, Row
 from tools.gpu_hour import curves
 from tools.gpu_hour.step import Result
 
-# Of the equations, as in tests/standin/test_steps.py.  Above: a run that fits by the equations may end for want of
-# memory.  Below: the equations refuse a context that would fit.
+# Allocated memory / estimated memory, as in tests/standin/test_steps.py.  Above the upper bound, a run that fits by the
+# estimate may run out of memory.  Below the lower bound, the estimate refuses a context that would fit.
 MOST_ABOVE, MOST_BELOW = 1.02, 0.94
-RESERVED = 1.05  # over allocated: more is lost between the blocks of torch's allocator
+RESERVED = 1.05  # reserved / allocated memory; above it, torch's allocator loses too much between its blocks
 PROBES = ("probe-data", "probe-leak", "probe-parity")
-STEPS = ("memory", "steps", "offload", "longest")  # whose rows the bars of training steps judge together
+STEPS = ("memory", "steps", "offload", "longest")  # the bars of training steps use the rows of all four
 SPEEDS = ("speed-tp2-cp4", "speed-cp8", "speed-cp8-a2a-p2p", "speed-dp8")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What is known of a step.  result: None while the step has not ended; tests: JUnit's report of pytest."""
+    """The measurements of a step.
+
+    result  None while the step has not ended
+    tests   the XML text of pytest's JUnit report; empty for steps without tests
+    """
 
     result: Result | None = None
     rows: Sequence[Row] = ()
@@ -46,7 +50,7 @@ def probes(outcomes: Outcomes) -> Iterator[Bar]:
 
 
 def tests(outcomes: Outcomes) -> Iterator[Bar]:
-    """Tests that failed; None where all were skipped or none ran."""
+    """The number of failed tests; None if all were skipped or none ran."""
     text = outcomes["tests"].tests
     suite = next(ElementTree.fromstring(text).iter("testsuite")).attrib if text else {}
     total, skipped, failed = (
@@ -57,7 +61,7 @@ def tests(outcomes: Outcomes) -> Iterator[Bar]:
 
 
 def memory(outcomes: Outcomes) -> Iterator[Bar]:
-    """Of every training step that was measured: the allocator's peak over the estimate, and what it reserved."""
+    """Bars of every measured training step: allocated / estimated memory, and reserved / allocated memory."""
     for name in (*STEPS, *SPEEDS):
         for row in outcomes[name].measured:
             if row.get("peak_bytes") and row.get("by_equations"):
@@ -71,7 +75,8 @@ def memory(outcomes: Outcomes) -> Iterator[Bar]:
 
 
 def of_bench(module: str, *steps: str) -> Callable[[Outcomes], Iterator[Bar]]:
-    """The bars that a module of tools/bench has for the rows of these steps.  Its import takes seconds."""
+    """A function that returns the bars of a module of tools/bench for the rows of these steps.  The module is imported
+    only when the function is called, because the import takes seconds."""
 
     def judge(outcomes: Outcomes) -> Iterator[Bar]:
         rows = [row for name in steps for row in outcomes[name].measured]
@@ -89,15 +94,16 @@ GROUPS: Sequence[tuple[str, Callable[[Outcomes], Iterator[Bar]]]] = (
     ("Memory", memory),
     ("Loss head", of_bench("loss_head", "loss-head")),
 )
-OF_TIMES = (  # which mean nothing at toy sizes
-    ("Training steps", of_bench("step", *STEPS)),  # rooflines, MFU, packing, offload, longest context
+OF_TIMES = (  # groups with bars of times, which mean nothing at toy sizes
+    ("Training steps", of_bench("step", *STEPS)),  # roofline, MFU, packing, offload, longest context
     ("Checkpoints", of_bench("checkpoint", "checkpoint")),
 )
 
 
 def judged(outcomes: Outcomes, *, tiny: bool = False) -> list[tuple[str, list[Bar]]]:
-    """Every group with its bars.  A group without rows, or whose rows cannot be judged, is a bar without a value."""
-    by_step = defaultdict(Outcome, outcomes)  # a run with one GPU has no outcome of the steps that need eight
+    """(title, bars) of every group.  A group without rows, or with rows that cannot be judged, has one bar without a
+    value."""
+    by_step = defaultdict(Outcome, outcomes)  # a run with one GPU has no outcomes of the steps that need eight
     groups = []
     for title, judge in (*GROUPS, *(() if tiny else OF_TIMES)):
         try:

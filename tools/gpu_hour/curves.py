@@ -26,11 +26,11 @@ SECTIONS = {
     **dict.fromkeys(("recompute", "offload_fraction"), "train"),
     "backend": "attention",
 }
-# Relative.  fp32: kernels of other sizes add in another order.  bf16: 8 bits of mantissa, rounded at other places
-# through four layers.  The bounds of tests/gpu.
+# Relative differences, the same bounds as in tests/gpu.  fp32: kernels of other sizes add in another order.  bf16 has 8
+# bits of mantissa, and four layers round at other points.
 FP32_BOUND, BF16_BOUND, BF16_NORM_BOUND = 1e-4, 1e-2, 3e-2
 
-Curves = Mapping[int, Sequence[str]]  # by the number of processes
+Curves = Mapping[int, Sequence[str]]  # number of processes -> curves
 LAYOUTS: Curves = {
     1: ["dp=1", "dp=1 recompute=full offload_fraction=1", "dp=1 precision=bf16"],
     2: ["dp=2", "cp=2", "tp=2", "pp=2 precision=bf16"],
@@ -71,20 +71,21 @@ def config(overrides: Sequence[str], device_type: str) -> Config:
 
 
 def overrides(curve: str) -> list[str]:
-    """`dp=2 tp=2 precision=bf16` -> ["parallel.tp=2", "run.precision=bf16"]"""
+    """The overrides of a recipe for a curve: `dp=2 tp=2 precision=bf16` -> ["parallel.tp=2", "run.precision=bf16"]"""
     words = [word for word in curve.split() if not word.startswith("dp=")]
     return [f"{SECTIONS[word.partition('=')[0]]}.{word}" for word in words]
 
 
 def difference(row: Row, reference: Row, key: str) -> float:
-    """{"losses": [2.0, 1.0]} against {"losses": [2.0, 1.25]} -> 0.2; infinite if a value is NaN."""
+    """The largest relative difference of a step: {"losses": [2.0, 1.0]} against {"losses": [2.0, 1.25]} -> 0.2.  It is
+    infinite if a value is NaN."""
     pairs = zip(row[key], reference[key], strict=True)
     errors = [abs(a - b) / abs(b) if b else float(a != b) for a, b in pairs]
     return max(error if error == error else float("inf") for error in errors)
 
 
 def bars(rows: Sequence[Row]) -> Iterator[Bar]:
-    """Losses and norms of every curve against those of the first."""
+    """Bars of the losses and gradient norms of every curve, compared with those of the first curve."""
     for row in rows[1:]:
         is_bf16 = "precision=bf16" in row["case"]
         loss_bound, norm_bound = (BF16_BOUND, BF16_NORM_BOUND) if is_bf16 else (FP32_BOUND, FP32_BOUND)
@@ -94,7 +95,7 @@ def bars(rows: Sequence[Row]) -> Iterator[Bar]:
 
 
 def deterministic_bars(rows: Sequence[Row]) -> Iterator[Bar]:
-    """The second run of a curve equals the first, bit for bit."""
+    """The bar that the second run of a curve equals the first run bit for bit."""
     if len(rows) < 2:
         return
     same = [all(a == b for a, b in zip(rows[0][key], rows[1][key], strict=True)) for key in ("losses", "norms")]

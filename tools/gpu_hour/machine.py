@@ -2,7 +2,7 @@
 
     python -m tools.gpu_hour.machine --json FILE
 
-A process of its own, because torch takes memory of the GPU in a process that asks for the GPU's name.
+This runs in a separate process, because torch allocates GPU memory in a process that asks for the GPU's name.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from tools.bench import machine
 from tools.bench.harness import append
 
 ROOT = Path(__file__).resolve().parents[2]
-CODE = ("sft", "tools", "tests/gpu", "recipes")  # what the numbers depend on
+CODE = ("sft", "tools", "tests/gpu", "recipes")  # the folders on which the measurements depend
 
 
 def facts() -> dict[str, Any]:
@@ -33,7 +33,7 @@ def facts() -> dict[str, Any]:
 
 
 def digest(root: Path) -> str:
-    """Of the code in the working tree, committed or not."""
+    """A hash of the code of CODE in the working tree, committed or not."""
     paths = sorted(path for folder in CODE for path in (root / folder).rglob("*") if path.suffix in (".py", ".yaml"))
     total = hashlib.sha256()
     for path in paths:

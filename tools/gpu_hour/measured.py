@@ -1,4 +1,4 @@
-"""What ranks.py measures on all GPUs: curves, and speed and memory of steps.  Its import may start CUDA."""
+"""Measures curves, and the speed and memory of steps, on all GPUs, for ranks.py.  Its import may start CUDA."""
 
 import os
 import time
@@ -18,8 +18,8 @@ from tools.bench.steps.case import StepCase
 from tools.bench.steps.roofline import useful_flops
 from tools.gpu_hour import curves
 
-STEPS, SECONDS = 5, 60.0  # timed at most, after one that warms up
-PEAK_TFLOPS = 989.0  # dense bf16, of an H100 or H200
+STEPS, SECONDS = 5, 60.0  # largest number of timed steps and their largest time, after one step of warm-up
+PEAK_TFLOPS = 989.0  # peak of an H100 or H200 in dense bf16
 
 
 def curve_rows(group: str, device_type: str, sizes: Sequence[str]) -> Iterator[Row]:
@@ -37,7 +37,10 @@ def curve_rows(group: str, device_type: str, sizes: Sequence[str]) -> Iterator[R
 
 
 def curve(overrides: Sequence[str], device_type: str, store: dist.Store) -> Row:
-    """Losses and gradient norms of a few steps, the same on every rank.  store: one for each curve."""
+    """Losses and gradient norms of a few steps, equal on every rank.
+
+    store  a separate store for each curve, because each starts new process groups
+    """
     config = curves.config(overrides, device_type)
     num_steps = config.train.num_steps or 1
     layout = Layout.resolve(config, int(os.environ["WORLD_SIZE"]))
@@ -48,7 +51,7 @@ def curve(overrides: Sequence[str], device_type: str, store: dist.Store) -> Row:
         timeout_s=120,
         store=store,
     )
-    case = StepCase(shape="tiny", length=config.data.seq_length, mix="chat")  # of which only the data are used
+    case = StepCase(shape="tiny", length=config.data.seq_length, mix="chat")  # only its data are used
     engine, loader = trainer.engine_and_loader(case, config, layout, groups, num_steps=num_steps)
     results = [engine.train_step(loader.microbatches(step)) for step in range(num_steps)]
     process_groups.stop()
@@ -77,7 +80,7 @@ def speed_rows(name: str, overrides: Sequence[str], device_type: str) -> Iterato
         local = (time.perf_counter() - start, result.memory_allocated.value)
         taken, allocated = (max(values) for values in zip(*all_gather_objects(lambda: local, groups.control)))
         peak = max(peak, allocated)
-        if step:  # the first warms up
+        if step:  # the first step is a warm-up
             totals["tokens"] += result.num_real_tokens
             totals["labels"] += result.num_tokens
             totals["attention_flops"] += result.attention_flops

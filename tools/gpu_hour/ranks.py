@@ -1,10 +1,10 @@
-"""The measurements that need all GPUs: what the ranks that torchrun started do.  Rank 0 writes and prints the rows.
+"""The program of the measurements that need all GPUs; torchrun starts its ranks.  Rank 0 writes and prints the rows.
 
     torchrun --standalone --nproc-per-node 8 -m tools.gpu_hour.ranks curves layouts --json FILE
     torchrun --standalone --nproc-per-node 8 -m tools.gpu_hour.ranks speed 8b:64k:one --set parallel.cp=8 --json FILE
 
 curves  losses and gradient norms of a group of curves.py, one curve after the other, on random tokens in documents of
-        the mix `chat`; differences are relative to the first curve, the largest of all steps
+        the mix `chat`; a difference is relative to the first curve, and is the largest over all steps
 speed   time and memory of steps of a case (tools/bench/steps/case.py) on the layout of --set, beside the estimate
 """
 
@@ -35,7 +35,8 @@ SPEED_COLUMNS = [
 
 
 def prepare(options: argparse.Namespace) -> None:
-    """Sets the environment of a run on this layout.  The curves of a group share processes: of its most split curve."""
+    """Sets the environment variables of a run on this layout.  All curves of a group run in the same processes, so they
+    share the environment of the curve with the largest tp x cp."""
     world_size = int(os.environ["WORLD_SIZE"])
     if options.subject == "speed":
         configs = [StepCase.read(options.case).config(options.device, also=options.set)]

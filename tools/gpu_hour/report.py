@@ -1,7 +1,7 @@
-"""One JSON and one Markdown report of all that a folder holds, also while steps are missing or one is running.
+"""Writes a JSON and a Markdown report of all results in a folder, also while steps are missing or one is running.
 
 report.json   machine, bars, steps with all their rows
-report.md     the same for people: bars first, then how each step ended, then the tables that the steps printed
+report.md     the same results for people: bars, then how each step ended, then the tables that the steps printed
 """
 
 import json
@@ -21,7 +21,7 @@ from tools.gpu_hour.step import OUTPUT, ROWS, Result, Setting, Step
 from tools.gpu_hour.steps import JUNIT
 
 JSON, MARKDOWN = "report.json", "report.md"
-LAST_LINES = 6  # of a step that printed no table
+LAST_LINES = 6  # number of lines that the report shows of a step that printed no table
 TINY = (
     "**Toy sizes (`--tiny`): this report shows that the commands run and how a report reads.  Its numbers say nothing "
     "about a GPU.**"
@@ -30,7 +30,11 @@ TINY = (
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """machine: as tools/gpu_hour/machine.py measures it; results: of the steps that have ended, by name."""
+    """The report of a run.
+
+    machine  the facts that tools/gpu_hour/machine.py measures
+    results  name of a step -> its result, for the steps that have ended
+    """
 
     steps: Sequence[Step]
     setting: Setting
@@ -38,7 +42,7 @@ class Report:
     results: Mapping[str, Result]
 
     def write(self, running: str = "") -> list[Bar]:
-        """Replaces both files; the bars.  running: the step that runs now."""
+        """Replaces both files, and returns the bars.  running: the name of the step that runs now, or empty"""
         outcomes = {step.name: self._outcome(step.name) for step in self.steps}
         groups = bars.judged(outcomes, tiny=self.setting.tiny)
         content = {
@@ -65,7 +69,7 @@ class Report:
         return [bar for _, group in groups for bar in group]
 
     def _outcome(self, name: str) -> Outcome:
-        """What is on disk of a step, whether it has ended or not."""
+        """The outcome of a step from its files, whether it has ended or not."""
         folder = self.setting.folder(name)
         return Outcome(result=self.results.get(name), rows=list(_rows(folder / ROWS)), tests=_text(folder / JUNIT))
 
@@ -105,11 +109,11 @@ class Report:
 
 
 def excerpt(output: str) -> Iterator[str]:
-    """The tables that a step printed, or its last lines."""
+    """The tables that a step printed, or its last lines if it printed none."""
     lines = before_torchrun(output)
     tables = [line for line in lines if line.startswith("|")]
     for line, below in zip(tables, [*tables[1:], ""]):
-        if below.startswith("|--") and line is not tables[0]:  # the head of another table
+        if below.startswith("|--") and line is not tables[0]:  # `line` is the head of another table
             yield ""
         yield line
     last = [line for line in lines if line.strip() and not line.startswith("$ ")][-LAST_LINES:]
@@ -122,7 +126,7 @@ def _text(path: Path) -> str:
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    """The rows of a file: a line each, or one that fills the file.  A kill may have cut the last line."""
+    """The rows of a file: one per line, or a single row that fills the file.  Omits a last line that a kill cut."""
     text = _text(path)
     with suppress(json.JSONDecodeError):
         if text.startswith("{\n"):

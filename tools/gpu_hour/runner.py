@@ -1,6 +1,6 @@
 """Runs steps one after another, each with its time limit, and records how each ended.
 
-    OUT/record.json       the machine and code that the results are of, and the result of every finished step
+    OUT/record.json       the identity of machine and code, and the result of every finished step
     OUT/STEP/output.txt   what the step printed
     OUT/STEP/rows.jsonl   what the step measured, one line of JSON each, written while the step runs
 
@@ -29,24 +29,24 @@ from tools.gpu_hour.step import OUTPUT, Command, Result, Setting, Step
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "SFT_GPU_HOUR"
-GRACE_S = 10  # of a limit: from the first signal to the end of the last process
+GRACE_S = 10  # seconds at the end of a limit: from the first signal to the end of the last process
 RECORD = "record.json"
-VARIES = ("date", "command", "load", "topology", "commit")  # facts that two starts on one machine and code differ in
+VARIES = ("date", "command", "load", "topology", "commit")  # facts that may differ between two starts of one run
 _ERROR = re.compile(r"\b\w*(Error|Exception|Refused|FAIL|FAILED)\b[^:]*: \S")
 
 
 class Unusable(Exception):
-    """Nothing can be run: the machine is not as asked for, or the folder holds results of another one."""
+    """Nothing can be run: the machine lacks what was asked for, or the folder holds results of another machine."""
 
 
 def identity(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts that must be equal for results of two starts to stand in one report."""
+    """The facts that must be equal if the results of two starts are to be in one report."""
     return {name: value for name, value in facts.items() if name not in VARIES}
 
 
 @dataclass
 class Record:
-    """The results in a folder.  identity: of the machine and the code that they are of."""
+    """The results in a folder.  identity: the facts of the machine and the code that gave these results"""
 
     path: Path
     identity: Mapping[str, Any]
@@ -54,7 +54,7 @@ class Record:
 
     @classmethod
     def of(cls, folder: Path, identity: Mapping[str, Any]) -> "Record":
-        """The record of the folder, or a new one.  Raises Unusable, with the differences."""
+        """The record of the folder, or a new one.  Raises Unusable, with the differences, if the identities differ."""
         path = folder / RECORD
         if not path.exists():
             return cls(path, identity)
@@ -79,7 +79,10 @@ class Record:
 
 
 def run(steps: Sequence[Step], setting: Setting, record: Record, report: Callable[[str], object]) -> None:
-    """Runs all steps that the record does not have.  report: called with the name of the step before and after it."""
+    """Runs all steps that the record does not have.
+
+    report  called with the name of a step before the step, and with an empty name after it
+    """
     for step in steps:
         if step.name in record.results:
             print(f"== {step.name}: taken from the record ({record.results[step.name].status})", flush=True)
@@ -93,7 +96,7 @@ def run(steps: Sequence[Step], setting: Setting, record: Record, report: Callabl
 
 
 def execute(step: Step, setting: Setting) -> Result:
-    """Runs the commands of a step until one fails.  No process of the step is left, however it ends."""
+    """Runs the commands of a step until one fails.  However the step ends, none of its processes is left."""
     if reason := step.why_skipped(setting):
         return Result(status="skipped", reason=reason)
     folder = setting.folder(step.name)
@@ -112,7 +115,7 @@ def execute(step: Step, setting: Setting) -> Result:
 
 
 def _run_command(command: Command, out: Path, output: Path, ends_at: float) -> int | None:
-    """The exit code; None if the command was stopped at `ends_at`."""
+    """Runs a command and returns its exit code; None if it was stopped at `ends_at`, a time of time.monotonic."""
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", MARK: str(out)}
     with output.open("a", encoding="utf-8") as file:
@@ -128,14 +131,14 @@ def _run_command(command: Command, out: Path, output: Path, ends_at: float) -> i
             return None
         finally:
             end_processes(out, started=process.pid if process.returncode is None else None)
-            with suppress(ChildProcessError):  # `wait` would hang for ever if a signal has ended it inside its lock
+            with suppress(ChildProcessError):  # Popen.wait would hang if a signal interrupted it while it held its lock
                 os.waitpid(process.pid, 0)
 
 
 def end_processes(out: Path, started: int | None = None) -> int:
-    """Ends every process of a step of this folder, also those that left their session; says how many there were.
+    """Ends every process of a step of this folder, also those that left their session; returns their number.
 
-    started: a process that may be too young to have an environment: Popen returns when Linux has closed its files
+    started  the id of a process that may not have its environment yet, because Popen may return before Linux sets it
     """
     processes = [process for process in psutil.process_iter() if process.pid == started or _is_of(process, out)]
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -153,7 +156,7 @@ def _is_of(process: psutil.Process, out: Path) -> bool:
 
 
 def failure(output: str) -> str:
-    """The line of the output that says why: the last one that names an error, else the last one with a word."""
+    """The line of the output that gives the reason: the last one that names an error, else the last one with a word."""
     lines = [re.sub(r"^(\[rank\d+\]: *|E  +)", "", line).strip() for line in before_torchrun(output)]
     lines = [line for line in lines if re.search(r"\w", line) and not line.startswith("$ ")]
     named = [line for line in lines if _ERROR.search(line)]
@@ -161,7 +164,7 @@ def failure(output: str) -> str:
 
 
 def before_torchrun(output: str) -> list[str]:
-    """The lines above torchrun's own report of a failed rank, which names no reason."""
+    """The lines before torchrun's report of a failed rank.  This report names no reason."""
     lines = output.splitlines()
     ends = (number for number, line in enumerate(lines) if "torch/distributed/elastic/multiprocessing/api.py" in line)
     return lines[: next(ends, len(lines))]

@@ -1,4 +1,4 @@
-"""What a step is, what a run of steps is of, and how a step ended."""
+"""Types: a step, the setting that all steps share, the result of a step.  Functions: commands that run a module."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -6,15 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-ROWS, OUTPUT = "rows.jsonl", "output.txt"  # in the folder of a step
-TINY_PROCESSES = 2  # of a tiny run at most
+ROWS, OUTPUT = "rows.jsonl", "output.txt"  # files in the folder of a step
+TINY_PROCESSES = 2  # largest number of processes in a tiny run
 
 Command = Sequence[str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all steps share.  gpus: 1 or 8, as on the command line; packages: name -> installed version."""
+    """The setting that all steps share.
+
+    gpus      1 or 8, as on the command line
+    packages  name -> installed version
+    """
 
     out: Path
     gpus: int
@@ -24,7 +28,7 @@ class Setting:
 
     @property
     def num_processes(self) -> int:
-        """Of a step that uses all GPUs."""
+        """The number of processes of a step that uses all GPUs."""
         return min(self.gpus, TINY_PROCESSES) if self.tiny else self.gpus
 
     def folder(self, step: str) -> Path:
@@ -36,14 +40,14 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Commands with a common time limit, run one after another, each as a process of its own.
+    """Commands with a common time limit.  They run one after another, each in a new process.
 
-    question  what the step answers, for the report
-    commands  of a setting
-    limit_s   seconds after which nothing of the step is left
-    gpus      how many the machine must be run with
-    packages  that must be installed
-    cuda      whether the step says nothing on a CPU
+    question  the question that the step answers, for the report
+    commands  returns the commands for a setting
+    limit_s   seconds after which no process of the step is left
+    gpus      the value of --gpus that the step needs at least
+    packages  packages that must be installed
+    cuda      whether the step needs a GPU
     """
 
     name: str
@@ -66,7 +70,12 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """How a step ended.  stopped: by its limit; reason: why it is not done; exit_code: None if no process ended."""
+    """How a step ended.
+
+    status     stopped: its limit was reached
+    reason     why the step is not done; empty if it is
+    exit_code  None if the step was skipped or stopped
+    """
 
     status: Literal["done", "failed", "stopped", "skipped"]
     reason: str = ""
@@ -75,11 +84,11 @@ class Result:
 
 
 def module(*words: str) -> list[str]:
-    """`python -m` these words, by this Python."""
+    """The command `python -m` with these words, with this Python."""
     return [sys.executable, "-m", *words]
 
 
 def torchrun(setting: Setting, *words: str) -> list[str]:
-    """A module with these arguments, as one process for each GPU."""
+    """The command that runs a module under torchrun, with one process per GPU.  words: the module and its arguments"""
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(setting.num_processes), "-m")
     return module(*launcher, *words)

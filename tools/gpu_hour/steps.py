@@ -1,5 +1,5 @@
-"""The steps of the first hour on a GPU machine, in their order, with their commands: with their own sizes on GPUs, with
-toy sizes in a tiny run.  docs/numbers/gpu-hour.md describes them.
+"""The steps of the first hour on a GPU machine, in order, with their commands.  A tiny run uses toy sizes.
+docs/numbers/gpu-hour.md describes the steps.
 
 A new step is declared here with its command and its limit, and its bars in bars.py.
 """
@@ -10,14 +10,14 @@ from typing import Any
 from tools.gpu_hour.step import Command, Setting, Step, module, torchrun
 
 JUNIT = "junit.xml"
-SESSION_S = 240  # after which no further test starts, so that the report of those that ran is written
+SESSION_S = 240  # seconds after which no further test starts, so that pytest writes its report before the limit
 TE = "transformer-engine"
 TINY_CASE, TINY_LAYOUT = "tiny:512:chat:full", ["parallel.cp=2"]
-LAYOUT = {1: [], 2: ["parallel.cp=2"], 8: ["parallel.cp=4", "parallel.pp=2"]}  # of probes, by processes
+LAYOUT = {1: [], 2: ["parallel.cp=2"], 8: ["parallel.cp=4", "parallel.pp=2"]}  # of the probes, by number of processes
 
 
 def recipe(setting: Setting, *more: str) -> list[str]:
-    """The demo's recipe and overrides for this machine: its data are made by the first probe."""
+    """The demo's recipe with overrides for this machine.  The first probe makes the data of the demo."""
     folder = setting.folder("probe-data")
     sizes = ["model.num_layers=4", "train.global_batch_size=8"]
     if setting.tiny:
@@ -45,7 +45,7 @@ def probe_data(setting: Setting) -> Sequence[Command]:
 
 
 def probe_parity(setting: Setting) -> Sequence[Command]:
-    """The layout of the probes against dp alone; on one GPU the backends, or else the precisions."""
+    """Compares the layout of the probes with dp alone.  One GPU compares two backends, or else two precisions."""
     against = "parallel.cp=1,parallel.pp=1"
     if setting.num_processes == 1:
         has_te = TE in setting.packages and setting.device == "cuda"
@@ -55,7 +55,11 @@ def probe_parity(setting: Setting) -> Sequence[Command]:
 
 
 def bench(name: str, question: str, command: str, *, limit_s: int, tiny: str = "") -> Step:
-    """A step of a benchmark of tools/bench with these options, or with its tiny sizes and the options `tiny`."""
+    """A step that runs a benchmark of tools/bench.
+
+    command  the benchmark and its options
+    tiny     the options in a tiny run, which also gets --tiny
+    """
     subject, *words = command.split()
 
     def commands(setting: Setting) -> Sequence[Command]:
@@ -66,7 +70,7 @@ def bench(name: str, question: str, command: str, *, limit_s: int, tiny: str = "
 
 
 def curves(name: str, question: str, **more: Any) -> Step:
-    """A step of a group of curves.py, on all GPUs."""
+    """A step that measures a group of curves.py on all GPUs."""
 
     def commands(setting: Setting) -> Sequence[Command]:
         words = ["curves", name, *(["--tiny"] if setting.tiny else [])]

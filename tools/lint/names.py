@@ -21,9 +21,10 @@ _PLAIN_BASES = "object ABC Enum Generic NamedTuple Protocol Exception RuntimeErr
 
 @dataclass
 class Scope:
-    """The names that a module, a package or a class defines; `inner` are the modules and classes among them.
+    """The names that a module, a package or a class defines.
 
-    bases  names of the base classes of a class, which also has their names
+    inner  the scopes of the modules and classes among these names
+    bases  the names of the base classes, if the scope is a class; a name of a base class is also one of the class
     """
 
     names: set[str] = field(default_factory=set)
@@ -39,9 +40,9 @@ class Names:
     imported: set[str] = field(default_factory=set)  # imported names and packages
     foreign: set[str] = field(default_factory=set)  # packages of other software
     scopes: dict[str, list[Scope]] = field(default_factory=dict)
-    tests: dict[str, list[Scope]] = field(default_factory=dict)  # those of tests/, which only tests mean
-    local: dict[str, set[str]] = field(default_factory=dict)  # by path, the parameters and variables of a module
-    _modules: dict[str, Scope] = field(default_factory=dict)  # by path without .py
+    tests: dict[str, list[Scope]] = field(default_factory=dict)  # scopes of tests/; only prose of tests may name them
+    local: dict[str, set[str]] = field(default_factory=dict)  # path of a module -> its parameters and variables
+    _modules: dict[str, Scope] = field(default_factory=dict)  # path of a module or package, without .py -> its scope
 
     @classmethod
     def of(cls, files: list[Source]) -> "Names":
@@ -52,10 +53,10 @@ class Names:
         return names
 
     def has(self, dotted: str, *, in_tests: bool) -> bool:
-        """Whether each name of `dotted` is defined in the scope that the names before it name.
+        """Whether each part of `dotted` is defined in the scope that the parts before it name.
 
-        `batch.Microbatch.tokens`: a module batch, in it a class Microbatch, in it a field tokens.  A class with a base
-        of other software may have any name.
+        `batch.Microbatch.tokens`: the module batch defines a class Microbatch, which defines a field tokens.  A class
+        with a base class of other software may have any name.
         """
         first, *rest = dotted.split(".")
         return any(self._has(scope, rest) for scope in self._scopes_of(first, in_tests=in_tests))
@@ -94,7 +95,7 @@ class Names:
                 self.foreign |= {name.split(".")[0] for name in modules} - _OURS
 
     def _module(self, path: str) -> Scope:
-        """The scope of a module or package, made with those of the packages around it."""
+        """The scope of a module or package.  Makes it, and the scopes of the packages around it, if they are new."""
         if path not in self._modules:
             self._modules[path] = scope = Scope()
             parent, _, name = path.rpartition("/")
@@ -138,7 +139,7 @@ def _fill(scope: Scope, body: Iterable[ast.stmt], *, with_imports: bool) -> None
 
 
 def _variables(tree: ast.AST) -> Iterator[str]:
-    """Parameters and variables, whose attributes a comment may name."""
+    """Names of parameters and variables.  A comment of the module may name their attributes."""
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):

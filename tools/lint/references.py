@@ -45,7 +45,7 @@ def check(root: Path, checked: list[Source], files: list[Source]) -> list[Fault]
 
 
 def _pages_outside_the_site(root: Path, checked: list[Source]) -> Iterator[Fault]:
-    """Pages of docs/ that mkdocs.yml does not list.  make docs refuses them, but it needs an environment of its own."""
+    """Faults of pages of docs/ that mkdocs.yml does not list.  `make docs` finds them, too, but needs more packages."""
     site = root / "mkdocs.yml"
     listed = set(re.findall(r"[\w./-]+\.md\b", site.read_text(encoding="utf-8"))) if site.exists() else None
     for file in checked:
@@ -72,7 +72,7 @@ def _stale_names(root: Path, file: Source, text: str, names: Names) -> Iterator[
 
 
 def _exists(root: Path, file: Source, path: str) -> bool:
-    """Whether `path` exists in the repository, or looks like a path of a user: `runs/a/`, `stacks/`."""
+    """Whether `path` exists in the repository, or looks like a path in a user's folder: `runs/a/`, `stacks/`."""
     first = path.split("/")[0]
     bases = (root, root / "sft", root / "tests", (root / file.path).parent)
     if any(next(base.glob(path.rstrip("/")), None) for base in bases):
@@ -84,13 +84,14 @@ def _exists(root: Path, file: Source, path: str) -> bool:
 
 
 def _resolves(dotted: str, names: Names, file: Source) -> bool:
-    """Whether `dotted` exists.  A comment may name attributes of the variables of its module, but no class of them."""
+    """Whether `dotted` exists.  A name that begins with a variable of the module always resolves, unless the second
+    part looks like a class."""
     first, second, *_ = parts = dotted.split(".")
     is_of_variable = first in names.local.get(file.path, ()) and not second.lstrip("_")[:1].isupper()
     if parts[-1] in _FILE_ENDINGS or dotted in names.uses or is_of_variable or first in names.foreign:
         return True
     is_key = in_schema(dotted) in leaves() or dotted in RENAMED or dotted in sections() or dotted.startswith(OPEN)
-    if first in sections() and (is_key or parts[-1].isupper()):  # `train.SOURCE` stands for many keys
+    if first in sections() and (is_key or parts[-1].isupper()):  # `train.SOURCE` stands for one key per source
         return True
     in_tests = file.path.startswith("tests/")
     if names.has_scope(first, in_tests=in_tests):

@@ -1,8 +1,8 @@
-"""Finds retired words, and names the words to use instead: one word for one thing, as in docs/glossary.md.  Finds
-docstrings of sft/ that do not say what they describe, and class names of sft/ that stand for two classes.
+"""Finds retired words, and names the words to use instead: one word for one thing, as in docs/glossary.md.  In sft/, it
+also finds docstrings that do not name the thing, and class names that two classes share.
 
-A word is found by itself and as a part of a name, in upper and lower case.  Names of files on disk and keys of a recipe
-are allowed (KEPT).  Words in IN_NAMES are retired in names only; in prose they are allowed.
+A retired word is found alone and as a part of a name, in upper and lower case.  Names of files on disk and keys of a
+recipe are allowed (KEPT).  Words in IN_NAMES are retired in names only; prose may use them.
 
 A docstring begins with a verb or with a noun phrase that names the thing: "The gradient of x, [t, h]" and not "Of x".
 """
@@ -61,7 +61,7 @@ KEPT = (  # names on disk and keys of a recipe
 KEPT_NAMES = {
     ("sft/config/run.py", "every"),  # log.every
     ("sft/data/cache/omissions.py", "said"),  # in ledger.json and in the JSON of `sft data inspect`
-    ("sft/data/inspect/findings.py", "what"),  # the same
+    ("sft/data/inspect/findings.py", "what"),  # in the JSON of `sft data inspect`
 }
 _ELLIPSIS = re.compile(r"(Of|Those|That of|The same|As|What|By|With|Without|Also|Both of)\b")
 _KEPT = re.compile("|".join(KEPT))
@@ -134,7 +134,7 @@ def _ellipses(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def _classes(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and name of each class that is not private; a private name means something in its own module only."""
+    """(line, name) of each public class.  Private classes may share names, because only their modules use them."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             yield node.lineno, node.name

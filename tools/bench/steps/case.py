@@ -6,8 +6,8 @@
     lora.rank: 16
 
 Keys that are not named are off.  A share without a number is 1, and a rank without a number is 16.  Without any key,
-train.recompute is selective.  `peer` instead of keys runs plain transformers.  Mixes: those of tools/bench/mixes.py,
-`1k` (documents of 1,024 tokens) and `padded` (16 samples of chat, each padded to the longest of the 16).
+train.recompute is selective.  `peer` in place of keys runs plain transformers.  A mix is a mix of tools/bench/mixes.py,
+`1k` (documents of 1,024 tokens) or `padded` (16 samples of chat, each padded to the longest of the 16).
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ SHAPES = {  # shapes of Qwen3 models
     "8b": (36, 4096, 12_288, 32, 8, 128, False),
     "tiny": (2, 64, 128, 4, 2, 16, True),
 }
-TILE = 4096  # tokens
+TILE = 4096  # tokens of a tile without a number
 RANK = 16
 RECIPE = """
 run: {dir: unused, seed: 0}
@@ -89,7 +89,7 @@ class StepCase:
 
     @property
     def memory_keys(self) -> str:
-        """The memory keys as text: `selective+offload0.5+tile4k+optim1`; `offload` has the share 1"""
+        """The memory keys as text: `selective+offload0.5+tile4k+optim1`.  `offload` without a number means 1"""
         flags = [f"offload{self.offload:g}" if self.offload != 1 else "offload"] if self.offload else []
         flags += [f"tile{short(self.tile).lower()}"] if self.tile else []
         flags += [f"optim{self.optim:g}"] if self.optim else []

@@ -14,7 +14,7 @@ import torch
 from tools.bench.clock import wall_on
 from tools.bench.steps.roofline import RANGE
 
-# number of a step -> tokens, labels, attention_flops, data_wait_s, peak_bytes, loss, ...
+# Runs the step of this number, and returns its facts: tokens, labels, attention_flops, data_wait_s, peak_bytes, ...
 Step = Callable[[int], dict[str, float]]
 
 
@@ -40,7 +40,10 @@ class StepOptions:
 
 
 def measured(step: Step, options: StepOptions, ranges: Mapping[str, Any]) -> dict[str, Any]:
-    """Sums over the timed steps.  ranges: name -> (object, name of its function), marked in the trace by the name"""
+    """The sums over the timed steps, and the trace of one step.
+
+    ranges  name -> (object, name of its function): calls of the function are marked with the name in the trace
+    """
     device, totals = torch.device(options.device), dict[str, float]()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -69,7 +72,7 @@ def measured(step: Step, options: StepOptions, ranges: Mapping[str, Any]) -> dic
 
 
 def most_memory(step: Step, device: torch.device) -> dict[str, Any]:
-    """The peak memory of two steps: the optimizer's states are allocated in the first, and exist in the second."""
+    """The peak memory of two steps.  The first allocates the optimizer's states; the second runs with them."""
     facts = [timed(step, index, device)[1] for index in range(2)]
     return {"peak_bytes": max(step_facts["peak_bytes"] for step_facts in facts) or None, "tokens": facts[-1]["tokens"]}
 

@@ -26,8 +26,8 @@ from tools.bench.steps.loop import StepOptions
 from tools.bench.steps.roofline import shares, with_notes, with_rates
 
 ROOT = Path(__file__).resolve().parents[3]
-GRACE_S = 90  # seconds that the last case may run beyond --minutes
-HOST = 0.9  # share of host memory that the predicted use of a case may reach
+GRACE_S = 90  # seconds that the last case may run after --minutes have passed
+HOST = 0.9  # largest predicted use of host memory / host memory; larger cases are skipped
 
 DEFAULTS = StepOptions()
 OPTIONS = {

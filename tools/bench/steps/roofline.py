@@ -1,10 +1,11 @@
 """Measures the rates of a device, and computes FLOPs, share of the roofline and shares of time of a measured step.
 
-The floor of a step is the least time that it could take, by rates that the same process measured.  Matrix products of
-layers count with 650 / 790 of the rate of an 8192 x 8192 x 8192 product: 8 FLOPs per parameter and token if the MLP and
-the projections are recomputed, otherwise 6; the head counts 6.  Attention counts with the best rate of the kernels on
-one document of this length: forward once (keep-attention) or twice (full), and backward once.  With LoRA, backward
-computes no gradient of a frozen weight: 4 FLOPs instead of 6, and 6 instead of 8, besides those of adapters.
+The floor of a step is the least time that it could take at rates that the same process measured.  Matrix products of
+layers and of the head run at 650 / 790 of the rate of an 8192 x 8192 x 8192 product.  Layers have 8 FLOPs per parameter
+and token if the MLP and the projections are recomputed, otherwise 6; the head has 6.  Attention runs at the best rate
+of the kernels on one document of this length: forward once (keep-attention) or twice (full), and backward once.  With
+LoRA, backward computes no gradient of a frozen weight, so layers have 4 FLOPs instead of 6, and 6 instead of 8, and in
+addition the FLOPs of adapters.
 """
 
 import re
@@ -24,11 +25,11 @@ from tools.bench.steps.case import StepCase
 
 LINEAR = 650 / 790  # rate of matrix products of a layer / rate of a large product
 COMPONENTS = ("attention", "linear", "head", "optimizer", "copies", "other")
-RANGE = "sft: "  # prefix of the names of our profiler ranges
+RANGE = "sft: "  # prefix of our ranges in a trace
 
 
 def constants(case: StepCase, kernels: Sequence[str], device: torch.device) -> dict[str, Any]:
-    """The rates in FLOP/s and bytes/s.  Frees all tensors that were used."""
+    """The rates of the device, in FLOP/s and bytes/s.  Frees all tensors that it used."""
     attention, absent = attention_rates(case, device, kernels)
     measured = {**rates(device), "attention": attention, "attention not run": absent}
     if device.type == "cuda":
@@ -37,7 +38,8 @@ def constants(case: StepCase, kernels: Sequence[str], device: torch.device) -> d
 
 
 def rates(device: torch.device) -> dict[str, float]:
-    """Rates of a large matrix product, of copies on the device (bytes read + written), and of copies over the bus."""
+    """The rates of a large matrix product (FLOP/s), of copies on the device (bytes read + written per second), and of
+    copies between host and device (bytes/s)."""
     on_cuda = device.type == "cuda"
     n, size = (8192, 1 << 30) if on_cuda else (64, 1 << 16)
     a, b = (torch.randn(n, n, device=device).bfloat16() for _ in range(2))
@@ -56,7 +58,8 @@ def rates(device: torch.device) -> dict[str, float]:
 def attention_rates(
     case: StepCase, device: torch.device, kernels: Sequence[str]
 ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """FLOP/s of kernels on one document of the case's length, forward and backward; why other kernels cannot run."""
+    """FLOP/s of kernels on one document of the case's length, forward and backward; the reasons why other kernels
+    cannot run."""
     model = case.model
     heads = (model.num_attention_heads, model.resolved_query_groups, model.resolved_head_dim)
     pack = ways.Pack.random(np.array([0, case.length], dtype=np.int32), heads, device)
@@ -77,7 +80,7 @@ def attention_rates(
 
 
 def _seconds(way: ways.Way, pack: ways.Pack, times: int) -> tuple[float, float]:
-    """Median seconds of forward and of backward, without the first run, which is a warm-up."""
+    """Median seconds of forward and of backward.  The first run is a warm-up and does not count."""
     clock = time_on(pack.device)
     forward, backward = [], []
     for _ in range(times):
@@ -98,7 +101,7 @@ def useful_flops(case: StepCase, row: Mapping[str, Any]) -> float:
 
 def floors(case: StepCase, row: Mapping[str, Any], *, gemm: float, forward: float, backward: float) -> dict[str, float]:
     """The least seconds of the row's steps, for each kind of recomputation.  Rates are in FLOP/s."""
-    flops, attention, linear = case.flops, row["attention_flops"] / 3, LINEAR * gemm  # attention of one forward
+    flops, attention, linear = case.flops, row["attention_flops"] / 3, LINEAR * gemm  # FLOPs of one forward attention
     layers, head = flops.per_token * row["tokens"], flops.per_label * row["labels"]
     recomputed = (flops.per_token + flops.saved) * row["tokens"] / 3
     none = (layers + head) / linear + attention / forward + BACKWARD * attention / backward
@@ -107,7 +110,7 @@ def floors(case: StepCase, row: Mapping[str, Any], *, gemm: float, forward: floa
 
 
 def with_rates(case: StepCase, row: Row, peak_tflops: float) -> Row:
-    """The row with the rates and floors that follow from its measurements."""
+    """The row, with rates and floors computed from its measurements."""
     seconds, flops = row["seconds"], useful_flops(case, row)
     rates = {"tokens_per_s": row["tokens"] / seconds, "tflops": flops / seconds / 1e12}
     if row["device"] == "cuda":

@@ -34,8 +34,8 @@ from tools.bench.steps.roofline import constants
 
 NUM_PADDED = 16  # number of samples of the mix `padded`
 MULTIPLE = 64
-NUM_STEPS = 1000  # steps of the schedule; fewer are timed
-ROUNDS = 5  # timed steps of an engine with adapters, and of one without
+NUM_STEPS = 1000  # steps of the learning rate schedule; fewer steps are timed
+ROUNDS = 5  # timed steps of each engine, with and without adapters
 
 
 class RandomCorpus:
@@ -113,9 +113,9 @@ def engine_of(case: StepCase, config: Config, layout: Layout, groups: process_gr
 def against_full(
     adapted: Engine, make_full: Callable[[], Engine], microbatches: Sequence[Microbatch]
 ) -> dict[str, Any]:
-    """Facts of an engine with adapters and of full fine-tuning, which train in turns on the same pack.
+    """Facts of an engine with adapters and of an engine for full fine-tuning, which train in turns on the same packs.
 
-    time_ratio is the median time of a step / that of full fine-tuning; None if both do not fit in memory.
+    time_ratio is the median time of a step with adapters / without them; None if both engines do not fit in memory.
     """
     facts: dict[str, Any] = {"time_ratio": None, "lora": state_of(adapted)}
     with catch_out_of_memory():
@@ -127,9 +127,10 @@ def against_full(
 
 
 def state_of(engine: Engine) -> dict[str, int]:
-    """Trained parameters, and the bytes of their gradients and of the optimizer's states without the model's weights.
+    """The number of trained parameters, the bytes of their gradients, and the bytes of the optimizer's states without
+    the model's weights.
 
-    the shape `tiny` with rank 8 in fp32: 16,384 trained, 65,536 bytes of gradients, 131,072 of the optimizer
+    The shape `tiny` with rank 8 in fp32: 16,384 trained, 65,536 bytes of gradients, 131,072 bytes of optimizer states
     """
     params = [param for chunk in engine.chunks for param in chunk.parameters()]
     buffers = [buffer for chunk in engine.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -144,7 +145,7 @@ def state_of(engine: Engine) -> dict[str, int]:
 
 def documents_of(case: StepCase, num_packs: int) -> tuple[int, int, np.ndarray]:
     """data.seq_length, data.doc_multiple, and the lengths of documents for `num_packs` packs."""
-    if case.mix == "1k":  # needs as much memory as one document, and little time
+    if case.mix == "1k":  # needs as much memory as one long document, but less time
         size = min(1024, case.length)
         return case.length, MULTIPLE, np.full(-(-num_packs * case.length // size), size)
     if case.mix != "padded":

@@ -1,6 +1,7 @@
-"""Steps of plain transformers on one document, in code that a user writes without a trainer.
+"""Steps of plain transformers on one document, in code that a user would write without a trainer.
 
-scaled_dot_product_attention, fp32 weights under bf16 autocast, gradient checkpointing, fused AdamW, full logits.
+It uses scaled_dot_product_attention, fp32 weights under bf16 autocast, gradient checkpointing, fused AdamW and full
+logits.
 """
 
 from typing import Any

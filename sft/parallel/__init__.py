@@ -1,1 +1,1 @@
-"""Layout arithmetic, context-parallel sharding, rendezvous, and collectives for small messages, without megatron."""
+"""Layouts, context-parallel sharding, rendezvous, and collectives for small messages, without megatron."""

@@ -14,6 +14,8 @@ from sft.recipe.needs import check_paths
 from sft.recipe.resolved import Recipe
 
 if TYPE_CHECKING:
+    from sft.config import Config
+    from sft.data.chat.tokenizer import ChatTokenizer
     from sft.planner.report import Report
     from sft.planner.task import Proposal, Task
 
@@ -145,7 +147,6 @@ def _task(model: str, recipe: Recipe, options: PlanOptions) -> "Task":
     from sft.estimate.constants import constants_of
     from sft.estimate.lengths import Lengths
     from sft.planner.task import Hardware, Task
-    from sft.recipe.tokenizer import tokenizer_of
     from sft.weights.trained import trained_weights
 
     config, gpu = recipe.config, gpus.gpu(options.gpu)
@@ -156,13 +157,13 @@ def _task(model: str, recipe: Recipe, options: PlanOptions) -> "Task":
         constants=constants_of(gpu, gpus.fabric(options.fabric)),
         host_bytes=options.host_gib * GIB,
     )
-    rows = config.model.vocab_size or tokenizer_of(config).vocab_size
+    rows = config.model.vocab_size or _tokenizer(config).vocab_size
     lengths, tokens = Lengths.all_of(config.data.seq_length), options.tokens
     if options.lengths == "data":
         from sft.data.cache.prepare import prepare_train
 
         check_paths(recipe)
-        corpus = prepare_train(config, tokenizer_of(config), Console(0, sys.stderr)).lengths
+        corpus = prepare_train(config, _tokenizer(config), Console(0, sys.stderr)).lengths
         lengths = Lengths.of_corpus(corpus)
         tokens = tokens or float(corpus.sum()) * (config.train.num_epochs or 1)
     elif options.lengths is not None:
@@ -178,3 +179,10 @@ def _task(model: str, recipe: Recipe, options: PlanOptions) -> "Task":
         hardware=hardware,
         tokens=tokens,
     )
+
+
+def _tokenizer(config: "Config") -> "ChatTokenizer":
+    """The recipe's tokenizer.  Its modules are imported only where a plan needs it."""
+    from sft.recipe.tokenizer import tokenizer_of
+
+    return tokenizer_of(config)

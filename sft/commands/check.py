@@ -88,6 +88,13 @@ def _print_rotary(recipe: "Recipe") -> None:
 
 
 def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
+    from sft.recipe.tokenizer import tokenizer_of
+
+    train = recipe.config.train
+    tokenizer = tokenizer_of(recipe.config)
+    _print_model(recipe, layout, tokenizer.vocab_size, gpu)
+
+    # Not before: these modules import torch, and _print_model refuses a recipe that does not fit.
     from sft.commands.resume_lines import with_data
     from sft.data.cache.prepare import prepare_recipe
     from sft.data.inspect import cp_forecast
@@ -96,12 +103,8 @@ def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
     from sft.estimate.lengths import Lengths
     from sft.parallel.layout import vocab_rows
     from sft.recipe.start import check_weights
-    from sft.recipe.tokenizer import tokenizer_of
     from sft.weights.trained import trained_weights
 
-    train = recipe.config.train
-    tokenizer = tokenizer_of(recipe.config)
-    _print_model(recipe, layout, tokenizer.vocab_size, gpu)
     rows = vocab_rows(recipe.config.model, tokenizer.vocab_size)
     for name, lines in check_weights(recipe.config, trained_weights(recipe.config, rows), rows).items():
         print_group(name, lines)

@@ -78,22 +78,28 @@ def test_nothing_heavy_is_imported_before_it_is_used() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["check", "recipes/demo.yaml", "--no-data", "--world-size", "2"],
-        ["plan", "--model", "{model}", "--gpus", "8", "--seq-length", "65536"],
-    ],
-    ids=lambda command: command[0],
+LARGE = (
+    "model.num_layers=80 model.hidden_size=8192 model.ffn_hidden_size=28672 data.train={model}/config.json data.eval={}"
 )
-def test_predictions_need_no_torch(command: list[str], tmp_path: Path) -> None:
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        (["check", "recipes/demo.yaml", "--no-data", "--world-size", "2"], 0),
+        (["check", "recipes/demo.yaml", "--world-size", "2", "--gpu", "h100", *LARGE.split()], 2),
+        (["plan", "--model", "{model}", "--gpus", "8", "--seq-length", "65536"], 0),
+    ],
+    ids=["check", "check refuses what does not fit", "plan"],
+)
+def test_predictions_need_no_torch(command: list[str], code: int, tmp_path: Path) -> None:
     """A laptop without torch can check a recipe and plan a layout."""
     shutil.copy(ROOT / "tests/unit/fixtures/released/qwen3_8b.json", tmp_path / "config.json")
-    words = [word.format(model=tmp_path) for word in command]
+    words = [word.replace("{model}", str(tmp_path)) for word in command]
     program = f"import sys; sys.modules['torch'] = None; from sft.cli import main; code = main({words!r}); "
     program += "print('imported', code, [name for name in sys.modules if name.startswith('sft.mcore')])"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.stdout.splitlines()[-1:] == ["imported 0 []"], done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1:] == [f"imported {code} []"], done.stdout + done.stderr
 
 
 def test_a_wheel_holds_every_module_and_command() -> None:

@@ -176,6 +176,8 @@ def why_no_folder(path: Path) -> str | None:
     if not existing.is_dir():
         subject = "" if existing == path else f"is below {existing}, which "
         return f"{subject}is not a folder"
+    if os.statvfs(existing).f_flag & os.ST_RDONLY:
+        return f"cannot be written: {existing} is on a read-only file system"
     if not os.access(existing, os.W_OK | os.X_OK):
         return f"cannot be written: this user may make no files in {existing}"
     return None

@@ -8,7 +8,7 @@ PYTHON312 ?= python3.12
 TESTS ?= tests/ranks tests/faults tests/docs tests/unit
 # What a second Python version must show in CI, beside the whole suite on the first.  test_golden.py resumes LoRA, too.
 TESTS_312 ?= tests/ranks/test_resume_layouts.py tests/ranks/test_resume.py tests/ranks/test_golden.py tests/ranks/test_interop.py \
-	tests/ranks/test_hf_convert.py tests/ranks/test_megatron_fields.py tests/unit/mcore/test_wall.py tests/unit/recipe/test_recipe.py tests/unit/data/template/test_sandbox.py \
+	tests/ranks/test_megatron_fields.py tests/unit/mcore/test_wall.py tests/unit/recipe/test_recipe.py tests/unit/data/template/test_sandbox.py \
 	tests/unit/mcore/checkpoint_io/test_safe_reader.py tests/unit/data/cache/test_encoding_version.py
 # Processes among which make test shares the test files.  Most tests of ranks keep a core busy and wait on each other.
 WORKERS ?= 2

@@ -1,5 +1,6 @@
 """Every command and block of the site, each page in a folder of its own, pages in another order every day.
 
+A third of the pages whose commands take long runs in make test, another third every day; all of them in make test-all.
 test_quickstart.py in tests/ranks runs the quick start, which here is only parsed.
 """
 
@@ -9,6 +10,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,13 @@ from sft.recipe.load import parse_recipe
 from tests import builders
 from tests.docs.blocks import LANGUAGES, ROOT, TINY, Block, blocks, check, commands
 
+TODAY = datetime.date.today().toordinal()
 PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md"))
-random.Random(datetime.date.today().toordinal()).shuffle(PAGES)
+random.Random(TODAY).shuffle(PAGES)
+SLOW = [
+    *("how-to/resume.md", "how-to/convert.md", "how-to/losses.md"),
+    *("reference/checkpoint-format.md", "reference/python-api.md", "how-to/prepare.md"),
+]  # 15 to 45 s each on two idle cores
 RUN_ELSEWHERE = ("start/quickstart.md",)
 RECIPE = """\
 run: {dir: runs/a, device: cpu, precision: fp32}
@@ -76,7 +83,15 @@ def prepare(folder: Path, tiny: Path | None) -> None:
     builders.commands(folder / ".bin")
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT / "docs")))
+def in_turn() -> Iterator[Any]:
+    """The pages.  A slow one is `grid` on two days of three."""
+    for path in PAGES:
+        name = str(path.relative_to(ROOT / "docs"))
+        waits = name in SLOW and (SLOW.index(name) + TODAY) % 3 != 0
+        yield pytest.param(path, id=name, marks=[pytest.mark.grid] if waits else [])
+
+
+@pytest.mark.parametrize("path", [*in_turn()])
 def test_every_block_of_the_page(path: Path, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = path.read_text(encoding="utf-8")
     prepare(tmp_path, tiny if TINY in page else None)
@@ -93,6 +108,11 @@ def test_every_block_of_the_page(path: Path, tmp_path: Path, tiny: Path, monkeyp
         except Exception as error:  # all faults of a page at once
             faults.append(f"{path.relative_to(ROOT)}:{block.line}: {error}")
     assert not faults, "\n".join(faults)
+
+
+def test_slow_pages_take_turns() -> None:
+    assert {*SLOW} <= {str(path.relative_to(ROOT / "docs")) for path in PAGES}
+    assert sum(not param.marks for param in in_turn()) == len(PAGES) - len(SLOW) * 2 // 3
 
 
 def test_the_site_has_blocks_that_run() -> None:

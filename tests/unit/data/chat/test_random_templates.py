@@ -17,7 +17,7 @@ from tests.unit.fixtures.model_folder import Tokens, pieces_of, write_folder
 from tests.unit.random_templates import Case, case
 from tests.unit.random_templates.expressions import EITHER
 
-FEW, MANY = 200, 20_000
+FEW, MANY = 100, 20_000
 CHUNK = 50
 SEEDS = [
     pytest.param(first, id=str(first), marks=[pytest.mark.grid] if first >= FEW else [])

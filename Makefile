@@ -185,7 +185,7 @@ docs: $(DOCS)/.ready
 
 # Every command and block of every page, each page in a folder of its own, in an order of the day; make test runs it, too.
 test-docs: $(READY)
-	$(BIN)/python -m pytest tests/docs $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest tests/docs --all $(PYTEST_FLAGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

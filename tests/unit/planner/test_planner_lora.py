@@ -28,7 +28,7 @@ WITH_LORA = {  # on NO_FIT, beside ALWAYS
     "gemma_3_27b", "gpt_oss_20b", "mistral_small_3_2", "moonlight_16b_a3b", "qwen3_30b_a3b", "qwen3_vl_30b_a3b",
 }  # fmt: skip
 QUICK = ["gemma_4_26b_a4b", "qwen3_6_35b_a3b"]
-KINDS = [*QUICK, "gpt_oss_20b", "llama_3_1_8b", "moonlight_16b_a3b", "qwen3_30b_a3b"]  # one model for each kind of layer
+KINDS = [*QUICK, "gpt_oss_20b", "llama_3_1_8b", "moonlight_16b_a3b", "qwen3_30b_a3b"]  # one for each kind of layer
 
 
 def names(quick: Collection[str]) -> list[Any]:

@@ -78,7 +78,8 @@ def test_a_file_keeps_constants_and_sources(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ('"version": 1', '"version": 2'),
+        ('"version": 2', '"version": 1'),
+        ('"Transformer Engine"', '"a kernel"'),
         ('"latency_us"', '"latency"'),
         ('"value": 20.0', '"value": -1'),
         ('"value": 20.0', '"value": NaN'),

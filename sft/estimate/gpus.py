@@ -13,7 +13,6 @@ from sft.layers.kernel_rates import AMPERE, BLACKWELL, HOPPER
 GIB = 2**30
 HOST_GIB = 1000.0  # usable host memory of a node.  A node of 8 GPUs has 2 TB, but the pages must be locked
 CONTEXT_BYTES = 0.75 * GIB  # CUDA's context, and the code of kernels; assumed, 0.5 to 0.9 GiB on Hopper
-COMMUNICATOR_BYTES = 0.08 * GIB  # NCCL's buffers of one communicator, with channels over NVLink and network; assumed
 RESERVE = 0.03  # share of the capacity for workspaces and gaps between allocations (docs/numbers/performance.md)
 
 
@@ -139,14 +138,14 @@ class Usable:
         )
 
 
-def usable_memory(gpu: Gpu, num_communicators: int) -> Usable:
-    """The memory that the tensors of a run can use.
+def usable_memory(gpu: Gpu, nccl_bytes: float) -> Usable:
+    """The memory that the tensors of a run can use.  nccl_bytes: `communicators.nccl_bytes`
 
-    h100, 4 communicators -> 79.1 - 0.75 - 0.32 - 2.373 = 75.66 GiB
+    h100, 2.4 GiB -> 79.1 - 0.75 - 2.4 - 2.373 = 73.58 GiB
     """
     return Usable(
         capacity=gpu.memory_bytes,
         context=CONTEXT_BYTES,
-        communicators=num_communicators * COMMUNICATOR_BYTES,
+        communicators=nccl_bytes,
         reserve=RESERVE * gpu.memory_bytes,
     )

@@ -15,8 +15,9 @@ from functools import cached_property
 import numpy as np
 
 from sft.config import Config, ModelConfig
+from sft.estimate.attention_kernels import uses_portable
 from sft.estimate.constants import Constants
-from sft.estimate.layer_work import Seconds, cp_sizes, uses_portable
+from sft.estimate.layer_work import Seconds, cp_sizes
 from sft.estimate.lengths import Lengths
 from sft.estimate.parameters import StageParameters
 from sft.layers.kinds import layer_groups

@@ -18,11 +18,6 @@ HOPPER, BLACKWELL, AMPERE = "hopper", "blackwell", "ampere"
 PEAKS = {HOPPER: 989.4, BLACKWELL: 2250.0, AMPERE: 312.0}  # dense bf16 TFLOP/s of the GPU whose rates the table has
 BACKWARD = 2.5  # FLOPs of backward / FLOPs of forward.  Backward computes the scores again
 
-# Seconds that a query of one head takes beyond its products, forward and backward, on Hopper.  They come from partly
-# masked tiles and from the start of a tile.  Only with a short window are they visible.  64 heads of 64 with windows of
-# 128 took 0.31 and 0.85 ns by FlashAttention-4, and 0.33 and 0.91 ns by FlashAttention-2 (docs/numbers/h200.md).
-WINDOW_SECONDS = (0.32e-9, 0.88e-9)
-
 
 class Rate(NamedTuple):
     """TFLOP/s of a kernel with long documents.  FLOPs are causal, and those of backward are 2.5 times those of forward.
@@ -92,6 +87,7 @@ _RATES: dict[tuple[str, str], _Rows] = {
         ((64, 64), Rate(700, 600, _UNKNOWN, (1000, 900))),
         ((128, 128), Rate(1100, 900, _UNKNOWN, (1600, 1300))),
         ((192, 128), Rate(1000, 750, _UNKNOWN, (1500, 1100))),
+        ((256, 256), Rate(600, 450, _UNKNOWN, (1200, 900))),
     ),
     (FLASH4, BLACKWELL): (
         ((64, 64), Rate(836, 650, f"published: flash-attention#2605; backward {_UNKNOWN}", (852, 850))),
@@ -105,7 +101,10 @@ _RATES: dict[tuple[str, str], _Rows] = {
         ((256, 256), Rate(320, 295, _LIKE_HOPPER, (400, 370))),
     ),
     (PLAIN, BLACKWELL): ((_ANY, Rate(14, 17, "assumed: as on Hopper, whose peak in fp32 is about as high")),),
-    (TRANSFORMER_ENGINE, AMPERE): (((128, 128), Rate(190, 170, _UNKNOWN, (228, 197))),),
+    (TRANSFORMER_ENGINE, AMPERE): (
+        ((128, 128), Rate(190, 170, _UNKNOWN, (228, 197))),
+        ((256, 256), Rate(145, 120, _UNKNOWN, (185, 160))),
+    ),
     (FLASH2, AMPERE): (
         ((64, 64), Rate(170, 150, _UNKNOWN, (205, 177))),
         ((128, 128), Rate(190, 170, "published: FlashAttention-2, up to 73% of the peak, backward 63%", (228, 197))),
@@ -139,7 +138,7 @@ def rate(
 ) -> Rate | None:
     """The rate of a kernel; None: nothing is known, and the kernel does not run there.
 
-    With a window, the rate is that of long windows; `WINDOW_SECONDS` has what short ones add.
+    With a window, the rate is that of long windows.
     """
     if architecture is None:
         return None

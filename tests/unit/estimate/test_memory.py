@@ -7,7 +7,8 @@ import pytest
 
 from sft.config.linear_attention import LinearAttentionConfig
 from sft.estimate import memory
-from sft.estimate.communicators import communicators
+from sft.estimate.communicators import communicators, compared, nccl_bytes
+from sft.estimate.gpus import GIB
 from sft.estimate.memory import Memory, estimate, longest_context, stage_memory
 from sft.estimate.parameters import Numbers
 from sft.estimate.saved_by_layer import LayerBytes
@@ -551,20 +552,56 @@ def test_the_items_sum_up_to_the_device() -> None:
         assert sum(found.items().values()) == pytest.approx(found.device, rel=1e-12)
 
 
+WINDOWS = {"sliding_window": 16, "sliding_window_layers": [1]}
+LINEAR = {"linear_attention": {"layers": [1], "num_key_heads": 2, "num_value_heads": 2, "key_head_dim": 16}}
+
+
 @pytest.mark.parametrize(
-    "world_size, parallel, model, expected",
+    "world_size, parallel, model, expected, gib",
     [
-        (1, {}, TINY, {}),
-        (8, {"tp": 2, "cp": 2}, TINY, {"tp": 2, "cp": 2, "dp x cp": 4, "all ranks": 8}),
-        (8, {"cp": 8, "dynamic_cp": True}, TINY, {"cp": 8, "cp of 2": 2, "cp of 4": 4, "dp x cp": 8, "all ranks": 8}),
-        (8, {"cp": 2, "ep": 4}, EXPERTS, {"cp": 2, "dp x cp": 8, "ep": 4, "copies of an expert": 2, "all ranks": 8}),
-        (4, {"pp": 2}, {**TINY, "num_layers": 2}, {"dp x cp": 2, "pp": 2, "first and last stage": 2, "all ranks": 4}),
+        (1, {}, {}, {}, 0.0),
+        (8, {"tp": 2, "cp": 2}, {}, {"tp": 2, "cp": 2, "dp x cp": 4, "all ranks": 8}, 2.4),
+        (
+            8, {"cp": 8, "dynamic_cp": True}, {},
+            {"cp": 8, "cp of 2": 2, "cp of 4": 4, "dp x cp": 8, "all ranks": 8}, 3.0,
+        ),
+        # Experts, windows, linear attention and cp_comm a2a exchange data by all-to-alls, which take 3 GiB a group.
+        (
+            8, {"cp": 2, "ep": 4}, EXPERTS,
+            {"cp": 2, "dp x cp": 8, "ep": 4, "copies of an expert": 2, "all ranks": 8}, 5.4,
+        ),
+        (2, {"cp": 2}, WINDOWS, {"cp": 2, "dp x cp": 2, "all ranks": 2}, 4.2),
+        (2, {"cp": 2}, LINEAR, {"cp": 2, "dp x cp": 2, "all ranks": 2}, 4.2),
+        (2, {"cp": 2, "cp_comm": "a2a"}, {}, {"cp": 2, "dp x cp": 2, "all ranks": 2}, 4.2),
+        (
+            8, {"cp": 8, "cp_comm": "a2a+p2p", "cp_a2a": 2}, {},
+            {"cp, heads": 2, "cp, ring": 4, "dp x cp": 8, "all ranks": 8}, 4.8,
+        ),
+        (
+            4, {"pp": 2}, {"num_layers": 2},
+            {"dp x cp": 2, "pp": 2, "first and last stage": 2, "all ranks": 4}, 2.4,
+        ),
     ],
-)
+    ids=str,
+)  # fmt: skip
 def test_communicators(
-    world_size: int, parallel: dict[str, Any], model: dict[str, Any], expected: dict[str, int]
+    world_size: int, parallel: dict[str, Any], model: dict[str, Any], expected: dict[str, int], gib: float
 ) -> None:
-    assert communicators(*of(world_size, model, parallel=parallel)) == expected
+    config, layout = of(world_size, {**TINY, **model}, parallel=parallel)
+    opened = communicators(config, layout)
+    assert {name: communicator.ranks for name, communicator in opened.items()} == expected
+    assert nccl_bytes(config, layout) / GIB == pytest.approx(gib)
+    on_cpu, _ = of(world_size, {**TINY, **model}, parallel=parallel, run={"device": "cpu"})
+    assert nccl_bytes(on_cpu, layout) == 0.0
+
+
+def test_assumed_and_measured_memory_of_nccl() -> None:
+    assert compared(*of(8, {**TINY, **EXPERTS}, parallel={"cp": 2, "ep": 4}), 7.25 * GIB) == (
+        "GPU memory outside of torch's allocator: 7.2 GiB (used on the GPU - reserved by torch).  `sft check` and "
+        "`sft plan` assume 6.1: CUDA's context 0.75 and NCCL's buffers 5.4 (cp 0.6, dp x cp 0.6, ep 3.0, copies of an "
+        "expert 0.6, all ranks 0.6)"
+    )
+    assert compared(*of(1, TINY), 0.5 * GIB).endswith("assume 0.8: CUDA's context 0.75")
 
 
 def test_the_copy_of_a_save_in_the_background() -> None:

@@ -64,7 +64,7 @@ def test_order() -> None:
     assert order(HOPPER, 192, 128)[0] == FLASH4
     assert order(HOPPER, 512, 512) == [FFPA, PLAIN]
     assert order(HOPPER, 128, 128, has_softcap=True) == [FLASH4, PLAIN]
-    assert order(BLACKWELL, 256, 256) == [FLASH2, PLAIN]
+    assert order(BLACKWELL, 256, 256) == [TRANSFORMER_ENGINE, FLASH2, PLAIN]
     assert order(BLACKWELL, 128, 128)[0] == FLASH4
     assert order(None, 128, 128) == []
 

@@ -19,7 +19,7 @@ from sft.data.pipeline import DataPipeline, GlobalBatch
 from sft.files.atomic_files import explained, replace_text, unusable
 from sft.layers.flops import describe_parameters, num_parameters
 from sft.mcore import process_groups
-from sft.mcore.backends.selection import slower_than_possible
+from sft.mcore.backends.kernel_lines import kernel_lines
 from sft.mcore.engine import Engine
 from sft.metrics.log import MetricsLog
 from sft.metrics.records import Record
@@ -296,8 +296,8 @@ class Trainer:
             num_steps=self.num_steps,
             is_evaluated=not self.evaluator.is_missing(state.step, state.evaluated),
         )
-        if warning := slower_than_possible(self.config, self.engine.backend, self.groups.device.type):
-            self.console.say(warning)
+        for line in kernel_lines(self.config, self.engine.backend, self.groups.device.type):
+            self.console.say(line)
         parameters = describe_parameters(model, vocab_size)
         if self.trained.whole is not None:
             parameters = self.trained.describe(self.config.lora.rank, num_parameters(model, vocab_size))

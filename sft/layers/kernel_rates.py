@@ -49,9 +49,17 @@ class Rate(NamedTuple):
 
 _H200 = "measured on one H200 (docs/numbers/h200.md)"
 _FA3 = "published: FlashAttention-3, figures 5 and 6"
+_NVIDIA = "published: NVIDIA/cudnn-frontend, attention_training, 2026-09-28"  # documents of 32K, causal
 _UNKNOWN = "assumed: not published"
 _LIKE_HOPPER = f"{_UNKNOWN}; its ratio to the kernel's rate for heads of 128 is that of Hopper"
 _ANY = (10**6, 10**6)
+
+
+def _of_gb200(forward: float, backward: float) -> Rate:
+    """A rate that is published for a GB200, at the peak of a B200."""
+    scale = PEAKS[BLACKWELL] / 2450.0
+    return Rate(round(scale * forward), round(scale * backward), f"{_NVIDIA}, GB200, scaled to the peak of a B200")
+
 
 # By kernel and architecture: the widest keys and values of each row, and the rate.  A head takes the first row that is
 # wide enough for it.
@@ -60,8 +68,8 @@ _RATES: dict[tuple[str, str], _Rows] = {
     (TRANSFORMER_ENGINE, HOPPER): (
         ((64, 64), Rate(413, 395, f"{_FA3}; backward at 2K tokens", (413, 440))),
         ((128, 128), Rate(602, 530, f"{_H200}, cuDNN called by torch")),
-        ((192, 128), Rate(550, 400, _UNKNOWN, (650, 500))),
-        ((256, 256), Rate(509, 380, f"{_FA3}; backward {_UNKNOWN}", (509, 480))),
+        ((192, 128), Rate(607, 508, f"{_NVIDIA}, H200")),
+        ((256, 256), Rate(678, 358, f"{_NVIDIA}, H200, cuDNN 9.27")),
     ),
     (FLASH3, HOPPER): (
         ((64, 64), Rate(497, 422, f"{_FA3}; backward at 2K tokens", (497, 480))),
@@ -85,14 +93,14 @@ _RATES: dict[tuple[str, str], _Rows] = {
     (PLAIN, HOPPER): ((_ANY, Rate(14, 17, "assumed: calculated for tiles in fp32, without tensor cores")),),
     (TRANSFORMER_ENGINE, BLACKWELL): (
         ((64, 64), Rate(700, 600, _UNKNOWN, (1000, 900))),
-        ((128, 128), Rate(1100, 900, _UNKNOWN, (1600, 1300))),
-        ((192, 128), Rate(1000, 750, _UNKNOWN, (1500, 1100))),
-        ((256, 256), Rate(600, 450, _UNKNOWN, (1200, 900))),
+        ((128, 128), _of_gb200(1593, 1221)),
+        ((192, 128), _of_gb200(1705, 1112)),
+        ((256, 256), _of_gb200(1838, 1045)),
     ),
-    (FLASH4, BLACKWELL): (
+    (FLASH4, BLACKWELL): (  # 256: GB200 1685 / 939, but nobody has compared chunks of documents there
         ((64, 64), Rate(836, 650, f"published: flash-attention#2605; backward {_UNKNOWN}", (852, 850))),
         ((128, 128), Rate(1418, 1208, "published: flash-attention#2280")),
-        ((192, 128), Rate(1100, 800, _UNKNOWN, (1500, 1200))),
+        ((192, 128), _of_gb200(1617, 1132)),
     ),
     (FLASH2, BLACKWELL): (  # it computes with mma.sync, as on Ampere
         ((64, 64), Rate(360, 325, _LIKE_HOPPER, (450, 405))),
@@ -101,15 +109,12 @@ _RATES: dict[tuple[str, str], _Rows] = {
         ((256, 256), Rate(320, 295, _LIKE_HOPPER, (400, 370))),
     ),
     (PLAIN, BLACKWELL): ((_ANY, Rate(14, 17, "assumed: as on Hopper, whose peak in fp32 is about as high")),),
-    (TRANSFORMER_ENGINE, AMPERE): (
-        ((128, 128), Rate(190, 170, _UNKNOWN, (228, 197))),
-        ((256, 256), Rate(145, 120, _UNKNOWN, (185, 160))),
-    ),
+    (TRANSFORMER_ENGINE, AMPERE): (((128, 128), Rate(176, 143, f"{_NVIDIA}, A100 PCIe")),),
     (FLASH2, AMPERE): (
-        ((64, 64), Rate(170, 150, _UNKNOWN, (205, 177))),
-        ((128, 128), Rate(190, 170, "published: FlashAttention-2, up to 73% of the peak, backward 63%", (228, 197))),
-        ((192, 128), Rate(145, 120, _UNKNOWN, (175, 140))),
-        ((256, 256), Rate(155, 140, _UNKNOWN, (185, 160))),
+        ((64, 64), Rate(170, 150, _UNKNOWN, (205, 180))),
+        ((128, 128), Rate(199, 180, f"{_NVIDIA}, A100 PCIe")),
+        ((192, 128), Rate(140, 110, _UNKNOWN, (175, 140))),
+        ((256, 256), Rate(184, 136, f"{_NVIDIA}, A100 PCIe")),
     ),
     (PLAIN, AMPERE): ((_ANY, Rate(4, 5, "assumed: calculated for tiles in fp32, without tensor cores")),),
 }

@@ -11,6 +11,7 @@ from sft.config import Config
 from sft.config.mixer_section import LayerKind
 from sft.estimate import gpus
 from sft.estimate.constants import REFERENCE_WIDTH, Constants
+from sft.layers import kernel_keys
 from sft.layers.kernel_rates import (
     BACKWARD,
     FFPA,
@@ -78,7 +79,9 @@ def _kernel_of(config: Config, mixer: Mixer, gpu: str) -> Assumed:
     refused = {TRANSFORMER_ENGINE}
     if config.run.deterministic:
         refused |= {FFPA} | ({FLASH3} if model.resolved_head_dim >= _WIDE else set())
-    return next(Assumed(name, found) for name, found in rates.items() if name not in refused)
+    allowed = kernel_keys.allowed(config)
+    able = (Assumed(name, found) for name, found in rates.items() if name not in refused and name in allowed)
+    return next(able, Assumed(PLAIN, rates[PLAIN]))
 
 
 def relative(assumed: Assumed, constants: Constants) -> tuple[float, float]:

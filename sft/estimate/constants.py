@@ -6,7 +6,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from sft.errors import ConfigError, first_few
 from sft.estimate.gpus import Gpu
 from sft.files.atomic_files import replace_text
 from sft.files.folder_files import CONFIG_BYTES, read_file
-from sft.layers.kernel_rates import FLASH2, HOPPER, KERNELS, PEAKS, PLAIN, TRANSFORMER_ENGINE, rate
+from sft.layers.kernel_rates import BLACKWELL, FLASH2, HOPPER, KERNELS, PEAKS, PLAIN, TRANSFORMER_ENGINE, rate
 
 VERSION = 2
 # Shares of the peak.  Large products reach 650 of 989 TFLOP/s in layers of an H200 (docs/numbers/performance.md).  A
@@ -25,6 +25,12 @@ GEMM_SHARES = ((16, 0.08), (64, 0.25), (128, 0.38), (256, 0.48), (512, 0.56), (1
 # an H200, documents of 2K reached 0.67 to 0.79 forward and 0.73 to 0.76 backward, with two kernels and two widths.  The
 # other points are assumed.  A window of 128, which counts as a document of 256, reached 0.15 to 0.24.
 ATTENTION_SHARES = ((128, 0.12), (256, 0.20), (512, 0.42), (2048, 0.75), (8192, 0.93), (32768, 1.0))
+# TFLOP/s of FLA's forward pass with heads of 128 and 32K tokens, by value heads x sequences: FLA 0.5.1 on an H200 and a
+# GB200 (QwenLM/FlashQLA, benchmark_results_H200.txt and benchmark_results_GB200.txt).
+DELTA_RULE: Mapping[str | None, tuple[tuple[float, float], ...]] = {
+    HOPPER: ((8, 28.6), (16, 41.5), (24, 49.7), (32, 54.7), (48, 57.0), (64, 61.9)),
+    BLACKWELL: ((8, 25.4), (16, 41.1), (24, 50.7), (32, 59.0), (48, 61.3), (64, 70.0)),
+}
 REFERENCE_WIDTH = 128  # width of the heads for which constants have the rate of attention
 HOST_ADAM_GB_S = 60.0  # two sockets, shared by 8 GPUs; Adam on the CPU moves 28 bytes per parameter
 
@@ -73,7 +79,8 @@ class Constants:
     attention_kernel    the kernel of `attention_forward` and `attention_backward` (sft/layers/kernel_rates.py)
     attention_forward, attention_backward  TFLOP/s of this kernel with heads of 128, by tokens of a document on a rank.
                         The FLOPs are causal; backward has 2.5 times those of forward
-    linear_attention    TFLOP/s of the delta rule, for the FLOPs that sft/layers/flops.py counts
+    linear_attention    TFLOP/s of the delta rule, for the FLOPs that sft/layers/flops.py counts, by the number of
+                        sequences that a rank computes at once: value heads x fragments of documents
     elementwise_gb_s    GB/s that norms, activations and residual sums read and write
     optimizer_gb_s      GB/s of Adam on the device; host_optimizer_gb_s: on the host, for one rank
     pcie_gb_s           GB/s of copies between device and host, in one direction
@@ -93,7 +100,7 @@ class Constants:
     grouped_gemm: Constant
     attention_forward: Curve
     attention_backward: Curve
-    linear_attention: Constant
+    linear_attention: Curve
     elementwise_gb_s: Constant
     optimizer_gb_s: Constant
     host_optimizer_gb_s: Constant
@@ -151,7 +158,7 @@ def assumed(gpu: Gpu, fabric_gb_s: float) -> Constants:
         grouped_gemm=constant(0.7, "grouped GEMM of experts with uneven loads"),
         attention_forward=curve(ATTENTION_SHARES, "docs/numbers/h200.md and published rates", forward),
         attention_backward=curve(ATTENTION_SHARES, "docs/numbers/h200.md and published rates", backward),
-        linear_attention=constant(0.06 * gpu.tflops, "chunked kernels of the delta rule"),
+        linear_attention=_delta_rule(gpu),
         elementwise_gb_s=constant(0.75 * gpu.hbm_gb_s, "3/4 of the memory's bandwidth"),
         optimizer_gb_s=constant(0.75 * gpu.hbm_gb_s, "3/4 of the memory's bandwidth"),
         host_optimizer_gb_s=constant(HOST_ADAM_GB_S, "two sockets for 8 GPUs"),
@@ -164,6 +171,15 @@ def assumed(gpu: Gpu, fabric_gb_s: float) -> Constants:
         layer_overhead_us=constant(100.0, "gaps between kernels"),
         exposed=constant(float(is_cpu), "gloo takes the core" if is_cpu else "messages overlap with kernels on CUDA"),
     )
+
+
+def _delta_rule(gpu: Gpu) -> Curve:
+    """Rates of FLA's forward pass; a GPU without published ones gets a share of its peak."""
+    if gpu.architecture in DELTA_RULE:
+        scale = gpu.tflops / PEAKS[gpu.architecture]
+        points = tuple((size, scale * tflops) for size, tflops in DELTA_RULE[gpu.architecture])
+        return Curve(points, "assumed: FLA 0.5.1 on H200 and GB200 (QwenLM/FlashQLA, benchmark)")
+    return Curve(((1.0, 0.06 * gpu.tflops),), "assumed: chunked kernels of the delta rule")
 
 
 def attention_rates(gpu: Gpu) -> tuple[str, float, float]:

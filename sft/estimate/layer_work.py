@@ -18,6 +18,7 @@ from sft.estimate.products import Product, attention_flops
 from sft.estimate.saved_by_layer import saving_layers
 from sft.layers.kernel_rates import BACKWARD
 from sft.layers.kinds import layer_groups
+from sft.layers.mixer import Mixer, Moved
 from sft.parallel.layout import Layout
 
 GRADIENT_SUM_BYTES = 10  # per parameter and microbatch: a bf16 gradient is read, its fp32 sum read and written
@@ -51,18 +52,17 @@ class LayerWork:
         """
         recompute = self.config.train.recompute
         attention, gradients = self._attention()
-        states = self._states()
-        element = self._elementwise()
+        states, state_gradients = self._states()
+        element, again = self._elementwise()
         linear = self.seconds(products)
-        share = {"none": 0.0, "selective": 0.6, "full": 1.0}[recompute]  # selective: norm and activation of the MLP
         repeated = Seconds(
             linear=linear[1],
             attention=(attention if recompute == "full" else 0.0) + (states if recompute != "none" else 0.0),
-            elementwise=share * element,
+            elementwise=again,
         )
         return (
-            Seconds(linear=linear[0], attention=attention + states, elementwise=element),
-            Seconds(linear=linear[2], attention=reached * gradients + 2 * states, elementwise=2 * element),
+            Seconds(linear=linear[0], attention=attention + states, elementwise=element.forward),
+            Seconds(linear=linear[2], attention=reached * gradients + state_gradients, elementwise=element.backward),
             repeated,
         )
 
@@ -97,22 +97,46 @@ class LayerWork:
                 total[1] += BACKWARD * work / (backward * constants.attention_backward.at(size) * 1e12)
         return total[0], total[1]
 
-    def _states(self) -> float:
-        """Seconds of the delta rule in forward."""
-        layout, groups = self.layout, layer_groups(self.config.model)
-        products = sum(len(group.numbers) * group.mixer.state_products for group in groups)
+    def _states(self) -> tuple[float, float]:
+        """Seconds of the delta rule, forward and backward."""
+        layout, total = self.layout, [0.0, 0.0]
         tokens = self.config.data.seq_length / layout.cp
-        return 2.0 * products * tokens / (layout.pp * layout.tp * self.constants.linear_attention.value * 1e12)
+        for group in layer_groups(self.config.model):
+            products = len(group.numbers) * group.mixer.state_products
+            if not products:
+                continue
+            rate = self.constants.linear_attention.at(self._sequences(group.mixer))
+            run = 2.0 * products * tokens / (layout.pp * layout.tp * rate * 1e12)
+            total = [before + passes * run for before, passes in zip(total, group.mixer.state_passes(layout.cp))]
+        return total[0], total[1]
 
-    def _elementwise(self) -> float:
-        """Seconds of norms, rotary positions, activations and residual sums in forward."""
+    def _sequences(self, mixer: Mixer) -> float:
+        """Number of independent sequences of a rank: its heads x the fragments of its documents.
+
+        Over cp, a rank has two fragments of a document.
+        """
+        heads = (mixer.model.linear_attention.num_value_heads or 1) / self.layout.tp
+        documents = float(self.lengths.of_pack(self.config.data.seq_length)[1].sum())
+        return heads * max(1.0, documents if self.layout.cp == 1 else 2 * documents)
+
+    def _elementwise(self) -> tuple[Moved, float]:
+        """Seconds of norms, rotary positions, activations and residual sums, and those of recomputation.
+
+        selective repeats the norm and the activation of the MLP, about 0.6 of a layer, and all of linear attention.
+        """
         model, layout, rank = self.config.model, self.layout, self.layout.share(self.config)
         hidden = (2 * model.num_layer_norms + 6) * model.hidden_size * rank.sequence
-        numbers = 0.0
+        share = {"none": 0.0, "selective": 0.6, "full": 1.0}[self.config.train.recompute]
+        forward, backward, repeated = 0.0, 0.0, 0.0
         for group in layer_groups(model):
-            numbers += len(group.numbers) * (hidden + group.mixer.moved(rank) + group.mlp.moved(rank))
-        tokens = self.config.data.seq_length / layout.cp
-        return rank.width * numbers * tokens / layout.pp / (self.constants.elementwise_gb_s.value * 1e9)
+            number, mixer = len(group.numbers), group.mixer.moved(self.config, rank)
+            others = rank.width * (hidden + group.mlp.moved(rank))
+            forward += number * (others + mixer.forward)
+            backward += number * (2 * others + mixer.backward)
+            is_whole = group.mixer.is_recomputed and share > 0.0
+            repeated += number * (share * others + (1.0 if is_whole else share) * mixer.forward)
+        scale = self.config.data.seq_length / layout.cp / layout.pp / (self.constants.elementwise_gb_s.value * 1e9)
+        return Moved(scale * forward, scale * backward), scale * repeated
 
     def gradient_sums(self, num_trained: float) -> float:
         """Seconds in which the gradients of a microbatch are added to their fp32 sums."""

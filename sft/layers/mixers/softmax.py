@@ -9,7 +9,6 @@ from sft.layers.mixers.softmax_bytes import (
     PortableBytes,
     SoftmaxBytes,
     TransformerEngineBytes,
-    has_flash,
     num_head_groups,
 )
 from sft.layers.rank_share import RankShare
@@ -74,10 +73,6 @@ class SoftmaxAttention(Mixer):
             "num_attention_heads x head_dim / tp": num_heads * width // tp,
             "(num_attention_heads + 2 x num_query_groups) x head_dim / tp": (num_heads + 2 * groups) * width // tp,
         }
-
-    @property
-    def has_flash(self) -> bool:
-        return has_flash(self.model)
 
     @property
     def pair_width(self) -> float:

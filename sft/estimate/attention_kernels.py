@@ -11,7 +11,7 @@ from sft.config import Config
 from sft.config.mixer_section import LayerKind
 from sft.estimate import gpus
 from sft.estimate.constants import REFERENCE_WIDTH, Constants
-from sft.layers.kernel_keys import NAMES
+from sft.layers import kernel_keys
 from sft.layers.kernel_rates import (
     BACKWARD,
     FFPA,
@@ -76,7 +76,7 @@ def _kernel_of(config: Config, mixer: Mixer, gpu: str) -> Assumed:
         return Assumed(PLAIN, rates[PLAIN])
     if not uses_portable(config) and TRANSFORMER_ENGINE in rates:
         return Assumed(TRANSFORMER_ENGINE, rates[TRANSFORMER_ENGINE])
-    allowed = set(map(NAMES.__getitem__, config.attention.kernels or NAMES))
+    allowed = kernel_keys.allowed(config)
     if config.run.deterministic:
         allowed -= {FFPA} | ({FLASH3} if model.resolved_head_dim >= _WIDE else set())
     return next((Assumed(*item) for item in rates.items() if item[0] in allowed), Assumed(PLAIN, rates[PLAIN]))

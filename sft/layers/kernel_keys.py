@@ -20,6 +20,11 @@ NAMES: Mapping[Kernel, str] = {
 }
 
 
+def allowed(config: Config) -> set[str]:
+    """The names of the kernels that the recipe allows."""
+    return {NAMES[key] for key in config.attention.kernels or NAMES}
+
+
 def problems(config: Config) -> Iterator[str]:
     """For each kind of layer that no kernel of `attention.kernels` computes on any GPU, a sentence about it."""
     wanted = config.attention.kernels

@@ -52,13 +52,24 @@ _FA3 = "published: FlashAttention-3, figures 5 and 6"
 _NVIDIA = "published: NVIDIA/cudnn-frontend, attention_training, 2026-09-28"  # documents of 32K, causal
 _UNKNOWN = "assumed: not published"
 _LIKE_HOPPER = f"{_UNKNOWN}; its ratio to the kernel's rate for heads of 128 is that of Hopper"
-_ANY = (10**6, 10**6)
+_ANY = 10**6
 
 
 def _of_gb200(forward: float, backward: float) -> Rate:
     """A rate that is published for a GB200, at the peak of a B200."""
     scale = PEAKS[BLACKWELL] / 2450.0
     return Rate(round(scale * forward), round(scale * backward), f"{_NVIDIA}, GB200, scaled to the peak of a B200")
+
+
+def _plain(scale: float) -> tuple[tuple[tuple[int, int], Rate], ...]:
+    """Rates of bf16 tiles in plain torch.  Their time is that of reading and writing fp32 scores, some ten times in
+    forward and twenty times in backward, whatever the width of the heads.  scale: bandwidth of the memory over Hopper's
+    """
+    source = "assumed: calculated from the bytes of its tiles"
+    return tuple(
+        ((width, width), Rate(scale * low, scale * 1.6 * low, source, (2 * scale * low, 2 * scale * 1.6 * low)))
+        for width, low in ((64, 4.0), (128, 8.0), (256, 16.0), (512, 30.0), (_ANY, 30.0))
+    )
 
 
 # By kernel and architecture: the widest keys and values of each row, and the rate.  A head takes the first row that is
@@ -90,7 +101,7 @@ _RATES: dict[tuple[str, str], _Rows] = {
         ((192, 128), Rate(271, 233, _H200)),
         ((256, 256), Rate(287, 265, _H200)),
     ),
-    (PLAIN, HOPPER): ((_ANY, Rate(14, 17, "assumed: calculated for tiles in fp32, without tensor cores")),),
+    (PLAIN, HOPPER): _plain(1.0),
     (TRANSFORMER_ENGINE, BLACKWELL): (
         ((64, 64), Rate(700, 600, _UNKNOWN, (1000, 900))),
         ((128, 128), _of_gb200(1593, 1221)),
@@ -108,7 +119,7 @@ _RATES: dict[tuple[str, str], _Rows] = {
         ((192, 128), Rate(300, 260, _LIKE_HOPPER, (380, 325))),
         ((256, 256), Rate(320, 295, _LIKE_HOPPER, (400, 370))),
     ),
-    (PLAIN, BLACKWELL): ((_ANY, Rate(14, 17, "assumed: as on Hopper, whose peak in fp32 is about as high")),),
+    (PLAIN, BLACKWELL): _plain(1.6),
     (TRANSFORMER_ENGINE, AMPERE): (((128, 128), Rate(176, 143, f"{_NVIDIA}, A100 PCIe")),),
     (FLASH2, AMPERE): (
         ((64, 64), Rate(170, 150, _UNKNOWN, (205, 180))),
@@ -116,7 +127,7 @@ _RATES: dict[tuple[str, str], _Rows] = {
         ((192, 128), Rate(140, 110, _UNKNOWN, (175, 140))),
         ((256, 256), Rate(184, 136, f"{_NVIDIA}, A100 PCIe")),
     ),
-    (PLAIN, AMPERE): ((_ANY, Rate(4, 5, "assumed: calculated for tiles in fp32, without tensor cores")),),
+    (PLAIN, AMPERE): _plain(0.5),
 }
 # Rates with a soft cap of the scores, of the only flash kernel that has one.
 _CAPPED: dict[str, _Rows] = {

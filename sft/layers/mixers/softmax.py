@@ -60,7 +60,7 @@ class SoftmaxAttention(Mixer):
         """Bytes of activations.  attention.backend = auto counts as portable, the only backend that runs everywhere."""
         if config.attention.backend == "te":
             return TransformerEngineBytes(model=self.model, rank=rank, cp_comm=config.parallel.cp_comm)
-        return PortableBytes(model=self.model, rank=rank)
+        return PortableBytes(model=self.model, rank=rank, is_plain=config.attention.kernels == ["torch"])
 
     @staticmethod
     def divided_by_tp(model: ModelConfig) -> dict[str, int]:

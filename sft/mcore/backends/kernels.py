@@ -12,7 +12,7 @@ from sft.config import Config
 from sft.config.attention import Kernel
 from sft.config.mixer_section import LayerKind
 from sft.errors import ConfigError
-from sft.layers import kernel_rates
+from sft.layers import kernel_keys, kernel_rates
 from sft.layers.kernel_keys import NAMES
 from sft.layers.kinds import all_layer_groups
 from sft.layers.mixer import Mixer
@@ -83,15 +83,14 @@ def by_rate(demand: Demand) -> list[str]:
 
 def _softmax(config: Config, mixer: Mixer, device_type: str) -> Chosen:
     needs, why_not = demand_of(config, mixer, device_type), dict[str, str]()
-    wanted = config.attention.kernels
-    allowed = {NAMES[key] for key in wanted} if wanted else {*FLASH, PLAIN}
+    left_out = {*NAMES.values()} - kernel_keys.allowed(config)
     for name in by_rate(needs):
-        reason = FLASH[name].why_not(needs) if name in allowed else LEFT_OUT
+        reason = LEFT_OUT if name in left_out else FLASH[name].why_not(needs)
         if reason is None:
             return Chosen(partial(FlashKernel.of, operators=FLASH[name], softcap=needs.softcap), name, why_not, needs)
         why_not[name] = reason
-    if PLAIN not in allowed:
-        raise ConfigError(_no_kernel(mixer.kind, wanted or [], why_not))
+    if PLAIN in left_out:
+        raise ConfigError(_no_kernel(mixer.kind, config.attention.kernels or [], why_not))
     return Chosen(partial(TorchKernel.of, softcap=needs.softcap), PLAIN, why_not, needs)
 
 

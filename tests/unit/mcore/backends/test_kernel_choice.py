@@ -15,6 +15,7 @@ from sft.mcore.backends.portable import Portable
 from sft.mcore.backends.selection import choose
 from sft.recipe.run_checks import check_run
 from tests.builders import parsed
+from tools import kernel_table
 
 AMPERE, HOPPER, BLACKWELL, CONSUMER = (8, 0), (9, 0), (10, 0), (12, 0)
 FA2, FA3, FA4 = "torch's flash kernel", "FlashAttention-3", "FlashAttention-4"
@@ -260,3 +261,23 @@ def test_what_a_rank_tells_the_others(be: Be) -> None:
     own = agreement.kernels_here(choose(wanted, "cpu"), "cpu")
     assert own["kernels"] == {"backend": "portable", "window attention": PLAIN} and own["gpu"] == ""
     assert own["why_not"]["window attention"][FA4] == "it needs CUDA"
+
+
+@pytest.mark.parametrize("gpu", kernel_table.GPUS)
+def test_the_page_about_kernels_says_what_runs(be: Be, gpu: str) -> None:
+    capability = kernel_table.GPUS[gpu]
+    be(capability)
+    for sizes in kernel_table.KINDS.values():
+        found = kernel_table.row(sizes, capability).kernel
+        assert kernels_of(kernel_table.config(sizes)) == ["te" if found == "Transformer Engine" else found]
+
+
+def test_reasons_on_the_page_about_kernels() -> None:
+    found = kernel_table.row("head_dim: 256, sliding_window: 1024", BLACKWELL)
+    assert (found.kernel, found.refusals) == (
+        FA2,
+        {
+            FA4: "it has heads of up to 192 in multiples of 8, but heads of this model are 256 wide",
+            "Transformer Engine": "it does not have model.sliding_window",
+        },
+    )

@@ -19,6 +19,7 @@ from sft.layers.kernel_rates import (
     FLASH3,
     HOPPER,
     PLAIN,
+    PLAIN_FP32,
     TRANSFORMER_ENGINE,
     Rate,
     fastest_first,
@@ -73,7 +74,7 @@ def _kernel_of(config: Config, mixer: Mixer, gpu: str) -> Assumed:
     if known is None:
         rates = {name: rates[name] for name in (FLASH2, PLAIN) if name in rates}
     if _is_plain(config):
-        return Assumed(PLAIN, rates[PLAIN])
+        return Assumed(PLAIN, PLAIN_FP32[known or HOPPER])
     if not uses_portable(config) and TRANSFORMER_ENGINE in rates:
         return Assumed(TRANSFORMER_ENGINE, rates[TRANSFORMER_ENGINE])
     refused = {TRANSFORMER_ENGINE}

@@ -51,6 +51,7 @@ _H200 = "measured on one H200 (docs/numbers/h200.md)"
 _FA3 = "published: FlashAttention-3, figures 5 and 6"
 _UNKNOWN = "assumed: not published"
 _LIKE_HOPPER = f"{_UNKNOWN}; its ratio to the kernel's rate for heads of 128 is that of Hopper"
+_TILES = "assumed: calculated from FLOPs and bytes of tiles in bf16 on tensor cores"
 _ANY = (10**6, 10**6)
 
 # By kernel and architecture: the widest keys and values of each row, and the rate.  A head takes the first row that is
@@ -82,7 +83,12 @@ _RATES: dict[tuple[str, str], _Rows] = {
         ((192, 128), Rate(271, 233, _H200)),
         ((256, 256), Rate(287, 265, _H200)),
     ),
-    (PLAIN, HOPPER): ((_ANY, Rate(14, 17, "assumed: calculated for tiles in fp32, without tensor cores")),),
+    (PLAIN, HOPPER): (  # bound by bytes of scores: 38 an element forward, 64 backward, and 4 and 10 FLOPs a number
+        ((64, 64), Rate(10, 15, _TILES, (17, 25))),
+        ((128, 128), Rate(20, 28, _TILES, (33, 47))),
+        ((256, 256), Rate(37, 52, _TILES, (62, 86))),
+        (_ANY, Rate(65, 90, _TILES, (110, 147))),
+    ),
     (TRANSFORMER_ENGINE, BLACKWELL): (
         ((64, 64), Rate(700, 600, _UNKNOWN, (1000, 900))),
         ((128, 128), Rate(1100, 900, _UNKNOWN, (1600, 1300))),
@@ -100,7 +106,12 @@ _RATES: dict[tuple[str, str], _Rows] = {
         ((192, 128), Rate(300, 260, _LIKE_HOPPER, (380, 325))),
         ((256, 256), Rate(320, 295, _LIKE_HOPPER, (400, 370))),
     ),
-    (PLAIN, BLACKWELL): ((_ANY, Rate(14, 17, "assumed: as on Hopper, whose peak in fp32 is about as high")),),
+    (PLAIN, BLACKWELL): (  # 2.4 times the bytes a second
+        ((64, 64), Rate(10, 15, _TILES, (40, 60))),
+        ((128, 128), Rate(20, 28, _TILES, (78, 110))),
+        ((256, 256), Rate(37, 52, _TILES, (145, 200))),
+        (_ANY, Rate(65, 90, _TILES, (260, 340))),
+    ),
     (TRANSFORMER_ENGINE, AMPERE): (
         ((128, 128), Rate(190, 170, _UNKNOWN, (228, 197))),
         ((256, 256), Rate(145, 120, _UNKNOWN, (185, 160))),
@@ -111,8 +122,16 @@ _RATES: dict[tuple[str, str], _Rows] = {
         ((192, 128), Rate(145, 120, _UNKNOWN, (175, 140))),
         ((256, 256), Rate(155, 140, _UNKNOWN, (185, 160))),
     ),
-    (PLAIN, AMPERE): ((_ANY, Rate(4, 5, "assumed: calculated for tiles in fp32, without tensor cores")),),
+    (PLAIN, AMPERE): (
+        ((64, 64), Rate(6, 9, _TILES, (10, 15))),
+        ((128, 128), Rate(12, 17, _TILES, (19, 28))),
+        ((256, 256), Rate(21, 29, _TILES, (35, 48))),
+        (_ANY, Rate(36, 47, _TILES, (60, 78))),
+    ),
 }
+# Plain torch in fp32, without tensor cores.
+_FP32 = "assumed: calculated for tiles in fp32, without tensor cores"
+PLAIN_FP32 = {HOPPER: Rate(14, 17, _FP32), BLACKWELL: Rate(14, 17, _FP32), AMPERE: Rate(4, 5, _FP32)}
 # Rates with a soft cap of the scores, of the only flash kernel that has one.
 _CAPPED: dict[str, _Rows] = {
     HOPPER: (

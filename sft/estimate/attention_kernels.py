@@ -81,7 +81,7 @@ def _kernel_of(config: Config, mixer: Mixer, gpu: str) -> Assumed:
     if config.run.deterministic:
         refused |= {FFPA} | ({FLASH3} if model.resolved_head_dim >= _WIDE else set())
     allowed = kernel_keys.allowed(config)
-    able = (Assumed(name, found) for name, found in rates.items() if name not in refused and name in allowed)
+    able = (Assumed(name, own) for name, own in rates.items() if name not in refused and name in allowed)
     return next(able, Assumed(PLAIN, rates[PLAIN]))
 
 

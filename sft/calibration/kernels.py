@@ -18,7 +18,7 @@ from sft.layers.kernel_rates import BACKWARD, PLAIN
 from sft.mcore.attention.flash_kernel import Demand, FlashKernel
 from sft.mcore.attention.packed_attention import AttentionKernel, packed_attention
 from sft.mcore.attention.torch_kernel import TorchKernel
-from sft.mcore.backends.kernels import FLASH
+from sft.mcore.backends.kernels import FLASH, by_rate
 
 Points = tuple[tuple[float, float], ...]  # (size, TFLOP/s)
 COLUMNS = 3  # columns of a product / its inner size, about as in the first product of an MLP
@@ -51,9 +51,10 @@ class Kernels:
     def _attention_kernel(self) -> tuple[str, Callable[..., AttentionKernel]]:
         """The fastest kernel of the portable backend that runs here, and the function that makes it."""
         width = self.sizes.head_dim
-        for name, operators in FLASH.items():
-            if operators.why_not(Demand(self.device.type, self.dtype, width, width)) is None:
-                return name, partial(FlashKernel.of, operators=operators)
+        demand = Demand(self.device.type, self.dtype, width, width)
+        for name in by_rate(demand):
+            if FLASH[name].why_not(demand) is None:
+                return name, partial(FlashKernel.of, operators=FLASH[name])
         return PLAIN, TorchKernel.of
 
     @property

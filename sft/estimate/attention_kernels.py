@@ -19,7 +19,6 @@ from sft.layers.kernel_rates import (
     FLASH3,
     HOPPER,
     PLAIN,
-    PLAIN_FP32,
     TRANSFORMER_ENGINE,
     Rate,
     fastest_first,
@@ -74,15 +73,13 @@ def _kernel_of(config: Config, mixer: Mixer, gpu: str) -> Assumed:
     if known is None:
         rates = {name: rates[name] for name in (FLASH2, PLAIN) if name in rates}
     if _is_plain(config):
-        return Assumed(PLAIN, PLAIN_FP32[known or HOPPER])
+        return Assumed(PLAIN, rates[PLAIN])
     if not uses_portable(config) and TRANSFORMER_ENGINE in rates:
         return Assumed(TRANSFORMER_ENGINE, rates[TRANSFORMER_ENGINE])
-    refused = {TRANSFORMER_ENGINE}
-    if config.run.deterministic:
-        refused |= {FFPA} | ({FLASH3} if model.resolved_head_dim >= _WIDE else set())
     allowed = kernel_keys.allowed(config)
-    able = (Assumed(name, own) for name, own in rates.items() if name not in refused and name in allowed)
-    return next(able, Assumed(PLAIN, rates[PLAIN]))
+    if config.run.deterministic:
+        allowed -= {FFPA} | ({FLASH3} if model.resolved_head_dim >= _WIDE else set())
+    return next((Assumed(*item) for item in rates.items() if item[0] in allowed), Assumed(PLAIN, rates[PLAIN]))
 
 
 def relative(assumed: Assumed, constants: Constants) -> tuple[float, float]:

@@ -49,10 +49,28 @@ class Rate(NamedTuple):
 
 _H200 = "measured on one H200 (docs/numbers/h200.md)"
 _FA3 = "published: FlashAttention-3, figures 5 and 6"
+_NVIDIA = "published: NVIDIA/cudnn-frontend, attention_training, 2026-09-28"  # documents of 32K, causal
 _UNKNOWN = "assumed: not published"
 _LIKE_HOPPER = f"{_UNKNOWN}; its ratio to the kernel's rate for heads of 128 is that of Hopper"
-_TILES = "assumed: calculated from FLOPs and bytes of tiles in bf16 on tensor cores"
-_ANY = (10**6, 10**6)
+_ANY = 10**6
+
+
+def _of_gb200(forward: float, backward: float) -> Rate:
+    """A rate that is published for a GB200, at the peak of a B200."""
+    scale = PEAKS[BLACKWELL] / 2450.0
+    return Rate(round(scale * forward), round(scale * backward), f"{_NVIDIA}, GB200, scaled to the peak of a B200")
+
+
+def _plain(scale: float) -> tuple[tuple[tuple[int, int], Rate], ...]:
+    """Rates of bf16 tiles in plain torch.  Their time is that of reading and writing fp32 scores, some ten times in
+    forward and twenty times in backward, whatever the width of the heads.  scale: bandwidth of the memory over Hopper's
+    """
+    source = "assumed: calculated from the bytes of its tiles"
+    return tuple(
+        ((width, width), Rate(scale * low, scale * 1.6 * low, source, (2 * scale * low, 2 * scale * 1.6 * low)))
+        for width, low in ((64, 4.0), (128, 8.0), (256, 16.0), (512, 30.0), (_ANY, 30.0))
+    )
+
 
 # By kernel and architecture: the widest keys and values of each row, and the rate.  A head takes the first row that is
 # wide enough for it.
@@ -61,8 +79,8 @@ _RATES: dict[tuple[str, str], _Rows] = {
     (TRANSFORMER_ENGINE, HOPPER): (
         ((64, 64), Rate(413, 395, f"{_FA3}; backward at 2K tokens", (413, 440))),
         ((128, 128), Rate(602, 530, f"{_H200}, cuDNN called by torch")),
-        ((192, 128), Rate(550, 400, _UNKNOWN, (650, 500))),
-        ((256, 256), Rate(509, 380, f"{_FA3}; backward {_UNKNOWN}", (509, 480))),
+        ((192, 128), Rate(607, 508, f"{_NVIDIA}, H200")),
+        ((256, 256), Rate(678, 358, f"{_NVIDIA}, H200, cuDNN 9.27")),
     ),
     (FLASH3, HOPPER): (
         ((64, 64), Rate(497, 422, f"{_FA3}; backward at 2K tokens", (497, 480))),
@@ -83,22 +101,17 @@ _RATES: dict[tuple[str, str], _Rows] = {
         ((192, 128), Rate(271, 233, _H200)),
         ((256, 256), Rate(287, 265, _H200)),
     ),
-    (PLAIN, HOPPER): (  # bound by bytes of scores: 38 an element forward, 64 backward, and 4 and 10 FLOPs a number
-        ((64, 64), Rate(10, 15, _TILES, (17, 25))),
-        ((128, 128), Rate(20, 28, _TILES, (33, 47))),
-        ((256, 256), Rate(37, 52, _TILES, (62, 86))),
-        (_ANY, Rate(65, 90, _TILES, (110, 147))),
-    ),
+    (PLAIN, HOPPER): _plain(1.0),
     (TRANSFORMER_ENGINE, BLACKWELL): (
         ((64, 64), Rate(700, 600, _UNKNOWN, (1000, 900))),
-        ((128, 128), Rate(1100, 900, _UNKNOWN, (1600, 1300))),
-        ((192, 128), Rate(1000, 750, _UNKNOWN, (1500, 1100))),
-        ((256, 256), Rate(600, 450, _UNKNOWN, (1200, 900))),
+        ((128, 128), _of_gb200(1593, 1221)),
+        ((192, 128), _of_gb200(1705, 1112)),
+        ((256, 256), _of_gb200(1838, 1045)),
     ),
-    (FLASH4, BLACKWELL): (
+    (FLASH4, BLACKWELL): (  # 256: GB200 1685 / 939, but nobody has compared chunks of documents there
         ((64, 64), Rate(836, 650, f"published: flash-attention#2605; backward {_UNKNOWN}", (852, 850))),
         ((128, 128), Rate(1418, 1208, "published: flash-attention#2280")),
-        ((192, 128), Rate(1100, 800, _UNKNOWN, (1500, 1200))),
+        ((192, 128), _of_gb200(1617, 1132)),
     ),
     (FLASH2, BLACKWELL): (  # it computes with mma.sync, as on Ampere
         ((64, 64), Rate(360, 325, _LIKE_HOPPER, (450, 405))),
@@ -106,32 +119,16 @@ _RATES: dict[tuple[str, str], _Rows] = {
         ((192, 128), Rate(300, 260, _LIKE_HOPPER, (380, 325))),
         ((256, 256), Rate(320, 295, _LIKE_HOPPER, (400, 370))),
     ),
-    (PLAIN, BLACKWELL): (  # 2.4 times the bytes a second
-        ((64, 64), Rate(10, 15, _TILES, (40, 60))),
-        ((128, 128), Rate(20, 28, _TILES, (78, 110))),
-        ((256, 256), Rate(37, 52, _TILES, (145, 200))),
-        (_ANY, Rate(65, 90, _TILES, (260, 340))),
-    ),
-    (TRANSFORMER_ENGINE, AMPERE): (
-        ((128, 128), Rate(190, 170, _UNKNOWN, (228, 197))),
-        ((256, 256), Rate(145, 120, _UNKNOWN, (185, 160))),
-    ),
+    (PLAIN, BLACKWELL): _plain(1.6),
+    (TRANSFORMER_ENGINE, AMPERE): (((128, 128), Rate(176, 143, f"{_NVIDIA}, A100 PCIe")),),
     (FLASH2, AMPERE): (
-        ((64, 64), Rate(170, 150, _UNKNOWN, (205, 177))),
-        ((128, 128), Rate(190, 170, "published: FlashAttention-2, up to 73% of the peak, backward 63%", (228, 197))),
-        ((192, 128), Rate(145, 120, _UNKNOWN, (175, 140))),
-        ((256, 256), Rate(155, 140, _UNKNOWN, (185, 160))),
+        ((64, 64), Rate(170, 150, _UNKNOWN, (205, 180))),
+        ((128, 128), Rate(199, 180, f"{_NVIDIA}, A100 PCIe")),
+        ((192, 128), Rate(140, 110, _UNKNOWN, (175, 140))),
+        ((256, 256), Rate(184, 136, f"{_NVIDIA}, A100 PCIe")),
     ),
-    (PLAIN, AMPERE): (
-        ((64, 64), Rate(6, 9, _TILES, (10, 15))),
-        ((128, 128), Rate(12, 17, _TILES, (19, 28))),
-        ((256, 256), Rate(21, 29, _TILES, (35, 48))),
-        (_ANY, Rate(36, 47, _TILES, (60, 78))),
-    ),
+    (PLAIN, AMPERE): _plain(0.5),
 }
-# Plain torch in fp32, without tensor cores.
-_FP32 = "assumed: calculated for tiles in fp32, without tensor cores"
-PLAIN_FP32 = {HOPPER: Rate(14, 17, _FP32), BLACKWELL: Rate(14, 17, _FP32), AMPERE: Rate(4, 5, _FP32)}
 # Rates with a soft cap of the scores, of the only flash kernel that has one.
 _CAPPED: dict[str, _Rows] = {
     HOPPER: (

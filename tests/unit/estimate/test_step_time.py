@@ -219,6 +219,19 @@ def test_messages_of_experts_and_stages() -> None:
     assert time.parts["pp"] == pytest.approx(8 * 2 * MILLION / 8 * 8192 / 10e9)
 
 
+def test_deepep_sends_a_token_to_a_node_once() -> None:
+    """32 ranks on 4 nodes, 8 experts of a token: 4 x (1 - (3/4) ** 8) = 3.6 nodes, 3/4 of them others, instead of 8."""
+    model = {**LLAMA_8B, "moe": {"num_experts": 32, "top_k": 8, "ffn_hidden_size": 1024}}
+    rates = flat(TFLOPS, intra_gb_s=1e9, inter_gb_s=10.0)
+    found = [
+        predicted(rates, num_gpus=32, model=model, parallel={"cp": 8, "ep": 32, "ep_comm": way}).parts["ep"]
+        for way in ("alltoall", "deepep")
+    ]
+    sent = 2 * 32 * 4 * MILLION / 8 * (8192 + 2) / 10e9  # 2 packs for each of 4 dp ranks
+    nodes = 4 * (1 - 0.75**8)
+    assert found == pytest.approx([sent * 8 * 3 / 4, sent * nodes * 3 / 4])
+
+
 def test_layers_without_experts_take_the_time_of_dense_layers() -> None:
     """8 of 32: every part is a quarter of that of a dense model and three quarters of that of experts in all layers."""
     experts = {"num_experts": 16, "top_k": 8, "ffn_hidden_size": 1024, "shared_ffn_hidden_size": 512}

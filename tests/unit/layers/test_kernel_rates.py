@@ -40,6 +40,12 @@ def test_rates_of_the_h200(kernel: str, widths: tuple[int, int], rates: tuple[fl
     assert known.source.startswith("measured") and known.highest is None
 
 
+def test_a_rate_of_a_gb200_is_scaled_to_a_b200() -> None:
+    """1593 and 1221 of 2,450, at 2,250."""
+    known = rate(TRANSFORMER_ENGINE, BLACKWELL, 128, 128)
+    assert known is not None and (known.forward, known.backward) == (1463, 1121)
+
+
 def test_other_widths_take_the_next_row() -> None:
     assert rate(FLASH4, HOPPER, 80, 80) == rate(FLASH4, HOPPER, 128, 128)
     assert rate(FLASH2, HOPPER, 192, 192) == rate(FLASH2, HOPPER, 256, 256)

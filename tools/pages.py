@@ -14,6 +14,7 @@ from tools import (
     api_docs,
     cli_docs,
     config_docs,
+    kernel_table,
     layer_kinds,
     memory_table,
     metrics_docs,
@@ -21,6 +22,7 @@ from tools import (
     plot_cp,
     recipes_docs,
     room_diagram,
+    speed_table,
     traffic_table,
 )
 
@@ -58,12 +60,14 @@ PAGES: Mapping[str, Callable[[str], str]] = {
     "reference/config.md": config_docs.page,
     "reference/metrics.md": metrics_docs.page,
     "reference/metrics.schema.json": metrics_docs.schema_text,
+    "reference/kernels.md": kernel_table.page,
     "reference/cli.md": cli_docs.page,
     "reference/errors.md": cli_docs.errors_page,
     "concepts/architecture.md": room_diagram.page,
     "reference/recipes.md": recipes_docs.page,
     "concepts/layer-kinds.md": layer_kinds.page,
     "numbers/performance.md": _performance,
+    "numbers/estimates.md": speed_table.page,
     **{f"pictures/{name}": partial(_drawn, picture) for name, picture in PICTURES.items()},
     "reference/python-api.md": api_docs.page,
 }

@@ -9,11 +9,13 @@ import numpy as np
 
 from sft.mcore import device, process_groups
 from sft.mcore.checkpoint_io import engine_state
-from sft.mcore.engine import Engine
+from sft.mcore.engine import Engine, weights_changed
 from sft.mcore.initial_weights import initialise
+from sft.mcore.lora import adapted
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
 from sft.run import environment
+from sft.weights.trained import trained_weights
 from tests.ranks import scenarios
 
 STEPS = 50
@@ -29,8 +31,11 @@ def running(overrides: Sequence[str]) -> Iterator[Engine]:
     environment.prepare(config, layout)
     place = process_groups.start(layout, device.start("cuda"), seed=config.run.seed, timeout_s=60)
     try:
-        engine = Engine(config, layout, place, vocab_size=scenarios.VOCAB, num_steps=STEPS)
+        trained = trained_weights(config, scenarios.VOCAB)
+        engine = Engine(config, layout, place, vocab_size=scenarios.VOCAB, num_steps=STEPS, trained=trained)
         initialise(engine)
+        adapted.initialise(engine.chunks, config.run.seed)
+        weights_changed(engine)
         yield engine
     finally:
         process_groups.stop()

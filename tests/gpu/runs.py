@@ -20,16 +20,17 @@ from tests.ranks import scenarios
 
 STEPS = 50
 BF16_TOLERANCE = 1e-2  # of each loss over 50 steps, against full precision
-GPU = ["run.device=cuda", f"train.num_steps={STEPS}", "model.head_dim=64"]  # a width that the flash kernel has
+DEVICE = "cuda"  # another one in on_cpu.py
+GPU = [f"train.num_steps={STEPS}", "model.head_dim=64"]  # a width that the flash kernel has
 
 
 @contextmanager
 def running(overrides: Sequence[str]) -> Iterator[Engine]:
     """An engine in this process, on the GPU."""
-    config = parse_recipe(scenarios.RECIPE, "tests", [*GPU, *overrides]).config
+    config = parse_recipe(scenarios.RECIPE, "tests", [f"run.device={DEVICE}", *GPU, *overrides]).config
     layout = Layout.resolve(config, 1)
     environment.prepare(config, layout)
-    place = process_groups.start(layout, device.start("cuda"), seed=config.run.seed, timeout_s=60)
+    place = process_groups.start(layout, device.start(DEVICE), seed=config.run.seed, timeout_s=60)
     try:
         trained = trained_weights(config, scenarios.VOCAB)
         engine = Engine(config, layout, place, vocab_size=scenarios.VOCAB, num_steps=STEPS, trained=trained)

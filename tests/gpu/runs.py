@@ -20,7 +20,7 @@ from tests.ranks import scenarios
 
 STEPS = 50
 BF16_TOLERANCE = 1e-2  # of each loss over 50 steps, against full precision
-DEVICE = "cuda"  # another one in on_cpu.py
+DEVICE, LONGEST = "cuda", 16_384  # of all documents, in tokens; other values in on_cpu.py
 GPU = [f"train.num_steps={STEPS}", "model.head_dim=64"]  # a width that the flash kernel has
 
 

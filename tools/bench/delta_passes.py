@@ -1,24 +1,24 @@
-"""The passes of the gated delta rule on one rank of a cp group: time and launches of each pass of a layer.
+"""The passes of the gated delta rule on one rank of a cp group: time and launches of a layer.
 
     python -m tools.bench delta_passes                           one document of 64K: cp 1, 2 and 8
     python -m tools.bench delta_passes --cases 128k:8 --ways fla
 
 A case is LENGTH:CP.  With cp above 1, the rank has two linked fragments of the document, as sft splits documents, and
-random states take the place of those of other ranks.  The passes are those of `delta_rule.Kernel`: maps, forward,
-gradients of states, backward.  Without cp, only forward and backward run.
+random states take the place of those of other ranks.  Forward then includes the maps of the fragments, and backward the
+gradients of states.
 
-Times are medians of --repeats repetitions.  `work` is the time of all passes x cp / the time at cp 1.  `launches` are
-the kernels that all passes launch; a CPU has none.
+Times are medians of --repeats repetitions.  `work` is the time of both passes x cp / the time at cp 1.  `launches` are
+the kernels that both passes launch; a CPU has none.
 """
 
 import argparse
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from sft.mcore.linear_attention import fla_kernel
+from sft.mcore.linear_attention import fla_functions, fla_kernel
 from sft.mcore.linear_attention.delta_rule import Fragments, Inputs, Kernel
 from sft.mcore.linear_attention.fla_kernel import FlaKernel
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
@@ -28,10 +28,10 @@ from tools.bench.harness import Column, Option, Row, Subject
 from tools.bench.mixes import read_length
 
 KERNELS: dict[str, Callable[[], Kernel]] = {
-    "fla": lambda: FlaKernel(fla_kernel.operator()),
+    "fla": lambda: FlaKernel(fla_functions.functions()),
     "torch": lambda: TorchDeltaKernel(),
 }
-PASSES = ("maps", "forward", "states", "backward")
+PASSES = ("forward", "backward")
 
 
 def read_case(text: str) -> tuple[int, int]:
@@ -45,28 +45,36 @@ def read_case(text: str) -> tuple[int, int]:
 def prepare(options: argparse.Namespace) -> Iterator[Row]:
     """Removes fla if it cannot run here, and yields a row that says why."""
     on_cpu = options.device.type == "cpu"
-    problem = "it needs CUDA" if on_cpu else fla_kernel.missing() or fla_kernel.wrong_triton()
+    problem = "it needs CUDA" if on_cpu else fla_functions.problem() or fla_kernel.wrong_triton()
     if "fla" in options.ways and problem:
         options.ways = [name for name in options.ways if name != "fla"]
         yield {"case": "every", "way": "fla", "status": f"not measured: {problem}"}
 
 
 def passes_of(kernel: Kernel, inputs: Inputs, cp: int) -> dict[str, Callable[[], Any]]:
-    """Name -> a pass over the fragments of a rank, in the order of training."""
+    """Name -> a pass over the fragments of a rank, as in gated_delta.py but for the messages."""
     tokens, heads, device = len(inputs.v), inputs.v.shape[1], inputs.v.device
     is_linked = cp > 1
     fragments = Fragments.of([0, tokens // 2, tokens], [0, 1]) if is_linked else Fragments.of([0, tokens])
     schedule = kernel.schedule(fragments, heads, device)
     states = torch.randn_like(inputs.zero_states(2)) if is_linked else None
     grad = torch.randn_like(inputs.v)
-    _, saved = kernel.forward(inputs, schedule, states)
-    calls = {
-        "maps": partial(kernel.transitions, inputs, schedule),
-        "forward": partial(kernel.forward, inputs, schedule, states),
-        "states": partial(kernel.state_gradients, grad, inputs, schedule),
-        "backward": partial(kernel.backward, grad, inputs, schedule, states, saved, states),
-    }
-    return calls if is_linked else {name: calls[name] for name in ("forward", "backward")}
+
+    def forward() -> tuple[Tensor, Tensor]:
+        prepared = kernel.prepared(inputs, schedule)
+        if is_linked:
+            kernel.transitions(prepared, schedule)
+        return kernel.forward(prepared, schedule, states)
+
+    _, saved = forward()
+
+    def backward() -> Inputs:
+        prepared = kernel.prepared(inputs, schedule)
+        if is_linked:
+            kernel.state_gradients(grad, prepared, schedule)
+        return kernel.backward(grad, prepared, schedule, states, saved, states)
+
+    return {"forward": forward, "backward": backward}
 
 
 def launches(call: Callable[[], Any], device: torch.device) -> int | None:

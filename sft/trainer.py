@@ -303,7 +303,7 @@ class Trainer:
         parameters = describe_parameters(model, vocab_size)
         if self.trained.whole is not None:
             parameters = self.trained.describe(self.config.lora.rank, num_parameters(model, vocab_size))
-        self.console.say(f"parameters {parameters} | attention {self.engine.backend} | steps {self.num_steps:,}")
+        self.console.say(f"parameters {parameters} | attention {self.engine.backend} | modules {self.engine.backend.library} | steps {self.num_steps:,}")
         metrics.start()
         return metrics
 

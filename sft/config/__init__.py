@@ -70,6 +70,17 @@ class Config(Section):
         return None
 
     @property
+    def local_modules_only(self) -> str | None:
+        """Why Transformer Engine's modules cannot compute this model with this layout; None: they can."""
+        etp = self.parallel.etp
+        if not self.model.mlp_bias or self.model.moe.num_experts is None or etp == 1:
+            return None
+        return (
+            f"its experts have the whole second bias (model.mlp_bias) on each rank of parallel.etp = {etp}, and the sum "
+            f"over these ranks would have it {etp} times"
+        )
+
+    @property
     def _latents_without_kernel(self) -> str | None:
         latent = self.model.latent_attention
         if not latent.is_used or latent.has_te_kernel:
@@ -125,26 +136,33 @@ class Config(Section):
             yield f"model.megatron.{REDUCED_MATMUL}", "has no effect with run.precision = fp32; use false"
         if fp8 and tile:
             yield "train.mlp_tile", "does not support fp8; use run.fp8 = null"
-        if fp8 and no_cuda:
-            yield "run.fp8", "needs CUDA, and run.device is cpu; use null"
-        if fp8 and self.run.precision == "fp32":
-            yield "run.fp8", "needs run.precision = bf16, but run.precision is fp32; use bf16"
         special = self.model.portable_only
         if special and not self.attention.may_be_portable:
             yield "attention.backend", f"= {self.attention.backend} does not have {special}; use portable or auto"
-        elif special and fp8:
-            yield "run.fp8", f"needs Transformer Engine, which does not have {special} here; use null"
         elif not self.attention.may_be_portable and self._latents_without_kernel:
             yield "attention.backend", f"= {self.attention.backend} {self._latents_without_kernel}"
-        elif fp8 and self.attention.kernels:
-            yield "run.fp8", "needs Transformer Engine, and attention.kernels names kernels of portable; use null"
-        elif fp8 and self.auto_is_portable:
-            yield "run.fp8", "needs Transformer Engine, and with latent attention auto is portable; use backend te"
+        yield from self._conflicts_of_modules()
         yield from self._conflicts_of_lora()
         yield from self._conflicts_of_mtp()
-        if fp8 and self.attention.backend == "portable":
-            why = "needs Transformer Engine, but attention.backend is portable; use te or auto, or run.fp8 = null"
-            yield "run.fp8", why
+
+    def _conflicts_of_modules(self) -> Iterator[tuple[str, str]]:
+        run, why = self.run, self.local_modules_only
+        is_local, is_te, fp8 = run.modules == "local", run.modules == "te", run.fp8 is not None
+        needing = [name for name, is_set in (("run.modules", is_te), ("run.fp8", fp8)) if is_set]
+        for name in needing:
+            other = "null" if name == "run.fp8" else "local or auto"
+            if run.device == "cpu":
+                yield name, f"= {run.fp8 if name == 'run.fp8' else 'te'} needs CUDA, and run.device is cpu; use {other}"
+            if run.precision == "fp32":
+                yield name, f"needs run.precision = bf16, but run.precision is fp32; use bf16, or {other}"
+            if why:
+                yield name, f"needs modules of Transformer Engine, but {why}; use parallel.etp = 1, or {other}"
+        if fp8 and is_local:
+            yield "run.fp8", "needs modules of Transformer Engine, but run.modules is local; use te or auto, or null"
+        if is_local and not self.attention.may_be_portable:
+            yield "run.modules", "= local does not fit attention.backend = te, which has its own modules; use auto"
+        if why and not self.attention.may_be_portable:
+            yield "attention.backend", f"= te has its own modules, but {why}; use parallel.etp = 1, portable or auto"
 
     def _conflicts_of_kernels(self) -> Iterator[tuple[str, str]]:
         kernels = self.attention.kernels

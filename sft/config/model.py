@@ -246,10 +246,8 @@ class ModelConfig(Section):
 
     @property
     def portable_only(self) -> str | None:
-        """Keys of the model that only the portable backend supports, as text; None: none."""
+        """Keys of the model's attention that only the portable backend supports, as text; None: none."""
         kinds = {
-            f"model.norm_placement = {self.norm_placement}": self.norm_placement != "pre",
-            "model.qk_norm_across_heads": self.qk_norm_across_heads,
             "model.sliding_window": self.sliding_window is not None,
             "model.attention_output_gate": self.attention_output_gate,
             **{
@@ -259,14 +257,8 @@ class ModelConfig(Section):
             "model.rope.scaling = proportional": self.rope.is_proportional,
             "model.full_attention": self.full_attention.is_used,
             "model.value_norm": self.value_norm,
-            "model.layer_scalar": self.layer_scalar,
             "model.attention_softcap": self.attention_softcap is not None,
-            f"model.activation = {self.activation}": self.activation != "swiglu",
             "model.attention_sinks": self.attention_sinks,
-            "model.attention_output_bias": self.attention_output_bias,
-            "model.mlp_bias": self.mlp_bias,
-            "model.moe.router_bias": self.moe.router_bias,
-            "model.moe.own_norms": self.moe.own_norms,
         }
         return ", ".join(key for key, is_used in kinds.items() if is_used) or None
 

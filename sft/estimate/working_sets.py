@@ -158,8 +158,8 @@ class StageWork:
     def _computes_experts_at_once(self) -> bool:
         """Whether kernels compute all experts at once; False: one expert after the other."""
         config = self.stage.config
-        is_portable = config.attention.backend == "portable" or config.run.device == "cpu"
-        return not is_portable or config.model.activation != "swiglu" or bool(self.stage.trained.adapted)
+        is_swiglu = config.model.activation == "swiglu"
+        return config.run.device != "cpu" or not is_swiglu or bool(self.stage.trained.adapted)
 
     def _widest_gradient(self) -> float:
         stage = self.stage

@@ -241,7 +241,7 @@ class Engine:
     def _make_save_policy(self) -> SavePolicy:
         train = self.config.train
         policy = SavePolicy(
-            recompute=train.recompute == "selective" and not self.backend.library.is_te,
+            recompute=train.recompute == "selective" and self.backend.library.marks_norms,
             memory=PinnedMemory(self.groups.device) if train.offload_fraction else None,
             offload_fraction=train.offload_fraction,
             backward_is_next=self.layout.virtual_stages == 1 and self.groups.is_last_stage,

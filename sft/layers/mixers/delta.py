@@ -218,6 +218,14 @@ class DeltaRule(Mixer):
         heads = model.linear_attention.num_key_heads
         return {"model.linear_attention.num_key_heads": heads} if heads else {}
 
+    def te_widths(self, tp: int) -> dict[str, int]:
+        linear = self.model.linear_attention
+        heads, values = linear.num_value_heads or 0, linear.value_width
+        return {
+            "2 x (keys + values + value heads) / tp of linear_attention": 2 * (linear.key_width + values + heads) // tp,
+            "num_value_heads x value_head_dim / tp of linear_attention": values // tp,
+        }
+
     def bytes(self, config: Config, rank: RankShare, pack: float) -> DeltaBytes:
         return DeltaBytes.of(self.model, rank, pack)
 

@@ -22,21 +22,23 @@ from sft.mcore.attention.packed_attention import packed_attention
 from sft.mcore.backend import AttentionBackend, PackedDocuments
 from sft.mcore.backends.kernels import Chosen
 from sft.mcore.latent_attention.core_attention import SharedLatents
-from sft.mcore.modules.library import LocalLibrary
+from sft.mcore.modules.library import LocalLibrary, ModuleLibrary
 from sft.mcore.modules.stored import OwnWeights
 from sft.parallel.cp_group import CpGroup
 
 
 class Portable(AttentionBackend):
-    """chosen: the kernel of each kind of layer that the model has"""
+    """chosen: the kernel of each kind of layer that the model has; library: None means the local one"""
 
     name = "portable"
     latent_attention = SharedLatents
     attention_rotates = True
 
-    def __init__(self, config: Config, reason: str, chosen: Mapping[LayerKind, Chosen]) -> None:
+    def __init__(
+        self, config: Config, reason: str, chosen: Mapping[LayerKind, Chosen], library: ModuleLibrary | None = None
+    ) -> None:
         kernels = {kind: kernel.kernel for kind, kernel in chosen.items()}
-        super().__init__(config, reason, LocalLibrary(config), kernels)
+        super().__init__(config, reason, library or LocalLibrary(config), kernels)
         self.chosen = chosen
         groups = all_layer_groups(config.model)
         self._windows = {group.mixer.kind: group.mixer.window for group in groups if group.mixer.pair_width}

@@ -12,6 +12,7 @@ from sft.mcore.backends import agreement, kernels, transformer_engine
 from sft.mcore.backends.kernels import Chosen
 from sft.mcore.backends.portable import Portable
 from sft.mcore.backends.transformer_engine import TransformerEngine
+from sft.mcore.modules import choice as modules
 from sft.parallel.collectives import all_gather_objects
 from sft.parallel.position import Position
 
@@ -20,16 +21,12 @@ def choose(config: Config, device_type: str) -> AttentionBackend:
     """The backend for this recipe on this machine.
 
     attention.backend = auto means te if Transformer Engine can compute this run and `Config.auto_is_portable` names no
-    reason against it, else portable.  Raises ConfigError if te cannot run here and the recipe names te, or sets
-    run.fp8, which only te has; or if the recipe names a kernel that cannot run.
+    reason against it, else portable.  Raises ConfigError if te cannot run here and the recipe names te; if the recipe
+    names modules or a kernel that cannot run, or sets run.fp8 and Transformer Engine has no modules for this run.
     """
     te_problem = transformer_engine.unfit(config, device_type) or transformer_engine.missing()
     if te_problem and not config.attention.may_be_portable:
         raise ConfigError(f"attention.backend = te: {te_problem}.  attention.backend=portable runs everywhere.")
-    if te_problem and config.run.fp8:
-        raise ConfigError(
-            f"run.fp8 = {config.run.fp8} needs Transformer Engine: {te_problem}.  run.fp8=null does not need it."
-        )
     te_problem = te_problem or config.auto_is_portable
     may_be_te = config.attention.may_be_te(device_type)
     if not te_problem and may_be_te:
@@ -56,7 +53,8 @@ def choose_alike(config: Config, groups: Position) -> AttentionBackend:
 def _portable(config: Config, device_type: str, why_not_te: str) -> Portable:
     chosen = kernels.choose(config, device_type)
     others = "".join(f"; {kind} on {kernel.name}" for kind, kernel in chosen.items() if not kernel.has_softmax)
-    return Portable(config, f"{_softmax_kernels(chosen)}{why_not_te}{others}", chosen)
+    library = modules.choose(config, device_type)
+    return Portable(config, f"{_softmax_kernels(chosen)}{why_not_te}{others}", chosen, library)
 
 
 def _softmax_kernels(chosen: Mapping[LayerKind, Chosen]) -> str:

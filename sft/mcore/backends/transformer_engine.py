@@ -17,15 +17,14 @@ from torch import Tensor
 from sft.config import Config, ModelConfig
 from sft.errors import ConfigError
 from sft.layers import fused_rotary
-from sft.mcore import fp8
 from sft.mcore.attention import rope
 from sft.mcore.backend import AttentionBackend, PackedDocuments
 from sft.mcore.latent_attention.core_attention import ExpandedKeys
-from sft.mcore.modules.library import TransformerEngineLibrary
+from sft.mcore.modules import choice
 
 # For each cp_comm, the first release of Transformer Engine that accepts packed documents with it, by its source code.
 _PACKED_SINCE = {"a2a": (2, 10), "all_gather": (2, 18), "a2a+p2p": (2, 19)}
-INSTALL = 'Install it with: pip install --no-build-isolation "transformer-engine[pytorch]" (docs/start/install.md)'
+INSTALL, missing = choice.INSTALL, choice.missing
 
 
 class TransformerEngine(AttentionBackend):
@@ -35,7 +34,7 @@ class TransformerEngine(AttentionBackend):
     def __init__(self, config: Config) -> None:
         problem = fused_rotary.why_not(config)
         reason = f"Transformer Engine; {problem}" if problem else "Transformer Engine"
-        super().__init__(config, reason, TransformerEngineLibrary(config))
+        super().__init__(config, reason, choice.for_te_attention(config))
         self.attention_rotates = problem is not None
 
     def with_attention(self, spec: ModuleSpec) -> ModuleSpec:
@@ -77,6 +76,10 @@ def unfit(config: Config, device_type: str) -> str | None:
         return "Transformer Engine needs CUDA, but this run is on the CPU"
     if config.run.precision == "fp32":
         return "Transformer Engine's attention computes in bf16, but run.precision is fp32"
+    if config.run.modules == "local":
+        return "its attention comes with its modules, and run.modules is local"
+    if config.local_modules_only:
+        return config.local_modules_only
     if config.model.portable_only:
         return f"only the portable backend has {config.model.portable_only}"
     if (
@@ -93,35 +96,15 @@ def unfit(config: Config, device_type: str) -> str | None:
     return None
 
 
-def missing() -> str | None:
-    """The reason why Transformer Engine cannot be imported, with advice; None if it can."""
-    try:
-        import transformer_engine.pytorch  # noqa: F401
-    except ImportError as error:
-        return f"transformer_engine cannot be imported ({error}).  {INSTALL}"
-    return None
-
-
 def check_release(config: Config) -> None:
     """Raise ConfigError if the installed release cannot do what the recipe asks for: its cp_comm or its FP8 recipe."""
-    parallel, recipe, installed = config.parallel, config.run.fp8, importlib.metadata.version("transformer-engine")
+    parallel = config.parallel
     needed = _PACKED_SINCE.get(parallel.cp_comm, (0, 0))
-    if parallel.cp > 1 and _numbers(installed) < needed:
+    if parallel.cp > 1 and choice.release() < needed:
         major, minor = needed
+        installed = importlib.metadata.version("transformer-engine")
         raise ConfigError(
             f"parallel.cp_comm = {parallel.cp_comm} needs Transformer Engine {major}.{minor} or newer for packed "
             f"documents, but {installed} is installed.  parallel.cp_comm=p2p works."
         )
-    if recipe is None:
-        return
-    gpu, cuda = torch.cuda.get_device_capability(), _numbers(torch.version.cuda or "0.0")
-    problem = fp8.why_not(recipe, te=_numbers(installed), gpu=gpu, cuda=cuda)
-    if problem:
-        others = [name for name in fp8.recipes_for(gpu) if name != recipe]
-        raise ConfigError(f"run.fp8 = {recipe}: {problem}.  This GPU can run: {', '.join([*others, 'null'])}.")
-
-
-def _numbers(version: str) -> tuple[int, int]:
-    """ "2.20.2+abc" -> (2, 20)"""
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
+    choice.check_fp8(config)

@@ -5,16 +5,19 @@ bf16, widths that are multiples of 8, and a GPU of compute capability 9.x or 10.
 rows of one expert after another.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor
 
+from sft.mcore.modules.biases import submodules_of
 from sft.mcore.modules.gated_activation import GatedActivation
 
 _ALIGNMENT = 8  # rows of bf16 matrices in the kernel start at multiples of 16 bytes
@@ -38,13 +41,17 @@ class RowsOfExperts:
         ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
         return cls(counts, ends.pin_memory().to(device, non_blocking=True))  # without a wait of the host
 
-    def times(self, x: Tensor, matrices: Tensor) -> Tensor:
-        """Multiply rows by their experts' matrices: x [n, columns], matrices [experts, rows, columns] -> [n, rows]"""
-        is_aligned = all(size % _ALIGNMENT == 0 for size in matrices.shape[1:])
-        if self.ends is not None and is_aligned and x.dtype == matrices.dtype == torch.bfloat16:
-            output: Tensor = GroupedProduct.apply(x, matrices, self.ends)
+    def times(self, x: Tensor, matrices: Tensor | Sequence[Tensor]) -> Tensor:
+        """Multiply rows by their experts' matrices: x [n, columns] -> [n, rows]
+
+        matrices: [experts, rows, columns], or a tensor [rows, columns] of each expert
+        """
+        first, is_stack = matrices[0], isinstance(matrices, Tensor)
+        is_aligned = all(size % _ALIGNMENT == 0 for size in first.shape)
+        if self.ends is not None and is_aligned and x.dtype == first.dtype == torch.bfloat16:
+            output: Tensor = GroupedProduct.apply(x, self.ends, *([matrices] if is_stack else matrices))
             return output
-        return torch.cat([rows @ matrix.t() for rows, matrix in zip(x.split(self.counts), matrices.unbind())])
+        return torch.cat([rows @ matrix.t() for rows, matrix in zip(x.split(self.counts), matrices)])
 
 
 def _has_kernel(device: torch.device) -> bool:
@@ -54,28 +61,111 @@ def _has_kernel(device: torch.device) -> bool:
 
 
 class GroupedProduct(torch.autograd.Function):
-    """x [n, columns], matrices [experts, rows, columns], ends int32 [experts] -> [n, rows], in one kernel.
+    """x [n, columns], ends int32 [experts], matrices -> [n, rows], in one kernel.
+
+    matrices: one tensor [experts, rows, columns], or a tensor [rows, columns] of each expert.  The latter are copied into
+    one tensor for the kernel, forward and backward, and the copy is not kept.
 
     Autograd's own backward would give the kernel the gradient of the output with any strides, and the kernel refuses
     some.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(x, matrices, ends)
-        return torch.nn.functional.grouped_mm(x, matrices.transpose(1, 2), offs=ends)
+    def forward(ctx: Any, x: Tensor, ends: Tensor, *matrices: Tensor) -> Tensor:
+        ctx.save_for_backward(x, ends, *matrices)
+        return torch.nn.functional.grouped_mm(x, _stacked(matrices).transpose(1, 2), offs=ends)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, matrices, ends = ctx.saved_tensors
-        grad, dx, dmatrices = grad.contiguous(), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, ends, *matrices = ctx.saved_tensors
+        grad, dx = grad.contiguous(), None
+        dmatrices: Sequence[Tensor | None] = [None] * len(matrices)
         if ctx.needs_input_grad[0]:
-            dx = torch.nn.functional.grouped_mm(grad, matrices, offs=ends)
-        if ctx.needs_input_grad[1]:
-            dmatrices = torch.nn.functional.grouped_mm(grad.t(), x, offs=ends)
+            dx = torch.nn.functional.grouped_mm(grad, _stacked(matrices), offs=ends)
+        if any(ctx.needs_input_grad[2:]):
+            stack = torch.nn.functional.grouped_mm(grad.t(), x, offs=ends)
             starts = torch.nn.functional.pad(ends, (1, 0))[:-1]
-            dmatrices.masked_fill_((starts == ends)[:, None, None], 0.0)  # experts without rows
-        return dx, dmatrices, None
+            stack.masked_fill_((starts == ends)[:, None, None], 0.0)  # experts without rows
+            dmatrices = [stack] if matrices[0].ndim == 3 else stack.unbind()
+        return dx, None, *dmatrices
+
+
+def _stacked(matrices: Sequence[Tensor]) -> Tensor:
+    return matrices[0] if matrices[0].ndim == 3 else torch.stack(list(matrices))
+
+
+class GroupedExperts(TEGroupedMLP):
+    """Transformer Engine's experts with a gated activation that core's class does not know.
+
+    The weights of tokens are factors of the activation, in the same kernel, and of the second bias.
+    """
+
+    def __init__(self, *args: Any, activation: Mapping[str, Any], **core: Any) -> None:
+        """activation: arguments of GatedActivation"""
+        super().__init__(*args, **core)
+        self.gated = GatedActivation(**activation)
+
+    def forward(self, tokens: Tensor, counts: Tensor, weights: Tensor) -> tuple[Tensor, None]:
+        """Like `LayerByLayer.forward`.  FP8 needs more rows for each expert, which are zeros."""
+        rows = unpadded = counts.tolist()
+        if self.config.fp8:
+            tokens, rows = self.quantization_padding(tokens, unpadded)
+            weights = self.quantization_padding(weights[:, None], unpadded)[0].squeeze(1)
+        gate_up, _ = self.linear_fc1(tokens, rows)  # with its bias
+        output, biases = self.linear_fc2(self.gated(gate_up, None, weights), rows)
+        output = add_biases(output, biases, rows, weights)
+        return self.quantization_unpadding(output, unpadded) if self.config.fp8 else output, None
+
+
+def with_gated_activation(experts: Any, activation: Mapping[str, Any]) -> Any:
+    """Core's spec of Transformer Engine's experts -> a spec of `GroupedExperts`."""
+    parts = replace(submodules_of(experts), activation_func=None)
+    if isinstance(experts, ModuleSpec):  # up to core 0.18
+        return ModuleSpec(GroupedExperts, params={"activation": activation}, submodules=parts)
+    return partial(GroupedExperts, submodules=parts, activation=activation)
+
+
+def add_biases(output: Tensor, biases: Sequence[Tensor] | None, counts: list[int], weights: Tensor | None) -> Tensor:
+    """Add each expert's bias [columns] to its rows of `output` [n, columns], in place.
+
+    counts: rows of each expert; weights: [n], factors on the biases; None: 1
+    """
+    if biases is None:
+        return output
+    result: Tensor = _AddBiases.apply(output, weights, counts, *biases)
+    return result
+
+
+class _AddBiases(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, weights: Tensor | None, counts: list[int], *biases: Tensor) -> Tensor:
+        ctx.save_for_backward(weights, *biases)
+        ctx.counts = counts
+        ctx.mark_dirty(output)
+        factors = [None] * len(counts) if weights is None else weights[:, None].split(counts)
+        for rows, bias, factor in zip(output.split(counts), biases, factors):
+            rows += bias if factor is None else (bias * factor).to(output.dtype)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weights, *biases = ctx.saved_tensors
+        wide, dbiases, dweights = torch.promote_types(grad.dtype, torch.float32), [], []
+        factors = [None] * len(biases) if weights is None else weights.split(ctx.counts)
+        for rows, bias, factor in zip(grad.split(ctx.counts), biases, factors):
+            if factor is None:
+                dbiases.append(rows.sum(0, dtype=wide).to(bias.dtype))
+                continue
+            rows = rows.to(wide)
+            dbiases.append((rows * factor[:, None]).sum(0).to(bias.dtype))
+            dweights.append(rows @ bias.to(wide))
+        return grad, None if weights is None else torch.cat(dweights).to(weights.dtype), None, *dbiases
+
+
+def computes_at_once(core: Any) -> bool:
+    """Whether experts that are not Transformer Engine's are faster layer by layer.  core: a TransformerConfig"""
+    is_on_gpu = torch.cuda.is_available() and not core.use_cpu_initialization
+    return is_on_gpu and core.bf16 and _has_kernel(torch.device("cuda"))
 
 
 def layer_by_layer(experts: Any, activation: GatedActivation | None = None) -> Any:
@@ -105,8 +195,8 @@ class LayerByLayer(torch.nn.Module):
         weights: factor on each token's output
         """
         rows = counts.tolist()
-        gate_up, _ = self.linear_fc1(tokens, rows)
-        output, _ = self.linear_fc2(self._activation(gate_up, weights), rows, weights)
+        gate_up = add_biases(*self.linear_fc1(tokens, rows), rows, None)
+        output = add_biases(*self.linear_fc2(self._activation(gate_up, weights), rows), rows, weights)
         return output, None
 
     def _activation(self, gate_up: Tensor, weights: Tensor) -> Tensor:
@@ -126,22 +216,22 @@ class LayerByLayer(torch.nn.Module):
 
 
 class _EachExpert(torch.nn.Module):
-    """One linear layer of every expert of this rank, applied expert by expert."""
+    """One linear layer of every expert of this rank, in one kernel where there is one, else expert by expert.
+
+    Neither core's column-parallel nor its row-parallel layer of an expert sends messages: the dispatcher does.
+    """
 
     def __init__(self, layers: Iterable[Any]) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(layers)
 
-    def forward(self, x: Tensor, counts: list[int], weights: Tensor | None = None) -> tuple[Tensor, None]:
-        """x [n, in], sorted by expert -> [n, out] with the biases added, and None as bias
+    def forward(self, x: Tensor, counts: list[int]) -> tuple[Tensor, list[Tensor] | None]:
+        """x [n, in], sorted by expert -> [n, out], and the biases, which the caller adds
 
-        counts: rows of each expert; weights: [n], factors on the biases; None: 1
+        counts: rows of each expert
         """
-        factors: Sequence[Tensor | None] = [None] * len(counts) if weights is None else weights.split(counts)
-        outputs = []
-        for layer, rows, factor in zip(self.layers, x.split(counts), factors):
-            output, bias = layer(rows)
-            if bias is not None:
-                output = output + (bias if factor is None else bias * factor[:, None]).to(output.dtype)
-            outputs.append(output)
-        return torch.cat(outputs), None
+        layers: list[Any] = list(self.layers)
+        output = RowsOfExperts.of(counts, x.device).times(x, [layer.weight for layer in layers])
+        if layers[0].bias is None:
+            return output, None
+        return output, [getattr(layer, "spread_bias", layer.bias) for layer in layers]

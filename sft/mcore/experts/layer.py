@@ -16,7 +16,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import Tensor
 
 from sft.mcore.activations.recompute import recomputed
-from sft.mcore.experts.grouped import layer_by_layer
+from sft.mcore.experts.dispatch import Dispatcher
+from sft.mcore.experts.grouped import computes_at_once, layer_by_layer
 from sft.mcore.experts.router import TokenDocuments
 from sft.mcore.modules.gated_activation import GatedActivation
 
@@ -35,12 +36,20 @@ class ExpertLayer(MoELayer):
     experts: Any
 
     def __init__(
-        self, *args: Any, recompute: bool = False, activation: Mapping[str, Any] = MappingProxyType({}), **core: Any
+        self,
+        *args: Any,
+        pg_collection: Any,
+        recompute: bool = False,
+        activation: Mapping[str, Any] = MappingProxyType({}),
+        **core: Any,
     ) -> None:
-        super().__init__(*args, **core)
+        super().__init__(*args, pg_collection=pg_collection, **core)
         self._recompute = recompute
-        if activation:
-            self.experts = layer_by_layer(self.experts, GatedActivation(**activation))
+        if activation or computes_at_once(self.config):
+            self.experts = layer_by_layer(self.experts, GatedActivation(**activation) if activation else None)
+        if self.config.moe_token_dispatcher_type == "alltoall" and not self.config.moe_permute_fusion:
+            own = self.local_expert_indices
+            self.token_dispatcher = Dispatcher(len(own), own, config=self.config, pg_collection=pg_collection)
 
     @property
     def _recomputes(self) -> bool:

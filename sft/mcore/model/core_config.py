@@ -97,7 +97,7 @@ def fuses_gradients(train: TrainConfig, backend: AttentionBackend) -> bool:
     kernel has added.  With saved-tensor hooks, backward gets another tensor object for the weight, so the mark would be
     lost.  With train.mlp_tile, `recompute.py` adds the gradients of tiles.
     """
-    has_hooks = train.offload_fraction > 0 or (train.recompute == "selective" and not backend.library.is_te)
+    has_hooks = train.offload_fraction > 0 or (train.recompute == "selective" and backend.library.marks_norms)
     has_kernel = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     return has_kernel and not has_hooks and train.mlp_tile is None
 

@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.extensions.transformer_engine import te_checkpoint
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import MegatronModule, ModuleSpec, TransformerConfig
 from megatron.core.transformer.utils import (
@@ -151,6 +153,9 @@ class GatedDeltaNet(MegatronModule):
         """Hidden states [t, 1, h], or [t / tp, 1, h] with sequence parallelism -> the same shape, and None as bias."""
         documents = packed_seq_params.own["linear attention"]
         assert attention_mask is None
+        if self._recompute and self.training and self.config.fp8:  # restores the first pass's scales
+            tracker = tensor_parallel.random.get_cuda_rng_tracker
+            return te_checkpoint(partial(self._compute, documents), False, tracker, self._tp, hidden_states), None
         if self._recompute and self.training:
             return recomputed(partial(self._compute, documents), hidden_states, self.parameters()), None
         return self._compute(documents, hidden_states), None

@@ -9,6 +9,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 
 from sft.config import Config, ModelConfig
 from sft.mcore.backend import AttentionBackend
+from sft.mcore.experts.grouped import with_gated_activation
 from sft.mcore.experts.layer import ExpertLayer
 from sft.mcore.experts.normed import NormedExperts, NormedRouter
 from sft.mcore.experts.router import Router
@@ -48,6 +49,9 @@ def _with_experts(spec: ModuleSpec, model: ModelConfig, backend: AttentionBacken
     # Core's local spec renames the checkpoint key of the norm before an MLP, but not of the norm before experts.
     spec.submodules.sharded_state_dict_keys_map = {k: v for k, v in keys.items() if not k.startswith("pre_mlp")}
     submodules_of(mlp).router = partial(NormedRouter if model.moe.own_norms else Router, moe=model.moe)
+    if GatedActivation.fields(model) and backend.library.is_te:
+        parts = submodules_of(mlp)
+        parts.experts = with_gated_activation(parts.experts, GatedActivation.fields(model))
     if GatedActivation.fields(model) and model.moe.shared_ffn_hidden_size is not None:
         shared = submodules_of(mlp).shared_experts
         parts = replace(submodules_of(shared), activation_func=GatedActivation.spec(model))

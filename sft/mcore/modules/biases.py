@@ -44,16 +44,25 @@ class ExpertOutput(OwnWeights, RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor]:
         """input_ [n, e / etp] -> [n, h] and the bias [h], which the caller weights and adds"""
         output, _ = super().forward(input_)
+        return output, self.spread_bias
+
+    @property
+    def spread_bias(self) -> Tensor:
+        """The bias [h], which is 0 outside of the part of this rank."""
         before = self.tp_group.rank() * len(self.bias)
         after = self.output_size - before - len(self.bias)
-        return output, torch.nn.functional.pad(self.bias, (before, after))
+        return torch.nn.functional.pad(self.bias, (before, after))
 
 
 def bias_mlp(mlp: Any, *, has_experts: bool) -> None:
-    """Give biases to the projections of an MLP or of experts.  mlp: core's spec of the MLP, changed in place"""
+    """Give biases to the projections of an MLP or of experts.  mlp: core's spec of the MLP, changed in place
+
+    Every rank of etp holds the whole second bias of Transformer Engine's experts, so these need etp 1.
+    """
     parts = submodules_of(submodules_of(mlp).experts if has_experts else mlp)
     parts.linear_fc1 = with_bias(parts.linear_fc1)
-    parts.linear_fc2 = ExpertOutput if has_experts else with_bias(parts.linear_fc2)
+    is_local = parts.linear_fc2 is RowParallelLinear
+    parts.linear_fc2 = ExpertOutput if has_experts and is_local else with_bias(parts.linear_fc2)
 
 
 def submodules_of(spec: Any) -> Any:

@@ -1,6 +1,8 @@
-"""The two libraries from whose modules layers are built: norms, linear projections and experts.
+"""The libraries from whose modules layers are built: norms, linear projections and experts.
 
-The kernel of attention is not part of a library: the backend puts attention into the layer (`backend.py`).
+The kernel of attention is not part of a library: the backend puts attention into the layer (`backend.py`).  So Transformer
+Engine's linear layers and experts, and with them its FP8, also serve layers whose attention is not Transformer Engine's.
+`choice.py` chooses the library of a run.
 """
 
 from abc import ABC, abstractmethod
@@ -15,20 +17,34 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.identity_op import IdentityOp
 
-from sft.config import Config
+from sft.config import Config, ModelConfig
 from sft.mcore.modules.biases import submodules_of
 from sft.mcore.modules.norm import RMSNorm
 from sft.mcore.modules.qk_norm import norms_over
 
+# Our names of norms within a layer -> their names in a checkpoint, where a norm belongs to the projection after it.
+_STORED = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
 
 class ModuleLibrary(ABC):
-    """One library.  A checkpoint has the same keys with every library."""
+    """One library.  A checkpoint has the same keys with every library.
 
+    reason: why this run uses this library, for the log
+    """
+
+    name: ClassVar[str]  # the value of run.modules
     final_norm: ClassVar[type[torch.nn.Module]]  # class of the norm after the last layer
-    is_te: ClassVar[bool]  # whether it is Transformer Engine; False: norms mark their outputs as recomputable
+    is_te: ClassVar[bool]  # whether linear layers and experts are Transformer Engine's
+    marks_norms: ClassVar[bool]  # whether norms mark their outputs as recomputable
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, reason: str = "") -> None:
+        self.config, self.reason = config, reason
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})" if self.reason else self.name
 
     @abstractmethod
     def layer_spec(self, *, has_experts: bool, tp_group: Any) -> ModuleSpec:
@@ -43,38 +59,77 @@ class ModuleLibrary(ABC):
 class LocalLibrary(ModuleLibrary):
     """Core's linear projections and this trainer's norms, in plain torch."""
 
+    name = "local"
     final_norm = RMSNorm
     is_te = False
+    marks_norms = True
 
     def layer_spec(self, *, has_experts: bool, tp_group: Any) -> ModuleSpec:
         model = self.config.model
         spec = get_gpt_layer_local_spec(
             num_experts=model.moe.num_experts if has_experts else None, qk_layernorm=model.qk_norm
         )
-        input_norm = IdentityOp if model.norm_placement == "post" else RMSNorm
-        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = input_norm
-        if model.qk_norm:
-            attention, across = spec.submodules.self_attention.submodules, model.qk_norm_across_heads
-            attention.q_layernorm, attention.k_layernorm = norms_over(tp_group) if across else (RMSNorm, RMSNorm)
-        return spec
+        return _with_own_norms(spec, model, tp_group)
 
 
 class TransformerEngineLibrary(ModuleLibrary):
-    """Transformer Engine's modules, which compute a norm inside the projection after it."""
+    """Transformer Engine's linear projections and experts, with this trainer's norms.
 
-    final_norm = TENorm
+    The norms fit every model: they can stand after a projection, and backward can compute their outputs again.
+    """
+
+    name = "te"
+    final_norm = RMSNorm
     is_te = True
+    marks_norms = True
 
     def layer_spec(self, *, has_experts: bool, tp_group: Any) -> ModuleSpec:
+        spec = self._spec(has_experts)
+        layer = spec.submodules
+        layer.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+        if not has_experts:
+            submodules_of(layer.mlp).linear_fc1 = TEColumnParallelLinear
+        layer.sharded_state_dict_keys_map = dict(_STORED)
+        return _with_own_norms(spec, self.config.model, tp_group)
+
+    def _spec(self, has_experts: bool) -> ModuleSpec:
         model = self.config.model
-        spec = get_gpt_layer_with_transformer_engine_spec(
+        return get_gpt_layer_with_transformer_engine_spec(
             num_experts=model.moe.num_experts if has_experts else None,
             moe_grouped_gemm=has_experts,
             qk_layernorm=model.qk_norm,
         )
+
+
+class FusedNormLibrary(TransformerEngineLibrary):
+    """Transformer Engine's modules, which compute a norm inside the projection after it.
+
+    The outputs of norms stay in memory, because they are no tensors outside of the projection.
+    """
+
+    final_norm = TENorm
+    marks_norms = False
+
+    @staticmethod
+    def fits(model: ModelConfig) -> bool:
+        """Whether each norm of the model but those of heads stands before a projection."""
+        return model.norm_placement == "pre" and not model.moe.own_norms and not model.qk_norm_across_heads
+
+    def layer_spec(self, *, has_experts: bool, tp_group: Any) -> ModuleSpec:
+        spec = self._spec(has_experts)
         if self.config.lora.is_used:
             return with_norms_apart(spec)
-        return with_norm_before_attention(spec) if model.latent_attention.is_used else spec
+        return with_norm_before_attention(spec) if self.config.model.latent_attention.is_used else spec
+
+
+def _with_own_norms(spec: ModuleSpec, model: ModelConfig, tp_group: Any) -> ModuleSpec:
+    """Change the layer `spec` so that all its norms are this trainer's."""
+    input_norm = IdentityOp if model.norm_placement == "post" else RMSNorm
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = input_norm
+    if model.qk_norm:
+        attention, across = spec.submodules.self_attention.submodules, model.qk_norm_across_heads
+        attention.q_layernorm, attention.k_layernorm = norms_over(tp_group) if across else (RMSNorm, RMSNorm)
+    return spec
 
 
 def with_norms_apart(spec: ModuleSpec) -> ModuleSpec:

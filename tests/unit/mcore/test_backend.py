@@ -18,8 +18,9 @@ from sft.mcore.attention.torch_kernel import TorchKernel
 from sft.mcore.backends import kernels
 from sft.mcore.backends.portable import Portable
 from sft.mcore.backends.selection import choose
+from sft.mcore.modules.library import FusedNormLibrary, LocalLibrary, TransformerEngineLibrary
 from sft.parallel.cp_group import CpGroup
-from tests.builders import parsed
+from tests.builders import RECIPE, parsed, refusal_lines
 
 
 def config(*overrides: str) -> Config:
@@ -49,35 +50,97 @@ def test_a_soft_cap_takes_the_plain_kernel() -> None:
     assert isinstance(kernel, TorchKernel) and kernel.softcap == 50.0
 
 
-# Kinds of layers that Transformer Engine does not have, or not as the model means them.
+# Kinds of attention that Transformer Engine does not have, or not as the model means them.
 ONLY_PORTABLE = {
-    "model.norm_placement = post": ["model.norm_placement=post"],
-    "model.norm_placement = both": ["model.norm_placement=both"],
-    "model.qk_norm_across_heads": ["model.qk_norm=true", "model.qk_norm_across_heads=true"],
     "model.sliding_window": ["model.sliding_window=128"],
     "model.attention_softcap": ["model.attention_softcap=50"],
     "model.attention_sinks": ["model.attention_sinks=true"],
+    "model.value_norm": ["model.value_norm=true"],
+    "model.rope.scaling = proportional": ["model.rope.scaling=proportional"],
+}
+# Parts of layers beside attention; Transformer Engine's modules, or this trainer's norms and activations, compute them.
+OTHERS = {
+    "model.norm_placement = post": ["model.norm_placement=post"],
+    "model.norm_placement = both": ["model.norm_placement=both"],
+    "model.qk_norm_across_heads": ["model.qk_norm=true", "model.qk_norm_across_heads=true"],
     "model.attention_output_bias": ["model.attention_output_bias=true"],
     "model.mlp_bias": ["model.mlp_bias=true"],
     "model.activation = geglu": ["model.activation=geglu"],
     "model.activation = clamped_swiglu": [
         "model.activation=clamped_swiglu", "model.activation_limit=7", "model.activation_alpha=1.7",
     ],
-    "model.value_norm": ["model.value_norm=true"],
     "model.layer_scalar": ["model.layer_scalar=true"],
-    "model.rope.scaling = proportional": ["model.rope.scaling=proportional"],
     "model.moe.router_bias": ["model.moe.num_experts=4", "model.moe.top_k=2", "model.moe.router_bias=true"],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ONLY_PORTABLE)
 def test_kinds_of_layers_that_only_portable_has(te: None, kind: str) -> None:
-    """auto takes portable and says why; te and FP8, which needs te, are refused by the name of the kind."""
+    """auto takes portable and says why; te is refused by the name of the kind.  The modules are te's all the same."""
     found = choose(config(*ONLY_PORTABLE[kind]), "cuda")
     assert found.name == "portable" and f"; not te: only the portable backend has {kind})" in str(found)
-    for refused in ("attention.backend=te", "run.fp8=delayed"):
-        with pytest.raises(ConfigError, match=f"does not have {kind}"):
-            config(*ONLY_PORTABLE[kind], refused)
+    assert str(found.library) == "te (norms stay torch's)"
+    with pytest.raises(ConfigError, match=f"does not have {kind}"):
+        config(*ONLY_PORTABLE[kind], "attention.backend=te")
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_kinds_of_layers_whose_attention_may_be_te(te: None, kind: str) -> None:
+    found = choose(config(*OTHERS[kind]), "cuda")
+    assert found.name == "te" and isinstance(found.library, TransformerEngineLibrary)
+    has_norms_apart = "norm" in kind
+    assert isinstance(found.library, FusedNormLibrary) is not has_norms_apart
+    assert found.library.marks_norms is has_norms_apart
+
+
+WINDOW = "model.sliding_window=128"
+EXPERTS = ["model.moe.num_experts=4", "model.moe.top_k=2"]
+
+
+def test_modules_are_a_choice_of_their_own(te: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside attention that is portable by the recipe, or because of the model; FP8 needs modules only."""
+    for overrides in ([WINDOW], ["attention.backend=portable"]):
+        found = choose(config(*overrides), "cuda").library
+        assert type(found) is TransformerEngineLibrary and found.marks_norms
+        assert choose(config(*overrides), "cpu").library.name == "local"
+        local = choose(config(*overrides, "run.modules=local"), "cuda").library
+        assert (type(local), str(local)) == (LocalLibrary, "local")
+    assert choose(config("run.modules=local"), "cuda").name == "portable"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert choose(config(WINDOW, "run.fp8=blockwise"), "cuda").library.is_te
+    with pytest.raises(ConfigError, match=r"run.fp8 = mxfp8: it needs a GPU of compute capability 10.0"):
+        choose(config(WINDOW, "run.fp8=mxfp8"), "cuda")
+
+
+def test_modules_without_transformer_engine() -> None:
+    found = choose(config(WINDOW), "cuda").library
+    assert str(found).startswith("local (not te: transformer_engine cannot be imported (")
+    for overrides, key in ((["run.modules=te"], "run.modules = te: t"), (["run.fp8=delayed"], "run.fp8 = delayed n")):
+        with pytest.raises(ConfigError, match=key):
+            choose(config(WINDOW, *overrides), "cuda")
+
+
+@pytest.mark.parametrize(
+    "overrides, key, reason",
+    [
+        (["run.modules=te", "run.device=cpu"], "run.modules", "needs CUDA"),
+        (["run.modules=te", "run.precision=fp32"], "run.modules", "needs run.precision = bf16"),
+        (["run.modules=local", "run.fp8=delayed"], "run.fp8", "run.modules is local"),
+        (["run.modules=local", "attention.backend=te"], "run.modules", "does not fit attention.backend = te"),
+        ([*EXPERTS, "model.mlp_bias=true", "parallel.etp=2", "run.fp8=delayed"], "run.fp8", "would have it 2 times"),
+        ([*EXPERTS, "model.mlp_bias=true", "parallel.etp=2", "run.modules=te"], "run.modules", "would have it 2 times"),
+    ],
+)
+def test_refused_modules(overrides: list[str], key: str, reason: str) -> None:
+    lines = " ".join(refusal_lines(RECIPE, *overrides))
+    assert key.split(".")[-1] in lines and reason in lines
+
+
+def test_biases_of_experts_over_etp_stay_local(te: None) -> None:
+    """auto says why."""
+    found = choose(config(*EXPERTS, "model.mlp_bias=true", "parallel.etp=2"), "cuda")
+    assert found.name == "portable" and "not te: its experts have the whole second bias" in str(found.library)
 
 
 def test_without_transformer_engine() -> None:

@@ -225,7 +225,6 @@ def test_kernels_that_no_gpu_has() -> None:
         (["attention.kernels=[fa4]", "run.device=cpu"], "needs torch, because .* run.device is cpu; add torch"),
         (["attention.kernels=[fa4]", "run.precision=fp32"], "needs torch, because .* in bf16 only; add torch"),
         (["attention.kernels=[fa4,fa4]"], "names a kernel twice"),
-        (["attention.kernels=[fa4]", "run.fp8=delayed"], "attention.kernels names kernels of portable; use null"),
         (["attention.kernels=[]"], "attention.kernels"),
         (["attention.kernels=[fa5]"], "attention.kernels"),
     ],

@@ -30,6 +30,31 @@ MODELS = {
     "adapted experts": ["model.qk_norm=true", "model.moe={num_experts: 4, top_k: 2}", EXPERTS],
 }
 
+GATED = ["model.activation=clamped_swiglu", "model.activation_limit=7", "model.activation_alpha=1.702"]
+SINKS = ["model.sliding_window=64", "model.sliding_window_layers=[1]", "model.attention_sinks=true"]
+BIASES = [f"model.{key}=true" for key in ("qkv_bias", "attention_output_bias", "mlp_bias")]
+GPT_OSS = [*SINKS, *BIASES, *GATED, "model.moe={num_experts: 4, top_k: 2, router_bias: true}"]
+GEMMA_4 = ["model.qk_norm=true", "model.norm_placement=both", "model.activation=geglu", "model.value_norm=true"]
+GEMMA_4 += ["model.layer_scalar=true", "model.sliding_window=64", "model.sliding_window_layers=[1]"]
+GEMMA_4 += ["model.full_attention={head_dim: 32, num_query_groups: 1, keys_as_values: true}"]
+GEMMA_4 += ["model.moe={num_experts: 4, top_k: 2, own_norms: true, shared_ffn_hidden_size: 32}"]
+QWEN_36 = ["model.qk_norm=true", "model.norm_zero_centered=true", "model.attention_output_gate=true"]
+QWEN_36 += ["model.linear_attention={layers: [1], num_key_heads: 2, num_value_heads: 4, key_head_dim: 8}"]
+QWEN_36 += ["model.linear_attention.value_head_dim=8", "model.moe={num_experts: 4, top_k: 2, shared_gate: true}"]
+QWEN_36 += ["model.moe.shared_ffn_hidden_size=32"]
+# Models whose attention is portable.
+PORTABLE = {
+    "gpt-oss": GPT_OSS,
+    "Gemma 3": [*GEMMA_4[:3], *SINKS[:2], "model.norm_zero_centered=true"],
+    "Gemma 4": GEMMA_4,
+    "Qwen3.6": QWEN_36,
+    "GLM-4.7-Flash": [*LATENT, *ROUTER],
+    "MiniMax-M2": ["model.qk_norm=true", "model.qk_norm_across_heads=true", *ROUTER[:1]],
+    "Olmo 2": ["model.qk_norm=true", "model.qk_norm_across_heads=true", "model.norm_placement=post"],
+    "adapted gpt-oss": [*GPT_OSS, "lora.rank=8"],
+    "adapted Qwen3.6": [*QWEN_36, "lora={rank: 8, exclude: [mlp.shared_expert_gate]}"],
+}
+
 # A process of its own: what stands in for CUDA is there for its lifetime.
 PREAMBLE = """
 import sys, types
@@ -50,6 +75,7 @@ from sft.mcore.checkpoint_io import fp8_state
 from sft.mcore.lora import adapted as lora
 from sft.mcore.model import chunks as model
 from sft.mcore.model.core_config import transformer_config
+from sft.mcore.modules.library import TransformerEngineLibrary
 from sft.mcore.modules.stored import sharded_tensors
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
@@ -58,7 +84,9 @@ from tests.builders import RECIPE
 def built(name, overrides):
     config = parse_recipe(RECIPE, "a.yaml", ["run.device=cuda", *overrides]).config
     layout = Layout.resolve(config, 1)
-    backend = TransformerEngine(config) if name == "te" else Portable(config, "", kernels.choose(config, "cpu"))
+    library = TransformerEngineLibrary(config) if name == "te modules" else None
+    portable = Portable(config, "", kernels.choose(config, "cpu"), library)
+    backend = TransformerEngine(config) if name == "te" else portable
     core = transformer_config(config, layout, "cuda", backend)
     core.use_cpu_initialization = True
     return config, core, model._build_chunk(config, layout, place, core, backend, 300, 0)
@@ -98,6 +126,13 @@ def test_both_backends_store_the_same_tensors(overrides: list[str]) -> None:
     te, portable = (sorted(out_of(KEYS, backend, *overrides)) for backend in ("te", "portable"))
     assert te == portable
     assert len(te) >= 16 + (12 if any(key.startswith("lora") for key in overrides) else 0)
+
+
+@pytest.mark.parametrize("overrides", PORTABLE.values(), ids=PORTABLE.keys())
+def test_both_libraries_store_the_same_tensors(overrides: list[str]) -> None:
+    te, local = (sorted(out_of(KEYS, backend, *overrides)) for backend in ("te modules", "portable"))
+    assert te == local
+    assert len(te) >= 20
 
 
 ADAPTED = """

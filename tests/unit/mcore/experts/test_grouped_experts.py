@@ -31,7 +31,8 @@ def test_the_kernel_and_the_loop_are_each_expert_by_itself(dtype: torch.dtype) -
         torch.stack([m for rows, _, of_rows in parts for m in (of_rows.t() @ rows, torch.zeros(ROWS, COLUMNS))]),
     ]
     for compute in (
-        lambda x, matrices: GroupedProduct.apply(x, matrices, ends),
+        lambda x, matrices: GroupedProduct.apply(x, ends, matrices),
+        lambda x, matrices: GroupedProduct.apply(x, ends, *matrices),
         lambda x, matrices: RowsOfExperts.of(COUNTS, CPU).times(x, matrices),
     ):
         rows, stack, upstream = operands(dtype)
@@ -47,7 +48,7 @@ def test_the_kernel_and_the_loop_are_each_expert_by_itself(dtype: torch.dtype) -
 
 def test_a_gradient_that_nobody_needs_is_not_computed() -> None:
     x, matrices, grad = operands(torch.float32)
-    GroupedProduct.apply(x, matrices.detach(), torch.tensor([3, 3, 12, 12], dtype=torch.int32)).backward(grad)
+    GroupedProduct.apply(x, torch.tensor([3, 3, 12, 12], dtype=torch.int32), matrices.detach()).backward(grad)
     assert x.grad is not None
 
 
@@ -63,7 +64,7 @@ def test_no_rows_at_all() -> None:
 def test_the_kernel_takes_aligned_matrices(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     """Of bf16 on a GPU of compute capability 9; a rank of 4 has rows of 8 bytes."""
     called = []
-    monkeypatch.setattr(GroupedProduct, "apply", lambda x, matrices, ends: called.append(ends) or x[:, :1])
+    monkeypatch.setattr(GroupedProduct, "apply", lambda x, ends, matrices: called.append(ends) or x[:, :1])
     rows = RowsOfExperts(COUNTS, torch.tensor([3, 3, 12, 12], dtype=torch.int32))
     x = torch.ones(sum(COUNTS), COLUMNS, dtype=torch.bfloat16)
     rows.times(x, torch.ones(len(COUNTS), rank, COLUMNS, dtype=torch.bfloat16))

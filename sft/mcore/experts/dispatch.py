@@ -1,0 +1,121 @@
+"""Sorts tokens by expert and back without atomic additions, where Transformer Engine's fused permutation is absent.
+
+    sort      row r of the sorted tokens is a copy of its token
+    combine   a token's output is the sum of its rows: those of its experts
+
+Forward of one is backward of the other, with gradients in place of tokens.  Core sums the rows of a token by atomic
+additions on CUDA: in bf16, each sum rounded, and in any order.  Here, each token has a list of its rows, by increasing
+number of the expert, so a sum has a fixed order; it is in fp32, and is rounded once.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.jit import jit_fuser
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch import Tensor
+
+
+class Dispatcher(MoEAlltoAllTokenDispatcher):
+    """Core's dispatcher with its own permutation of tokens.
+
+    `reversed_local_input_permutation_mapping`, core's name, holds the `Places` of the current microbatch.
+    """
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden_states [t, 1, h], routing_map bool [t, experts], probs [t, experts] -> rows [n, h], weights [n]"""
+        self.hidden_shape, self.probs, self.routing_map = hidden_states.shape, probs, routing_map
+        tokens = hidden_states.view(-1, self.hidden_shape[-1])
+        self.tokens_per_expert = self.preprocess(routing_map)
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", self.tokens_per_expert)
+        self.hidden_shape_before_permute = tokens.shape
+        places = Places.of(routing_map, self.config.moe_router_topk, int(self.num_out_tokens))
+        self.reversed_local_input_permutation_mapping = places
+        return _Sort.apply(tokens, places.source, places.rows), places.weights(probs)
+
+    def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
+        """[n, h] -> [t, 1, h]"""
+        places = self.reversed_local_input_permutation_mapping
+        output: Tensor = _Combine.apply(permutated_local_input_tokens, places.source, places.rows)
+        return output.view(self.hidden_shape)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the copies of t tokens are among n rows that are sorted by expert.
+
+    experts  int64 [t, k], the experts of each token, by increasing number
+    rows     int64 [k, t], the rows of the token's copies for these experts; -1: the expert does not get the token
+    slots    int64 [n], the place of each row in `rows`, flattened
+    """
+
+    experts: Tensor
+    rows: Tensor
+    slots: Tensor
+
+    @classmethod
+    def of(cls, routing_map: Tensor, top_k: int, num_rows: int) -> "Places":
+        """routing_map: bool [t, experts]; num_rows: n, which the host knows"""
+        t = len(routing_map)
+        number = routing_map.T.reshape(-1).cumsum(0).view(-1, t).T  # 1 + the row of each true element
+        experts = routing_map.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :top_k]
+        rows = torch.where(routing_map, number - 1, -1).gather(1, experts).T.contiguous()
+        targets = torch.where(rows < 0, num_rows, rows).view(-1)
+        slots = targets.new_empty(num_rows + 1).scatter_(0, targets, torch.arange(len(targets), device=rows.device))
+        return cls(experts, rows, slots[:num_rows])
+
+    @property
+    def source(self) -> Tensor:
+        """The token of each row, int64 [n]."""
+        return self.slots % self.rows.shape[1]
+
+    def weights(self, probs: Tensor) -> Tensor:
+        """probs [t, experts] -> the weight of each row, [n]"""
+        return probs.gather(1, self.experts).T.reshape(-1).index_select(0, self.slots)
+
+
+def sums_of_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """x [n, h], rows int64 [k, t] -> [t, h], the sum of each token's rows in fp32, or in float64 for float64 inputs."""
+    if not len(x):
+        return x.new_zeros(rows.shape[1], x.shape[1])
+    output: Tensor = (_compiled_sums if x.is_cuda else _sums)(x, rows)
+    return output
+
+
+def _sums(x: Tensor, rows: Tensor) -> Tensor:
+    total = torch.zeros(rows.shape[1], x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    for of_choice in rows.unbind():
+        total = total + torch.where(of_choice[:, None] >= 0, x[of_choice.clamp(min=0)], 0.0)
+    return total.to(x.dtype)
+
+
+_compiled_sums = jit_fuser(_sums)
+
+
+class _Sort(torch.autograd.Function):
+    """tokens [t, h] -> [n, h]"""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, source: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        return tokens.index_select(0, source)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (rows,) = ctx.saved_tensors
+        return sums_of_rows(grad, rows), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """[n, h] -> [t, h]"""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(source)
+        return sums_of_rows(x, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (source,) = ctx.saved_tensors
+        return grad.index_select(0, source), None, None

@@ -149,7 +149,6 @@ class StageWork:
             tile=train.mlp_tile,
             recomputed_attention=kind.recomputed_attention,
             widest_gradient=self._widest_gradient(),
-            adapts_gate_and_up=any(weight.module.endswith("linear_fc1") for weight in stage.trained.adapted),
             computes_at_once=self._computes_experts_at_once,
             weight_gradients=gradients if stage.trains_layers else 0.0,
         )

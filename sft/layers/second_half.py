@@ -26,7 +26,6 @@ class MlpBackward:
     recomputed_attention  bytes per token of attention's tensors that backward computes again; with train.recompute =
                           full they are in memory while backward computes the MLP
     widest_gradient       bytes of the largest gradient of a weight, before it is added to the fp32 gradient
-    adapts_gate_and_up    whether gate and up have adapters
     computes_at_once      whether kernels compute all experts at once; False: one expert after the other
     weight_gradients      bytes of the gradients of this rank's experts
     """
@@ -39,7 +38,6 @@ class MlpBackward:
     tile: int | None
     recomputed_attention: float
     widest_gradient: float
-    adapts_gate_and_up: bool
     computes_at_once: bool
     weight_gradients: float
 

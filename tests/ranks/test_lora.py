@@ -112,7 +112,7 @@ LATENT_GRID = [
 ]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {"moonlight": ("deepseek_v3", dict(q_lora_rank=None))}
 # With wider weights, or adapters of every Linear, rounding in both implementations is up to 6e-5.
-LINEAR: dict[str, Any] = dict(initializer_range=0.05, seed=8)
+LINEAR: dict[str, Any] = dict(initializer_range=0.05, seed=11)
 
 
 @pytest.mark.parametrize("family,targets,world_size,overrides", CASES + in_grid(LATENT_GRID), ids=str)

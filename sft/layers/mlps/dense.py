@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from sft.config import ModelConfig
 from sft.layers.rank_share import RankShare
-from sft.layers.second_half import MLP_NORM, Mlp, MlpBackward
+from sft.layers.second_half import Mlp, MlpBackward
 from sft.layers.weight import LayerWeight, has_input_norms
 
 _M = "mlp"
@@ -30,16 +30,8 @@ class DenseMlp(Mlp):
         return set()
 
     def in_backward(self, work: MlpBackward) -> float:
-        """Bytes while backward computes the MLP.
-
-        If gate and up have adapters and are recomputed, the adapters' output, the weight's output and their sum are in
-        memory together.  All three are as wide as gate and up.
-        """
-        gate_up = work.saved["gate and up"]
-        inside = work.recomputed + gate_up
-        if work.adapts_gate_and_up and work.recompute != "none":
-            inside = max(inside, work.saved[MLP_NORM] + 3 * gate_up)
-        return work.with_hidden(inside)
+        """Bytes while backward computes the MLP.  Adapters add their outputs to the weight's, in the same memory."""
+        return work.with_hidden(work.recomputed + work.saved["gate and up"])
 
     def replaced(self, work: MlpBackward) -> float:
         """Bytes of the gated activation, if it was saved.  The activation's gradient replaces it in memory."""

@@ -94,10 +94,7 @@ class Experts(Mlp):
         if work.recompute != "full":
             return (self._recomputed(work) if work.recompute == "selective" else self._all_saved(work)) + work.hidden
         sent, gate_up = work.saved["sent to experts"], work.saved["gate and up"]
-        inside = work.recomputed + max(gate_up + sent, 3 * sent)
-        if work.adapts_gate_and_up:
-            inside = max(inside, work.saved[MLP_NORM] + 3 * gate_up)
-        return work.with_hidden(inside)
+        return work.with_hidden(work.recomputed + max(gate_up + sent, 3 * sent))
 
     def _recomputed(self, work: MlpBackward) -> float:
         """Bytes while backward computes experts, if only the experts are recomputed.

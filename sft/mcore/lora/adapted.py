@@ -22,6 +22,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from torch import Tensor
 from sft.config.lora import LoraConfig
 from sft.layers.adapters import AdaptedWeight, Adapter, names_of
 from sft.mcore.experts.grouped import RowsOfExperts, layer_by_layer
+from sft.mcore.lora.products import Place, added, added_rows, projected
 from sft.mcore.lora.split import Split
 from sft.mcore.modules.stored import sharded_tensors
 from sft.mcore.process_groups import ProcessGroups
@@ -132,24 +134,19 @@ class Adapted(torch.nn.Module):
         like = next(base.parameters())
         factors = [Factors(adapter, weight, lora.rank, split, like) for adapter in weight.adapters]
         self.factors: Any = torch.nn.ModuleList(factors)
+        self.places = self._places()
 
-    def in_rows(self, by_part: dict[int, Tensor]) -> Tensor:
-        """Join the outputs of adapters in the order of the weight's rows -> [..., rows of the weight on this rank].
-
-        by_part: {number of a part of the weight: [..., rows of the part]}.  The result is 0 for parts without adapter.
-        """
-        if len(self.weight.part_rows) == 1:
-            return by_part[0]
-        like = next(iter(by_part.values()))
+    def _places(self) -> tuple[Place, ...]:
+        """Where the products of the factors' parts belong: in a layer's output, each group has rows of all parts."""
         ranks = 1 if self.split.by_columns else self.split.size
-        groups = max(1, self.weight.num_groups // ranks)
-        parts = []
-        for part, rows in enumerate(self.weight.part_rows):
-            output = by_part.get(part)
-            if output is None:
-                output = like.new_zeros(*like.shape[:-1], rows // ranks)
-            parts.append(output.unflatten(-1, (groups, -1)))
-        return torch.cat(parts, -1).flatten(-2)
+        groups = max(1, self.weight.num_groups // ranks) if len(self.weight.part_rows) > 1 else 1
+        ends = list(accumulate(rows // ranks // groups for rows in self.weight.part_rows))
+        rows = [slice(first, end) for first, end in zip([0, *ends], ends)]
+        return tuple(
+            Place(slice(number * factors.rank, (number + 1) * factors.rank), groups, rows[part])
+            for number, factors in enumerate(self.factors)
+            for part in factors.adapter.parts
+        )
 
     def output_rows(self, x: Tensor, rows: slice) -> Tensor:
         """The given rows of the output, without bias: [k, 1, rows].  x: [k, 1, in], the same k tokens on every tp rank
@@ -158,8 +155,9 @@ class Adapted(torch.nn.Module):
         """
         (factors,) = self.factors
         a = factors.a if self.split.sequence_parallel else self.split.summing_gradients(factors.a)  # or core sums it
+        x, inner = projected(x, a)
         output = torch.nn.functional.linear(x, self.base.weight[rows])
-        return output + (x @ a.t()) * self.scale @ factors.b[0][rows].t()
+        return added(output, inner, [factors.b[0][rows]], [Place(slice(None), 1, slice(None))], self.scale)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The entries of the base layer alone; `leaves` describes the adapters."""
@@ -169,16 +167,10 @@ class Adapted(torch.nn.Module):
 class AdaptedLinear(Adapted):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """x [t, 1, in] -> [t, 1, out] and the layer's bias, as the layer itself returns them."""
+        x, inner = projected(x, torch.cat([factors.a for factors in self.factors]))
         output, bias = self.base(x, *args, **kwargs)
-        return output + self._adapters_output(x), bias
-
-    def _adapters_output(self, x: Tensor) -> Tensor:
-        inner = self.split.project(x, torch.cat([factors.a for factors in self.factors])) * self.scale
-        by_part: dict[int, Tensor] = {}
-        for factors, projected in zip(self.factors, inner.split([factors.rank for factors in self.factors], -1)):
-            for part, b in zip(factors.adapter.parts, factors.b):
-                by_part[part] = projected @ b.t()
-        return self.in_rows(by_part)
+        b = [matrix for factors in self.factors for matrix in factors.b]
+        return added(output, self.split.for_outputs(inner), b, self.places, self.scale), bias
 
 
 class AdaptedExperts(Adapted):
@@ -191,17 +183,14 @@ class AdaptedExperts(Adapted):
     def forward(self, x: Tensor, counts: list[int], *weights: Tensor) -> tuple[Tensor, Tensor | None]:
         """x [n, in], sorted by expert; counts: rows of each expert -> [n, out], and None as bias"""
         output, bias = self.base(x, counts, *weights)
-        return output + self._adapters_output(x, counts), bias
-
-    def _adapters_output(self, x: Tensor, counts: list[int]) -> Tensor:
-        by_columns, rows = self.split.by_columns, RowsOfExperts.of(counts, x.device)
-        by_part: dict[int, Tensor] = {}
+        by_columns, rows, places = self.split.by_columns, RowsOfExperts.of(counts, x.device), iter(self.places)
         for factors in self.factors:
             a = factors.a if by_columns else self.split.summing_gradients(factors.a)
             inner = rows.times(x, a) * self.scale
-            for part, b in zip(factors.adapter.parts, factors.b):
-                by_part[part] = rows.times(inner, self.split.summing_gradients(b) if by_columns else b)
-        return self.in_rows(by_part)
+            for b in factors.b:  # one product at a time is in memory
+                product = rows.times(inner, self.split.summing_gradients(b) if by_columns else b)
+                output = added_rows(output, product, next(places))
+        return output, bias
 
 
 def attach(chunk: Any, weights: Iterable[AdaptedWeight], lora: LoraConfig, groups: ProcessGroups) -> None:

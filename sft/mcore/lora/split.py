@@ -45,9 +45,8 @@ class Split:
         """The index of this rank's part of the weight."""
         return 0 if self.is_duplicated else self.group.rank()
 
-    def project(self, x: Tensor, a: Tensor) -> Tensor:
-        """A x for the tokens of the layer's output, [t, 1, rank]; a: this rank's part of A"""
-        inner = x @ a.t()
+    def for_outputs(self, inner: Tensor) -> Tensor:
+        """inner [..., rank]: this rank's A x -> A x of the whole A, for the tokens of the layer's output"""
         if self.size == 1:
             return inner
         if self.by_columns:

@@ -1,0 +1,126 @@
+"""Products of adapters with tokens.  They are added to what the frozen layer has computed, in the same memory.
+
+    x, inner = projected(x, a)       inner = A x; backward adds the adapters' gradient of x into the layer's gradient
+    output   = added(output, ...)    output += scale * (B inner), each part into its own rows
+
+So no pass over the output joins the parts or adds them, and no second tensor has the width of the output.  The output
+and the gradient must be tensors that nobody has saved: a linear layer's backward needs neither its output nor the
+gradient that it returns.  If a layer did save its output, autograd would raise an error, because `added` changes the
+version of the tensor.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Place(NamedTuple):
+    """Where the product of one part of a factor B belongs.
+
+    columns  columns of `inner` that the product takes
+    groups   number of equal groups of the output's rows; each group has rows of the part
+    rows     rows of the part in each group
+    """
+
+    columns: slice
+    groups: int
+    rows: slice
+
+    def of(self, output: Tensor) -> Tensor:
+        """The part's view of an output [n, all rows]: [groups, n, rows of the part in a group]"""
+        return output.unflatten(-1, (self.groups, -1))[..., self.rows].transpose(0, 1)
+
+
+def projected(x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., in] and a [rank, in] -> x, for the frozen layer alone, and inner [..., rank]."""
+    if not x.requires_grad:
+        return x, x @ a.t()
+    through, inner = _Projected.apply(x, a)
+    return through, inner
+
+
+def added(output: Tensor, inner: Tensor, factors: Sequence[Tensor], places: Sequence[Place], scale: float) -> Tensor:
+    """Add scale * (B inner) for each factor B into `output`, and return it.
+
+    output [..., rows]; inner [..., ranks]; factors: B [rows of the part, rank] for each place
+    """
+    result: Tensor = _Added.apply(output, inner, scale, places, *factors)
+    return result
+
+
+def added_rows(output: Tensor, product: Tensor, place: Place) -> Tensor:
+    """Add product [n, rows of the part] into the place of the part, which is contiguous, in output [n, rows]."""
+    result: Tensor = _AddedRows.apply(output, product, place.rows)
+    return result
+
+
+class _Projected(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, a)
+        ctx.set_materialize_grads(False)
+        return x.view_as(x), x @ a.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        x, a = ctx.saved_tensors
+        dx, dinner = grads
+        if dinner is None:
+            return dx, None
+        dinner = dinner.flatten(0, -2)
+        da = dinner.t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        if dx is None:
+            return (dinner @ a).view_as(x), da
+        dx = dx.contiguous()  # the layer's backward made it for this node alone
+        dx.flatten(0, -2).addmm_(dinner, a)
+        return dx, da
+
+
+class _Added(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, output: Tensor, inner: Tensor, scale: float, places: Sequence[Place], *factors: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(inner, *factors)
+        ctx.scale, ctx.places = scale, places
+        output = output.detach()  # the same memory; a layer that has returned a view could not change it in place
+        whole, inner = output.view(-1, output.shape[-1]), inner.flatten(0, -2)
+        for (columns, groups, _), part, b in zip(places, (place.of(whole) for place in places), factors):
+            matrices = b.unflatten(0, (groups, -1)).transpose(1, 2)  # [groups, rank, rows in a group]
+            if groups == 1:
+                part[0].addmm_(inner[:, columns], matrices[0], alpha=scale)
+            else:
+                part.baddbmm_(inner[:, columns].expand(groups, -1, -1), matrices, alpha=scale)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        inner, *factors = ctx.saved_tensors
+        grad, flat = grads[0].flatten(0, -2), inner.flatten(0, -2)
+        dinner, dfactors = torch.zeros_like(flat), []
+        for place, b in zip(ctx.places, factors):
+            part, own, groups = place.of(grad), flat[:, place.columns], place.groups
+            down = dinner[:, place.columns]
+            if groups == 1:
+                down.addmm_(part[0], b, alpha=ctx.scale)
+                db = part[0].t() @ own
+            else:
+                down.add_(torch.bmm(part, b.unflatten(0, (groups, -1))).sum(0), alpha=ctx.scale)
+                db = torch.bmm(part.transpose(1, 2), own.expand(groups, -1, -1)).flatten(0, 1)
+            dfactors.append(db.mul_(ctx.scale))
+        return grads[0], dinner.view_as(inner), None, None, *dfactors
+
+
+class _AddedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, product: Tensor, rows: slice) -> Tensor:
+        ctx.rows = rows
+        output = output.detach()
+        output[:, rows].add_(product)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grads[0], grads[0][:, ctx.rows], None

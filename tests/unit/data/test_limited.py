@@ -134,7 +134,7 @@ def test_a_tokenizer_is_tried_once(folder: Path, tmp_path: Path, monkeypatch: py
 def test_an_id_is_no_reason_for_a_huge_table(folder: Path, tmp_path: Path) -> None:
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
     model["vocab"]["zz"] = 1 << 24
-    with pytest.raises(DataError, match="has the id 16,777,216, and ids of at most 16,777,215 can be used"):
+    with pytest.raises(DataError, match="has the token id 16,777,216; the largest usable id is 16,777,215"):
         load_tokenizer(config(tokenizer=str(changed(folder, tmp_path / "t", model=model))))
 
 

@@ -193,8 +193,8 @@ def test_folders_that_are_no_tokenizer(folder: Path, tmp_path: Path) -> None:
     for path in (other / "config.json", damaged / "tokenizer.json"):
         path.write_text("{")
     for settings, complaint in (
-        ({"tokenizer": "org/model"}, "folder org/model does not exist.  data.tokenizer is byte"),
-        ({"tokenizer": str(other)}, r"has no tokenizer \(it holds config.json\).  data.tokenizer is byte"),
+        ({"tokenizer": "org/model"}, "folder org/model does not exist.  data.tokenizer must be `byte`"),
+        ({"tokenizer": str(other)}, r"has no tokenizer \(it holds config.json\).  data.tokenizer must be `byte`"),
         ({"tokenizer": str(damaged)}, r"tokenizer.json of \S+ is not a usable tokenizer: EOF"),
         ({"tokenizer": str(folder), "chat_template": "nowhere.jinja"}, "nowhere.jinja cannot be read: .*No such file"),
         ({"chat_template": "chat.jinja"}, "chat.jinja has no effect with data.tokenizer = byte"),

@@ -325,7 +325,7 @@ def test_folders_that_cannot_be_used(change: Change, file: str, content: str | b
          "the tokenizer of it fails at 'a': no entry found for key."),
         ("model", {"type": "BPE", "vocab": {"q": 0}, "merges": []}, "gives no token for 'a', 'A', '0', ' a', 'the'"),
         ("model", {"type": "WordLevel", "vocab": {"q": 0}, "unk_token": "<unk>"}, "fails at 'a': WordLevel error: Mis"),
-        ("model", {"type": "BPE", "vocab": {"a": 4_000_000_000}, "merges": []}, "has the id 4,000,000,000, and ids of"),
+        ("model", {"type": "BPE", "vocab": {"a": 4_000_000_000}, "merges": []}, "has the token id 4,000,000,000; the"),
     ],
 )  # fmt: skip
 def test_panics_and_vocabularies(change: Change, part: str, value: object, complaint: str) -> None:

@@ -18,7 +18,7 @@ from tests.unit.hf.released import VISION, with_text
 
 @pytest.mark.parametrize("changed", [dict(sliding_window=4096), dict(sliding_window=...)], ids=str)
 def test_the_window_of_the_language_model(changed: dict[str, Any]) -> None:
-    """Without the key, it is the default of transformers."""
+    """Without the key, the window is the default of transformers."""
     assert model_of(with_text(released("mistral_small_3_2"), **changed)).sliding_window == 4096
 
 

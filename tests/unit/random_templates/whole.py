@@ -9,7 +9,7 @@ class Draw(Pieces):
     """One random template."""
 
     def result_parts(self) -> tuple[list[Part], Part]:
-        """Header and content of a tool's message, and its end."""
+        """The header and the content of a tool's message, and its end."""
         content = self.changed(self.field("content"))
         wrapped = self.joined([constant("<tool_response>"), content, constant("</tool_response>")])
         after = self.after_turn()
@@ -30,7 +30,7 @@ class Draw(Pieces):
         return [self.part(self.header("tool")), self.part(body)], self.part(self.joined([end, after]))
 
     def end_of_others(self) -> Expr:
-        """The end of a message of anybody else.  An end that asks for `last` looks at the assistant only."""
+        """The end of a message of another role.  An end that depends on `last` considers the assistant only."""
         if self.end_style == "none":
             return constant("")
         return constant(self.before_end + ("<|eos|>" if self.end_style == "eos" else "<|end|>"))

@@ -1,4 +1,4 @@
-"""The kernel of flash-linear-attention, whose function is replaced by the recurrence, and the choice of a kernel."""
+"""The kernel of flash-linear-attention, whose function is replaced by the recurrence; and the choice of a kernel."""
 
 import importlib.util
 import sys
@@ -30,7 +30,7 @@ def replacement(
     cu_seqlens: Tensor,
     cu_seqlens_cpu: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """With the arguments and results of FLA's function."""
+    """Replaces FLA's function; has its arguments and results."""
     assert use_qk_l2norm_in_kernel and torch.equal(cu_seqlens, cu_seqlens_cpu) and cu_seqlens.dtype == torch.int64
     boundaries = cu_seqlens.tolist()
     num_fragments = len(boundaries) - 1
@@ -77,7 +77,7 @@ def chosen(device_type: str, *overrides: str) -> Any:
 
 @pytest.fixture
 def fla(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if fla-core were there."""
+    """Pretends that fla-core is installed."""
     module: Any = types.ModuleType("fla.ops.gated_delta_rule")
     module.chunk_gated_delta_rule = replacement
     for name in ("fla", "fla.ops"):
@@ -86,7 +86,7 @@ def fla(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_fla() -> None:
-    """Not installed here."""
+    """fla-core is not installed here."""
     assert str(chosen("cpu")) == "torch (plain torch)"
     assert str(chosen("cuda", "attention.delta_rule=torch")) == "torch (attention.delta_rule = torch)"
     found = chosen("cuda")
@@ -121,7 +121,7 @@ def test_with_fla() -> None:
 def test_releases_of_triton_with_wrong_gradients(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], triton: str, is_refused: bool
 ) -> None:
-    """Else FLA raises an error in the first backward pass, as seen on an H200 with Triton 3.6.0."""
+    """Otherwise FLA would raise an error in the first backward pass, as on an H200 with Triton 3.6.0."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(fla_kernel, "version", {"triton": triton}.__getitem__)
@@ -132,12 +132,12 @@ def test_releases_of_triton_with_wrong_gradients(
     )
     assert str(chosen("cuda")) == (by_torch if is_refused else by_fla)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "tilelang")
-    assert str(chosen("cuda")) == by_fla  # by a kernel of its own
+    assert str(chosen("cuda")) == by_fla  # FLA has a kernel of its own for it
 
 
 @pytest.mark.usefixtures("fla")
 def test_a_run_on_the_cpu_refuses_fla() -> None:
-    """run.device is auto, so that only the start knows."""
+    """run.device is auto, so only the start knows the device."""
     with pytest.raises(ConfigError) as caught:
         chosen("cpu", "attention.delta_rule=fla")
     problem = "FLA needs CUDA, but this run is on the CPU"
@@ -154,7 +154,7 @@ def test_a_run_on_the_cpu_refuses_fla() -> None:
     ],
 )
 def test_what_fla_cannot_compute(override: str, problem: str) -> None:
-    """A recipe that names fla is refused before the start; auto takes torch."""
+    """A recipe that names fla is refused before the start; with auto, torch is used."""
     with pytest.raises(ConfigError, match=f"= fla {problem}; use torch or auto"):
         parsed("attention.delta_rule=fla", override)
     device = "cpu" if override == "run.device=cpu" else "cuda"

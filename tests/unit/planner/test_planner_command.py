@@ -43,7 +43,7 @@ def test_all_that_is_printed() -> None:
 
 
 def test_what_limits_and_what_more_would_buy() -> None:
-    """8B at 128K on 8 GPUs: without savings, far more than 80 GB are needed; with a second node, less is recomputed."""
+    """8B at 128K on 8 GPUs: without savings, far more than 80 GB are needed; a second node needs fewer savings."""
     _, task = task_of("Qwen/Qwen3-8B", 131072)
     reasons = Report.of(task, 8).reasons
     assert reasons is not None

@@ -67,7 +67,7 @@ class Draw(Pieces):
         gather = self.style in ("gather", "list")
 
         def write(part: Part) -> str:
-            """The part where it is, or gathered for later."""
+            """Writes the part in place, or collects it to be written later."""
             if not gather:
                 return part.jinja
             before, expr = self.as_expr(part)
@@ -173,7 +173,7 @@ class Draw(Pieces):
             write(self.system_block.text(nowhere))
         if self.tools and tools:
             write(self.tools_part.text(nowhere))
-        handed_over = None  # an answer that only the next header ends
+        handed_over = None  # an answer that only the header of the next message ends
         for index, message in enumerate(turns):
             w = Where(message, index, turns, tools)
             if message["role"] == "assistant":

@@ -10,7 +10,7 @@ import torch
 from sft.config import MoeConfig
 from sft.mcore.experts import router
 
-# Logits with the sigmoid scores that their argument gives.
+# Logits whose sigmoids are SCORES.
 SCORES = torch.tensor([[0.6, 0.5, 0.2, 0.1], [0.1, 0.3, 0.8, 0.7]], dtype=torch.float64)
 LOGITS = torch.logit(SCORES)
 BIAS = torch.tensor([-0.3, 0.0, 0.25, 0.0])

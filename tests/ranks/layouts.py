@@ -49,6 +49,8 @@ GEMMA = [
     *("model.round_embedding_multiplier=true", "model.attention_multiplier=0.25"),
     *("model.attention_softcap=1.5", "model.logits_softcap=2.5"),
 ]  # Gemma 2 with the positions and norms of Gemma 3
+# Without experts.  With scale 1, as in released models, softmax is so steep that rounding becomes 2e-6 of a later
+# gradient norm.
 GEMMA4 = [
     *WINDOWS,
     *("model.full_attention={head_dim: 12, num_query_groups: 8, keys_as_values: true}", "model.value_norm=true"),
@@ -56,8 +58,6 @@ GEMMA4 = [
     *("model.norm_placement=both", "model.activation=geglu", "model.tie_embeddings=true", "model.layer_scalar=true"),
     *("model.embedding_multiplier=5.656854249492381", "model.round_embedding_multiplier=true"),
     *("model.attention_multiplier=0.25", "model.logits_softcap=2.5"),
-# without experts; with scale 1, as in released models, softmax is so steep that rounding becomes 2e-6 of a later
-# gradient norm
 ]
 GEMMA4_EXPERTS = ["model.moe.shared_ffn_hidden_size=16", "model.moe.own_norms=true"]
 LINEAR = [
@@ -66,10 +66,8 @@ LINEAR = [
     *("model.linear_attention.key_head_dim=6", "model.linear_attention.value_head_dim=10"),
     *("model.norm_zero_centered=true", "model.rope.fraction=0.5", "model.qkv_bias=false"),
 ]  # settings of Qwen3.5
-# from weights with standard deviation 0.2, a step of Adam turns gradient rounding into 5e-5 of the next norm
-QWEN_MOE = [
-    *("model.moe.shared_ffn_hidden_size=16", "model.moe.shared_gate=true", "model.init_std=0.05")
-]
+# From weights with standard deviation 0.2, a step of Adam turns gradient rounding into 5e-5 of the next norm.
+QWEN_MOE = [*("model.moe.shared_ffn_hidden_size=16", "model.moe.shared_gate=true", "model.init_std=0.05")]
 ROUTERS = [
     *("model.moe.score_function=sigmoid", "model.moe.correction_bias=true", "model.moe.bias_update_rate=0.03"),
     *("model.moe.scaling_factor=1.7", "model.moe.shared_ffn_hidden_size=16", "model.moe.dense_layers=1"),

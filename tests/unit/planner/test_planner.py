@@ -165,8 +165,8 @@ def test_more_context_ranks_than_documents_have_chunks_for() -> None:
 
 
 def test_changes_that_make_it_fit() -> None:
-    """8 billion weights with Adam need 16 bytes each, 122 GiB: one 80-GB GPU can train them only with packs shorter than
-    1M tokens."""
+    """8 billion weights with Adam need 16 bytes each, 122 GiB: one 80-GB GPU can train them only with packs of
+    less than 1M tokens."""
     _, task = task_of(QWEN_8B, 1048576)
     assert Search(task, 1).best(1) == []
     found = changes(task, 1)

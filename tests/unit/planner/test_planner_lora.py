@@ -20,11 +20,11 @@ from tests.unit.fixtures.tasks import task_of
 RELEASED = sorted(file.stem for file in (Path(hf.__file__).parent / "released").glob("*.json"))
 EXCLUDED = {"qwen3_6_35b_a3b": ["shared_expert_gate"], "gemma_4_26b_a4b": ["router.proj"]}  # other models: no exclusion
 FIT, NO_FIT = ("b200", 64, 2**15), ("a100-40", 8, 2**20)
-# These fit both with and without LoRA, or neither way.
+# On FIT, models of NEVER fit only with LoRA; all others fit.  On NO_FIT, models of ALWAYS fit with and without LoRA.
 NEVER, ALWAYS = {"deepseek_v3", "kimi_k2"}, {
     "llama_3_1_8b", "ministral_3_8b", "qwen2_5_vl_7b", "qwen3_0p6b", "qwen3_8b", "qwen3_vl_8b",
 }  # fmt: skip
-WITH_LORA = {  # proposals in addition to ALWAYS if NO_FIT gets LoRA
+WITH_LORA = {  # models that fit NO_FIT only with LoRA
     "gemma_3_27b", "gpt_oss_20b", "mistral_small_3_2", "moonlight_16b_a3b", "qwen3_30b_a3b", "qwen3_vl_30b_a3b",
 }  # fmt: skip
 QUICK = ["gemma_4_26b_a4b", "qwen3_6_35b_a3b"]

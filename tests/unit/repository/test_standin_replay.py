@@ -7,7 +7,7 @@ KERNEL_MS = 0.4
 
 
 def _entries(text: str) -> list[Entry]:
-    """"a k 0, b h 5" -> a kernel on stream a, then a copy of 5 bytes to the host on stream b."""
+    """ "a k 0, b h 5" -> a kernel on stream a, then a copy of 5 bytes to the host on stream b."""
     rows = (row.split() for row in text.split(","))
     return [Entry(kind, stream, int(number)) for stream, kind, number in rows]
 

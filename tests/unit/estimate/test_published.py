@@ -1,6 +1,6 @@
 """Predictions compared with published measurements of other trainers, and with a published roofline.
 
-Numbers, layouts and sources are those of docs/numbers/estimates.md.  No constant belongs to one row: all rows of H100
+Numbers, layouts and sources are those of docs/numbers/estimates.md.  No constant is adapted to a row: all rows of H100
 use the assumed constants of an H100, of Transformer Engine's attention or of FlashAttention-2 (`portable`).
 """
 
@@ -23,7 +23,8 @@ from tests.unit.fixtures.hf import released
 from tests.unit.fixtures.rates import flat
 
 ROOFLINE_TOLERANCE = 0.06  # the table rounds the FLOPs of the head and of recompute; the largest difference is 5.6%
-TOLERANCE = 0.2  # what a prediction without a measurement is good for; the largest difference of these rows is 19.4%
+# expected accuracy of a prediction without a measurement; the largest difference of these rows is 19.4%
+TOLERANCE = 0.2
 LLAMA_VOCAB, QWEN_VOCAB = 128_256, 151_936
 QWEN_8B = {**LLAMA_8B, "num_layers": 36, "ffn_hidden_size": 12_288, "qk_norm": True}
 QWEN_32B = {**QWEN_8B, "num_layers": 64, "hidden_size": 5120, "ffn_hidden_size": 25_600, "num_attention_heads": 64}
@@ -99,7 +100,7 @@ def test_a_step_of_trl_with_flash_attention_2() -> None:
 
 
 def alst(length: int, cp: int) -> StepTime:
-    """Llama-8B on 8 H100, FlashAttention-2, checkpoints and optimizer on the host."""
+    """Llama-8B on 8 H100, FlashAttention-2, saved layer inputs and optimizer in host memory."""
     train = {**OFFLOAD, "global_batch_size": 8 // cp}
     sections = {"attention": {"backend": "portable"}, "optim": {"lr": 1e-5, "offload_fraction": 1.0}}
     return predicted(LLAMA_8B, LLAMA_VOCAB, length, 8, h100(), parallel={"cp": cp}, train=train, **sections)
@@ -134,7 +135,8 @@ def test_steps_of_torchtitan(length: int, cp: int, published: float) -> None:
 
 
 def test_pretraining_of_70b() -> None:
-    """64 H100, cp 2, 8K: 867 tokens per second and GPU, 389 TFLOP/s.  tp 4 and pp 4 are ours; they were not given."""
+    """64 H100, cp 2, 8K: 867 tokens per second and GPU, 389 TFLOP/s.  tp 4 and pp 4 are our assumption; the source does
+    not give them."""
     sections = {"parallel": {"cp": 2, "tp": 4, "pp": 4}, "train": {"recompute": "selective", "global_batch_size": 128}}
     time = predicted(LLAMA_70B, LLAMA_VOCAB, 8 * K, 64, h100(), **sections)
     assert time.tokens_per_gpu_s == pytest.approx(867, rel=TOLERANCE)
@@ -152,7 +154,8 @@ def lora_of_8b() -> float:
 
 
 def test_misses_are_as_large_as_the_page_says() -> None:
-    """A row that comes within the tolerance by a change of a formula moves to the tests above, and to their table."""
+    """If a change of a formula brings a row within the tolerance, move the row to the tests above and to their
+    table."""
     assert alst(32 * K, 1).step_s == pytest.approx(7.7, rel=0.01) and 7.7 < (1 - TOLERANCE) * 17
     assert titan(128 * K, 4) == pytest.approx(1799, rel=0.01) and 1799 > (1 + TOLERANCE) * 1071
     assert titan(256 * K, 8) == pytest.approx(992, rel=0.01) and 992 > (1 + TOLERANCE) * 548

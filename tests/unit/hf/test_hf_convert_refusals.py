@@ -157,6 +157,15 @@ def test_an_index_and_files_that_disagree(made: Make) -> None:
     assert "has both model.safetensors and model.safetensors.index.json" in import_refused(source)
 
 
+def test_an_index_that_cannot_be_read_is_not_called_damaged(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    source = made(shard="20KB")
+    monkeypatch.setattr("sft.hf.safetensors_files.read_json", fail)
+    assert f"{source}/model.safetensors.index.json cannot be read: Input/output error." in import_refused(source)
+
+
 def test_a_tensor_in_two_files(made: Make) -> None:
     source = made(shard="20KB")
     files = sorted(source.glob("*.safetensors"))

@@ -1,4 +1,4 @@
-"""What tests are made of: recipes, configs, samples, packs, chats, and small models."""
+"""Builds the inputs of tests: recipes, configs, samples, packs, chats, and small models."""
 
 import json
 import os
@@ -36,11 +36,11 @@ optim:
 
 
 def parsed(*overrides: str) -> Recipe:
-    """RECIPE with overrides, as if it were the file a.yaml."""
+    """RECIPE with overrides, parsed as if it were the file a.yaml."""
     return parse_recipe(RECIPE, "a.yaml", overrides)
 
 
-# The config.json of a small Qwen3 that was trained on 512 positions.
+# The config.json of a small Qwen3 model that was trained on 512 positions.
 QWEN3 = {
     "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 300,
     "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 512,
@@ -53,27 +53,28 @@ def of_hf(name: str, *overrides: str) -> Recipe:
 
 
 def refusal_lines(text: str, *overrides: str) -> list[str]:
-    """The lines of the error that `text` and `overrides` end in."""
+    """The lines of the error message that the recipe `text` with `overrides` raises."""
     with pytest.raises(ConfigError) as caught:
         parse_recipe(text, "a.yaml", overrides)
     return str(caught.value).split("\n")
 
 
 def sample(tokens: Iterable[int], mask: Sequence[int] | None = None, *, sample_id: int = 0, source: int = 0) -> Sample:
-    """sample([7, 8, 9], [0, 1, 1]): the last two tokens are learned; without a mask, all."""
+    """sample([7, 8, 9], [0, 1, 1]): the last two tokens are supervised; without a mask, all tokens are."""
     ids = np.array(list(tokens), dtype=np.int32)
     weights = np.ones(len(ids), dtype=np.float32) if mask is None else np.array(mask, dtype=np.float32)
     return Sample(sample_id=sample_id, tokens=ids, weights=weights, source=source)
 
 
 def answer(length: int, supervised: int, *, seed: int = 0, first: int = 0, last: int = 100, source: int = 0) -> Sample:
-    """Random tokens of first <= token < last, of which the last `supervised` are learned; the seed is its id."""
+    """A sample of random tokens with first <= token < last, whose last `supervised` tokens are supervised.  The seed is
+    the id of the sample."""
     tokens = np.random.default_rng(seed).integers(first, last, size=length, dtype=np.int32)
     return sample(tokens, np.arange(length) >= length - supervised, sample_id=seed, source=source)
 
 
 def chats(folder: Path, count: int, name: str = "chat.jsonl") -> None:
-    """A file of `count` chats of one question each, whose answers have 1 to 7 words' worth of digits."""
+    """Writes a file of `count` chats with one question each.  An answer has 1 to 7 words, which are digits."""
     rows = [
         {
             "messages": [
@@ -87,7 +88,7 @@ def chats(folder: Path, count: int, name: str = "chat.jsonl") -> None:
 
 
 def commands(folder: Path) -> None:
-    """`sft`, `torchrun` and `python` of this environment, as programs in the new `folder`."""
+    """Makes a new `folder` with the programs `sft`, `torchrun` and `python` of this environment."""
     folder.mkdir()
     for name, words in (("sft", "-m sft"), ("torchrun", "-m torch.distributed.run"), ("python", "")):
         (folder / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
@@ -95,12 +96,12 @@ def commands(folder: Path) -> None:
 
 
 def pretrained(folder: Path) -> Pretrained:
-    """The model in `folder`, which is not read."""
+    """The pretrained model in `folder`, without reading it."""
     return Pretrained(name=str(folder), folder=folder, commit=None, family="qwen3", max_positions=None)
 
 
 class Hostile:
-    """A value whose pickle makes a folder where it is read."""
+    """A value whose pickle makes a folder when it is loaded."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -120,7 +121,8 @@ LLAMA_8B = {
 
 
 def layout_config(**sections: Mapping[str, object]) -> Config:
-    """12 layers, 24 query heads in 8 groups, ffn 96, packs of 32,768 tokens, 16 packs per step."""
+    """A config with 12 layers, 24 query heads, 8 key/value heads, ffn 96, packs of 32,768 tokens, and 16 packs per
+    step."""
     base: dict[str, dict[str, object]] = {
         "run": {"dir": "runs/a"},
         "model": {

@@ -1,4 +1,5 @@
-"""For every test: pools of ranks that live as long as the session, and which tests `make test` leaves out."""
+"""Settings of every test: pools of ranks that live as long as the pytest session, and the tests that `make test` leaves
+out."""
 
 import os
 from collections.abc import Iterator
@@ -8,8 +9,8 @@ import pytest
 
 from tests.ranks.pool import RankPool, Ranks
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the hub; tests/unit/fixtures/hub.py serves one on this machine
-os.environ["SFT_CACHE"] = "/nonexistent"  # no test uses constants that were measured on this machine
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test contacts the hub; tests/unit/fixtures/hub.py serves a hub on this machine
+os.environ["SFT_CACHE"] = "/nonexistent"  # no test uses calibration constants that were measured on this machine
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,4 +1,5 @@
-"""Runs as processes: their data, their ranks, which a rank server forks, and what they leave."""
+"""Starts runs as processes: prepares their data, lets a rank server fork their ranks, and reads their output and
+files."""
 
 import contextlib
 import fcntl
@@ -49,7 +50,7 @@ class Rank:
         return rank_server().code(self.pid)
 
     def kill(self) -> None:
-        """The rank and what it started."""
+        """Kills the rank and the processes that it started."""
         while self.poll() is None:
             for kill in (os.killpg, os.kill):  # just after its fork, it has no group of its own yet
                 with contextlib.suppress(ProcessLookupError):
@@ -57,24 +58,25 @@ class Rank:
             time.sleep(0.01)
 
     def output(self) -> tuple[str, str]:
-        """What it printed to stdout and stderr."""
+        """The stdout and the stderr of the rank."""
         return self._out.read_text(), self._err.read_text()
 
 
 def launch(folder: Path, overrides: list[str], world_size: int = 2) -> list[Rank]:
-    """The ranks of `sft train` as torchrun would start them, without torchrun's own report, on prepared data."""
+    """Starts the ranks of `sft train` as torchrun would start them, but without torchrun's report, on prepared data."""
     recipe = folder / "recipe.yaml"
     recipe.write_text(RECIPE.format(folder=folder))
-    main(["data", "prepare", str(recipe), *overrides])  # a mistake it finds is found once more
+    # if `sft data prepare` finds a mistake, `sft train` finds it again
+    main(["data", "prepare", str(recipe), *overrides])
     words = ["train", str(recipe), *overrides]
     return [Rank(words, {**os.environ, **environ}) for environ in environments(world_size)]
 
 
 def free_port() -> int:
-    """A port that nothing on this machine takes before the caller does.
+    """A port that no other process of this machine takes before the caller binds it.
 
-    The kernel gives ports of the ephemeral range to whoever asks for any: to gloo in another test between the choice of
-    a port and its use.  So a port below that range, and each test of every process takes the next one.
+    If a program asks for any port (for example gloo in another test), the kernel gives it a port of the ephemeral
+    range.  So this function returns a port below that range, and counts ports up over all tests of every process.
     """
     with LAST_PORT.open("a+") as last:
         fcntl.flock(last, fcntl.LOCK_EX)
@@ -91,7 +93,7 @@ def free_port() -> int:
 
 
 def environments(world_size: int) -> list[dict[str, str]]:
-    """What torchrun sets for each rank of one node."""
+    """The environment variables that torchrun sets for each rank of one node."""
     port = free_port()
     size = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -99,19 +101,19 @@ def environments(world_size: int) -> list[dict[str, str]]:
 
 
 def kill(ranks: list[Rank]) -> list[tuple[str, str]]:
-    """The ranks and what they started; returns what each rank printed."""
+    """Kills the ranks and the processes that they started.  Returns (stdout, stderr) of each rank."""
     for rank in ranks:
         rank.kill()
     return [rank.output() for rank in ranks]
 
 
 def start(folder: Path, overrides: list[str], world_size: int = 2) -> list[tuple[int, str, str]]:
-    """A run to its end: (exit code, out, err) per rank."""
+    """Runs all ranks to the end.  Returns (exit code, stdout, stderr) of each rank."""
     ranks = launch(folder, overrides, world_size)
     try:
         deadline = time.monotonic() + TIMEOUT_S
         while None in (codes := [rank.poll() for rank in ranks]):
-            # The rank that waits says little: the others' words tell why.
+            # A rank that waits for others prints little: the output of the other ranks shows the reason.
             assert time.monotonic() < deadline, f"a rank waits for ever: {codes} {kill(ranks)}"
             time.sleep(0.02)
     finally:
@@ -131,7 +133,7 @@ TIMED = (
 
 
 def records(folder: Path, *kinds: str) -> list[dict[str, Any]]:
-    """metrics.jsonl without what depends on the clock."""
+    """The records of metrics.jsonl, without values that depend on the clock."""
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     return [untimed(line) for line in lines if line["kind"] in kinds]
 

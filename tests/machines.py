@@ -1,4 +1,4 @@
-"""Two machines on this one: namespaces of the network, with a cable between them, a hostname and a hosts file each.
+"""Two machines simulated on this one: two network namespaces joined by a cable, each with a hostname and a hosts file.
 
 As on Debian and Ubuntu, each machine resolves its own hostname to 127.0.1.1, and the other's to an address.
 """
@@ -11,17 +11,17 @@ from pathlib import Path
 
 NAMES, ADDRESSES, CABLES = ("alpha", "beta"), ("10.77.0.1", "10.77.0.2"), ("cable0", "cable1")
 NEEDED = ("unshare", "nsenter", "ip", "mount", "hostname")
-# It lasts until the test closes its input, or ends.
+# A namespace lasts until the test closes the input of this process, or ends.
 MACHINE = 'hostname "$0" && mount --bind "$1" /etc/hosts && ip link set lo up && echo ready && exec cat'
 
 
 class NotPermitted(RuntimeError):
-    """This process may not create namespaces; the text says why."""
+    """This process may not create namespaces; the message says why."""
 
 
 @contextmanager
 def two_machines(folder: Path) -> Iterator[list[list[str]]]:
-    """For each machine the words to put before a command that is to run there.  Raises NotPermitted."""
+    """For each machine, the words to put before a command so that it runs on that machine.  Raises NotPermitted."""
     if absent := [name for name in NEEDED if shutil.which(name) is None]:
         raise NotPermitted(f"without {', '.join(absent)}")
     with ExitStack() as stack:

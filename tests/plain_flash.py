@@ -1,4 +1,4 @@
-"""torch's flash operators in plain torch, as they are documented: `PLAIN` stands in for them where there is no GPU."""
+"""torch's flash operators in plain torch, by their documentation: `PLAIN` replaces them on machines without a GPU."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,7 @@ from sft.mcore.attention.flash_kernel import Demand, Operators
 
 
 def _forward(query: Tensor, keys: Tensor, values: Tensor, *boundaries: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    assert keys.shape == values.shape  # of one width
+    assert keys.shape == values.shape  # keys and values have the same width
     outs, sums = [], []
     for own, seen in _sequences(query, keys, *boundaries):
         scores, _ = _scores(query[own], keys[seen], **options)
@@ -29,7 +29,8 @@ def _backward(
     *boundaries: Any,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """By the equations of the paper (arXiv:2307.08691), from the given `out` and `lse`: sinks have changed both."""
+    """Computes the gradients by the equations of the paper (arXiv:2307.08691), from the given `out` and `lse`, which
+    sinks have changed."""
     assert grad.shape == out.shape == (*query.shape[:2], values.shape[-1])
     dquery, dkeys, dvalues = (torch.zeros_like(x, dtype=_wide(x).dtype) for x in (query, keys, values))
     for own, seen in _sequences(query, keys, *boundaries):
@@ -67,7 +68,8 @@ def _sequences(
 def _scores(
     query: Tensor, keys: Tensor, scale: float, num_before: int = -1, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor | float]:
-    """[heads, queries, keys] of one sequence, causal from the bottom right, and their derivative by the products."""
+    """The scores [heads, queries, keys] of one sequence with a bottom-right causal mask, and their derivative by the
+    products of queries and keys."""
     distance = torch.arange(len(keys) - len(query), len(keys))[:, None] - torch.arange(len(keys))
     hidden = (distance < 0) | (distance > (num_before if num_before >= 0 else len(keys)))
     scores = torch.einsum("qhd,khd->hqk", _wide(query), _for_each_head(keys, query)) * scale
@@ -79,7 +81,7 @@ def _scores(
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In fp32 at least."""
+    """`x` in fp32, or in its own type if that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

@@ -1,12 +1,13 @@
-"""Ranks without the wait for their imports: forks of a process that has imported what a rank imports.
+"""Starts ranks without waiting for their imports: forks a process that has already imported everything that a rank
+imports.
 
-    server = rank_server()          # the one of this test process
+    server = rank_server()          # the server of this test process
     pid = server.fork("sft", ["train", ...], environ, out=folder / "out", err=folder / "err")
     server.code(pid)                # its exit code (-9: it was killed), or None while it runs
 
-A rank is in the state in which `python -m sft` is once its imports are done: own session, own environment, its output
-in files.  The server is `python -m tests.rank_server`.  It has one thread, reads requests from stdin as JSON, one a
-line, and ends with the process that started it.
+A rank begins in the state that `python -m sft` has after its imports: own session, own environment, output in files.
+The server is `python -m tests.rank_server`.  It has one thread, reads JSON requests from stdin, one per line, and ends
+with the process that started it.
 """
 
 import atexit
@@ -26,18 +27,19 @@ from typing import Any
 
 import numpy as np
 
-TIMEOUT_S = 240.0  # of the end of the server; ranks that still run are not waited for
-_ENVIRON, _ROOT = dict(os.environ), Path(__file__).resolve().parents[1]  # before a test changes them
+TIMEOUT_S = 240.0  # limit for the end of the server; it does not wait for ranks that still run
+_ENVIRON, _ROOT = dict(os.environ), Path(__file__).resolve().parents[1]  # values from before any test changes them
 
 
 def default_signals() -> None:
-    """For a new process: `nohup` and a shell that starts a job in the background make their children ignore these."""
+    """Restores default handlers of signals in a new process: `nohup`, and a shell that starts a job in the background,
+    make child processes ignore these signals."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
 
 
 class RankServer:
-    """The test's side of a server.  Several threads may use it."""
+    """The test process's connection to a server.  Several threads may use it."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "tests.rank_server"]
@@ -57,15 +59,15 @@ class RankServer:
         assert self._process.stdout.readline() == "ready\n"
 
     def fork(self, module: str, words: Sequence[str], environ: Mapping[str, str], *, out: Path, err: Path) -> int:
-        """Start `python -m module words` in the working folder of the caller; returns the number of the process.
+        """Start `python -m module words` in the working folder of the caller.  Returns the pid.
 
-        What it prints is appended to the files `out` and `err`.
+        The output of the process is appended to the files `out` and `err`.
         """
         files = {"out": str(out), "err": str(err), "folder": os.getcwd()}
         return int(self._ask(module=module, words=[*words], environ={**environ}, **files))
 
     def code(self, pid: int) -> int | None:
-        """The exit code of a process, minus the number of the signal that ended it, or None while it runs."""
+        """The exit code of a process, or minus the number of the signal that ended it; None while it runs."""
         code: int | None = self._ask(of=pid)
         return code
 
@@ -99,7 +101,7 @@ def serve() -> None:
     import sft.trainer  # noqa: F401
 
     assert os.listdir("/proc/self/task") == [str(os.getpid())], "a fork has none of the other threads"
-    gc.freeze()  # a fork then writes to fewer pages
+    gc.freeze()  # after this, a fork copies fewer pages
     codes: dict[int, int] = {}
     print("ready", flush=True)
     for line in sys.stdin:
@@ -108,7 +110,7 @@ def serve() -> None:
             answer: int | None = os.fork()
             if answer == 0:
                 _become(request)
-            codes.pop(answer or 0, None)  # the system uses numbers of processes again
+            codes.pop(answer or 0, None)  # the system reuses pids
         else:
             answer = _code(request["of"], codes)
         print(json.dumps(answer), flush=True)
@@ -124,7 +126,8 @@ def _become(request: dict[str, Any]) -> None:
         os.environ.clear()
         os.environ.update(request["environ"])
         sys.argv, sys.path[0] = ["sft", *request["words"]], request["folder"]
-        np.random.seed()  # else all ranks, and a run and its continuation, draw the same numbers unseeded
+        # otherwise all ranks would draw the same unseeded numbers, and so would a run and its continuation
+        np.random.seed()
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
     except BaseException:
         traceback.print_exc()

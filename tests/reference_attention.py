@@ -1,4 +1,4 @@
-"""Attention over packed documents with one matrix of scores, differentiated by autograd: a reference of kernels."""
+"""Attention over packed documents with one matrix of scores, differentiated by autograd: the reference for kernels."""
 
 import numpy as np
 import torch

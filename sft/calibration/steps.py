@@ -22,7 +22,7 @@ from sft.recipe.load import parse_recipe
 
 NUM_STEPS = 1000  # length of the learning-rate schedule; fewer steps are taken
 SAMPLES = 3
-SHORT = 64  # tokens of packs that cost little besides overheads
+SHORT = 64  # tokens of a pack so short that its step is mostly overhead
 _RECIPE = """
 run: {dir: unused, seed: 0}
 model: {init_from: random}

@@ -1,4 +1,4 @@
-"""Keys of layers with full attention, for models whose layers with a sliding window have other heads (Gemma 4)."""
+"""Recipe settings of full-attention layers, for models whose sliding-window layers have other heads (Gemma 4)."""
 
 from collections.abc import Iterator
 from typing import Any

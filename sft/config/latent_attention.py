@@ -39,7 +39,7 @@ class LatentAttentionConfig(MixerSection):
 
     @property
     def projects_queries(self) -> bool:
-        """Whether queries are a projection of the token itself."""
+        """Whether queries are computed directly from the hidden state, without a latent for queries."""
         return self.is_used and self.q_lora_rank is None
 
     @property

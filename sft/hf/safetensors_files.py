@@ -205,7 +205,7 @@ def as_checkpoint_error(path: Path) -> Iterator[None]:
 def _read_index(folder: Path) -> dict[str, str] | None:
     """The file of each tensor, from the index; None if one file has all tensors.
 
-    Raises CheckpointError if there are no weights, if the index is damaged, or if both forms exist.
+    Raises CheckpointError if there are no weights, if the index is damaged or cannot be read, or if both forms exist.
     """
     single, index = (folder / SINGLE).exists(), (folder / INDEX).exists()
     if single and index:
@@ -229,7 +229,9 @@ def _read_index(folder: Path) -> dict[str, str] | None:
         names: dict[str, str] = read_json(folder, INDEX, LIST_BYTES)["weight_map"]
         if not names or not all(isinstance(name, str) for pair in names.items() for name in pair):
             raise ValueError("weight_map does not map names to names")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{folder / INDEX} cannot be read: {error.strerror}.") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder / INDEX} is damaged ({type(error).__name__}: {error}).") from None
     for name in names.values():
         if not SHARD.fullmatch(name):

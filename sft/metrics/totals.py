@@ -6,7 +6,11 @@ The kind of a quantity says on what a rank measures the quantity, and over which
     Replicated   measured on whole packs by the first of the ranks that share a pack; combined over dp x cp
     PerSequence  measured on whole sequences by the first of the ranks that share a pack, after the losses of a sequence
                  are added over these ranks; combined over dp x cp
-    Max          measured by the engine on every rank; combined to the maximum, with the first rank that has it
+    Max          measured on every rank, by the engine or its caller; combined to the maximum, with the first rank that
+                 has it
+
+The accumulator computes the Replicated quantities without `measure`.  One of them, `work_imbalance`, compares ranks:
+each rank of dp x cp adds the FLOPs of its own parts of packs.
 
 `rows.py` computes the logged numbers from these quantities.  Ranks send all numbers as float64, which represents every
 integer up to 2**53 exactly.
@@ -33,7 +37,7 @@ class Quantity:
     """Measures a quantity on a rank, combines it over ranks, and merges it over batches.
 
     measure  computes the number from SupervisedTokens (Sum), a Microbatch (Replicated), SequenceLosses (PerSequence),
-             or the engine's measurements by name (Max); None if the accumulator computes the quantity
+             or the measurements `peaks` by name (Max); None if the accumulator computes the quantity
     number   type of the value
     combine  combines the numbers of ranks, and of two batches
     by       name of a breakdown with one value per bucket; `measure` of kind Sum then returns a value for each token,

@@ -1,1 +1,2 @@
-"""Answers questions about a user's own recipe, data and weights: leak, parity and data."""
+"""The probes of `sft probe`: `leak`, `parity` and `data`.  Each answers one question about a user's recipe, data and
+weights."""

@@ -68,7 +68,10 @@ def _slices(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]
 
 
 class TorchDistWriter:
-    """Writes into the existing, empty `folder`.  `files` lists every file once `finish` returns."""
+    """Writes a torch_dist checkpoint into `folder`, which must exist and be empty.
+
+    After `finish`, `files` holds the size and the SHA-256 of every file.
+    """
 
     def __init__(self, folder: Path, file_bytes: int = FILE_BYTES) -> None:
         self._folder, self._file_bytes = folder, file_bytes

@@ -1,25 +1,25 @@
-"""Sorts the allocations of a step into categories, and finds the moment with most bytes.
+"""Sorts the allocations of a step into categories, and finds the instant at which most bytes are allocated.
 
-A stack is known for an allocation whose caller is Python.  Autograd's own operations on CUDA run in a thread without
-Python, so their stacks are empty.
+Only an allocation whose caller is Python has a stack.  Autograd's own operations on CUDA run in a thread without
+Python, so the stacks of their allocations are empty.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-Frame = tuple[str, str]  # path of a file, name of a function; the innermost first
+Frame = tuple[str, str]  # path of a file, name of a function; a stack lists its innermost frame first
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 SAVED, ROTARY, WORKING = "saved by layers", "rotary", "working"
-OTHER = "other"  # what exists before a step: cuBLAS' workspaces
+OTHER = "other"  # blocks that existed before the step: workspaces of cuBLAS
 # The output of the embedding is the first layer's input.
 _LAYERS = ("sft/mcore/model/layer.py", "sft/mcore/model/mtp.py", "embeddings/language_model_embedding.py")
 
 
 @dataclass(frozen=True)
 class Event:
-    """num_bytes: below 0 if the block was freed"""
+    """num_bytes: bytes of the block; negative if the block was freed"""
 
     address: int
     num_bytes: int
@@ -28,7 +28,8 @@ class Event:
 
 @dataclass(frozen=True)
 class Peak:
-    """by_category: bytes; where: what the allocation that made the peak belongs to; largest: by stack, for a reader"""
+    """by_category: bytes of each category; where: category of the allocation that made the peak; largest: largest
+    stacks, for a reader"""
 
     by_category: dict[str, int]
     where: str
@@ -42,8 +43,9 @@ class Peak:
 def category_of(frames: tuple[Frame, ...]) -> str:
     """The category of a block that a step allocates.
 
-    Tensors of layers that exist at the peak, and that the forward pass made, are saved for backward.  What offload
-    fetches from the host is saved, too, and so are hidden states of other pipeline stages: inputs of layers.
+    A tensor that a layer makes in the forward pass, and that exists at the peak, is saved for backward.  Tensors that
+    offload copies back from the host also count as saved, and so do hidden states from other pipeline stages, because
+    they are inputs of layers.
     """
     files = {path for path, _ in frames}
     if _in(files, "activations/offload.py", "pipeline_parallel/p2p_communication.py"):
@@ -65,9 +67,10 @@ def phase_of(frames: tuple[Frame, ...]) -> str:
 
 
 def peak(events: Iterable[Event], standing: Mapping[str, int]) -> Peak:
-    """standing: bytes by category that exist before the first event.  What an event frees of them was in "other".
+    """standing: bytes of each category before the first event.  If an event frees such bytes, they are subtracted from
+    "other".
 
-    One block of 5 is allocated, then one of 3, then the first is freed, beside 10 standing -> 18
+    Blocks of 5 and 3 are allocated, then the block of 5 is freed; 10 bytes are standing -> 18
     """
     alive: dict[int, tuple[int, str, tuple[Frame, ...]]] = {}
     now: Counter[str] = Counter(standing)
@@ -82,7 +85,8 @@ def peak(events: Iterable[Event], standing: Mapping[str, int]) -> Peak:
                 now[OTHER] += event.num_bytes
                 total += event.num_bytes
             continue
-        if earlier := alive.pop(event.address, None):  # freed by a thread that nobody watches, as gloo's
+        # freed by a thread that is not recorded, such as a thread of gloo
+        if earlier := alive.pop(event.address, None):
             now[earlier[1]] -= earlier[0]
             total -= earlier[0]
         block = event.num_bytes, category_of(event.frames), event.frames

@@ -6,9 +6,9 @@ from typing import Any
 from sft.estimate.memory import Memory
 from tests.allocations.categories import GRADIENTS, OPTIMIZER, ROTARY, SAVED, WEIGHTS, WORKING, Peak
 
-# The bars of the prediction, as shares of what is predicted.
+# Bars of the prediction: allowed differences, as shares of the predicted bytes.
 TOTAL, CATEGORY = 0.05, 0.08
-# A category that misses its bar by less than this share of the total decides nothing: rotary tables, small tensors.
+# A category may miss its bar if the difference is below this share of the total: rotary tables and other small tensors.
 SMALL = 0.01
 _ITEMS = {
     "weights": WEIGHTS,
@@ -21,7 +21,8 @@ _ITEMS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """counted: the peak by category; predicted: the same; items: the predicted working set by name"""
+    """counted: bytes of each category at the peak; predicted: predicted bytes of each category; items: predicted
+    working set by name"""
 
     row: str
     ranks: int
@@ -54,7 +55,7 @@ class Comparison:
         ]
 
     def as_json(self, unit: int) -> dict[str, Any]:
-        """unit: bytes of the numbers' unit.  [counted, predicted] of each category."""
+        """unit: bytes of one unit of the numbers.  The value of each category is [counted, predicted]."""
         names = sorted({*self.predicted, *self.counted.by_category})
         found = self.counted.by_category
         return {

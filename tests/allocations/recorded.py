@@ -9,11 +9,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.allocations.categories import Event, Frame
 
-_MOST = 10_000_000  # entries of the history
+_MOST = 10_000_000  # maximum number of entries in the history
 
 
 def cpu_events(run: Callable[[], Any]) -> list[Event]:
-    """What `run()` allocates and frees on the CPU, in order.  Autograd's backward on a CPU runs in this thread, too."""
+    """The allocations and frees of `run()` on the CPU, in order.  On a CPU, autograd's backward also runs in this
+    thread."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, with_stack=True) as profiler:
         run()
     found: list[tuple[int, Event]] = []
@@ -33,7 +34,7 @@ def cpu_events(run: Callable[[], Any]) -> list[Event]:
 
 
 def cuda_events(run: Callable[[], Any]) -> list[Event]:
-    """What `run()` allocates and frees on the current device, in order."""
+    """The allocations and frees of `run()` on the current CUDA device, in order."""
     torch.cuda.memory._record_memory_history("all", context="all", stacks="python", max_entries=_MOST)
     try:
         run()

@@ -1,4 +1,4 @@
-"""Bytes of the storages of weights, gradients and optimizer states: what exists before a step and after it."""
+"""Bytes of the storages of weights, gradients and optimizer states, which exist before and after a step."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -11,9 +11,11 @@ from tests.allocations.categories import GRADIENTS, OPTIMIZER, WEIGHTS
 
 
 def standing_bytes(engine: Any, device_type: str) -> dict[str, int]:
-    """By category, of the storages on the device; call it after the first update, which makes the states.
+    """Bytes of each category of the storages on the device.  Call this after the first update, which creates the
+    states.
 
-    In fp32, the weights are the optimizer's own.  A storage counts once, for the first of the three that has it.
+    In fp32, the optimizer's main parameters are the weights themselves.  A storage counts once: as a weight, else as a
+    gradient, else as a state.
     """
     parameters = [p for chunk in engine.chunks for p in chunk.parameters()]
     tensors = {

@@ -1,4 +1,4 @@
-"""The code blocks of a page, and how each one is checked.
+"""Finds the code blocks of a page, and checks each block.
 
 ```bash ```python ```yaml ```json     run, or read as a recipe or JSON
 <!-- not run: gpu -->                 on the line before a block: only parsed, for one of the REASONS
@@ -43,7 +43,7 @@ TINY = "<!-- folder: tiny -->"
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a page; `reason` says why it is not run, "" if it is run."""
+    """A block of a page; `reason` says why the block is not run, and is "" if it is run."""
 
     line: int
     language: str
@@ -52,7 +52,8 @@ class Block:
 
 
 def blocks(page: str) -> list[Block]:
-    """The blocks of LANGUAGES.  A mark with no block after it, or an unknown reason, is a ValueError."""
+    """The blocks in the languages of LANGUAGES.  Raises ValueError for a mark without a block after it, and for an
+    unknown reason."""
     found: list[Block] = []
     lines = page.split("\n")
     number = 0
@@ -76,7 +77,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def check(block: Block) -> None:
-    """Raises ValueError, ConfigError or SyntaxError if the block cannot be what a reader should run."""
+    """Raises ValueError, ConfigError or SyntaxError if a reader could not run the block."""
     if block.language == "python":
         ast.parse(block.text)
     elif block.language == "json":
@@ -143,7 +144,7 @@ def check_command(words: list[str]) -> None:
 
 
 def check_sft(words: list[str]) -> None:
-    """The arguments of one sft command, and the keys of its overrides."""
+    """Checks the arguments of one sft command, and the keys of its overrides."""
     arguments = _parse(words)
     for override in getattr(arguments, "overrides", []):
         check_key(override.partition("=")[0])
@@ -156,7 +157,7 @@ def check_key(key: str) -> None:
 
 
 def _keys(tree: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """The dotted names of the leaves of a recipe, and of the groups that hold them."""
+    """The dotted names of the leaves of a recipe, and of the groups that contain these leaves."""
     for name, value in tree.items():
         yield f"{prefix}{name}"
         if isinstance(value, dict) and f"{prefix}{name}" not in leaves():

@@ -1,4 +1,5 @@
-"""Each message that docs/faq.md quotes is in the code, word for word; `...` stands for what differs."""
+"""Each message that docs/faq.md quotes occurs in the code, word for word; `...` stands for text that differs between
+runs."""
 
 import ast
 import re
@@ -9,13 +10,13 @@ import pytest
 from tests.docs.blocks import ROOT
 
 FAQ = (ROOT / "docs/faq.md").read_text(encoding="utf-8")
-FEWEST_LETTERS = 10  # of a quoted line, so that it is not in the code by chance
+FEWEST_LETTERS = 10  # in a quoted line; a shorter line could occur in the code by chance
 MESSAGES = [line for block in re.findall(r"```text\n(.*?)```", FAQ, re.DOTALL) for line in block.splitlines()]
 
 
 @cache
 def texts() -> list[str]:
-    """All strings of sft, with a NUL for each value in an f-string, and single spaces."""
+    """All strings of sft.  A NUL replaces each value in an f-string, and a single space replaces several spaces."""
     found = []
     for path in sorted((ROOT / "sft").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

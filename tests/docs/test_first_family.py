@@ -1,4 +1,5 @@
-"""docs/start/first-family.md adds a family: its edits and its command, applied word for word to a copy of the tree."""
+"""docs/start/first-family.md adds a family: this test applies its edits and its command, word for word, to a copy of
+the tree."""
 
 import os
 import re
@@ -28,7 +29,7 @@ missing: model.layers.*.post_feedforward_layernorm.weight (layers 0-1)
 
 
 def apply(root: Path, file: str, how: str, line: str, added: str) -> None:
-    """Edits the one line that begins with `line`, after its indentation; the added lines get the same indentation."""
+    """Edits the single line that begins with `line` after its indentation; added lines get the same indentation."""
     lines = (root / file).read_text(encoding="utf-8").split("\n")
     (number,) = (n for n, text in enumerate(lines) if text.lstrip().startswith(line))
     indent = lines[number].removesuffix(lines[number].lstrip())
@@ -39,7 +40,7 @@ def apply(root: Path, file: str, how: str, line: str, added: str) -> None:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tree with all edits of the page."""
+    """A copy of the working tree with all edits of the page."""
     root = tmp_path_factory.mktemp("copy")
     for name in COPIED:
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -50,7 +51,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(root: Path, command: str) -> tuple[int, str]:
-    """The exit code and the output of a command of pytest in `root`."""
+    """The exit code and the output of a pytest command in `root`."""
     words = f"exec {sys.executable} -m pytest -q -p no:cacheprovider {command}"
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(["bash", "-c", words], cwd=root, env=environment, capture_output=True, text=True, timeout=600)
@@ -58,7 +59,7 @@ def run(root: Path, command: str) -> tuple[int, str]:
 
 
 def test_the_page_adds_a_family_that_the_tree_lacks(copy: Path) -> None:
-    """Every test of the family passes, its losses and gradients among them."""
+    """Every test of the new family passes, with the tests of its losses and gradients."""
     assert len(EDITS) == PAGE.count("\nIn `") == 7
     assert "vaultgemma" not in (ROOT / ENTRY).read_text(encoding="utf-8")
     (command,) = re.findall(r"^pytest (.+)$", PAGE, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The page of a batch's life shows what the code prints, and nothing else."""
+"""The page life-of-a-batch shows exactly the output of the code."""
 
 from pathlib import Path
 
@@ -37,10 +37,11 @@ def test_a_page_with_another_number_is_out_of_date(
 
 
 def test_the_loss_of_the_page_by_hand() -> None:
-    """The sums of both ranks, their quotient and the log line, read from the page and added up here."""
+    """Reads the sums of both ranks, their quotient and the log line from the page, and computes the loss from them
+    here."""
     text = PAGE.read_text(encoding="utf-8")
     sums = [line.split() for line in text.splitlines() if line.startswith("sum of losses")]
     losses, weights = ([float(words[k].rstrip(",")) for words in sums] for k in (3, -1))
     assert weights == [1.0, 6.0]
     (logged,) = (float(line.split()[-1]) for line in text.splitlines() if line.startswith("lm loss  "))
-    assert abs(logged - sum(losses) / 7) < 1e-4  # all three numbers are rounded to four digits
+    assert abs(logged - sum(losses) / 7) < 1e-4  # all three numbers on the page are rounded to four digits

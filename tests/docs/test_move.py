@@ -1,4 +1,4 @@
-"""Each key in the tables of docs/how-to/move.md is answered by `sft check` as its row says."""
+"""`sft check` answers each key in the tables of docs/how-to/move.md as the row of the table says."""
 
 import re
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _NO_ADVICE = re.compile(r"\)\.  (Keys of |Did you mean)")
 
 
 def rows() -> Iterator[tuple[str, str, str]]:
-    """(trainer, their key, our key or none)"""
+    """(trainer, key of this trainer, our key or none)"""
     trainer = ""
     for line in PAGE.read_text(encoding="utf-8").split("\n"):
         if line.startswith("## "):
@@ -32,7 +32,7 @@ ROWS = list(rows())
 
 
 def answer(key: str) -> str:
-    """What a recipe with `key` is told about it, "" if the key is one of ours."""
+    """The error message for a recipe with `key`; "" if `key` is one of our keys."""
     try:
         parse_recipe(RECIPE, "a.yaml", [f"{key}=1"])
     except ConfigError as error:

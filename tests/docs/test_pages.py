@@ -1,7 +1,7 @@
-"""Every command and block of the site, each page in a folder of its own, pages in another order every day.
+"""Runs every command and block of the site, each page in a folder of its own, in another order of pages every day.
 
-A third of the pages whose commands take long runs in make test, another third every day; all of them in make test-all.
-test_quickstart.py in tests/ranks runs the quick start, which here is only parsed.
+`make test` runs a third of the slow pages, another third every day; `make test-all` runs all pages. The quick start is
+only parsed here: tests/ranks/test_quickstart.py runs it.
 """
 
 import datetime
@@ -28,7 +28,7 @@ random.Random(TODAY).shuffle(PAGES)
 SLOW = [
     *("how-to/resume.md", "how-to/convert.md", "how-to/losses.md"),
     *("reference/checkpoint-format.md", "reference/python-api.md", "how-to/prepare.md"),
-]  # 15 to 45 s each on two idle cores
+]  # these pages take 15 to 45 s each on two idle cores
 RUN_ELSEWHERE = ("start/quickstart.md",)
 RECIPE = """\
 run: {dir: runs/a, device: cpu, precision: fp32}
@@ -37,12 +37,12 @@ data: {train: chats.jsonl, seq_length: 512}
 train: {num_steps: 4, global_batch_size: 2}
 optim: {lr: 3e-3}
 """
-TIMEOUT_S = 600  # of a block; seconds on an idle machine
+TIMEOUT_S = 600  # time limit of a block; on an idle machine a block takes seconds
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a page with the mark TINY may use: a model, chats and a recipe."""
+    """The files that a page with the mark TINY may use: a model, chats and a recipe."""
     folder = tmp_path_factory.mktemp("tiny")
     builders.chats(folder, 40, "chats.jsonl")
     (folder / "recipe.yaml").write_text(RECIPE)
@@ -72,19 +72,20 @@ def run(block: Block, folder: Path) -> None:
 
 
 def _merged(base: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """The groups of both recipes; keys of `other` win."""
+    """Both recipes merged; keys of `other` win."""
     return {group: {**base.get(group, {}), **other.get(group, {})} for group in [*base, *other]}
 
 
 def prepare(folder: Path, tiny: Path | None) -> None:
-    """The folder of a page: commands of this environment, and the files of `tiny` if the page has them."""
+    """Fills the folder of a page: the commands of this environment, and the files of `tiny` if the page has the
+    mark."""
     if tiny is not None:
         shutil.copytree(tiny, folder, dirs_exist_ok=True)
     builders.commands(folder / ".bin")
 
 
 def in_turn() -> Iterator[Any]:
-    """The pages.  A slow one is `grid` on two days of three."""
+    """The pages.  A slow page has the mark `grid` on two of three days."""
     for path in PAGES:
         name = str(path.relative_to(ROOT / "docs"))
         waits = name in SLOW and (SLOW.index(name) + TODAY) % 3 != 0
@@ -105,7 +106,7 @@ def test_every_block_of_the_page(path: Path, tmp_path: Path, tiny: Path, monkeyp
                 if block.language == "yaml" and not block.reason:
                     shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
                 run(block, tmp_path)
-        except Exception as error:  # all faults of a page at once
+        except Exception as error:  # the test reports the faults of all blocks of a page together
             faults.append(f"{path.relative_to(ROOT)}:{block.line}: {error}")
     assert not faults, "\n".join(faults)
 
@@ -116,13 +117,13 @@ def test_slow_pages_take_turns() -> None:
 
 
 def test_the_site_has_blocks_that_run() -> None:
-    """Not everything is marked: the marks are exceptions."""
+    """Some blocks have no mark and are run: marks are exceptions."""
     every = [block for path in PAGES for block in blocks(path.read_text(encoding="utf-8"))]
     assert {block.language for block in every} <= set(LANGUAGES)
     assert sum(not block.reason for block in every) >= len(every) // 3
 
 
-# --- faults that the check must find, planted in pages of a few lines ------------------------------------------------
+# --- faults that the check must find, in pages of a few lines --------------------------------------------------------
 
 
 def page(language: str, text: str, mark: str = "") -> str:
@@ -169,7 +170,7 @@ def test_a_good_block_that_is_not_run() -> None:
     [
         ("bash", "false | true\nls gone"),
         ("bash", "sft check gone.yaml"),
-        ("bash", "cat chats.jsonl"),  # of another page's folder
+        ("bash", "cat chats.jsonl"),  # chats.jsonl is in the folder of another page
         ("python", "assert 1 == 2"),
         ("yaml", "train: {num_steps: many}"),
         ("yaml", "parallel: {cp: 0}"),

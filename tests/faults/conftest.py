@@ -1,4 +1,5 @@
-"""What the fault tests share: prepared data, a process that forks ranks, the undisturbed run, and the table."""
+"""Fixtures of the fault tests: prepared data, a process that forks ranks, an undisturbed run, and the table of
+faults."""
 
 import shutil
 import time
@@ -25,7 +26,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def hit(request: pytest.FixtureRequest) -> Hit:
-    """`hit("S1", 3)`: three faults of that row struck; survived if the test passes.  Without it, one of each row."""
+    """`hit("S1", 3)` records that three faults of row S1 struck; they count as survived if the test passes.  Without a
+    number, one fault of each named row."""
     hits = request.node.stash.setdefault(HITS, Counter())
     return lambda row, times=1: hits.update({row: times})
 
@@ -67,24 +69,25 @@ def server() -> Iterator[RankServer]:
     one.close()
     deadline = time.monotonic() + 10
     while (left := _shared_memory() - before - _mapped(_shared_memory())) and time.monotonic() < deadline:
-        time.sleep(0.2)  # another program may have made it just now, and not mapped it yet
+        time.sleep(0.2)  # another program may have created it just now, and not mapped it yet
     assert not left
 
 
 def _shared_memory() -> set[str]:
-    """But for semaphores of multiprocessing: training makes none, and other tests leave those of killed processes."""
+    """Files in /dev/shm, without semaphores of multiprocessing: training makes none, and other tests leave semaphores
+    of killed processes behind."""
     return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")}
 
 
 def _mapped(names: set[str]) -> set[str]:
-    """Those that a living process uses."""
+    """The names that a living process has mapped."""
     maps = "".join(text_of(path) for path in Path("/proc").glob("[0-9]*/maps"))
     return {name for name in names if f"/dev/shm/{name}" in maps}
 
 
 @pytest.fixture(scope="session")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The recipe of all runs, its data prepared."""
+    """The recipe of all runs, with prepared data."""
     folder = tmp_path_factory.mktemp("data")
     chats(folder, 55)
     chats(folder, 7, "held_out.jsonl")
@@ -96,7 +99,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(server: RankServer, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> End:
-    """Of a run of 12 steps, as a user starts it, that nobody disturbs."""
+    """The end of an undisturbed run of 12 steps, started as a user starts it."""
     undisturbed = Case(server, recipe, tmp_path_factory.mktemp("undisturbed"))
     undisturbed.torchrun().ends(0)
     return undisturbed.end()
@@ -104,7 +107,7 @@ def reference(server: RankServer, recipe: Path, tmp_path_factory: pytest.TempPat
 
 @pytest.fixture
 def case(server: RankServer, recipe: Path, reference: End, tmp_path: Path) -> Iterator[MakeCase]:
-    """`case("checkpoint.async_save=true")`: a run in a folder of its own."""
+    """`case("checkpoint.async_save=true")`: a run with this override in a folder of its own."""
     made: list[Case] = []
 
     def make(*overrides: str) -> Case:
@@ -119,7 +122,7 @@ def case(server: RankServer, recipe: Path, reference: End, tmp_path: Path) -> It
 
 @pytest.fixture(scope="session")
 def cut_off(server: RankServer, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """A run that was killed in step 7: with checkpoints of the steps 1 to 6."""
+    """A run that was killed in step 7, with checkpoints of steps 1 to 6."""
     case = Case(server, recipe, tmp_path_factory.mktemp("cut_off"))
     start = case.start({"at": STEP, "call": 7, "do": "kill-all", "rank": 0}).ends(-9)
     assert case.steps() == [1, 2, 3, 4, 5, 6], start.told()
@@ -128,7 +131,7 @@ def cut_off(server: RankServer, recipe: Path, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture
 def cut(cut_off: Case, case: MakeCase) -> MakeCase:
-    """`cut(...)`: a copy of that run, to go on from."""
+    """`cut(...)`: a copy of the run `cut_off`, to continue from."""
 
     def make(*overrides: str) -> Case:
         one = case(*overrides)

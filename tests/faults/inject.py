@@ -1,21 +1,21 @@
-"""`sft`, disturbed: python -m tests.faults.inject train RECIPE ...
+"""Runs `sft` with faults: python -m tests.faults.inject train RECIPE ...
 
-Wraps functions of the program, or of what it is built on, before or after a chosen call on a chosen rank; the program
-itself knows nothing of it.  What is to happen comes in one variable of the environment, as JSON:
+Wraps functions of sft or of its libraries.  The fault happens before or after a chosen call on a chosen rank; sft
+itself has no code for it.  The environment variable SFT_FAULTS lists the faults as JSON:
 
     SFT_FAULTS='[{"at": "sft.checkpoint.folders:publish", "do": "kill", "rank": 0, "call": 2}]'
 
-at     module:name.name of what is wrapped; it is looked up when it is called by that name
-when   before (default) or after the call
-rank   which one; null (default) all
-call   at which call, from 1 (default) on, counted in this process among those that match
-step   only during this step of training
-match  only calls whose arguments, printed, contain this regular expression
-every  also at all later calls
-do     kill, kill-all, stop, term, usr1, int, hup, quit, exit-0, sleep (s: seconds), full, memory, error, missing: what
-       happens there; or one of `_TURNS`, instead of the call
+at     module:name.name of the wrapped function; every caller that looks it up by this name meets the wrapper
+when   whether the fault happens before (default) or after the call
+rank   the rank of the fault; null (default): all ranks
+call   number of the call, from 1 (default) on, among the calls in this process that match
+step   the fault happens only during this step of training
+match  only calls count whose printed arguments contain this regular expression
+every  the fault also happens at all later calls
+do     kill, kill-all, stop, term, usr1, int, hup, quit, exit-0, sleep (s: seconds), full, memory, error, missing: the
+       fault; or a name in `_TURNS`, whose function replaces the call
 
-Every fault that strikes adds a line to the file SFT_FAULTS_LOG, so that a test knows it did.
+Every fault that strikes adds a line to the file SFT_FAULTS_LOG, so that a test can check that it struck.
 """
 
 import errno
@@ -48,11 +48,11 @@ _ERRORS: dict[str, Callable[[], BaseException]] = {
     "error": lambda: RuntimeError("injected"),
     "missing": lambda: FileNotFoundError(errno.ENOENT, "not seen yet"),
 }
-_now = {"step": 0}  # of training, as the watchdog is told
+_now = {"step": 0}  # the current training step, as reported to the watchdog
 
 
 def arm(faults: list[dict[str, Any]]) -> None:
-    """Wrap what the faults of this rank name."""
+    """Wraps the functions that the faults of this rank name."""
     rank = int(os.environ.get("RANK", "0"))
     Path(f"{os.environ[LOG]}.pid.{rank}").write_text(str(os.getpid()))
     if any("step" in fault for fault in faults):
@@ -132,7 +132,7 @@ def _tell(index: int, fault: dict[str, Any]) -> None:
 
 
 def _kill_all() -> None:
-    """At one instant, as far as one process can: the others first."""
+    """Kills all ranks nearly at once: the other ranks first, then this one."""
     mine = os.getpid()
     for file in Path(os.environ[LOG]).parent.glob(f"{Path(os.environ[LOG]).name}.pid.*"):
         if (pid := int(file.read_text())) != mine:
@@ -146,7 +146,7 @@ def _nan_loss(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _inf_gradient(function: Any, chunks: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of one weight of this rank; core then reduces it over all."""
+    """Makes the gradient of one weight on this rank infinite; megatron-core then reduces it over all ranks."""
     next(chunks[0].parameters()).main_grad.view(-1)[0] = float("inf")
     return function(chunks, *args, **kwargs)
 
@@ -157,13 +157,14 @@ _TURNS: dict[str, Callable[..., Any]] = {
     "no-room": lambda function, path: function(path)._replace(free=1000),
     "much-room": lambda function, path: function(path)._replace(free=1 << 50),
     "an-hour-back": lambda function: function() - 3600.0,
-    "nothing-there": lambda function, *args: [],  # the listing of a node that does not see yet what others wrote
+    # the listing of a folder on a node that does not see yet what other nodes wrote
+    "nothing-there": lambda function, *args: [],
     "skip": lambda function, *args, **kwargs: None,
 }
 
 
 def main() -> None:
-    """Never returns."""
+    """Runs sft with the faults; never returns."""
     arm(json.loads(os.environ.get(FAULTS, "[]")))
     from sft.cli import run
 

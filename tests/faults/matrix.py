@@ -1,7 +1,7 @@
-"""The faults that have to be survived, by the ids of the project's fault matrix, and where each is proved.
+"""The faults that a run must survive, by the ids of the project's fault matrix, and the tests that prove it.
 
-A row is proved by the tests here that count their faults for it (`hit`), by tests elsewhere, or is not proved,
-with the reason.  `test_matrix.py` holds this against what there is.
+A row is proved by tests in this folder that count their faults (`hit`), or by tests elsewhere; otherwise the row gives
+the reason why it is not proved.  `test_matrix.py` compares this table with the tests.
 """
 
 from collections import Counter
@@ -13,8 +13,8 @@ HERE = "here"
 @dataclass(frozen=True)
 class Row:
     fault: str
-    proofs: tuple[str, ...] = ()  # HERE, or tests as file::name
-    missing: str = ""  # why it is not proved, or not whole
+    proofs: tuple[str, ...] = ()  # HERE, or tests elsewhere as file::name
+    missing: str = ""  # why the row is not proved, or not completely
 
 
 ROWS = {
@@ -142,7 +142,7 @@ ROWS = {
 
 @dataclass
 class Matrix:
-    """What was done in this session, by row."""
+    """The faults of this pytest session, by row."""
 
     struck: Counter[str] = field(default_factory=Counter)
     survived: Counter[str] = field(default_factory=Counter)
@@ -150,7 +150,7 @@ class Matrix:
     notes: list[str] = field(default_factory=list)
 
     def table(self, *, whole: bool) -> list[str]:
-        """One line a row; of a part of the tests, only the rows that were struck."""
+        """One line for each row; if only some of the tests ran, only rows whose faults struck."""
         lines = [f"{'row':4} {'fault':55} {'times':>5} {'survived':>8}  proved by"]
         for name, row in ROWS.items():
             times = self.struck[name]

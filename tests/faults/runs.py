@@ -1,7 +1,9 @@
-"""Runs to disturb: how one is started, waited for and ended, and what has to be left of it: as if nothing had happened.
+"""Runs with faults: starts them, waits for them, ends them, and checks that the result equals that of an undisturbed
+run.
 
-A `Case` is a run's folder and its command.  `start` starts it once, as forks of the rank server or, as a user does, by
-torchrun; the same command again goes on.  The files of a run are read by themselves, without the code that wrote them.
+A `Case` is the folder and the command of a run.  `start` starts it once, as forks of the rank server or, as a user
+does, by torchrun; the same command again continues the run.  This module reads the files of a run without the code that
+wrote them.
 """
 
 import contextlib
@@ -32,7 +34,7 @@ from tests.faults.inject import FAULTS, LOG
 from tests.launching import environments, records
 from tests.rank_server import RankServer, default_signals
 
-TOKEN = "SFT_FAULTS_TOKEN"  # in the environment of all that belongs to one start
+TOKEN = "SFT_FAULTS_TOKEN"  # environment variable of all processes that belong to one start
 RECIPE = """
 run: {{dir: runs/none, device: cpu, precision: fp32, timeout_s: 900, progress_timeout_s: 900, grace_s: 30}}
 model: {{num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 4, init_from: random}}
@@ -43,26 +45,26 @@ optim: {{lr: 1e-3}}
 checkpoint: {{save_every: 1, async_save: false}}
 log: {{tensorboard: false}}
 """
-# What a run that is over may leave in its folder.
+# Names that a finished run may leave in its folder.
 KEPT = {"checkpoints", "data.json", "metrics.jsonl", "recipe.yaml", "run_state.json", "seen.jsonl", "tensorboard"}
 KEPT |= {"bad_steps", "stacks", "traces"}
 STEP = "sft.mcore.engine:Engine.train_step"
-# Seconds; shorter than both timeouts above, so that what waits for one of them fails.  Nothing takes that long unless
-# something is broken, not even on a busy machine.
+# Time limit in seconds, shorter than both timeouts above: a test fails if a process waits for one of these timeouts.
+# Unless something is broken, nothing takes that long, even on a busy machine.
 END_OF_TEST = 240.0
 Fault = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class End:
-    """Of a run: everything that must not depend on what happened on the way."""
+    """The end state of a run: everything that must not depend on faults on the way."""
 
     records: list[dict[str, Any]]
     seen: bytes
     tensors: dict[str, str]
 
     def differences(self, other: "End") -> list[str]:
-        """Nothing where they are bitwise the same."""
+        """The differences from `other`; empty if both are bitwise equal."""
         found = [f"record {a} | {b}" for a, b in zip(self.records, other.records) if a != b][:3]
         if len(self.records) != len(other.records):
             found.append(f"{len(self.records)} records | {len(other.records)}")
@@ -73,9 +75,9 @@ class End:
 
 
 class Case:
-    """One run.  `recipe` is shared by all, with prepared data; `overrides` are this one's."""
+    """One run.  `recipe`, with prepared data, is shared by all runs; `overrides` belong to this run."""
 
-    reference: End  # of the run that nobody disturbed
+    reference: End  # end state of the undisturbed run
 
     def __init__(self, server: RankServer, recipe: Path, folder: Path, overrides: Sequence[str] = ()) -> None:
         self.server, self.recipe, self.folder = server, recipe, folder
@@ -88,24 +90,25 @@ class Case:
     def start(
         self, *faults: Fault, more: Sequence[str] = (), world_size: int = 2, env: dict[str, str] | None = None
     ) -> "Start":
-        """Forked ranks.  `more`: overrides of this start alone."""
+        """Starts forked ranks.  `more`: overrides of this start only."""
         return self._started(Forked, faults, more, world_size, env)
 
     def torchrun(self, *faults: Fault, more: Sequence[str] = (), options: Sequence[str] = ()) -> "Launched":
-        """As a user starts it, on two processes.  `options` of torchrun itself."""
+        """Starts two ranks with torchrun, as a user does.  `options`: options of torchrun itself."""
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options]
         return self.launch([*command, "-m", "tests.faults.inject" if faults else "sft", "train"], *faults, more=more)
 
     def launch(self, command: Sequence[str], *faults: Fault, more: Sequence[str] = ()) -> "Launched":
-        """By a command that starts two ranks; the recipe and the overrides are its last words."""
+        """Starts the run by a command that starts two ranks; the recipe and the overrides are appended to the
+        command."""
         return self._started(functools.partial(Launched, command), faults, more, 2, None)
 
     def finish(self, *faults: Fault, **how: Any) -> "Start":
-        """The same command once more; it has to come to the end of the run."""
+        """Starts the same command once more, which must reach the end of the run."""
         return self.start(*faults, **how).ends(0)
 
     def finish_the_same(self, *, beside: str = "$^", **how: Any) -> "Start":
-        """And to the end of the run that nobody disturbed."""
+        """Does what `finish` does, and checks that the end state equals that of the undisturbed run."""
         start = self.finish(**how)
         self.assert_same_end(beside=beside)
         return start
@@ -114,7 +117,7 @@ class Case:
         return json.loads((self.run / "run_state.json").read_text())
 
     def steps(self) -> list[int]:
-        """Of the checkpoints with a final name."""
+        """The steps of the checkpoints that have a final name."""
         names = [re.fullmatch(r"iter_(\d{7})", path.name) for path in self.checkpoints.glob("*")]
         return sorted(int(name[1]) for name in names if name)
 
@@ -125,16 +128,17 @@ class Case:
         return int(self.pointer.read_text())
 
     def records(self) -> list[dict[str, Any]]:
-        """metrics.jsonl in its order, without what the clock says and without the starts."""
+        """The records of metrics.jsonl in order, without times and without records of starts."""
         return records(self.folder, "train", "eval")
 
     def end(self) -> End:
-        """Of the last checkpoint and what lies beside it."""
+        """The end state: the last checkpoint and the files beside it."""
         tensors = _tensors(self.checkpoint(self.pointed()))
         return End(records=self.records(), seen=(self.run / "seen.jsonl").read_bytes(), tensors=tensors)
 
     def assert_whole(self, step: int | None = None) -> None:
-        """The pointer names a checkpoint of which every byte is what its manifest says; of that step, if given."""
+        """Asserts that the pointer names a checkpoint whose bytes all agree with its manifest, and which is of `step`,
+        if given."""
         pointed = self.pointed()
         folder = self.checkpoint(pointed)
         files = json.loads((folder / "manifest.json").read_text())["files"]
@@ -145,7 +149,8 @@ class Case:
         assert step is None or pointed == step, (pointed, step)
 
     def assert_left_nothing(self, *, beside: str = "$^") -> None:
-        """No process, no file of a save or a write under way; names in checkpoints/ may match `beside`."""
+        """Asserts that no process, no file of a save and no unfinished write is left; names in checkpoints/ may match
+        `beside`."""
         for start in self.starts:
             assert start.alive() == [], start.told()
         strange = {path.name for path in self.run.iterdir()} - KEPT
@@ -157,7 +162,7 @@ class Case:
                 assert (self.checkpoint(step) / name).exists(), f"half of step {step} is left"
 
     def assert_same_end(self, *, beside: str = "$^") -> None:
-        """Done, bitwise as the run that nobody disturbed, and nothing left."""
+        """Asserts that the run is done, is bitwise equal to the undisturbed run, and has left nothing."""
         self.assert_left_nothing(beside=beside)
         state = self.status()
         assert (state["status"], state["reason"]) == ("done", None), state
@@ -199,7 +204,7 @@ class Start(ABC):
 
     def __init__(self, case: Case, words: list[str], log: Path, env: dict[str, str], world_size: int) -> None:
         self.case, self.log, self.token, self.world_size = case, log, env[TOKEN], world_size
-        self.pids: dict[int, str | None] = {}  # and when it was started; in order of rank
+        self.pids: dict[int, str | None] = {}  # pids in order of rank, and when each process was started
         self._is_over = False
         self._launch(words, env)
 
@@ -208,29 +213,29 @@ class Start(ABC):
 
     @abstractmethod
     def codes(self) -> list[int | None]:
-        """Exit codes of the ranks, or of the launcher alone; None while it runs."""
+        """Exit codes of the ranks, or of the launcher alone; None for a process that still runs."""
 
     def wait(self) -> list[int | None]:
-        """For all to end by themselves, and to leave nothing."""
+        """Waits until all processes have ended by themselves; checks that none is left."""
         self.until(lambda: None not in self.codes())
         self.until(lambda: not self.alive())
         self._is_over = True
         return self.codes()
 
     def ends(self, code: int) -> "Start":
-        """By itself, all of it with this exit code."""
+        """Waits for the end, and asserts that all processes have exit code `code`."""
         assert set(self.wait()) == {code}, self.told()
         return self
 
     def says(self, *texts: str) -> "Start":
-        """On rank 0, to stdout or stderr."""
+        """Asserts that rank 0 printed these texts to stdout or stderr."""
         said = self.out() + self.err()
         for text in texts:
             assert text in said, (text, self.told())
         return self
 
     def until(self, is_so: Any) -> None:
-        """Until `is_so()`; a run that does not get there is ended, and the test fails with what it said."""
+        """Waits until `is_so()`.  After END_OF_TEST seconds, ends the run and fails with its output."""
         deadline = time.monotonic() + END_OF_TEST
         while not is_so():
             if time.monotonic() > deadline:
@@ -240,13 +245,13 @@ class Start(ABC):
             time.sleep(0.01)
 
     def signal(self, number: int, rank: int | None = None) -> None:
-        """To one rank, or all."""
+        """Sends a signal to one rank, or to all."""
         for pid in list(self.pids) if rank is None else [list(self.pids)[rank]]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def end(self) -> None:
-        """All of it, whatever is left."""
+        """Kills all processes that are left."""
         for pid in self.alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -256,8 +261,8 @@ class Start(ABC):
         self._is_over = True
 
     def alive(self) -> list[int]:
-        """Processes of this start that are left: in a session of its ranks, or with its token."""
-        if self._is_over:  # what has these numbers now is something else
+        """Processes of this start that are left: processes in a session of its ranks, or with its token."""
+        if self._is_over:  # the system may have given these pids to other processes
             return []
         mine = [pid for pid, born in self.pids.items() if _born(pid) in (born, None)]
         return [pid for pid, session, token in _processes() if session in mine or token == self.token]
@@ -266,7 +271,7 @@ class Start(ABC):
         return [json.loads(line) for line in text_of(self.log).splitlines()]
 
     def out(self, rank: int = 0) -> str:
-        """From where the recipe has been told."""
+        """The stdout of a rank, from the line at which it names the recipe."""
         whole = text_of(Path(f"{self.log}.out.{rank}"))
         return whole[whole.find("\nworld_size ") + 1 :]
 
@@ -274,7 +279,7 @@ class Start(ABC):
         return text_of(Path(f"{self.log}.err.{rank}"))
 
     def told(self) -> str:
-        """All that was said, for a failed test."""
+        """The output of all ranks, for the message of a failed test."""
         parts = [f"codes {self.codes()}, struck {self.fired()}"]
         for rank in range(self.world_size):
             parts += [f"--- rank {rank}", self.out(rank)[-2500:], self.err(rank)[-4000:]]
@@ -282,7 +287,7 @@ class Start(ABC):
 
 
 class Forked(Start):
-    """By the rank server, which is no launcher: nobody ends the other ranks when one is gone."""
+    """A start by the rank server.  The server is no launcher: if one rank ends, the server does not end the others."""
 
     def _launch(self, words: list[str], env: dict[str, str]) -> None:
         for rank, place in enumerate(environments(self.world_size)):
@@ -295,7 +300,7 @@ class Forked(Start):
 
 
 class Launched(Start):
-    """By a launcher; what the ranks print comes through it, into the files of rank 0."""
+    """A start by a launcher; the output of all ranks comes through the launcher, into the files of rank 0."""
 
     def __init__(self, command: Sequence[str], *of_start: Any) -> None:
         self._command = command
@@ -313,28 +318,29 @@ class Launched(Start):
 
 
 def _processes() -> Iterator[tuple[int, int, str | None]]:
-    """(pid, session, token) of all that live."""
+    """(pid, session, token) of all living processes."""
     for entry in os.scandir("/proc"):
         if entry.name.isdigit() and (fields := _stat(int(entry.name))) and fields[0] not in "ZX":
-            token = re.search(rf"\b{TOKEN}=(\w+)", text_of(Path(entry.path) / "environ"))  # as when it was started
+            # environ holds the environment at the start of the process
+            token = re.search(rf"\b{TOKEN}=(\w+)", text_of(Path(entry.path) / "environ"))
             yield int(entry.name), int(fields[3]), token[1] if token else None
 
 
 def _born(pid: int) -> str | None:
-    """When a process was started; None: it is gone."""
+    """When a process was started; None if it has ended."""
     fields = _stat(pid)
     return fields[19] if fields else None
 
 
 def _stat(pid: int) -> list[str]:
-    """state, parent, group, session, ..."""
+    """The fields of /proc/PID/stat from the state on: state, parent, group, session, ..."""
     return text_of(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
 
 
 def text_of(path: Path) -> str:
     try:
         return path.read_text(errors="replace")
-    except OSError:  # gone meanwhile
+    except OSError:  # the process has ended meanwhile
         return ""
 
 

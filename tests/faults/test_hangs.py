@@ -1,4 +1,4 @@
-"""H: a rank that stands still is named, with what it was doing, and the run ends in bounded time."""
+"""H: if a rank hangs, the run names it and its activity, and ends in bounded time."""
 
 import signal
 
@@ -38,7 +38,7 @@ def stacks(one: Case, rank: int) -> str:
     ],
 )
 def test_a_hang_is_named(case: MakeCase, fault: Fault, phases: list[str | None], frame: str) -> None:
-    """Both leave by themselves; stacks of both are in files and on stderr."""
+    """Both ranks end by themselves; the stacks of both are in files and on stderr."""
     one = case()
     start = one.start(fault, more=SHORT)
     start.until(lambda: bool(start.fired()))
@@ -56,7 +56,7 @@ def test_a_hang_is_named(case: MakeCase, fault: Fault, phases: list[str | None],
 
 @pytest.mark.row("H1")
 def test_a_step_may_last_longer_than_the_limit(case: MakeCase) -> None:
-    """Each of its two microbatches takes 3 s, and a pass may take 5 s."""
+    """Each of the two microbatches of the step takes 3 s, and a pass may take 5 s."""
     one = case()
     slow = {"at": "sft.mcore.engine:lm_loss", "step": 3, "every": True, "do": "sleep", "s": 3}
     start = one.start(slow, more=["run.progress_timeout_s=5"]).ends(0)
@@ -66,7 +66,7 @@ def test_a_step_may_last_longer_than_the_limit(case: MakeCase) -> None:
 
 @pytest.mark.row("H2")
 def test_a_rank_leaves_out_a_collective(case: MakeCase) -> None:
-    """Collectives that do not match may also end by an error, at once."""
+    """The other rank's collective then does not match; a mismatch may also raise an error at once."""
     one = case()
     start = one.start({**COLLECTIVE, "rank": 1, "do": "skip"}, more=SHORT)
     assert 0 not in start.wait() and start.fired() and one.status()["status"] == "failed-retryable", start.told()
@@ -76,7 +76,8 @@ def test_a_rank_leaves_out_a_collective(case: MakeCase) -> None:
 @pytest.mark.row("H1")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_is_stopped(case: MakeCase, rank: int) -> None:
-    """SIGSTOP: it says nothing itself; the other one does, and leaves.  The launcher's kill ends the stopped one."""
+    """A rank that got SIGSTOP prints nothing; the other rank reports it and exits.  The launcher kills the stopped
+    rank."""
     one, other = case(), 1 - rank
     start = one.start({"at": STEP, "step": 4, "rank": rank, "do": "stop"}, more=SHORT)
     start.until(lambda: start.codes()[other] is not None)
@@ -90,13 +91,13 @@ def test_a_rank_is_stopped(case: MakeCase, rank: int) -> None:
 
 @pytest.mark.row("L10")
 def test_a_stopped_run_that_wakes_up_does_no_harm(case: MakeCase) -> None:
-    """Its place was taken: it neither saves nor writes over what the other run wrote."""
+    """Another run has taken over its folder: the woken run neither saves nor overwrites files of the other run."""
     one, other = case(), case()
     other.overrides[0] = one.overrides[0]
     stop = {"at": "sft.run.lifecycle:Lifecycle.after_step", "step": 4, "do": "stop"}
     start = one.start(stop, more=["run.progress_timeout_s=null"])
     start.until(lambda: len(start.fired()) == 2)
-    (one.run / "run.lock").unlink()  # as its refusal says, where no such run is known to exist
+    (one.run / "run.lock").unlink()  # allowed by the message of the refusal, if no such run is known to exist
     other.finish()
     before = {path: path.stat().st_mtime_ns for path in one.checkpoints.rglob("*")}
     metrics = (one.run / "metrics.jsonl").read_bytes()

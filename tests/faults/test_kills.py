@@ -13,13 +13,14 @@ from tests.faults.matrix import Matrix
 from tests.faults.runs import STEP, Case, Hit, MakeCase
 
 END = "sft.run.lifecycle:Lifecycle.after_step"
-DYNAMIC_CP = ["parallel.dynamic_cp=true", "parallel.intra_node_gb_s=1e-6"]  # slow, so that small groups pay
+# so slow that the planner chooses small CP groups
+DYNAMIC_CP = ["parallel.dynamic_cp=true", "parallel.intra_node_gb_s=1e-6"]
 UPDATE = "sft.mcore.engine:build.update"
 
 
 @pytest.mark.row("P1", "T1")
 def test_one_rank_killed_between_steps(case: MakeCase, hit: Hit) -> None:
-    """The other one leaves by itself, without waiting for a timeout (900 s here)."""
+    """The other rank exits by itself, without waiting for a timeout (900 s here)."""
     one = case()
     for rank, step in ((1, 4), (0, 9)):
         start = one.start({"at": END, "step": step, "when": "after", "rank": rank, "do": "kill"})
@@ -32,7 +33,7 @@ def test_one_rank_killed_between_steps(case: MakeCase, hit: Hit) -> None:
 @pytest.mark.quick
 @pytest.mark.row("P2", "T1", "T8")
 def test_all_ranks_killed_inside_a_step(case: MakeCase, hit: Hit) -> None:
-    """In the forward pass, between backward and update, in the update; the epoch ends with step 7."""
+    """Kills in the forward pass, between backward and update, and in the update; the epoch ends with step 7."""
     one = case("checkpoint.async_save=true")
     places = [
         ("sft.mcore.engine:lm_loss", 3, "before"),
@@ -50,7 +51,7 @@ def test_all_ranks_killed_inside_a_step(case: MakeCase, hit: Hit) -> None:
 
 @pytest.mark.row("P2", "T1")
 def test_a_run_with_dynamic_cp_continues(case: MakeCase, hit: Hit) -> None:
-    """On packs of both sizes, and with the samples of fixed CP in each step."""
+    """The packs have both CP sizes, and each step has the samples that it has with fixed cp."""
     one, whole = case(*DYNAMIC_CP), case(*DYNAMIC_CP)
     fixed, one.reference = whole.reference, whole.finish() and whole.end()
     assert whole.end().seen == fixed.seen
@@ -63,7 +64,7 @@ def test_a_run_with_dynamic_cp_continues(case: MakeCase, hit: Hit) -> None:
 
 @pytest.mark.row("P3", "P4", "P5")
 def test_one_rank_fails(case: MakeCase, hit: Hit) -> None:
-    """By an exception, memory, or leaving as if all were well."""
+    """A rank raises an exception, runs out of memory, or exits with code 0."""
     one = case()
     start = one.start({"at": STEP, "step": 3, "rank": 1, "do": "error"}).ends(1)
     state = one.status()
@@ -86,7 +87,7 @@ def test_one_rank_fails(case: MakeCase, hit: Hit) -> None:
 
 @pytest.mark.row("P6")
 def test_the_launcher_is_killed(case: MakeCase) -> None:
-    """Its ranks leave with it: they would meet the next start in their folder."""
+    """The ranks end with their launcher: otherwise, they would disturb the next start in the same folder."""
     one = case()
     start = one.torchrun({"at": STEP, "call": 3, "do": "sleep", "s": 4, "every": True})
     start.until(lambda: len(start.fired()) >= 2)
@@ -101,7 +102,7 @@ def test_the_launcher_is_killed(case: MakeCase) -> None:
 def test_three_starts_without_progress_are_enough(case: MakeCase, hit: Hit) -> None:
     one = case("checkpoint.save_every=5")
     command = [sys.executable, "-m", "sft", "status", str(one.recipe), f"run.dir={one.run}"]
-    for number, verdict in ((0, 75), (1, 75), (2, 75), (3, 2)):  # the first one came from step 0 to 5
+    for number, verdict in ((0, 75), (1, 75), (2, 75), (3, 2)):  # the first start moved from step 0 to step 5
         one.start({"at": STEP, "step": 6, "rank": 0, "do": "error"}).ends(1)
         assert one.status()["starts"] == max(number, 1)
         assert subprocess.run(command, capture_output=True).returncode == verdict
@@ -116,7 +117,8 @@ LONG = ["train.num_steps=60", "train.eval_every=7"]
 
 @pytest.mark.row("P1", "P2", "S1")
 def test_kills_at_random_instants(case: MakeCase, hit: Hit, matrix: Matrix) -> None:
-    """One rank or all; wherever it is.  The writes are slowed down, so that half of the kills meet a save."""
+    """Kills one rank or all ranks, wherever the run is.  Writes are slowed down, so that half of the kills strike
+    during a save."""
     straight = case(*LONG, "checkpoint.save_every=60")
     straight.finish()
     chains = [case(*LONG, *overrides) for _, overrides in CHAINS]
@@ -140,16 +142,16 @@ SLOW = [
 
 
 def _killed_often(one: Case, seed: int) -> list[tuple[str, int | None]]:
-    """Where each kill met the run, and which rank (None: all)."""
+    """For each kill: where the run was, and which rank was killed (None: all)."""
     draw = random.Random(seed)
     met: list[tuple[str, int | None]] = []
     while len(met) < KILLS:
         start = one.start(*SLOW)
-        early = draw.random() < 0.15  # also while it loads
+        early = draw.random() < 0.15  # then the kill may also strike while the run loads
         if not early:
             start.until(lambda: "\nstep " in start.out() or None not in start.codes())
         time.sleep(draw.uniform(0.0, 0.6))
-        # One that is alone before they have met waits for the other until the timeout: the launcher's to end.
+        # A rank that is alone before the ranks have met would wait for the timeout; a launcher would end it.
         victim = None if early else draw.choice([0, 1, None])
         if None not in start.codes():
             assert start.codes() == [0, 0], start.told()

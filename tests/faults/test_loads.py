@@ -1,4 +1,4 @@
-"""L, X: what can be wrong with the checkpoints that a run is to go on from."""
+"""L, X: damage to the checkpoints from which a run is to resume, and two runs in one folder."""
 
 import json
 import os
@@ -17,12 +17,12 @@ CORRUPT = r"iter_\d{7}\.corrupt-\d{8}-\d{6}"
 
 
 def cut_short(path: Path) -> None:
-    """By a byte; the last one of a manifest is a newline."""
+    """Removes the last byte of a file; in a manifest, this byte is a newline."""
     os.truncate(path, path.stat().st_size - (2 if path.name == "manifest.json" else 1))
 
 
 def flip(path: Path) -> None:
-    """One bit in the middle."""
+    """Flips one bit in the middle of a file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0x10
     path.write_bytes(content)
@@ -41,7 +41,7 @@ def flip(path: Path) -> None:
 def test_damaged_checkpoints_are_put_aside_and_an_older_one_taken(
     cut: MakeCase, hit: Hit, harm: Callable[[Path], None]
 ) -> None:
-    """Each of the newest five in another file: all are named, and step 1 is what is left."""
+    """Damages another file in each of the newest five checkpoints: the run names all five, and resumes from step 1."""
     one = cut()
     for step, kind in KINDS.items():
         harm(one.checkpoint(step) / kind)
@@ -71,7 +71,7 @@ def test_a_manifest_that_tells_something_else(cut: MakeCase, hit: Hit) -> None:
         f"iter_0000005/manifest.json names '{canary}', which is not a file name in this folder",
         "iter_0000004/common.pt differs from the file that was saved",
         "iter_0000003/__0_0.distcp is not a plain file",
-        f"resumed step 2 from {one.checkpoint(2)}",  # a file more does no harm
+        f"resumed step 2 from {one.checkpoint(2)}",  # an additional file does no harm
     )
     assert canary.read_text() == "{}"
     hit("X2", 3), hit("L3", 2)
@@ -81,7 +81,7 @@ def test_a_manifest_that_tells_something_else(cut: MakeCase, hit: Hit) -> None:
 
 @pytest.mark.row("L6")
 def test_ranks_that_see_other_names_follow_rank_0(cut: MakeCase, hit: Hit) -> None:
-    """As on a network file system: this rank does not see what is there, and, the next time, sees it late."""
+    """On a network file system, a rank may not see files that exist, or, the next time, see them late."""
     one = cut()
     blind = {"rank": 1, "do": "nothing-there", "every": True}
     listings = [{"at": f"sft.checkpoint.folders:{name}", **blind} for name in ("candidates", "published")]
@@ -95,8 +95,8 @@ def test_ranks_that_see_other_names_follow_rank_0(cut: MakeCase, hit: Hit) -> No
 
 @pytest.mark.row("L8", "T9")
 def test_missing_moments_are_no_silent_new_start(cut: MakeCase, hit: Hit) -> None:
-    """A checkpoint without optimizer (--no-save-optim), or with one kept by rank (Megatron-LM's default): told; its
-    weights can be asked for."""
+    """A checkpoint may have no optimizer (--no-save-optim), or an optimizer stored by rank (Megatron-LM's default): the
+    run names the lack, and a key lets it load the weights alone."""
     one = cut()
     folder = one.folder / "without"
     path = folder / "iter_0000006" / "common.pt"
@@ -121,7 +121,8 @@ def test_missing_moments_are_no_silent_new_start(cut: MakeCase, hit: Hit) -> Non
 
 @pytest.mark.row("L10", "O4")
 def test_two_runs_in_one_folder(case: MakeCase, hit: Hit) -> None:
-    """The second is refused, also in the same second; the first is not disturbed; a lock that was left is taken."""
+    """The second run is refused, also in the same second, and does not disturb the first.  A lock that a dead run left
+    is taken over."""
     one, other = case(), case()
     other.overrides[0] = one.overrides[0]
     first = one.start({"at": STEP, "do": "sleep", "s": 0.4, "every": True})

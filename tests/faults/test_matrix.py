@@ -1,4 +1,4 @@
-"""The table is honest: every row of the matrix is there, and what it cites exists."""
+"""The table has every row of the fault matrix, and the tests that it names exist."""
 
 import re
 from pathlib import Path

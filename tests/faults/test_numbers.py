@@ -1,4 +1,4 @@
-"""N, T: numbers that are none, and runs that go on elsewhere: the curve is the same."""
+"""N, T: non-finite steps, and runs that continue on other layouts: the curve stays the same."""
 
 import json
 
@@ -12,7 +12,8 @@ INF = {"at": "sft.mcore.engine:finalize_model_grads", "do": "inf-gradient"}
 
 @pytest.mark.row("N1", "N2")
 def test_a_step_without_numbers_is_left_out_by_all(case: MakeCase, hit: Hit) -> None:
-    """Whichever rank it met, and whether the run was then killed: the weights are the same."""
+    """Whichever rank has the non-finite value, and whether or not the run is killed afterwards: the weights are the
+    same."""
     ends = []
     for row, fault, rank in (("N1", NAN, 0), ("N1", NAN, 1), ("N2", INF, 0), ("N2", INF, 1)):
         one = case()
@@ -34,7 +35,8 @@ def test_a_step_without_numbers_is_left_out_by_all(case: MakeCase, hit: Hit) -> 
 
 @pytest.mark.row("N1")
 def test_too_many_such_steps_end_the_run(case: MakeCase, hit: Hit) -> None:
-    """Three in a row; what is left tells which samples and which rank, and the checkpoint before is good."""
+    """Three non-finite steps in a row end the run; it leaves a file that names samples and rank, and the checkpoint
+    before is good."""
     one = case("checkpoint.save_every=4")
     start = one.start(*({**NAN, "rank": 1, "step": step} for step in (5, 6, 7))).ends(2)
     assert start.out().count("the step is skipped and updates no weight") == 2
@@ -52,7 +54,8 @@ def test_too_many_such_steps_end_the_run(case: MakeCase, hit: Hit) -> None:
 @pytest.mark.quick
 @pytest.mark.row("T6")
 def test_one_curve_over_four_layouts(case: MakeCase, hit: Hit) -> None:
-    """cp 2, then tp 2, then pp 2, then dp 2, then one process: each is asked to stop, the next goes on."""
+    """Layouts cp 2, then tp 2, then pp 2, then dp 2, then one process: each run is asked to stop, and the next one
+    continues."""
     one = case("checkpoint.save_every=100")
     layouts = [
         (3, ["parallel.cp=2"]),
@@ -67,13 +70,14 @@ def test_one_curve_over_four_layouts(case: MakeCase, hit: Hit) -> None:
     one.assert_left_nothing()
     assert one.end().seen == one.reference.seen
     for here, there in zip(one.records(), one.reference.records, strict=True):
-        assert here["lm loss"] == pytest.approx(there["lm loss"], rel=1e-5)  # fp32, in another order of sums
+        assert here["lm loss"] == pytest.approx(there["lm loss"], rel=1e-5)  # fp32, with another order of sums
         assert all(here[name] == there[name] for name in ("step", "documents", "tokens/supervised"))
 
 
 @pytest.mark.row("T8")
 def test_stopped_around_the_end_of_an_epoch(case: MakeCase, hit: Hit) -> None:
-    """The first epoch ends with step 7, with half a batch: stopped one before, there, and one after."""
+    """The first epoch ends with step 7, a step with half a batch.  The run is stopped one step before, there, and one
+    after."""
     one = case("checkpoint.save_every=100")
     for step in (6, 7, 8):
         one.start({"at": STEP, "step": step, "rank": 1, "do": "term"}).ends(75)
@@ -81,4 +85,4 @@ def test_stopped_around_the_end_of_an_epoch(case: MakeCase, hit: Hit) -> None:
     one.finish_the_same()
     seen = [json.loads(line) for line in one.end().seen.splitlines()]
     assert [row["epoch"] for row in seen] == [0] * 7 + [1] * 5
-    assert sorted(sum((row["samples"] for row in seen[:7]), [])) == list(range(55))  # each once
+    assert sorted(sum((row["samples"] for row in seen[:7]), [])) == list(range(55))  # each sample once

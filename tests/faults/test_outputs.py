@@ -1,4 +1,4 @@
-"""O: what a run tells may fail to be written; and clocks."""
+"""O: outputs of a run that cannot be written; and wrong clocks."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from tests.faults.runs import STEP, Hit, MakeCase, mounted
 
 @pytest.mark.row("O1")
 def test_tensorboard_tells_no_step_twice(case: MakeCase, hit: Hit) -> None:
-    """Killed after steps that are told and not saved."""
+    """The run is killed after steps that are in TensorBoard's file but not in a checkpoint."""
     one = case("log.tensorboard=true", "checkpoint.save_every=3")
     for step in (6, 9):
         one.start({"at": STEP, "step": step, "rank": 0, "do": "kill-all"}).ends(-9)
@@ -28,7 +28,7 @@ def test_tensorboard_tells_no_step_twice(case: MakeCase, hit: Hit) -> None:
 @pytest.mark.row("O2")
 @pytest.mark.parametrize("at", ["sft.metrics.writers:JsonLines.write", "sft.run.sample_log:SampleLog._put"])
 def test_numbers_that_cannot_be_written_end_the_run(case: MakeCase, at: str) -> None:
-    """In one paragraph, with the checkpoint before whole; a record with holes is no record."""
+    """The run ends with one paragraph, and the checkpoint before is whole: a record of metrics must not have gaps."""
     one = case()
     start = one.start({"at": at, "rank": 0, "call": 6, "do": "full"})
     codes = start.wait()
@@ -40,7 +40,7 @@ def test_numbers_that_cannot_be_written_end_the_run(case: MakeCase, at: str) -> 
 
 @pytest.mark.row("O2")
 def test_a_full_disk_under_tensorboard(case: MakeCase) -> None:
-    """What is drawn is lost, told once; the record of the run is not."""
+    """The points for TensorBoard are lost, with one warning; metrics.jsonl is complete."""
     one = case("log.tensorboard=true")
     with mounted(one.run / "tensorboard", "-t", "tmpfs", "-o", "size=8k", "tmpfs"):
         one.finish().says("TensorBoard gets no more records of this run")
@@ -49,7 +49,7 @@ def test_a_full_disk_under_tensorboard(case: MakeCase) -> None:
 
 @pytest.mark.row("O2")
 def test_a_full_disk_under_traces(case: MakeCase) -> None:
-    """Each trace is lost with one line, and the run goes on."""
+    """Each trace is lost with one warning line, and the run goes on."""
     one = case("profile.torch.steps=[1,3]", "profile.torch.ranks=[0]")
     with mounted(one.run / "traces", "-t", "tmpfs", "-o", "size=8k", "tmpfs"):
         start = one.finish()
@@ -59,7 +59,7 @@ def test_a_full_disk_under_traces(case: MakeCase) -> None:
 
 @pytest.mark.row("O3")
 def test_a_clock_that_goes_back(case: MakeCase, hit: Hit) -> None:
-    """An hour, each time that a rank reads it; and the next start in another time zone."""
+    """The clock goes back by an hour each time that a rank reads it; the next start has another time zone."""
     one = case("checkpoint.save_every_minutes=0.01")
     back = {"at": "time:time", "every": True, "do": "an-hour-back"}
     start = one.start(back, {"at": STEP, "step": 8, "rank": 0, "do": "kill-all"}).ends(-9)
@@ -73,7 +73,8 @@ def test_a_clock_that_goes_back(case: MakeCase, hit: Hit) -> None:
 
 @pytest.mark.row("O5")
 def test_stdout_is_closed_while_it_trains(case: MakeCase) -> None:
-    """Its reader is gone, as of `sft train ... | head`: the run goes on, or says that it is not done."""
+    """The reader of stdout has ended, as with `sft train ... | head`: the run goes on, or reports that it is not
+    done."""
     one = case()
     pipe = one.folder / "faults.0.out.0"
     os.mkfifo(pipe)

@@ -1,4 +1,4 @@
-"""S: what can happen to a save.  At any instant there is a checkpoint that is whole, and it is the one gone on from."""
+"""S: faults during a save.  At every instant there is a whole checkpoint, and the run resumes from it."""
 
 import subprocess
 import sys
@@ -10,10 +10,10 @@ from tests.faults.runs import STEP, Case, Fault, Hit, MakeCase, mounted
 ASYNC = "checkpoint.async_save=true"
 WRITE = "sft.checkpoint.saver:engine_state.write"
 ITEM = "torch.distributed.checkpoint.filesystem:_write_item"
-# Inside rmtree.  Without this file, the rest does not look like a checkpoint.
+# Inside rmtree, after this file is removed: then the rest of the folder does not look like a checkpoint.
 UNLINK = {"at": "os:unlink", "match": "metadata.json.*dir_fd", "when": "after"}
 
-# (what happens, the fault, is the new checkpoint the one gone on from); {name} is the folder of the save
+# (what happens, the fault, whether the run resumes from the new checkpoint); {name} is the folder of the save
 POINTS: list[tuple[str, Fault, bool]] = [
     ("before anything is written", {"at": WRITE, "rank": 1, "nth": True}, False),
     ("the first file is open", {"at": ITEM, "rank": 0, "match": "{name}"}, False),
@@ -37,9 +37,9 @@ POINTS: list[tuple[str, Fault, bool]] = [
     [pytest.param([], "kill", id="rank"), pytest.param([ASYNC], "kill-all", id="all", marks=pytest.mark.quick)],
 )
 def test_killed_at_every_point_of_a_save(case: MakeCase, hit: Hit, overrides: list[str], do: str) -> None:
-    """Every second time it is the second save of the start that is hit, so that the run moves on."""
+    """Every second kill strikes the second save of a start, so that the run makes progress."""
     one = case("checkpoint.keep_last=2", *overrides)
-    at = 0  # the step gone on from
+    at = 0  # the step from which the run resumed
     for number, (what, fault, is_new) in enumerate(POINTS):
         saves = 2 if number % 2 == 0 and not is_new and "swept" not in what else 1
         name = f"iter_{at + saves:07d}"
@@ -57,7 +57,8 @@ def test_killed_at_every_point_of_a_save(case: MakeCase, hit: Hit, overrides: li
 @pytest.mark.row("S2", "S4")
 @pytest.mark.parametrize("overrides", [[], [ASYNC]], ids=["waiting", "background"])
 def test_a_save_that_fails_is_told_and_training_goes_on(case: MakeCase, hit: Hit, overrides: list[str]) -> None:
-    """Full where one rank writes, where rank 0 does, and before anything is written; two in a row at most."""
+    """The disk is full where one rank writes, where rank 0 writes, and before anything is written; at most two saves in
+    a row fail."""
     full = {"do": "full"}
     faults = [
         {"at": ITEM, "rank": 1, "match": "iter_0000002", "call": 3, **full},
@@ -98,9 +99,10 @@ def test_a_run_that_is_done_waits_for_its_last_save(case: MakeCase) -> None:
 
 @pytest.mark.row("S2")
 def test_a_disk_that_is_really_full(case: MakeCase, hit: Hit) -> None:
-    """Three checkpoints fit.  The run ends after three saves that failed, and goes on where there is room again."""
+    """The disk has room for three checkpoints.  The run ends after three failed saves, and continues once there is room
+    again."""
     one = case()
-    # What is free is a guess where others write to the disk, too.
+    # The free space is a guess, because other programs may also write to the disk.
     guess = {"at": "shutil:disk_usage", "rank": 0, "do": "much-room", "every": True}
     with mounted(one.checkpoints, "-t", "tmpfs", "-o", "size=3m", "tmpfs"):
         for faults, told in (([], "the disk has"), ([guess], "the disk is full (")):
@@ -114,7 +116,7 @@ def test_a_disk_that_is_really_full(case: MakeCase, hit: Hit) -> None:
 
 @pytest.mark.row("S2")
 def test_a_full_shared_memory(case: MakeCase) -> None:
-    """Neither the preparation of two files by two processes nor the ranks need any of /dev/shm."""
+    """Neither the preparation of two files by two processes nor the ranks need space in /dev/shm."""
     fill = "mount -t tmpfs -o size=4k tmpfs /dev/shm && head -c 4096 /dev/zero > /dev/shm/full"
     private = ["unshare", "--mount", "sh", "-c", f'{fill} && exec "$@"', "sh"]  # the mount ends with the process
     if subprocess.run([*private, "true"], capture_output=True).returncode:
@@ -143,7 +145,7 @@ def test_a_read_only_folder_is_found_before_the_first_step(cut: MakeCase, which:
     folder = one.run if which == "run" else one.checkpoints
     with mounted(folder, "--bind", str(folder)):
         subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
-        # Rank 0 alone looks at run.dir, before the ranks meet, so a launcher has to end the other one.
+        # Only rank 0 reads run.dir, before the ranks meet, so a launcher has to end the other rank.
         start = one.torchrun().ends(1) if which == "run" else one.start().ends(2)
         start.says("read-only file system" if which == "run" else "Read-only file system", str(folder))
         assert "\nstep " not in start.out()
@@ -161,7 +163,7 @@ def test_a_signal_during_a_background_save(case: MakeCase) -> None:
 
 @pytest.mark.row("S6")
 def test_no_step_is_saved_twice(case: MakeCase, hit: Hit) -> None:
-    """By its number, by the clock and by a signal."""
+    """A save can be due by the step number, by the clock and by a signal."""
     one = case("checkpoint.save_every=2", "checkpoint.save_every_minutes=0.0001")
     start = one.start({"at": STEP, "step": 4, "when": "after", "rank": 1, "do": "usr1"}).ends(75)
     assert [start.out().count(f"iter_000000{step} (") for step in (1, 2, 3, 4, 5)] == [1, 1, 1, 1, 0]
@@ -182,13 +184,13 @@ def test_retention_never_takes_what_is_needed(case: MakeCase, hit: Hit) -> None:
     while None in start.codes():
         looks += _look(one)
     start.ends(0)
-    assert looks > 20 and one.steps() == [5, 10, 11, 12]  # the best one is the last: the loss falls
+    assert looks > 20 and one.steps() == [5, 10, 11, 12]  # the last checkpoint is the best one, because the loss falls
     hit("S7", 12)
     one.assert_same_end()
 
 
 def _look(one: Case) -> bool:
-    """At what the pointer names, at any instant."""
+    """Checks the checkpoint that the pointer names; may run at any instant."""
     try:
         pointed = one.pointed()
     except FileNotFoundError:
@@ -210,7 +212,7 @@ def test_a_checkpoint_that_cannot_be_removed(case: MakeCase) -> None:
         start.says("warning: ", "iter_0000001 cannot be removed", "Operation not permitted")
         one.assert_whole(8)
     finally:
-        for path in one.checkpoints.rglob("common.pt"):  # wherever it is now
+        for path in one.checkpoints.rglob("common.pt"):  # the folder may be renamed meanwhile
             subprocess.run(["chattr", "-i", str(path)], check=True)
     one.finish_the_same()
     assert one.steps() == [11, 12]

@@ -1,4 +1,4 @@
-"""G: a run that is asked to stop: all ranks save once, after the same step, and the same command goes on."""
+"""G: a run that is asked to stop: all ranks save once, after the same step, and the same command continues the run."""
 
 import itertools
 import os
@@ -28,7 +28,7 @@ def assert_preempted(one: Case, step: int | None = None) -> None:
 @pytest.mark.quick
 @pytest.mark.row("G1")
 def test_signals_to_one_worker(case: MakeCase, hit: Hit) -> None:
-    """In every second step: saved once, though no save is due then."""
+    """Sends the signal in every second step: one save follows, though no save is due at this step."""
     one = case("checkpoint.save_every=100")
     for do, rank, step in (("term", 1, 2), ("usr1", 0, 4), ("int", 1, 6), ("hup", 0, 8), ("quit", 1, 10)):
         start = one.start({"at": STEP, "step": step, "rank": rank, "do": do}).ends(75)
@@ -40,7 +40,7 @@ def test_signals_to_one_worker(case: MakeCase, hit: Hit) -> None:
 
 
 def by_torchrun(one: Case, number: int) -> Start:
-    """torchrun forwards SIGUSR1, which SLURM sends, only with an option.  Its exit code is 1."""
+    """Starts torchrun with the option that forwards SIGUSR1, the signal of SLURM.  The exit code of torchrun is 1."""
     as_slurm = ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
     return one.torchrun(more=ENDLESS, options=as_slurm if number == signal.SIGUSR1 else [])
 
@@ -65,7 +65,7 @@ LAUNCHES = [
 def test_signals_to_the_launcher(
     case: MakeCase, monkeypatch: pytest.MonkeyPatch, launch: Callable, number: signal.Signals
 ) -> None:
-    """A terminal sends its signals to all processes of the command; others get to the launcher alone."""
+    """A terminal sends its signals to all processes of the command; other signals reach the launcher alone."""
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     one = case("checkpoint.save_every=null")
     start = launch(one, number)
@@ -82,7 +82,8 @@ def test_signals_to_the_launcher(
 
 @pytest.mark.row("G2")
 def test_a_second_signal_leaves_at_once(case: MakeCase, hit: Hit) -> None:
-    """Another signal, or the same one after the second in which it counts as an echo."""
+    """The second signal is another one, or the same one after the second in which a repeated signal counts as an
+    echo."""
     one = case()
     for saved, second in ((0, signal.SIGUSR1), (2, signal.SIGTERM)):
         start = one.start({"at": STEP, "call": 3, "do": "sleep", "s": 25})
@@ -102,7 +103,7 @@ def test_a_second_signal_leaves_at_once(case: MakeCase, hit: Hit) -> None:
     one.finish_the_same()
 
 
-WHEN = {  # (what goes on, fault, steps done after it; two where the listening thread may be a moment too late)
+WHEN = {  # (activity, fault, number of finished steps; two numbers if the listening thread may be a moment too late)
     "before training": [
         ("reading the data", {"at": "sft.trainer:DataPipeline", "rank": 0}, (0,)),
         ("loading the checkpoint", {"at": "sft.checkpoint.resume:engine_state.load", "rank": 1}, (0,)),
@@ -119,7 +120,7 @@ WHEN = {  # (what goes on, fault, steps done after it; two where the listening t
 @pytest.mark.row("G3")
 @pytest.mark.parametrize("cases", WHEN.values(), ids=WHEN)
 def test_a_signal_at_any_time(cut: MakeCase, hit: Hit, cases: list) -> None:
-    """Going on from step 6; held-out data are evaluated after step 8."""
+    """The run resumes from step 6; it evaluates held-out data after step 8."""
     one, at = cut(), 6
     for what, fault, steps in cases:
         start = one.start({**fault, "do": "term"}).ends(75)
@@ -133,7 +134,8 @@ def test_a_signal_at_any_time(cut: MakeCase, hit: Hit, cases: list) -> None:
 
 @pytest.mark.row("G3")
 def test_a_signal_before_there_is_anything_to_save(case: MakeCase, hit: Hit) -> None:
-    """While the ranks meet, they end by it, as any process; before the first step, as later on."""
+    """While the ranks meet, the signal ends them, as it ends any process; before the first step, they stop as later
+    on."""
     one = case()
     start = one.start({"at": "sft.mcore.process_groups:parallel_state.initialize_model_parallel", "do": "term"})
     assert 0 not in start.wait(), start.told()
@@ -147,7 +149,7 @@ def test_a_signal_before_there_is_anything_to_save(case: MakeCase, hit: Hit) -> 
 
 @pytest.mark.row("G4")
 def test_the_time_is_up(case: MakeCase, hit: Hit) -> None:
-    """run.exit_after_minutes, and the end of a SLURM job: all ranks after the same step, again and again."""
+    """run.exit_after_minutes, and the end of a SLURM job: all ranks stop after the same step, again and again."""
     one = case("checkpoint.save_every=100")
     reasons = {"run.exit_after_minutes": "run.exit_after_minutes=0.02", "end of the job": "run.grace_s=60"}
     for reason, override in reasons.items():

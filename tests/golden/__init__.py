@@ -1,4 +1,4 @@
-"""Checkpoints as this trainer wrote them at some time, each a folder that no later change touches.
+"""Checkpoints that earlier versions of this trainer wrote, each in a folder that no later change may touch.
 
     NAME/chat.jsonl        the data
     NAME/model/            the Hugging Face folder whose weights the run trained, or froze for LoRA; not in all

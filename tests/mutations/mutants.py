@@ -7,8 +7,8 @@
     statement   a call, a raise or an augmented assignment is left out
     result      return value becomes return None
 
-A mutant writes a line into a file when its changed function is called, so a test that passes without the call is known
-not to judge it.
+When the changed function of a mutant is called, the mutant writes a line into a file.  If a test passes without this
+line, the test did not execute the change, so its result says nothing about the mutant.
 """
 
 import ast

@@ -1,8 +1,8 @@
 """Tries random mutants for a given time, and prints which tests noticed them: `python -m tests.mutations --random 120`.
 
-The commit is the seed.  A mutant is tried with the test files that reach its file by imports, the nearest first, until
-one fails.  Three ends: noticed; survived (tests called the function and passed); not called (by the files that were
-tried).  A survivor is either a change without effect, or a test that is missing.
+The commit is the seed.  A mutant is tried with the test files that import its file, the nearest first, until one fails.
+There are three outcomes: noticed (a test failed); survived (tests called the function and passed); not called (no
+tested file called it).  If a mutant survives, its change has no effect, or a test is missing.
 """
 
 import ast
@@ -21,7 +21,7 @@ LIMIT_S = 120  # for one test file; tests that hang have noticed the mutant
 
 
 def survey(copies: "SimpleQueue[Path]", seed: str, seconds: float) -> Counter[str]:
-    """How many mutants came to each end.  Prints a line for each."""
+    """The number of mutants with each outcome.  Prints a line for each mutant."""
     sources = {_name(path): path.read_text() for path in sorted((REPOSITORY / "sft").rglob("*.py"))}
     tests = [_name(path) for path in sorted((REPOSITORY / "tests/unit").rglob("test_*.py"))]
     imports = _imports([*sources, *(_name(path) for path in (REPOSITORY / "tests").rglob("*.py"))])

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Alive(TorchDispatchMode):
-    """Storages that operations made, and that something still refers to."""
+    """Counts the storages that operations made and that are still referenced."""
 
     def __init__(self) -> None:
         super().__init__()

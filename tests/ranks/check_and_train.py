@@ -2,7 +2,7 @@
 
 python -m tests.ranks.check_and_train FOLDER < CASES > ANSWERS
 
-CASES is JSON: {name: [overrides]}.  ANSWERS is JSON: {name: [[exit code and error of check], [those of train]]}.
+CASES is JSON: {name: [overrides]}.  ANSWERS is JSON: {name: [[exit code of check, its error], [those of train]]}.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ optim: {lr: 1e-2, schedule: constant}
 log: {tensorboard: false}
 checkpoint: {async_save: false}
 """
-# The runs whose checkpoints the cases have, and their overrides.
+# The runs whose checkpoints the cases use, and their overrides.
 RUNS = {
     "full": [],
     "lora": ["lora.rank=4"],
@@ -40,7 +40,7 @@ RUNS = {
 
 
 def answer(command: str, overrides: list[str]) -> tuple[int, str, str]:
-    """Exit code, error and output."""
+    """The exit code, the error and the output of a command."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -79,7 +79,8 @@ def set_up() -> None:
 
 
 def widen(model: str) -> None:
-    """Let config.json name other shapes than the weights have, which a run that continues does not read."""
+    """Changes config.json so that its shapes differ from those of the weights.  A run that continues does not read this
+    file."""
     file = Path(model) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"intermediate_size": 256}))
 

@@ -1,4 +1,4 @@
-"""`sft` on the ranks of a pool, as torchrun would start it."""
+"""Runs `sft` commands on the ranks of a pool, as torchrun would."""
 
 import io
 import json
@@ -18,7 +18,7 @@ from tests.ranks.pool import RankPool
 
 
 class Result(NamedTuple):
-    """The exit code, which is the same on every rank, and what rank 0 printed."""
+    """The exit code, which is the same on every rank, and the output of rank 0."""
 
     code: int
     out: str
@@ -26,7 +26,8 @@ class Result(NamedTuple):
 
 
 def sft(pool: RankPool, *words: str, alone: bool = False, within: Callable[[], Any] = nullcontext) -> Result:
-    """`sft` with these words on every rank of the pool; or `alone` on one of them, as a process without torchrun.
+    """Runs `sft` with the arguments `words` on every rank of the pool; with `alone`, on one rank as a process without
+    torchrun.
 
     within: makes a context in which each rank runs
     """
@@ -37,7 +38,7 @@ def sft(pool: RankPool, *words: str, alone: bool = False, within: Callable[[], A
 
 
 def scored(pool: RankPool, recipe: Path, *words: str, alone: bool = False) -> dict[str, Any]:
-    """The content of --json of `sft eval RECIPE` with these words."""
+    """The JSON that `sft eval RECIPE` with the arguments `words` writes with --json."""
     file = recipe.parent / "scored.json"
     file.unlink(missing_ok=True)
     result = sft(pool, "eval", str(recipe), *words, "--json", str(file), alone=alone)

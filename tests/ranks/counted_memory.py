@@ -3,7 +3,8 @@
     python -m tests.ranks.counted_memory             all rows
     python -m tests.ranks.counted_memory full cp     rows by name
 
-Real steps on real ranks over gloo, with messages and expert routing.  The rank that allocates most counts.
+Runs real steps on real ranks over gloo, with messages and expert routing.  The row of the rank that allocates most is
+compared.
 """
 
 import json
@@ -41,7 +42,7 @@ _LATENT = [
     "model.qk_norm=false",
 ]
 _TP = ["parallel.tp=2", "parallel.sequence_parallel=true"]
-# Overrides and the number of ranks.
+# The overrides and the number of ranks of each row.
 ROWS: dict[str, tuple[list[str], int]] = {
     "none": (["train.recompute=none"], 1),
     "selective": (["train.recompute=selective"], 1),
@@ -73,7 +74,7 @@ ROWS: dict[str, tuple[list[str], int]] = {
 
 
 def counted(overrides: Sequence[str]) -> tuple[Peak, Memory]:
-    """The peak of the second step of this rank, and the prediction."""
+    """The peak of this rank in the second step, and the prediction."""
     recipe = [*SMALL, "train.global_batch_size=1", "loss.chunk_size=256", *overrides]
     with scenarios.running(recipe, VOCAB) as engine:
         length = engine.config.data.seq_length

@@ -1,7 +1,7 @@
-"""Lets experts be split over etp on the CPU.
+"""Lets etp split experts on the CPU.
 
-The dispatcher of experts gathers and sums parts of unequal size, which gloo cannot do.  Here the parts are sent one
-after another.  Everything else is core's.
+The token dispatcher gathers and sums parts of unequal size over etp, which gloo cannot do.  This module sends the parts
+one after another.  All other code is megatron-core's.
 """
 
 from collections.abc import Callable, Iterator

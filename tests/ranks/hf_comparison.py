@@ -28,15 +28,15 @@ from tests.ranks.scenarios import check_parameters
 from tests.unit.fixtures import hf
 
 Layout = tuple[int, Sequence[str]]  # number of ranks, overrides of the recipe
-# Gradients of the decay of linear attention are sums over all tokens that cancel.  Ours are at most 1.9e-5 from those
-# in float64; transformers' own in fp32, with several seeds, 6e-6 to 8e-5.
+# The gradient of the decay of linear attention is a sum over all tokens whose terms cancel.  Our gradients differ by at
+# most 1.9e-5 from gradients in float64; those of transformers in fp32, with several seeds, by 6e-6 to 8e-5.
 DECAY_TOLERANCE = 3e-5
-LINEAR_SEED = 8  # of models with linear attention, see `hf.LINEAR`
-# A layout with `+full` or `+selective` at its end recomputes.
+LINEAR_SEED = 8  # seed of models with linear attention, see `hf.LINEAR`
+# `+full` or `+selective` at the end of a layout's name sets recomputation.
 LAYOUTS: dict[str, Layout] = {
     "one": (1, []),
     "tp": (2, SP),
-    "tp_whole": (2, TP),  # every rank has all tokens between layers
+    "tp_whole": (2, TP),  # every rank holds all tokens between layers
     "tp_tiles": (2, [*SP, "train.mlp_tile=32"]),
     "cp": (2, CP),
     "pp": (2, PP),
@@ -50,20 +50,21 @@ LAYOUTS: dict[str, Layout] = {
     "cp_dp": (4, CP),
     "tp_dp": (4, SP),
     "pp_dp": (4, PP),
-    "tp_cp": (4, [*SP, *CP]),  # more ranks than the two key heads of linear attention
+    "tp_cp": (4, [*SP, *CP]),  # more ranks than key heads of linear attention (2)
     "tp_pp": (4, [*SP, *PP]),
     "pp_cp": (4, [*PP, *CP]),
     "tp_whole_cp": (4, [*TP, *CP]),
     "tp_virtual": (4, [*SP, *PP, "parallel.virtual_stages=2"]),
     "tp_cp_ep2": (4, [*SP, *CP, *EP]),
-    # With ep 4 no two ranks hold the same expert, so gradients of experts and of the shared expert have other groups.
+    # With ep 4, no two ranks hold the same expert, so gradients of experts and of the shared expert are summed over
+    # different groups.
     "tp_cp_ep": (4, [*SP, *CP, "parallel.ep=4"]),
 }
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model of transformers in the folder `source`, and the recipe of its sizes."""
+    """A transformers model in the folder `source`, and a recipe with its sizes."""
 
     source: Path
     model: Any
@@ -74,7 +75,7 @@ Models = Callable[[str], Model]
 
 
 def saved_once(factory: pytest.TempPathFactory, table: Mapping[str, Mapping[str, Any]]) -> Models:
-    """The models of `table`, which holds arguments of `hf.save` by name.  Each is made when a test first names it."""
+    """The models of `table`, which has arguments of `hf.save` by name.  A model is saved when a test first uses it."""
 
     @cache
     def get(name: str) -> Model:
@@ -85,16 +86,16 @@ def saved_once(factory: pytest.TempPathFactory, table: Mapping[str, Mapping[str,
 
 
 def skewed_packs() -> list[list[Sample]]:
-    """The packs of `packs_of`, and each of their samples alone."""
+    """The packs of `packs_of`, followed by a pack of each of their samples alone."""
     together = packs_of()
     return [*together, *([sample] for pack in together for sample in pack)]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, as arguments of `hf.save`, and the layouts on which it is compared, separated by spaces.
+    """A model, given by arguments of `hf.save`, and the layouts on which it is compared, separated by spaces.
 
-    more_losses, more_gradients  further layouts, of `make test-all`
+    more_losses, more_gradients  further layouts, which only `make test-all` runs
     """
 
     model: dict[str, Any]
@@ -105,7 +106,7 @@ class Case:
 
 
 def pairs(cases: Mapping[str, Case], field: str) -> list[Any]:
-    """(name, layout) of all cases, by this field of a case and by the one of further layouts."""
+    """(name, layout) of all cases: the layouts in `field` of a case, and those in its field of further layouts."""
     return [
         pytest.param(name, layout, marks=marks)
         for name, case in cases.items()
@@ -121,7 +122,7 @@ def layout_of(text: str) -> Layout:
     return world_size, [*overrides, *([f"train.recompute={recompute}"] if recompute else [])]
 
 
-Around = Sequence[Callable[..., Any]]  # functions that call the function after them, with what it gets
+Around = Sequence[Callable[..., Any]]  # functions that call the function after them with the arguments that they get
 
 
 def compare_token_losses(
@@ -140,7 +141,7 @@ def compare_gradients(
     decay_tolerance: float = DECAY_TOLERANCE,
     around: Around = (),
 ) -> None:
-    """The mean loss over the supervised tokens of all packs, and its gradients, each of its norm."""
+    """Compares the mean loss over the supervised tokens of all packs, and each gradient by its norm."""
     world_size, overrides = layout
     reference = in_float64(model.model)
     expected_loss, count = backward(reference, [sample for pack in packs for sample in pack])

@@ -1,4 +1,4 @@
-"""Small random models of transformers and the same weights in our engine: token losses and gradients of both."""
+"""Small random transformers models, and the same weights in our engine: token losses and gradients of both."""
 
 import copy
 import sys
@@ -22,13 +22,13 @@ from sft.weights.load import load_weights
 from tests.ranks import scenarios
 from tests.unit.fixtures.recurrence import recurrence
 
-# fp32, two implementations; one rounding of a loss of 8 to 16 nats is 1e-6; measured at most 4.8e-6.
+# Two fp32 implementations; one rounding of a loss of 8 to 16 nats is 1e-6; the measured maximum is 4.8e-6.
 TOKEN_LOSS_TOLERANCE = 1e-5
 MEAN_LOSS_TOLERANCE = 1e-6  # relative; the roundings of some 100 tokens average out
-GRADIENT_TOLERANCE = 1e-5  # of the gradient's norm, per parameter; measured at most 3.4e-6
-# What a wrong model must differ by, so that an equality within the tolerance says something.
+GRADIENT_TOLERANCE = 1e-5  # relative to the norm of a parameter's gradient; the measured maximum is 3.4e-6
+# A wrong model must differ by at least this; otherwise, equality within the tolerance would prove nothing.
 VISIBLE = 1e-2
-# As torch.optim.AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1), after clip_grad_norm_(..., 0.5).
+# The step of torch.optim.AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1) after clip_grad_norm_(..., 0.5).
 ADAMW = [
     *("optim.schedule=constant", "optim.lr=1e-3", "optim.warmup_steps=null", "optim.clip_grad=0.5"),
     *("optim.weight_decay=0.1", "train.num_steps=11"),
@@ -37,25 +37,26 @@ LONG, SHORT = (200, 37, 64, 5, 90), (60, 33, 20, 41, 64)  # numbers of tokens of
 
 
 def packs_of(lengths: Sequence[int] = LONG) -> list[list[Sample]]:
-    """Two packs of documents that are supervised in their last quarter only."""
+    """Two packs of documents of which only the last quarter is supervised."""
     corpus = scenarios.SkewedCorpus(lengths)
     return [[corpus.sample(i) for i in pack] for pack in ((0, 1), (4, 2, 3))]
 
 
 def load(engine: Engine, folder: str) -> None:
-    """The weights of the Hugging Face folder, straight from its files."""
+    """Loads the weights from the files of the Hugging Face folder."""
     load_weights(engine, open_source(Path(folder), has_mtp=engine.config.model.has_mtp), QUIET)
 
 
 def packed_losses(overrides: Sequence[str], folder: str, packs: Sequence[Sequence[Sample]]) -> list[Any]:
-    """-log p(label) of every local token of each pack, and the pack positions they belong to."""
+    """-log p(label) of every local token of each pack, and the positions of these tokens in the pack."""
     with scenarios.running(overrides) as engine:
         load(engine, folder)
         return scenarios.losses_of(engine, packs)
 
 
 def chunked_gradients(overrides: Sequence[str], folder: str, packs: Sequence[Sequence[Sample]]) -> dict[str, Any]:
-    """The mean loss over supervised tokens of all packs, and the parts of its gradients that this rank holds first."""
+    """The mean loss over supervised tokens of all packs, and this rank's parts of its gradients; a copied part comes
+    from its first rank only."""
     with scenarios.running(overrides) as engine:
         load(engine, folder)
         totals = engine._run(scenarios.microbatches_of(engine, packs), forward_only=False)
@@ -66,7 +67,8 @@ def chunked_gradients(overrides: Sequence[str], folder: str, packs: Sequence[Seq
         }
 
 
-Part = tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]  # name, shape of the whole, where it begins, numbers
+# name, shape of the whole parameter, offset of the part, values
+Part = tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]
 
 
 def parts_of(chunks: Iterable[GradientChunk]) -> list[Part]:
@@ -74,7 +76,7 @@ def parts_of(chunks: Iterable[GradientChunk]) -> list[Part]:
 
 
 def assembled(parts: Iterable[Part]) -> dict[str, np.ndarray]:
-    """Whole parameters by name; what no part holds is NaN."""
+    """Whole parameters by name; NaN where no part has a value."""
     whole: dict[str, np.ndarray] = {}
     for name, shape, offset, data in parts:
         target = whole.setdefault(name, np.full(shape, np.nan, dtype=np.float32))
@@ -85,7 +87,7 @@ def assembled(parts: Iterable[Part]) -> dict[str, np.ndarray]:
 def in_stored_names(
     source: Path, results: Sequence[dict[str, Any]], *, has_mtp: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The gradients of all ranks under the names of the tensors in `source`; each of ours is used."""
+    """The gradients of all ranks under the names of the tensors in `source`; checks that every gradient is used."""
     whole = assembled(chunk for result in results for chunk in result["chunks"])
     found: dict[str, torch.Tensor] = {}
     used, arch = set(), architecture(read(source), str(source))
@@ -94,7 +96,7 @@ def in_stored_names(
         if mapping.layer is not None:
             inner = name.removeprefix("decoder.layers.").removeprefix(f"{mapping.layer}.")
             name = f"layer {mapping.layer + 1} {inner}"
-        if name not in whole:  # frozen
+        if name not in whole:  # frozen parameters
             continue
         used.add(name)
         for span in mapping.spans():
@@ -107,17 +109,19 @@ def in_stored_names(
     return found
 
 
-# Types of models: files hold experts as they are in memory; files call the matrices of an expert w1, w2 and w3.
+# Model types whose files hold experts as transformers has them in memory; types whose files call the matrices of an
+# expert w1, w2 and w3.
 _AS_IN_MEMORY, _NUMBERED = ("gpt_oss", "gemma4_text"), ("minimax_m2", "mixtral")
 
 
 def stored_gradients(
     model: Any, of: Callable[[torch.Tensor], torch.Tensor | None] = lambda param: param.grad
 ) -> dict[str, torch.Tensor]:
-    """The gradients of transformers' model under the names of its files, where each expert has its own matrices.
+    """The gradients of the transformers model under the tensor names of its files, where each expert has its own
+    matrices.
 
-    Files of some families hold the tensors of all experts as they are in memory.
-    of: the tensor of a parameter; None: the parameter has none
+    Files of some families hold the tensors of all experts as transformers has them in memory.
+    of: returns the tensor of a parameter; None if the parameter has no tensor
     """
     found = {}
     for name, param in model.named_parameters():
@@ -139,21 +143,25 @@ def stored_gradients(
 
 
 def hf_losses(model: Any, sample: Sample) -> torch.Tensor:
-    """-log p of each token but the first, given those before it: [n - 1]; the sample alone, unpadded."""
+    """-log p of each token except the first, given the tokens before it: [n - 1].  The sample is computed alone,
+    without padding."""
     tokens = torch.from_numpy(sample.tokens.astype(np.int64))[None]
     return torch.nn.functional.cross_entropy(model(input_ids=tokens).logits[0, :-1], tokens[0, 1:], reduction="none")
 
 
 def in_float64(model: Any) -> Any:
-    """A copy of transformers' model whose sums that cancel, as of the gradient of a router's bias, are exact.
+    """A float64 copy of a transformers model.  Its sums whose terms cancel, such as the gradient of a router's bias,
+    are exact.
 
-    In fp32, transformers' token losses with linear attention are up to 2.0e-5 from these, ours up to 0.8e-5.
+    With linear attention, token losses of transformers in fp32 differ by up to 2.0e-5 from those in float64, ours by
+    0.8e-5.
     """
     wide = copy.deepcopy(model).double()
     if getattr(wide.config, "_experts_implementation", None):
         wide.set_experts_implementation("eager")  # the grouped product has no float64
     module = sys.modules[type(model).__module__]
-    if hasattr(module, "torch_chunk_gated_delta_rule"):  # computes in fp32 whatever it is given
+    # this function computes in fp32 whatever the type of its arguments
+    if hasattr(module, "torch_chunk_gated_delta_rule"):
         forward = wide.forward
 
         def with_recurrence(*args: Any, **kwargs: Any) -> Any:
@@ -165,7 +173,8 @@ def in_float64(model: Any) -> Any:
 
 
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, **_: Any) -> tuple[Tensor, None]:
-    """In float64 for one document, in place of transformers' function of the same arguments.  q: [1, t, heads, K]"""
+    """Computes one document in float64; replaces the transformers function with the same arguments.  q: [1, t, heads,
+    K]"""
     inputs = Inputs(*(x[0].double() for x in (q, k, v, g, beta)))
     return recurrence(inputs, [0, q.shape[1]], [None])[0][None], None
 
@@ -173,7 +182,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor
 def check_losses(
     results: list[Any], model: Any, packs: list[list[Sample]], tolerance: float = TOKEN_LOSS_TOLERANCE
 ) -> None:
-    """Per-token losses of every sample of every pack, whichever rank has them, are those of transformers' model."""
+    """Every sample of every pack has the token losses of the transformers model, whichever rank holds its tokens."""
     exact = in_float64(model) if isinstance(model, torch.nn.Module) else model
     for i, samples in enumerate(packs):
         aligned = [-(-len(sample.tokens) // 32) * 32 for sample in samples]
@@ -186,7 +195,8 @@ def check_losses(
 
 
 def backward(model: Any, samples: Sequence[Sample]) -> tuple[float, int]:
-    """Mean loss over the supervised tokens of all samples, and their number; gradients stay on the model."""
+    """The mean loss over the supervised tokens of all samples, and the number of these tokens.  The gradients stay in
+    the model's parameters."""
     model.zero_grad()
     masks = [torch.from_numpy(sample.weights[1:] > 0) for sample in samples]
     count = sum(int(mask.sum()) for mask in masks)
@@ -199,6 +209,6 @@ def backward(model: Any, samples: Sequence[Sample]) -> tuple[float, int]:
 
 
 def recipe_of(source: Path) -> list[str]:
-    """config.json as overrides of the tests' recipe."""
+    """The overrides that give the tests' recipe the values of config.json."""
     found = architecture(read(source), str(source)).values
     return ["train.global_batch_size=2"] + [f"model.{k}={str(v).lower()}" for k, v in found.items() if v is not None]

@@ -1,4 +1,5 @@
-"""A model and its optimizer written by Megatron-LM's own calls and by ours, read by the other, and compared by name."""
+"""A model and its optimizer are written by Megatron-LM and by us, each checkpoint is read by the other side, and
+compared."""
 
 import hashlib
 from collections.abc import Iterator
@@ -16,15 +17,15 @@ from sft.mcore.checkpoint_io import engine_state
 from tests.ranks import megatron_lm, scenarios
 from tests.ranks.megatron_lm import BATCH, LAYERS, VOCAB
 
-CUT, NAME = 2, "iter_0000002"  # updates before the checkpoint
+CUT, NAME = 2, "iter_0000002"  # number of updates before the checkpoint, and the name of its folder
 Dump = dict[str, Any]
 KINDS = ("weight", "main", "exp_avg", "exp_avg_sq")
-LR = 7.5e-4  # there: 1e-3 after one update of warm-up, 0 after five
-# What either side says for the same optimizer and precision: Megatron-LM's flags, our overrides.
+LR = 7.5e-4  # learning rate of the third update: 1e-3 after a warm-up of one update, 0 after five
+# The same optimizer and precision for each side: flags of Megatron-LM, overrides of ours.
 HALF = ("--bf16", ["run.precision=bf16"])
 BOTH = ("--bf16 --use-distributed-optimizer", ["run.precision=bf16", "parallel.distributed_optimizer=true"])
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
-# How a parameter is cut over tensor-parallel ranks: along this axis; fc1 is two matrices, gate and up, each cut.
+# How a parameter is split over tp: along this axis; fc1 is two matrices, gate and up, which are split one by one.
 AXES = {
     "word_embeddings.weight": 0,
     "output_layer.weight": 0,
@@ -37,13 +38,13 @@ AXES = {
 
 
 def cut_axis(name: str) -> int | None:
-    if ".experts." in name:  # whole on every rank that has them
+    if ".experts." in name:  # tp does not split experts here
         return None
     return next((axis for end, axis in AXES.items() if name.endswith(end)), None)
 
 
 def joined(name: str, parts: list[np.ndarray]) -> np.ndarray:
-    """The whole parameter of its parts in order of tensor-parallel rank, without padding of the vocabulary."""
+    """The whole parameter, joined from its parts in the order of tp ranks, without padding of the vocabulary."""
     axis = cut_axis(name)
     if axis is None:
         assert all(np.array_equal(part, parts[0]) for part in parts), name
@@ -56,7 +57,7 @@ def joined(name: str, parts: list[np.ndarray]) -> np.ndarray:
 
 
 def part_of(name: str, whole: Tensor, tp: int, rank: int) -> Tensor:
-    """The other way round."""
+    """The part of a whole parameter on one tp rank: the inverse of `joined`."""
     axis = cut_axis(name)
     if axis is None:
         return whole
@@ -66,7 +67,7 @@ def part_of(name: str, whole: Tensor, tp: int, rank: int) -> Tensor:
 
 
 def named(chunks: list[Any]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of this rank by the name they have in the whole model, each expert with its number there."""
+    """The parameters of this rank, by their names in the whole model; an expert has its number in the whole model."""
     first = parallel_state.get_pipeline_model_parallel_rank() * LAYERS
     first //= parallel_state.get_pipeline_model_parallel_world_size()
     first_expert = parallel_state.get_expert_model_parallel_rank() * (chunks[0].config.num_moe_experts or 0)
@@ -85,7 +86,7 @@ def named(chunks: list[Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def fill_gradients(chunks: list[Any], seed: int) -> None:
-    """The same gradients on every layout: drawn whole, by name, and small enough not to be clipped."""
+    """Sets the same gradients on every layout: draws whole gradients by name, so small that they are not clipped."""
     tp = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
     for name, param in named(chunks):
@@ -104,17 +105,19 @@ def fill_gradients(chunks: list[Any], seed: int) -> None:
 
 
 def copy_of(tensor: Tensor) -> np.ndarray:
-    """Flat, and exact: numpy has no bfloat16."""
+    """The flat values of a tensor in fp32, which is exact for bf16; numpy has no bfloat16."""
     return tensor.detach().to(torch.float32, copy=True).flatten().numpy()
 
 
 def held(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
-    """What this rank holds: of each parameter its tensors, flat, and which elements of its local part they are."""
-    parts = optimizer.chained_optimizers  # experts may have one of their own
+    """The state of this rank: for each parameter its flat tensors, and the elements of the local part that these
+    tensors hold."""
+    parts = optimizer.chained_optimizers  # experts may have an optimizer of their own
     tensors = {}
     for name, param in named(chunks):
         begin, main = 0, getattr(param, "main_param", param)
-        if hasattr(parts[0], "model_param_group_index_map"):  # the distributed optimizer: a range of each parameter
+        # the distributed optimizer holds a range of each parameter
+        if hasattr(parts[0], "model_param_group_index_map"):
             holding = [part for part in parts if param in part.model_param_group_index_map]
             if not holding:
                 continue
@@ -122,7 +125,8 @@ def held(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
             group, order = inner.model_param_group_index_map[param]
             begin = inner._get_model_param_range_map(param)["param"].start
             main = inner.optimizer.param_groups[group]["params"][order]
-        (state,) = [s for part in parts if (s := part.optimizer.state.get(main)) is not None] or [{}]  # of a new run
+        # a new run has no state
+        (state,) = [s for part in parts if (s := part.optimizer.state.get(main)) is not None] or [{}]
         of = {"main": main, **{kind: state[kind] for kind in ("exp_avg", "exp_avg_sq") if kind in state}}
         flat = {kind: copy_of(tensor) for kind, tensor in of.items()}
         tensors[name] = (begin, tuple(param.shape), copy_of(param), flat, float(state.get("step", 0)))
@@ -135,12 +139,14 @@ def held(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
 
 
 def num_parameters(num_experts: int) -> int:
-    """Embedding, output, final norm; in a layer four norms, qkv, its bias, proj, fc1 and fc2, or router and experts."""
+    """Counts embedding, output, final norm; and in each layer four norms, qkv, its bias, proj, fc1 and fc2, or router
+    and experts."""
     return 3 + LAYERS * (8 + 2 * num_experts if num_experts else 9)
 
 
 def whole(ranks: list[dict[str, Any]]) -> Dump:
-    """Of what all ranks hold: {"exp_avg decoder.layers.3.mlp.linear_fc2.weight": array, ..., "steps": Adam's count}."""
+    """The whole tensors of all ranks: {"exp_avg decoder.layers.3.mlp.linear_fc2.weight": array, ..., "steps": Adam's
+    count}."""
     parts: dict[str, dict[int, np.ndarray]] = {}
     seen: dict[str, dict[int, np.ndarray]] = {}
     steps = set()
@@ -167,7 +173,8 @@ def assert_same(left: Dump, right: Dump) -> None:
 
 
 def their_save(flags: str, folder: str) -> tuple[Any, Any]:
-    """CUT updates, a checkpoint, another update: what this rank holds at the checkpoint and at the end."""
+    """Runs CUT updates, saves a checkpoint, and runs another update.  Returns this rank's state at the checkpoint and
+    at the end."""
     with megatron_lm.running(flags) as other:
         for seed in range(CUT):
             fill_gradients([other.model], seed)
@@ -179,7 +186,7 @@ def their_save(flags: str, folder: str) -> tuple[Any, Any]:
 
 
 def their_load(flags: str, folder: str) -> tuple[Any, Any]:
-    """Right after loading, and another update later."""
+    """The state of this rank right after loading, and after another update."""
     with megatron_lm.running(flags) as other:
         assert megatron_lm.load(other, Path(folder)) == CUT
         assert other.args.consumed_train_samples == CUT * BATCH == other.scheduler.num_steps
@@ -212,14 +219,15 @@ def our_load(overrides: list[str], folder: str) -> tuple[Any, Any]:
 
 
 def check(before: list[tuple[Any, Any]], after: list[tuple[Any, Any]], num_experts: int = 0) -> None:
-    """Loaded is what was saved, and the next update leads to the same place."""
+    """The loaded state equals the saved state, and the next update has the same result on both sides."""
     saved, then = (whole([rank[i] for rank in before]) for i in (0, 1))
     loaded, later = (whole([rank[i] for rank in after]) for i in (0, 1))
     assert len(saved) == 4 * num_parameters(num_experts) + 1
     assert saved["steps"] == {2.0} and then["steps"] == {3.0}
     experts = [f"mlp.experts.local_experts.{number}.linear_fc2.weight" for number in range(num_experts)]
     names = ["mlp.router.weight", "pre_mlp_layernorm.weight", *experts] if experts else ["mlp.linear_fc2.weight"]
-    for key in (f"{kind} decoder.layers.3.{name}" for kind in KINDS for name in names):  # or the rest would say little
+    # otherwise the comparison would say little
+    for key in (f"{kind} decoder.layers.3.{name}" for kind in KINDS for name in names):
         assert saved[key].all() and not np.array_equal(saved[key], then[key])
     assert_same(loaded, saved)
     assert_same(later, then)
@@ -229,7 +237,8 @@ def check(before: list[tuple[Any, Any]], after: list[tuple[Any, Any]], num_exper
 
 
 def their_next_update(other: megatron_lm.Other) -> None:
-    """The schedule says another rate than ours (theirs moves after an update, ours before), so neither is asked."""
+    """Megatron-LM's scheduler steps after an update, ours before.  So this update sets the learning rate itself,
+    without either scheduler."""
     for group in other.optimizer.param_groups:
         group["lr"] = 5e-4
     fill_gradients([other.model], CUT)
@@ -244,8 +253,8 @@ def our_next_update(engine: Any) -> None:
 
 
 def theirs_loaded(flags: str, folder: str) -> dict[str, np.ndarray]:
-    """What Megatron-LM has in its model after --load FOLDER --finetune, by name."""
-    # Qwen3 has no such bias.
+    """The weights of Megatron-LM's model after --load FOLDER --finetune, by name."""
+    # Qwen3 has no bias of qkv.
     command, made = megatron_lm.COMMAND.replace(" --add-qkv-bias", ""), megatron_lm.TransformerConfig
     with (
         mock.patch.object(megatron_lm, "COMMAND", command),

@@ -1,7 +1,7 @@
-"""The dimensions of a layout, which of their values fit together, and the overrides of a recipe that ask for them.
+"""The dimensions of a layout, the values that fit together, and the recipe overrides for them.
 
-`COVERING` is what `make test` runs: every pair of values that at most four ranks can have.  `GRID` is what `make
-test-all` runs besides: every way to divide the work of a dense model and of experts.
+`make test` runs `COVERING`, which has every pair of values that fits on at most four ranks.  `make test-all` also runs
+`GRID`: every way to divide the work of a dense model and of a mixture of experts.
 """
 
 from tests.covering import Case, all_cases, covering_set
@@ -26,15 +26,15 @@ DIMENSIONS = {
 CP, TP, PP, EP = ["parallel.cp=2"], ["parallel.tp=2"], ["parallel.pp=2"], ["parallel.ep=2"]
 SP = [*TP, "parallel.sequence_parallel=true"]
 SHARDED = ["parallel.distributed_optimizer=true"]
-NUM_LAYERS, NUM_EXPERTS, TOP_K, GLOBAL_BATCH_SIZE = 4, 4, 2, 4  # of scenarios.RECIPE and of MOE
+NUM_LAYERS, NUM_EXPERTS, TOP_K, GLOBAL_BATCH_SIZE = 4, 4, 2, 4  # values of scenarios.RECIPE and of MOE
 MOE = [
     f"model.moe.num_experts={NUM_EXPERTS}",
     f"model.moe.top_k={TOP_K}",
     "model.moe.ffn_hidden_size=24",
-    "model.init_std=0.2",  # decided routers: with 0.02 two scores may be one rounding apart
+    "model.init_std=0.2",  # distinct router scores: with 0.02, two scores could differ by one rounding
 ]
 AUX = ["model.moe.aux_loss_coef=0.1", "model.moe.z_loss_coef=0.01"]
-# Shorter and longer than documents and chunks.
+# Windows shorter and longer than documents and chunks.
 WINDOWS = ["model.sliding_window=20", "model.sliding_window_layers=[1, 2, 4]"]
 GPT_OSS = [
     *(f"model.{key}=true" for key in ("attention_sinks", "attention_output_bias", "mlp_bias", "moe.router_bias")),
@@ -49,6 +49,8 @@ GEMMA = [
     *("model.round_embedding_multiplier=true", "model.attention_multiplier=0.25"),
     *("model.attention_softcap=1.5", "model.logits_softcap=2.5"),
 ]  # Gemma 2 with the positions and norms of Gemma 3
+# Without experts.  With scale 1, as in released models, softmax is so steep that rounding becomes 2e-6 of a later
+# gradient norm.
 GEMMA4 = [
     *WINDOWS,
     *("model.full_attention={head_dim: 12, num_query_groups: 8, keys_as_values: true}", "model.value_norm=true"),
@@ -56,28 +58,27 @@ GEMMA4 = [
     *("model.norm_placement=both", "model.activation=geglu", "model.tie_embeddings=true", "model.layer_scalar=true"),
     *("model.embedding_multiplier=5.656854249492381", "model.round_embedding_multiplier=true"),
     *("model.attention_multiplier=0.25", "model.logits_softcap=2.5"),
-]  # without experts; scale 1, as released, makes softmax so steep that last bits become 2e-6 of a later gradient norm
+]
 GEMMA4_EXPERTS = ["model.moe.shared_ffn_hidden_size=16", "model.moe.own_norms=true"]
 LINEAR = [
     *("model.linear_attention.layers=[1, 2, 4]", "model.attention_output_gate=true"),
     *("model.linear_attention.num_key_heads=4", "model.linear_attention.num_value_heads=8"),
     *("model.linear_attention.key_head_dim=6", "model.linear_attention.value_head_dim=10"),
     *("model.norm_zero_centered=true", "model.rope.fraction=0.5", "model.qkv_bias=false"),
-]  # as Qwen3.5
-QWEN_MOE = [  # a step of Adam from weights of 0.2 turns the last bits of its gradients into 5e-5 of the next norm
-    *("model.moe.shared_ffn_hidden_size=16", "model.moe.shared_gate=true", "model.init_std=0.05")
-]
+]  # settings of Qwen3.5
+# From weights with standard deviation 0.2, a step of Adam turns gradient rounding into 5e-5 of the next norm.
+QWEN_MOE = [*("model.moe.shared_ffn_hidden_size=16", "model.moe.shared_gate=true", "model.init_std=0.05")]
 ROUTERS = [
     *("model.moe.score_function=sigmoid", "model.moe.correction_bias=true", "model.moe.bias_update_rate=0.03"),
     *("model.moe.scaling_factor=1.7", "model.moe.shared_ffn_hidden_size=16", "model.moe.dense_layers=1"),
     *("model.rope.fraction=0.5", "model.qk_norm_across_heads=true"),
-]  # as GLM-4.5 and MiniMax-M2
+]  # settings of GLM-4.5 and MiniMax-M2
 LATENT = [
     *("model.latent_attention.kv_lora_rank=20", "model.latent_attention.q_lora_rank=14"),
     *("model.latent_attention.qk_nope_head_dim=6", "model.latent_attention.qk_rope_head_dim=4"),
     *("model.latent_attention.v_head_dim=7", "model.rope.interleaved=true"),
     *("model.num_query_groups=null", "model.qk_norm=false", "model.qkv_bias=false"),
-]  # as DeepSeek-V3 without experts
+]  # settings of DeepSeek-V3 without experts
 MODELS = {
     "dense": [],
     "experts": [*MOE, *AUX],
@@ -89,17 +90,17 @@ MODELS = {
     "linear_experts": [*MOE, *AUX, *LINEAR, *QWEN_MOE],
     "routers": [*MOE, *AUX, *ROUTERS],
 }
-SLOW_CP = ["parallel.intra_node_gb_s=1e-6"]  # so that the planner of tiny packs prefers small groups
-SWITCHES = ("sequence_parallel", "distributed_optimizer", "dynamic_cp")  # of `parallel`
-MIXTURES = ("experts", "gemma4", "gpt_oss", "linear_experts", "routers")  # of MODELS
+SLOW_CP = ["parallel.intra_node_gb_s=1e-6"]  # so slow that the planner chooses small groups for tiny packs
+SWITCHES = ("sequence_parallel", "distributed_optimizer", "dynamic_cp")  # keys of the section `parallel`
+MIXTURES = ("experts", "gemma4", "gpt_oss", "linear_experts", "routers")  # keys of MODELS
 ALL_ON = ["parallel.sequence_parallel=true", "parallel.distributed_optimizer=true", "train.recompute=full"]
 # fp32 sums taken in another order: measured 1e-8 (loss) and 4e-8 (norm) over five steps.
 LOSS_TOLERANCE = 1e-6
 NORM_TOLERANCE = 1e-6
-GRADIENT_TOLERANCE = 1e-5  # of the gradient's norm, per parameter
-STEP_TOLERANCE = 1e-4  # of the norm of what a weight moved; Adam divides by the root of small numbers
-# Relative (losses, gradient norms) in fp32, as docs/concepts/numerics.md has them.  The norm in Gated DeltaNet
-# multiplies a head's output, and its rounding, by up to the root of 1 / norm_epsilon: 10, or 1,000 in released models.
+GRADIENT_TOLERANCE = 1e-5  # relative to the gradient's norm, per parameter
+STEP_TOLERANCE = 1e-4  # relative to the norm of a weight's change; Adam divides by the root of small numbers
+# Relative tolerances of losses and gradient norms in fp32, as in docs/concepts/numerics.md.  The norm in Gated DeltaNet
+# multiplies a head's output, and its rounding, by up to 1 / sqrt(norm_epsilon): 10 here, 1,000 in released models.
 CURVE_TOLERANCES = {
     "attention, MLP, experts": (LOSS_TOLERANCE, NORM_TOLERANCE),
     "linear attention, `norm_epsilon` 1e-2": (LOSS_TOLERANCE, NORM_TOLERANCE),
@@ -112,12 +113,13 @@ def world_size(case: Case) -> int:
 
 
 def fits(case: Case) -> bool:
-    """What the product documents as possible, written down once more: a wrong refusal is then a failing test.
+    """Whether the documentation allows the combination.  The rules are repeated here, so that a wrong refusal fails a
+    test.
 
-    At most four ranks.  Sequence parallel is of no effect without tp, and experts with tp need it.  Virtual stages need
-    a pipeline, whole layers, and microbatches that are a multiple of pp.  Dynamic CP needs cp.  ep needs experts, and
-    divides tp x cp x dp.  Activations are moved only where most of them are recomputed.  Core's optimizer on the host
-    needs bf16 and the distributed optimizer.
+    There are at most four ranks.  Sequence parallelism has no effect without tp, and experts with tp need it.  Virtual
+    stages need a pipeline, whole layers, and a number of microbatches that is a multiple of pp.  Dynamic CP needs cp.
+    ep needs experts, and divides tp x cp x dp.  Activation offload is only allowed if most activations are recomputed.
+    megatron-core's CPU optimizer needs bf16 and the distributed optimizer.
     """
     tp, pp, virtual, dp, ep = (case[key] for key in ("tp", "pp", "virtual_stages", "dp", "ep"))
     return (
@@ -148,7 +150,7 @@ def overrides(case: Case) -> list[str]:
 
 
 def name(case: Case) -> str:
-    """What differs from one rank's plain run: "experts cp 2 ep 2 recompute full"."""
+    """The differences from a plain run on one rank: "experts cp 2 ep 2 recompute full"."""
     plain = {key: values[0] for key, values in DIMENSIONS.items()}
     parts = [f"{key} {value}" for key, value in case.items() if value != plain[key] and key not in ("model",)]
     return " ".join([case["model"], *parts])

@@ -1,11 +1,11 @@
-"""Megatron-LM's side of a checkpoint, without this project's: its model, its optimizer, its save and its load.
+"""Megatron-LM's side of a checkpoint, without code of this project: its model, its optimizer, its save and its load.
 
-    with running("--tensor-model-parallel-size 2") as other:  # more of Megatron-LM's command line
+    with running("--tensor-model-parallel-size 2") as other:  # further flags of Megatron-LM's command line
         save(other, folder, iteration=1)
 
-Where megatron.training is installed (megatron-core 0.19), `save` and `load` are its save_checkpoint and
-load_checkpoint, and the flags go through its own parser.  Elsewhere they do the same with plain megatron-core calls.
-There is no forward pass: whoever wants an update sets the gradients.
+If megatron.training is installed (megatron-core 0.19), `save` and `load` call its save_checkpoint and load_checkpoint,
+and its own parser reads the flags.  Otherwise they do the same with plain megatron-core calls. There is no forward
+pass: a test that wants an update sets the gradients itself.
 """
 
 import argparse
@@ -42,7 +42,7 @@ HAS_TRAINING = importlib.util.find_spec("megatron.training") is not None
 VOCAB = 301
 LAYERS = 4
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
-BATCH = 4  # samples per update, Megatron-LM's unit of the schedule
+BATCH = 4  # samples per update; Megatron-LM's schedule counts samples
 
 # The model and schedule of scenarios.RECIPE.
 COMMAND = (
@@ -69,14 +69,14 @@ class Other:
     scheduler: OptimizerParamScheduler
 
     def update(self) -> None:
-        """One update with the gradients that are there; the schedule moves afterwards, as in Megatron-LM's loop."""
+        """Runs one update with the present gradients; then steps the schedule, as Megatron-LM's loop does."""
         self.optimizer.step()
         self.scheduler.step(increment=BATCH)
 
 
 @contextlib.contextmanager
 def running(flags: str) -> Iterator[Other]:
-    """A run with `flags` on top of COMMAND, with random weights, on the ranks of this pool."""
+    """A run with random weights and with `flags` added to COMMAND, on the ranks of this pool."""
     join()
     device.start("cpu")
     args = _arguments(f"{COMMAND} {flags}".split())
@@ -90,12 +90,13 @@ def running(flags: str) -> Iterator[Other]:
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-        vars(model).clear()  # parameters and their gradient hooks hold each other, out of the collector's sight
+        vars(model).clear()  # parameters and their gradient hooks form cycles that the garbage collector does not see
 
 
 def _arguments(words: list[str]) -> argparse.Namespace:
     args = _parsed(words) if HAS_TRAINING else _understood(words)
-    multiple = 128 * args.tensor_model_parallel_size  # theirs; ours does not depend on tp
+    # Megatron-LM's padding of the vocabulary depends on tp, ours does not
+    multiple = 128 * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-VOCAB // multiple) * multiple
     return args
 
@@ -107,7 +108,7 @@ def _parsed(words: list[str]) -> argparse.Namespace:
     global_vars.unset_global_variables()
     with (
         mock.patch.object(sys, "argv", ["pretrain_gpt.py", *words]),
-        mock.patch.object(arguments, "get_device_arch_version", lambda: 10),  # asks the GPU
+        mock.patch.object(arguments, "get_device_arch_version", lambda: 10),  # the original function asks the GPU
         contextlib.redirect_stdout(io.StringIO()),
     ):
         args = arguments.parse_args()
@@ -118,7 +119,7 @@ def _parsed(words: list[str]) -> argparse.Namespace:
 
 
 def _understood(words: list[str]) -> argparse.Namespace:
-    """What `_parsed` gives, as far as a checkpoint goes."""
+    """The arguments that `_parsed` would return, as far as a checkpoint needs them."""
     args = argparse.Namespace(**dict.fromkeys(SIZES, 1), add_position_embedding=True, bf16=False)
     args.use_distributed_optimizer = args.no_save_optim = args.no_save_rng = False
     args.override_opt_param_scheduler = args.use_checkpoint_opt_param_scheduler = False
@@ -171,8 +172,8 @@ def _model(args: argparse.Namespace) -> DistributedDataParallel:
 def _layer_spec(num_experts: int | None) -> Any:
     spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm", num_experts=num_experts)
     if num_experts:
-        # Core's local spec stores the norm before the experts under a key of the dense layers' first matrix; with
-        # Transformer Engine, which Megatron-LM's users have, it goes under its own name, and so it does here.
+        # megatron-core's local spec stores the norm before the experts under a key of the first matrix of dense layers.
+        # With Transformer Engine, which users of Megatron-LM have, the norm has its own key, and so it has here.
         keys = spec.submodules.sharded_state_dict_keys_map
         spec.submodules.sharded_state_dict_keys_map = {k: v for k, v in keys.items() if k != "pre_mlp_layernorm."}
     return spec
@@ -192,7 +193,8 @@ def _optimizer(args: argparse.Namespace, model: DistributedDataParallel) -> Any:
     )
     overrides = get_standard_config_overrides(config)
     optimizer = get_megatron_optimizer(config, [model], config_overrides=overrides, use_gloo_process_groups=False)
-    for part in optimizer.chained_optimizers:  # torch's Adam describes only states that exist, Transformer Engine's all
+    # torch's Adam lists only states that exist, Transformer Engine's Adam lists all
+    for part in optimizer.chained_optimizers:
         for group in part.param_groups:
             for param in group["params"]:
                 zeros = {name: torch.zeros_like(param.data) for name in ("exp_avg", "exp_avg_sq")}
@@ -201,7 +203,7 @@ def _optimizer(args: argparse.Namespace, model: DistributedDataParallel) -> Any:
 
 
 def _scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParamScheduler:
-    """As megatron.training.training.get_optimizer_param_scheduler makes it: in samples."""
+    """Makes the scheduler of megatron.training.training.get_optimizer_param_scheduler, which counts samples."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -220,7 +222,7 @@ def _scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParamSchedu
 
 
 def save(other: Other, folder: Path, iteration: int) -> None:
-    """As Megatron-LM with --save FOLDER does after `iteration` updates.  Collective."""
+    """Saves as Megatron-LM with --save FOLDER does after `iteration` updates.  Collective."""
     other.args.save, other.args.consumed_train_samples = str(folder), iteration * BATCH
     if HAS_TRAINING:
         from megatron.training import checkpointing
@@ -243,13 +245,13 @@ def save(other: Other, folder: Path, iteration: int) -> None:
 
 
 def load(other: Other, folder: Path) -> int:
-    """As Megatron-LM with --load FOLDER does; the iteration.  Collective."""
+    """Loads as Megatron-LM with --load FOLDER does.  Returns the iteration.  Collective."""
     other.args.load = str(folder)
     with _adam_of_torch():
         if HAS_TRAINING:
             from megatron.training import checkpointing
 
-            checkpointing._CHECKPOINT_VERSION = None  # of the process, which here lives through many runs
+            checkpointing._CHECKPOINT_VERSION = None  # a global of the process, but this process has many runs
             with contextlib.redirect_stdout(io.StringIO()):
                 iteration, _ = checkpointing.load_checkpoint([other.model], other.optimizer, other.scheduler)
             return int(iteration)
@@ -258,7 +260,7 @@ def load(other: Other, folder: Path) -> int:
 
 
 def _load_plainly(other: Other, place: Path) -> int:
-    """What of load_checkpoint touches the checkpoint, in its order."""
+    """Makes the calls of load_checkpoint that read the checkpoint, in its order."""
     common = dist_checkpointing.load_common_state_dict(str(place))
     theirs, ours = common["args"], other.args
     for name in ("num_layers", "hidden_size", "num_attention_heads", "add_position_embedding"):
@@ -306,8 +308,9 @@ def _rng_state() -> ShardedObject:
 
 @contextlib.contextmanager
 def _adam_of_torch() -> Iterator[None]:
-    """Without Transformer Engine the distributed optimizer of core looks for a stored tensor named `step`, and lets
-    all parameters share one; Megatron-LM's users have Transformer Engine and see neither."""
+    """Without Transformer Engine, megatron-core's distributed optimizer looks for a stored tensor named `step`, and
+    shares one such tensor among all parameters.  Users of Megatron-LM have Transformer Engine, so neither happens to
+    them."""
     put = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def without_step(self: Any, param: Any, tensors: dict[str, Tensor]) -> None:

@@ -1,7 +1,7 @@
 """Models with a block for multi-token prediction, and the block by hand: plain torch, one document at a time.
 
-transformers has no such block.  Its model with one layer more is the source of the block's layer; the norms, the
-projection and the shift of tokens are written here, as the files' inference code has them.
+transformers has no such block.  A transformers model with one additional layer provides the layer of the block; this
+module implements its norms, its projection and the shift of tokens, as the inference code of the released models does.
 """
 
 import re
@@ -18,10 +18,10 @@ from sft.batch import Sample
 from tests.ranks.hf_models import in_float64, stored_gradients
 from tests.unit.fixtures import hf
 
-WEIGHT = 0.3  # train.mtp_loss_weight
-SEED = 12  # with which every expert is chosen
+WEIGHT = 0.3  # value of train.mtp_loss_weight
+SEED = 12  # seed with which every expert is chosen
 OWN = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-NAMES = {  # of Qwen
+NAMES = {  # names of Qwen's files
     "enorm": "mtp.pre_fc_norm_embedding",
     "hnorm": "mtp.pre_fc_norm_hidden",
     "eh_proj": "mtp.fc",
@@ -31,12 +31,12 @@ QWEN = ("qwen3_5_text", "qwen3_next")
 
 
 def num_layers(family: str) -> int:
-    """Without the block."""
+    """The number of layers without the block."""
     return 4 if family in QWEN else hf.LAYERS
 
 
 def stored_name(family: str, name: str) -> str:
-    """The name in the files of `name`, a tensor of transformers' model with one layer more."""
+    """The name in the model's files for `name`, a tensor of a transformers model with one additional layer."""
     block = f"model.layers.{num_layers(family)}."
     if family not in QWEN or not name.startswith(block):
         return name
@@ -46,7 +46,8 @@ def stored_name(family: str, name: str) -> str:
 
 
 def save(folder: Path, family: str, **fields: Any) -> tuple[Path, "ByHand"]:
-    """A folder with the files of a model and its block, and the same by hand.  fields: of config.json"""
+    """Saves a folder with the files of a model and its block.  Returns it and the same model by hand.  fields: values
+    in config.json"""
     layers = num_layers(family)
     kinds = dict(layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"])
     own = {"layer_types": kinds["layer_types"] + ["full_attention"]} if family in QWEN else {}
@@ -75,17 +76,18 @@ def save(folder: Path, family: str, **fields: Any) -> tuple[Path, "ByHand"]:
 
 @dataclass(frozen=True)
 class ByHand:
-    """model: transformers' in float64, with the block's layer as its last; own: the other tensors of the block"""
+    """model: transformers model in float64, whose last layer is the layer of the block; own: the other tensors of the
+    block"""
 
     family: str
     model: Any
     own: dict[str, Tensor]
 
     def losses(self, sample: Sample, *, is_joint: bool) -> tuple[Tensor, Tensor]:
-        """-log p of supervised tokens of one document: of the model [n], and of the block [m]."""
+        """-log p of the supervised tokens of one document: by the model [n], and by the block [m]."""
         tokens, weights = torch.from_numpy(sample.tokens.astype(np.int64)), torch.from_numpy(sample.weights)
         embedding, output = self.model.model.embed_tokens.weight, self.model.lm_head.weight
-        hidden = self.model.model(input_ids=tokens[None]).last_hidden_state[0]  # after the last norm
+        hidden = self.model.model(input_ids=tokens[None]).last_hidden_state[0]  # output of the last norm
         logits = hidden @ output.T
         of_model = [cross_entropy(logits[t], tokens[t + 1]) for t in range(len(tokens) - 1) if weights[t + 1] > 0]
         if not is_joint:
@@ -96,7 +98,7 @@ class ByHand:
         return torch.stack([*of_model]) if of_model else empty, torch.stack([*second]) if second else empty
 
     def _block(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """Hidden states and embeddings of the next tokens [n, h] -> [n, h]"""
+        """Hidden states, and the embeddings of the next tokens, both [n, h] -> [n, h]"""
         joined = torch.cat([self._norm("enorm", embedded), self._norm("hnorm", hidden)], dim=-1)
         x = (joined @ self.own["eh_proj"].T)[None]
         size, positions = x.shape[1], torch.arange(x.shape[1])[None]
@@ -113,7 +115,8 @@ class ByHand:
         return x * scale * (self.own[name] + offset)
 
     def gradients(self, samples: list[Sample], *, is_joint: bool) -> tuple[float, float, int, dict[str, Tensor]]:
-        """Both mean losses, the number of tokens of the second, and every gradient of the objective by stored name."""
+        """Mean loss of the model and of the block, number of tokens of the latter, and every gradient of the objective
+        by stored name."""
         for tensor in (*self.model.parameters(), *self.own.values()):
             tensor.grad = None
         both = [self.losses(sample, is_joint=is_joint) for sample in samples]

@@ -1,4 +1,4 @@
-"""Adapters of peft beside ours: the same random values in both, token losses, gradients and steps of both."""
+"""Adapters in peft and in our engine with the same random values: token losses, gradients and steps of both."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,19 +17,19 @@ from tests.ranks.hf_models import Part, assembled, hf_losses, load
 from tests.unit.fixtures import hf
 
 RANK, ALPHA = 3, 5.0
-HEAD = "base_model.model."  # of peft's names
+HEAD = "base_model.model."  # prefix of names in peft
 WHOLE = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "output_layer.weight": "lm_head.weight"}
 VALUES = 0.2  # standard deviation of the factors, so that adapters change losses visibly
 
 
 def factors(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """Random factors by peft's names, without its prefix."""
+    """Random factors by their names in peft, without the prefix."""
     generator = torch.Generator().manual_seed(11)
     return {name: torch.randn(shape, generator=generator) * VALUES for name, shape in sorted(shapes.items())}
 
 
 def peft_model(folder: Path, targets: Any, **fields: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """transformers' model with adapters, and their values."""
+    """A transformers model with adapters, and the values of the adapters."""
     settings = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, task_type="CAUSAL_LM", **fields)
     model = peft.get_peft_model(hf.load(folder), settings)
     stored = {name.removeprefix(HEAD): tensor for name, tensor in peft.get_peft_model_state_dict(model).items()}
@@ -39,12 +39,12 @@ def peft_model(folder: Path, targets: Any, **fields: Any) -> tuple[Any, dict[str
 
 
 def stored_name(name: str) -> str:
-    """The name in files of a parameter of peft's model."""
+    """The name that a parameter of peft's model has in files."""
     return name.removeprefix(HEAD).replace(".modules_to_save", "").replace(".default.", ".")
 
 
 def fill(engine: Engine, values: dict[str, torch.Tensor]) -> None:
-    """Give our adapters these values; each is used."""
+    """Sets these values in our adapters; checks that every value is used."""
     used = set()
     with torch.no_grad():
         for shard in adapted.linear_tensors(engine.chunks):
@@ -68,7 +68,7 @@ def packed_losses(
 
 
 def peft_gradients(model: Any, packs: Sequence[Sequence[Sample]]) -> tuple[dict[str, torch.Tensor], float]:
-    """Gradients of the mean loss over supervised tokens, by stored name; and this loss."""
+    """The gradients, by stored name, of the mean loss over supervised tokens; and this loss."""
     model.zero_grad()
     total, count = torch.zeros(()), 0
     for sample in (sample for pack in packs for sample in pack):
@@ -80,9 +80,10 @@ def peft_gradients(model: Any, packs: Sequence[Sequence[Sample]]) -> tuple[dict[
 
 
 def adapted_weights(model: Any, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parameters of transformers' model with every adapter added, as functions of its factors.
+    """The parameters of the transformers model plus the product of every adapter, as differentiable functions of the
+    factors.
 
-    transformers stacks the experts of the files: gate above up, one matrix for each expert.
+    transformers stacks the experts' matrices: one matrix for each expert, with gate above up.
     """
     weights = dict(model.named_parameters())
     for name in values:
@@ -95,7 +96,7 @@ def adapted_weights(model: Any, values: dict[str, torch.Tensor]) -> dict[str, to
             weights[f"{module}.weight"] = weights[f"{module}.weight"] + delta
             continue
         number, kind = rest.split(".")
-        kind = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(kind, kind)  # in files of Mixtral
+        kind = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(kind, kind)  # names in files of Mixtral
         block = block.replace("block_sparse_moe", "mlp")
         stack = f"{block}.experts.{'down_proj' if kind == 'down_proj' else 'gate_up_proj'}"
         height = weights[stack].shape[1]
@@ -108,7 +109,7 @@ def adapted_weights(model: Any, values: dict[str, torch.Tensor]) -> dict[str, to
 
 @dataclass(frozen=True)
 class Adapted:
-    """transformers' model with adapters that are added to its weights; called as the model itself."""
+    """A transformers model whose adapters are added to its weights; it is called as the model itself."""
 
     model: Any
     values: dict[str, torch.Tensor]
@@ -125,7 +126,8 @@ class Adapted:
 
 
 def whole(results: Sequence[dict[str, Any]], key: str) -> dict[str, torch.Tensor]:
-    """Parts of all ranks as whole tensors, by the names of peft: one for each expert, and without rows of padding."""
+    """Whole tensors by their names in peft, from the parts of all ranks: one for each expert, and without padding
+    rows."""
     found = {}
     for key_of_part, array in assembled(part for result in results for part in result[key]).items():
         if key_of_part in WHOLE:
@@ -142,7 +144,7 @@ def shard_parts(shards: Iterable[Any]) -> list[Part]:
 
 
 def steps(model: Any, packs: Any, count: int, adam: Any = None) -> None:
-    """Steps of a new AdamW, or of `adam`, on what is trained of peft's model."""
+    """Runs steps of a new AdamW, or of `adam`, on the trained parameters of peft's model."""
     trained = [param for _, param in model.named_parameters() if param.requires_grad]
     adam = adam or torch.optim.AdamW(trained, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     for _ in range(count):
@@ -152,5 +154,5 @@ def steps(model: Any, packs: Any, count: int, adam: Any = None) -> None:
 
 
 def trained_of(model: Any) -> dict[str, torch.Tensor]:
-    """What is trained of peft's model, by stored name."""
+    """The trained parameters of peft's model, by stored name."""
     return {stored_name(name): p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}

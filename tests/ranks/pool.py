@@ -1,13 +1,13 @@
-"""Real ranks for tests: processes that stay up, joined by gloo, running functions by name.
+"""Real ranks for tests: processes joined by gloo, which stay alive and run functions by name.
 
     pool = RankPool(4)
     results = pool.run(function, arg)          # [function(arg) on rank 0, ..., on rank 3]
     pool.close()                               # ends the processes
 
-Importing megatron-core costs seconds a process, so a pool of each size is started once per test session.  On a CPU one
-process imports it, and ranks are forked from that process.  A function runs on every rank at once; it may build and
-tear down any layout.  The first rank to fail fails the call, with its rank and traceback, and takes the pool down with
-it: the others may be waiting in a collective.
+An import of megatron-core takes seconds, so the test session starts one pool of each size.  On a CPU, one process
+imports megatron-core, and the ranks are forked from it.  A function runs on every rank at once; it may build and
+destroy any layout.  If a rank fails, the call fails with the rank and its traceback, and the pool ends, because other
+ranks may wait in a collective.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-TIMEOUT_S = 600  # longest a single call may take; a hang is a failure, not a wait
+TIMEOUT_S = 600  # time limit in seconds of one call; a hang fails the test
 
 
 class RankFailure(AssertionError):
@@ -47,7 +47,7 @@ class RankPool:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
-        """`function(*args)` on every rank; the results in rank order."""
+        """Runs `function(*args)` on every rank.  Returns the results in rank order."""
         for pipe in self._pipes:
             pipe.send((function, args))
         deadline = time.monotonic() + timeout_s
@@ -87,11 +87,12 @@ class RankPool:
         raise RankFailure(message)
 
 
-Ranks = Callable[[int], RankPool]  # the fixture `ranks`
+Ranks = Callable[[int], RankPool]  # type of the fixture `ranks`
 
 
 def _context() -> Any:
-    """Importing Transformer Engine may start CUDA, which does not work in a forked process."""
+    """A way to start processes without fork if CUDA may have been started: importing Transformer Engine may start CUDA,
+    which does not work in a forked process."""
     import torch
 
     if torch.version.cuda is not None:
@@ -102,14 +103,15 @@ def _context() -> Any:
 
 
 def _kill(process: Any) -> None:
-    """A rank and everything it started."""
+    """Kills a rank and every process that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.join()
 
 
 class _World:
-    """How this process finds its peers; `join` may be called again after the process group was destroyed."""
+    """The address at which this process finds its peers; `join` may be called again after the process group was
+    destroyed."""
 
     folder, rank, world_size, joined = "", 0, 1, 0
 
@@ -154,4 +156,4 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
         except BaseException:  # noqa: B036 - whatever went wrong there is reported here
             answer = (traceback.format_exc(), None)
         pipe.send(answer)
-        gc.collect()  # groups live in cycles, and each holds threads that poll
+        gc.collect()  # groups are part of reference cycles, and each holds threads that poll

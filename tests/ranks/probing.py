@@ -1,4 +1,4 @@
-"""`sft probe` on the ranks of a pool, with a fault planted in the code that it examines."""
+"""Runs `sft probe` on the ranks of a pool, with a fault in the code that the probe examines."""
 
 import json
 import os
@@ -39,7 +39,8 @@ def prepare(folder: Path, text: str = RECIPE) -> Path:
 
 
 def probe(pool: RankPool, recipe: Path, words: list[str], fault: str | None = None) -> tuple[int, dict[str, Any]]:
-    """Exit code, the same on every rank, and the content of --json: `probe(pool, recipe, ["leak", "parallel.cp=2"])`"""
+    """The exit code, which is the same on every rank, and the content of --json: `probe(pool, recipe, ["leak",
+    "parallel.cp=2"])`."""
     answer, (question, *rest) = recipe.parent / "answer.json", words
     answer.unlink(missing_ok=True)
     within = FAULTS[fault] if fault else nullcontext
@@ -48,7 +49,7 @@ def probe(pool: RankPool, recipe: Path, words: list[str], fault: str | None = No
 
 
 def save_weights(recipe: Path, folder: str) -> None:
-    """A checkpoint of random weights of another seed, without manifest."""
+    """Writes a checkpoint, without manifest, of random weights of another seed."""
     loaded = load_recipe(str(recipe), ["run.seed=5"])
     join()
     with session(loaded, Layout.resolve(loaded.config, 2)) as s, model(s) as (engine, _):
@@ -56,7 +57,7 @@ def save_weights(recipe: Path, folder: str) -> None:
 
 
 def ignored_boundaries() -> Any:
-    """The second pipeline stage takes the pack for one document."""
+    """Fault: the second pipeline stage treats the pack as one document."""
     documents = Portable.documents
 
     def faulty(backend: Portable, cu_seqlens: Any, max_seqlen: int, *rest: Any) -> Any:
@@ -68,7 +69,8 @@ def ignored_boundaries() -> Any:
 
 
 def late_shift() -> Any:
-    """Labels are shifted after the split over cp ranks: the last token of a chunk gets a token of another chunk."""
+    """Fault: labels are shifted after the split over cp ranks, so the last token of a chunk gets a label from another
+    chunk."""
     local_part = pack.local_part
 
     def faulty(*args: Any, **options: Any) -> Any:
@@ -79,7 +81,7 @@ def late_shift() -> Any:
 
 
 def running_positions() -> Any:
-    """Positions count through the whole pack."""
+    """Fault: positions count through the whole pack."""
     make_pack = pack.Collator.pack
 
     def faulty(*args: Any) -> Any:
@@ -90,7 +92,7 @@ def running_positions() -> Any:
 
 
 def contiguous_split() -> Any:
-    """Every rank gets one piece of each document; attention still takes it for two zigzag chunks."""
+    """Fault: every rank gets one contiguous piece of each document; attention still treats it as two zigzag chunks."""
 
     def faulty(cu_seqlens: np.ndarray, cp_size: int, cp_rank: int) -> np.ndarray:
         pieces = [np.array_split(np.arange(a, b), cp_size)[cp_rank] for a, b in zip(cu_seqlens, cu_seqlens[1:])]
@@ -100,7 +102,7 @@ def contiguous_split() -> Any:
 
 
 def same_part() -> Any:
-    """Every context-parallel rank gets the part of rank 0."""
+    """Fault: every context-parallel rank gets the part of rank 0."""
     local_indices = context_parallel.local_indices
 
     def faulty(cu_seqlens: np.ndarray, cp_size: int, cp_rank: int) -> np.ndarray:
@@ -110,7 +112,7 @@ def same_part() -> Any:
 
 
 def scaled_gradient() -> Any:
-    """With context parallelism, one weight's gradient is a thousandth too large."""
+    """Fault: with context parallelism, the gradient of one weight is a thousandth too large."""
     finalize = Engine._finalize
 
     def faulty(engine: Engine, chunks: list[Any], *args: Any, **core: Any) -> None:
@@ -122,7 +124,7 @@ def scaled_gradient() -> Any:
 
 
 def other_plan() -> Any:
-    """One rank puts all documents on all ranks of CP."""
+    """Fault: one rank plans every document on all ranks of the largest CP group."""
     assign = dynamic_cp.assign
 
     def faulty(*args: Any, **options: Any) -> Any:

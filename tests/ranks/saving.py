@@ -1,4 +1,4 @@
-"""A saver on ranks, without a run around it."""
+"""A saver on ranks, without a complete run."""
 
 import io
 import os
@@ -26,7 +26,7 @@ ASYNC = "checkpoint.async_save=true"
 
 
 class Run:
-    """An engine, its saver, and what rank 0 has said."""
+    """An engine, its saver, and the lines that rank 0 printed."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Run:
             plan={"data": "9f2c"}, recipe={}, layout={"tp": engine.layout.tp}, versions={"sft": "0"}
         )
         console = Console(engine.groups.rank, self.said)
-        self.published: dict[int, float] = {}  # on rank 0: the seconds that each save took, by step
+        self.published: dict[int, float] = {}  # on rank 0: seconds of each save, by step
         note = self.published.__setitem__
         config, groups = engine.config.checkpoint, engine.groups
         self.saver = Saver(config, self.folder, now, groups, console, lambda: True, note, in_use)
@@ -54,7 +54,7 @@ class Run:
         self.saver.save(self.engine, TrainState(step=step, **state), wait=wait)
 
     def says_published(self, *steps: int) -> bool:
-        """Whether rank 0 heard of these saves, and no other rank of any."""
+        """Whether rank 0 reported exactly these saves, and no other rank reported any."""
         return list(self.published) == (list(steps) if self.engine.groups.rank == 0 else [])
 
     def lines(self) -> list[str]:
@@ -64,7 +64,7 @@ class Run:
         return scenarios.parameter_hash(self.engine), scenarios.optimizer_hash(self.engine)
 
     def loaded(self, step: int) -> tuple[str, str]:
-        """The hash of what the checkpoint of `step` holds; everything else in the engine is overwritten."""
+        """Two hashes of the content of the checkpoint of `step`; loading overwrites everything else in the engine."""
         plain = engine_state.load(self.engine, self.folder / folders.name_of(step))
         assert plain["iteration"] == plain["sft"]["state"]["step"] == step
         assert optimizer_shards.step_of(self.engine.optimizer) == step
@@ -78,7 +78,8 @@ def run_of(overrides: Sequence[str], folder: str, **given: Any) -> Iterator[Run]
 
 
 def train_and_save(overrides: list[str], source: str, folder: str, packs: list[Any]) -> dict[str, Any]:
-    """Two steps from the Hugging Face folder `source`.  Returns this rank's token losses before and after them."""
+    """Trains two steps from the Hugging Face folder `source`.  Returns this rank's token losses before and after these
+    steps."""
     with scenarios.running(overrides, has_weights=False) as engine:
         load(engine, source)
         before = scenarios.losses_of(engine, packs)

@@ -1,8 +1,8 @@
-"""What tests have ranks do.  Each function here runs on every rank of a pool and returns plain values.
+"""Functions that tests run on every rank of a pool.  They return plain values.
 
     with running(overrides) as engine: ...
 
-builds the whole trainer below the data on the layout that the overrides of RECIPE ask for.
+builds the whole trainer, without its data, on the layout that the overrides of RECIPE give.
 """
 
 import hashlib
@@ -38,8 +38,8 @@ from sft.recipe.load import parse_recipe
 from sft.weights.trained import trained_weights
 from tests.ranks.pool import RankPool, join
 
-VOCAB = 301  # prime: a multiple of nothing
-DECAYS = (".A_log", ".dt_bias")  # ends of the names of what the decay of linear attention is made of
+VOCAB = 301  # a prime number, so no multiple of a layout size
+DECAYS = (".A_log", ".dt_bias")  # ends of the names of the parameters that make the decay of linear attention
 
 RECIPE = """
 run: {dir: unused, device: cpu, precision: fp32, seed: 7}
@@ -54,9 +54,11 @@ optim: {lr: 1e-3, weight_decay: 0.1, schedule: linear, warmup_steps: 1}
 
 
 class SkewedCorpus:
-    """Random samples of unequal length, supervised in their last quarter only: a one-turn answer after a long prompt.
+    """Random samples of unequal length of which only the last quarter is supervised: a short answer after a long
+    prompt.
 
-    Under zigzag that puts all supervision on few ranks: of [0, 64) with cp 2, rank 0 holds all of [48, 64).
+    With zigzag, few ranks hold all supervised tokens: of a document of 64 tokens with cp 2, rank 0 holds all of [48,
+    64).
     """
 
     sources = ("even", "odd")
@@ -75,7 +77,7 @@ class SkewedCorpus:
         return Sample(sample_id=sample_id, tokens=tokens, weights=mask.astype(np.float32), source=sample_id % 2)
 
 
-# 20 packs of up to 256 tokens: five global batches of four.
+# 20 packs of up to 256 tokens, that is, five global batches of four packs.
 LENGTHS = [200, 37, 64, 5, 111, 90, 2, 256, 33, 150, 31, 75] * 4
 
 
@@ -88,9 +90,10 @@ def running(
     trains: bool = True,
     progress: Callable[[str], None] = lambda name: None,
 ) -> Iterator[Engine]:
-    """An engine with random weights on the layout that `overrides` of RECIPE give on this many ranks; gone afterwards.
+    """An engine with random weights, on the layout that `overrides` of RECIPE give on this number of ranks; released at
+    the end.
 
-    has_weights: False leaves it without any; trains: False makes an engine for forward passes only
+    has_weights: False leaves the weights unset; trains: False makes an engine for forward passes only
     """
     config = parse_recipe(RECIPE, "tests", list(overrides)).config
     join()
@@ -117,7 +120,8 @@ def running(
     finally:
         process_groups.stop()
         if engine:
-            release(engine)  # a leaked model keeps its groups, and a group keeps threads that poll
+            # a model that is not released keeps its groups alive, and each group keeps threads that poll
+            release(engine)
 
 
 def loader_of(engine: Engine, corpus: Any = None) -> Loader:
@@ -153,7 +157,7 @@ def collator_of(engine: Engine, cp_size: int | None = None) -> Collator:
 def microbatch_of(
     engine: Engine, samples: Sequence[Sample], doc_multiple: int | None = None, cp_size: int | None = None
 ) -> Microbatch:
-    """The samples as one pack, and this rank's part of it; no samples: filler only."""
+    """This rank's part of a pack of the samples; without samples, the pack is one filler document."""
     collator = replace(collator_of(engine, cp_size), pad_to_length=0)
     if doc_multiple:
         collator = replace(collator, doc_multiple=doc_multiple, pack_multiple=1)
@@ -161,12 +165,13 @@ def microbatch_of(
 
 
 def microbatches_of(engine: Engine, packs: Sequence[Sequence[Sample]]) -> list[Microbatch]:
-    """The packs of this data-parallel rank, which takes turns with the others."""
+    """The packs of this data-parallel rank: packs are dealt to the data-parallel ranks in turn."""
     return [microbatch_of(engine, pack) for pack in packs[engine.groups.dp_rank :: engine.layout.dp]]
 
 
 def count_parameters(engine: Engine) -> int:
-    """Parameters of the whole model, with padding of the vocabulary; tied embeddings and slices over tp once."""
+    """The parameters of the whole model with padding of the vocabulary; counts tied embeddings and slices over tp
+    once."""
     total = torch.zeros((), dtype=torch.int64)
     for chunk in engine.chunks:
         for param in chunk.parameters():
@@ -186,7 +191,7 @@ def parameter_hash(engine: Engine) -> str:
 
 
 def optimizer_hash(engine: Engine) -> str:
-    """Of the moments and fp32 weights of this rank, in the order of the optimizer."""
+    """A hash of the moments and fp32 weights of this rank, in the order of the optimizer."""
     digest = hashlib.sha256()
     for one in optimizer_shards.optimizer_slices(engine.optimizer):
         for name, flat in sorted(one.tensors.items()):
@@ -195,12 +200,12 @@ def optimizer_hash(engine: Engine) -> str:
 
 
 def save(engine: Engine, folder: Path, plain: dict[str, Any]) -> None:
-    """A checkpoint of `engine` in the existing, empty `folder`, without manifest."""
+    """Writes a checkpoint of `engine`, without manifest, into `folder`, which must exist and be empty."""
     engine_state.write(engine_state.snapshot(engine, plain), folder, engine.groups.control)
 
 
 def write_checkpoint(overrides: Sequence[str], folder: str) -> None:
-    """Random weights, and nothing learnt yet, into `folder`."""
+    """Writes a checkpoint of random weights before any step into `folder`."""
     with running(overrides) as engine:
         save(engine, Path(folder), {"iteration": 0})
 
@@ -213,13 +218,15 @@ def train_steps(engine: Engine, steps: Sequence[int]) -> list[StepResult]:
 def train(
     overrides: Sequence[str], steps: Sequence[int] = (0, 1, 2), load: str | None = None, save_to: str | None = None
 ) -> dict[str, Any]:
-    """Train the given steps (counted from 0), from random weights or the checkpoint `load`, and save into `save_to`."""
+    """Trains the given steps (counted from 0) from random weights or from the checkpoint `load`, and saves into
+    `save_to`."""
     with running(overrides) as engine:
         if load:
             plain = engine_state.load(engine, Path(load))
             assert plain["iteration"] == steps[0]
         results, grid = train_steps(engine, steps), loader_of(engine).grid
-        random.random(), np.random.random(), torch.rand(1)  # something to restore
+        # advances the random generators, so that a resume has states to restore
+        random.random(), np.random.random(), torch.rand(1)
         if save_to:
             Path(save_to).mkdir(exist_ok=True)
             save(engine, Path(save_to), {"iteration": steps[-1] + 1})
@@ -246,7 +253,7 @@ def adam_steps(engine: Engine) -> set[float]:
 
 
 def check_bitwise(pool: RankPool, folder: Path, overrides: list[str]) -> None:
-    """Two steps at once, and cut in two, are the same to the last bit."""
+    """Two steps in one run equal, bit for bit, one step, a checkpoint, and one step of a resumed run."""
     whole = pool.run(train, overrides, [0, 1])
     first = pool.run(train, overrides, [0], None, str(folder))
     second = pool.run(train, overrides, [1], str(folder))
@@ -286,7 +293,8 @@ def local_token_losses(engine: Engine, microbatch: Microbatch) -> Tensor | None:
 
 
 def losses_of(engine: Engine, packs: Sequence[Sequence[Sample]]) -> list[Any]:
-    """For each pack the positions of the local tokens and their -log p(label); None where the last stage is not."""
+    """For each pack, the positions of the local tokens and their -log p(label); None on ranks without the last
+    stage."""
     found = []
     for samples in packs:
         microbatch = microbatch_of(engine, samples)
@@ -302,7 +310,7 @@ def token_losses(overrides: Sequence[str], packs: Sequence[Sequence[Sample]]) ->
 
 
 def in_pack_order(results: Sequence[list[Any]], pack: int, length: int) -> np.ndarray:
-    """The losses of a pack, float32 [length], put together from the ranks that have them."""
+    """The losses of a pack, float32 [length], assembled from the ranks that hold its tokens."""
     losses = np.full(length, np.nan, dtype=np.float32)
     for result in results:
         if result[pack] is not None:
@@ -315,9 +323,10 @@ def in_pack_order(results: Sequence[list[Any]], pack: int, length: int) -> np.nd
 def check_parameters(
     found: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float, decay_tolerance: float | None = None
 ) -> None:
-    """All are there, and of each the difference is at most `tolerance` of its norm; 0: none differs.
+    """Checks that all parameters are present, and that each differs by at most `tolerance` of its norm; 0: bit for bit
+    equal.
 
-    decay_tolerance: of gradients of the decay of linear attention, which are sums over all tokens that cancel
+    decay_tolerance: for gradients of the decay of linear attention, which are sums over all tokens whose terms cancel
     """
     assert found.keys() == expected.keys()
     wrong = {}

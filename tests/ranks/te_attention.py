@@ -1,4 +1,5 @@
-"""A plain attention in place of Transformer Engine's: takes exactly what core's class takes, in both versions of core.
+"""A plain attention that replaces Transformer Engine's: it accepts exactly the arguments of core's class, in both
+versions of megatron-core.
 
 It gathers keys and values over cp, and computes one document after the other with a matrix of scores.
 """
@@ -22,7 +23,7 @@ from sft.mcore.latent_attention.core_attention import ExpandedKeys
 
 
 def with_plain_attention(run: Callable[..., Any], *given: Any) -> Any:
-    """Runs `run` with the core attention of the te backend on the modules of the portable backend."""
+    """Runs `run` with the core attention of the te backend, and with the other modules of the portable backend."""
     core_attention = partial(ExpandedKeys, attention=PlainAttention)
     with mock.patch.object(Portable, "latent_attention", core_attention):
         return run(*given)
@@ -30,7 +31,8 @@ def with_plain_attention(run: Callable[..., Any], *given: Any) -> Any:
 
 @cache
 def _signature(method: str) -> inspect.Signature:
-    """Of core's class, read from its source, because the class needs Transformer Engine."""
+    """The signature of a method of core's class, read from its source, because an import of the class needs Transformer
+    Engine."""
     (folder,) = extensions.__path__
     tree = ast.parse(Path(folder, "transformer_engine.py").read_text())
     (cls,) = (x for x in tree.body if isinstance(x, ast.ClassDef) and x.name == "TEDotProductAttention")
@@ -81,7 +83,7 @@ class PlainAttention(torch.nn.Module):
 
 
 def _places(boundaries: list[int], size: int, rank: int) -> Tensor:
-    """Places in the pack of a rank's tokens: of each document two chunks of 2 * size.
+    """The positions in the pack of a rank's tokens: for each document two of 2 * size chunks.
 
     [0, 8], 2, 1 -> 2, 3, 4, 5
     """

@@ -1,7 +1,7 @@
-"""Every number that is logged, on every layout, against a float64 loop over samples in one process.
+"""Every logged number, on every layout, equals the result of a float64 loop over samples in one process.
 
-The corpus is skewed: each sample is supervised in its last quarter only, so most context-parallel ranks hold
-prompt only and one holds nearly all of an answer.
+The corpus is skewed: only the last quarter of each sample is supervised, so most context-parallel ranks hold only
+tokens of prompts, and one rank holds nearly all tokens of an answer.
 """
 
 import math
@@ -18,7 +18,7 @@ from tests.ranks.pool import Ranks
 
 EDGES = [16, 64, 128]
 EDGE_KEYS = ["log.position_edges=[16, 64, 128]", "loss.entropy=true"]
-# Fed the same values: float64 sums of hundreds of terms in another order.
+# Both sides get the same values: float64 sums of hundreds of terms in another order.
 TOLERANCE = 1e-9
 CORRECT_ABOVE = -3.0
 LENGTHS = scenarios.LENGTHS[:12]  # five packs
@@ -36,7 +36,7 @@ LAYOUTS = [
 
 
 def fed(overrides: list[str], lengths: list[int]) -> dict[str, Any]:
-    """Totals of one step over the whole corpus, each rank given the values of the tokens it holds."""
+    """The totals of one step over the whole corpus; each rank gets values for the tokens that it holds."""
     with scenarios.running([*EDGE_KEYS, "train.global_batch_size=16", *overrides]) as engine:
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(lengths))
         microbatches = loader.microbatches(0)
@@ -60,12 +60,12 @@ def fed(overrides: list[str], lengths: list[int]) -> dict[str, Any]:
 
 
 def values(sample: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A log-probability in [-8, 0] and an entropy in [0, 5] for any token, whoever holds it."""
+    """A log-probability in [-8, 0] and an entropy in [0, 5] for any token; they do not depend on the rank."""
     return -4.0 - 4.0 * np.sin(12.9898 * sample + 78.233 * position), 2.5 + 2.5 * np.cos(3.7 * sample + position)
 
 
 def fed_by_hand(lengths: list[int]) -> dict[str, Any]:
-    """The same in Python's floats, token after token."""
+    """The same totals in Python floats, token after token."""
     nll, entropies, correct = [], [], 0
     positions, sources = np.zeros((2, len(EDGES) + 1)), np.zeros((2, 2))
     for i, length in enumerate(lengths):
@@ -120,7 +120,8 @@ def check(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     "lengths",
     [
         pytest.param(LENGTHS, id="many"),
-        # Only the first reaches the last bucket; the second file has one sample, on one rank, and a few of its tokens.
+        # Only the first sample reaches the last bucket; the second file has one sample, on one rank, and a few of its
+        # tokens.
         pytest.param([256, 40, 30, 1, 64], id="a bucket and a file on one rank"),
         pytest.param([2, 3, 5, 4], id="most ranks have nothing to say"),
     ],

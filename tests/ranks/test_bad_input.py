@@ -1,7 +1,8 @@
-"""A mistake in the input ends a run of two real processes: one paragraph from rank 0, exit code 2, nothing left.
+"""A mistake in the input ends a run of two real processes with one paragraph from rank 0 and exit code 2, and leaves
+nothing.
 
-What the recipe alone shows is told without starting torch (tests/unit/commands/test_cli.py, tests/unit/recipe); here
-are the mistakes that only the running processes can find.
+Mistakes that the recipe alone shows are reported without starting torch (tests/unit/commands/test_cli.py,
+tests/unit/recipe); this file has mistakes that only the running processes can find.
 """
 
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from tests.launching import GOOD, start
 
-MISTAKES = {  # overrides, how rank 0 begins, what it must mention
+MISTAKES = {  # overrides, beginning of rank 0's message, a part of the message
     "data that cannot be prepared": (
         ["data.doc_multiple=64"],
         "DataError: {folder}/chat.jsonl is not tokenised with these settings in {folder}/run/cache.  First run ",
@@ -28,7 +29,7 @@ MISTAKES = {  # overrides, how rank 0 begins, what it must mention
 
 @pytest.mark.parametrize("overrides,begins,mentions", MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_one_paragraph(tmp_path: Path, overrides: list[str], begins: str, mentions: str) -> None:
-    """One for each place that can refuse; the messages of the others have unit tests of their own."""
+    """Tests one mistake for each place that can refuse; the other messages have unit tests of their own."""
     (tmp_path / "chat.jsonl").write_text(GOOD + '\n{"messages": [' if "doc_multiple" in overrides[0] else GOOD)
     (code, _, told), other = start(tmp_path, overrides)
     assert code == 2, told

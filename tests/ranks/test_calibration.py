@@ -1,4 +1,5 @@
-"""A calibration with tiny sizes on two ranks: what it measures, and that ranks agree.  No time is judged."""
+"""A calibration with tiny sizes on two ranks: which numbers it measures, and that all ranks get the same ones.  No
+measured time is checked."""
 
 import math
 import os

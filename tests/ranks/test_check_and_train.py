@@ -11,13 +11,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 COSINE = ["optim.schedule=cosine", "optim.min_lr=1e-5"]
-# A start of the command of a run, by where it would continue, and the checkpoint that an error names.
+# Starts of a run's command: where each would continue, and the checkpoint that an error names.
 STARTS = {
     "a run": (["run.dir=full"], "full/checkpoints/iter_0000004"),
     "an older checkpoint": (["run.dir=damaged"], "damaged/checkpoints/iter_0000002"),
     "a branch": (["checkpoint.resume=full/checkpoints/iter_0000004"], "full/checkpoints/iter_0000004"),
 }
-# Changes that no checkpoint allows, and what the error says of them.
+# Changes that no checkpoint allows, and the part of the error that names them.
 CHANGES = {
     "run.seed=7": "run.seed was 1234, is 7",
     "train.global_batch_size=4": "train.global_batch_size was 2, is 4",
@@ -32,7 +32,7 @@ CHANGES = {
 ADAPTERS = "trains all weights, but this recipe trains adapters.  Give model.hf"
 WHOLE = "trains adapters, but this recipe trains all weights.  Give model.hf"
 UNKNOWN = "checkpoint.allow_changes names optim.lr, which is never refused.  It may name: data, data.doc_multiple"
-# Overrides, and a part of the error; the other cases are products of STARTS and CHANGES.
+# Overrides, and a part of the error.  The other cases are products of STARTS and CHANGES.
 OTHERS = {
     "a file": (["run.dir=file"], "run.dir = file (command line: run.dir=file) is not a folder."),
     "below a file": (["run.dir=file/x"], "file, which is not a folder.  Choose another run.dir."),
@@ -147,7 +147,7 @@ REFUSED = {**products(), **OTHERS}
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[str]]]:
-    """Exit code, error and output of `sft check` and of `sft train`, by the name of the case."""
+    """The exit code, the error and the output of `sft check` and of `sft train`, by the name of the case."""
     cases = {name: overrides for name, (overrides, _) in REFUSED.items()} | NO_ERROR
     cases["another base"] = ["run.dir=lora", "lora.rank=4", "model.hf=again"]
     cases["extended"] = ["run.dir=cosine", "train.num_steps=8", *COSINE]
@@ -183,7 +183,7 @@ def test_no_refusal(answers: dict[str, list[list[str]]], name: str) -> None:
 
 
 def test_a_learning_rate_that_jumps(answers: dict[str, list[list[str]]]) -> None:
-    """The last step of the shorter schedule had the rate 1e-5."""
+    """The last step of the shorter schedule had the learning rate 1e-5."""
     check, train = answers["extended"]
     warning = (
         "the learning rate jumps where the run continues: 1e-05 at step 4 of 4 by the recipe of "
@@ -195,7 +195,7 @@ def test_a_learning_rate_that_jumps(answers: dict[str, list[list[str]]]) -> None
 
 
 def test_base_weights_that_were_never_hashed(answers: dict[str, list[list[str]]]) -> None:
-    """`sft check` hashes nothing, and says so; the start hashes them."""
+    """`sft check` hashes no weights, and says so; `sft train` hashes them."""
     check, train = answers["another base"]
     assert check[:2] == [0, ""] and "base weights not compared: they were not hashed on this machine" in check[2]
     assert train[0] == 2 and "trains adapters of the weights " in train[1]

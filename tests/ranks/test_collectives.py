@@ -1,4 +1,4 @@
-"""Collectives of messages: results, errors, and a stranger who has connected as a rank."""
+"""Collectives of messages: results, errors, and a foreign process that has connected as a rank."""
 
 import pickle
 from pathlib import Path
@@ -56,7 +56,8 @@ def each_collective() -> dict[str, Any]:
 
 
 def test_a_stranger_in_place_of_a_rank_runs_nothing(ranks: Ranks, tmp_path: Path) -> None:
-    """Rank 1 is the stranger.  It speaks gloo, and sends a pickle instead of a message, or a size without end."""
+    """Rank 1 is a foreign process.  It speaks gloo, and sends a pickle instead of a message, or a length without
+    bound."""
     first, _ = ranks(2).run(meet_a_stranger, str(tmp_path / "ran"))
     assert not (tmp_path / "ran").exists()
     start = "ConfigError: rank 1 sent bytes that are no message of this program: "

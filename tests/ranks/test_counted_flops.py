@@ -1,6 +1,6 @@
-"""The matrix products that a step executes are those that the prediction lists.  torch's dispatcher counts them.
+"""The matrix products that a step executes are those of the prediction.  torch's dispatcher counts them.
 
-The count is by the sizes of the tensors that each operation gets; it shares no formula with sft/estimate or sft/layers.
+The count uses the sizes of the tensors that each operation gets; it shares no formula with sft/estimate or sft/layers.
 """
 
 from collections import Counter
@@ -27,17 +27,19 @@ from tests.ranks.layouts import GEMMA, GEMMA4, GEMMA4_EXPERTS, GPT_OSS, LATENT, 
 from tests.ranks.pool import Ranks
 from tests.unit.fixtures import hf
 
-# Of attention: a tile of queries also computes the scores behind its first query, half a tile of 8 for each query.
+# In attention, a tile of queries also computes the scores of keys after its first query: half a tile of 8 for each
+# query.
 ATTENTION_TOLERANCE = 0.02
 LENGTH, SUPERVISED, TILE = 512, 151, 8
 ONE = ["data.seq_length=512", "train.global_batch_size=1"]
 TWO_LAYERS = ["model.num_layers=2"]
-PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # and the index of the first factor among the arguments
+# operations, and the index of the first factor among the arguments of each
+PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}
 OTHERS = ("matmul", "linear", "einsum", "mv", "addmv", "addbmm", "dot", "conv", "attention")
 
 
 class Counted(TorchDispatchMode):
-    """FLOPs of matrix products, by the part of the program that is running."""
+    """FLOPs of matrix products, by the part of the program that runs them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +58,7 @@ class Counted(TorchDispatchMode):
 
     @contextmanager
     def within(self, owner: Any, method: str, part: str) -> Iterator[None]:
-        """While `method` runs, products count for `part`."""
+        """While `method` runs, its products count for `part`."""
         original = getattr(owner, method)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -96,7 +98,8 @@ def count(overrides: list[str], samples: Sequence[Sample]) -> dict[str, dict[str
             "products": sum(p.flops * p.num_runs for p in layer_products(config, layout, of_model, tokens)),
             "head": head.flops * head.num_runs,
             "attention": attention * (2 if config.train.recompute == "full" else 1),
-            # The kernel computes scores again: 3 products of the width of keys and 2 of values, forward one of each.
+            # The kernel computes the scores again: backward has 3 products of the width of keys and 2 of values,
+            # forward one of each.
             "attention gradients": attention
             * (3 * keys + 2 * values)
             / (keys + values)
@@ -137,7 +140,7 @@ CASES = {
     "linear, selective": [*LINEAR_LAYER, SELECTIVE],
     "latent": LATENT,
     "latent, full": [*LATENT, FULL],
-    "routers": [*MOE, *ROUTERS, SELECTIVE],  # the first layer without experts
+    "routers": [*MOE, *ROUTERS, SELECTIVE],  # the first layer has no experts
 }
 
 
@@ -180,7 +183,8 @@ def lora(*targets: str) -> str:
     ids=str,
 )
 def test_frozen_weights(ranks: Ranks, tmp_path: Path, family: str, world_size: int, overrides: list[str]) -> None:
-    """No product for a gradient that nobody needs: neither of frozen weights, nor below the lowest trained weight."""
+    """No product computes a gradient that nothing needs: neither of frozen weights, nor below the lowest trained
+    weight."""
     source = hf.save(tmp_path / "source", family)
     recipe = [*recipe_of(source), *ONE, f"model.hf={source}", "model.init_from=random", *overrides]
     for result in ranks(world_size).run(count, recipe, document()):

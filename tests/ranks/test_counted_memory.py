@@ -7,9 +7,9 @@ from tests.ranks import counted_memory
 from tests.ranks.pool import Ranks
 
 QUICK = ("full", "cp")
-MOST = 1.10  # of all bytes, counted / predicted, in a row that misses a bar of `Comparison`
-# Categories that may miss their bar.  tp: core keeps buffers of gathered hidden states, 1 MiB each, which the equations
-# leave out.  The same row has 0 to 3 of them, by what the process ran before.
+MOST = 1.10  # bound of counted / predicted total bytes, in a row that misses a bar of `Comparison`
+# Categories that may miss their bar.  tp: megatron-core keeps buffers of gathered hidden states, 1 MiB each, which the
+# equations leave out.  The same row has 0 to 3 such buffers, depending on what the process ran before.
 KNOWN_MISSES = {"tp": {SAVED, WORKING, "total"}}
 
 

@@ -1,4 +1,4 @@
-"""Every supervised token counts once, and what is not supervised counts for nothing."""
+"""Every supervised token counts once, and unsupervised tokens do not count."""
 
 import re
 from dataclasses import replace
@@ -17,24 +17,24 @@ from tests.ranks import scenarios
 from tests.ranks.pool import Ranks
 from tests.unit.metric_values import by_layout
 
-# The same sums over other groupings of fp32 numbers.
+# The same sums with another grouping of fp32 numbers.
 TOLERANCE = 1e-6
 
-LAYOUTS = [(1, []), (2, ["parallel.pp=2"]), (4, ["parallel.cp=2"])]  # the last with dp 2
+LAYOUTS = [(1, []), (2, ["parallel.pp=2"]), (4, ["parallel.cp=2"])]  # the last layout has dp 2
 
 
 def quarter(seed: int, length: int) -> Sample:
-    """Supervised in its last quarter: of 10 tokens the last 2, of 3 none."""
+    """A sample whose last quarter is supervised: 2 of 10 tokens, 0 of 3."""
     return answer(length, length // 4, seed=seed, last=scenarios.VOCAB)
 
 
 def question(seed: int, length: int) -> Sample:
-    """Without a supervised token."""
+    """A sample without a supervised token."""
     return answer(length, 0, seed=seed, last=scenarios.VOCAB)
 
 
 def one_step(overrides: list[str], packs: list[list[Sample]]) -> dict[str, object]:
-    """One training step over `packs`, dealt out to the data-parallel ranks in turn."""
+    """One training step over `packs`, which are dealt to the data-parallel ranks in turn."""
     with scenarios.running([*overrides, f"train.global_batch_size={len(packs)}"]) as engine:
         result = engine.train_step(scenarios.microbatches_of(engine, packs))
         return {
@@ -54,7 +54,7 @@ def test_a_batch_without_supervision_is_skipped(ranks: Ranks, world_size: int, o
     after = ranks(world_size).run(one_step, overrides, packs)
     for result, expected in zip(after, before):
         assert result["skipped"] and result["loss"] == 0.0 and result["num_tokens"] == 0
-        assert result["hash"] == expected  # not even weight decay
+        assert result["hash"] == expected  # not even weight decay changes a weight
 
 
 def untrained_hash(overrides: list[str]) -> str:
@@ -64,7 +64,8 @@ def untrained_hash(overrides: list[str]) -> str:
 
 @pytest.mark.parametrize("world_size,overrides", LAYOUTS, ids=str)
 def test_unsupervised_microbatches_change_nothing(ranks: Ranks, world_size: int, overrides: list[str]) -> None:
-    """A whole microbatch, and with dp 2 a whole rank, without a supervised token: the result is bitwise the same."""
+    """A whole microbatch, and with dp 2 a whole rank, has no supervised token: the result is bitwise the same without
+    it."""
     some = [[quarter(0, 90)], [question(1, 33)], [quarter(2, 70)], []]
     other = [[quarter(0, 90)], [question(7, 64)], [quarter(2, 70)], [question(8, 9)]]
     for a, b in zip(
@@ -87,15 +88,17 @@ def test_unsupervised_microbatches_change_nothing(ranks: Ranks, world_size: int,
     ids=" ".join,
 )
 def test_the_logged_loss_is_the_optimised_one(ranks: Ranks, objective: list[str]) -> None:
-    """lr small, one plain step of known size: the loss must fall by lr * |gradient|^2, to first order (P67)."""
+    """With a small learning rate, one plain gradient step must lower the loss by lr * |gradient|^2, to first order
+    (P67)."""
     packs = [[quarter(0, 90), quarter(2, 30)], [quarter(1, 60)]]
     (result,) = ranks(1).run(descent, objective, packs)
-    assert result["fallen"] == pytest.approx(result["expected"], rel=0.02)  # second order is left out
+    assert result["fallen"] == pytest.approx(result["expected"], rel=0.02)  # the second order is neglected
 
 
 @pytest.mark.parametrize("world_size,overrides,count", [(1, [], 4), (1, [], 1), (2, ["parallel.cp=2"], 2)], ids=str)
 def test_the_logged_loss_is_what_went_backward(ranks: Ranks, world_size: int, overrides: list[str], count: int) -> None:
-    """For any number of microbatches: the roots of the graphs, and the size of the step they made."""
+    """For any number of microbatches: the logged loss equals the sum of the roots of the autograd graphs, and fits the
+    size of the step."""
     samples = [quarter(i, n) for i, n in enumerate([60, 31, 50, 20])]
     packs = [samples[i::count] for i in range(count)]
     found = ranks(world_size).run(descent, overrides, packs)
@@ -108,7 +111,7 @@ def test_the_logged_loss_is_what_went_backward(ranks: Ranks, world_size: int, ov
 
 @pytest.mark.parametrize("world_size,overrides", [(1, []), (2, ["parallel.cp=2"])], ids=str)
 def test_the_size_of_weights_does_not_matter(ranks: Ranks, world_size: int, overrides: list[str]) -> None:
-    """Their sum is the denominator, also where it is far below 1 (core takes any denominator for at least 1)."""
+    """The sum of weights is the denominator, even far below 1 (megatron-core raises denominators to at least 1)."""
     packs = [[quarter(0, 90), quarter(2, 30)], [quarter(1, 60)]]
     plain, light = (ranks(world_size).run(weighed, overrides, packs, size)[0] for size in (1.0, 2.0**-10))
     assert light["denominator"] == plain["denominator"] / 1024 < 1
@@ -125,7 +128,8 @@ def weighed(overrides: list[str], packs: list[list[Sample]], size: float) -> dic
 
 
 def descent(overrides: list[str], packs: list[list[Sample]]) -> dict[str, Any]:
-    """How far the loss falls by a small plain step, how far it should; what is logged, and where backward began."""
+    """How far a small plain step lowers the loss, how far it should; the logged loss, and the root of each autograd
+    graph."""
     with scenarios.running([f"train.global_batch_size={len(packs)}", *overrides]) as engine:
         microbatches = [scenarios.microbatch_of(engine, pack) for pack in packs]
         totals = [engine.evaluate(microbatches)]
@@ -147,7 +151,7 @@ def descent(overrides: list[str], packs: list[list[Sample]]) -> dict[str, Any]:
 
 
 def noting(loss: Any, roots: list[float], *arguments: Any) -> Any:
-    """What `loss` gives; its first value is the root of the graph."""
+    """Returns the result of `loss`; records its first value, the root of the graph."""
     found = loss(*arguments)
     roots.append(found[0].item())
     return found
@@ -171,7 +175,7 @@ def test_biases_and_norms_do_not_decay(ranks: Ranks) -> None:
 
 
 def decaying(overrides: list[str]) -> set[str]:
-    """Last two parts of the names of parameters in groups with weight decay, after a step."""
+    """The last two parts of the names of parameters in groups with weight decay, after a step."""
     with scenarios.running(overrides) as engine:
         engine.train_step([scenarios.microbatch_of(engine, [quarter(0, 90)])] * engine.layout.num_microbatches)
         groups = [g for g in engine.optimizer.param_groups if g["weight_decay"] > 0]
@@ -180,19 +184,22 @@ def decaying(overrides: list[str]) -> set[str]:
         return {".".join(named[id(p)].split(".")[-2:]) for g in groups for p in g["params"]}
 
 
-# Five packs: a global batch of four, and one of three documents of 60 tokens, whose batch lacks three packs.
+# Five packs: a global batch of four packs, and a batch of one pack with three documents of 60 tokens; this batch lacks
+# three packs.
 SHORT_LAST = [200, 37, 64, 5, 111, 90, 2, 256, 60, 60, 60, 60]
-# Sums of fp32 numbers in another order; a perplexity has the error of a loss times its 5.7 nats.
+# Sums of fp32 numbers in another order.  The relative error of a perplexity is the error of the loss times its 5.7
+# nats.
 RECORD_TOLERANCE = 1e-5
 FILLER = {"tokens/padded", "padding/filler", "padding/tail"}
 BALANCED = FILLER | {"work-imbalance"}
 DYNAMIC = {"microbatches", "cp-size", "cp-bytes", "cp-bytes-fixed", "by cp size/NAME/packs", "by cp size/NAME/tokens"}
 FILLED = ["data.pad_to_seq_length=true"]
-NARROW = ["data.doc_multiple=2"]  # of a pack's length; tp 4 with sequence parallelism needs a multiple of 4
+# the pack's length is a multiple of it; tp 4 with sequence parallelism needs a multiple of 4
+NARROW = ["data.doc_multiple=2"]
 
 
 def records(overrides: list[str]) -> list[Record]:
-    """What the log says of an epoch's two steps, and of the same samples as a held-out set; by flat names."""
+    """The records of an epoch's two steps, and of the same samples as a held-out set; by flat names."""
     with scenarios.running(overrides) as engine:
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(SHORT_LAST))
         run = RunFacts.of(engine.config, engine.layout, engine.vocab_size)
@@ -207,7 +214,7 @@ def records(overrides: list[str]) -> list[Record]:
 
 
 def test_filler_by_hand(ranks: Ranks) -> None:
-    """A missing pack into which dp 2 puts documents takes no filler document of 32 tokens."""
+    """If dp 2 puts documents into a missing pack, the pack gets no filler document of 32 tokens."""
     one, two = (ranks(world_size).run(records, [])[0] for world_size in (1, 2))
     for step in (one[1], two[1]):
         assert (step["documents"], step["tokens/real"], step["tokens/aligned"]) == (3, 3 * 60, 3 * 64)
@@ -232,16 +239,17 @@ def test_filler_by_hand(ranks: Ranks) -> None:
 def test_the_layout_changes_what_the_page_says(
     ranks: Ranks, world_size: int, shared: list[str], overrides: list[str], expected: set[str]
 ) -> None:
-    """metrics.md, column layout: `same` is equal, `rounding` is close, and of the others only `packs` differs."""
+    """Layouts change a metric as the column layout of metrics.md says: `same` is equal, `rounding` is close, and of the
+    others only `packs` differs."""
     page = by_layout()
-    others = {"experts/dropped-share", *DYNAMIC}  # of experts, which are not here, and of dynamic CP
+    others = {"experts/dropped-share", *DYNAMIC}  # metrics of experts, which this model lacks, and of dynamic CP
     assert page["packs"] == BALANCED | {"tokens/capacity"} | others
     (one,), several = ranks(1).run(records, shared), ranks(world_size).run(records, [*shared, *overrides])
     assert [differing(one, found, page) for found in several] == [expected] * world_size
 
 
 def differing(one: list[Record], other: list[Record], page: dict[str, set[str]]) -> set[str]:
-    """Names, as the page has them, of what differs by more than rounding where the page allows for that."""
+    """The names, as in metrics.md, of metrics that differ although the page says `same`, or by more than rounding."""
     found = set()
     for a, b in zip(one, other, strict=True):
         assert a.keys() == b.keys()

@@ -1,6 +1,6 @@
-"""Kinds of layers cross freely: models that mix them have the losses and gradients of a float64 loop over layers.
+"""A model may mix all kinds of layers: its losses and gradients equal those of a float64 loop over layers.
 
-No released model has these mixtures, so the reference is written out below, by our names of weights.
+No released model has these mixtures, so this file contains the reference, with our names of weights.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,22 +24,22 @@ from tests.ranks.layouts import CP, PP, SP
 from tests.ranks.pool import Ranks
 from tests.unit.fixtures.recurrence import recurrence
 
-HEADS, DIM, EPS = 8, 4, 1e-5  # of RECIPE
+HEADS, DIM, EPS = 8, 4, 1e-5  # sizes of RECIPE
 KEY_HEADS, VALUE_HEADS, K, V = 2, 4, 6, 5
 LATENT, PLAIN, ROTARY, VALUE = 12, 6, 4, 5
 WINDOW, WINDOW_BASE, EXPERTS, TOP_K = 24, 500.0, 4, 2
-BLOCK_WEIGHT = 0.3  # of the loss of multi-token prediction
-# Of a gradient's norm, of four layers in fp32; measured at most 1.8e-5, and 5.2e-5 of decays, whose sums over all
-# tokens cancel.  With a window of one token less, losses differ by 1e-2.
+BLOCK_WEIGHT = 0.3  # weight of the loss of multi-token prediction
+# Relative to a gradient's norm, for four layers in fp32; measured at most 1.8e-5, and 5.2e-5 for decays, whose gradient
+# is a sum over all tokens whose terms cancel.  A window that is one token shorter changes losses by 1e-2.
 GRADIENT_TOLERANCE = 4e-5
 DECAY_TOLERANCE = 1.5e-4
 
 LINEAR = [
-    "model.init_std=0.08",  # so that decays matter
+    "model.init_std=0.08",  # so large that decays have an effect
     *(f"model.linear_attention.num_key_heads={KEY_HEADS}", f"model.linear_attention.num_value_heads={VALUE_HEADS}"),
     *(f"model.linear_attention.key_head_dim={K}", f"model.linear_attention.value_head_dim={V}"),
 ]
-OWN_HEADS = [  # layers without a window have wider heads than those with one, and fewer of them
+OWN_HEADS = [  # layers without a window have wider heads than layers with one, and fewer heads
     f"model.head_dim={DIM}",
     "model.full_attention.head_dim=8",
     "model.full_attention.num_query_groups=2",
@@ -47,7 +47,7 @@ OWN_HEADS = [  # layers without a window have wider heads than those with one, a
 ]
 MOE = [f"model.moe={{num_experts: {EXPERTS}, top_k: {TOP_K}, dense_layers: 1}}", "model.qkv_bias=false"]
 MODELS: dict[str, list[str]] = {
-    # linear, window, linear, full; norms before and after; the first without experts
+    # linear, window, linear, full; norms before and after; the first layer has no experts
     "linear x windows x experts": [
         *LINEAR,
         "model.linear_attention.layers=[1,3]",
@@ -65,7 +65,7 @@ MODELS: dict[str, list[str]] = {
         *OWN_HEADS,
         *MOE,
     ],
-    # full without experts, window, window, full; then the block's layer, full: the kind after the last
+    # full without experts, window, window, full; then the block's layer, full: its kind follows the pattern of kinds
     "own heads x multi-token prediction": [
         f"model.sliding_window={WINDOW}",
         "model.sliding_window_layers=[2,3]",
@@ -83,7 +83,7 @@ MODELS: dict[str, list[str]] = {
         *("model.num_query_groups=null", "model.qk_norm=false", "model.qkv_bias=false"),
     ],
 }
-BASES = {  # of the positions of layers with a window, by number
+BASES = {  # rotary bases of layers with a window, by number of the layer
     "linear x windows x experts": {2: 10_000.0},
     "own heads x linear x experts": {1: WINDOW_BASE},
     "own heads x multi-token prediction": {2: WINDOW_BASE, 3: WINDOW_BASE},
@@ -95,9 +95,9 @@ LAYOUTS = [(4, [*SP, *CP, "train.recompute=selective"]), (4, [*PP, *CP, "train.r
 
 
 class Layer:
-    """One layer, in float64, of one document.
+    """Computes one layer for one document in float64.
 
-    weights: by their names within the layer; base: of rotary positions
+    weights: by name within the layer; base: base of rotary positions
     """
 
     def __init__(self, weights: Mapping[str, Tensor], window: int | None, base: float) -> None:
@@ -175,7 +175,7 @@ class Layer:
 
 
 def rotated(x: Tensor, base: float) -> Tensor:
-    """[t, heads, d], the first half of a head with the second"""
+    """Rotates [t, heads, d]: pairs element i of the first half of a head with element i of the second half."""
     half = x.shape[-1] // 2
     angles = torch.outer(torch.arange(len(x)).double(), base ** (-torch.arange(half).double() / half))[:, None]
     first, second = x.chunk(2, -1)
@@ -192,9 +192,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
 def reference_losses(
     weights: Mapping[str, Tensor], tokens: np.ndarray, bases: Mapping[int, float]
 ) -> tuple[Tensor, Tensor]:
-    """-log p of each token but the first of one document, and by the block of each but the first two, if there is one.
+    """-log p of each token of one document except the first; and, if there is a block, of each except the first two by
+    the block.
 
-    bases: of the layers with a window, counted from 1
+    bases: rotary bases of the layers with a window, by number of the layer from 1
     """
     ids = torch.from_numpy(tokens.astype(np.int64))
     table, output = weights["embedding.word_embeddings.weight"], weights["output_layer.weight"][: scenarios.VOCAB].T
@@ -223,7 +224,7 @@ def inside(weights: Mapping[str, Tensor], first: str) -> dict[str, Tensor]:
 
 @contextmanager
 def running(overrides: Sequence[str]) -> Iterator[Engine]:
-    """An engine, although files of Hugging Face have no names for the weights of such a model."""
+    """An engine for a model whose weights have no names in Hugging Face files."""
     with mock.patch.object(trained, "_check_mtp"), scenarios.running(overrides) as engine:
         yield engine
 

@@ -1,6 +1,6 @@
-"""run.deterministic on a CPU: the same numbers, from kernels that are deterministic on a GPU too.
+"""run.deterministic on a CPU: two runs have equal numbers, from kernels that are also deterministic on a GPU.
 
-torch then also fills new tensors with NaN, so a number that came from memory nobody wrote would be NaN.
+torch then also fills new tensors with NaN, so a number read from uninitialised memory would be NaN.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ LAYOUTS = {
 
 
 def end(overrides: Sequence[str]) -> tuple[bool, list[tuple[float, float]], str]:
-    """Whether torch uses deterministic algorithms, loss and norm of each step, and a hash of the weights."""
+    """Whether torch uses deterministic algorithms; loss and gradient norm of each step; and a hash of the weights."""
     with scenarios.running(overrides) as engine:
         results = scenarios.train_steps(engine, [0, 1])
         is_on = torch.are_deterministic_algorithms_enabled()

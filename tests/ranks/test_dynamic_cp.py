@@ -1,6 +1,7 @@
-"""Packs of different CP sizes in one run: the same losses and gradients, and no trace of the pack before.
+"""Packs of different CP sizes in one run: losses and gradients stay the same, and a pack does not influence the next
+one.
 
-layouts.py has `dynamic_cp` as a dimension, so tests/ranks/test_resume_layouts.py shows one curve and resume.
+layouts.py has the dimension `dynamic_cp`, so tests/ranks/test_resume_layouts.py covers the curve and the resume.
 """
 
 from collections.abc import Sequence
@@ -21,13 +22,13 @@ from tests.ranks.layouts import GEMMA, GRADIENT_TOLERANCE, LATENT, LINEAR, LOSS_
 from tests.ranks.pool import Ranks, joined
 
 DYNAMIC = ["parallel.cp=4", "parallel.dynamic_cp=true"]
-DECAY_TOLERANCE = 3e-5  # of gradients that are sums over all tokens which cancel, see hf_comparison.py
+DECAY_TOLERANCE = 3e-5  # for gradients that are sums over all tokens whose terms cancel, see hf_comparison.py
 
 
 def losses_by_size(overrides: list[str], sizes: Sequence[int], packs: Sequence[Sequence[Any]]) -> list[list[Any]]:
     """-log p(label) of each local token of each pack at each CP size, and the positions of these tokens.
 
-    Every group of a size has the same pack.
+    All groups of one size have the same pack.
     """
     with scenarios.running(overrides) as engine:
         found = []
@@ -49,7 +50,8 @@ def losses_by_size(overrides: list[str], sizes: Sequence[int], packs: Sequence[S
     ids=["dense", "windows", "linear", "latent", "experts"],
 )
 def test_one_model_runs_packs_of_any_size_in_any_order(ranks: Ranks, model: list[str]) -> None:
-    """CP 1, 2, 1, 4, 2: a size that returns gives the same bits, and a document changes nothing for its neighbours."""
+    """CP sizes 1, 2, 1, 4, 2: a size that occurs again gives the same bits, and documents do not change the losses of
+    their neighbours."""
     a, b, c, other = (answer(n, n, seed=i, last=scenarios.VOCAB) for i, n in enumerate((50, 70, 90, 70), start=1))
     sizes, length = (1, 2, 1, 4, 2), 64 + 96 + 96
     results = ranks(4).run(losses_by_size, [*DYNAMIC, *model], sizes, [[a, b, c], [a, other, c]])
@@ -62,7 +64,7 @@ def test_one_model_runs_packs_of_any_size_in_any_order(ranks: Ranks, model: list
     assert (before[:, 64:133] != after[:, 64:133]).mean() > 0.9
 
 
-# By rank: packs at CP 4, 2 and 1 in one step.  Ids of scenarios.LENGTHS; the last rank has filler only.
+# For each rank, its packs at CP sizes 4, 2 and 1 in one step: ids of scenarios.LENGTHS; the last rank has only filler.
 SLOTS = [
     [Slot(4, (0, 1)), Slot(2, (4, 5)), Slot(1, (2,))],
     [Slot(4, (0, 1)), Slot(2, (4, 5)), Slot(1, (3,))],
@@ -91,7 +93,7 @@ def gradients(overrides: list[str], slots: list[list[Slot]]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("model", ["dense", "experts", "linear", "latent"])
 def test_gradients_and_counts_are_those_of_one_process(ranks: Ranks, model: str) -> None:
-    """Packs at CP 1, 2 and 4 in one step, against each document alone."""
+    """One step has packs at CP sizes 1, 2 and 4; it is compared with each document alone."""
     alone = [[Slot(1, (i,)) for i in SAMPLES]]
     plain = [*MODELS[model], "model.init_std=0.2", f"train.global_batch_size={len(SAMPLES)}"]
     (reference,) = ranks(1).run(gradients, plain, alone)
@@ -104,7 +106,7 @@ def test_gradients_and_counts_are_those_of_one_process(ranks: Ranks, model: str)
 
 
 def agreement(grids: list[Any]) -> str | None:
-    """The error of this rank, if the ranks have planned `grids`."""
+    """The error message of this rank, after the ranks have planned `grids`; None without an error."""
     with joined():
         world = dist.group.WORLD
         assert world is not None
@@ -124,7 +126,7 @@ def test_ranks_that_planned_other_sizes_are_named_before_they_wait_for_each_othe
 
 
 def test_groups_made_in_different_orders_are_refused() -> None:
-    """Ranks 0 and 1 would make both groups, each waiting for the other in another one."""
+    """Ranks 0 and 1 would make both groups in opposite orders, and each would wait for the other."""
     small, large = [0, 1], [0, 1, 2, 3]
     check_order([[small, large], [small, large], [[2, 3], large], [[2, 3], large]])
     with pytest.raises(RuntimeError, match="ranks 0 and 1 make groups in different orders"):

@@ -1,4 +1,4 @@
-"""Bytes over cp of a step: those of the log and of the plan, and none for packs of one rank."""
+"""A step sends as many bytes over cp as the log and the plan say, and none for packs of one rank."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,16 +17,17 @@ from tests.ranks import scenarios
 from tests.ranks.layouts import GEMMA, LATENT, LINEAR, MOE, ROUTERS
 from tests.ranks.pool import Ranks
 
-SLOW = "parallel.intra_node_gb_s=1e-6"  # so that the plan takes the smallest groups
+SLOW = "parallel.intra_node_gb_s=1e-6"  # so slow that the plan takes the smallest groups
 DYNAMIC = ["parallel.cp=4", "parallel.dynamic_cp=true", SLOW]
 HALF = ["parallel.cp=2", "parallel.dynamic_cp=true", SLOW]
 SHORT = [30, 64, 5, 61, 33, 2, 17, 48] * 12  # a rank holds 256 / 4 tokens
-# Of a pack: in each of 4 layers and 4 head groups, keys and values are gathered twice, and gradients are scattered.
+# For a pack: in each of 4 layers and 4 head groups, keys and values are gathered twice, and gradients are scattered.
 NUM_COLLECTIVES = 4 * 4 * 3
 
 
 class OverCp(TorchDispatchMode):
-    """Collectives of this rank in groups of CP, and the bytes that it sends to others, by the size of the group."""
+    """Counts the collectives of this rank in CP groups, and the bytes that it sends to other ranks, by the size of the
+    group."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
         super().__init__()
@@ -48,19 +49,20 @@ def _is_group(arg: Any) -> bool:
 
 
 def _sent(name: str, args: Any, rank: int) -> int:
-    """Bytes of a tensor of all ranks without this rank's part; of an all-to-all, of what goes to others."""
+    """Bytes that this rank sends: of a tensor of all ranks, all bytes except this rank's part; of an all-to-all, the
+    other ranks' parts."""
     if name.endswith("alltoall_base_"):
         message, num_sent = args[1], args[4]
         return int(message.nbytes // max(len(message), 1) * (len(message) - num_sent[rank]))
     if "_base_" in name:
         return abs(args[0].nbytes - args[1].nbytes)
-    assert name.endswith("allreduce_"), name  # of metrics, a number per document
+    assert name.endswith("allreduce_"), name  # the all-reduce of metrics: a number per document
     return 0
 
 
 def steps(overrides: list[str], lengths: Sequence[int]) -> list[dict[str, Any]]:
-    """Of each of two steps: packs of this rank by CP size, its collectives and bytes over cp, the log's record, and
-    predicted bytes."""
+    """For each of two steps: packs of this rank by CP size, its collectives and bytes over cp, the record of the log,
+    and predicted bytes."""
     with scenarios.running(overrides) as engine:
         corpus = scenarios.SkewedCorpus(lengths)
         loader, sizes = scenarios.loader_of(engine, corpus), engine.layout.cp_sizes or (engine.layout.cp,)
@@ -73,7 +75,7 @@ def steps(overrides: list[str], lengths: Sequence[int]) -> list[dict[str, Any]]:
                 result = engine.train_step(microbatches)
             record = train_record(step, result, run, seconds=1.0)
             predicted = predict(loader.grid(step), corpus.lengths, CpCost.of(engine.config))
-            of_stage = predicted.num_bytes  # and of a rank of tp
+            of_stage = predicted.num_bytes  # for one pipeline stage and one tp rank
             plan = of_stage * engine.layout.tp * engine.layout.pp
             packs = Counter(mb.cp_size for mb in microbatches)
             results.append(
@@ -88,7 +90,7 @@ def steps(overrides: list[str], lengths: Sequence[int]) -> list[dict[str, Any]]:
         DYNAMIC,
         [*HALF, *LINEAR, "parallel.tp=2"],
         [*DYNAMIC, *LATENT],
-        # Keys and values of 8 heads have 136 numbers, the latent with the rotary key 204.
+        # Keys and values of 8 heads have 136 numbers per token, the latent with the rotary key 24.
         pytest.param([*DYNAMIC, *LATENT, "model.latent_attention.kv_lora_rank=200"], marks=pytest.mark.grid),
         pytest.param([*DYNAMIC, *GEMMA], marks=pytest.mark.grid),
         pytest.param([*DYNAMIC, *LINEAR], marks=pytest.mark.grid),
@@ -98,7 +100,8 @@ def steps(overrides: list[str], lengths: Sequence[int]) -> list[dict[str, Any]]:
     ids=["dense", "linear-tp2", "latent", "keys of latents", "windows", "linear", "pp2", "dp2"],
 )
 def test_bytes_over_cp_are_those_of_the_log_and_of_the_plan(ranks: Ranks, overrides: list[str]) -> None:
-    """In the dense model, also the number of collectives: those of layers, and one of metrics for each CP size."""
+    """In the dense model, the number of collectives is also checked: those of the layers, and one of metrics for each
+    CP size."""
     results = ranks(4).run(steps, overrides, scenarios.LENGTHS)
     for of_step in zip(*results, strict=True):
         sizes = {size for rank in of_step for size in rank["packs"]}
@@ -112,9 +115,9 @@ def test_bytes_over_cp_are_those_of_the_log_and_of_the_plan(ranks: Ranks, overri
             assert rank["calls"] == {size: number * NUM_COLLECTIVES + 1 for size, number in packs.items()}
 
 
-NUMBERS = 20 + 4  # of the latent and the rotary key of a token, which a rank sends instead of 8 x (10 + 7)
+NUMBERS = 20 + 4  # elements of the latent and the rotary key of a token, which a rank sends instead of 8 x (10 + 7)
 DEEPSEEK = [*MOE, *(key for key in ROUTERS if ".moe." in key)]
-LATENT_BYTES = NUMBERS * (4 + 4 + 4)  # in forward, in backward, and their gradient, in fp32
+LATENT_BYTES = NUMBERS * (4 + 4 + 4)  # fp32: the latent in forward, again in backward, and its gradient
 
 
 @pytest.mark.parametrize(
@@ -123,7 +126,7 @@ LATENT_BYTES = NUMBERS * (4 + 4 + 4)  # in forward, in backward, and their gradi
     ids=["fixed", "dynamic, with a block"],
 )
 def test_bytes_of_latents_by_hand(ranks: Ranks, overrides: list[str], num_layers: int) -> None:
-    """Of each token in packs of two ranks, one rank sends its latent to the other, in every layer."""
+    """For each token of a pack on two ranks, one rank sends the token's latent to the other, in every layer."""
     for of_step in zip(*ranks(2).run(steps, [*overrides, *LATENT], scenarios.LENGTHS), strict=True):
         log = of_step[0]["log"]
         num_tokens = log["by cp size"]["2"]["tokens"] if "by cp size" in log else log["tokens/aligned"]

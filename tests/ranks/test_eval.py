@@ -1,4 +1,4 @@
-"""`sft eval` gives the records of a run's own evaluations, on every layout, and leaves the run as it is."""
+"""`sft eval` gives the records of a run's own evaluations, on every layout, and does not change the run."""
 
 import json
 import re
@@ -23,7 +23,8 @@ from tests.ranks.pool import RankPool, Ranks
 from tests.unit.fixtures import hf
 from tests.unit.fixtures.folder import make_folder, template
 
-# Relative; fp32 sums in another order.  One rounding of a loss of 5 nats is 5e-8 of it; the mean of 60 tokens has less.
+# Relative tolerance; fp32 sums in another order.  One rounding of a loss of 5 nats is 5e-8 of the loss; the mean over
+# 60 tokens has a smaller error.
 LOSS_TOLERANCE = 1e-7
 RUN = [
     "train.num_steps=2",
@@ -36,7 +37,7 @@ ONE = "parallel.cp=1"
 
 
 def trained(pool: RankPool, folder: Path, *overrides: str) -> Path:
-    """The recipe of a finished run of two steps on cp 2, with two held-out sets, evaluated after every step."""
+    """The recipe of a finished run of two steps on cp 2 that evaluated two held-out sets after every step."""
     chats(folder, 20)
     chats(folder, 7, "held_out.jsonl")
     chats(folder, 3, "more.jsonl")
@@ -47,7 +48,7 @@ def trained(pool: RankPool, folder: Path, *overrides: str) -> Path:
     assert main(["data", "prepare", str(recipe)]) == 0
     result = sft(pool, "train", str(recipe), *RUN, *overrides)
     assert result.code == 0, result.err
-    (folder / "chat.jsonl").unlink()  # the training data are not needed any more
+    (folder / "chat.jsonl").unlink()  # evaluation does not need the training data
     return recipe
 
 
@@ -67,13 +68,13 @@ def logged(recipe: Path, step: int) -> dict[str, dict[str, Any]]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of a run, but for the tokenised data."""
+    """Every file of a run, without the tokenised data."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and folder / "cache" not in path.parents]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def test_the_records_of_the_run_to_the_last_digit_and_nothing_of_it_changes(ranks: Ranks, dense: Path) -> None:
-    """Also while the run is alive, that is, while somebody holds its lock."""
+    """The records also agree while another process holds the lock of the run."""
     run = dense.parent / "run"
     with RunLock(run, report=print, heartbeat_s=1e6):
         before = contents(run)
@@ -85,7 +86,7 @@ def test_the_records_of_the_run_to_the_last_digit_and_nothing_of_it_changes(rank
         assert {name: untimed(record) for name, record in content["sets"].items()} == logged(dense, step)
     assert logged(dense, 1) != logged(dense, 2)
     assert newest["format"] == "sft eval 1" and newest["layout"]["cp"] == 2 and "megatron-core" in newest["versions"]
-    # Every sample is counted once: 7 chats with the answers of 1, 2, 3, ... characters of test_run.py.
+    # Every sample counts once: the 7 chats of test_run.py, with answers of 1, 2, 3, ... characters.
     assert [newest["sets"][name]["documents"] for name in ("eval", "both")] == [7, 10]
 
 
@@ -99,7 +100,7 @@ def test_the_lines_of_the_run_on_stdout_and_progress_on_stderr(ranks: Ranks, den
 
 
 def assert_close(ours: dict[str, Any], logged: dict[str, Any]) -> None:
-    """Numbers that may differ by rounding do, counts are equal, and nothing else may depend on the layout."""
+    """Numbers that rounding may change are close, counts are equal, and no other value depends on the layout."""
     rule = {row.name: row.layout for row in ROWS}
     assert ours.keys() == logged.keys()
     found = dict(flat(ours))
@@ -147,7 +148,7 @@ def test_the_checkpoint_that_a_new_run_would_resume(ranks: Ranks, dense: Path, t
 
 
 def gradient_buffers(overrides: Sequence[str], trains: bool) -> tuple[int, bool]:
-    """Bytes of core's gradient buffers of an engine, and whether it has an optimizer."""
+    """The bytes of megatron-core's gradient buffers of an engine, and whether it has an optimizer."""
     with scenarios.running(overrides, trains=trains) as engine:
         buffers = [b for chunk in engine.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         return sum(buffer.grad_data.nbytes for buffer in buffers), engine.optimizer is not None
@@ -164,7 +165,7 @@ def test_an_engine_that_does_not_train_has_no_gradients_and_no_optimizer(ranks: 
 
 
 def refused(pool: RankPool, recipe: Path, *words: str) -> str:
-    """The error of `sft eval RECIPE` with these words: one paragraph, exit code 2, and no result."""
+    """The error of `sft eval RECIPE` with these arguments: one paragraph, exit code 2, and no result."""
     before, file = contents(recipe.parent / "run"), recipe.parent / "refused.json"
     result: Result = sft(pool, "eval", str(recipe), *RUN, ONE, *words, "--json", str(file), alone=True)
     assert (result.code, result.out) == (2, "") and not file.exists()
@@ -198,7 +199,7 @@ def test_what_cannot_be_scored(ranks: Ranks, dense: Path, tmp_path: Path) -> Non
 
 
 def test_a_hugging_face_folder_has_the_loss_of_transformers(ranks: Ranks, tmp_path: Path) -> None:
-    """Another folder than that of the recipe; with the first token of a sample nothing is predicted."""
+    """Evaluates another folder than that of the recipe.  The first token of a sample is not predicted."""
     for name, seed in (("source", 4), ("other", 6)):
         hf.save(tmp_path / name, "qwen3", seed=seed)
     hf.save(tmp_path / "shallow", "qwen3", num_hidden_layers=1)

@@ -1,4 +1,5 @@
-"""Selective recomputation with experts: tokens are sent once.  test_saved_tensors.py counts what a layer keeps."""
+"""With experts, selective recomputation sends tokens to experts only once.  test_saved_tensors.py counts the tensors
+that a layer saves."""
 
 from unittest import mock
 
@@ -12,12 +13,13 @@ from tests.ranks.layouts import AUX, MOE
 from tests.ranks.pool import Ranks
 
 NUM_LAYERS = 2
-# Per layer: tokens and their weights go to the experts, and outputs come back.  Backward sends the three gradients.
+# In each layer, tokens and their weights go to the experts, and outputs come back.  Backward sends the three gradients.
 SENT, SENT_BACK = 3, 3
 
 
 def messages(overrides: list[str]) -> tuple[int, int]:
-    """All-to-alls of forward and backward; how often tokens were counted, for which the host waits."""
+    """The number of all-to-alls in forward and backward, and how often tokens were counted; each count makes the host
+    wait."""
     with scenarios.running([*MOE, *AUX, f"model.num_layers={NUM_LAYERS}", *overrides]) as engine:
         microbatch = scenarios.microbatch_of(engine, [scenarios.SkewedCorpus([100, 60]).sample(i) for i in (0, 1)])
         count = MoEAlltoAllTokenDispatcher.preprocess
@@ -39,7 +41,8 @@ def test_tokens_are_sent_once(ranks: Ranks, recompute: str, sent: int, counted: 
 
 
 def kept_by_dispatchers(recompute: str) -> list[str]:
-    """Names of tensors with a number per token that token dispatchers hold after a forward and a backward pass."""
+    """The names of tensors with one number per token that token dispatchers hold after a forward and a backward
+    pass."""
     with scenarios.running([*MOE, f"model.num_layers={NUM_LAYERS}", f"train.recompute={recompute}"]) as engine:
         microbatch = scenarios.microbatch_of(engine, [scenarios.SkewedCorpus([256]).sample(0)])
         engine.measure([microbatch], forward_only=False)
@@ -50,5 +53,6 @@ def kept_by_dispatchers(recompute: str) -> list[str]:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_no_layer_keeps_the_choices_of_its_tokens(ranks: Ranks, recompute: str) -> None:
-    """Offloaded and recomputed layers would keep them on the device until their next forward pass."""
+    """Otherwise, offloaded and recomputed layers would keep these tensors on the device until their next forward
+    pass."""
     assert ranks(1).run(kept_by_dispatchers, recompute) == [[]]

@@ -1,4 +1,4 @@
-"""A mixture of experts is the same model on every layout, and its balancing losses are what they are said to be."""
+"""A mixture of experts is the same model on every layout, and its balancing losses are those of the documentation."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,20 +26,20 @@ from tests.ranks.layouts import (
 )
 from tests.ranks.pool import Ranks
 
-BALANCE_TOLERANCE = 1e-5  # of the balancing losses, which routers compute in fp32
+BALANCE_TOLERANCE = 1e-5  # for balancing losses, which routers compute in fp32
 
 
 @pytest.fixture(scope="module")
 def reference(ranks: Ranks) -> dict[str, Any]:
-    """Two steps of one process."""
+    """Two steps of one process: the reference."""
     (found,) = ranks(1).run(scenarios.train, MOE + AUX, [0, 1])
     return found
 
 
-# Three settings together, which a covering set of pairs need not have.
+# Layouts with three settings that must occur together; a covering set of pairs need not contain them.
 LAYOUTS = [
     (2, [*CP, *EP, *ALL_ON]),
-    (2, SP),  # experts whole on both: their tokens differ, and so do their gradients
+    (2, SP),  # both ranks hold all experts whole: their tokens differ, and so do the gradients
     (4, [*PP, *SP, *EP, "train.recompute=selective"]),
 ]
 
@@ -58,13 +58,13 @@ def test_one_curve(ranks: Ranks, reference: dict[str, Any], world_size: int, ove
 
 
 def test_real_tokens_are_counted_once_and_no_padding(reference: dict[str, Any]) -> None:
-    """Every layer has top_k choices of every real token; alignment and filler would add hundreds."""
+    """In every layer, every real token has top_k choices; padding inside and after documents would add hundreds."""
     for load, (_, num_real_tokens, _, _) in zip(reference["experts"], reference["counts"], strict=True):
         assert load.chosen.sum(axis=1).tolist() == [TOP_K * num_real_tokens] * 4
 
 
 def routed(overrides: Sequence[str], packs: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Gradients of a step over `packs`, with what each router was given and made of it."""
+    """Runs a step over `packs`.  Returns gradients, and the inputs and results of each router."""
     with scenarios.running(overrides) as engine:
         corpus = scenarios.SkewedCorpus(scenarios.LENGTHS)
         given: list[Any] = []
@@ -93,7 +93,7 @@ def routed(overrides: Sequence[str], packs: Sequence[Sequence[int]]) -> dict[str
 
 
 def definition(name: str, routers: list[Any], weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The sums over real tokens of "aux" or "z" by router, in float64.  weights: of each router"""
+    """The sums over real tokens of "aux" or "z" for each router, in float64.  weights: the weights of each router"""
     sums = dict.fromkeys(weights, torch.zeros((), dtype=torch.float64))
     for router, _, inputs, documents in routers:
         logits = torch.from_numpy(inputs) @ weights[router].T
@@ -112,12 +112,12 @@ def weights_of(routers: list[Any]) -> dict[str, Tensor]:
     return {router: torch.from_numpy(matrix) for router, matrix, _, _ in routers}
 
 
-PACKS = [[1, 2, 3, 5], [0], [11, 10, 6]]  # two or more documents, one, and padding in all
+PACKS = [[1, 2, 3, 5], [0], [11, 10, 6]]  # packs with several documents, with one, and all with padding
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_balancing_losses_are_those_of_the_definition(ranks: Ranks, precision: str) -> None:
-    """In half precision too, of the numbers that a router is given: it computes in fp32."""
+    """Also in bf16, for the inputs that a router gets: the router computes in fp32."""
     recipe = [*MOE, *AUX, "train.global_batch_size=3", f"run.precision={precision}"]
     (found,) = ranks(1).run(routed, recipe, PACKS)
     for name in ("aux", "z"):
@@ -133,8 +133,9 @@ def test_balancing_losses_are_those_of_the_definition(ranks: Ranks, precision: s
 def test_their_gradient_is_that_of_the_definition(
     ranks: Ranks, name: str, coefficient: float, weighting: list[str]
 ) -> None:
-    """Of the last layer's router, which nothing but its own loss reaches on the way back: added to that of the
-    language model, a mean over real tokens, though only a quarter of them is supervised, and whatever they weigh."""
+    """Tests the router of the last layer: in backward, only its own balancing loss reaches it besides the
+    language-model loss. The balancing loss is a mean over real tokens, although only a quarter of them is supervised,
+    and does not depend on their weights."""
     recipe = [*MOE, "train.global_batch_size=3", *weighting]
     (without,) = ranks(1).run(routed, recipe, PACKS)
     (found,) = ranks(1).run(routed, [*recipe, f"model.moe.{name}_loss_coef={coefficient}"], PACKS)
@@ -145,19 +146,19 @@ def test_their_gradient_is_that_of_the_definition(
     (coefficient * definition(name, found["routers"], weights)[router] / found["real"]).backward()
     expected = weights[router].grad.numpy()
     assert np.linalg.norm(expected) > 1e-3
-    # The rest of the gradient, computed in fp32, is subtracted.
+    # The other part of the gradient, computed in fp32, is subtracted.
     scale = np.linalg.norm(found["gradients"][key])
     assert np.linalg.norm(added - expected) < GRADIENT_TOLERANCE * scale
 
 
 def test_without_room_choices_are_dropped_and_counted(ranks: Ranks, reference: dict[str, Any]) -> None:
-    """Half the even share: at least half of all choices find no room."""
+    """The capacity is half of the even share, so at least half of all choices are dropped."""
     tight = [*MOE, "model.moe.capacity_factor=0.5", "data.pad_to_seq_length=false"]
     for world_size, overrides in ((1, []), (2, EP)):
         for found in ranks(world_size).run(scenarios.train, tight + overrides, [0]):
             (load,) = found["experts"]
             share = load.dropped / load.chosen.sum(axis=1)
-            # Of a pack of t tokens an expert takes t * top_k / experts / 2; padding is a few percent of t.
+            # An expert takes t * top_k / experts / 2 tokens of a pack of t tokens; padding is a few percent of t.
             assert ((share > 0.35) & (share < 0.75)).all()
             assert np.isfinite(found["grad_norm"]).all()
     (roomy,) = ranks(1).run(scenarios.train, [*MOE, *AUX, "model.moe.capacity_factor=100"], [0])
@@ -167,7 +168,8 @@ def test_without_room_choices_are_dropped_and_counted(ranks: Ranks, reference: d
 
 @pytest.mark.parametrize("factor", [1.0, 0.5])
 def test_an_expert_takes_the_real_tokens_that_weigh_most(ranks: Ranks, factor: float) -> None:
-    """Of a pack, factor * tokens * top_k / experts.  Padding goes nowhere, and takes nobody's place."""
+    """An expert takes factor * tokens * top_k / experts tokens of a pack.  Padding tokens go to no expert, and take no
+    capacity."""
     recipe = [*MOE, "train.global_batch_size=3", f"model.moe.capacity_factor={factor}"]
     (found,) = ranks(1).run(routed, recipe, PACKS)
     dropped: dict[str, int] = {}
@@ -189,7 +191,7 @@ def test_an_expert_takes_the_real_tokens_that_weigh_most(ranks: Ranks, factor: f
 
 @pytest.mark.parametrize("recompute,times", [("none", 1), ("selective", 1), ("full", 2)])
 def test_only_whole_recomputed_layers_route_again(ranks: Ranks, recompute: str, times: int) -> None:
-    """Selective recomputation computes the experts again, but chooses them and sends tokens to them once."""
+    """Selective recomputation computes the experts again, but routes and sends tokens only once."""
     (found,) = ranks(1).run(routed, [*MOE, "train.global_batch_size=1", f"train.recompute={recompute}"], [[1]])
     assert len(found["routers"]) == 4 * times
 
@@ -209,15 +211,16 @@ def evaluated(overrides: Sequence[str]) -> list[float]:
 
 
 def test_padding_goes_to_all_experts_in_turn(ranks: Ranks) -> None:
-    """Samples of 37, 5 and 2 tokens in documents of 64, 32 and 32: 84 of 128 are padding, 2 choices each."""
+    """Samples of 37, 5 and 2 tokens are in documents of 64, 32 and 32 tokens: 84 of 128 tokens are padding, with 2
+    choices each."""
     recipe = [*MOE, "train.global_batch_size=1"]
     (dropless,) = ranks(1).run(routed, recipe, [[1, 3, 6]])
     (capped,) = ranks(1).run(routed, [*recipe, "model.moe.capacity_factor=100"], [[1, 3, 6]])
     for found in (dropless, capped):
         assert len(found["routers"]) == 4
         for (_, _, _, documents), (weights, sent) in zip(found["routers"], found["made"]):
-            padding = sent[documents < 0].sum(0)  # to each expert
+            padding = sent[documents < 0].sum(0)  # padding tokens sent to each expert
             assert sent[documents >= 0].sum() == TOP_K * (37 + 5 + 2)
             assert padding.sum() == (TOP_K * 84 if found is dropless else 0)
-            assert padding.max() - padding.min() <= 6  # a turn may begin anywhere in each document
+            assert padding.max() - padding.min() <= 6  # in each document, the turns may begin at any expert
             assert not weights[documents < 0].any()

@@ -1,4 +1,5 @@
-"""Runs that export their checkpoints: on several ranks, with a folder that cannot be written, and killed meanwhile."""
+"""Runs that export their checkpoints: on several ranks, into a folder that cannot be written, and killed during an
+export."""
 
 import json
 import time
@@ -11,12 +12,13 @@ from tests import launching
 from tests.launching import start
 from tests.unit.fixtures import hf
 
-SIZES = dict(num_attention_heads=4, num_key_value_heads=4, head_dim=8)  # with the fixture's: those of the recipe
+# with the sizes of the fixture, these are the sizes of the recipe
+SIZES = dict(num_attention_heads=4, num_key_value_heads=4, head_dim=8)
 DEADLINE_S = 240.0
 
 
 def recipe_of(folder: Path) -> list[str]:
-    """Of a run from an imported model, which saves every step."""
+    """Overrides of a run that starts from an imported model, and saves every step."""
     (folder / "chat.jsonl").write_text((launching.GOOD + "\n") * 20)
     import_hf(hf.save(folder / "model", "llama", **SIZES), folder / "imported", QUIET)
     recipe = [f"model.hf={folder}/model", f"model.init_from={folder}/imported", "checkpoint.save_every=1"]
@@ -28,12 +30,13 @@ def status(run: Path) -> str:
 
 
 def test_every_checkpoint_is_exported_after_a_failure_and_a_kill(tmp_path: Path) -> None:
-    """Training ends although exports fail; later starts make them, on another layout; a kill leaves no half folder."""
+    """Training reaches its end although exports fail; later starts make the exports, on another layout; a kill leaves
+    no unfinished folder."""
     recipe = [*recipe_of(tmp_path), "checkpoint.export_hf=every", "parallel.cp=1"]
     run = tmp_path / "run"
     exports = run / "hf_exports"
     run.mkdir()
-    exports.touch()  # a file, so that no export can be written
+    exports.touch()  # a file instead of a folder, so that no export can be written
     tp, pp = [*recipe, "parallel.tp=2"], [*recipe, "parallel.pp=2"]
 
     codes_and_output = start(tmp_path, tp)
@@ -63,7 +66,8 @@ def test_every_checkpoint_is_exported_after_a_failure_and_a_kill(tmp_path: Path)
 
 
 def test_the_best_and_the_last_checkpoint_have_one_export_each(tmp_path: Path) -> None:
-    """A longer run of another mode goes on; each export holds the weights of its checkpoint, and no other is left."""
+    """A longer run with another export mode continues.  Each export holds the weights of its checkpoint, and no other
+    export is left."""
     (tmp_path / "held_out.jsonl").write_text(launching.GOOD + "\n")
     recipe = [*recipe_of(tmp_path), f"data.eval={tmp_path}/held_out.jsonl", "train.eval_every=1"]
     best = ["checkpoint.keep_best=eval/lm loss", "checkpoint.export_hf=best"]

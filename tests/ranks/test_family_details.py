@@ -1,8 +1,8 @@
-"""What single families do beyond test_hf_variants.py.
+"""Tests of single families that test_hf_variants.py does not have.
 
-Linear attention: documents of 1 to 2,048 tokens, around chunks of 64.  gpt-oss: experts split over etp, where biases
-are the delicate part (the dispatcher sums the outputs of etp ranks, and weighs each expert's output), new weights, and
-MXFP4.  Gemma 2 and 3: the scaled embedding in bf16, and new norms.
+Linear attention: documents of 1 to 2,048 tokens, with lengths around the chunk length 64.  gpt-oss: experts split over
+etp (the dispatcher sums the outputs of etp ranks and multiplies each expert's output by its weight, so biases must
+count once), new weights, and MXFP4.  Gemma 2 and 3: the scaled embedding in bf16, and new norms.
 """
 
 from pathlib import Path
@@ -37,7 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
 CORPUS = scenarios.SkewedCorpus((1, 63, 64, 65, 2047, 2048))
 OF_LENGTHS = [[CORPUS.sample(i) for i in pack] for pack in ([2, 0, 5, 1, 3], [4, 1, 0])]
 ALONE = [[CORPUS.sample(i)] for i in range(6)]
-DECAY_TOLERANCE = 2e-5  # measured at most 9e-6, and with another seed 3.5e-5, where transformers has 3.1e-5
+DECAY_TOLERANCE = 2e-5  # measured at most 9e-6; with another seed 3.5e-5, where transformers in fp32 has 3.1e-5
 ETP = ["parallel.etp=2", "run.device=auto"]
 
 
@@ -57,7 +57,8 @@ def in_grid(cheap: tuple[str, int] | None) -> list[object]:
 
 @pytest.mark.parametrize("family,cp", in_grid(("qwen3_5_text", 2)))
 def test_token_losses_of_packs_of_lengths(ranks: Ranks, models: Models, family: str, cp: int) -> None:
-    """With cp 4, the document of one token, padded to 32, travels as tokens; all others pass states."""
+    """With cp 4, the tokens of the one-token document, padded to 32, are sent to one rank; for all other documents,
+    ranks send states."""
     compare_token_losses(ranks, models(family), long(cp), OF_LENGTHS)
 
 
@@ -74,7 +75,7 @@ def test_loss_and_every_gradient_of_lengths(ranks: Ranks, models: Models, family
 @pytest.mark.parametrize(
     "overrides",
     [
-        # Dense gradients are summed over dp, those of experts are not.
+        # Gradients of dense weights are summed over dp, those of experts are not.
         pytest.param(ETP, marks=pytest.mark.grid),
         [*ETP, *SP, "train.recompute=selective"],
     ],
@@ -87,12 +88,13 @@ def test_experts_with_biases_may_be_split_over_etp(ranks: Ranks, models: Models,
 
 
 def test_a_bias_is_a_part_of_an_output_that_has_a_factor(ranks: Ranks, models: Models) -> None:
-    """Granite multiplies outputs with their biases."""
+    """Granite multiplies an output, with its bias, by a factor."""
     compare_token_losses(ranks, models("granite with biases"), (1, ["train.mlp_tile=24"]), packs_of((40,) * 5))
 
 
 def new_weights(overrides: list[str]) -> dict[str, torch.Tensor]:
-    """New weights of this rank, by their keys in a checkpoint; those of all layers and experts one after another."""
+    """New weights of this rank, by their keys in a checkpoint; weights of all layers and experts follow one after
+    another."""
     with scenarios.running(overrides) as engine:
         shards = sharded_tensors(engine.chunks[0].module.sharded_state_dict())
         values: dict[str, list[torch.Tensor]] = {}
@@ -102,7 +104,7 @@ def new_weights(overrides: list[str]) -> dict[str, torch.Tensor]:
 
 
 def test_new_weights_of_gpt_oss(ranks: Ranks, models: Models) -> None:
-    """Sinks and the router's bias are drawn, as in transformers; other biases are 0.  The same values at tp 2."""
+    """Sinks and the router's bias are random, as in transformers; other biases are 0.  tp 2 has the same values."""
     recipe = [
         *models("gpt_oss").recipe,
         "model.init_std=0.3",
@@ -112,7 +114,7 @@ def test_new_weights_of_gpt_oss(ranks: Ranks, models: Models) -> None:
     (one,) = ranks(1).run(new_weights, recipe)
     layers, attention = "decoder.layers", "decoder.layers.self_attention"
     sinks, router = one[f"{attention}.core_attention.softmax_offset"], one[f"{layers}.mlp.router.bias"]
-    # 128 and 8 normal numbers; 4 standard errors of a standard deviation are 25% and 100%.
+    # 128 and 8 normal numbers: 4 standard errors of their standard deviation are 25% and 100%.
     assert len(sinks) == 128 and 0.22 < float(sinks.std()) < 0.38 and abs(float(sinks.mean())) < 0.1
     assert len(router) == 8 and 0.05 < float(router.std()) < 0.6
     experts = f"{layers}.mlp.experts.experts"
@@ -124,8 +126,8 @@ def test_new_weights_of_gpt_oss(ranks: Ranks, models: Models) -> None:
 
 
 def test_mxfp4_files_are_trained_as_the_numbers_that_they_mean(ranks: Ranks, tmp_path: Path) -> None:
-    """Straight from the files, each rank its part: the losses are those of a plain folder of these numbers."""
-    sizes = dict(hidden_size=64, intermediate_size=32, dtype=torch.bfloat16)  # blocks have 32 numbers
+    """Each rank reads its part from the MXFP4 files; the losses equal those of a bf16 folder with the same values."""
+    sizes = dict(hidden_size=64, intermediate_size=32, dtype=torch.bfloat16)  # a block of MXFP4 has 32 numbers
     quantised = hf.save(tmp_path / "quantised", "gpt_oss", **sizes)
     meant = quantise(quantised)
     plain = hf.save(tmp_path / "plain", "gpt_oss", **sizes)
@@ -135,7 +137,7 @@ def test_mxfp4_files_are_trained_as_the_numbers_that_they_mean(ranks: Ranks, tmp
 
 
 def embedded(overrides: list[str], folder: str, tokens: torch.Tensor) -> torch.Tensor:
-    """What the first layer gets, [t, h]."""
+    """The input of the first layer, [t, h]."""
     with scenarios.running(overrides) as engine:
         load(engine, folder)
         with torch.no_grad():
@@ -144,7 +146,7 @@ def embedded(overrides: list[str], folder: str, tokens: torch.Tensor) -> torch.T
 
 
 def test_the_scaled_embedding_of_gemma_has_the_bits_of_transformers_in_bf16(ranks: Ranks, tmp_path: Path) -> None:
-    """The root of 40 is 6.3125 in bf16, and 6.3246 in fp32."""
+    """The square root of 40 is 6.3125 in bf16, and 6.3246 in fp32."""
     source = hf.save(tmp_path / "source", "gemma2", tied=True, dtype=torch.bfloat16, hidden_size=40)
     tokens = torch.arange(hf.VOCAB)[None]
     embedding = hf.load(source).bfloat16().get_input_embeddings()
@@ -162,6 +164,7 @@ def norms(overrides: list[str]) -> list[torch.Tensor]:
 
 
 def test_new_norms_of_gemma_multiply_by_1(ranks: Ranks) -> None:
-    """Their weights are offsets from 1: four of each of two layers, those of queries and keys, and the last one."""
+    """The weights of Gemma's norms are offsets from 1: four norms in each of two layers, those of queries and keys, and
+    the last one."""
     (found,) = ranks(1).run(norms, [*GEMMA, "model.num_layers=2", "model.sliding_window_layers=[1]"])
     assert len(found) == 2 * 6 + 1 and not any(weight.any() for weight in found)

@@ -1,7 +1,8 @@
-"""Scales of FP8 in a checkpoint, by layers that keep theirs as Transformer Engine's do: as a pickle in `_extra_state`.
+"""FP8 scales in a checkpoint, from layers that hold the scales as Transformer Engine does: as a pickle in
+`_extra_state`.
 
-Transformer Engine itself needs a GPU to have any; tests/unit/mcore/backends/test_te.py gives its layers what is made
-here.
+Transformer Engine needs a GPU to have scales; tests/unit/mcore/backends/test_te.py gives Transformer Engine's layers
+the values that this file makes.
 """
 
 import enum
@@ -29,13 +30,13 @@ LAYOUTS = [(1, []), (2, ["parallel.tp=2"]), (2, ["parallel.pp=2", "parallel.virt
 
 
 class Format(enum.Enum):
-    """Has the name and the place of Transformer Engine's."""
+    """A type with the name and the module of Transformer Engine's type."""
 
     HYBRID = (448.0, 57344.0)
 
 
 class TEDelayedScaling:
-    """Has the name and the place of megatron-core's."""
+    """A type with the name and the module of megatron-core's type."""
 
     def __init__(self) -> None:
         self.fp8_format, self.amax_compute_algo = Format.HYBRID, "max"
@@ -50,17 +51,18 @@ Format.__module__, TEDelayedScaling.__module__ = TE, CORE
 
 
 def layers(engine: Engine) -> Iterator[tuple[str, torch.nn.Module, int]]:
-    """Key in a checkpoint, module, number of the layer in the model."""
+    """The key in a checkpoint, the module, and the number of the layer in the model."""
     for chunk in engine.chunks:
         modules = dict(chunk.module.named_modules())
         for name, entry in chunk.module.sharded_state_dict().items():
             if isinstance(entry, ShardedObject):
                 module = modules[name.removesuffix("._extra_state")]
-                yield entry.key, getattr(module, "base", module), entry.global_offset[0]  # base: of an adapted layer
+                # base: the module of an adapted layer
+                yield entry.key, getattr(module, "base", module), entry.global_offset[0]
 
 
 def payload(layer: int, steps: int, **other: Any) -> torch.Tensor:
-    """What Transformer Engine's `get_extra_state` returns: scales of layer 2 are 3; its history 3, 6, 9, ..."""
+    """The result of Transformer Engine's `get_extra_state`: the scale of layer 2 is 3, its history is 3, 6, 9, ..."""
     history = torch.arange(1.0, steps + 1.0)[:, None] * (layer + 1)
     state = {
         "recipe": TEDelayedScaling(),
@@ -75,7 +77,7 @@ def payload(layer: int, steps: int, **other: Any) -> torch.Tensor:
 
 
 def save(overrides: list[str], folder: str, steps: int, poison: bool = False) -> None:
-    """A checkpoint of a run with delayed scaling."""
+    """Writes a checkpoint of a run with delayed scaling."""
     there = {name: types.ModuleType(name) for name in ("transformer_engine", "transformer_engine.common", TE, CORE)}
     there[TE].Format, there[CORE].TEDelayedScaling = Format, TEDelayedScaling  # type: ignore[attr-defined]
     with scenarios.running(overrides) as engine, mock.patch.dict(sys.modules, there):
@@ -87,13 +89,13 @@ def save(overrides: list[str], folder: str, steps: int, poison: bool = False) ->
 
 
 def set_fp8(engine: Engine, fp8: str | None) -> None:
-    """A recipe may not ask for it on a CPU."""
+    """Sets `fp8` in the config directly, because a recipe may not set it on a CPU."""
     run = engine.config.run.model_copy(update={"fp8": fp8})
     engine.config = engine.config.model_copy(update={"run": run})
 
 
 def load(overrides: list[str], folder: str, steps: int, fp8: str | None = "delayed") -> dict[tuple[str, int], Any]:
-    """What the layers are handed, by key and number of the layer."""
+    """The states that the layers get, by key and number of the layer."""
     with scenarios.running(overrides) as engine:
         set_fp8(engine, fp8)
         engine.core_config.fp8_amax_history_len = steps
@@ -127,7 +129,7 @@ def test_each_layer_gets_its_scales_on_any_layout(
     if "pp" not in "".join(overrides):
         assert all(len(result) == 16 for result in results)
     assert together["decoder.layers.mlp.linear_fc1._extra_state", 2] == {
-        "recipe": None,  # core's, of this run; there is none without Transformer Engine
+        "recipe": None,  # core's recipe of this run; it does not exist without Transformer Engine
         "scale_fwd": [3.0, 3.0, 3.0],
         "amax_history_fwd": [[3.0, 3.0, 3.0], [6.0, 6.0, 6.0]],
         "scale_bwd": [3.5, 3.5],
@@ -147,7 +149,7 @@ def test_adapters_are_stored_with_the_scales_of_the_frozen_layers(ranks: Ranks, 
 
 @pytest.mark.parametrize("steps, history", [(1, [[1.0, 1.0]]), (3, [[1.0, 1.0], [2.0, 2.0], [0.0, 0.0]])])
 def test_a_history_of_another_length(ranks: Ranks, saved: str, steps: int, history: list[list[float]]) -> None:
-    """The newest steps stay, at the beginning; as Transformer Engine does when its recipe changes."""
+    """The newest steps are kept at the beginning, as Transformer Engine does when its recipe changes."""
     (found,) = ranks(1).run(load, [], saved, steps)
     assert found["decoder.layers.mlp.linear_fc2._extra_state", 0]["amax_history_bwd"] == history
 
@@ -163,7 +165,7 @@ def test_a_run_without_fp8_leaves_nothing_to_begin_from(ranks: Ranks, tmp_path: 
 
 
 def save_plain(folder: str) -> None:
-    """Transformer Engine's layers store no bytes then, portable's None."""
+    """Writes a checkpoint without FP8: Transformer Engine's layers then store no bytes, portable layers store None."""
     with scenarios.running([]) as engine:
         for _, module, layer in list(layers(engine)):
             if layer < 2:

@@ -1,4 +1,5 @@
-"""train.freeze is requires_grad = False of transformers on every layout, and frozen weights cost nothing."""
+"""train.freeze equals requires_grad = False in transformers, on every layout; frozen weights need no gradients or
+states."""
 
 import json
 import re
@@ -31,7 +32,7 @@ from tests.ranks.pool import Ranks
 from tests.ranks.scenarios import check_parameters
 from tests.unit.fixtures import hf
 
-LAYOUT_TOLERANCE = 1e-4  # of what a weight moved in the steps after a resume on another layout
+LAYOUT_TOLERANCE = 1e-4  # relative to a weight's change in the steps after a resume on another layout
 STEPS = 10
 FULL, SELECTIVE, TILES = "train.recompute=full", "train.recompute=selective", "train.mlp_tile=24"
 
@@ -45,7 +46,7 @@ def step(engine: Engine) -> None:
 
 
 def weights(engine: Engine) -> list[Any]:
-    """All weights of this rank, frozen or not."""
+    """All weights of this rank, also frozen ones."""
     slices = [
         OptimizerSlice(param=param, start=0, tensors={MAIN: param.detach().view(-1)}, is_distributed=False)
         for chunk in engine.chunks
@@ -84,7 +85,8 @@ def stored(results: list[dict[str, Any]], key: str, source: Path) -> dict[str, t
 
 
 def reference(source: Path, frozen: str) -> tuple[Any, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """transformers' model after the steps, its first gradients, and its weights before.  frozen: expression of names"""
+    """The transformers model after the steps, its first gradients, and its weights before.  frozen: regular expression
+    of names"""
     model = hf.load(source).eval()
     for name, param in model.named_parameters():
         param.requires_grad_(not re.search(frozen, name))
@@ -110,7 +112,8 @@ LAYER_0 = "layers.0.*"
     "family,tied,freeze,frozen,world_size,overrides",
     [
         ("llama", False, ["embed_tokens", "lm_head", "mlp.*"], r"embed_tokens|lm_head|\.mlp\.", 2, [*SP, FULL]),
-        ("qwen3", True, ["embed_tokens", LAYER_0], r"embed_tokens|layers\.0\.", 2, [*PP, FULL]),  # nothing on stage 0
+        # stage 0 trains nothing
+        ("qwen3", True, ["embed_tokens", LAYER_0], r"embed_tokens|layers\.0\.", 2, [*PP, FULL]),
         ("qwen2", False, ["model.*"], r"^model\.", 2, [*CP, *SHARDED]),  # only the output weight is trained
         ("llama", True, ["q_proj", "k_proj", "v_proj", "*norm"], r"[qkv]_proj|norm", 2, [*PP, SELECTIVE]),
         (
@@ -137,7 +140,8 @@ def test_steps_are_those_of_transformers(
     world_size: int,
     overrides: Any,
 ) -> None:
-    """First gradients and ten steps.  Frozen weights keep their bits, and have no gradients and no moments."""
+    """Compares the first gradients and ten steps.  Frozen weights keep their bits, and have no gradients and no
+    moments."""
     source = hf.save(tmp_path / "source", family, tied=tied)
     model, first, before = reference(source, frozen)
     results = ranks(world_size).run(train, [*recipe(source, freeze), *overrides], str(source))
@@ -151,13 +155,13 @@ def test_steps_are_those_of_transformers(
     assert any(result["frozen"] for result in results) == bool(freeze)
     for result in results:
         assert result["unchanged"] and result["trained"] == result["estimated"]
-        padding = 64 * world_size * 2 * 2  # core pads the buffers of dense and expert weights
+        padding = 64 * world_size * 2 * 2  # megatron-core pads the buffers of dense weights and of expert weights
         assert result["trained"] <= result["gradient numbers"] <= result["trained"] + 4096 + padding
         assert result["moments"] <= result["trained"]
 
 
 def save(overrides: list[str], folder: str, checkpoint: Path) -> dict[str, Any]:
-    """All weights after two steps, of which there is a checkpoint, and after a third one."""
+    """All weights after two steps, which are in a checkpoint, and after a third step."""
     with scenarios.running(overrides) as engine:
         load(engine, folder)
         step(engine)
@@ -178,7 +182,7 @@ def resume(overrides: list[str], checkpoint: Path) -> dict[str, Any]:
 
 
 def test_a_run_resumes_on_another_layout(ranks: Ranks, tmp_path: Path) -> None:
-    """The checkpoint holds the whole model, and Adam's step, although rank 0 trained nothing."""
+    """The checkpoint holds the whole model and the step of Adam, although rank 0 trained nothing."""
     source = hf.save(tmp_path / "source", "qwen3", tied=True)
     frozen, checkpoint = recipe(source, ["embed_tokens", LAYER_0]), tmp_path / "iter_0000002"
     results = ranks(2).run(save, [*frozen, *PP], str(source), checkpoint)

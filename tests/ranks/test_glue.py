@@ -1,8 +1,8 @@
-"""What holds the parts of `sft train` together: sources, seed, reduction and held-out sets reach the engine.
+"""Whole runs of `sft train`: sources, seed, reduction and held-out sets reach the engine.
 
-Whole runs, as a user starts them.  Which samples a step trains on is written out.  What the log says of them is
-asked of transformers, in a plain float64 loop over single chats that shares no code with ours: it tokenises, weighs,
-averages, and steps by itself.
+The runs start as a user starts them.  The samples of each step are literals.  The expected log comes from transformers,
+in a plain float64 loop over single chats that shares no code with ours: it tokenises, weighs, averages, and steps by
+itself.
 """
 
 import hashlib
@@ -25,23 +25,24 @@ from tests.ranks.hf_models import recipe_of
 from tests.ranks.scenarios import check_parameters
 from tests.unit.fixtures import hf
 
-# fp32 against float64, over six Adam steps, relative.
+# Relative tolerance: fp32 against float64, over six Adam steps.
 TOLERANCE = 1e-5
 LR, WARM_UP, DECAY, CLIP, BETAS = 3e-3, 2, 0.1, 0.5, (0.9, 0.95)
-EDGE = 32  # positions are told apart here
+EDGE = 32  # boundary of the position buckets of this test
 
 Row = dict[str, Any]
 Record = dict[str, Any]
 
 
-# --- chats, and what they are as tokens --------------------------------------------------------------------
+# --- chats, and their tokens -------------------------------------------------------------------------------
 
 
 def chat(question: str, answer: str, **more: Any) -> Row:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **more}]}
 
 
-# Answers of unequal length, two of which weigh less: means over samples, tokens and weights are three numbers.
+# Answers of unequal length, two of them with a smaller weight: means over samples, over tokens and by weight all
+# differ.
 FILES: dict[str, list[Row]] = {
     "sums": [chat(f"{i} + {i}?", f"{2 * i} " * (i + 1), weight=0.25 if i == 2 else 1) for i in range(6)],
     "code": [chat(f"Count to {3 * i}.", "".join(map(str, range(3 * i + 1)))) for i in range(8)],
@@ -52,7 +53,7 @@ FILES: dict[str, list[Row]] = {
 
 @dataclass(frozen=True)
 class Document:
-    """tokens, and what each weighs before the reduction, float64 [n]; the name that its losses are told apart by."""
+    """tokens; weights before the reduction, float64 [n]; name: name of the source or held-out set in metrics"""
 
     tokens: torch.Tensor
     weights: torch.Tensor
@@ -60,7 +61,8 @@ class Document:
 
     @staticmethod
     def of(row: Row, source: str) -> "Document":
-        """<|im_start|> is 256, <|im_end|> is 257, all else is bytes; an answer and its end are learnt."""
+        """<|im_start|> is 256, <|im_end|> is 257, all other ids are bytes; an answer and its <|im_end|> are
+        supervised."""
         tokens: list[int] = []
         weights: list[float] = []
         for message in row["messages"]:
@@ -82,7 +84,8 @@ TRAINED = documents("sums", "chat") + documents("code")  # by number of the samp
 
 
 def expected(model: Any, batch: Sequence[Document], power: float = 1.0) -> tuple[torch.Tensor, Record]:
-    """The objective, with gradient, where a token of n in a sample counts its weight / n**power; and the record."""
+    """The objective with its gradient, and the record.  A token of a sample with n supervised tokens counts its weight
+    / n**power."""
     objective, weight, nll, correct = torch.zeros((), dtype=torch.float64), 0.0, [], 0
     for one in batch:
         scores, labels = model(input_ids=one.tokens[None]).logits[0, :-1], one.tokens[1:]
@@ -101,10 +104,11 @@ def expected(model: Any, batch: Sequence[Document], power: float = 1.0) -> tuple
 
 
 def told_of(batch: Sequence[Document], nll: list[np.ndarray]) -> Record:
-    """Counts, and what follows from -log p of every learnt token of each document."""
+    """The part of a record that follows from counts and from -log p of every supervised token of each document."""
     means, every = np.array([each.mean() for each in nll]), np.concatenate(nll)
     sources = np.repeat([one.source for one in batch], [len(each) for each in nll])
-    position = np.concatenate([np.flatnonzero(one.weights[1:] > 0) for one in batch])  # of the token that predicts
+    # positions of the tokens that predict
+    position = np.concatenate([np.flatnonzero(one.weights[1:] > 0) for one in batch])
     apart = {f"source/{source}": sources == source for source in set(sources.tolist())}
     apart |= {f"position/0-{EDGE}": position < EDGE, f"position/{EDGE}+": position >= EDGE}
     record: Record = {
@@ -142,7 +146,7 @@ def steps_of(model: Any, batches: Sequence[Sequence[Document]], held_out: dict[s
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
-        del record["sample loss"]  # of held-out sets only
+        del record["sample loss"]  # only held-out sets have it
         records.append({"kind": "train", "step": step, **record, "grad-norm": float(norm), "learning-rate": rate})
         records += evaluated(model, step, held_out) if step % 3 == 0 else []
     return records
@@ -157,7 +161,7 @@ def evaluated(model: Any, step: int, held_out: dict[str, list[Document]]) -> lis
 
 
 def run(folder: Path, overrides: list[str], world_size: int) -> str:
-    """What rank 0 printed of a run on FILES, in `folder`/run."""
+    """The output of rank 0, for a run on FILES in `folder`/run."""
     for name, rows in FILES.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (code, out, told), *_ = start(
@@ -182,7 +186,7 @@ def seen(folder: Path) -> list[tuple[int, int, list[int]]]:
 
 
 def logged(folder: Path) -> list[Record]:
-    """metrics.jsonl but for the beginning, by flat names."""
+    """The records of metrics.jsonl, without the first one, by flat names."""
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     return [flattened(line) for line in lines if line["kind"] != "start"]
 
@@ -195,7 +199,7 @@ def flattened(record: Record, prefix: str = "") -> Record:
 
 
 def check(found: list[Record], wanted: list[Record]) -> None:
-    """Everything that is wanted of each record; counts and names exactly."""
+    """Checks all values of `wanted` in each record; counts and names must be equal."""
     assert len(found) == len(wanted)
     for record, numbers in zip(found, wanted, strict=True):
         for name, value in numbers.items():
@@ -207,12 +211,13 @@ def check(found: list[Record], wanted: list[Record]) -> None:
 class Run:
     folder: Path
     told: str
-    model: Any  # transformers' model of the weights that it began with, float64
+    model: Any  # float64 transformers model with the weights from which the run starts
 
 
 @pytest.fixture(scope="module")
 def by_epochs(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Two ranks, from weights of transformers: chat twice an epoch, half of code, and two held-out sets."""
+    """A run on two ranks from weights of transformers: twice the source chat per epoch, half of the source code, and
+    two held-out sets."""
     folder = tmp_path_factory.mktemp("by_epochs")
     source = hf.save(folder / "source", "qwen3")
     sources = (
@@ -233,7 +238,8 @@ def by_epochs(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(folder, told, hf.load(source).double())
 
 
-# Chat's samples are 0 to 5 and code's 6 to 13.  The order is as it was drawn once; what must hold of any is asserted.
+# Samples 0 to 5 are of chat, 6 to 13 of code.  The literals are one recorded order; assertions check the rules that any
+# order must obey.
 BY_EPOCHS: list[tuple[int, int, list[int]]] = [
     (0, 0, [1, 3, 5, 13]),
     (0, 1, [2, 4, 6, 9]),
@@ -249,11 +255,12 @@ def test_sources_by_epochs_and_the_seed_say_what_is_seen(by_epochs: Run) -> None
     whole = Counter(i for epoch, _, samples in BY_EPOCHS for i in samples if epoch == 0)
     assert {i: whole[i] for i in range(6)} == dict.fromkeys(range(6), 2)
     tokens = sum(len(TRAINED[i].tokens) for i in whole if i >= 6)
-    assert abs(tokens - 0.5 * sum(len(one.tokens) for one in TRAINED[6:])) < 67  # the longest of them
+    # 67: tokens of the longest of these samples
+    assert abs(tokens - 0.5 * sum(len(one.tokens) for one in TRAINED[6:])) < 67
 
 
 def test_the_log_is_that_of_a_plain_loop(by_epochs: Run, tmp_path: Path) -> None:
-    """And so are the weights in the checkpoint."""
+    """The weights in the checkpoint also agree."""
     found, held_out = logged(by_epochs.folder), {name: documents(name) for name in ("near", "far")}
     assert found[0]["set"] == "near" and 2 * 256 < found[0]["tokens/padded"] <= 3 * 256  # three batches of two packs
     batches = [[TRAINED[i] for i in samples] for _, _, samples in BY_EPOCHS]
@@ -265,9 +272,9 @@ def test_the_log_is_that_of_a_plain_loop(by_epochs: Run, tmp_path: Path) -> None
 
 @pytest.fixture(scope="module")
 def by_weights(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """One rank, from random weights, which so small a learning rate leaves as they are; in plain order."""
+    """A run on one rank, in plain order, from random weights, which the tiny learning rate does not change."""
     folder = tmp_path_factory.mktemp("by_weights")
-    source = hf.save(folder / "source", "qwen3")  # of which only the sizes are used
+    source = hf.save(folder / "source", "qwen3")  # only its sizes are used
     sources = f"{{chat: {{files: {folder}/sums.jsonl, weight: 3}}, code: {{files: {folder}/code.jsonl, weight: 2}}}}"
     data = [f"data.train={sources}", f"data.eval=[{folder}/near.jsonl, {folder}/far.jsonl]"]
     more = ["run.seed=78", "train.num_steps=null", "train.num_epochs=2", "optim.lr=1e-30", "loss.reduction=sqrt"]
@@ -308,7 +315,8 @@ def test_sources_by_weights_are_seen_by_shares_of_tokens(by_weights: Run) -> Non
         count = Counter(i for epoch, _, samples in BY_WEIGHTS for i in samples if epoch == number)
         assert [count[i] for i in range(6, 14)] == [1] * 8 and {count[i] for i in range(6)} == {2, 3}
         tokens = sum(count[i] * len(TRAINED[i].tokens) for i in range(6))
-        assert abs(tokens - 3 / 2 * sum(len(one.tokens) for one in TRAINED[6:])) < 45  # the longest of chat
+        # 45: tokens of the longest sample of chat
+        assert abs(tokens - 3 / 2 * sum(len(one.tokens) for one in TRAINED[6:])) < 45
 
 
 def test_random_weights_follow_from_the_seed_and_give_the_losses_of_transformers(by_weights: Run) -> None:
@@ -344,7 +352,7 @@ def test_what_the_log_and_the_folder_say_beside_losses(by_epochs: Run, by_weight
 def test_less_usual_keys_reach_their_place(by_weights: Run) -> None:
     folder = by_weights.folder / "run"
     assert sorted(path.name for path in (folder / "checkpoints").glob("iter_*")) == ["iter_0000005", "iter_0000010"]
-    # The last step, which is none where steps are counted from 0.
+    # The last step has no batch if steps are counted from 0.
     assert [path.name for path in (folder / "traces").iterdir()] == ["step_12"]
     assert not (folder / "tensorboard").exists() and not (folder / "cache").exists()
     train = [record for record in logged(by_weights.folder) if record["kind"] == "train"]

@@ -1,4 +1,4 @@
-"""Checkpoints of earlier versions resume in this one, on another layout, and go on as they went on then."""
+"""Checkpoints of earlier versions resume in this version, on another layout, with the recorded losses."""
 
 import json
 import shutil
@@ -10,9 +10,9 @@ import pytest
 from tests import golden
 from tests.launching import records, start
 
-# A machine and a version of torch of their own: fp32 sums in another order, over three updates.
+# The recorded losses come from another machine and version of torch: fp32 sums in another order, over three updates.
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
-LAYOUTS = {  # as it was saved, and another
+LAYOUTS = {  # the layout of the checkpoint, and another one
     "1-dense-fp32": [(2, []), (2, ["parallel.cp=1", "parallel.tp=2"])],
     "1-experts-bf16": [(2, []), (1, ["parallel.ep=1"])],
     "1-lora-fp32": [(2, []), (1, ["parallel.ep=1"])],

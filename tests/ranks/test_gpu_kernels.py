@@ -1,7 +1,7 @@
-"""What kernels of a GPU are given, with stand-ins for the kernels on the CPU.
+"""The inputs of GPU kernels, tested with replacements of the kernels on the CPU.
 
-torch's flash kernel gives the numbers of the plain tiles.  Apex's kernel adds gradients of weights to their fp32 sum.
-To a rotary kernel megatron-core hands tensors of which `fused_rotary.token_stride` is the widest stride.
+The replacement of torch's flash kernel gives the numbers of the plain tiles.  Apex's kernel adds gradients of weights
+to their fp32 sum. megatron-core hands tensors to a rotary kernel whose widest stride is `fused_rotary.token_stride`.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,8 @@ calls: list[torch.Size] = []
 
 
 def fused(overrides: list[str], hooks: bool) -> dict[str, Any]:
-    """Gradients, and how often the kernel ran.  hooks: as portable has them; else as te, which has none."""
+    """The gradients, and the number of calls of the kernel.  hooks: with the gradient hooks of portable; otherwise as
+    te, which has none"""
     calls.clear()
     kernel = SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
     policy = Engine._make_save_policy if hooks else lambda engine: SavePolicy(recompute=False)
@@ -68,7 +69,7 @@ def fused(overrides: list[str], hooks: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_fused_gradients_are_the_same_bit_for_bit(ranks: Ranks, recompute: str) -> None:
-    """Of four weights in each of two layers and two packs."""
+    """Four weights in each of two layers, and two packs."""
     (plain,) = ranks(1).run(scenarios.gradients, SMALL, PACKS)
     (found,) = ranks(1).run(fused, [*SMALL, f"train.recompute={recompute}"], False)
     assert found["calls"] == 4 * 2 * 2
@@ -80,17 +81,18 @@ def test_hooks_and_fused_gradients_exclude_each_other(ranks: Ranks) -> None:
         ranks(1).run(fused, [*SMALL, "train.recompute=selective"], True)
 
 
-# RECIPE: 8 heads and 4 key heads of 4 numbers.
+# RECIPE has 8 query heads and 4 key heads of width 4.
 STRIDES = [
-    (1, ["model.qk_norm=false"], [32, 64]),  # queries are a copy; keys a view of (8 + 4 + 4) x 4
-    (1, ["model.qk_norm=true"], [32, 16]),  # both are what the norm has written
+    (1, ["model.qk_norm=false"], [32, 64]),  # queries are a copy; keys are a view of (8 + 4 + 4) x 4
+    (1, ["model.qk_norm=true"], [32, 16]),  # both are outputs of norms
     (1, ["model.qk_norm=false", "model.num_query_groups=8"], [96, 96]),  # both are views of 3 x 8 x 4
     (2, ["model.qk_norm=false", *TP], [16, 32]),
 ]
 
 
 def strides(overrides: list[str]) -> tuple[list[int], int]:
-    """Of a token of queries and of keys, as attention rotates them; and what we say."""
+    """The strides between tokens of queries and of keys when attention rotates them; and our prediction of the
+    widest."""
     with scenarios.running(overrides) as engine:
         attention = engine.chunks[0].module.decoder.layers[0].self_attention
         query, key, _ = attention.get_query_key_value_tensors(torch.zeros(6, 1, 32))

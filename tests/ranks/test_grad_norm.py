@@ -1,4 +1,5 @@
-"""The gradient norm with a vocabulary of real size: that of float64, on every layout, and so one curve."""
+"""With a vocabulary of real size, the gradient norm equals that of float64 on every layout, so all layouts have one
+curve."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,13 +14,13 @@ from tests.ranks import scenarios
 from tests.ranks.layouts import CP, PP, SHARDED, SP
 from tests.ranks.pool import Ranks
 
-VOCAB = 151_936  # of Qwen3
+VOCAB = 151_936  # vocabulary size of Qwen3
 NUM_STEPS = 2
-LENGTHS = [350, 250, 450, 150, 500, 32, 400, 175]  # of tokens; two packs of up to 512 a step
+LENGTHS = [350, 250, 450, 150, 500, 32, 400, 175]  # tokens of each sample; two packs of up to 512 tokens per step
 
-# The same gradients in float64: 1e-15 was found.  The norm of torch in fp32 is 1e-4 off here.
+# Norm of the same gradients in float64; the measured difference is 1e-15.  torch's fp32 norm differs by 1e-4 here.
 EXACT = 1e-12
-# Gradients whose fp32 sums were taken in another order.
+# Tolerance for gradients whose fp32 sums have another order.
 NORM_TOLERANCE = 1e-6
 LOSS_TOLERANCE = 1e-8
 
@@ -30,17 +31,19 @@ RECIPE = [
     "data.seq_length=512",
     "loss.chunk_size=128",
     "train.num_steps=4",
-    "optim.lr=1e-4",  # as one fine-tunes.  Adam's first steps have the size of lr wherever a gradient is mere rounding
+    # a rate of real fine-tuning; in the first steps, Adam moves a weight by lr even if its gradient is mere rounding
+    "optim.lr=1e-4",
     "train.global_batch_size=2",
-    "optim.clip_grad=0.05",  # far below every norm here: all steps are clipped
+    "optim.clip_grad=0.05",  # far below every gradient norm here, so every step is clipped
 ]
-# Parts of them lie on each rank of tp; of all other parameters every rank has the whole.
+# Each tp rank holds a part of these parameters, and the whole of all others.
 SPLIT = ("word_embeddings.weight", "linear_qkv.weight", "linear_qkv.bias", "linear_proj.weight")
 SPLIT += ("linear_fc1.weight", "linear_fc2.weight")
 
 
 class TextLikeCorpus(scenarios.SkewedCorpus):
-    """Tokens as often as words are in text: the i-th most frequent with a share of 1 / (i + 2.7) (Mandelbrot)."""
+    """Tokens with the frequencies of words in text: the share of the i-th most frequent token is proportional to 1 / (i
+    + 2.7) (Mandelbrot)."""
 
     def __init__(self) -> None:
         super().__init__(LENGTHS, VOCAB)
@@ -50,7 +53,7 @@ class TextLikeCorpus(scenarios.SkewedCorpus):
 
 
 def clipped(overrides: Sequence[str]) -> dict[str, Any]:
-    """Steps from random weights, and in float64 the sum of squares of each parameter's gradient in each of them."""
+    """Steps from random weights; and for each step, in float64, the sum of squares of each parameter's gradient."""
     with scenarios.running([*RECIPE, *overrides], VOCAB) as engine:
         loader, squares = scenarios.loader_of(engine, TextLikeCorpus()), []
         update = build.update
@@ -70,7 +73,7 @@ def clipped(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def squares_of(engine: Engine) -> dict[tuple[str, str], float]:
-    """(which part of the model, name) -> sum of squares.  The part is the same where ranks have the same parameter."""
+    """(part of the model, name) -> sum of squares.  Ranks that hold the same parameter have the same key."""
     place, found = engine.groups, {}
     for chunk in engine.chunks:
         for buffer in (
@@ -81,14 +84,15 @@ def squares_of(engine: Engine) -> dict[tuple[str, str], float]:
             part = f"pp{place.pp_rank}"
             if name.endswith(SPLIT):
                 part += f" tp{place.tp_rank}"
-            if name == "output_layer.weight":  # the last stage's copy of the embedding, whose gradient is the same
+            if name == "output_layer.weight":  # the last stage's copy of the embedding, which has the same gradient
                 part = f"tied tp{place.tp_rank}"
             found[part, name] = float(param.main_grad.double().square().sum())
     return found
 
 
 def gather(buffer: Any) -> None:
-    """Each rank has the sum over all of its own share of the gradients; then every rank has all."""
+    """Each rank has the sum over all ranks of its own share of the gradients; after the gather every rank has all of
+    it."""
     group = buffer.data_parallel_group
     for bucket in buffer.buckets:
         mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
@@ -96,7 +100,7 @@ def gather(buffer: Any) -> None:
 
 
 def norms(results: Sequence[dict[str, Any]]) -> list[float]:
-    """Of each step, from the squares of all ranks, each part of each parameter once."""
+    """The norm of each step, from the squares of all ranks, which count each part of each parameter once."""
     found = []
     for step in range(NUM_STEPS):
         squares: dict[tuple[str, str], float] = {}

@@ -39,9 +39,9 @@ def boundaries(lengths: Sequence[int]) -> np.ndarray:
 
 
 def attend(lengths: Sequence[int], window: int | None, other: int | None = None, flash: bool = False) -> dict[str, Any]:
-    """Output and gradients of this rank's tokens, and the bytes that this rank sends by all-to-all.
+    """The output and gradients of this rank's tokens, and the bytes that this rank sends by all-to-all.
 
-    other: a document whose tokens are replaced; flash: the flash kernel, with a stand-in
+    other: a document whose tokens are replaced; flash: whether to use the flash kernel, with its CPU replacement
     """
     with joined():
         cu_seqlens, size, rank = boundaries(lengths), dist.get_world_size(), dist.get_rank()
@@ -75,7 +75,7 @@ def attend(lengths: Sequence[int], window: int | None, other: int | None = None,
 @pytest.mark.parametrize("cp_size", [2, 4])
 @pytest.mark.parametrize("window", [1, 2, 7, 13, 40, 1000, None])
 def test_outputs_and_gradients(ranks: Ranks, cp_size: int, window: int | None) -> None:
-    """Windows of one token, smaller and larger than a chunk and than documents; sinks."""
+    """Windows of one token, and windows shorter and longer than a chunk and than documents; sinks."""
     whole = [x.requires_grad_() for x in (*tensors(LENGTHS)[:3], torch.tensor(SINKS, dtype=torch.float64))]
     expected, _ = in_one_piece(*whole[:3], boundaries(LENGTHS), SCALE, window=window, sinks=whole[3])
     gradients = torch.autograd.grad(expected, whole, tensors(LENGTHS)[3])
@@ -93,7 +93,7 @@ def close(found: Any, expected: Tensor) -> None:
 
 
 def test_a_document_does_not_know_its_neighbours(ranks: Ranks) -> None:
-    """Bitwise; halos of the first document's neighbours are next to it in the messages."""
+    """Bitwise; in the messages, halos of neighbouring documents lie next to the halo of the first document."""
     for before, after in zip(ranks(4).run(attend, LENGTHS, 13), ranks(4).run(attend, LENGTHS, 13, 2)):
         is_changed = (before["rows"] >= 48) & (before["rows"] < 64)
         assert torch.equal(before["out"][~is_changed], after["out"][~is_changed])
@@ -101,11 +101,11 @@ def test_a_document_does_not_know_its_neighbours(ranks: Ranks) -> None:
 
 
 def test_bytes_follow_the_window(ranks: Ranks) -> None:
-    """Each key and value crosses once in forward and once more in backward, and its gradient once back."""
+    """Each key and value is sent once in forward and once more in backward, and its gradient is sent back once."""
     for lengths, window in ((LENGTHS, 13), ([64, 32], 3), ([512, 32], 3)):
         found = ranks(4).run(attend, lengths, window)
         tokens = int(halo_tokens(np.array(lengths), window, 4).sum())
-        of_token = 2 * GROUPS * WIDTH * 8  # key and value in float64
+        of_token = 2 * GROUPS * WIDTH * 8  # bytes of a token's key and value in float64
         assert sum(of_rank["forward"] for of_rank in found) == tokens * of_token
         assert sum(of_rank["both"] for of_rank in found) == 3 * tokens * of_token
     assert halo_tokens(np.array([64, 512, 32]), 3, 4).tolist() == [6 * 2] * 3

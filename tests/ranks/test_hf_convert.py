@@ -1,6 +1,7 @@
-"""Models compute what transformers does with the same files, on every layout; what is trained goes back to it.
+"""A model computes the same as transformers with the same files, on every layout; its trained weights return to
+transformers.
 
-The models are transformers' own, saved by it; the losses and gradients to compare with come from it too.
+transformers makes and saves the models, and computes the expected losses and gradients.
 """
 
 import contextlib
@@ -40,7 +41,7 @@ from tests.ranks.interop import theirs_loaded
 from tests.ranks.pool import Ranks
 from tests.unit.fixtures import hf
 
-ORIGINAL = 64  # context before scaling; samples of 200 tokens go far beyond
+ORIGINAL = 64  # context before scaling; samples of 200 tokens are longer
 
 
 def rope(kind: str, theta: float, **more: float) -> dict[str, Any]:
@@ -56,7 +57,7 @@ CASES: dict[str, Case] = {
     "mistral": Case(dict(family="mistral"), losses="one pp", gradients="one", more_losses="cp tp_whole"),
     "qwen2": Case(dict(family="qwen2"), losses="one cp", gradients="one", more_losses="tp_whole pp"),
     "qwen3 tied": Case(dict(family="qwen3", tied=True), losses="one tp_whole", gradients="one", more_losses="cp pp"),
-    # As Qwen released them.
+    # The settings of the models that Qwen released.
     "qwen3 moe": Case(
         dict(family="qwen3_moe", norm_topk_prob=True),
         losses="one ep",
@@ -117,8 +118,8 @@ def test_loss_and_every_gradient_are_those_of_transformers(
 @pytest.mark.skipif(not megatron_lm.HAS_TRAINING, reason="megatron.training comes with core 0.19")
 @pytest.mark.parametrize("world_size,flags", [(1, ""), (2, "--tensor-model-parallel-size 2")])
 def test_megatron_lm_loads_what_was_imported(ranks: Ranks, tmp_path: Path, world_size: int, flags: str) -> None:
-    """Its own load_checkpoint, with its own checks of the arguments that are stored."""
-    sizes = dict(num_hidden_layers=4, head_dim=4)  # those of megatron_lm.COMMAND
+    """Uses Megatron-LM's own load_checkpoint, which checks the stored arguments."""
+    sizes = dict(num_hidden_layers=4, head_dim=4)  # sizes of megatron_lm.COMMAND
     source = hf.save(tmp_path / "source", "qwen3", **sizes)
     import_hf(source, tmp_path / "imported", QUIET)
     model = hf.load(source).state_dict()
@@ -148,7 +149,7 @@ optim: {lr: 1e-3}
 
 
 def sft(folder: Path, *words: str) -> str:
-    """One process of the command line."""
+    """Runs one command of sft in one process."""
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
         [sys.executable, "-m", "sft", *words],
@@ -163,7 +164,8 @@ def sft(folder: Path, *words: str) -> str:
 
 
 def test_a_run_without_sizes_and_its_held_out_loss_in_transformers(tmp_path: Path) -> None:
-    """As a user does it: import, a recipe that names the model, train at another base, export, load elsewhere."""
+    """The steps of a user: import, a recipe that names the model, training with another rotary base, export, load in
+    transformers."""
     chats(tmp_path, 40)
     chats(tmp_path, 7, "held_out.jsonl")
     (tmp_path / "recipe.yaml").write_text(RUN)
@@ -172,9 +174,9 @@ def test_a_run_without_sizes_and_its_held_out_loss_in_transformers(tmp_path: Pat
     sft(tmp_path, "data", "prepare", *recipe)
     sft(tmp_path, "train", *recipe)
     for name in ("model", "imported/hf"):
-        shutil.rmtree(tmp_path / name)  # the copy in run/hf is left
+        shutil.rmtree(tmp_path / name)  # only the copy in run/hf is left
     told = io.StringIO()
-    with contextlib.chdir(tmp_path):  # the run names it by a relative path
+    with contextlib.chdir(tmp_path):  # the run names the model by a relative path
         export_hf(Path("run"), Path("exported"), Console(0, told))
         config = load_recipe("recipe.yaml", ["model.hf=run", "model.rope.base=20000"]).config
         held_out = prepare_recipe(config, load_tokenizer(config.data), QUIET)["eval"]

@@ -1,4 +1,5 @@
-"""A model that was trained on any layout goes back whole: transformers and the trainer give it the same losses."""
+"""A model that was trained on any layout is exported whole: transformers and the trainer compute the same losses with
+it."""
 
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from tests.ranks.pool import Ranks
 from tests.ranks.saving import train_and_save
 from tests.unit.fixtures import hf, vision
 
-# Two large steps make tiny models with linear attention sensitive: single tokens are up to 2.4e-5 from float64 here, up
-# to 1.6e-5 in transformers' own fp32.  Root mean squares are equal, 1e-6 to 3e-6.
+# Two large steps make tiny models with linear attention sensitive: single token losses differ from float64 by up to
+# 2.4e-5 here, and by up to 1.6e-5 in transformers' fp32.  The root mean square of the differences is equal, 1e-6 to
+# 3e-6.
 TRAINED_LINEAR_TOLERANCE = 4e-5
 CASES: list[Any] = [
     ("qwen3", TP),
@@ -64,7 +66,7 @@ def test_a_trained_model_in_transformers(ranks: Ranks, tmp_path: Path, family: s
 
 
 def told_by_headers(folder: Path) -> dict[str, tuple[str, list[int]]]:
-    """Type and shape of every tensor, as the safetensors library reads them."""
+    """The type and shape of every tensor, as the safetensors library reads them from the headers."""
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -74,7 +76,7 @@ def told_by_headers(folder: Path) -> dict[str, tuple[str, list[int]]]:
 
 
 def test_a_correction_bias_that_moved_is_exported_in_fp32(ranks: Ranks, tmp_path: Path) -> None:
-    """Also from files that hold it in bf16, which rounds steps of the bias away."""
+    """Also if the original files hold the bias in bf16, which would round its steps away."""
     source = hf.save(tmp_path / "source", "minimax_m2", dtype=torch.bfloat16)
     overrides = [*recipe_of(source), "checkpoint.async_save=false", "run.precision=bf16"]
     overrides += ["model.moe.bias_update_rate=1e-3", *EP]
@@ -86,6 +88,6 @@ def test_a_correction_bias_that_moved_is_exported_in_fp32(ranks: Ranks, tmp_path
     for name, tensor in before.items():
         is_bias = name.endswith("e_score_correction_bias")
         assert after[name].dtype == (torch.float32 if is_bias else torch.bfloat16), name
-        if is_bias:  # two steps up or down, or one of each
+        if is_bias:  # after two steps up, two down, or one of each
             moved = ((after[name] - tensor.float()) / 1e-3).round().abs()
             assert set(moved.tolist()) <= {0.0, 1.0, 2.0} and moved.any()

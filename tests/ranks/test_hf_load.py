@@ -1,4 +1,5 @@
-"""Weights straight from safetensors files are those of an import, on any layout; a rank reads only what it keeps."""
+"""Weights that ranks read from safetensors files equal imported weights, on any layout; a rank reads only its own
+parts."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,12 +24,12 @@ from tests.ranks.pool import Ranks
 from tests.unit.fixtures import fp8, hf
 
 BF16 = ["run.precision=bf16"]
-MOST = 1.05  # of the bytes that a rank keeps, the most that it may request
+MOST = 1.05  # bound on requested bytes / bytes that the rank keeps
 Loaded = dict[str, Any]
 
 
 def forget(engine: Engine) -> None:
-    """As a new model is: no weight has a value."""
+    """Sets all weights to NaN."""
     with torch.no_grad():
         for chunk in engine.chunks:
             for param in chunk.parameters():
@@ -37,7 +38,7 @@ def forget(engine: Engine) -> None:
 
 
 def load_in_three_ways(overrides: list[str], source: str, imported: str) -> dict[str, Loaded]:
-    """Of this rank, by way: hashes of the weights and of the optimizer's copies of them, and bytes."""
+    """For this rank and each way to load: hashes of the weights and of the optimizer's copies, and requested bytes."""
     ways: dict[str, Callable[[Engine], int]] = {
         "imported": lambda engine: engine_state.load_weights(engine, Path(imported)) or 0,
         "straight": partial(load_straight, source=source),
@@ -59,19 +60,19 @@ def load_in_three_ways(overrides: list[str], source: str, imported: str) -> dict
 
 
 def load_straight(engine: Engine, source: str, *, read_once: bool = False) -> int:
-    """Returns the bytes that this rank requested from the files."""
+    """Loads from the files.  Returns the bytes that this rank requested from them."""
     opened = open_source(Path(source), compare=False)
     load_weights(engine, opened, QUIET, read_once=read_once)
     return opened.stored.requested_bytes
 
 
 def kept(engine: Engine) -> int:
-    """Numbers that this rank holds."""
+    """The number of elements that this rank holds."""
     shards = [shard for chunk in engine.chunks for shard in sharded_tensors(chunk.module.sharded_state_dict())]
     return sum(shard.data.numel() for shard in shards)
 
 
-# What tp does not split: both of its ranks read it.
+# Tensors that tp does not split: both tp ranks read them.
 NOT_SPLIT = ("norm.weight", ".gate.weight")
 
 
@@ -79,11 +80,11 @@ NOT_SPLIT = ("norm.weight", ".gate.weight")
     "family,world_size,overrides,fields,read_twice",
     [
         ("qwen2", 2, [*TP, *BF16], dict(dtype=torch.bfloat16, shard="20KB"), NOT_SPLIT),
-        ("llama", 2, [*CP, *BF16, *SHARDED], dict(dtype=torch.float32), ()),  # rounds
-        ("qwen3", 2, PP, dict(dtype=torch.bfloat16, tied=True), ("embed_tokens.weight",)),  # widens
+        ("llama", 2, [*CP, *BF16, *SHARDED], dict(dtype=torch.float32), ()),  # rounds fp32 to bf16
+        ("qwen3", 2, PP, dict(dtype=torch.bfloat16, tied=True), ("embed_tokens.weight",)),  # widens bf16 to fp32
         ("qwen3_moe", 2, [*EP, *CP], {}, ()),
         ("mixtral", 2, [*SP, *EP], {}, NOT_SPLIT),
-        ("qwen3_moe", 4, [*SP, *EP], {}, NOT_SPLIT),  # two copies of everything
+        ("qwen3_moe", 4, [*SP, *EP], {}, NOT_SPLIT),  # two ranks hold each part
         pytest.param("mistral", 4, [*TP, *PP], {}, NOT_SPLIT, marks=pytest.mark.grid),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
@@ -106,7 +107,7 @@ def test_every_weight_is_that_of_an_import(
         imported, straight, once = (result[way] for way in ("imported", "straight", "read once"))
         assert straight["weights"] == once["weights"] == imported["weights"]
         assert straight["optimizer"] == once["optimizer"] == imported["optimizer"]
-        padding = 2 * 83 * hf.WIDTH * width  # embedding and output have 301 tokens in 384 rows
+        padding = 2 * 83 * hf.WIDTH * width  # embedding and output have 384 rows, of which 301 are tokens
         assert straight["kept"] * width - padding <= straight["requested"] <= MOST * straight["kept"] * width
     stored = hf.tensors(source)
     again = sum(tensor.nbytes for name, tensor in stored.items() if name.endswith(read_twice))
@@ -116,7 +117,7 @@ def test_every_weight_is_that_of_an_import(
 
 
 def hashes_of(overrides: list[str], sources: list[str], imported: str) -> list[str]:
-    """Of this rank's weights: straight from each folder, and from the checkpoint."""
+    """The hashes of this rank's weights: read from each folder, and from the checkpoint."""
     found = []
     with scenarios.running(overrides, has_weights=False) as engine:
         for source in sources:
@@ -141,7 +142,7 @@ def hashes_of(overrides: list[str], sources: list[str], imported: str) -> list[s
 def test_fp8_weights_are_the_numbers_that_they_mean(
     ranks: Ranks, tmp_path: Path, family: str, overrides: list[str]
 ) -> None:
-    """Where the part of a rank begins and ends within a block of 128 x 128, too."""
+    """Also if a rank's part begins or ends inside a block of 128 x 128."""
     numbers = fp8.save(tmp_path / "fp8", family)
     plain = hf.save(tmp_path / "plain", family, dtype=torch.bfloat16, **fp8.SIZES[family])
     hf.rewrite(plain, **{name.replace(".", "/"): tensor for name, tensor in numbers.items()})

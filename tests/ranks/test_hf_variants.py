@@ -1,8 +1,8 @@
-"""Families whose layers compute more than those of Llama: token losses and gradients are those of transformers.
+"""Families whose layers have parts that Llama's lack: token losses and gradients equal those of transformers.
 
-As in test_hf_convert.py, the models are transformers' own.  They have multipliers, layers without rotary positions,
-norms after attention and MLP, norms across heads, queries scaled by position, shared experts, linear attention, and
-latent attention.
+As in test_hf_convert.py, transformers makes the models.  They have multipliers, layers without rotary positions, norms
+after attention and MLP, norms across heads, queries scaled by position, shared experts, linear attention, and latent
+attention.
 """
 
 from dataclasses import replace
@@ -30,7 +30,7 @@ from tests.ranks.hf_models import TOKEN_LOSS_TOLERANCE, load
 from tests.ranks.pool import Ranks
 from tests.unit.fixtures import hf
 
-# Of two stages each begins with another kind of layer; of four virtual ones too.
+# With two stages, and with four virtual stages, each stage begins with another kind of layer.
 FOUR_LAYERS = dict(num_hidden_layers=4, no_rope_layers=[1, 0, 0, 1])
 FOUR_KINDS = dict(
     num_hidden_layers=4, layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
@@ -47,7 +47,7 @@ CASES: dict[str, Case] = {
     "smollm3_yarn": Case(
         dict(family="smollm3", rope_parameters=YARN, **FOUR_LAYERS), losses="cp", gradients="tp_virtual"
     ),
-    # Windows shorter and longer than documents and chunks; of two stages each has a layer of each kind.
+    # Windows shorter and longer than documents and chunks; each of two stages has layers of both kinds.
     "qwen2_windows": Case(
         dict(family="qwen2", use_sliding_window=True, sliding_window=11, max_window_layers=1),
         losses="one",
@@ -72,7 +72,7 @@ CASES: dict[str, Case] = {
         more_losses="pp",
         gradients="tp_virtual",
     ),
-    # A window that no layer has: then no layer has rotary positions.
+    # The config names a window, but no layer has one; then no layer has rotary positions.
     "exaone4_unrotated": Case(
         dict(family="exaone4", sliding_window=11, layer_types=["full_attention"] * 2), losses="one"
     ),
@@ -128,7 +128,7 @@ CASES: dict[str, Case] = {
         gradients="tp_virtual tp_cp_ep+selective",
         more_gradients="tp_cp+selective ep pp cp_ep",
     ),
-    # Of two stages one has a layer without experts.
+    # With two stages, one has a layer without experts.
     "glm4_moe": Case(
         dict(family="glm4_moe", num_hidden_layers=4),
         losses="one pp",
@@ -146,7 +146,7 @@ CASES: dict[str, Case] = {
     "llama_biased": Case(
         dict(family="llama", attention_bias=True, mlp_bias=True), losses="tp", gradients="tp_whole_cp+full"
     ),
-    # Layers of both kinds, keys and values of unequal width, and two value heads for each key head.
+    # Layers of both kinds; keys and values have unequal widths, and each key head has two value heads.
     "qwen3_5_text": Case(
         dict(family="qwen3_5_text", seed=LINEAR_SEED),
         losses="one tp_cp",
@@ -191,7 +191,7 @@ CASES: dict[str, Case] = {
         gradients="cp_ep+selective",
         more_gradients="one tp cp+selective pp dp_sharded ep tp_cp_ep",
     ),
-    # A latent of 84 numbers; keys and values of a rank have 136 with tp 1, and 68 with tp 2.
+    # A latent has 84 elements; keys and values of a rank have 136 elements with tp 1, and 68 with tp 2.
     "wide": Case(
         dict(family="deepseek_v3", kv_lora_rank=80, rope_interleave=False, first_k_dense_replace=0),
         losses="tp_cp+full",
@@ -221,7 +221,7 @@ def test_loss_and_every_gradient_are_those_of_transformers(
 
 
 def statistics(overrides: list[str], folder: str, sample: Sample) -> Any:
-    """Log-sum-exp and entropy of each token of one document; needs pp 1."""
+    """The log-sum-exp and entropy of each token of one document; needs pp 1."""
     with scenarios.running(overrides) as engine:
         load(engine, folder)
         microbatch = scenarios.microbatch_of(engine, [sample])

@@ -1,4 +1,4 @@
-"""The language model of a checkpoint with a vision tower gives text the losses that transformers gives it."""
+"""The language model of a checkpoint with a vision tower has, for text, the token losses of transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,14 @@ CASES: list[Any] = [
     ("gemma4_unified", CP),
     ("qwen3_5", CP),
     pytest.param("qwen3_5_moe", EP, marks=pytest.mark.grid),
-]  # test_hf_export.py has all of them in its grid
+]  # the grid of test_hf_export.py has all of them
 
 
 @pytest.mark.parametrize("name,overrides", CASES, ids=lambda v: " ".join(v) if isinstance(v, list) else str(v))
 def test_every_token_has_the_loss_that_transformers_gives_it(
     ranks: Ranks, tmp_path: Path, name: str, overrides: list[str]
 ) -> None:
-    """Straight from the files; packed, and a sample alone."""
+    """Weights read from the files; samples in packs, and a sample alone."""
     source = vision.made(tmp_path / "source", name, tied=name in ("mistral3", "gemma3", "gemma4"))
     packs = packs_of()
     packs.append(packs[0][:1])

@@ -1,4 +1,4 @@
-"""Which starts draw random weights, and that the weights are the same on every layout."""
+"""Which starts draw random weights, and that every layout draws the same weights."""
 
 import hashlib
 from contextlib import ExitStack
@@ -38,7 +38,8 @@ class Draws(TorchDispatchMode):
 
 
 def start(overrides: list[str], folder: str, save: bool = False) -> tuple[int, str]:
-    """Start a run as the trainer does.  Returns the random operations until its first step, and its weights' hash."""
+    """Start a run as the trainer does.  Returns the number of random operations before its first step, and a hash of
+    its weights."""
     draws = Draws()
     with ExitStack() as contexts:
         with draws:
@@ -80,7 +81,7 @@ def test_a_model_that_is_neither_loaded_nor_drawn_is_not_used(ranks: Ranks, use:
 
 
 def differing(overrides: list[str]) -> list[str]:
-    """The matrices of this rank that are not their part of a draw of the whole parameter."""
+    """The matrices of this rank that differ from their part of the whole random parameter."""
     names, count = [], 0
     with scenarios.running(overrides) as engine:
         for chunk in engine.chunks:
@@ -103,7 +104,7 @@ def differing(overrides: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("overrides", [TP, PP, EXPERTS], ids=" ".join)
 def test_weights_of_a_layout_are_parts_of_the_same_parameters(ranks: Ranks, overrides: list[str]) -> None:
-    """Bitwise, and the values of earlier versions."""
+    """Bitwise, and equal to the values of earlier versions."""
     assert ranks(2).run(differing, overrides) == [[], []]
 
 
@@ -113,7 +114,7 @@ def initial_adapters(overrides: list[str]) -> dict[str, Any]:
 
 
 def test_initial_adapters_are_those_of_one_process(ranks: Ranks) -> None:
-    """A is uniform within 1 / sqrt(columns), B is 0; another seed gives other values."""
+    """A is uniform within 1 / sqrt(columns), and B is 0; another seed gives other values of A."""
     expected = whole(ranks(1).run(initial_adapters, []), "factors")
     for overrides in (SP, PP):
         found = whole(ranks(2).run(initial_adapters, overrides), "factors")

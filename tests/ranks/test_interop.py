@@ -1,7 +1,8 @@
-"""Checkpoints go to Megatron-LM and back: every weight and moment, at another layout, and both continue alike.
+"""Checkpoints go to Megatron-LM and back: every weight and moment agrees, on another layout, and both sides continue
+alike.
 
-Whole tensors are put together here, from what each rank holds in memory, by rules written out below; no checkpoint
-code takes part in that.
+This file assembles whole tensors from the state that each rank holds in memory, by rules written here; it uses no
+checkpoint code for that.
 """
 
 from pathlib import Path
@@ -49,7 +50,7 @@ def test_what_megatron_saves_we_load(
         ([*PP, *BOTH[1]], (1, BOTH[0]), 0),
         (EP, (2, EP2), NUM_EXPERTS),
         ([*CP, *EP, *SHARDED], (2, f"{EP2} {FLAG}"), NUM_EXPERTS),
-        (SP, (1, ""), NUM_EXPERTS),  # ours has an optimizer of its own for experts, theirs only where ep is above 1
+        (SP, (1, ""), NUM_EXPERTS),  # our experts have an optimizer of their own, Megatron-LM's only if ep is above 1
         ([*SP, *SHARDED], (2, f"{PP2} {FLAG}"), NUM_EXPERTS),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value),

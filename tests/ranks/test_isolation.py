@@ -1,4 +1,4 @@
-"""Documents never leak: what one document holds changes nothing for its neighbours in the pack."""
+"""Documents never leak: the content of a document does not change its neighbours in the pack."""
 
 import pytest
 
@@ -14,21 +14,21 @@ KINDS = [
     "model.attention_sinks=true",
     "model.attention_softcap=5",
     "model.logits_softcap=10",
-    "model.init_std=0.3",  # sinks are drawn with it
+    "model.init_std=0.3",  # sinks are drawn with this standard deviation
 ]
 LAYOUTS = [
     (1, []),
     (2, SP),
     (4, ["parallel.cp=4"]),
-    (4, ["parallel.pp=4"]),  # the middle stages see neither tokens nor loss
+    (4, ["parallel.pp=4"]),  # the middle stages get neither tokens nor a loss
     (2, [*CP, "train.recompute=full"]),
-    (4, ["parallel.cp=4", *WINDOWS]),  # whose halos begin where the document begins
+    (4, ["parallel.cp=4", *WINDOWS]),  # halos begin where the document begins
     (4, [*CP, *PP, *WINDOWS, "train.recompute=selective"]),
     (4, [*CP, *TP, *GEMMA, "train.recompute=selective"]),
     (4, ["parallel.cp=4", *WINDOWS, *KINDS]),
     (4, [*CP, *SP, *MODELS["gemma4"], *EP]),
-    (4, ["parallel.cp=4", *LINEAR]),  # documents of 64 and 96 tokens are long
-    (4, ["parallel.cp=4", *LINEAR, "run.precision=bf16"]),  # the first is short
+    (4, ["parallel.cp=4", *LINEAR]),  # documents of 64 and 96 tokens count as long
+    (4, ["parallel.cp=4", *LINEAR, "run.precision=bf16"]),  # the first document counts as short
     (4, [*CP, *PP, *LINEAR, "train.recompute=selective"]),
     (4, [*CP, *SP, *LATENT]),
     (4, ["parallel.cp=4", *LATENT, "run.precision=bf16", "train.recompute=full"]),
@@ -49,4 +49,5 @@ def test_replacing_one_document_leaves_the_others_bitwise_unchanged(
     before, after = (scenarios.in_pack_order(results, pack, 64 + 96 + 96) for pack in (0, 1))
     assert (before[:64] == after[:64]).all()
     assert (before[160:] == after[160:]).all()
-    assert (before[64:133] != after[64:133]).mean() > 0.9  # the test would see a change
+    # the replaced document does change, so the test would see a leak
+    assert (before[64:133] != after[64:133]).mean() > 0.9

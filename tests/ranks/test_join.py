@@ -15,7 +15,7 @@ from tests.ranks import pool
 
 
 def joined(commits: list[str]) -> str:
-    """The error of this rank, which has looked up its own of `commits`."""
+    """The error message of this rank, which has looked up one commit of `commits`."""
     pool.join()
     commit = commits[dist.get_rank()]
     known = hub.HubSnapshot(name="org/m", repo="org/m", commit=commit, folder=Path(commit))

@@ -1,7 +1,7 @@
-"""Latent attention beyond test_hf_variants.py: of the te backend, and where ranks have all tokens between layers.
+"""Latent attention beyond test_hf_variants.py: on the te backend, and on ranks that hold all tokens between layers.
 
-On a CPU, the te backend has a plain attention in place of Transformer Engine's.  tests/standin runs Transformer
-Engine's own.
+On a CPU, the te backend has a plain attention in place of Transformer Engine's.  tests/standin runs that of Transformer
+Engine.
 """
 
 from typing import Any
@@ -57,7 +57,8 @@ def test_losses_and_gradients_are_those_of_transformers(
 
 @pytest.mark.parametrize("around", [[], [with_plain_attention]], ids=["portable", "te"])
 def test_ranks_that_have_all_tokens_sum_the_gradients_of_all_heads(ranks: Ranks, around: list[Any]) -> None:
-    """Without sequence parallelism, which experts need, so transformers' models of this kind cannot show it."""
+    """This needs a model without sequence parallelism.  Experts need it, so transformers models with latent attention
+    cannot cover this case."""
     (plain,) = ranks(1).run(scenarios.train, LATENT, [0, 1])
     for result in ranks(2).run(*around, scenarios.train, [*LATENT, *TP], [0, 1]):
         np.testing.assert_allclose(result["loss"], plain["loss"], rtol=LOSS_TOLERANCE)

@@ -1,9 +1,9 @@
-"""Models with linear attention: four steps of AdamW on every layout are those of float64.
+"""Models with linear attention: four steps of AdamW on every layout agree with float64.
 
 The norm in Gated DeltaNet divides a head's output by its root mean square, which is small in these models.  With the
-released norm_epsilon it multiplies rounding errors by up to 1,000, and Adam turns them into other updates.  With
-norm_epsilon 1e-2 it multiplies by at most 10: then layouts differ no more than those of other models, so nothing but
-this factor takes them apart.
+released norm_epsilon, the norm multiplies rounding errors by up to 1,000, and Adam turns them into other updates. With
+norm_epsilon 1e-2, it multiplies them by at most 10: then layouts differ no more than those of other models, so this
+factor alone explains the larger differences.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "dynamic cp": (2, ["parallel.cp=2", "parallel.dynamic_cp=true", *SLOW_CP]),
     "cp 4": (4, ["parallel.cp=4"]),
 }
-# Losses and gradient norms of transformers' models, and of the block by hand, in float64 with torch.optim.AdamW.
+# Losses and gradient norms in float64 with torch.optim.AdamW: of transformers models, and of the block by hand.
 CURVES: dict[tuple[str, float], tuple[list[float], list[float]]] = {
     ("qwen3_5_text", LARGE): (
         [5.830906867, 5.776655233, 5.799061463, 5.847039886],

@@ -1,4 +1,4 @@
-"""LoRA is peft's on every layout: token losses, gradients of all factors, and steps of AdamW."""
+"""LoRA equals that of peft on every layout: token losses, gradients of all factors, and steps of AdamW."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -65,7 +65,7 @@ def check(
     model: Any,
     run: Callable[..., Any] = etp_on_gloo.run,
 ) -> None:
-    """Token losses, gradients and their norm are those of the model, which has adapters of these values."""
+    """Token losses, gradients and the gradient norm equal those of `model`, whose adapters have the given values."""
     packs = packs_of(SHORT)
     losses = pool.run(run, packed_losses, recipe, str(source), values, packs)
     check_losses(losses, model, packs)
@@ -91,13 +91,13 @@ CASES = [
     ("llama", "all-linear", 2, [TILES]),
     ("phi3", "all-linear", 2, [*SP, TILES]),
     ("phi3", ["qkv_proj", "down_proj"], 1, [SELECTIVE]),
-    ("gpt_oss", ATTENTION, 2, [*SP, SELECTIVE]),  # beside biases, and experts that are frozen
-    ("gemma2", "all-linear", 2, [*SP, TILES]),  # between norms, and with a frozen head whose logits are capped
-    ("gemma4_text", "all-linear", 2, [*SP, SELECTIVE]),  # queries and keys without values in every second layer
-    # Rows of queries and gates lie head by head in q_proj, and those of in_proj_qkvz key head by key head.
+    ("gpt_oss", ATTENTION, 2, [*SP, SELECTIVE]),  # adapters beside biases and frozen experts
+    ("gemma2", "all-linear", 2, [*SP, TILES]),  # adapters between norms, and a frozen head whose logits are capped
+    ("gemma4_text", "all-linear", 2, [*SP, SELECTIVE]),  # every second layer has queries and keys but no values
+    # q_proj stores the rows of queries and gates head by head, in_proj_qkvz stores its rows key head by key head.
     ("qwen3_5_text", ["in_proj_qkv", "in_proj_a", "q_proj"], 2, [*SP, SELECTIVE]),
     ("qwen3_next", ["in_proj_qkvz", "in_proj_ba", "out_proj"], 2, SP),
-    # kv_b_proj is applied to gathered latents, one head group at a time; all ranks hold kv_a_proj_with_mqa whole.
+    # kv_b_proj is applied to gathered latents, one head group at a time; every rank holds the whole kv_a_proj_with_mqa.
     ("deepseek_v3", LATENT, 2, SP),
     ("deepseek_v3", LATENT, 4, [*CP, *SP, SELECTIVE]),
     ("deepseek_v3", ["kv_b_proj", "q_a_proj"], 4, [*PP, *SP, FULL]),
@@ -131,7 +131,7 @@ def test_losses_and_gradients_are_those_of_peft(
 def test_adapters_of_latents_whose_keys_are_expanded_before_attention(
     ranks: Ranks, tmp_path: Path, world_size: int, overrides: list[str]
 ) -> None:
-    """As with Transformer Engine, which gets keys and values of all heads."""
+    """As with Transformer Engine, whose kernel gets keys and values of all heads."""
     source = hf.save(tmp_path / "source", "deepseek_v3")
     model, values = peft_model(source, LATENT)
     recipe = [*lora_recipe(source, LATENT), *overrides]
@@ -159,7 +159,7 @@ ROUTED_GRID = [
         ("mixtral", ["w1", "w2", "q_proj"], 2, [*PP, FULL]),
         ("qwen2_moe", ["shared_expert.*", "experts.*.up_proj"], 2, [*SP, SELECTIVE]),
         ("qwen2_moe", ["shared_expert.*", "experts.*.down_proj"], 4, [*SP, *EP]),
-        # Linears of the first layer, which has no experts, and of the shared experts and experts of the others.
+        # Linears of the first layer, which has no experts, and of the shared experts and experts of the other layers.
         ("glm4_moe", ["q_proj", "down_proj"], 2, [*SP, *EP]),
         ("qwen3_moe", EXPERTS, 2, [*SP, *ETP, SELECTIVE]),
         ("qwen3_moe", EXPERTS, 4, [*SP, *ETP, *EP, *CP]),
@@ -176,7 +176,7 @@ def test_adapters_of_experts_are_low_rank_terms_of_their_weights(
 
 
 def model_with_experts(ranks: Ranks, source: Path, targets: list[str]) -> tuple[Adapted, dict[str, torch.Tensor]]:
-    """transformers' model with adapters, and their values."""
+    """A transformers model with adapters, and the values of the adapters."""
     (shapes,) = ranks(1).run(shapes_of, lora_recipe(source, targets))
     values = {name: value.requires_grad_() for name, value in factors(shapes).items()}
     return Adapted(hf.load(source).eval(), values), {name: value.detach().clone() for name, value in values.items()}
@@ -254,15 +254,16 @@ def test_ten_steps_are_those_of_peft(
     check_parameters({name: tensor - values[name] for name, tensor in found.items()}, moved, STEP_TOLERANCE)
     copies: dict[Any, set[bytes]] = {}
     for result in results:
-        assert result["unchanged"] and result["rate"] == 1e-3  # the rate of A, which does not depend on lr_ratio
-        assert result["trained"] <= result["gradients"] < 1.1 * result["trained"] + 4096  # padding of buffers
+        # the learning rate of A, which does not depend on lr_ratio
+        assert result["unchanged"] and result["rate"] == 1e-3
+        assert result["trained"] <= result["gradients"] < 1.1 * result["trained"] + 4096  # buffers have padding
         for name, _, offset, data in result["factors"]:
             copies.setdefault((name, offset, data.shape), set()).add(data.tobytes())
     assert all(len(values) == 1 for values in copies.values()), "ranks that hold the same factor hold the same bits"
 
 
 def rates(overrides: list[str]) -> list[tuple[float, float]]:
-    """Of A, as the log has it, and of B, in each step."""
+    """The learning rates of A, from the log, and of B, in each step."""
     with scenarios.running(overrides) as engine:
         found = []
         for _ in range(4):
@@ -275,7 +276,7 @@ def rates(overrides: list[str]) -> list[tuple[float, float]]:
 
 
 def test_the_schedule_scales_the_rates_of_both_factors(ranks: Ranks) -> None:
-    """Warm-up to the peak, then to min_lr: 1e-3 to 1e-4 for A, and four times as much for B."""
+    """Warm-up to the peak, then decay to min_lr: 1e-3 to 1e-4 for A, and four times these rates for B."""
     recipe = ["model.qkv_bias=false", "lora={rank: 3, lr_ratio: 4}", "optim.min_lr=1e-4", "train.num_steps=4"]
     ((first, *rest),) = ranks(1).run(rates, recipe)
     assert first == pytest.approx((1e-3, 4e-3))

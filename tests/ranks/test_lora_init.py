@@ -1,4 +1,5 @@
-"""A PEFT adapter continues here, on every layout, as in peft; `sft eval` and `sft probe` score adapters."""
+"""A PEFT adapter continues to train in our engine, on every layout, as in peft; `sft eval` and `sft probe` evaluate
+adapters."""
 
 import copy
 import json
@@ -27,14 +28,15 @@ from tests.ranks.pool import Ranks
 from tests.ranks.scenarios import check_parameters
 from tests.unit.fixtures import hf
 
-TWO_STEPS = 4e-3  # Adam moves a number by about optim.lr = 1e-3 in each, and bf16 rounds numbers below 1 by 2^-9
+# Adam changes a number by about optim.lr = 1e-3 in each step, and bf16 rounds numbers below 1 by up to 2^-9
+TWO_STEPS = 4e-3
 PIPELINE = [*PP, "train.recompute=full"]
 WHOLE = {"train_embeddings": "embed_tokens", "train_head": "lm_head"}
 SHARED = ["q_proj", "v_proj", *(f"shared_expert.{name}_proj" for name in ("gate", "up", "down"))]
 
 
 def continued(overrides: list[str], folder: str, packs: Any) -> dict[str, Any]:
-    """Losses and factors of this rank beside the adapters of lora.init_from, and the factors after two steps."""
+    """The losses and factors of this rank with the adapters of lora.init_from, and the factors after two steps."""
     with scenarios.running(overrides) as engine:
         load(engine, folder)
         source = load_new_adapters(engine, engine.config, QUIET)
@@ -69,7 +71,7 @@ def test_an_adapter_of_peft_continues(
     saved: list[str],
     layouts: list[tuple[int, list[str]]],
 ) -> None:
-    """peft trains three steps and saves; both train two steps more."""
+    """peft trains three steps and saves; then peft and our engine both train two more steps."""
     source, packs = hf.save(tmp_path / "source", family, tied=tied), packs_of(SHORT)
     model, _ = peft_model(source, targets, modules_to_save=[*saved] or None, ensure_weight_tying=tied and bool(saved))
     steps(model, packs, 3)
@@ -92,9 +94,9 @@ def test_an_adapter_of_peft_continues(
 
 
 def test_adapters_of_experts_are_those_of_the_folder(ranks: Ranks, tmp_path: Path) -> None:
-    """Every bit of a folder that we write; test_lora.py shows what such adapters compute.
+    """Loads a folder that we wrote, bit for bit; test_lora.py tests the results of such adapters.
 
-    In bf16 the optimizer has copies of the factors, in fp32, from which it steps.
+    In bf16, the optimizer steps from fp32 copies of the factors.
     """
     source = hf.save(tmp_path / "source", "mixtral")
     modules = {name: (out, of) for name, out, of in linears(source, ["w1", "w2", "w3", "o_proj"])}
@@ -142,7 +144,7 @@ def evaluated(run: Path) -> dict[int, float]:
 
 
 def test_ours_to_peft_to_ours(ranks: Ranks, tmp_path: Path) -> None:
-    """The same bits on each way, in a run, an evaluation and a probe; no other base."""
+    """Every conversion keeps the bits, in a run, an evaluation and a probe; another base model is refused."""
     chats(tmp_path, 20)
     chats(tmp_path, 7, "held_out.jsonl")
     hf.save(tmp_path / "model", "llama")
@@ -158,7 +160,7 @@ def test_ours_to_peft_to_ours(ranks: Ranks, tmp_path: Path) -> None:
     memory = (tmp_path / "run/base.json").read_bytes()
     of_run = scored(pool, recipe, *LORA)
     assert of_run["step"] == 2
-    for words in ([], LORA):  # a recipe without LoRA takes the folder's keys
+    for words in ([], LORA):  # a recipe without LoRA takes the settings of the folder
         of_folder = scored(pool, recipe, *words, "--from", str(again))
         assert loss_of(of_folder) == loss_of(of_run)
         assert of_folder["weights"].endswith(f"with the adapters of {again}: 10 adapters of rank 4; 15 KiB")

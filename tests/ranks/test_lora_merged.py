@@ -30,7 +30,7 @@ STEPS = 2
 
 
 def train_and_save(overrides: list[str], source: str, run: str) -> list[Any]:
-    """Train adapters beside the weights in the folder `source`, and save them.  Returns this rank's token losses."""
+    """Trains adapters of the weights in the folder `source`, and saves them.  Returns this rank's token losses."""
     with scenarios.running(overrides, has_weights=False) as engine:
         load(engine, source)
         adapted.initialise(engine.chunks, seed=3)

@@ -1,4 +1,4 @@
-"""Whole runs with LoRA: from a Hugging Face folder, resumed on another layout, refused beside other weights."""
+"""Whole runs with LoRA: from a Hugging Face folder, resumed on another layout, and refused with other base weights."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from tests.launching import records, start
 from tests.unit.fixtures import hf
 
 SIZES = dict(num_attention_heads=4, num_key_value_heads=4, head_dim=8)
-VISIBLE = 1e-3  # what adapters change in logits at least, so that an equality says something
+VISIBLE = 1e-3  # least change of logits by adapters, so that an equality is meaningful
 LOSS_TOLERANCE = 1e-5  # relative; fp32, another layout
 RUN = ["data.tokenizer=byte", "lora.rank=4", "train.global_batch_size=2", "checkpoint.save_every=2", "optim.lr=1e-2"]
 RUN += ["lora.targets=[all-linear, experts.*]", "optim.schedule=constant", "checkpoint.export_hf=last"]
@@ -66,7 +66,7 @@ def test_a_run_resumes_on_another_layout_and_beside_its_own_base_only(tmp_path: 
 
 
 def check_export(folder: Path, run: Path, record: dict[str, Any]) -> None:
-    """The last export is a PEFT folder with the weights of the checkpoint; peft computes with it what we trained."""
+    """The last export is a PEFT folder with the weights of the checkpoint; peft computes our losses with it."""
     export = run / "hf_exports/last_0000004"
     assert {path.name for path in export.iterdir()} == {
         "README.md", "adapter_config.json", "adapter_model.safetensors", "generation_config.json", "manifest.json",

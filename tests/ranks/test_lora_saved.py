@@ -1,4 +1,5 @@
-"""The embedding and the output weight trained whole beside adapters, as peft's modules_to_save, on every layout."""
+"""The embedding and the output weight are trained whole beside adapters, as with peft's modules_to_save, on every
+layout."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ def trained(engine: Engine) -> list[Any]:
 
 
 def train(overrides: list[str], folder: str, values: dict[str, torch.Tensor], checkpoint: Path) -> dict[str, Any]:
-    """First gradients; a checkpoint after ten steps, and its token losses; and what one more step makes of it."""
+    """First gradients; the token losses after ten steps, which are in a checkpoint; and the weights after one more
+    step."""
     with scenarios.running(overrides) as engine:
         load(engine, folder)
         fill(engine, values)
@@ -66,7 +68,7 @@ def resume(overrides: list[str], folder: str, checkpoint: Path) -> dict[str, Any
 
 
 def reference(source: Path, saved: list[str], *, tied: bool) -> tuple[Any, dict[str, torch.Tensor]]:
-    """peft's model with random adapters and the weights of the base, and the values of the adapters."""
+    """A peft model with random adapters and the base weights, and the values of the adapters."""
     model, values = peft_model(source, "all-linear", modules_to_save=[*saved], ensure_weight_tying=tied)
     modules = dict(model.named_modules())
     with torch.no_grad():
@@ -129,7 +131,7 @@ def export(checkpoint: Path, target: Path, source: Path) -> None:
     ids=str,
 )
 def test_adapters_of_linear_attention_resume_bitwise(ranks: Ranks, tmp_path: Path, family: str, targets: str) -> None:
-    """On another layout the weights are the same bits; on the same one so are those after another step."""
+    """On another layout, the weights have the same bits; on the same layout, also after another step."""
     source = hf.save(tmp_path / "source", family)
     _, values = peft_model(source, "all-linear" if family == "qwen3_5_text" else targets.strip("[]").split(", "))
     lora = f"lora={{rank: {RANK}, alpha: {ALPHA}, targets: {targets}}}"

@@ -1,7 +1,7 @@
 """The loss head in the real trainer: one curve for every implementation, weighting and layout.
 
-Its gradient of the weight goes into the `main_grad` of megatron-core's DistributedDataParallel here, next to that of
-the embedding where the two are tied.
+Its gradient of the output weight goes into the `main_grad` of megatron-core's DistributedDataParallel, together with
+that of the embedding if both are tied.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ NUM_STEPS = 2
 LENGTHS = [100, 37, 64, 5, 111, 90, 2, 128, 33, 31, 75] * 2  # 11 packs of up to 128 tokens
 SMALL = ["model.num_layers=2", "data.seq_length=128", "loss.chunk_size=7"]
 FUSED, CHUNKED, FULL = ["loss.impl=fused"], ["loss.impl=chunked"], ["loss.impl=full", "loss.chunk_size=null"]
-# Every term at once, large enough to be seen.
+# All terms of the objective, each large enough to change the result.
 RICH = ["loss.reduction=sqrt", "loss.z_loss_coef=0.01", "loss.entropy_coef=0.1", "loss.entropy=true"]
 TIED = ["model.tie_embeddings=true"]
 DP = ["parallel.cp=1"]
@@ -33,7 +33,8 @@ def loader_of(engine: Engine) -> Loader:
 
 
 def curves(many: Sequence[Sequence[str]]) -> list[dict[str, list[float]]]:
-    """NUM_STEPS steps from random weights for each list of overrides; one step's numbers under each name."""
+    """Runs NUM_STEPS steps from random weights for each list of overrides.  A result has, by name, the value in each
+    step."""
     return [curve(overrides) for overrides in many]
 
 
@@ -52,7 +53,7 @@ def curve(overrides: Sequence[str]) -> dict[str, list[float]]:
 
 
 def first_batch(overrides: Sequence[str]) -> list[tuple[tuple[int, ...], list[int], list[float]]]:
-    """Of each pack of the first step: its samples, where they begin, and -log p of every label in it; one rank."""
+    """For each pack of the first step on one rank: its samples, their offsets, and -log p of every label."""
     with scenarios.running([*SMALL, *overrides]) as engine:
         found = []
         for mb in loader_of(engine).microbatches(0):
@@ -73,7 +74,7 @@ def same_curve(found: dict[str, list[float]], reference: dict[str, list[float]])
 
 @pytest.mark.parametrize("tie,layouts", [([], [CP, SP]), (TIED, [PP])], ids=["untied", "tied"])
 def test_one_curve_whatever_the_implementation(ranks: Ranks, tie: list[str], layouts: list[list[str]]) -> None:
-    """With every term; the covering set has the plain loss."""
+    """With every term of the objective; the covering set has the plain loss."""
     ((reference, *others),) = ranks(1).run(curves, [impl + tie + RICH for impl in (FULL, FUSED, CHUNKED)])
     assert len(set(reference["loss"])) == NUM_STEPS
     assert 5.0 < min(reference["entropy"]) and max(reference["entropy"]) < np.log(301)
@@ -96,14 +97,14 @@ def weighting(reduction: str, denominator: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def weighted(ranks: Ranks) -> dict[tuple[str, str], dict[str, list[float]]]:
-    """The curves of one process."""
+    """The curves of one process, by reduction and denominator."""
     (found,) = ranks(1).run(curves, [weighting(*w) for w in WEIGHTINGS])
     return dict(zip(WEIGHTINGS, found, strict=True))
 
 
 @pytest.fixture(scope="module")
 def token_losses(ranks: Ranks) -> list[np.ndarray]:
-    """-log p of the supervised labels of each sample in the first batch, of those that have any."""
+    """-log p of the supervised labels of each sample in the first batch that has such labels."""
     corpus = scenarios.SkewedCorpus(LENGTHS)
     (packs,) = ranks(1).run(first_batch, [])
     found = []
@@ -131,7 +132,7 @@ def test_the_loss_of_the_first_step_is_the_weighted_mean_of_its_tokens(
     assert found["denominator"][0] == pytest.approx(divisor, rel=LOSS_TOLERANCE)
     assert found["loss"][0] == pytest.approx(total / divisor, rel=LOSS_TOLERANCE)
     assert found["nll"][0] == pytest.approx(np.concatenate(token_losses).mean(), rel=LOSS_TOLERANCE)
-    if (reduction, denominator) == ("sample", "weights"):  # the mean over samples of their means
+    if (reduction, denominator) == ("sample", "weights"):  # the mean over samples of the mean of each sample
         assert found["loss"][0] == pytest.approx(np.mean([losses.mean() for losses in token_losses]), rel=1e-6)
 
 

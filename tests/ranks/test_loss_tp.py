@@ -1,9 +1,9 @@
 """The loss head with the vocabulary split over tensor-parallel ranks: every implementation and the definition agree.
 
-The vocabulary is padded to 128 rows.  Of 70 tokens, four ranks hold 32, 32, 6 and none: the last one projects
-to nothing but padding and must still join every collective.
+The vocabulary is padded to 128 rows.  Of its 70 tokens, four ranks hold 32, 32, 6 and none: the last rank computes only
+scores of padding, and must still join every collective.
 
-Starting ranks costs more than all there is to compute: each layout runs the calls of every test once.
+Starting ranks takes longer than all computations: each layout runs the calls of every test once.
 """
 
 import pickle
@@ -22,17 +22,20 @@ from tests.unit.loss_cases import TERMS, Case, Outcome, check, expected, same, t
 
 TOKENS, WIDTH, ROWS = 24, 12, 128
 SPREAD = [0, 2, 3, 7, 11, 12, 13, 19, 23]
-LATE = [18, 20, 21, 22, 23]  # under sequence parallel, only the last rank's tokens
+LATE = [18, 20, 21, 22, 23]  # with sequence parallelism, tokens of the last rank only
 FUSED = [LossConfig(impl="fused", chunk_size=c) for c in (1, 4, None)]
 CHUNKED = [LossConfig(impl="chunked", chunk_size=c) for c in (7, None)]
 FULL = LossConfig(impl="full")
 EVERY = [*FUSED, *CHUNKED, FULL]
-EACH = [LossConfig(impl="fused", chunk_size=4), LossConfig(impl="chunked", chunk_size=7), FULL]  # one of a kind
-STATISTICS = {"z_loss_coef": 1.0, "entropy_coef": 1.0}  # all three, with gradient, from every implementation
+# one config of each implementation
+EACH = [LossConfig(impl="fused", chunk_size=4), LossConfig(impl="chunked", chunk_size=7), FULL]
+# every implementation returns all three statistics, with gradients
+STATISTICS = {"z_loss_coef": 1.0, "entropy_coef": 1.0}
 
 VOCABULARIES = {2: [70, 40], 4: [70, 128, 20]}  # by tp
 INFINITIES = [torch.nan, torch.inf, -torch.inf]
-ODD_LABELS = [-100, 69, 70, 127, 128, 10**9]  # outside the vocabulary or in its padding, on no rank or on another one
+# labels outside the vocabulary or in its padding; no rank or another rank holds them
+ODD_LABELS = [-100, 69, 70, 127, 128, 10**9]
 
 
 def case(vocab: int, supervised: Sequence[int] = SPREAD) -> Case:
@@ -52,7 +55,7 @@ def case(vocab: int, supervised: Sequence[int] = SPREAD) -> Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One of `lm_loss`; with a list as upstream, of `token_statistics`, and the sum of products of the two."""
+    """One call of `lm_loss`; or, if upstream is a list, of `token_statistics` and the sum of products of the two."""
 
     case: Case
     loss: LossConfig
@@ -62,7 +65,7 @@ class Call:
     frozen: bool = False
 
     def check(self, found: Outcome) -> None:
-        """`found` is what the definition says."""
+        """Checks that `found` equals the result of the definition."""
         c, loss = self.case, self.loss
         wanted = expected(c, self.upstream, self.vocab, z_loss_coef=loss.z_loss_coef, entropy_coef=loss.entropy_coef)
         check(found, replace(wanted, weight=torch.zeros_like(wanted.weight)) if self.frozen else wanted)
@@ -98,7 +101,7 @@ def main_grads(tp: int) -> list[Call]:
 
 
 def frozen(tp: int) -> list[Call]:
-    """In pairs: with a trained weight and with a frozen one."""
+    """Pairs of calls: with a trained weight and with a frozen one."""
     trained = [Call(case=case(70, s), loss=with_terms(loss, TERMS["all"])) for s in (SPREAD, LATE, []) for loss in EACH]
     trained += [call for call in statistics(tp) if call.vocab == 70]
     trained += [replace(call, into_main_grad=True) for call in trained if call.loss.impl == "fused"]
@@ -107,7 +110,7 @@ def frozen(tp: int) -> list[Call]:
 
 
 def capped(tp: int) -> list[Call]:
-    """Scores of standard deviation 3.5, of which most are beyond the limit; with a frozen weight, too."""
+    """Scores of standard deviation 3.5, most of them beyond the limit; also with a frozen weight."""
     c, loss = replace(case(70), softcap=1.5), [with_terms(loss, TERMS["all"]) for loss in EACH]
     upstream = statistics(tp)[0].upstream
     calls = [Call(case=c, loss=x, frozen=frozen) for x in loss for frozen in (False, True)]
@@ -120,7 +123,7 @@ def nothing(tp: int) -> list[Call]:
 
 
 def huge_padding(tp: int) -> list[Call]:
-    """In pairs: without and with."""
+    """Pairs of calls: without and with huge values in the padding."""
     calls = []
     for vocab in {2: [40], 4: [70]}[tp]:
         weight = case(vocab).weight
@@ -131,7 +134,7 @@ def huge_padding(tp: int) -> list[Call]:
 
 
 def far_apart(tp: int) -> list[Call]:
-    """The largest scores of the rank with ids 32 to 63 are thousands above those of the others."""
+    """The largest scores on the rank with ids 32 to 63 are thousands above those on the other ranks."""
     weight = case(70).weight
     weight[32:64] *= 1e3
     losses = [with_terms(loss, more) for more in (TERMS["plain"], TERMS["flatter"]) for loss in EACH]
@@ -139,19 +142,19 @@ def far_apart(tp: int) -> list[Call]:
 
 
 def odd_labels(tp: int) -> list[Call]:
-    """With `plain` labels first, for every loss."""
+    """For every loss, the first call has `plain` labels."""
     c = case(70)
     cases = [c, *(replace(c, labels=torch.where(c.supervised, c.labels, label)) for label in ODD_LABELS)]
     return [Call(case=c, loss=loss) for loss in EACH for c in cases]
 
 
 def bad_rows(tp: int) -> list[Call]:
-    """With finite hidden states first, for every loss."""
+    """For every loss, the first call has finite hidden states."""
     return [Call(case=c, loss=loss) for loss in EACH for c in (case(70), *(case(70).broken(bad) for bad in INFINITIES))]
 
 
 def guesses(tp: int) -> list[Call]:
-    """Every other label is the one with the largest score."""
+    """Every other label is the token with the largest score."""
     calls = []
     for vocab in VOCABULARIES[tp]:
         c = case(vocab)
@@ -169,9 +172,9 @@ TOPICS += [nothing, huge_padding, far_apart, odd_labels, bad_rows, guesses]
 
 
 def on_each(tp: int, sequence_parallel: bool) -> bytes:
-    """Outcomes of the calls of every topic, with this rank's part of both gradients.
+    """The outcomes of the calls of every topic, with this rank's part of both gradients.
 
-    Pickled: as they are, each tensor would be a file in shared memory.
+    Pickled: otherwise each tensor would become a file in shared memory.
     """
     join()
     place = process_groups.start(tensor_parallel(tp, sequence_parallel), device.start("cpu"), seed=1, timeout_s=600)
@@ -199,7 +202,7 @@ def outcome(place: process_groups.ProcessGroups, sequence_parallel: bool, call: 
         total, rows = lm_loss(hidden, shard, targets, call.loss)
         with torch.no_grad():
             evaluated = lm_loss(hidden, shard, targets, call.loss)[0]
-        assert torch.equal(evaluated, total.detach())  # the same with and without gradients
+        assert torch.equal(evaluated, total.detach())  # losses with and without gradients are equal
         (total * upstream).backward()
     assert hidden.grad is not None and (weight.grad is None) == call.frozen
     return Outcome(
@@ -211,7 +214,7 @@ def outcome(place: process_groups.ProcessGroups, sequence_parallel: bool, call: 
 
 
 def weight_gradient(weight: Tensor, call: Call) -> Tensor:
-    """Zeros if the weight is frozen."""
+    """The gradient of the weight; zeros if the weight is frozen."""
     if call.frozen:
         assert not hasattr(weight, "grad_added_to_main_grad")
         return torch.zeros_like(weight)
@@ -221,7 +224,7 @@ def weight_gradient(weight: Tensor, call: Call) -> Tensor:
 
 
 def inputs(place: process_groups.ProcessGroups, sequence_parallel: bool, c: Case) -> tuple[Tensor, Tensor]:
-    """Hidden states and weight of this rank."""
+    """The hidden states and the weight of this rank."""
     mine, size = place.tp_rank, place.tp.size()
     hidden = c.hidden.chunk(size)[mine] if sequence_parallel else c.hidden
     return hidden.clone().requires_grad_(), c.weight.chunk(size)[mine].clone().requires_grad_()
@@ -231,7 +234,7 @@ def inputs(place: process_groups.ProcessGroups, sequence_parallel: bool, c: Case
 
 
 def whole(outcomes: Sequence[Outcome], sequence_parallel: bool) -> Outcome:
-    """One outcome from those of the tensor-parallel ranks; what must be the same on all is checked to be."""
+    """Joins the outcomes of the tensor-parallel ranks into one; checks that values which must agree on all ranks do."""
     first = outcomes[0]
     for o in outcomes:
         same(replace(o, hidden=first.hidden, weight=first.weight), first)
@@ -246,7 +249,7 @@ Found = Callable[[Calls], list[tuple[Call, Outcome]]]
 
 @pytest.fixture(scope="module", params=[(2, False), (4, True)], ids=["2", "4 sp"])
 def found(request: pytest.FixtureRequest, ranks: Ranks) -> Found:
-    """The calls of a topic with their outcomes on a layout, whose ranks compute all topics at once."""
+    """The calls of a topic with their outcomes on a layout.  The ranks of a layout compute all topics at once."""
     tp, sequence_parallel = request.param
     of_ranks = [pickle.loads(outcomes) for outcomes in ranks(tp).run(on_each, tp, sequence_parallel)]
 
@@ -288,7 +291,7 @@ def test_padding_of_the_vocabulary_changes_nothing(found: Found) -> None:
 
 
 def test_scores_far_apart_do_not_overflow(found: Found) -> None:
-    """exp of the difference is 0 on the ranks below, never NaN.  The entropies are all but 0."""
+    """On ranks with small scores, exp of the difference is 0, never NaN.  The entropies are nearly 0."""
     for call, outcome in found(far_apart):
         call.check(replace(outcome, rows=outcome.rows[:2]))
 

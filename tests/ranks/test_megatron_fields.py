@@ -1,4 +1,4 @@
-"""Each field that model.megatron may set is in megatron-core's config in a step that was trained with it."""
+"""Each field that model.megatron may set has its value in megatron-core's config during a training step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +25,7 @@ FIELDS = [(name, value) for name, entry in ALLOWED.items() for value in entry.va
 
 
 class Recorded(TransformerConfig):  # type: ignore[misc]
-    """The config of core, which remembers the fields that were read after it was made."""
+    """A config of megatron-core that records the fields that are read after its construction."""
 
     read: set[str] = set()
 
@@ -39,7 +39,8 @@ class Recorded(TransformerConfig):  # type: ignore[misc]
 
 
 def step(overrides: Sequence[str], name: str = "hidden_size") -> tuple[Any, float | None, float, bool, set[str]]:
-    """One step: the value of a field of core, loss and norm, torch's switch for reduced sums, and the fields read."""
+    """One step: the value of a field of megatron-core, loss and norm, torch's switch for reduced-precision sums, and
+    the fields read."""
     reduced = torch.backends.cuda.matmul
     before = reduced.allow_bf16_reduced_precision_reduction
     try:
@@ -52,7 +53,7 @@ def step(overrides: Sequence[str], name: str = "hidden_size") -> tuple[Any, floa
 
 
 def test_a_step_with_each_field(ranks: Ranks) -> None:
-    """The fields choose kernels of a GPU, so the numbers of a CPU stay the same."""
+    """The fields choose kernels of a GPU, so the numbers on a CPU stay the same."""
     ((_, *plain, _, read),) = ranks(1).run(step, EXPERTS)
     assert plain == [pytest.approx(5.711, abs=0.01), pytest.approx(0.5, abs=0.1)]
     assert_unused(read)

@@ -39,8 +39,8 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 
 
 def samples() -> list[list[Sample]]:
-    """Two packs.  A document that needs no padding is followed by one that is supervised from its second token on, and
-    documents of one to four tokens have no second token, one, or two."""
+    """Two packs.  A document without padding is followed by one that is supervised from its second token on.  In
+    documents of one, two, three and four tokens, the block predicts 0, 0, 1 and 2 tokens."""
     lengths = {64: 40, 30: 29, 1: 0, 90: 20, 2: 1, 37: 37, 3: 2, 4: 1}
     made = [answer(length, count, seed=length, last=scenarios.VOCAB) for length, count in lengths.items()]
     return [made[:4], made[4:]]
@@ -56,7 +56,7 @@ def recipe(source: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def measured(overrides: Sequence[str], folder: str, packs: Sequence[Sequence[Sample]]) -> dict[str, Any]:
-    """Both mean losses, counts, and the chunks of gradients that this rank holds first."""
+    """Both mean losses, counts, and this rank's parts of gradients; a copied part comes from its first rank only."""
     with scenarios.running(overrides, has_weights=False) as engine:
         load(engine, folder)
         mine = packs[engine.groups.dp_rank :: engine.layout.dp]
@@ -93,7 +93,8 @@ def test_losses_and_gradients_are_those_by_hand(
 
 
 def by_document(overrides: Sequence[str], folder: str, packs: Sequence[Sequence[Sample]]) -> list[tuple[float, int]]:
-    """Sum of the block's losses and their number, of each document where the others of its pack have no weight."""
+    """For each document, the sum of the block's losses and their number, if the other documents of the pack have weight
+    0."""
     with scenarios.running(overrides, has_weights=False) as engine:
         load(engine, folder)
         found = []
@@ -128,7 +129,8 @@ def test_the_loss_of_each_document_is_that_by_hand(ranks: Ranks, models: Callabl
 def test_detached_leaves_the_gradients_of_the_model_bit_for_bit(
     ranks: Ranks, models: Callable[[str], Model], overrides: list[str]
 ) -> None:
-    """Joint does not."""
+    """With detached hidden states, the model's gradients are bitwise those without the block; joint training changes
+    them."""
     source, _ = models("glm4_moe")
 
     def gradients(mode: str) -> dict[str, torch.Tensor]:
@@ -146,7 +148,8 @@ def test_detached_leaves_the_gradients_of_the_model_bit_for_bit(
 def test_checkpoints_carry_the_block_to_another_layout(
     ranks: Ranks, models: Callable[[str], Model], tmp_path: Path
 ) -> None:
-    """Two steps on one layout and the third on another: losses and norms of three steps on one process."""
+    """Trains two steps on one layout and the third on another: losses and norms equal those of three steps on one
+    process."""
     source, _ = models("glm4_moe")
     overrides = [*recipe(source, JOINT), *AUX, "train.num_steps=3", "model.moe.bias_update_rate=0.03"]
     (whole,) = ranks(1).run(scenarios.train, overrides)
@@ -160,7 +163,8 @@ def test_checkpoints_carry_the_block_to_another_layout(
 def test_an_export_has_the_trained_block(
     ranks: Ranks, models: Callable[[str], Model], tmp_path: Path, family: str
 ) -> None:
-    """Under the names of the source, copies like what they are copies of, and it is read again."""
+    """The export has the names of the source; copied tensors equal their originals; an import reads the export
+    again."""
     source, _ = models(family)
     run = tmp_path / "run"
     kept.keep(open_source(source, has_mtp=True), run / "hf")

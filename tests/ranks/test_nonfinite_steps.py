@@ -1,4 +1,5 @@
-"""A loss or gradient that is not a number, on one rank of two: all skip the step, and go on as if it had not been."""
+"""A non-finite loss or gradient on one of two ranks: all ranks skip the step, and continue as if it had not
+happened."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,17 +19,18 @@ from tests.ranks.saving import CORPUS, SMALL
 
 LAYOUTS = [
     (CP, ["inf loss", "nan gradient"]),
-    ([*SP, *SHARDED], ["nan activations"]),  # one loss on both
+    ([*SP, *SHARDED], ["nan activations"]),  # both ranks have the same loss
     (PP, ["nan activations"]),
     ([*SHARDED, "run.precision=bf16"], ["inf loss", "inf gradient"]),
 ]
-# The learning rate of step 3 of 5, after a warm-up of one: linear from 1e-3 to 0 over the four that follow.
+# The learning rate of step 3 of 5, with a warm-up of one step and a linear decay from 1e-3 to 0 over the other four.
 RATE = [1e-3, 0.75e-3, 0.5e-3]
 
 
 @contextmanager
 def spoilt(engine: Engine, how: str) -> Iterator[None]:
-    """On the last rank, one thing: a microbatch's last activations, its loss, or an element of a local gradient."""
+    """On the last rank, makes one value non-finite: the last activations or the loss of a microbatch, or an element of
+    a local gradient."""
     if engine.groups.rank != 1:
         yield
         return
@@ -68,12 +70,12 @@ def state_of(engine: Engine) -> tuple[str, str, int]:
 
 
 def told(result: StepResult) -> tuple[Any, ...]:
-    """As text, because a NaN is no NaN."""
+    """The values as text, because NaN does not equal NaN."""
     return repr(result.objective), repr(result.grad_norm), result.learning_rate, result.skipped, result.is_nonfinite
 
 
 def good_bad_good(overrides: list[str], how: str | None) -> dict[str, Any]:
-    """Three steps, of which the second one is spoilt; None: without it, only the schedule goes on."""
+    """Three steps, of which the second is non-finite; None: two steps, between which only the schedule advances."""
     with scenarios.running([*SMALL, *overrides]) as engine:
         loader = scenarios.loader_of(engine, CORPUS)
         results = [engine.train_step(loader.microbatches(0))]
@@ -102,21 +104,22 @@ def test_one_bad_rank_and_all_skip_the_step_and_nothing_else(
             assert bad[3:] == (True, True), (how, bad)
             assert one["after"] == one["before"], how
             assert [first, last] == reference["results"] and first[3:] == last[3:] == (False, False)
-            assert one["end"] == reference["end"] and one["end"][2] == 2, how  # updates that Adam has made
+            assert one["end"] == reference["end"] and one["end"][2] == 2, how  # [2]: number of Adam's updates
             assert [result[2] for result in one["results"]] == pytest.approx(RATE, rel=1e-12)
         assert found[0]["results"] == found[1]["results"], how
         loss, norm = found[0]["results"][1][:2]
         if not how.endswith("gradient"):
             assert (loss, norm) == (how.split()[0], "nan")
             bad_ranks = [any(told in one["losses"] for told in ("nan", "inf")) for one in found]
-            assert bad_ranks == [how == "nan activations" and "parallel.tp=2" in overrides, True]  # who it was
+            # the ranks that had a non-finite value
+            assert bad_ranks == [how == "nan activations" and "parallel.tp=2" in overrides, True]
         else:
             assert loss not in ("nan", "inf") and norm in ("nan", "inf")
 
 
 @pytest.mark.parametrize("overrides", [[], SHARDED], ids=str)
 def test_a_first_step_that_is_bad_leaves_a_new_run(ranks: Ranks, overrides: list[str]) -> None:
-    """There are no moments yet that could stay as they are."""
+    """Adam has no moments yet that could stay unchanged."""
     assert all(ranks(2).run(bad_from_the_start, overrides))
 
 
@@ -134,7 +137,7 @@ def bad_from_the_start(overrides: list[str]) -> bool:
 
 
 def test_squares_that_overflow_are_a_bad_step_too(ranks: Ranks) -> None:
-    """Every gradient is a number, their norm is not: 1e30 squared does not fit fp32."""
+    """Every gradient is finite, but the norm is not: 1e30 squared does not fit into fp32."""
     for one in ranks(2).run(overflow, []):
         assert one == ("inf", True, True)
 
@@ -155,7 +158,7 @@ def overflow(overrides: list[str]) -> tuple[str, bool, bool]:
 
 
 def test_a_rank_without_gradients_of_its_own_adds_nothing_to_the_norm(ranks: Ranks) -> None:
-    """3, 4 on one rank and none on the other: 5 on both."""
+    """Gradients 3 and 4 on one rank, and none on the other: the norm is 5 on both."""
     assert ranks(2).run(norm_of_half) == [5.0, 5.0]
 
 
@@ -164,6 +167,6 @@ def norm_of_half() -> float:
         (part,) = offload.chained_optimizers(engine.optimizer)
         own = [torch.tensor([3.0]), torch.tensor([4.0])] if engine.groups.rank == 0 else []
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("get_grads_for_grad_norm", "get_main_grads_for_grad_norm"):  # core 0.19, 0.16
+            for name in ("get_grads_for_grad_norm", "get_main_grads_for_grad_norm"):  # in core 0.19 and in core 0.16
                 patch.setattr(part, name, lambda: own, raising=False)
             return build._norm(engine.optimizer, torch.device("cpu"))

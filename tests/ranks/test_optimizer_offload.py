@@ -1,4 +1,4 @@
-"""Adam in host memory: where its states are, and that neither a curve nor a checkpoint tells how many of them."""
+"""Adam in host memory: where its states are; the share in host memory changes neither the curve nor the checkpoint."""
 
 import gc
 import os
@@ -23,7 +23,7 @@ from tests.ranks.pool import Ranks
 
 BF16 = ["run.precision=bf16", *SHARDED]
 EXPERTS = [*MOE, *AUX, *EP]
-# The fused kernel takes sums in another order, which in bf16 shows in the last bits of every activation.
+# The fused kernel sums in another order, which in bf16 changes the last bits of every activation.
 LOSS_TOLERANCE, NORM_TOLERANCE = 1e-3, 1e-2
 
 
@@ -32,13 +32,13 @@ def share(fraction: float) -> list[str]:
 
 
 def alike(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)` with one kernel on both sides: core asks for torch's fused one in its hybrid optimizer only,
-    and its sums differ in their last bits."""
+    """Runs `function(*args)` with the same Adam kernel on both devices.  megatron-core asks for torch's fused kernel
+    only in its hybrid optimizer, and the sums of this kernel differ in their last bits."""
     original = build.build_optimizer
 
     def build_alike(*given: Any) -> Any:
         optimizer = original(*given)
-        for group in optimizer.param_groups:  # handed down to all Adams before every step
+        for group in optimizer.param_groups:  # the setting is copied to all Adam optimizers before every step
             group["fused"] = None
         return optimizer
 
@@ -50,7 +50,7 @@ def alike(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def threads(overrides: list[str]) -> tuple[set[int], int]:
-    """In Adam's update, on ranks that may all run on the same six cores; and afterwards."""
+    """Threads of Adam's update and after it, on ranks that may all run on the same six cores."""
     with (
         mock.patch.object(os, "sched_getaffinity", lambda process: set(range(6))),
         scenarios.running(overrides) as engine,
@@ -70,12 +70,12 @@ def test_the_host_updates_with_its_cores(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     "others, expected",
     [
-        ([("a", range(128))] * 8, 16),  # nobody is bound
-        ([("a", range(64))] * 4 + [("a", range(64, 128))] * 4, 16),  # bound to a socket
+        ([("a", range(128))] * 8, 16),  # no rank is bound to cores
+        ([("a", range(64))] * 4 + [("a", range(64, 128))] * 4, 16),  # ranks are bound to a socket
         ([("a", range(6)), ("a", range(6, 8))], 6),
-        ([("a", range(8)), ("b", range(8)), ("b", range(8))], 8),  # another machine
+        ([("a", range(8)), ("b", range(8)), ("b", range(8))], 8),  # the other ranks are on another machine
         ([("a", range(2))] * 8, 1),
-        ([("a", range(4)), ("a", range(2))], 3),  # two cores alone, two halves
+        ([("a", range(4)), ("a", range(2))], 3),  # two cores of its own, and half of two shared ones
     ],
 )
 def test_threads_of_a_rank(others: list[host_threads.Cores], expected: int) -> None:
@@ -86,7 +86,8 @@ def test_threads_of_a_rank(others: list[host_threads.Cores], expected: int) -> N
 
 
 def where(overrides: list[str]) -> list[dict[str, Any]]:
-    """Of each part: the kind of its optimizer, sizes of what Adams on the host and on the device work on."""
+    """For each part of the optimizer: its kind, and the sizes of the tensors that Adam updates on the host and on the
+    device."""
     with scenarios.running(overrides) as engine:
         alive = sum(isinstance(o, HybridDeviceOptimizer) for o in gc.get_objects())
         scenarios.train_steps(engine, [0])
@@ -116,11 +117,11 @@ def test_at_least_the_share_is_on_the_host_by_whole_parameters(ranks: Ranks, fra
     (parts,) = ranks(1).run(where, [*BF16, *share(fraction)])
     (one,) = parts
     assert one["hybrid"] and one["total"] == sum(one["host"]) + sum(one["device"]) > 50_000
-    # Of each weight the device keeps bf16, and nothing else where Adam is on the host.
+    # For each weight whose Adam is on the host, the device holds bf16 and nothing else.
     assert one["kept"] == {"torch.bfloat16"}
     assert fraction * one["total"] <= sum(one["host"]) < fraction * one["total"] + max(one["host"])
     assert bool(one["device"]) == (fraction < 1.0)
-    assert one["alive"] == 1  # and not another one of whole parameters, with as many copies
+    assert one["alive"] == 1  # one copy, and not a second one of whole parameters
 
 
 def test_every_rank_and_the_experts_have_a_share(ranks: Ranks) -> None:
@@ -141,7 +142,7 @@ def test_every_rank_and_the_experts_have_a_share(ranks: Ranks) -> None:
 def test_with_one_kernel_every_share_gives_the_same_bits_and_continues_another(
     ranks: Ranks, tmp_path: Path, world_size: int, overrides: list[str], before: float, after: float
 ) -> None:
-    """Losses, norms, rates, and all weights and moments in fp32."""
+    """Losses, norms, learning rates, and all weights and moments in fp32."""
     pool, recipe = ranks(world_size), [*BF16, *overrides]
     whole = pool.run(alike, scenarios.train, [*recipe, *share(0.0)], [0, 1])
     first = pool.run(alike, scenarios.train, [*recipe, *share(before)], [0], None, str(tmp_path))
@@ -155,13 +156,13 @@ def test_with_one_kernel_every_share_gives_the_same_bits_and_continues_another(
 def test_the_fused_kernel_stays_on_the_curve(ranks: Ranks) -> None:
     (reference,) = ranks(1).run(scenarios.train, [*BF16, *share(0.0)])
     (found,) = ranks(1).run(scenarios.train, [*BF16, *share(1.0)])
-    assert found["optimizer"] != reference["optimizer"]  # or it is not the fused one that ran
+    assert found["optimizer"] != reference["optimizer"]  # otherwise the fused kernel did not run
     np.testing.assert_allclose(found["loss"], reference["loss"], rtol=LOSS_TOLERANCE)
     np.testing.assert_allclose(found["grad_norm"], reference["grad_norm"], rtol=NORM_TOLERANCE)
 
 
 def after_a_step(overrides: list[str], folder: str) -> str:
-    """The parameters after a step from the weights in `folder`."""
+    """The parameters after one step from the weights in `folder`."""
     with scenarios.running(overrides) as engine:
         engine_state.load_weights(engine, Path(folder))
         scenarios.train_steps(engine, [0])
@@ -169,7 +170,7 @@ def after_a_step(overrides: list[str], folder: str) -> str:
 
 
 def test_weights_that_are_loaded_reach_the_host(ranks: Ranks, tmp_path: Path) -> None:
-    """A stale copy there would put the random weights back at the first update."""
+    """If the host kept an old copy, the first update would restore the random weights."""
     other = [*BF16, "run.seed=8"]
     ranks(1).run(scenarios.write_checkpoint, other, str(tmp_path))
     (expected,) = ranks(1).run(alike, scenarios.train, other, [0])
@@ -192,7 +193,7 @@ def stored(folder: Path) -> dict[str, Any]:
 
 
 def test_a_checkpoint_does_not_tell_the_share(ranks: Ranks, tmp_path: Path) -> None:
-    """So whatever reads one (export, Megatron-LM, another share) reads all of them."""
+    """So every reader of a checkpoint (export, Megatron-LM, another share) can read it."""
     for name, fraction in (("none", 0.0), ("some", 0.5)):
         recipe = [*BF16, *EXPERTS, *share(fraction)]
         ranks(2).run(alike, scenarios.train, recipe, [0], None, str(tmp_path / name))
@@ -216,5 +217,5 @@ def groups_of(form: dict[Any, Any]) -> list[list[dict[str, Any]]]:
 
 
 def test_the_same_share_continues_bitwise(ranks: Ranks, tmp_path: Path) -> None:
-    """With the fused kernel, as a run has it."""
+    """With the fused kernel, as in a real run."""
     scenarios.check_bitwise(ranks(2), tmp_path, [*BF16, *share(0.5)])

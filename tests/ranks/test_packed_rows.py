@@ -1,4 +1,5 @@
-"""Rows of tokens that other trainers packed or padded: the lm loss of the trained model is that of their documents."""
+"""Rows of tokens that other trainers packed or padded: the lm loss of a trained model equals that of their
+documents."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ PAD = [0] * 9
 
 
 def padded(key: str, values: list[int], left: list[int], right: list[int]) -> dict[str, list[int]]:
-    """The two documents with padding at the ends of the row."""
+    """The two documents, with padding at the ends of the row."""
     row = {name: [0] * len(left) + numbers + [0] * len(right) for name, numbers in TOGETHER.items()}
     return {**row, key: left + values + right}
 
@@ -40,12 +41,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "positions and padding": padded("position_ids", POSITIONS, [], PAD),
     "cu_seqlens and padding": {**padded("cu_seqlens", [], [], PAD), "cu_seqlens": [0, 40, 64, -1, -1]},
 }
-# Of transformers' model in float64: of both documents, and of one document with all their tokens
+# Losses of a float64 transformers model: of both documents, and of one document with all their tokens.
 LOSS, LOSS_OF_ONE_DOCUMENT = 6.530844275, 6.340174723
 
 
 def losses(overrides: list[str], folder: str, files: dict[str, str]) -> dict[str, tuple[int, int, float]]:
-    """Documents, supervised tokens and lm loss of each file's first step."""
+    """The number of documents, of supervised tokens, and the lm loss of the first step on each file."""
     with scenarios.running(overrides) as engine:
         load(engine, folder)
         found = {}
@@ -57,7 +58,7 @@ def losses(overrides: list[str], folder: str, files: dict[str, str]) -> dict[str
 
 
 def test_the_loss_of_a_packed_row_is_that_of_its_documents(ranks: Ranks, tmp_path: Path) -> None:
-    """To the last bit that of rows of their own, which is not the loss of one document."""
+    """The loss equals bit for bit that of one row per document, and differs from that of one document."""
     files = {"apart": write(tmp_path / "apart.jsonl", *APART), "one": write(tmp_path / "one.jsonl", TOGETHER)}
     files |= {form: write(tmp_path / f"{i}.jsonl", row) for i, (form, row) in enumerate(FORMS.items())}
     folder = hf.save(tmp_path / "model", "llama", seed=8)

@@ -1,6 +1,6 @@
-"""Pipeline stages exchange packs of other lengths without telling each other shapes: the host never waits for a device.
+"""Pipeline stages exchange packs of various lengths without sending shapes, so the host never waits for a device.
 
-That the numbers are those of one stage is tests/ranks/test_one_curve.py.
+tests/ranks/test_one_curve.py checks that the numbers are those of one stage.
 """
 
 from typing import Any
@@ -49,7 +49,8 @@ def test_an_exchange_does_not_wait(ranks: Ranks, overrides: list[str]) -> None:
 
 
 def received(overrides: list[str]) -> tuple[list[int], list[int]]:
-    """Tokens of the hidden states from the previous stage, and of the gradients from the next, in order."""
+    """The number of tokens in the hidden states from the previous stage, and in the gradients from the next stage, in
+    order."""
     with scenarios.running(overrides) as engine:
         exchange = PackCommunicator(packs(engine), engine.layout, engine.groups, engine.core_config)
         rows = []
@@ -64,9 +65,9 @@ def received(overrides: list[str]) -> tuple[list[int], list[int]]:
     "world_size, overrides, expected",
     [
         (2, PIPELINES[0], [([], [32, 64, 96, 128]), ([32, 64, 96, 128], [])]),
-        # Packs go through both chunks of a rank two at a time: the second rank receives each pack twice.
+        # Two packs at a time go through both chunks of a rank: the second rank receives each pack twice.
         (2, PIPELINES[1], [(LENGTHS, [32, 64] * 2 + [96, 128] * 2), ([32, 64] * 2 + [96, 128] * 2, LENGTHS)]),
-        # Half of the tokens are those of a tp rank, and a quarter those of a tp and cp rank.
+        # A tp rank has half of the tokens, a rank of tp and cp a quarter.
         (4, [*PIPELINES[0], "parallel.tp=2", "parallel.sequence_parallel=true"], [([], [16, 32, 48, 64])] * 2),
         (4, [*PIPELINES[0], "parallel.cp=2"], [([], [16, 32, 48, 64])] * 2),
     ],
@@ -79,7 +80,8 @@ def test_shapes_in_order(
 
 
 def outputs(overrides: list[str]) -> list[int]:
-    """Tokens in each output of this stage's layers, for which backward waits, after a step of four packs."""
+    """The number of tokens in each output of this stage's layers that waits for backward, after a step of four
+    packs."""
     made: list[torch.Tensor] = []
     with scenarios.running(overrides) as engine:
         for chunk in engine.chunks:
@@ -91,8 +93,8 @@ def outputs(overrides: list[str]) -> list[int]:
 @pytest.mark.parametrize(
     "overrides, expected",
     [
-        (PIPELINES[0], [[0, 0, 0, 0], LENGTHS]),  # a single number stays of what was sent
-        (PIPELINES[1], [[32, 64] * 2 + [96, 128] * 2] * 2),  # may still be on its way
+        (PIPELINES[0], [[0, 0, 0, 0], LENGTHS]),  # of a sent output, a single number stays
+        (PIPELINES[1], [[32, 64] * 2 + [96, 128] * 2] * 2),  # these may still be in transfer
     ],
 )
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -103,7 +105,7 @@ def test_a_stage_frees_what_it_has_sent(
 
 
 def kept_inputs(overrides: list[str]) -> list[bool]:
-    """Whether each model chunk of this rank still has, after a step, the hidden states that it received."""
+    """Whether each model chunk of this rank still holds, after a step, the hidden states that it received."""
     with scenarios.running(overrides) as engine:
         engine.train_step(packs(engine))
         return [chunk.module.decoder.input_tensor is not None for chunk in engine.chunks]

@@ -1,4 +1,4 @@
-"""The probes pass on the code as it is, and find the faults that they are for."""
+"""The probes pass on the unchanged code, and each finds the faults for which it was written."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ ON_TWO = [
     ["parity", CP, DYNAMIC, "--against", "parallel.dynamic_cp=false"],
     ["leak", *PP, "train.recompute=full"],
     CP_AGAINST_TP,
-    ["leak", CP, *KINDS],  # bitwise forward, and no gradient backward
+    ["leak", CP, *KINDS],  # bitwise equal in forward, and no gradient in backward
 ]
 ON_FOUR = [
     ["data", *FOUR, CP],
@@ -123,24 +123,25 @@ def test_a_planted_fault_is_found(
 
 
 def test_ranks_with_different_plans_end_before_they_wait_for_each_other(ranks: Ranks, recipe: Path) -> None:
-    """A stage of a pipeline, or any rank, whose CP sizes are others.  Training reads its batches in the same way."""
+    """The CP sizes of a pipeline stage, or of any rank, differ.  Training reads its batches in the same way."""
     assert probe(ranks(2), recipe, ["data", CP, DYNAMIC], "other plan on a rank") == (2, {})
 
 
 def test_what_parity_compares(ranks: Ranks, recipe: Path) -> None:
     _, answer = probe(ranks(2), recipe, CP_AGAINST_TP)
     assert [layout["cp"] for layout in answer["layouts"]] == [2, 1]
-    assert 5.4 < answer["loss"][0] < 5.7  # ln 259 = 5.56: random weights know nothing
+    assert 5.4 < answer["loss"][0] < 5.7  # ln 259 = 5.56: the loss of uniform predictions
     names = [parameter["name"] for parameter in answer["parameters"]]
     assert len(set(names)) == 15 and "layer 2 mlp.linear_fc1.weight" in names and len(answer["hidden"]) == 3
     for parameter in answer["parameters"]:
         assert parameter["cosine"] == pytest.approx(1, abs=1e-9) and min(parameter["norms"]) > 0
     squares = sum(parameter["norms"][0] ** 2 for parameter in answer["parameters"])
-    assert squares**0.5 == pytest.approx(answer["grad_norm"][0], rel=1e-6)  # whole gradients, each exactly once
+    assert squares**0.5 == pytest.approx(answer["grad_norm"][0], rel=1e-6)  # whole gradients, each counted exactly once
 
 
 def test_what_data_shows(ranks: Ranks, recipe: Path) -> None:
-    """A single process without torchrun: every document is one run, and the answers are the supervised text."""
+    """A single process without torchrun: every document has one supervised run of tokens, and the answers are this
+    text."""
     command = ["probe", "data", str(recipe), "parallel.cp=1", "--full"]
     result = sft(ranks(2), *command, alone=True)
     assert result.code == 0

@@ -1,7 +1,8 @@
-"""The probes pass on small models of every family, and of every kind of layer: windows, own rotary bases, none.
+"""The probes pass on small models of every family and every kind of layer: windows, own rotary bases, no rotary
+positions.
 
-Packs hold three documents of 64 and 96 tokens.  Windows of 11 are shorter than a document and shorter or longer than a
-chunk; those of 60 are longer than all chunks.
+Packs hold three documents of 64 and 96 tokens.  Windows of 11 tokens are shorter than a document, and shorter or longer
+than a chunk; windows of 60 tokens are longer than all chunks.
 """
 
 from pathlib import Path
@@ -17,7 +18,7 @@ from tests.unit.fixtures import hf, vision
 
 LAYERS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 WINDOWS: dict[str, dict[str, Any]] = {
-    "mistral": dict(sliding_window=11),  # in all layers
+    "mistral": dict(sliding_window=11),  # windows in all layers
     "qwen2": dict(use_sliding_window=True, sliding_window=11, max_window_layers=1),
     "qwen3": dict(use_sliding_window=True, sliding_window=60, layer_types=LAYERS, num_hidden_layers=4),
     "exaone4": dict(sliding_window=11, layer_types=LAYERS, num_hidden_layers=4),  # full attention without rotation
@@ -40,12 +41,12 @@ PROBES = {
 
 
 def save(folder: Path, case: str) -> None:
-    """A model of the family, as transformers saves it."""
+    """Saves a model of the family, as transformers does."""
     name, _, windows = case.partition(" ")
     outer, _, inner = name.partition("/")
     if name in hf.FAMILIES:
         hf.save(folder, name, **(WINDOWS[name] if windows else {}))
-    elif name == "kimi_k2":  # transformers has no such type; its files are those of DeepSeek-V3
+    elif name == "kimi_k2":  # transformers has no such type; the files are those of DeepSeek-V3
         hf.change(hf.save(folder, "deepseek_v3"), model_type=name)
     else:
         vision.save(folder, "ministral3" if inner == "ministral3" else outer)

@@ -1,4 +1,4 @@
-"""`sft train --processes`: what reaches the ranks from outside, signals, exit codes, logs, and what is refused."""
+"""`sft train --processes`: connections from outside, signals, exit codes, logs, and refusals."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def recipe(tmp_path: Path) -> Path:
 
 @contextmanager
 def running(recipe: Path, *words: str, starter: tuple[str, ...] = ()) -> Iterator["subprocess.Popen[str]"]:
-    """`sft train --processes 2` that has made a step."""
+    """Starts `sft train --processes 2`, and waits for its first step."""
     command = [*starter, sys.executable, "-m", "sft", "train", str(recipe), *ENDLESS, "--processes", "2", *words]
     process = subprocess.Popen(command, stdout=-1, stderr=-1, text=True, start_new_session=True)
     metrics, deadline = recipe.parent / "run" / "metrics.jsonl", time.monotonic() + 200
@@ -62,13 +62,13 @@ def listening(pid: int) -> set[tuple[str, int]]:
 
 
 def test_no_other_machine_reaches_a_run_and_no_value_of_its_store_is_run(recipe: Path) -> None:
-    """A program of this machine writes a hostile rendezvous into the store.  Then SIGTERM ends the run."""
+    """A program on this machine writes a malicious rendezvous into the store.  Then SIGTERM ends the run."""
     folder = recipe.parent
     with running(recipe, "--log-dir", str(folder / "logs")) as process:
         ranks = [child.pid for child in psutil.Process(process.pid).children()]
         assert len(ranks) == 2
         sockets = {pid: listening(pid) for pid in (process.pid, *ranks)}
-        assert len(sockets[process.pid]) == 1  # the store
+        assert len(sockets[process.pid]) == 1  # the socket of the store
         assert {address for found in sockets.values() for address, _ in found} == {"127.0.0.1"}, sockets
         ((host, port),) = sockets[process.pid]
         store = dist.TCPStore(host, port, is_master=False)
@@ -86,7 +86,7 @@ def test_no_other_machine_reaches_a_run_and_no_value_of_its_store_is_run(recipe:
 
 
 def test_a_rank_that_is_killed_ends_the_others(recipe: Path) -> None:
-    """And a terminal that closes ends no process that `nohup` started."""
+    """Also: closing the terminal does not end a process that `nohup` started."""
     with running(recipe, starter=("nohup",)) as process:
         ranks = psutil.Process(process.pid).children()
         os.killpg(process.pid, signal.SIGHUP)
@@ -109,7 +109,7 @@ def test_a_rank_that_is_killed_ends_the_others(recipe: Path) -> None:
 def test_of_ranks_that_ended_at_once_the_one_that_was_killed_is_the_first(
     codes: tuple[int, ...], rank: int | None
 ) -> None:
-    """A rank that loses another one may end before the launcher looks again."""
+    """If a rank is killed, another rank may also end before the launcher looks again."""
     ended: Any = [SimpleNamespace(returncode=code) for code in codes]
     assert processes._failed(ended) == rank
 

@@ -9,7 +9,7 @@ START, SUM, UPDATE = "sum of the loss weights over ranks", "sum of the gradients
 
 
 def reported(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """In a step, and in the evaluation of the same microbatches."""
+    """The reports in a step, and in the evaluation of the same microbatches."""
     names: list[str] = []
     with scenarios.running(overrides, progress=names.append) as engine:
         microbatches = scenarios.loader_of(engine).microbatches(0)

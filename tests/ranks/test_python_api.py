@@ -1,4 +1,4 @@
-"""`sft.train` with the real trainer: again and again in one process, and once in each process of torchrun."""
+"""`sft.train` with the real trainer: several times in one process, and once in each process of torchrun."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from tests.builders import chats
 from tests.launching import RECIPE, environments, records, start
 
 ROOT = Path(__file__).resolve().parents[2]
-# A notebook: each step of it is a cell.
+# A notebook: each entry is a cell.
 ALONE = """
 import json, os, signal, sys
 import sft
@@ -52,7 +52,7 @@ except sft.SftError as error:
 @pytest.mark.slow
 def test_a_notebook_and_ranks_of_torchrun_train_as_the_command_does(tmp_path: Path) -> None:
     chats(tmp_path, 8)
-    # The command, on two ranks; it prepares the data and writes the recipe.
+    # The command on two ranks prepares the data and writes the recipe.
     assert [code for code, _, _ in start(tmp_path, [])] == [0, 0]
     expected = [record["lm loss"] for record in records(tmp_path, "train")]
 

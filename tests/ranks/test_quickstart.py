@@ -1,4 +1,5 @@
-"""Every command of docs/start/quickstart.md in the order of the page, and the five lines of the README, as typed."""
+"""Runs every command of docs/start/quickstart.md in the order of the page, and the five lines of the README, as
+written."""
 
 import json
 import os
@@ -16,17 +17,17 @@ from tools.make_tiny_model import TEMPLATE
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/start/quickstart.md").read_text(encoding="utf-8")
-# The run of the page, but its model comes from a hub, and one process trains it.
+# The run of the page, except that its model comes from a hub, and one process trains it.
 FROM_HUB = """
 sft train quickstart.yaml model.hf=org/tiny run.dir=runs/hub data.cache_dir=runs/quickstart/cache train.num_steps=2 \\
     parallel.cp=1
 """
-# What the README's lines need to run here: the recipe on two CPU processes, with packs that the tiny model can learn.
+# Additions that the README's lines need here: two CPU processes, and packs that the tiny model can learn.
 SMALL = (
     "run.device=cpu run.precision=fp32 parallel.tp=1 parallel.cp=2 data.seq_length=512 train.global_batch_size=2 "
     "train.num_epochs=null train.num_steps=2"
 )
-# vllm cannot run here: transformers opens the folder instead, and answers.
+# vllm cannot run here: transformers opens the folder instead, and generates an answer.
 SERVE = """
 python - models/mine <<'END'
 import sys
@@ -76,13 +77,13 @@ def test_every_command_of_the_page_runs(
     assert quoted in outputs[3]
     trained = losses(tmp_path / "runs/quickstart")
     assert len(trained) == 10 and trained[-1] < trained[0]
-    assert "<|im_start|>assistant" in outputs[-1]  # what the exported model writes
+    assert "<|im_start|>assistant" in outputs[-1]  # the text that the exported model writes
     with serving() as hub:
         commit = hub.add("org/tiny", tmp_path / "models/tiny")
         shell(FROM_HUB, **environment(hub, tmp_path / "hf"))
         assert hub.downloads(".safetensors") == ["model.safetensors"]
     assert losses(tmp_path / "runs/hub") == pytest.approx(trained[:2], rel=LOSS_TOLERANCE)
-    # The hub is gone: the run has kept what an export needs.
+    # The hub is gone: the run folder holds everything that an export needs.
     monkeypatch.chdir(tmp_path)
     assert main(["export", "runs/hub", "models/from-hub"]) == 0
     assert (tmp_path / "models/from-hub/chat_template.jinja").read_text() == TEMPLATE
@@ -101,7 +102,7 @@ def test_the_readme_shows_the_commands_of_the_page() -> None:
 
 @pytest.mark.slow
 def test_the_five_lines_of_the_readme_run(tmp_path: Path, shell: Callable[..., str]) -> None:
-    """The hub is one on this machine, whose Qwen/Qwen3-8B is the tiny model; vllm is replaced by transformers."""
+    """The hub runs on this machine, and its Qwen/Qwen3-8B is the tiny model; transformers replaces vllm."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     chats(tmp_path, 20, "my.jsonl")
     shell("python -m tools.make_tiny_model models/tiny")

@@ -1,4 +1,4 @@
-"""Two nodes that resolve their own hostnames to 127.0.1.1: their ranks find each other all the same."""
+"""Two nodes resolve their own hostnames to 127.0.1.1; their ranks find each other nevertheless."""
 
 import json
 import subprocess

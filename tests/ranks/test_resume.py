@@ -1,4 +1,5 @@
-"""A run cut in two is the run, bit for bit on the same layout.  Other layouts are in test_resume_layouts.py."""
+"""On the same layout, a run that is stopped and resumed equals an uninterrupted run, bit for bit.  Other layouts are in
+test_resume_layouts.py."""
 
 import math
 import random
@@ -27,7 +28,7 @@ SAME = [
     (2, [*SP, SHARDED]),
     (2, CP),
     (2, [*MOE, *AUX, EP2, SHARDED, BF16]),
-    (2, [*MOE, *AUX, *SP, WHOLE]),  # experts reduced over a group of their own: two optimizers in a chain
+    (2, [*MOE, *AUX, *SP, WHOLE]),  # experts are reduced over a group of their own: two optimizers in a chain
     (4, [*MOE, *AUX, "parallel.pp=2", "parallel.virtual_stages=2", EP2, WHOLE]),
 ]
 
@@ -43,13 +44,13 @@ CHUNK_BYTES = 1000
 
 
 def train_in_pieces(*given: Any) -> dict[str, Any]:
-    """The same, of which no stored part is larger than CHUNK_BYTES where a row is not."""
+    """`train`, with stored parts of at most CHUNK_BYTES, unless a single row is larger."""
     with mock.patch.object(torch_dist_files, "CHUNK_BYTES", CHUNK_BYTES):
         return scenarios.train(*given)
 
 
 def test_large_tensors_are_stored_in_pieces(ranks: Ranks, tmp_path: Path) -> None:
-    """And read as if they were not: bitwise on the same layout, on the curve on another."""
+    """The parts are read as if they were whole: bitwise on the same layout, on the same curve on another."""
     uninterrupted = ranks(2).run(scenarios.train, [SHARDED], [0, 1])
     ranks(2).run(train_in_pieces, [SHARDED], [0], None, str(tmp_path))
     index = FileSystemReader(tmp_path).read_metadata()
@@ -69,9 +70,9 @@ def test_large_tensors_are_stored_in_pieces(ranks: Ranks, tmp_path: Path) -> Non
 
 def test_generators_go_on_where_they_were_on_the_same_layout_only(ranks: Ranks, tmp_path: Path) -> None:
     before = ranks(2).run(draw_and_save, ["parallel.cp=2"], str(tmp_path))
-    assert before[0] != before[1]  # each rank has a stream of its own
+    assert before[0] != before[1]  # each rank has a random stream of its own
     assert ranks(2).run(load_and_draw, ["parallel.cp=2"], str(tmp_path)) == before
-    for other in (["parallel.tp=2"], ["parallel.pp=2"], ["parallel.cp=1"]):  # the last one has the same groups
+    for other in (["parallel.tp=2"], ["parallel.pp=2"], ["parallel.cp=1"]):  # the last layout has the same groups
         drawn = ranks(2).run(load_and_draw, other, str(tmp_path))
         assert not any(now == then for now, then in zip(drawn, before, strict=True))
 
@@ -95,7 +96,7 @@ def draws() -> list[float]:
 
 
 def drawn_after_a_load(folder: str) -> tuple[float, float]:
-    """The next random number of torch before and after loading a checkpoint with a state of CUDA's generator."""
+    """The next random number of torch before and after a checkpoint is loaded that has a state of CUDA's generator."""
     of_cuda = torch.arange(16, dtype=torch.uint8)  # seed and offset, 8 bytes each
     with scenarios.running([]) as engine:
         state = rng._state() | {"cuda_rng_state": of_cuda}
@@ -110,7 +111,7 @@ def drawn_after_a_load(folder: str) -> tuple[float, float]:
 
 
 def test_a_checkpoint_of_a_gpu_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
-    """And the generators stay as they are.  tests/gpu/test_training.py shows the other direction."""
+    """The generators of the CPU keep their states.  tests/gpu/test_training.py tests the other direction."""
     ((expected, found),) = ranks(1).run(drawn_after_a_load, str(tmp_path))
     assert found == expected
 
@@ -124,7 +125,7 @@ def test_a_checkpoint_of_step_0_resumes(ranks: Ranks, tmp_path: Path, optimizer:
 
 
 def refused(overrides: list[str], folder: str) -> str:
-    """What `engine_state.load` says; it has changed nothing."""
+    """The error of `engine_state.load`, after which the engine is unchanged."""
     with scenarios.running(overrides) as engine:
         before = [scenarios.parameter_hash(engine), scenarios.optimizer_hash(engine), engine.scheduler.num_steps]
         with pytest.raises(CheckpointError) as error:

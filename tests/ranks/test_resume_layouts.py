@@ -1,7 +1,8 @@
-"""A run that goes on on another layout goes on on its curve, up to rounding.
+"""A run that resumes on another layout stays on its curve, up to rounding.
 
-The covering set is trained in pairs of layouts, so that it shows one curve on every layout as well: a step on the
-first from random weights, save, load on the second, two more steps; all of it against one plain rank.
+The layouts of the covering set are trained in pairs: a step on the first layout from random weights, a save, a load on
+the second layout, and two more steps.  Each pair is compared with one plain rank, which also shows one curve on every
+layout.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,8 +16,8 @@ from tests.covering import Case
 from tests.ranks import layouts, scenarios
 from tests.ranks.pool import Ranks
 
-# bf16 keeps 8 bits: one rounding is 4e-3, and a loss is a mean over some 1,400 tokens of such roundings; with experts
-# a few tokens choose another one.
+# bf16 has 8 significant bits, so one rounding is up to 4e-3, and a loss is a mean over some 1,400 rounded tokens.  With
+# experts, a few tokens also choose other experts.
 BF16_LOSS_TOLERANCE = {
     "dense": 2e-3,
     "gemma": 2e-3,
@@ -25,12 +26,12 @@ BF16_LOSS_TOLERANCE = {
     **dict.fromkeys(layouts.MIXTURES, 1e-2),
 }
 BF16_NORM_TOLERANCE = 5e-2
-BALANCE_TOLERANCE = 1e-5  # of the balancing losses, which routers compute in fp32
+BALANCE_TOLERANCE = 1e-5  # for balancing losses, which routers compute in fp32
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(ranks: Ranks) -> Callable[[Case], dict[str, Any]]:
-    """Three steps of one plain rank, of the same model and precision."""
+    """Three steps of one plain rank with the same model and precision."""
     made: dict[tuple[str, str], dict[str, Any]] = {}
 
     def get(case: Case) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def uninterrupted(ranks: Ranks) -> Callable[[Case], dict[str, Any]]:
 
 
 def rings(cases: Iterable[Case]) -> list[list[Case]]:
-    """The cases of each model and precision."""
+    """The cases of each model and precision, as one list each."""
     found: dict[Any, list[Case]] = {}
     for case in cases:
         found.setdefault((case["model"], case["precision"]), []).append(case)
@@ -58,12 +59,13 @@ def in_pairs(ring: list[Case]) -> list[tuple[Case, Case]]:
 
 
 def covering_pairs() -> Iterator[Any]:
-    """Each layout of a dense model is saved and loaded; of other models it is one of the two.
+    """Pairs of layouts.  Each layout of a dense model is once saved and once loaded; layouts of other models are one of
+    the two.
 
-    The other half of those models' pairs is `grid`.  A second Python version tries the first pair of each model.
+    The other half of the pairs of other models is `grid`.  A second Python version runs the first pair of each model.
     """
     models: set[str] = set()
-    for ring in sorted(rings(layouts.COVERING), key=len, reverse=True):  # last those of one layout
+    for ring in sorted(rings(layouts.COVERING), key=len, reverse=True):  # models with a single layout come last
         for number, pair in enumerate(in_pairs(ring)):
             model, marks = pair[0]["model"], []
             if model != "dense" and number % 2 == 1:
@@ -106,7 +108,7 @@ def check(case: Case, results: list[dict[str, Any]], reference: dict[str, Any], 
         assert (min(found["cp_sizes"]) < case["cp"]) == case["dynamic_cp"]
         assert found["learning_rate"] == reference["learning_rate"][steps]
         assert found["adam_steps"] == {float(steps.stop)}
-        # Counted over tp and pp.  Each tp rank holds whole experts.
+        # Counts over tp and pp.  Each tp rank holds whole experts.
         if case["ep"] == 1 and (case["tp"] == 1 or case["model"] not in layouts.MIXTURES):
             assert found["num_parameters"] == reference["num_parameters"]
         if case["model"] in layouts.MIXTURES and is_fp32:
@@ -115,7 +117,7 @@ def check(case: Case, results: list[dict[str, Any]], reference: dict[str, Any], 
                 np.testing.assert_allclose(load.aux, expected.aux, rtol=BALANCE_TOLERANCE)
                 np.testing.assert_allclose(load.z, expected.z, rtol=BALANCE_TOLERANCE)
                 assert not load.dropped.any()
-    if case["ep"] == 1:  # ranks that differ in dp and cp only hold the same parameters, bit for bit
+    if case["ep"] == 1:  # ranks that differ only in dp and cp hold the same parameters, bit for bit
         assert all(len(hashes) == 1 for hashes in held.values()), held
 
 

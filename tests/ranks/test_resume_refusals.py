@@ -1,4 +1,5 @@
-"""Which checkpoint a run goes on from, which it will not touch, and what it says; through what a Saver wrote."""
+"""The checkpoint from which a run resumes, the checkpoints that it refuses, and its messages; a Saver wrote the
+checkpoints."""
 
 import shutil
 from dataclasses import replace
@@ -31,7 +32,7 @@ def conditions(engine: Engine) -> Conditions:
 
 
 def write_three(folder: str) -> list[Any]:
-    """After steps 1, 2 and 3, by two data-parallel ranks; the hash of each."""
+    """Two data-parallel ranks write checkpoints after steps 1, 2 and 3.  Returns the hash of each."""
     with scenarios.running(SMALL) as engine:
         run, hashes = Run(engine, folder, conditions(engine)), []
         for step in (1, 2, 3):
@@ -53,7 +54,7 @@ def saved(original: tuple[Path, list[Any]], tmp_path: Path) -> Path:
 
 
 def go_on(overrides: list[str], folder: str, starts: int = 1) -> list[dict[str, Any]]:
-    """What `starts` starts one after the other find and load: the path, the state, the hash; or the refusal."""
+    """The path, state and hash that each of `starts` consecutive starts finds and loads; or its refusal."""
     told: list[dict[str, Any]] = []
     with run_of(overrides, folder) as run:
         config, now = run.engine.config.checkpoint, conditions(run.engine)
@@ -75,7 +76,7 @@ def go_on(overrides: list[str], folder: str, starts: int = 1) -> list[dict[str, 
 
 
 def starts(ranks: Ranks, folder: Path, *overrides: str, count: int = 1) -> list[dict[str, Any]]:
-    """The same on both ranks, but for what they hold and who speaks."""
+    """The results, which agree on both ranks except for the local state and the printed lines."""
     first, second = ranks(2).run(go_on, list(overrides), str(folder), count)
     for one, other in zip(first, second, strict=True):
         assert all(one[key] == other[key] for key in ("path", "state", "refused")) and other["said"] == ""
@@ -118,7 +119,7 @@ def test_another_layout_and_what_changed_are_said(ranks: Ranks, saved: Path) -> 
 
 @pytest.mark.parametrize("name", ["__1_0.distcp", ".metadata", "common.pt"])
 def test_one_bit_anywhere_and_the_next_older_one_is_taken(ranks: Ranks, saved: Path, original: Any, name: str) -> None:
-    """Whichever rank it is that reads the file."""
+    """The same happens whichever rank reads the damaged file."""
     flip(saved / "iter_0000003" / name)
     (one,) = starts(ranks, saved)
     assert one["path"] == "iter_0000002" and one["state"].step == 2 and one["hash"] == original[1][1]
@@ -138,7 +139,7 @@ def test_a_node_that_sees_files_late_is_waited_for_but_not_for_ever(ranks: Ranks
 
 
 def look_late(folder: str, patience_s: float) -> str:
-    """Rank 1 sees nothing of .metadata when it looks for the first three times."""
+    """Rank 1 does not see .metadata the first three times that it looks."""
     with run_of([], folder) as run, pytest.MonkeyPatch.context() as patch:
         damage, looks = manifest.damage, []
 
@@ -152,14 +153,14 @@ def look_late(folder: str, patience_s: float) -> str:
         patch.setattr(resume.time, "sleep", lambda seconds: None)
         try:
             return resume.verified(run.folder / "iter_0000003", "full", run.engine.groups).path.name
-        except OSError as error:  # this node's trouble, not the checkpoint's: nobody puts it aside
+        except OSError as error:  # a fault of this node, not of the checkpoint, so no rank puts the checkpoint aside
             return str(error)
 
 
 def test_a_manifest_that_is_gone_or_damaged_is_damage(ranks: Ranks, saved: Path) -> None:
     (saved / "iter_0000003" / "manifest.json").unlink()
     (saved / "iter_0000002" / "manifest.json").write_text('{"format": "sft checkp')
-    (one,) = starts(ranks, saved, "checkpoint.verify=off")  # asked not to look, it does not
+    (one,) = starts(ranks, saved, "checkpoint.verify=off")  # with verification off, the damage is not found
     assert one["path"] == "iter_0000003" and "  files      not verified: checkpoint.verify = off" in one["said"]
     (one,) = starts(ranks, saved, "checkpoint.verify=size")
     assert one["path"] == "iter_0000001"
@@ -171,7 +172,7 @@ def test_a_manifest_that_is_gone_or_damaged_is_damage(ranks: Ranks, saved: Path)
 
 @pytest.mark.parametrize("wanted", ["auto", "must"])
 def test_where_all_are_damaged_no_start_begins_anew(ranks: Ranks, saved: Path, wanted: str) -> None:
-    """Nor the second, of somebody who tries once more, or of a scheduler."""
+    """A second start, by a user or a scheduler, also refuses."""
     for step in (1, 2, 3):
         flip(saved / folders.name_of(step) / ".metadata")
     first, second = starts(ranks, saved, f"checkpoint.resume={wanted}", count=2)
@@ -200,7 +201,7 @@ def test_a_path_names_one_or_a_folder_of_them_and_is_never_moved(ranks: Ranks, s
 def test_the_same_command_goes_on_from_what_the_run_has_saved_since_it_began_elsewhere(
     ranks: Ranks, saved: Path
 ) -> None:
-    """Even where the newest of that is damaged: the next older one is, not where it began."""
+    """If its newest checkpoint is damaged, the run resumes from the next older one of its own, not from its origin."""
     folder, named = saved.parent / "own", f"checkpoint.resume={saved / 'iter_0000003'}"
     assert ranks(2).run(go_on_and_save, [named], str(folder)) == ["iter_0000003"] * 2
     (one,) = starts(ranks, folder, named)
@@ -212,7 +213,7 @@ def test_the_same_command_goes_on_from_what_the_run_has_saved_since_it_began_els
 
 
 def go_on_and_save(overrides: list[str], folder: str) -> str:
-    """Two more steps."""
+    """Loads, trains two more steps, and saves."""
     with scenarios.running([*SMALL, *overrides]) as engine:
         config, now = engine.config.checkpoint, conditions(engine)
         run = Run(engine, folder, now)
@@ -226,7 +227,7 @@ def go_on_and_save(overrides: list[str], folder: str) -> str:
 
 
 def test_a_foreign_one_is_said_to_be_unverified(ranks: Ranks, saved: Path, original: Any) -> None:
-    """As Megatron-LM writes it: no manifest, no word of ours."""
+    """A checkpoint as Megatron-LM writes it: without our manifest."""
     path = saved / "iter_0000003"
     (path / "manifest.json").unlink()
     common = torch.load(path / "common.pt", weights_only=False)

@@ -1,4 +1,4 @@
-"""Sigmoid routers: their correction bias is the same number on every layout, and checkpoints hold it."""
+"""Sigmoid routers: their correction bias is the same on every layout, and checkpoints store it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ from tests.ranks import scenarios
 from tests.ranks.layouts import AUX, CP, EP, LOSS_TOLERANCE, MOE, NORM_TOLERANCE, PP, SHARDED, SLOW_CP, SP, TOP_K
 from tests.ranks.pool import Ranks
 
-RATE = 0.03  # large: a step changes the choice of many tokens
+RATE = 0.03  # so large that one step changes the choices of many tokens
 NUM_EXPERTS = 8  # two in each group
 SIGMOID = [
     *MOE,
@@ -25,11 +25,11 @@ SIGMOID = [
     "model.moe.dense_layers=1",
 ]
 STEPS = 3
-BALANCE_TOLERANCE = 1e-5  # of the balancing loss, which routers compute in fp32
+BALANCE_TOLERANCE = 1e-5  # for the balancing loss, which routers compute in fp32
 
 
 def biases(engine: Any) -> dict[int, list[float]]:
-    """By layer; exact, because float64 holds every number of fp32."""
+    """The biases by layer, exact, because float64 represents every fp32 number."""
     routers = [m for chunk in engine.chunks for m in chunk.modules() if isinstance(m, Router)]
     assert all(router.expert_bias is not None and router.expert_bias.dtype == torch.float32 for router in routers)
     return {router.layer_number: router.expert_bias.tolist() for router in routers}
@@ -61,7 +61,8 @@ def reference(ranks: Ranks) -> dict[str, Any]:
 
 
 def test_the_bias_moves_against_the_load(reference: dict[str, Any]) -> None:
-    """From the counts in the log, by hand, in fp32: up where an expert has fewer real tokens than the mean."""
+    """Recomputed by hand in fp32 from the counts of the log: a bias rises if its expert has fewer real tokens than the
+    mean."""
     expected = np.zeros((3, NUM_EXPERTS), dtype=np.float32)  # layers 2 to 4
     for chosen, real in zip(reference["chosen"], reference["real"], strict=True):
         assert chosen.sum(axis=1).tolist() == [TOP_K * real] * 3
@@ -70,7 +71,7 @@ def test_the_bias_moves_against_the_load(reference: dict[str, Any]) -> None:
             step = np.float32(RATE) if chosen[layer, expert] < mean else -np.float32(RATE)
             expected[layer, expert] += step if chosen[layer, expert] != mean else 0
     assert reference["biases"] == {n + 2: row.tolist() for n, row in enumerate(expected)}
-    assert len(np.unique(expected)) > 2  # not the sum of three equal steps
+    assert len(np.unique(expected)) > 2  # otherwise the three steps could all be equal
 
 
 LAYOUTS = {
@@ -94,7 +95,8 @@ def test_the_bias_is_the_same_bit_for_bit_on_every_layout(ranks: Ranks, referenc
 
 
 def test_a_checkpoint_holds_the_bias(ranks: Ranks, reference: dict[str, Any], tmp_path: Path) -> None:
-    """Two steps on one layout and the third on another, with another optimizer: the bias of three steps on one."""
+    """Two steps on one layout and the third on another, with another optimizer, give the bias of three steps on one
+    layout."""
     ranks(2).run(trained, SIGMOID + AUX + CP, range(2), "", str(tmp_path))
     for result in ranks(2).run(trained, SIGMOID + AUX + SHARDED + PP, [2], str(tmp_path)):
         assert all(bias == reference["biases"][layer] for layer, bias in result["biases"].items())
@@ -102,7 +104,7 @@ def test_a_checkpoint_holds_the_bias(ranks: Ranks, reference: dict[str, Any], tm
 
 
 def test_in_half_precision_the_bias_stays_in_fp32(ranks: Ranks, tmp_path: Path) -> None:
-    """0.03 is no number of bf16.  Saved, and loaded at once, it is the same number."""
+    """bf16 cannot represent 0.03.  A checkpoint that is saved and loaded keeps the value."""
     world_size, overrides = LAYOUTS["bf16"]
     saved = ranks(world_size).run(trained, SIGMOID + overrides, range(STEPS), "", str(tmp_path))
     loaded = ranks(1).run(trained, [*SIGMOID, "run.precision=bf16"], [], str(tmp_path))
@@ -117,7 +119,7 @@ def test_with_a_rate_of_0_the_bias_stays(ranks: Ranks) -> None:
 
 
 def balanced(overrides: Sequence[str]) -> dict[str, Any]:
-    """One step, and what each router was given in it."""
+    """One step, and the inputs of each router in this step."""
     with scenarios.running(overrides) as engine:
         given: list[Any] = []
         for module in engine.chunks[0].modules():
@@ -133,7 +135,8 @@ def balanced(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def test_the_balancing_loss_of_sigmoid_scores(ranks: Ranks) -> None:
-    """Token by token in float64: E * sum of shares times mean scores, of routed experts alone."""
+    """Computed token by token in float64: E * sum over experts of (share of choices x mean score), without shared
+    experts."""
     (found,) = ranks(1).run(balanced, SIGMOID + AUX)
     sums = np.zeros(3)
     for layer, weight, inputs, documents in found["given"]:

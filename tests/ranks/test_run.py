@@ -13,7 +13,7 @@ from tests.unit.metric_values import check
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """An uninterrupted run of 6 steps with evaluation, and what it printed."""
+    """A run of 6 steps with evaluation that is not interrupted, and its output."""
     folder = tmp_path_factory.mktemp("finished")
     chats(folder, 60)
     chats(folder, 7, "held_out.jsonl")
@@ -24,7 +24,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 def held_out(folder: Path) -> str:
-    """Two sets, one of them of two files; `eval` is also what a set without a name is called."""
+    """Overrides for two held-out sets, one of two files; the other is named `eval`, the name of a set without a
+    name."""
     return f"data.eval={{eval: {folder}/held_out.jsonl, both: [{folder}/more.jsonl, {folder}/held_out.jsonl]}}"
 
 
@@ -42,10 +43,10 @@ def test_what_a_run_writes(finished: tuple[Path, str]) -> None:
         check(json.loads(line))
     assert all(r["tokens/supervised"] <= r["tokens/real"] <= r["tokens/aligned"] <= r["tokens/padded"] for r in train)
     assert all(r["tokens/padded"] <= r["tokens/capacity"] == 512 for r in train)
-    # Held-out answers of 1, 2, 3, ... characters, and the end of each turn: "0", "22", "444", ..., "12" * 7.
+    # Held-out answers have 1, 2, 3, ... characters, plus the end of each turn: "0", "22", "444", ..., "12" * 7.
     assert [r["tokens/supervised"] for r in evaluation] == [1 + 2 + 3 + 4 + 5 + 2 * 6 + 2 * 7 + 7] * 3
     assert [r["documents"] for r in evaluation] == [7] * 3 and [r["documents"] for r in both] == [10] * 3
-    for alone, together in zip(evaluation, both, strict=True):  # the same samples, whatever they are packed with
+    for alone, together in zip(evaluation, both, strict=True):  # the same samples have the same losses in any pack
         of_file = together["loss by source"]["held_out"]
         assert of_file["tokens"] == alone["tokens/supervised"]
         assert of_file["loss"] == pytest.approx(alone["lm loss"], rel=1e-5)  # fp32

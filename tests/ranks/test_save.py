@@ -1,4 +1,4 @@
-"""Saving from real ranks: what is written is the state of its step, all of it, once, or nothing at all."""
+"""Saves of real ranks: a checkpoint holds the whole state of one step, once, or nothing is written."""
 
 import os
 import re
@@ -25,7 +25,7 @@ from tests.ranks import scenarios
 from tests.ranks.pool import Ranks
 from tests.ranks.saving import ASYNC, Run, listing, run_of
 
-END_OF_TEST = 240.0  # seconds; nothing waits that long unless it is broken
+END_OF_TEST = 240.0  # seconds; only a broken test waits that long
 LAYOUTS: list[tuple[int, list[str]]] = [
     (1, []),
     (2, ["parallel.distributed_optimizer=true"]),
@@ -41,7 +41,7 @@ def test_saved_in_the_background_or_not_it_is_the_state_of_the_step(
         given = [*overrides, f"checkpoint.async_save={str(not wait_here).lower()}"]
         told = ranks(world_size).run(train_on_while_saving, given, str(folder))
         assert all(one["loaded"] == one["was"] for one in told)
-        assert told[0]["later"] != told[0]["was"]  # or training on would prove nothing
+        assert told[0]["later"] != told[0]["was"]  # otherwise, further training would prove nothing
         assert listing(folder) == ["iter_0000001", folders.POINTER]
         assert list(told[0]["published"]) == [1] and told[0]["published"][1] > 0
         first, last = told[0]["said"][0], told[0]["said"][-1]
@@ -51,7 +51,7 @@ def test_saved_in_the_background_or_not_it_is_the_state_of_the_step(
 
 
 def train_on_while_saving(overrides: list[str], folder: str) -> dict[str, Any]:
-    """Held back until two more steps are done, the save in the background has no chance to be done before."""
+    """The background save is held back until two more steps are done, so it cannot end before them."""
     with run_of(overrides, folder) as run, pytest.MonkeyPatch.context() as patch:
         trained, write = threading.Event(), engine_state.write
         if ASYNC in overrides:
@@ -75,7 +75,7 @@ def test_memory_for_copies_is_used_again_and_holds_what_is_new(ranks: Ranks, tmp
 
 
 def save_every_step_in_the_background(folder: str) -> bool:
-    """A save begins when the one before is published, and not earlier."""
+    """A save begins only after the previous one is published."""
     with run_of([ASYNC], folder) as run, pytest.MonkeyPatch.context() as patch:
         before, write, hashes = [], engine_state.write, []
 
@@ -95,7 +95,7 @@ def save_every_step_in_the_background(folder: str) -> bool:
 
 
 def test_without_memory_for_a_copy_training_waits_for_saves(ranks: Ranks, tmp_path: Path) -> None:
-    """The second save's copy fails on rank 1: the state of each step is saved all the same."""
+    """On rank 1, the copy for the second save fails: the state of each step is saved nevertheless."""
     told = ranks(2).run(save_without_memory, str(tmp_path))
     assert all(one["loaded"] == one["was"] for one in told)
     background = "saving step {} in the background"
@@ -123,7 +123,7 @@ def save_without_memory(folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("overrides", [[ASYNC], ["model.moe.num_experts=4", "model.moe.top_k=2", "parallel.ep=2"]])
 def test_later_saves_reuse_the_plans_of_the_first(ranks: Ranks, tmp_path: Path, overrides: list[str]) -> None:
-    """Each checkpoint holds its own state, rank 0 plans once, and nobody reads what it has just written."""
+    """Each checkpoint holds its own state, rank 0 plans once, and no rank reads the files that it has just written."""
     given = [*overrides, "parallel.distributed_optimizer=true"]
     told = ranks(2).run(save_three_times, given, str(tmp_path))
     assert [one["planned"] for one in told] == [1, 0] and [one["distributed"] for one in told] == [1, 1]
@@ -159,7 +159,7 @@ def save_twice(folder: str) -> None:
     with run_of([ASYNC], folder) as run:
         run.train(1)
         run.save(1)
-        run.save(1, wait=True)  # waits for the one in the background
+        run.save(1, wait=True)  # waits for the background save
         written = os.stat(f"{folder}/iter_0000001/{manifest.NAME}")
         run.save(1), run.save(1, wait=True)
         again = os.stat(f"{folder}/iter_0000001/{manifest.NAME}")
@@ -198,12 +198,12 @@ def test_what_ranks_share_is_shared_out_evenly_and_in_place(ranks: Ranks, sharde
     for kind in ("model", "optimizer"):
         mine, others = (one[kind] for one in told)
         assert 0.4 <= mine / (mine + others) <= 0.6, (kind, mine, others)
-    # Of 2 x 384 x 16 + 2 x 2,372 + 16 elements two moments in fp32; of an optimizer with weights of its own, those too.
+    # Two fp32 moments of 2 x 384 x 16 + 2 x 2,372 + 16 elements; if the optimizer has main parameters, those too.
     tensors = 3 if sharded or precision == "bf16" else 2
     assert sum(one["optimizer"] for one in told) == 4 * tensors * 17_048
     assert sum(one["model"] for one in told) == 17_048 * (2 if precision == "bf16" else 4)
     assert all(one["in place"] for one in told)
-    # What `sft check` reports for the copy of a save in the background.
+    # The number of bytes that `sft check` reports for the copy of a background save.
     assert 2 * told[0]["estimate"] == pytest.approx(sum(one["model"] + one["optimizer"] for one in told), rel=1e-6)
 
 

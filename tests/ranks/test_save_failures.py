@@ -1,4 +1,4 @@
-"""A save that cannot be: every rank hears the same, nothing half-done stays, and what was saved before is untouched."""
+"""Failed saves: every rank gets the same error, no partial checkpoint stays, and earlier checkpoints are untouched."""
 
 import errno
 import os
@@ -33,7 +33,7 @@ def full(*_: Any, **__: Any) -> Any:
 
 @contextmanager
 def full_disk(run: Run) -> Iterator[None]:
-    """Of rank 1."""
+    """Simulates a full disk on rank 1."""
     with pytest.MonkeyPatch.context() as patch:
         if run.engine.groups.rank == 1:
             patch.setattr(HashingFile, "_put", full)
@@ -46,7 +46,7 @@ def is_whole(path: Path) -> bool:
 
 
 def fits(text: str, *parts: str) -> bool:
-    """The name of the temporary folder is drawn anew each time."""
+    """Compares without the name of the temporary folder, which is random."""
     return text.startswith(parts[0]) and text.endswith("".join(parts[1:]))
 
 
@@ -82,7 +82,7 @@ def fail_three_times(overrides: list[str], folder: str) -> dict[str, Any]:
                 save_and_drain(run, step)
                 assert run.says_published(1)
             third = refusal(lambda: save_and_drain(run, 4))
-        save_and_drain(run, 5)  # ends the row
+        save_and_drain(run, 5)  # a save that succeeds ends the row of failures
         with full_disk(run):
             run.save(6)
             must = refusal(lambda: run.save(7, wait=True))
@@ -92,7 +92,7 @@ def fail_three_times(overrides: list[str], folder: str) -> dict[str, Any]:
 
 
 def test_a_save_that_failed_in_the_background_is_the_last_one_s_failure(ranks: Ranks, tmp_path: Path) -> None:
-    """The last step was being saved already when the run was asked to stop."""
+    """The last step was already being saved in the background when the run was asked to stop."""
     for one in ranks(2).run(fail_at_the_end, str(tmp_path)):
         assert all(fits(text, "the checkpoint of step 1 was not saved: ", WRITTEN, WHOLE) for text in one), one
     assert listing(tmp_path) == ["iter_0000001", folders.POINTER]
@@ -107,12 +107,12 @@ def fail_at_the_end(folder: str) -> list[str]:
             with full_disk(run):
                 run.save(1)
                 told.append(refusal(end))
-        run.save(1, wait=True)  # and with room again it is saved
+        run.save(1, wait=True)  # once there is room, the step is saved
         return told
 
 
 class Case(NamedTuple):
-    """What goes wrong: on this rank `patch` is made, and this is said."""
+    """A fault: `patch` is applied on rank `on`, and the error contains the given text."""
 
     rank: int
     patch: Callable[[pytest.MonkeyPatch, Run], Any]
@@ -138,7 +138,7 @@ def no_moment(patch: pytest.MonkeyPatch, run: Run) -> None:
 
 
 def cut_files(patch: pytest.MonkeyPatch, run: Run) -> None:
-    """After the tensors: files of 1,000 bytes at most, which the kernel enforces as it would a quota."""
+    """Limits files after the tensors to 1,000 bytes; the kernel enforces the limit as it would enforce a quota."""
     write = torch_dist_files.write
 
     def then_cut(*given: Any) -> Any:
@@ -183,12 +183,14 @@ def test_whatever_fails_all_ranks_hear_it_and_nothing_is_left(ranks: Ranks, tmp_
     for one in told:
         assert fits(one["must"], begins, said, "  Failed saves in a row: 2.", WHOLE), one
         assert bool(one["at work"]) == (name not in BEFORE)
-    assert told[0]["left"] == ["iter_0000001", folders.POINTER]  # rank 0 has removed it when it goes on
+    # rank 0 has removed the partial checkpoint before it goes on
+    assert told[0]["left"] == ["iter_0000001", folders.POINTER]
     assert listing(tmp_path) == ["iter_0000001", "iter_0000003", folders.POINTER]
     assert is_whole(tmp_path / "iter_0000001") and (tmp_path / folders.POINTER).read_text() == "3"
 
 
-BEFORE = ("too little disk", "a weight", "a moment", "the lock", "the folder")  # refused before anything is written
+# faults that are found before anything is written
+BEFORE = ("too little disk", "a weight", "a moment", "the lock", "the folder")
 
 
 def fail_once(name: str, folder: str) -> dict[str, Any]:
@@ -206,7 +208,7 @@ def fail_once(name: str, folder: str) -> dict[str, Any]:
             try:
                 run.save(2)
                 resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-                dist.barrier(run.engine.groups.control)  # the other rank's test write may still be there
+                dist.barrier(run.engine.groups.control)  # the test write of the other rank may still exist
                 left = listing(folder)
                 must = refusal(lambda: run.save(2, wait=True))
             finally:

@@ -1,4 +1,4 @@
-"""What layers keep for backward: how many bytes, and that the gradients do not notice."""
+"""The tensors that layers save for backward: their bytes, and that fewer saved bytes leave the gradients unchanged."""
 
 import gc
 from collections.abc import Iterator, Sequence
@@ -15,9 +15,11 @@ from tests.ranks.alive import Alive
 from tests.ranks.layouts import GEMMA, GRADIENT_TOLERANCE, MODELS
 from tests.ranks.pool import Ranks
 
-# Of a norm of a gradient, fp32: a weight's is summed tile by tile, or otherwise where heads are gathered in lots.
+# Relative to the norm of a gradient, fp32: a weight's gradient is summed tile by tile, or in another order if heads are
+# gathered in groups.
 TILE_TOLERANCE = 1e-6
-MASKS_TOLERANCE = 0.02  # of a layer of experts: a few masks and indices are left out, which differ by version of core
+# for a layer of experts: the count omits a few masks and indices, which depend on the version of core
+MASKS_TOLERANCE = 0.02
 PACKS = [[1, 2, 3, 5], [0]]
 TOKENS = 256
 WIDE = [
@@ -34,7 +36,7 @@ LATENT = [
     "model.latent_attention.v_head_dim=10",
     *("model.head_dim=null", "model.num_query_groups=null", "model.qk_norm=false", "model.qkv_bias=false"),
 ]
-# A layer with a window in front of each layer with other heads, whose keys are also values.
+# A layer with a window before each layer that has other heads, and whose keys are also values.
 KINDS = [
     *("model.sliding_window=16", "model.sliding_window_layers=ODD", "model.value_norm=true", "model.layer_scalar=true"),
     *("model.full_attention={head_dim: 32, num_query_groups: 1, keys_as_values: true}", "model.qkv_bias=false"),
@@ -56,76 +58,79 @@ def forward(engine: Any, microbatch: Any) -> torch.Tensor:
 
 
 def bytes_kept(overrides: Sequence[str], num_layers: int) -> int:
-    """After a forward pass, in bytes per token."""
+    """The bytes per token that exist after a forward pass."""
     numbers = range(1, num_layers + 1)
     overrides = [x.replace("ALL", str([*numbers])).replace("ODD", str([*numbers[::2]])) for x in overrides]
     with scenarios.running([*WIDE, *overrides, f"model.num_layers={num_layers}"]) as engine:
         microbatch = one_document(engine)
-        engine._set_denominator([microbatch], 1.0)  # experts have losses of their own
+        engine._set_denominator([microbatch], 1.0)  # experts have losses of their own, which need a denominator
         with Alive() as alive:
             hidden = forward(engine, microbatch)
         gc.collect()
         assert hidden.shape[0] == TOKENS
-        return alive.num_bytes() // TOKENS  # linear attention also saves 32 bytes of each layer's decays
+        return alive.num_bytes() // TOKENS  # linear attention also saves 32 bytes for the decays of each layer
 
 
 @pytest.mark.parametrize(
     "overrides, expected",
     [
-        # hidden 64, heads 8 of 16 (128), key/value heads 2 of 16 (32), ffn 192; 2 bytes each
-        # what comes in 128, and to the second half 128
-        # attention: query 256, key 64, value 64, out 256, log-sum-exp 8 x 4; fp32 of the norms 4 + (8 + 2) x 4
+        # bf16, 2 bytes: hidden 64 (128 bytes), 8 heads of 16 (256), 2 key/value heads of 16 (64), ffn 192 (384)
+        # the layer's input 128, and the input of the MLP half 128
+        # attention: query 256, key 64, value 64, output 256, log-sum-exp 8 x 4; fp32 scales of the norms 4 + (8 + 2) x
+        # 4
         (["train.recompute=selective"], 128 + 128 + 256 + 64 + 64 + 256 + 32 + 4 + 40),
         (["train.recompute=selective", "model.qk_norm=false"], 128 + 128 + 256 + 64 + 64 + 256 + 32 + 4),
-        # norms of attention's output and of the MLP's: of the first its input, 128; of norms across heads 4 each
+        # norms after attention and MLP: the projected output of attention 128; each norm across heads has one scale, 4
         (
             ["train.recompute=selective", "model.norm_placement=post", "model.qk_norm_across_heads=true"],
             128 + 128 + 128 + 256 + 64 + 64 + 256 + 32 + 4 + 8,
         ),
-        # norms before and after: as the first, and the input and fp32 of the norm of attention's output
+        # norms before and after: the first case, plus the projected output of attention, 128, and the fp32 scale of its
+        # norm
         (["train.recompute=selective", "model.norm_placement=both"], 972 + 128 + 4),
-        # without recomputation also the normed input, 128, and normed query and key, 320; of the MLP the normed input
-        # and the output with 4 each; gate and up, and their product (GeGLU)
+        # without recomputation also: normed input, 128; normed query and key, 320; normed input and the output of the
+        # MLP, each with a scale of 4; gate and up, and their product (GeGLU)
         (
             ["train.recompute=none", "model.norm_placement=both", "model.activation=geglu"],
             972 + 128 + 4 + 128 + 320 + 2 * (128 + 4) + 768 + 384,
         ),
         (["train.recompute=full"], 128),
-        # and both norms' output 2 x 128, the second's fp32 4, normed query and key 320,
-        # the MLP's inside: gate and up 768, gate after silu 384, up and an offset of 0 (core) 384, their product 384
+        # also: outputs of both norms 2 x 128, fp32 scale of the second one 4, normed query and key 320;
+        # inside the MLP: gate and up 768, gate after silu 384, up plus an offset of 0 (core) 384, their product 384
         (["train.recompute=none"], 972 + 256 + 4 + 320 + 768 + 384 + 384 + 384),
         # GeGLU saves gate and up, and their product
         (["train.recompute=none", "model.activation=geglu"], 972 + 256 + 4 + 320 + 768 + 384),
-        # an output gate in fp32, and the gated output
+        # the output gate in fp32, and the gated output
         (["train.recompute=selective", "model.attention_output_gate=true"], 972 + 512 + 256),
-        # linear attention is recomputed as a whole; the fp32 of the norm before it 4
+        # selective recomputes all of linear attention; 4 is the fp32 scale of the norm before it
         ([DELTA, "train.recompute=selective"], 128 + 128 + 4),
         # q and k 2 x 16 (32), v and z 4 x 32 (128): projections 656, q, k and v 384, decays 3 x 16, beta 8, output 256,
-        # the gated norm's fp32 16; all that the first case without recomputation has outside of attention; the gated
-        # norm's output
+        # fp32 scales of the gated norm 16; the bytes outside of attention of the first case without recomputation;
+        # output of the gated norm 256
         ([DELTA, "train.recompute=none"], 260 + 656 + 384 + 56 + 256 + 16 + 256 + 4 + 256 + 768 + 384 + 384 + 384),
         # latent attention: 2 x 24 (latent and rotary key); 8 queries of 12 (192), output 8 x 10 (160), log-sum-exp 32;
-        # latents before their norms 2 x 16 and 2 x 20, with fp32 numbers 4 each
+        # both latents before their norms, 2 x 16 and 2 x 20, each with an fp32 scale of 4
         ([*LATENT, "train.recompute=selective"], 260 + 48 + 192 + 160 + 32 + 36 + 44),
-        # keys and values of 22 for each head (352), fewer than 2 x 204 of the latent and rotary key (408)
+        # keys and values of 22 elements for each of 8 heads (352), fewer bytes than 2 x 204 of the latent and rotary
+        # key (408)
         (
             [*LATENT, "model.latent_attention.kv_lora_rank=200", "train.recompute=selective"],
             260 + 408 + 192 + 160 + 32 + 36 + 404 + 352,
         ),
-        # without recomputation the normed input, 128, and the normed latent of queries, 32
+        # without recomputation also: normed input, 128, and normed latent of queries, 32
         (
             [*LATENT, "train.recompute=none"],
             260 + 48 + 192 + 160 + 32 + 36 + 44 + 128 + 32 + 128 + 4 + 768 + 384 + 384 + 384,
         ),
-        # the mean of a layer of the first case with 2 numbers for norms of values, and of one with queries 512, key 64
-        # (and no value), output 512, log-sum-exp 32, fp32 of the norms 4 + (8 + 1 + 1) x 4
+        # the mean of two layers: the first case, plus 2 fp32 scales of norms of values; and a layer with query 512, key
+        # 64 (and no value), output 512, log-sum-exp 32, fp32 scales of norms 4 + (8 + 1 + 1) x 4
         ([*KINDS, "train.recompute=selective"], (972 + 8 + 128 + 128 + 512 + 64 + 512 + 32 + 4 + 40) // 2),
-        # without recomputation also normed values, 64 and 64, and normed queries and keys, 320 and 576
+        # without recomputation also: normed values, 64 and 64, and normed queries and keys, 320 and 576
         (
             [*KINDS, "train.recompute=none"],
             (980 + 1420 + 2 * (256 + 4 + 768 + 384 + 384 + 384) + 64 + 64 + 320 + 576) // 2,
         ),
-        # tiles take the MLP's inside away, and its norm's output
+        # with tiles, neither the inside of the MLP nor the output of its norm is saved
         (["train.recompute=none", "train.mlp_tile=64"], 972 + 128 + 320),
     ],
 )
@@ -136,17 +141,17 @@ def test_bytes_of_a_layer_and_token(ranks: Ranks, overrides: list[str], expected
 
 @pytest.mark.parametrize("shared", [[], ["model.moe.shared_ffn_hidden_size=96", "model.moe.shared_gate=true"]])
 def test_bytes_of_a_layer_of_experts_and_token(ranks: Ranks, shared: list[str]) -> None:
-    """A shared expert keeps nothing: its input is the router's.
+    """A shared expert saves nothing of its own: its input is also the input of the router.
 
-    A dense layer's 972; the norm's 4; two times 64 numbers that are sent to experts, 256; four experts' scores,
-    probabilities, weights and masks, 56; two choices, 48."""
+    A dense layer has 972; scale of the norm 4; two choices of 64 elements that are sent to experts, 256; scores,
+    probabilities, weights and masks of four experts, 56; two choices, 48."""
     recipe = [*MOE, *shared, "train.recompute=selective"]
     (two,), (four,) = (ranks(1).run(bytes_kept, recipe, layers) for layers in (2, 4))
     assert (four - two) / 2 == pytest.approx(972 + 4 + 256 + 56 + 48, rel=MASKS_TOLERANCE)
 
 
 def bytes_with_host(overrides: Sequence[str], num_layers: int) -> dict[str, int]:
-    """Bytes per token: in slabs, and beyond them after forward and at most in backward."""
+    """The bytes per token: in host slabs; on the device after forward; and the maximum on the device in backward."""
     with (
         mock.patch.object(saved_tensors, "MIN_OFFLOADED_BYTES", 1 << 12),
         mock.patch.object(offload, "SLAB_BYTES", 1 << 14),
@@ -174,7 +179,7 @@ def in_host_memory(engine: Any) -> int:
 
 @contextmanager
 def small_slabs() -> Iterator[None]:
-    """Slabs that are smaller than what they are to hold."""
+    """Makes slabs smaller than the tensors that they should hold."""
     with (
         mock.patch.object(saved_tensors, "MIN_OFFLOADED_BYTES", 1 << 8),
         mock.patch.object(offload, "SLAB_BYTES", 5000),
@@ -217,7 +222,7 @@ def test_gradients_are_the_same_bit_for_bit(ranks: Ranks, way: Any, model: list[
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_tiles_change_no_more_than_the_order_of_sums(ranks: Ranks, recompute: str) -> None:
-    """A tile of 40 divides no pack."""
+    """The tile of 40 tokens does not divide any pack."""
     (plain,) = ranks(1).run(scenarios.gradients, SMALL, PACKS)
     tiles = [*SMALL, f"train.recompute={recompute}", "train.mlp_tile=40"]
     (found,) = ranks(1).run(scenarios.gradients, tiles, PACKS)
@@ -229,7 +234,7 @@ def test_tiles_change_no_more_than_the_order_of_sums(ranks: Ranks, recompute: st
     "saving", [["train.recompute=full"], ["train.recompute=selective", "train.mlp_tile=24"]], ids=" ".join
 )
 def test_cut_documents_and_host_memory(ranks: Ranks, saving: list[str]) -> None:
-    """Keys are gathered once more in backward, one head group after the other."""
+    """Backward gathers keys once more, one head group after the other."""
     recipe = [*SMALL, "parallel.cp=2"]
     expected = ranks(2).run(scenarios.gradients, recipe, PACKS)
     for plain, found in zip(expected, ranks(2).run(with_host, [*recipe, *saving], PACKS)):
@@ -253,7 +258,7 @@ def train_with_host(overrides: Sequence[str]) -> dict[str, Any]:
     ids=["pp", "tp"],
 )
 def test_curves_are_the_same_bit_for_bit(ranks: Ranks, layout: list[str], saving: list[str]) -> None:
-    """Several passes in flight, and layers cut over ranks."""
+    """Several passes are in flight, and layers are split over ranks."""
     expected = ranks(2).run(scenarios.train, layout, [0, 1])
     for one, other in zip(expected, ranks(2).run(train_with_host, [*layout, *saving])):
         assert (other["loss"], other["parameters"]) == (one["loss"], one["parameters"])
@@ -263,7 +268,7 @@ def test_curves_are_the_same_bit_for_bit(ranks: Ranks, layout: list[str], saving
 def test_two_layers_are_on_the_device_at_a_time(ranks: Ranks, recompute: str, per_layer: int) -> None:
     overrides = [f"train.recompute={recompute}"]
     (four,), (eight,) = (ranks(1).run(bytes_with_host, [*overrides, f"model.num_layers={n}"], n) for n in (4, 8))
-    small = 4 + 8 if recompute == "selective" else 0  # too small for the host here: fp32 of two norms
+    small = 4 + 8 if recompute == "selective" else 0  # the fp32 scales of two norms are too small for offload here
     assert eight["after"] - four["after"] == 4 * small * TOKENS
     assert eight["peak"] - four["peak"] == 4 * small * TOKENS
     stored = 4 * (per_layer - small) * TOKENS
@@ -272,7 +277,8 @@ def test_two_layers_are_on_the_device_at_a_time(ranks: Ranks, recompute: str, pe
 
 
 def rows_of_evaluation(overrides: Sequence[str]) -> tuple[list[int], bool]:
-    """What the MLP takes at once in evaluation; and that the loss is the one without tiles."""
+    """The number of rows that the MLP gets at a time in evaluation; and whether the loss equals the loss without
+    tiles."""
     losses = {}
     for tile in ("null", "100"):
         with scenarios.running([*WIDE, *overrides, f"train.mlp_tile={tile}", "model.num_layers=1"]) as engine:
@@ -289,7 +295,7 @@ def test_evaluation_has_tiles_too(ranks: Ranks) -> None:
 
 
 def bytes_of_two_passes(pipeline: bool) -> int:
-    """On the device, once both are over and before any backward."""
+    """The bytes on the device after two forward passes, before any backward pass."""
     with (
         mock.patch.object(saved_tensors, "MIN_OFFLOADED_BYTES", 1 << 12),
         scenarios.running([*WIDE, "model.num_layers=4", "train.recompute=full", "train.offload_fraction=1"]) as engine,
@@ -302,7 +308,8 @@ def bytes_of_two_passes(pipeline: bool) -> int:
 
 
 def test_a_pipeline_leaves_no_layer_on_the_device(ranks: Ranks) -> None:
-    """Otherwise each pass has two there: 128 bytes a token of each one's input, and of what the last norm is given."""
+    """Otherwise, each pass would keep two layers on the device: 128 bytes per token for the input of each, and for the
+    input of the last norm."""
     (stay,), (leave,) = (ranks(1).run(bytes_of_two_passes, pipeline) for pipeline in (False, True))
     assert stay - leave == 2 * (2 + 1) * 128 * TOKENS
 
@@ -313,7 +320,7 @@ def backward_is_next(overrides: Sequence[str]) -> bool:
 
 
 def test_backward_comes_at_once_but_in_a_pipeline(ranks: Ranks) -> None:
-    """Without virtual stages it does in the last stage."""
+    """Without virtual stages, backward directly follows forward in the last stage."""
     pipeline = ["parallel.pp=2", "train.recompute=full", "train.offload_fraction=1"]
     assert ranks(2).run(backward_is_next, pipeline[1:]) == [True, True]
     assert ranks(2).run(backward_is_next, pipeline) == [False, True]

@@ -1,6 +1,6 @@
 """Linear attention under context parallelism on real ranks: outputs, every gradient, isolation and bytes.
 
-The reference is the recurrence itself, token by token, on one document at a time and without its padding.
+The reference is the recurrence itself, token by token, for one document at a time without padding.
 """
 
 from collections.abc import Sequence
@@ -27,11 +27,11 @@ from tests.ranks.pool import Ranks, joined
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 TAPS = 4
-MULTIPLE = 24  # of padded lengths; fits cp 2, 3 and 4
-# Real lengths, around the chunks of the kernel (64 tokens) and, with 504 tokens on cp 4, of a document (63).  The sixth
-# document is empty, the last one filler.
+MULTIPLE = 24  # padded lengths are multiples of it; fits cp 2, 3 and 4
+# Lengths without padding, around the kernel's chunks of 64 tokens and, for 504 tokens on cp 4, around a document's
+# chunks of 63.  The sixth document is empty, the last one is filler.
 LENGTHS = [1, 5, 63, 64, 65, 0, 504, 25, 0]
-LONG = [2048, 1, 1536, 200, 513]  # with cp 4, of 1536 tokens, a fragment is 3 chunks
+LONG = [2048, 1, 1536, 200, 513]  # with cp 4, a fragment of the document of 1536 tokens is 3 kernel chunks
 SHORT = [40, 1, 120]
 SIZES = HeadSizes(key_heads=2, value_heads=4, key_dim=5, value_dim=3, width=8)
 ONE_HEAD = HeadSizes(key_heads=1, value_heads=1, key_dim=4, value_dim=6, width=8)
@@ -48,7 +48,7 @@ def padded(lengths: Sequence[int]) -> np.ndarray:
 def tensors(lengths: Sequence[int], sizes: HeadSizes, dtype: torch.dtype) -> list[Tensor]:
     """x [t, channels], weight [channels, TAPS], g and beta [t, value heads], and a gradient of the output.
 
-    The gradient is zero at padding, as that of an output that no loss sees.
+    The gradient is zero at padding, because no loss depends on outputs there.
     """
     generator = torch.Generator().manual_seed(11)
     cu_seqlens = padded(lengths)
@@ -95,7 +95,7 @@ def one_document(x: Tensor, weight: Tensor, g: Tensor, beta: Tensor, sizes: Head
 
 @cache
 def expected(lengths: tuple[int, ...], sizes: HeadSizes) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-    """Outputs of the pack, gradients of x, weight, g and beta, and which tokens are real; in float64."""
+    """The outputs of the pack, the gradients of x, weight, g and beta, and the mask of real tokens; in float64."""
     x, weight, g, beta, grad = tensors(lengths, sizes, torch.float64)
     leaves = [tensor.requires_grad_() for tensor in (x, weight, g, beta)]
     out, is_real = torch.zeros_like(grad), torch.zeros(len(x), dtype=torch.bool)
@@ -108,7 +108,7 @@ def expected(lengths: tuple[int, ...], sizes: HeadSizes) -> tuple[Tensor, tuple[
 
 
 class Sent(TorchDispatchMode):
-    """Counts bytes that leave this rank by all-to-all, and refuses every other collective."""
+    """Counts bytes that leave this rank by all-to-all, and refuses all other collectives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,8 @@ def attend(
     dtype: torch.dtype = torch.float64,
     other: int | None = None,
 ) -> dict[str, Any]:
-    """Outputs and gradients of this rank's tokens, and the bytes that it sends.  other: a document that is replaced"""
+    """The outputs and gradients of this rank's tokens, and the bytes that it sends.  other: a document whose tokens are
+    replaced"""
     with joined():
         cu_seqlens, size, rank = padded(lengths), dist.get_world_size(), dist.get_rank()
         x, weight, g, beta, grad = tensors(lengths, sizes, dtype)
@@ -163,15 +164,15 @@ def attend(
         }
 
 
-CASES = [  # cp size, lengths, max_short: long and short documents, or only one kind; dtype; heads
+CASES = [  # cp size, lengths, max_short (long and short documents, or only one kind), dtype, heads
     (1, LENGTHS, 0, torch.float64, SIZES),
     (2, LENGTHS, 72, torch.float64, SIZES),
     (3, LENGTHS, 48, torch.float32, SIZES),
     (4, LENGTHS, 0, torch.float64, SIZES),
     (4, LENGTHS, 72, torch.float32, SIZES),
     (4, SHORT, 10**6, torch.float64, SIZES),  # one rank computes nothing
-    (3, [120, 24, 70], 24, torch.float64, SIZES),  # one of three ranks composes the states of two heads
-    (4, [120, 24, 70], 24, torch.float64, ONE_HEAD),  # one rank composes all states
+    (3, [120, 24, 70], 24, torch.float64, SIZES),  # one of three ranks composes the maps of two heads
+    (4, [120, 24, 70], 24, torch.float64, ONE_HEAD),  # one rank composes the maps of all heads
     *(pytest.param(cp, LONG, 216, torch.float32, SIZES, marks=pytest.mark.grid) for cp in (2, 3, 4)),
     *(pytest.param(cp, LONG, 0, torch.float64, SIZES, marks=pytest.mark.grid) for cp in (2, 3, 4)),
 ]
@@ -194,7 +195,8 @@ def test_outputs_and_gradients(
 
 
 def close(ours: Any, theirs: Tensor, dtype: torch.dtype) -> None:
-    """Relative to the largest number, because gradients of the first tokens of a long document are sums over it."""
+    """Compares relative to the largest number, because gradients of the first tokens of a long document are sums over
+    the whole document."""
     torch.testing.assert_close(
         ours.double() / theirs.abs().max(), theirs / theirs.abs().max(), rtol=0, atol=TOLERANCE[dtype]
     )
@@ -202,10 +204,10 @@ def close(ours: Any, theirs: Tensor, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("other,max_short", [(1, 72), (2, 0), pytest.param(1, 1000, marks=pytest.mark.grid)])
 def test_a_document_does_not_know_its_neighbours(ranks: Ranks, max_short: int, other: int) -> None:
-    """Bitwise, also the first tokens after the replaced document, which the convolution could read.
+    """Bitwise, also for the first tokens after the replaced document, which the convolution could read.
 
-    Documents of 192 tokens end exactly at a chunk of the kernel (64).  In the first case those of 72 tokens are short,
-    and one of three ranks computes two of them.
+    Documents of 192 tokens end exactly at a kernel chunk (64).  In the first case, documents of 72 tokens count as
+    short, and one of three ranks computes two of them.
     """
     lengths = [192, 72, 192, 3, 72, 72, 72]
     cu_seqlens = padded(lengths)
@@ -223,7 +225,7 @@ def test_a_document_does_not_know_its_neighbours(ranks: Ranks, max_short: int, o
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 def test_the_bytes_are_those_of_the_formula(ranks: Ranks, cp_size: int) -> None:
-    """With the threshold that follows from the head sizes; with cp 1 there is no collective."""
+    """With the threshold that follows from the head sizes.  With cp 1, there is no collective."""
     sizes = replace(SIZES, width=4)
     max_short = sizes.max_short(cp_size)
     for lengths in ([120, 24, 30, 9], [24] * 5, [max_short + 24]):

@@ -1,4 +1,5 @@
-"""Bytes that ranks send in a step, against tools/traffic_table.py; without Transformer Engine's attention."""
+"""The bytes that ranks send in a step equal those of tools/traffic_table.py; Transformer Engine's attention is not
+covered."""
 
 from collections import Counter
 from typing import Any
@@ -19,8 +20,9 @@ COMMON = ["run.precision=bf16", f"model.vocab_size={scenarios.VOCAB}"]
 TP = ["parallel.tp=2", "parallel.sequence_parallel=true", "train.global_batch_size=1"]
 EP = [*MOE, "parallel.ep=2", "parallel.cp=2", "train.global_batch_size=1"]
 DP = ["parallel.distributed_optimizer=true", "train.global_batch_size=2"]
-PADDING_TOLERANCE = 0.02  # of gradients, which core pads to a multiple of the ranks
-OPERATIONS = {"allreduce": 0, "allgather": 0, "reduce_scatter": 1, "alltoall": 1, "send": 0}  # and the whole tensor
+PADDING_TOLERANCE = 0.02  # for gradients, which megatron-core pads to a multiple of the number of ranks
+# index of the whole tensor among the arguments
+OPERATIONS = {"allreduce": 0, "allgather": 0, "reduce_scatter": 1, "alltoall": 1, "send": 0}
 
 
 class Sent(TorchDispatchMode):
@@ -33,14 +35,14 @@ class Sent(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             for name, whole in OPERATIONS.items():
-                if name in func._schema.name:  # of one tensor, or of several at once
+                if name in func._schema.name:  # collectives of one tensor, or of several at once
                     tensors = args[whole] if isinstance(args[whole], list) else [args[whole]]
                     self.num_bytes[name] += sum(x.nbytes for x in tensors if isinstance(x, torch.Tensor))
         return func(*args, **(kwargs or {}))
 
 
 def sent(overrides: list[str]) -> tuple[Counter[str], Counter[str]]:
-    """In a step of full packs: of the reduction of gradients, and of everything else."""
+    """The bytes in a step of full packs: of the reduction of gradients, and of everything else."""
     with scenarios.running([*COMMON, *overrides]) as engine:
         samples = [answer(256, 64, seed=seed, last=scenarios.VOCAB) for seed in range(engine.layout.num_microbatches)]
         microbatches = [scenarios.microbatch_of(engine, [sample]) for sample in samples]
@@ -69,14 +71,15 @@ def said(overrides: list[str], group: str) -> float:
 def test_messages_of_a_layer(
     ranks: Ranks, group: str, names: tuple[str, ...], overrides: list[str], recompute: str
 ) -> None:
-    """Of two more layers.  Experts' counts of tokens are gathered, too, which the table leaves out."""
+    """Compares models that differ by two layers.  Ranks also gather counts of the experts' tokens, which the table
+    omits."""
     few, many = ([*overrides, f"train.recompute={recompute}", f"model.num_layers={layers}"] for layers in (2, 4))
     expected = said(many, group) - said(few, group)
     found = [
         sum(more[name] - less[name] for name in names) / 2  # a rank keeps its own half
         for (_, less), (_, more) in zip(ranks(2).run(sent, few), ranks(2).run(sent, many))
     ]
-    if group == "ep":  # how many tokens each rank sends depends on the routers
+    if group == "ep":  # the number of tokens that each rank sends depends on the routers
         found = [sum(found) / 2]
     assert found == [expected] * len(found)
 
@@ -89,19 +92,21 @@ def test_gradients_and_weights(ranks: Ranks) -> None:
 
 # --- LoRA: no gradient of a frozen weight is sent ------------------------------------------------------------------
 
-# Numbers in the factors of a layer of width 32 (q 32, k and v 16, gate, up and down 64) and rank 4.
+# Elements in the factors of a layer of width 32 (q 32, k and v 16, gate, up and down 64) at rank 4.
 ATTENTION, MLP = 4 * (32 + 32) + 2 * 4 * (32 + 16) + 4 * (32 + 32), 3 * 4 * (32 + 64)
-REPLICATED = 7 * 4 * 32  # of these, the factors that tp does not split
+REPLICATED = 7 * 4 * 32  # elements in the factors that tp does not split
 EXPERT = 3 * 4 * (32 + 24)
-# Numbers in the weights: the embedding or the output with its padding, a layer without its MLP, the last norm.
+# Elements in the weights: the embedding or output with its padding, a layer without MLP, norms of a layer, the last
+# norm.
 TABLE, LAYER, NORMS, LAST = 384 * 32, 32 * (2 * 32 + 2 * 16), 2 * 32 + 2 * 4, 32
 FULL_MLP, FULL_EXPERTS = 3 * 32 * 64, 4 * 32 + 2 * 3 * 32 * 24  # a router, and 2 of 4 experts
 WHOLE = 2 * TABLE + 4 * (LAYER + NORMS + FULL_MLP) + LAST
-# Core pads each weight to 64 numbers, and their sum to 128: norms of q and k, other norms, end.  No factor needs it.
+# megatron-core pads each weight to 64 elements, and their sum to 128: norms of q and k, other norms, end.  Factors need
+# none.
 PADDING = 8 * (64 - 4) + 9 * (64 - 32) + 64
-INNER = 4 * 256 * 7 * 4  # A x of 256 tokens, in 4 layers
+INNER = 4 * 256 * 7 * 4  # bytes of A x for 256 tokens, in 4 layers
 FP32 = 4
-REDUCED = {  # reduced numbers: of adapters, and of full fine-tuning; what else LoRA sends more or less
+REDUCED = {  # reduced elements of adapters and of full fine-tuning; other elements that LoRA sends more or less
     "dp2": (["train.global_batch_size=2"], "allreduce", 4 * (ATTENTION + MLP), WHOLE, {}),
     "dp2-sharded": (
         DP, "reduce_scatter", 4 * (ATTENTION + MLP), WHOLE + PADDING,
@@ -110,7 +115,8 @@ REDUCED = {  # reduced numbers: of adapters, and of full fine-tuning; what else 
     "tp2": (  # split weights; then replicated factors or norms, which are also summed over tp
         TP, "allreduce", 2 * (ATTENTION + MLP - REPLICATED) + 2 * 4 * REPLICATED,
         TABLE + 2 * (LAYER + FULL_MLP) + 2 * (4 * NORMS + LAST),
-        # No weight's gradient needs the input of qkv, of fc1 and of the output again.  The embedding needs no gradient.
+        # No weight gradient needs a second gather of the inputs of qkv, fc1 and output.  The embedding needs no
+        # gradient.
         {"allgather": INNER - (2 * 4 + 1) * 256 * 32, "reduce_scatter": INNER - 256 * 32},
     ),
     "pp2": (  # the first stage

@@ -1,4 +1,4 @@
-"""ProcessGroups of context parallelism by a2a+p2p, on real ranks: who exchanges heads, and where the ring goes."""
+"""Process groups of context parallelism with a2a+p2p on real ranks: the ranks that exchange heads, and the ring."""
 
 import contextlib
 import importlib.util
@@ -23,7 +23,7 @@ TWO = ["run.device=auto", "parallel.cp=4", "parallel.cp_comm=a2a+p2p", "parallel
 
 
 def rearrange(array: np.ndarray[Any, Any], pattern: str, **sizes: int) -> np.ndarray[Any, Any]:
-    """The one thing that core asks of einops."""
+    """Replaces the one function of einops that megatron-core calls."""
     assert pattern == "(l s u) -> (l u) s"
     outer, size, inner = (sizes[name] for name in "lsu")
     return array.reshape(outer, size, inner).transpose(0, 2, 1).reshape(outer * inner, size)
@@ -31,7 +31,7 @@ def rearrange(array: np.ndarray[Any, Any], pattern: str, **sizes: int) -> np.nda
 
 @contextlib.contextmanager
 def einops() -> Iterator[None]:
-    """As if it were there, which it is beside Transformer Engine."""
+    """Pretends that einops is installed, as it is together with Transformer Engine."""
     if importlib.util.find_spec("einops"):
         yield
         return
@@ -45,10 +45,10 @@ def einops() -> Iterator[None]:
 
 
 def groups(overrides: list[str], with_einops: bool = True) -> tuple[list[int], list[list[int]] | None]:
-    """Ranks of this rank's cp group, and of those that Transformer Engine's attention is given."""
+    """The ranks of this rank's cp group, and those of the groups that Transformer Engine's attention gets."""
     with einops() if with_einops else contextlib.nullcontext(), scenarios.running(overrides) as engine:
         two = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False)
-        assert engine.groups.collection.hcp == two  # of which core's layer takes what parallel_state says
+        assert engine.groups.collection.hcp == two  # core's layer takes these groups from parallel_state
         return (
             dist.get_process_group_ranks(engine.groups.collection.cp),
             None if two is None else [dist.get_process_group_ranks(group) for group in two],
@@ -56,7 +56,7 @@ def groups(overrides: list[str], with_einops: bool = True) -> tuple[list[int], l
 
 
 def test_neighbours_exchange_heads(ranks: Ranks) -> None:
-    """[all-to-all, ring], as TEDotProductAttention hands them on."""
+    """[all-to-all, ring], the order in which TEDotProductAttention gets them."""
     assert ranks(4).run(groups, TWO) == [
         ([0, 1, 2, 3], [[0, 1], [0, 2]]),
         ([0, 1, 2, 3], [[0, 1], [1, 3]]),
@@ -66,7 +66,7 @@ def test_neighbours_exchange_heads(ranks: Ranks) -> None:
 
 
 def test_the_neighbours_come_first() -> None:
-    """Where both levels are of one size, as above, nobody could tell."""
+    """Tests levels of different sizes; with equal sizes, as above, the order of the levels does not show."""
     config = parse_recipe(
         scenarios.RECIPE, "tests", [*TWO, "parallel.cp=12", "data.doc_multiple=96", "data.seq_length=96"]
     )
@@ -77,5 +77,5 @@ def test_the_neighbours_come_first() -> None:
 
 @pytest.mark.parametrize("overrides", [TWO[:2], [*TWO, "attention.backend=portable"], ["parallel.cp=4", *TWO[2:]]])
 def test_nobody_else_has_two_levels(ranks: Ranks, overrides: list[str]) -> None:
-    """p2p; and a recipe that rules Transformer Engine out, by its backend or its device."""
+    """p2p, and recipes that exclude Transformer Engine by their backend or device, have one level."""
     assert ranks(4).run(groups, overrides) == [([0, 1, 2, 3], None)] * 4

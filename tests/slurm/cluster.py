@@ -1,8 +1,8 @@
 """A real SLURM of two nodes on one machine: munged, slurmctld and two slurmd, all files in one folder.
 
-Nothing of the machine's own SLURM or munge is read, started or changed: keys, sockets, ports and spool folders are
-the cluster's own.  Jobs run as the user who runs the tests, with the environment that `submit` was given.  Whatever
-the daemons and their jobs leave running is ended by `stop`, which tells what that was.
+The cluster does not read, start or change SLURM or munge of the machine: it has its own keys, sockets, ports and spool
+folders.  Jobs run as the user who runs the tests, with the environment that `submit` gets.  `stop` ends all processes
+that the daemons and their jobs leave running, and returns their command lines.
 """
 
 import contextlib
@@ -27,15 +27,15 @@ NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scan
 PATH = os.environ["PATH"] + ":/usr/local/sbin:/usr/sbin:/sbin"  # daemons are not on every user's PATH
 KILL_WAIT_S = 20
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 200  # long enough that a job is signalled well before its end
-ONE_NODE = ("--gpus-per-node=0",)  # the script asks for eight
+STEPS = 200  # so many that a job gets its signal well before its end
+ONE_NODE = ("--gpus-per-node=0",)  # the script requests eight
 TWO_NODES = ("--gpus-per-node=0", "--nodes=2")
-MEMORY_MB = 20_000  # of a node; nothing takes it from the machine
+MEMORY_MB = 20_000  # memory of a node in SLURM's accounting; it reserves nothing on the machine
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """Of SLURM.  words: before a command that is to run on it."""
+    """A node of SLURM.  words: put before a command so that it runs on this node"""
 
     name: str
     hostname: str
@@ -47,11 +47,11 @@ class Node:
         return f"NodeName={self.name} {place} CPUs=2 RealMemory={MEMORY_MB}"
 
 
-# On loopback, with names that resolve on any machine: ranks meet at the first.
+# Nodes on loopback, with names that resolve on any machine; ranks meet at the first node.
 HOST = socket.gethostname().split(".")[0]
 LOOPBACK = tuple(Node(name=name, hostname=HOST, address="127.0.0.1") for name in ("127.0.0.1", "127.0.0.2"))
 
-# Memory is consumable: a job that does not ask for it gets 200 MB of a node, and is killed where it takes more.
+# Memory is consumable: a job that requests none gets 200 MB of a node, and is killed if it uses more.
 CONFIG = """
 ClusterName=test
 SlurmctldHost={nodes[0].hostname}({nodes[0].address})
@@ -87,13 +87,13 @@ PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF
 
 
 def skip_without_slurm() -> None:
-    """Skips the test where the machine has no SLURM and `make test-slurm` could not install it."""
+    """Skips the test if the machine has no SLURM and `make test-slurm` could not install it."""
     if absent := [name for name in NEEDED if shutil.which(name, path=PATH) is None]:
         pytest.skip(f"no SLURM on this machine ({', '.join(absent)}): on Debian, as root, apt install slurm-wlm munge")
 
 
 def until(condition: Callable[[], object], seconds: float, what: str, told: Callable[[], str] = str) -> None:
-    """Raises AssertionError after `seconds`, with `what` was waited for and what `told` knows."""
+    """Waits for `condition`.  After `seconds` raises AssertionError with `what` and the output of `told`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {seconds} s\n{told()}"
@@ -157,24 +157,25 @@ class Cluster:
         )
 
     def call(self, *command: str, check: bool = True, **env: str) -> str:
-        """Output of a command of SLURM, given on the first node."""
+        """The output of a SLURM command that runs on the first node."""
         words = [*self._nodes[0].words, *command]
         done = subprocess.run(words, env=os.environ | self.env | env, capture_output=True, text=True, timeout=60)
         assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}{self.told()}"
         return done.stdout
 
     def stop(self) -> list[str]:
-        """End all jobs, daemons and what is left of both; returns the command lines of what jobs left running."""
+        """Ends all jobs and daemons, and all processes that they left.  Returns the command lines of processes that
+        jobs left running."""
         if self._alive():
             self.call("scancel", f"--user={getuser()}", check=False)
-            with contextlib.suppress(AssertionError):  # what does not end is ended below
+            with contextlib.suppress(AssertionError):  # processes that do not end are killed below
                 until(lambda: not self.call("squeue", "--noheader").strip(), KILL_WAIT_S + 30, "the end of all jobs")
         for daemon in reversed(self._daemons):
             daemon.terminate()
         for daemon in self._daemons:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.wait(timeout=20)
-            daemon.kill()  # where it still runs
+            daemon.kill()  # if it still runs
             daemon.wait()
         left = dict(self._left())
         for pid in left:
@@ -186,13 +187,13 @@ class Cluster:
         """Processes that were started with this cluster's configuration: (process id, command line)."""
         mark = f"SLURM_CONF={self.env['SLURM_CONF']}".encode()
         for pid, line in command_lines().items():
-            with contextlib.suppress(OSError):  # gone, or somebody else's
+            with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
                 if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                     yield pid, line
 
 
 class Job:
-    """`Job(cluster, folder, "--nodes=2", "launch/slurm.sbatch", ...)`: submitted at once."""
+    """`Job(cluster, folder, "--nodes=2", "launch/slurm.sbatch", ...)` is submitted at once."""
 
     def __init__(self, cluster: Cluster, folder: Path, *command: str, **env: str) -> None:
         self.cluster, self.folder = cluster, folder
@@ -201,16 +202,17 @@ class Job:
         self.id = cluster.call("sbatch", *options, *command, **env).strip()
 
     def field(self, name: str) -> str:
-        """Of `scontrol show job`, such as JobState, Restarts or ExitCode."""
+        """A field of `scontrol show job`, such as JobState, Restarts or ExitCode."""
         words = self.cluster.call("scontrol", "show", "job", self.id).split()
         return dict(word.partition("=")[::2] for word in words)[name]
 
     def told(self) -> str:
-        """What the job printed so far, in all its starts."""
+        """The output of the job so far, from all its starts."""
         return self.output.read_text(errors="replace") if self.output.exists() else ""
 
     def wait(self, state: str, *, restarts: int = 0, seconds: float = 150) -> None:
-        """Until the job is in `state` for good.  Raises AssertionError with its output when another end comes first."""
+        """Waits until the job stays in `state`.  Raises AssertionError with the job's output if the job ends in another
+        state."""
         others = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"} - {state}
 
         def reached() -> bool:
@@ -222,26 +224,27 @@ class Job:
         until(reached, seconds, f"job {self.id} {state} with {restarts} restarts", self.told)
 
     def start_now(self) -> None:
-        """SLURM lets a requeued job wait two minutes; this one does not.
+        """Starts a requeued job at once; SLURM would wait two minutes.
 
-        It waits for the end of the start before: a late report of that one would be taken for the new one's.
+        First waits for the end of the previous start; otherwise a late report of it could be taken for one of the new
+        start.
         """
         until(lambda: not any(f"[{self.id}." in line for line in command_lines().values()), 60, "the end of the start")
         self.cluster.call("scontrol", "update", f"JobId={self.id}", "StartTime=now")
 
 
 def command_lines() -> dict[int, str]:
-    """All processes of this machine: command line by process id."""
+    """The command lines of all processes of this machine, by process id."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with contextlib.suppress(OSError):  # gone meanwhile
+            with contextlib.suppress(OSError):  # the process has ended meanwhile
                 found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return found
 
 
 def submit(cluster: Cluster, folder: Path, options: tuple[str, ...] = ONE_NODE, *overrides: str, **env: str) -> Job:
-    """A run of two processes over the given nodes, which saves when it is told to and at its end, not between."""
+    """Submits a run of two processes over the given nodes.  It saves only if it is told to, and at its end."""
     chats(folder, 60)
     (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder))
     settings = [f"train.num_steps={STEPS}", "train.global_batch_size=2", f"checkpoint.save_every={10 * STEPS}"]
@@ -252,7 +255,7 @@ def submit(cluster: Cluster, folder: Path, options: tuple[str, ...] = ONE_NODE, 
 
 
 def trained(job: Job) -> list[int]:
-    """Steps that the run has told."""
+    """The steps that the run has printed."""
     if not (job.folder / "run/metrics.jsonl").exists():
         return []
     return [record["step"] for record in records(job.folder, "train")]

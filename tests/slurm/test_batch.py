@@ -1,4 +1,4 @@
-"""launch/slurm.sbatch on a real SLURM: every way a job ends, and whether it comes back."""
+"""launch/slurm.sbatch on a real SLURM: all ways in which a job can end, and whether SLURM requeues it."""
 
 import os
 import signal
@@ -34,7 +34,8 @@ def until_it_trains(job: Job, beyond: int = 0) -> None:
 
 
 def ranks(job: Job) -> list[int]:
-    """Process ids of the ranks; torchrun has them in its own words too, but does not begin with them."""
+    """The process ids of the ranks; the command line of torchrun also contains these words, but does not begin with
+    them."""
     words = f"-m sft train {job.folder}/recipe.yaml "
     return [pid for pid, line in command_lines().items() if words in line and line.split()[1:3] == ["-u", "-m"]]
 
@@ -53,13 +54,14 @@ def uninterrupted(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) ->
     job = submit(cluster, tmp_path_factory.mktemp("uninterrupted"))
     job.wait("COMPLETED")
     assert job.field("ExitCode") == "0:0"
-    assert f",mem={MEMORY_MB}M," in job.field("TRES")  # all of the node
+    assert f",mem={MEMORY_MB}M," in job.field("TRES")  # all memory of the node
     assert trained(job) == list(range(1, STEPS + 1))
     return job.folder
 
 
 def assert_comes_back(job: Job, uninterrupted: Path) -> int:
-    """Once, having saved, and ends as if nothing had happened; the step of that checkpoint."""
+    """Asserts that the job comes back once, from a checkpoint, and ends as an uninterrupted run.  Returns the step of
+    the checkpoint."""
     job.wait("PENDING", restarts=1)
     (checkpoint,) = saved(job)
     job.start_now()
@@ -74,7 +76,7 @@ def test_a_signalled_run_saves_comes_back_and_ends_as_if_nothing_had_happened(
 ) -> None:
     job = submit(cluster, tmp_path, options)
     until_it_trains(job)
-    cluster.call("scancel", "--batch", "--signal=USR1", job.id)  # as --signal=B:USR1@120 does
+    cluster.call("scancel", "--batch", "--signal=USR1", job.id)  # --signal=B:USR1@120 sends the same signal
     step = assert_comes_back(job, uninterrupted)
     assert 2 < step < STEPS
     for told in ("SLURM_RESTART_COUNT 0, rank logs in", "SLURM_RESTART_COUNT 1, rank logs in", f"resumed step {step}"):
@@ -107,7 +109,7 @@ def test_scancel_is_the_end(cluster: Cluster, tmp_path: Path) -> None:
     cluster.call("scancel", job.id)
     job.wait("CANCELLED")
     assert "this script does not requeue it" in job.told()
-    assert len(saved(job)) == 1  # it saved all the same: KillWait left it the time
+    assert len(saved(job)) == 1  # it saved nevertheless: KillWait left enough time
 
 
 def test_a_run_that_is_preempted_comes_back(cluster: Cluster, uninterrupted: Path, tmp_path: Path) -> None:
@@ -120,7 +122,8 @@ def test_a_run_that_is_preempted_comes_back(cluster: Cluster, uninterrupted: Pat
 
 
 def test_a_run_whose_time_is_up_comes_back(cluster: Cluster, tmp_path: Path) -> None:
-    """As where the save takes longer than SLURM's signal is early: here that signal is one that means nothing."""
+    """Simulates a save that takes longer than the time between SLURM's signal and the limit: the signal here has no
+    effect."""
     job = submit(cluster, tmp_path, (*ONE_NODE, "--time=1", "--signal=B:URG@10"), "train.num_steps=100000")
     job.wait("PENDING", restarts=1, seconds=240)
     assert "DUE TO TIME LIMIT" in job.told() and "SIGUSR1" not in job.told()

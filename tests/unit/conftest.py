@@ -1,4 +1,4 @@
-"""What several unit tests share."""
+"""Fixtures that several unit tests share."""
 
 import json
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from tests.unit.fixtures.hf import Make
 
 @pytest.fixture(scope="session")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], FolderTokenizer]:
-    """`tokenizers("llama31")`: the small tokenizer with that template, made once."""
+    """`tokenizers("llama31")`: the small tokenizer with the template of Llama 3.1, made once."""
     made: dict[str, FolderTokenizer] = {}
 
     def get(name: str) -> FolderTokenizer:
@@ -28,7 +28,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Fold
     return get
 
 
-RELEASED = {  # names on the hub, and files of fixtures/released
+RELEASED = {  # names on the hub, and files in fixtures/released
     "Qwen/Qwen3-0.6B": "qwen3_0p6b",
     "Qwen/Qwen3-8B": "qwen3_8b",
     "Qwen/Qwen3-30B-A3B": "qwen3_30b_a3b",
@@ -45,7 +45,7 @@ RELEASED = {  # names on the hub, and files of fixtures/released
 
 @pytest.fixture
 def released_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A current folder with the config.json of every model of recipes/, so that none comes from the hub."""
+    """A working folder with the config.json of every model in recipes/, so that none is read from the hub."""
     for name, file in RELEASED.items():
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.json").write_text(json.dumps(hf.released(file)))
@@ -54,7 +54,7 @@ def released_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def made(tmp_path: Path) -> Make:
-    """`made("qwen3", dtype=torch.bfloat16)`: a small random model of that family, as transformers saves it."""
+    """`made("qwen3", dtype=torch.bfloat16)`: a small random model of this family, saved by transformers."""
 
     def make(family: str = "qwen2", **fields: Any) -> Path:
         return hf.save(tmp_path / "source", family, **fields)
@@ -64,7 +64,7 @@ def made(tmp_path: Path) -> Make:
 
 @pytest.fixture
 def recipe_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with RECIPE in a.yaml, of a process that no launcher started."""
+    """The working folder, with RECIPE in a.yaml, of a process that no launcher started."""
     (tmp_path / "a.yaml").write_text(RECIPE)
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):

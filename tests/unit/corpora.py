@@ -1,4 +1,4 @@
-"""Prepared data of a few rows."""
+"""Prepares corpora of a few rows for tests."""
 
 import io
 import json
@@ -11,8 +11,10 @@ from sft.data.cache.prepare import prepare
 from sft.data.chat.tokenizer import load_tokenizer
 from tests.unit.fixtures.folder import config
 
-# In bytes: 1 + "user\n" + 14 + 2 = 22 and 1 + "assistant\n" + 4 + 2 = 17, together 39 tokens,
-# 5 of them supervised.  LONG adds 1 + 5 + 53 + 2 = 61 and 1 + 10 + 3 + 2 = 16: 116 tokens, 9 supervised.
+# Bytes: 1 + "user
+# " + 14 + 2 = 22 and 1 + "assistant
+# " + 4 + 2 = 17, together 39 tokens, 5 of them supervised. LONG adds 1 + 5 + 53 + 2 = 61 and 1 + 10 + 3 + 2 = 16: 116
+# tokens, 9 of them supervised.
 ROW = {"messages": [{"role": "user", "content": "Hello, friend!"}, {"role": "assistant", "content": "Fine"}]}
 LONG = {"messages": ROW["messages"] + [{"role": "user", "content": "x" * 53}, {"role": "assistant", "content": "Yes"}]}
 
@@ -34,7 +36,7 @@ def corpus_of(
     verify: bool = False,
     **overrides: Any,
 ) -> Corpus:
-    """Prepared; `log` takes what was told."""
+    """A corpus of the data files, prepared.  `log` gets the lines that `prepare` prints."""
     data, said = config(**overrides), io.StringIO()
     cache_dir = cache or Path(paths[0]).parent / "cache"
     try:

@@ -1,4 +1,4 @@
-"""Steps of a second for tools/gpu_hour, and a start that runs them."""
+"""Steps of one second for tools/gpu_hour, and a start that runs them."""
 
 import sys
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from tools.gpu_hour import runner
 from tools.gpu_hour.step import Setting, Step
 
 ROW = "(OUT / 'rows.jsonl').write_text('{\"case\": \"a\"}\\n')"
-ESCAPING = (  # a child in a session of its own, which ignores what it is asked to do
+ESCAPING = (  # a child process in a session of its own that ignores signals
     "import signal; child = 'import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)'; "
     "print(subprocess.Popen([sys.executable, '-c', child], start_new_session=True).pid, flush=True); "
 )
@@ -21,14 +21,14 @@ def setting(out: Path, gpus: int = 1, tiny: bool = False, packages: Sequence[str
 
 
 def step(name: str, code: str, limit_s: int = 60, **more: Any) -> Step:
-    """A step of one process that runs Python's code, in which OUT is the folder of the step."""
+    """A step of one process that runs the Python program `code`, in which OUT is the folder of the step."""
     text = f"from pathlib import Path; import os, subprocess, sys, time; OUT = Path(sys.argv[1]); {code}"
     commands = lambda run: [[sys.executable, "-c", text, str(run.folder(name))]]  # noqa: E731
     return Step(name=name, question=f"what of {name}", commands=commands, limit_s=limit_s, **more)
 
 
 def started(out: Path, steps: Sequence[Step]) -> tuple[runner.Record, list[str]]:
-    """A start in this process: its record, and the names that the report was written for."""
+    """Runs a start in this process.  Returns its record, and the names for which the report was written."""
     out.mkdir(exist_ok=True)
     record, written = runner.Record.of(out, {"device": "H100"}), list[str]()
     record.write()

@@ -1,4 +1,4 @@
-"""The loss in float64 by its definition, cases to compute it of, and tolerances."""
+"""The definition of the loss in float64, cases for comparisons with it, and tolerances."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,18 +17,19 @@ from sft.mcore.loss import RowStatistics, Targets, VocabShard, lm_loss, token_st
 from sft.parallel.layout import Layout
 
 TOKENS, WIDTH, VOCAB, PADDED = 23, 12, 17, 32  # 23 is prime: no chunk size divides it
-# fp32 sums over 12 numbers per score and up to 32 tokens, against float64; a rounding is 6e-8.
+# fp32 sums over 12 elements per score and up to 32 tokens, compared with float64; one rounding is 6e-8.
 LOSS_TOLERANCE = 1e-6
-GRADIENT_TOLERANCE = 1e-6  # of the gradient's norm
-# The same sums in float64, where a rounding is 1e-16; megatron-core's cross-entropy always takes fp32.
+GRADIENT_TOLERANCE = 1e-6  # relative to the gradient's norm
+# The same sums in float64, where one rounding is 1e-16; but megatron-core's cross-entropy always computes in fp32.
 EXACT_TOLERANCE = 1e-12
 SUPERVISED = [2, 3, 7, 11, 12, 13, 19, 22]  # 8 of 23
 FUSED = [LossConfig(impl="fused", chunk_size=c) for c in (1, 3, 8, 9, 4096, None)]
 CHUNKED = [LossConfig(impl="chunked", chunk_size=c) for c in (1, 4, 22, 23, None)]
 FULL = LossConfig(impl="full")
 EVERY = [*FUSED, *CHUNKED, FULL]
-EACH = [LossConfig(impl="fused", chunk_size=3), LossConfig(impl="chunked", chunk_size=5), FULL]  # one of a kind
-# Everything that `LossConfig` can add to the loss of a token; coefficients large enough to be seen.
+# one config of each implementation
+EACH = [LossConfig(impl="fused", chunk_size=3), LossConfig(impl="chunked", chunk_size=5), FULL]
+# All terms that `LossConfig` can add to the loss of a token; each coefficient is large enough to change the result.
 TERMS = {
     "plain": {},
     "z": {"z_loss_coef": 0.05},
@@ -36,7 +37,7 @@ TERMS = {
     "sharper": {"entropy_coef": -0.2},
     "all": {"z_loss_coef": 0.05, "entropy_coef": 0.3, "entropy": True},
 }
-SOFTCAP = 1.5  # scores have a standard deviation of 3.5: most are close to the limit, and some are far below it
+SOFTCAP = 1.5  # scores have a standard deviation of 3.5: most are near the limit, and some are far below it
 
 
 def name(loss: LossConfig) -> str:
@@ -44,18 +45,19 @@ def name(loss: LossConfig) -> str:
 
 
 def tensor_parallel(tp: int, sequence_parallel: bool = False) -> Layout:
-    """Of as many ranks."""
+    """A layout of `tp` ranks."""
     ones = dict.fromkeys(("cp", "pp", "dp", "virtual_stages", "num_microbatches", "doc_multiple", "pack_multiple"), 1)
     return Layout(world_size=tp, tp=tp, sequence_parallel=sequence_parallel, global_batch_size=1, **ones)
 
 
 @contextmanager
 def world_of_one() -> Iterator[dist.ProcessGroup]:
-    """The tensor-parallel group of a world of one; core's own cross-entropy looks it up globally."""
+    """The tensor-parallel group of one process; megatron-core's cross-entropy looks the group up globally."""
     layout = tensor_parallel(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RANK", raising=False)
-        patch.setattr(process_groups, "model_parallel_cuda_manual_seed", lambda seed: None)  # the loss draws nothing
+        # the loss draws no random numbers
+        patch.setattr(process_groups, "model_parallel_cuda_manual_seed", lambda seed: None)
         place = process_groups.start(layout, torch.device("cpu"), seed=1, timeout_s=600)
     try:
         yield place.tp
@@ -81,7 +83,7 @@ class Case:
         return replace(self, hidden=self.hidden.to(dtype), weight=self.weight.to(dtype))
 
     def broken(self, bad: float) -> "Case":
-        """With `bad` in every hidden state without supervision."""
+        """The case with `bad` in every unsupervised hidden state."""
         return replace(self, hidden=torch.where(self.supervised[:, None, None], self.hidden, bad))
 
     def targets(self) -> Targets:
@@ -89,7 +91,7 @@ class Case:
 
 
 def microbatch(labels: Tensor, weights: Tensor) -> Microbatch:
-    """What the loss reads of one: labels and weights."""
+    """A microbatch with the only fields that the loss reads: labels and weights."""
     nothing, size = torch.zeros_like(labels), labels.numel()
     return Microbatch(
         cp_size=1,
@@ -116,7 +118,7 @@ def microbatch(labels: Tensor, weights: Tensor) -> Microbatch:
 def case(
     supervised: list[int] | None = None, tokens: int = TOKENS, seed: int = 5, softcap: float | None = None
 ) -> Case:
-    """Random numbers, weights between 0.1 and 1.1."""
+    """A case of random numbers with weights between 0.1 and 1.1."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.zeros(1, tokens)
     mask[0, SUPERVISED if supervised is None else supervised] = 1.0
@@ -130,7 +132,7 @@ def case(
 
 
 def wide_case(seed: int) -> Case:
-    """40 tokens of width 64 over 300 of 384 rows: more roundings than the small one has."""
+    """A case of 40 tokens of width 64 over 300 of 384 rows: it has more roundings than the small case."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(1, 40, generator=generator) < 0.6
     return Case(
@@ -158,7 +160,7 @@ def shard_of(weight: Tensor, group: dist.ProcessGroup, vocab: int = VOCAB, softc
 
 
 def terms_of(c: Case, loss: LossConfig, group: dist.ProcessGroup, vocab: int = VOCAB) -> tuple[Tensor, RowStatistics]:
-    """Without a gradient to follow, of inputs that need none."""
+    """The terms and statistics of inputs that need no gradient."""
     return lm_loss(c.hidden, shard_of(c.weight, group, vocab, c.softcap), c.targets(), loss)
 
 
@@ -178,7 +180,7 @@ def run(c: Case, loss: LossConfig, group: dist.ProcessGroup, upstream: float = 1
 def run_statistics(
     c: Case, loss: LossConfig, group: dist.ProcessGroup, upstream: list[Tensor | None], vocab: int = VOCAB
 ) -> Outcome:
-    """Gradients of the sum of upstream[k] times column k of `token_statistics`; None leaves a column out."""
+    """Computes gradients of the sum of upstream[k] times column k of `token_statistics`; None leaves a column out."""
     hidden, weight = inputs_of(c)
     rows = token_statistics(hidden, shard_of(weight, group, vocab, c.softcap), c.targets(), loss)
     total = torch.zeros((), dtype=torch.float64)
@@ -192,7 +194,7 @@ def run_statistics(
 
 @contextmanager
 def poisoned_memory() -> Iterator[Callable[[bool], None]]:
-    """`poison(True)` of what it gives: memory that nobody has written to holds NaN from now on."""
+    """A function: after `poison(True)`, new memory that nobody has written to contains NaN."""
     before = torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     yield torch.use_deterministic_algorithms
@@ -214,9 +216,9 @@ def expected(
     entropy_coef: float = 0.0,
     entropy: bool = False,
 ) -> Outcome:
-    """The definition, in float64, over the real vocabulary; unsupervised rows are not even looked at.
+    """The definition, in float64, over the real vocabulary; unsupervised rows are not read.
 
-    With a list as upstream, that of `run_statistics`.
+    If upstream is a list, the sum of `run_statistics` is computed.
     """
     supervised = c.supervised
     inputs, labels = c.hidden[:, 0][supervised].double().requires_grad_(), c.labels[0][supervised]
@@ -245,7 +247,7 @@ def expected(
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
-    """Distance relative to the norm; what should be zero must be."""
+    """The distance relative to the norm; if `wanted` is zero, asserts that `found` is zero."""
     assert found.shape == wanted.shape
     assert found.isfinite().all()
     distance, norm = float((found.double() - wanted.double()).norm()), float(wanted.double().norm())
@@ -258,7 +260,7 @@ def check(
     loss_tolerance: float = LOSS_TOLERANCE,
     gradient_tolerance: float = GRADIENT_TOLERANCE,
 ) -> None:
-    """The loss, both gradients and the statistics of the rows, where both have them."""
+    """Compares the loss, both gradients and the statistics of the rows that both outcomes have."""
     torch.testing.assert_close(found.loss, wanted.loss, rtol=loss_tolerance, atol=0.0)
     assert error(found.hidden, wanted.hidden) <= gradient_tolerance
     assert error(found.weight, wanted.weight) <= gradient_tolerance
@@ -268,14 +270,15 @@ def check(
 
 
 def same(a: Outcome, b: Outcome) -> None:
-    """Bit for bit."""
+    """Asserts that both outcomes are equal, bit for bit."""
     for x, y in zip((a.loss, a.hidden, a.weight, *a.rows), (b.loss, b.hidden, b.weight, *b.rows), strict=True):
         assert (x is None) == (y is None)
         assert x is None or y is None or torch.equal(x, y)
 
 
 def tolerance(loss: LossConfig, dtype: torch.dtype) -> float:
-    """Of `full` in float64 no more than of fp32 can be asked: megatron-core's own cross-entropy computes in it."""
+    """The tolerance of the loss.  `full` in float64 has that of fp32, because megatron-core's cross-entropy computes in
+    fp32."""
     return EXACT_TOLERANCE if dtype == torch.float64 and loss.impl != "full" else LOSS_TOLERANCE
 
 

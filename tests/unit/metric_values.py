@@ -1,4 +1,4 @@
-"""Totals, results and records in numbers small enough to check by eye, and what the schema says of records."""
+"""Totals, results and records whose numbers can be checked by eye, and a validator for records."""
 
 import json
 import re
@@ -49,7 +49,7 @@ def result(experts: ExpertLoad | None = None, **changes: Any) -> StepResult:
 
 
 def run_of(recipe: Config) -> RunFacts:
-    """Two ranks, ten tokens in the vocabulary."""
+    """The facts of a run with two ranks and a vocabulary of ten tokens."""
     return RunFacts.of(recipe, Layout.resolve(recipe, 2), 10)
 
 
@@ -63,7 +63,8 @@ def evaluation(*overrides: str, **changes: Any) -> dict[str, Any]:
 
 @cache
 def validator() -> Any:
-    """Of docs/reference/metrics.schema.json; stricter than the standard, where 20.0 is an integer."""
+    """A validator of docs/reference/metrics.schema.json; stricter than the standard, which accepts 20.0 as an
+    integer."""
     schema = json.loads((ROOT / "docs/reference/metrics.schema.json").read_text())
     standard = jsonschema.Draft202012Validator
     standard.check_schema(schema)
@@ -72,7 +73,7 @@ def validator() -> Any:
 
 
 def check(record: dict[str, Any]) -> None:
-    """As it is after a round through JSON."""
+    """Validates a record after a conversion to JSON and back."""
     validator().validate(json.loads(json.dumps(record, allow_nan=False)))
 
 
@@ -103,7 +104,7 @@ def _in_full(first: str, other: str) -> str:
 
 
 def by_layout() -> dict[str, set[str]]:
-    """Names by the column `layout` of metrics.md; "rounding; same" is the first name's and the second's."""
+    """Metric names by the column `layout` of metrics.md; "rounding; same" applies to the first and the second name."""
     found: dict[str, set[str]] = {}
     for names, cells in page():
         told = cells[3].split("; ")

@@ -1,6 +1,6 @@
-"""Chats in which every text has a word of its own: the kinds that users of released models have.
+"""Chats of the kinds that users of released models have; every text contains a word of its own.
 
-The first letter of a word tells whose text it is:
+The first letter of a word shows the text to which it belongs:
 
     u user   y system   t tool   f schema      a answer   h its reasoning   n name, k key, v value of a call
 """
@@ -86,7 +86,8 @@ def tools_of(chat: str) -> list[Message] | None:
 
 
 def for_transformers(messages: list[Message], *, as_text: bool) -> list[Message]:
-    """The messages as apply_chat_template needs them: reasoning under both keys, arguments in the template's form."""
+    """The messages in the form for apply_chat_template: reasoning under both keys, and arguments in the form that the
+    template takes."""
     messages = deepcopy(messages)
     for message in messages:
         if "reasoning_content" in message:

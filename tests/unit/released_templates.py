@@ -1,7 +1,7 @@
 """The released chat templates that the package trl ships, and the control tokens of their models' tokenizers.
 
-Decides which templates of docs/reference/models.md are tried.  Nothing of them is in this repository: the files are
-read from the installed package, and no code of it runs.
+Decides which templates of docs/reference/models.md are tested.  The repository contains none of them: the files are
+read from the installed package, and none of its code runs.
 """
 
 from copy import deepcopy
@@ -49,7 +49,7 @@ def _tokens(special: str, ordinary: str, eos: str, stops: str, bos: str = "", rs
 
 
 # Special tokens, ordinary added tokens, the eos, the tokens at which generation stops, the bos, and the special tokens
-# that swallow the spaces after them
+# that include the spaces after them
 TOKENS = {
     "qwen2": _tokens(_QWEN, "<tool_call> </tool_call>", "<|im_end|>", "<|im_end|> <|endoftext|>"),
     "qwen3": _tokens(_QWEN, f"{_HERMES} {_THINK}", "<|im_end|>", "<|im_end|> <|endoftext|>"),
@@ -74,10 +74,10 @@ TOKENS = {
 
 
 class Family(NamedTuple):
-    """A template of trl, and what its model knows.
+    """A template of trl, and facts about its model.
 
     tokens      the key in TOKENS
-    model_type  the families of docs/reference/models.md that have it
+    model_type  the families of docs/reference/models.md that use the template
     as_text     whether the template takes the arguments of calls as JSON text
     """
 
@@ -131,12 +131,12 @@ class _Clock(datetime):
 
 
 def _at_the_default_date() -> Any:
-    """transformers' clock stands at the default of data.date, because some templates ask for the time."""
+    """Sets the clock of transformers to the default of data.date, because some templates ask for the time."""
     return patch.object(chat_template_utils, "datetime", _Clock)
 
 
 class Model:
-    """A tokenizer folder of a template as this trainer and as transformers load it."""
+    """A tokenizer folder with a template, loaded by this trainer and by transformers."""
 
     def __init__(self, folder: Path, name: str, family: Family) -> None:
         self.family, self.tokens = family, TOKENS[family.tokens]
@@ -145,21 +145,21 @@ class Model:
         self.theirs = AutoTokenizer.from_pretrained(str(written), local_files_only=True)
 
     def encoded(self, chat: str) -> Encoding:
-        """Ids and weights of this trainer.  Raises DataError."""
+        """The ids and weights of this trainer.  Raises DataError."""
         tools = tools_of(chat)
         row = read_row({"messages": deepcopy(CHATS[chat]), **({"tools": tools} if tools else {})})
         assert isinstance(row, Chat)
         return encode_chat(row, self.ours)
 
     def rendered(self, chat: str, stop: int | None = None, *, prompt: bool = False) -> list[int]:
-        """Ids of transformers, of the first messages of a chat.  Raises what the template raises."""
+        """The ids of transformers for the first messages of a chat.  Raises errors of the template."""
         messages = for_transformers(CHATS[chat][:stop], as_text=self.family.as_text)
         tools = tools_of(chat)
         with _at_the_default_date():
             return self.theirs.apply_chat_template(messages, tools, add_generation_prompt=prompt, return_dict=False)
 
     def generated(self, chat: str) -> tuple[list[int], list[int]]:
-        """Ids of transformers, and its mask of what stands between {% generation %} and {% endgeneration %}."""
+        """The ids of transformers, and its mask of the text between {% generation %} and {% endgeneration %}."""
         messages = for_transformers(CHATS[chat], as_text=self.ours.habits.calls_as_text)
         with _at_the_default_date():
             both = self.theirs.apply_chat_template(

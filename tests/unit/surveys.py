@@ -1,7 +1,7 @@
 """Eight chats for `sft data inspect`, and surveys of them.
 
-With the byte tokenizer a message of n bytes is n + 8 tokens for a user, n + 10 for the system, n + 13 for an assistant
-(start, role, newline, text, end, newline), of which n + 1 are supervised for an assistant.
+With the byte tokenizer, a message of n bytes has n + 8 tokens for a user, n + 10 for the system, and n + 13 for an
+assistant (start, role, newline, text, end, newline).  For an assistant, n + 1 of them are supervised.
 """
 
 import json
@@ -19,18 +19,18 @@ from tests.unit.fixtures.folder import config
 
 
 def chat(*texts: str, system: str | None = None) -> dict[str, Any]:
-    """Messages of user and assistant by turns."""
+    """A chat in which messages of user and assistant alternate."""
     roles = ["user", "assistant"] * len(texts)
     messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
     return {"messages": ([{"role": "system", "content": system}] if system is not None else []) + messages}
 
 
 def chat_of(length: int) -> dict[str, Any]:
-    """A chat of so many tokens, 9 of them of the user."""
+    """A chat of `length` tokens, of which the user message has 9."""
     return chat("x", "y" * (length - 22))
 
 
-A = [  # tokens, supervised
+A = [  # number of tokens, number of supervised tokens
     chat("hi", "hello"),  # 10 + 18 = 28, 6
     chat("hi", "hello"),  # a copy: 28, 6
     chat("hi", "bye"),  # 10 + 16 = 26, 4
@@ -40,13 +40,14 @@ A = [  # tokens, supervised
 ]
 B = [
     chat("hi", "one", "more", "two"),  # 10 + 16 + 12 + 16 = 54, 8
-    chat("z" * 192, "end"),  # 200 + 16 = 216, 4: padded to 224 it does not fit 128
+    chat("z" * 192, "end"),  # 200 + 16 = 216, 4: padded to 224, it does not fit into 128
 ]
 HELD_OUT = [chat("hi", "hello"), chat("hi", "new"), chat("else", "hello")]
 
 
 def lay_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a recipe, two training files and a held-out one, which is gone to; and nothing was launched."""
+    """A folder with a recipe, two training files and a held-out file, which becomes the working folder; no launcher is
+    simulated."""
     monkeypatch.chdir(folder)
     for name, rows in (("a", A), ("b", B), ("h", HELD_OUT)):
         write(name, *rows)

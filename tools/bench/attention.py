@@ -51,7 +51,8 @@ def pack_of(mix: str, length: int, options: argparse.Namespace) -> Pack:
 
 
 def prepare(options: argparse.Namespace) -> Iterator[Row]:
-    """Checks every way on a short pack of each mix.  Removes each way that cannot run here, and yields a row for it."""
+    """Checks every implementation on a short pack of each mix.  Removes each one that cannot run here, and yields a row
+    for it."""
     absent = {name: why for name in options.ways if (why := ways.why_not(name, options.device))}
     length = min(length for length, _ in options.cases)
     for mix in {mix: None for _, mix in options.cases}:
@@ -62,7 +63,10 @@ def prepare(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def check(p: Pack, cp_sizes: Sequence[int], names: Sequence[str]) -> dict[str, str]:
-    """The ways that cannot compute these documents, with reasons.  Raises Refused if a result differs from sdpa's."""
+    """The implementations that cannot compute these documents, with reasons.
+
+    Raises Refused if a result differs from the result of sdpa.
+    """
     expected = list(_results(ways.by_sdpa(p), p.tensors).values())
     refusals: dict[str, str] = {}
     for name in names:
@@ -177,7 +181,10 @@ def timed(pack: Pack, name: str, cp_size: int, repeats: int) -> list[Row]:
 
 
 def row_of(cp_size: int, ranks: Sequence[Row], flops: float, whole: Row | None) -> Row:
-    """The row of a way.  flops: of a forward pass over the whole pack; whole: the row of one device, if known
+    """The row of an implementation.
+
+    flops  FLOPs of a forward pass over the whole pack
+    whole  the row of one device, if known
 
     one device takes 4 s; 4 ranks take 1.0, 1.0, 1.0 and 1.25 s: efficiency 4 / 4 / 1.25 = 80%
     """

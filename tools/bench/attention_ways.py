@@ -32,12 +32,13 @@ FOREIGN = ("te", "cudnn")  # kernels that may refuse a shape
 REFUSALS = (RuntimeError, ValueError, AssertionError, ImportError)  # what the kernels of FOREIGN raise for such a shape
 BACKWARD = 2.5  # FLOPs of backward / FLOPs of forward; backward recomputes the scores
 
-Way = Callable[[], tuple[Tensor, Tensor]]  # returns the output, and the gradient of the loss with respect to it
+# An implementation: returns the output, and the gradient of the loss with respect to the output.
+Way = Callable[[], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pack:
-    """One pack of random queries, keys and values: the same tensors for every way."""
+    """One pack of random queries, keys and values: the same tensors for every implementation."""
 
     boundaries: np.ndarray
     tensors: Sequence[Tensor]  # query, key, value, gradient of the output
@@ -68,7 +69,7 @@ class Pack:
 
 
 def why_not(name: str, device: torch.device) -> str | None:
-    """The reason why a way cannot run on this device; None if no reason is known."""
+    """The reason why an implementation cannot run on this device; None if no reason is known."""
     if name not in FOREIGN:
         return None
     if device.type != "cuda":
@@ -92,7 +93,8 @@ def reason(error: Exception) -> str:
 
 
 def whole(p: Pack, name: str) -> Way:
-    """A way over the whole pack, on a device for which `why_not` is None.  Its call may still refuse the shape."""
+    """The implementation `name` for the whole pack, on a device for which `why_not` is None.  A call of the result may
+    still refuse the shape."""
     if name == "flash":
         return by_flash(p, 1, 0)[0]
     ways: dict[str, Callable[[Pack], Way]] = {"plain": by_plain, "sdpa": by_sdpa, "cudnn": by_cudnn, "te": by_te}

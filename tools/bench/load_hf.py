@@ -54,7 +54,7 @@ SHAPES = {
     "llama-3-70b": (8192, 28_672, 64, 8, 128_256, False),
     "tiny": (64, 128, 4, 2, 512, False),
 }
-Turn = Mapping[tuple[str, str], Mapping[str, float]]  # (way, state of the page cache) -> measurements
+Turn = Mapping[tuple[str, str], Mapping[str, float]]  # (reader, state of the page cache) -> measurements
 
 
 def config_of(shape: str, num_layers: int) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Problem:
     ways: dict[str, Callable[[], Tensor]]
     leaves: tuple[Tensor, ...]  # inputs that require gradients
     constants: tuple[Tensor, ...]
-    num_gradients: Mapping[str, int]  # ways that give gradients for only the first n leaves -> n
+    num_gradients: Mapping[str, int]  # implementations with gradients for only the first n leaves -> n
 
     def backward(self, name: str) -> None:
         self.clear()
@@ -125,7 +125,8 @@ def make_problem(sizes: Sizes, only: Sequence[str] = WAYS) -> Problem:
 
 
 def measure(problem: Problem, checked: Problem, *, repeats: int) -> Iterator[Row]:
-    """Yields a row for every way of `problem`.  Checks gradients on `checked`: the same problem, or a smaller one."""
+    """Yields a row for every implementation in `problem`.  Checks gradients on `checked`: the same problem, or a smaller
+    one."""
     reference = next(iter(checked.ways))
     checked.backward(reference)
     expected = list(checked.gradients.values())

@@ -207,10 +207,13 @@ def _chat(row: Row, turns: list[CheckedMessage], system_weight: float | None = N
 
 
 def _weights(turns: list[CheckedMessage]) -> tuple[float, ...] | None:
-    """The weights of the messages; None if no message has a weight.  Raises DataError if nothing is supervised."""
+    """The weights of the messages; None if no message has a weight.
+
+    Raises DataError if there is no assistant turn, or if all of them and all other messages have weight 0.
+    """
     written = [turn.weight for turn in turns if turn.message["role"] == "assistant"]
     if not written:
-        raise DataError("no assistant turn, so no token is supervised.")
+        raise DataError("no assistant turn, so the row has no answer to learn.")
     if all(weight == 0 for weight in written) and not any(turn.weight for turn in turns):
         raise DataError("every assistant turn has weight 0, so no token is supervised.")
     if all(turn.weight is None for turn in turns):

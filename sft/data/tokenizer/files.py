@@ -22,7 +22,7 @@ from sft.data.tokenizer.special_tokens import read_json, read_special_tokens, re
 from sft.errors import DataError
 
 Ids = tuple[int, ...]
-EXPECTED = "data.tokenizer is byte (built in, no file), a folder with tokenizer.json, or a model on the hub"
+EXPECTED = "data.tokenizer must be `byte` (built in), a folder with tokenizer.json, or a model on the hub"
 FILE = "tokenizer.json"
 LARGEST_ID = (1 << 24) - 1  # tables have a row for each id; the largest known vocabulary has 1,000,000
 _TEXTS = ("a", "A", "0", " a", "the", "一", "\n")

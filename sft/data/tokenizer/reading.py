@@ -65,7 +65,7 @@ def _read(name: str, folder: Path) -> TokenizerFiles:
     largest = max(files.backend.get_vocab().values(), default=-1)
     if not 0 <= largest <= LARGEST_ID:
         fault = (
-            "has no token" if largest < 0 else f"has the id {largest:,}, and ids of at most {LARGEST_ID:,} can be used"
+            "has no token" if largest < 0 else f"has the token id {largest:,}; the largest usable id is {LARGEST_ID:,}"
         )
         raise DataError(f"the tokenizer of {name} {fault}.  {EXPECTED}.")
     return files

@@ -87,10 +87,10 @@ def megatron_arguments(model: ModelConfig) -> dict[str, Any]:
 
 
 class MultiLatentAttention(MegatronModule):
-    """Computes projections and norms of latent attention.
+    """The attention module of a layer with latent attention: projections and norms around `core_attention`.
 
     column_parallel, row_parallel, norm: classes of the linear layers and norms
-    core_arguments: other arguments that core passes to attention, such as the layer's number
+    core_arguments: further arguments from megatron-core, passed on to `core_attention`, such as the layer's number
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""`import sft`: what it imports, what each function returns and refuses, and that the command line goes through it."""
+"""`import sft`: its imports, the results and refusals of each function, and that the command line calls these
+functions."""
 
 import inspect
 import re
@@ -20,7 +21,7 @@ from sft.errors import CheckpointError, ConfigError, DataError
 ROOT = Path(__file__).resolve().parents[3]
 FUNCTIONS = ("load", "prepare", "train", "export", "plan")
 CHAT = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}]}\n'
-# Of 80 GB GPUs, 8 hold this model at this length, and one does not at a million tokens.
+# Eight GPUs with 80 GB hold this model at this length; one GPU does not hold it at a million tokens.
 LLAMA = """\
 run: {dir: runs/a}
 model:
@@ -95,10 +96,10 @@ def test_overrides_that_load_refuses() -> None:
 
 
 def test_prepare_counts_samples_and_tokens_and_sweeps(folder: Path) -> None:
-    """A chat of the byte tokenizer: 2 + 11 bytes, and 5 marks: two before each message, one after the answer."""
+    """A chat with the byte tokenizer: 2 + 11 bytes, and 5 marks: two before each message, and one after the answer."""
     first = sft.prepare(sft.load("a.yaml"))
     assert first.cache_dir == Path("runs/a/cache") and first.held_out == {} and first.removed == {}
-    assert (first.train.num_samples, first.train.num_supervised) == (3, 36)  # 11 bytes and the end of the answer
+    assert (first.train.num_samples, first.train.num_supervised) == (3, 36)  # 11 bytes and the end mark of the answer
     assert first.train.num_tokens == 3 * first.train.longest
     again = sft.prepare(sft.load("a.yaml"), verify=True)
     assert again == first
@@ -155,7 +156,7 @@ def test_ranks_of_torchrun_train_once_and_a_process_alone_again_and_again(
     recipe = sft.load("a.yaml", {"parallel.cp": 2})
     sft.train(recipe)
     assert "has trained before" in refusal(lambda: sft.train(recipe))
-    monkeypatch.setenv("MASTER_PORT", "2")  # other ranks, or another store
+    monkeypatch.setenv("MASTER_PORT", "2")  # as for other ranks, or for another store
     sft.train(recipe)
     assert [world_size for _, world_size in trainer] == [1, 1, 2, 2]
 
@@ -221,7 +222,7 @@ def test_every_function_says_what_it_raises() -> None:
 
 
 def test_the_python_of_the_readme_fits_the_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its calls are bound to the functions, and not made: they need GPUs and a hub."""
+    """The calls in the README are only bound to the signatures, not made: they need GPUs and a hub."""
     (block,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     called = []
 

@@ -1,4 +1,5 @@
-"""What a calibration makes of measured seconds; expected values by hand.  tests/ranks/test_calibration.py measures."""
+"""Constants that a calibration computes from measured seconds; expected values by hand.
+tests/ranks/test_calibration.py measures."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ SOURCE = "measured 2026-11-24 on a test"
 
 
 def short_steps(constants: Constants, added_s: float = 0.0) -> list[steps.Step]:
-    """What the short steps take on one rank with these constants, and as much more for each layer and microbatch."""
+    """Short steps on one rank whose time follows from these constants, plus `added_s` for each layer and microbatch."""
     taken = []
     for name, config in steps.recipes(SIZES["cpu"], "cpu", 1).items():
         layout, model = Layout.resolve(config, 1), config.model
@@ -45,7 +46,8 @@ def test_the_fit_finds_the_constants_that_made_the_steps() -> None:
 
 
 def test_time_of_each_layer_and_microbatch_is_overhead() -> None:
-    """2 ms more for each: 100 us assumed -> 2,100 us, and nothing else changes."""
+    """2 ms more for each layer and microbatch: the overhead changes from 100 us to 2,100 us, and nothing else
+    changes."""
     start = assumed(gpus.gpu("cpu"), 1.0)
     found = fit.fitted(start, short_steps(start, added_s=2e-3), SOURCE)
     assert found.layer_overhead_us.value == pytest.approx(2100)
@@ -54,14 +56,15 @@ def test_time_of_each_layer_and_microbatch_is_overhead() -> None:
 
 
 def test_a_part_that_steps_do_not_show_is_never_free() -> None:
-    """Steps that take no time at all: rates are 100 times the assumed ones, and the overhead is 0."""
+    """If steps take no time at all, rates are 100 times the assumed ones, and the overhead is 0."""
     start = assumed(gpus.gpu("cpu"), 1.0)
     found = fit.fitted(start, [step._replace(seconds=1e-9) for step in short_steps(start)], SOURCE)
     assert found.elementwise_gb_s.value == found.optimizer_gb_s.value == 750 and found.layer_overhead_us.value == 0
 
 
 def test_least_squares_without_negative_numbers() -> None:
-    """x + y = 1, x + 2 y = 3, x = 0 has its minimum at (-1/6, 3/2): without negative numbers x = 0, y = 7/5."""
+    """x + y = 1, x + 2 y = 3, x = 0: the least squares are at (-1/6, 3/2), and without negative numbers at x = 0, y =
+    7/5."""
     matrix, target = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 0.0]]), np.array([1.0, 3.0, 0.0])
     assert fit.least_squares(matrix, target) == pytest.approx([0, 1.4])
     assert fit.least_squares(np.eye(2), np.array([2.0, -1.0])) == pytest.approx([2, 0])
@@ -77,8 +80,8 @@ def test_what_of_a_message_is_exposed(both_s: float, message_s: float, products_
 
 
 def test_a_link_in_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 4 ranks.  1 ms of each is latency; 3 x 4 MB in 6 ms -> 2 GB/s; a sum takes twice as long; a rank alone sends
-    4 MB in 1 ms -> 4 GB/s."""
+    """A group of 4 ranks.  1 ms of each time is latency; 3 x 4 MB in 6 ms -> 2 GB/s; a sum takes twice as long; a
+    single rank sends 4 MB in 1 ms -> 4 GB/s."""
     monkeypatch.setattr(links.dist, "get_world_size", lambda group: 4)
     taken = {("_gather_s", 256): 1e-3, ("_gather_s", 4_000_000): 7e-3, ("_scatter_s", 4_000_000): 13e-3}
     taken |= {("_send_s", 4_000_000): 2e-3}

@@ -1,4 +1,5 @@
-"""What a best value compares with, what older checkpoints say, the record of a pass, and an origin that moves."""
+"""The values with which a best value is compared, metrics in older checkpoints, the record of an evaluation, and an
+origin that moves."""
 
 import io
 from dataclasses import asdict, replace
@@ -50,7 +51,7 @@ def test_the_state_of_a_checkpoint_also_of_an_earlier_version() -> None:
     origin = RunOrigin(path="/data/a/iter_0000002", written="a/iter_0000002", step=2, manifest="3f")
     state = TrainState(step=8, evaluated=8, best=LOSS.judged(6, 5.0), origin=origin)
     assert TrainState.read(asdict(state)) == state
-    assert messages.decode(messages.encode(state)) == state  # rank 0 sends it to the other ranks
+    assert messages.decode(messages.encode(state)) == state  # rank 0 sends the state to the other ranks
     old = {"step": 8, "evaluated": 6, "best_step": 6, "best_value": 5.0, "origin": "/data/a/iter_0000002"}
     read = TrainState.read(old)
     assert (read.best_step, read.evaluated) == (6, 6) and read.best is not None and read.best.value == 5.0
@@ -68,7 +69,7 @@ def test_the_record_of_a_pass_holds_for_its_checkpoint_only(tmp_path: Path) -> N
     assert held_out_pass.added(path, saved) == judged
     moved = path.rename(tmp_path / "moved")
     assert held_out_pass.added(moved, saved) == judged
-    checkpoint(moved, content=1)  # the same step of another history
+    checkpoint(moved, content=1)  # a checkpoint of the same step from another history
     assert held_out_pass.added(moved, saved) == saved
     checkpoint(moved)
     for damaged in ("", "[]", "{}", '{"format": "sft held-out pass 1"}', "\x00"):
@@ -80,12 +81,12 @@ def test_an_origin_is_recognised_by_its_digest(tmp_path: Path) -> None:
     first, other = checkpoint(tmp_path / "p/iter_0000002"), checkpoint(tmp_path / "p/iter_0000004", content=1)
     origin = RunOrigin.of(first, str(first), 2)
     assert origin.is_named_by(first, 8) and not origin.is_named_by(other, 8)
-    assert origin.is_named_by(first.parent, 8)  # the folder holds it
+    assert origin.is_named_by(first.parent, 8)  # the folder contains it
     (tmp_path / "p").rename(tmp_path / "q")
     assert origin.is_named_by(tmp_path / "q/iter_0000002", 8) and origin.is_named_by(tmp_path / "q", 8)
     (tmp_path / "link").symlink_to(tmp_path / "q/iter_0000002")
     assert origin.is_named_by(tmp_path / "link", 8)
-    assert origin.is_named_by(first, 8)  # the path of the recipe, where no checkpoint is left
+    assert origin.is_named_by(first, 8)  # the path in the recipe, where no checkpoint is left
     with pytest.raises(CheckpointError, match="that path does not exist in .*has saved step 8.*checkpoint.resume=auto"):
         origin.is_named_by(tmp_path / "r/iter_0000002", 8)
     checkpoint(first, content=2)
@@ -108,7 +109,7 @@ def test_an_origin_without_a_digest_is_compared_by_path_and_step(tmp_path: Path)
 def test_a_branch_compares_with_no_value_of_another_run(tmp_path: Path) -> None:
     config, said = CheckpointConfig(keep_last=2, keep_best="eval/lm loss"), io.StringIO()
     judge = Judge(config, {"eval": ("79bc", 3)}, tmp_path, Console(0, said))
-    checkpoint(tmp_path / "iter_0000004")  # a step of its own with the same number
+    checkpoint(tmp_path / "iter_0000004")  # this run's own checkpoint with the same step number
     state = TrainState(step=4, evaluated=4, best=LOSS.judged(4, 4.97))
     assert judge.resumed(state, is_ours=False, is_due=True) == replace(state, best=LOSS)
     assert "of another folder, so judging starts anew" in said.getvalue() and judge.best_step is None

@@ -1,7 +1,8 @@
-"""Random histories of two runs: the best checkpoint, the kept ones, exports and seen.jsonl against a plain model.
+"""Random histories of two runs: the best checkpoint, the kept checkpoints, exports and seen.jsonl agree with a simple
+model.
 
-Starts are stopped and killed in steps, passes and saves.  Runs are shortened, extended and moved, go back to an earlier
-step, and begin from the other run, with another metric and another held-out set.
+Starts are stopped and killed during steps, evaluations and saves.  Runs are shortened, extended and moved, go back to
+an earlier step, and begin from the other run, with another metric and another held-out set.
 """
 
 import json
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from sft.errors import CheckpointError
 from tests.unit.fixtures.runs import End, Runs, runs
 
-EVERY, KEEP_LAST = 2, 2  # steps between passes, which are also those between saves
+EVERY, KEEP_LAST = 2, 2  # steps between evaluations, and between saves
 METRICS = ("lm loss", "token accuracy")
 
 
@@ -29,12 +30,12 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint.  best: the criterion, and step and value of the best one, if any was compared."""
+    """A checkpoint.  best: the criterion, and the step and value of the best evaluation, if there was one."""
 
-    number: int  # of all saves of the history
+    number: int  # number of this save among all saves of the history
     evaluated: int
     best: tuple[Any, int | None, float] | None
-    origin: tuple[str, int, int] | None  # path, number
+    origin: tuple[str, int, int] | None  # path and number of the origin
 
 
 @dataclass
@@ -50,7 +51,7 @@ class Refused(Exception):
 
 
 class Model:
-    """What must come of the starts, written without a look at the code."""
+    """The expected results of the starts, written without knowledge of the code."""
 
     def __init__(self, values: Any) -> None:
         self.values, self.saves = values, 0
@@ -122,7 +123,7 @@ class Model:
 
 
 def export(run: ModelRun, best: Any, published: set[int]) -> None:
-    """The best checkpoint is exported as soon as it is published, and replaces the export of the one before."""
+    """The best checkpoint is exported as soon as it is published, and replaces the previous export."""
     if best is not None and best[1] in published:
         run.exported = {best[1]}
 

@@ -1,4 +1,4 @@
-"""Runs whose best checkpoint, length, origin or folder changes, with every expected value written out."""
+"""Runs whose best checkpoint, length, origin or folder changes; all expected values are literals."""
 
 import json
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from tests.unit.fixtures.runs import End, Runs, runs
 
 LOSS, ACCURACY = "checkpoint.keep_best=eval/lm loss", "checkpoint.keep_best=eval/token accuracy"
 BEST = "checkpoint.export_hf=best"
-# Losses of the held-out set e fall until step 8; those of f are least at step 2.  Accuracies are least at step 8.
+# Losses of the held-out set e fall until step 8; losses of f have their minimum at step 2; accuracies at step 8.
 E = [(5.5, 0.75), (5.5, 0.0), (5.25, 0.5), (5.25, 0.0), (5.0, 0.5), (5.0, 0.0), (4.75, 0.25), (4.75, 0.0), (4.5, 0.125)]
 F = [(7.0, 0.0), (7.0, 0.0), (1.0, 0.0), (1.0, 0.0), (3.0, 0.0), (3.0, 0.0), (2.0, 0.0), (2.0, 0.0), (2.5, 0.0)]
 VALUES = {"e": E + [(9.0, 0.25), (9.0, 0.25), (9.0, 0.0), (9.0, 0.125)], "f": F + [(9.0, 0.0)] * 4}
@@ -27,13 +27,13 @@ def names(folder: Path) -> list[str]:
 
 
 def held_out(run: Path) -> list[tuple[int, float]]:
-    """Step and loss of each held-out point in metrics.jsonl."""
+    """The step and loss of each held-out record in metrics.jsonl."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [(record["step"], record["lm loss"]) for record in records if record["kind"] == "eval"]
 
 
 def test_another_metric_starts_judging_anew(engines: Runs, tmp_path: Path) -> None:
-    """No accuracy is above 4.5, the best loss so far."""
+    """No accuracy exceeds 4.5, the best loss so far, so accuracies must not be compared with it."""
     engines.start(tmp_path, VALUES, End(), LOSS)
     outcome, said = engines.start(tmp_path, VALUES, End(), ACCURACY, BEST, "train.num_steps=12")
     assert outcome is not None and outcome.is_done
@@ -47,7 +47,7 @@ def test_another_metric_starts_judging_anew(engines: Runs, tmp_path: Path) -> No
 
 
 def test_another_held_out_file_starts_judging_anew(engines: Runs, tmp_path: Path) -> None:
-    """Losses of f are below 4.5 from the beginning, and the best of them after step 8 is at step 8."""
+    """Losses of f are below 4.5 from the beginning; the best of those after step 8 is at step 8."""
     engines.start(tmp_path, VALUES, End(), LOSS)
     other = f"data.eval={engines.data}/f.jsonl"
     _, said = engines.start(tmp_path, VALUES, End(), LOSS, BEST, other, "train.num_steps=12")
@@ -78,7 +78,7 @@ def test_a_run_that_is_shortened_ends(engines: Runs, tmp_path: Path) -> None:
 
 
 def test_a_branch_has_a_best_checkpoint_of_its_own(engines: Runs, tmp_path: Path) -> None:
-    """The best loss of run a, 5.0, is below those of run b, where they rise to 29.25 and fall to 10.5."""
+    """The best loss of run a is 5.0, below the losses of run b, which rise to 29.25 and fall to 10.5."""
     engines.start(tmp_path, VALUES, End(), LOSS, "train.num_steps=4")
     values = {"e": [(29.25, 0.0)] * 7 + [(15.0, 0.0)] * 3 + [(10.5, 0.0)] * 3}
     resume = f"checkpoint.resume={tmp_path}/a/checkpoints/iter_0000004"

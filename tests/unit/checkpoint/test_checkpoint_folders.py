@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and what publishing one more does to the others."""
+"""The checkpoint from which a run resumes, and the effect of a new checkpoint on the others."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.unit.fixtures.disk import watch_disk
 
 
 def folder_of(root: Path, step: int) -> None:
-    """A whole checkpoint, as far as names go."""
+    """Makes a folder with the file names of a whole checkpoint."""
     path = root / f"iter_{step:07d}"
     path.mkdir()
     (path / "metadata.json").write_text("")
@@ -30,7 +30,8 @@ def steps(root: Path) -> list[int]:
 
 @pytest.mark.parametrize("pointer, best", [("200", [200, 100]), ("300\n", [200, 100]), ("50", [400, 200, 100])])
 def test_best_is_the_one_pointed_at_then_the_older_ones(tmp_path: Path, pointer: str, best: list[int]) -> None:
-    """Higher steps than that are of a continuation that was given up, also if what is pointed at is gone."""
+    """Checkpoints with steps above the pointer's belong to an abandoned continuation, also if the pointer's checkpoint
+    is gone."""
     assert steps(tmp_path) == steps(tmp_path / "nowhere") == []
     for step in (100, 200, 400):
         folder_of(tmp_path, step)
@@ -42,7 +43,7 @@ def test_best_is_the_one_pointed_at_then_the_older_ones(tmp_path: Path, pointer:
 def test_without_a_usable_pointer_the_highest_whole_step_counts(tmp_path: Path, pointer: str | None) -> None:
     folder_of(tmp_path, 100)
     folder_of(tmp_path, 1_000_000)
-    (tmp_path / "iter_0000300").mkdir()  # of which somebody removed everything: that is for verification to tell
+    (tmp_path / "iter_0000300").mkdir()  # all its files were removed; verification reports that
     (tmp_path / "iter_4000000").write_text("")
     (tmp_path / "iter_2000000.tmp-12ab").mkdir()
     (tmp_path / "iter_3000000.corrupt-20260101-000000").mkdir()
@@ -57,21 +58,22 @@ def test_without_a_usable_pointer_the_highest_whole_step_counts(tmp_path: Path, 
 def test_publishing_moves_the_pointer_and_keeps_the_last(
     tmp_path: Path, every: int | None, best: int, kept: list[int]
 ) -> None:
-    """With them multiples and the best one."""
+    """Multiples of keep_every and the best checkpoint are kept, too."""
     for step in range(100, 1001, 100):
         publish(tmp_path, step, keep_last=2, keep_every=every, best=best)
     assert steps(tmp_path) == kept and (tmp_path / folders.POINTER).read_text() == "1000"
 
 
 def test_after_going_back_only_one_history_has_final_names(tmp_path: Path) -> None:
-    """Continued from step 50 of a run that had reached 100: what is older than 90 now led to it."""
+    """A run that had reached step 100 continued from step 50: now only checkpoints up to step 90 belong to its
+    history."""
     for step in (40, 50, 87, 100):
         folder_of(tmp_path, step)
     moved = folders.rename_abandoned(tmp_path, after=50, keep=87)
     assert [path.name[:22] for path in moved] == ["iter_0000100.given-up-"]
     publish(tmp_path, 87, keep_last=3)
     publish(tmp_path, 90, keep_last=3)
-    publish(tmp_path, 90, keep_last=3)  # once more
+    publish(tmp_path, 90, keep_last=3)  # the same step is published once more
     assert steps(tmp_path) == [90, 87, 50]
     assert (tmp_path / "iter_0000087" / "metadata.json").read_text() == "new"
     assert (moved[0] / "metadata.json").exists() and folders.remove_leftovers(tmp_path) == []
@@ -91,7 +93,7 @@ def test_one_that_cannot_be_removed_is_told_and_the_others_go(
 
     monkeypatch.setattr(folders.shutil, "rmtree", refuse)
     publish(tmp_path, 400, keep_last=2)
-    assert steps(tmp_path) == [400, 300]  # part of it may be gone: it does not count any more
+    assert steps(tmp_path) == [400, 300]  # parts of it may be gone, so it does not count
     monkeypatch.undo()
     assert [path.name[:12] for path in folders.remove_leftovers(tmp_path)] == ["iter_0000100"]
     assert "warning: " in (told := capsys.readouterr().out) and "iter_0000100 cannot be removed" in told
@@ -120,7 +122,7 @@ def test_the_disk_has_a_checkpoint_before_the_pointer_names_it(tmp_path: Path, m
 
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_link_with_the_name_of_a_checkpoint_is_refused(tmp_path: Path, is_there: bool) -> None:
-    """Nothing is read behind it, however new it seems, and no older checkpoint is taken in its stead."""
+    """No file behind the link is read, even if its step is the newest, and no older checkpoint is used instead."""
     outside, root = tmp_path / "outside", tmp_path / "checkpoints"
     root.mkdir(), outside.mkdir()
     folder_of(root, 1)
@@ -141,7 +143,7 @@ def test_a_link_with_the_name_of_a_checkpoint_is_refused(tmp_path: Path, is_ther
 def test_what_a_link_leads_to_is_neither_replaced_nor_removed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], is_there: bool
 ) -> None:
-    """Links that are made while a run trains, with the names of a new, an old and a half removed checkpoint."""
+    """Links made during a run, with the names of a new, an old and a partially removed checkpoint."""
     outside, root = tmp_path / "outside", tmp_path / "checkpoints"
     root.mkdir(), outside.mkdir()
     if is_there:
@@ -161,7 +163,7 @@ def test_what_a_link_leads_to_is_neither_replaced_nor_removed(
 
 
 def test_a_link_does_not_stop_the_first_save_after_a_resume(tmp_path: Path) -> None:
-    """It was made after the start, which would have refused it; it keeps its name."""
+    """The link was made after the start, which would have refused it.  The link keeps its name."""
     outside, root = tmp_path / "outside", tmp_path / "checkpoints"
     outside.mkdir(), root.mkdir()
     folder_of(outside, 4)

@@ -1,4 +1,5 @@
-"""What a run would continue from, by the facts in a manifest alone; and learning rates that jump."""
+"""The checkpoint from which a run would continue, known from the facts in a manifest alone; and jumps of the learning
+rate."""
 
 import subprocess
 import sys
@@ -34,7 +35,7 @@ def conditions(*overrides: str, base: str | None = None, **plan: object) -> Cond
 
 
 def saved(folder: Path, step: int, facts: Conditions) -> Path:
-    """A checkpoint whose only content is its manifest: nothing else may be read."""
+    """A checkpoint that has only a manifest, so a test fails if the code reads another file."""
     path = folder / f"iter_{step:07d}"
     path.mkdir(parents=True)
     (path / "metadata.json").write_text("{}")
@@ -124,7 +125,7 @@ FLAT, SIX = "optim.schedule=constant", "train.num_steps=6"
         ([SIX], ["train.num_steps=12"], 6, "0 at step 6 of 6|3.71e-06 at step 7 of 12"),
         (["train.num_steps=100"], ["train.num_steps=60"], 50, "5e-06 at step 50 of 100|5.45e-07 at step 51 of 60"),
         ([FLAT], [FLAT, "optim.lr=3e-5"], 5, "1e-05 at step 5 of 10|3e-05 at step 6 of 10"),
-        # No jump: the same recipe in its warm-up, a peak that is not doubled, and a run without another step.
+        # No jump: the same recipe in its warm-up, a peak that less than doubles, and a run without another step.
         (["optim.warmup_steps=5"], ["optim.warmup_steps=5"], 1, None),
         ([FLAT], [FLAT, "optim.lr=2e-5"], 5, None),
         ([*COSINE, SIX], [*COSINE, SIX], 6, None),

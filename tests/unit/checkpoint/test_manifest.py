@@ -1,4 +1,4 @@
-"""Every way in which a file of a checkpoint can be other than it was written, and who finds it."""
+"""All ways in which a file of a checkpoint can differ from the written file, and the check that finds each of them."""
 
 import json
 import os
@@ -21,7 +21,7 @@ EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint as far as files go, complete."""
+    """A complete checkpoint, as far as its files matter here."""
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
     files = {name: manifest.entry_of(tmp_path / name) for name in FILES}
@@ -69,7 +69,8 @@ def replace_by_folder(path: Path) -> None:
     path.mkdir()
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], Any], str, bool]] = {  # how, what is said, whether the size shows it
+# damage, message, whether the size of the file shows it
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str, bool]] = {
     "missing": (Path.unlink, "{} is missing", True),
     "cut by a byte": (lambda path: os.truncate(path, 899), "{} has 899 bytes; the save wrote 900", True),
     "one bit": (flip, "{} differs from the file that was saved: its SHA-256 is another", False),
@@ -92,7 +93,7 @@ def test_every_damage_is_named(folder: Path, name: str) -> None:
 def test_a_file_that_cannot_be_read_just_now_is_no_damage(
     folder: Path, module: Any, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that does not answer for a while must not have good checkpoints put aside."""
+    """A file server that does not answer for a while must not make a run put good checkpoints aside."""
     really = getattr(module, call)
 
     def fail(path: str | Path) -> Any:
@@ -122,12 +123,12 @@ def test_shares_together_find_what_one_finds_and_read_each_file_once(
         found |= set(damage(folder, share=(index, num_shares)))
     assert found == alone and len(found) == 3
     assert sorted(sum(were_read, [])) == [".metadata", "__0_0.distcp", "common.pt", "x.pt"]
-    if num_shares == 3:  # even: no share has none while another has several
+    if num_shares == 3:  # even shares: no rank has none while another one has several
         assert all(were_read)
 
 
 def test_a_rank_verifies_the_files_that_it_wrote(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then it loads them from memory.  A hundred ranks: 10 comes after 9."""
+    """Later, the rank loads the files from the page cache.  With a hundred ranks, file 10 follows 9."""
     entries = {f"__{rank}_0.distcp": Entry(num_bytes=rank % 7, sha256=ABC) for rank in range(100)}
     content = Manifest(files={**entries, "common.pt": Entry(num_bytes=9, sha256=ABC)}, facts={})
     were_read: list[str] = []
@@ -227,7 +228,8 @@ def test_a_hashing_file_is_on_the_disk_when_it_is_finished(tmp_path: Path, monke
 
 
 def test_a_large_block_may_change_after_it_is_written(tmp_path: Path) -> None:
-    """A thread hashes a block of more than a mebibyte; then the caller fills it with the next part of a tensor."""
+    """A thread hashes a block of more than 1 MiB; meanwhile the caller fills the block with the next part of a
+    tensor."""
     file, block = HashingFile(tmp_path / "file"), bytearray(b"a" * (8 << 20))
     for letter in (b"b", b"c"):
         file.write(block)
@@ -238,7 +240,7 @@ def test_a_large_block_may_change_after_it_is_written(tmp_path: Path) -> None:
 
 
 class Stream:
-    """Takes two bytes at a time, and no more than three."""
+    """A stream whose writes take two bytes at a time, and three bytes in total."""
 
     def __init__(self) -> None:
         self.content = b""
@@ -251,7 +253,7 @@ class Stream:
 
 
 def test_a_short_write_is_continued_and_an_error_raised_when_it_is_asked_for(tmp_path: Path) -> None:
-    """Not inside of torch.save, which would make an error of its own of it."""
+    """The error is not raised inside torch.save, which would replace it by its own error."""
     file, stream = HashingFile(tmp_path / "file"), Stream()
     file.close()
     file._stream = stream  # type: ignore[assignment]

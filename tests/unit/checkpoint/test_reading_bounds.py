@@ -1,4 +1,5 @@
-"""What a file costs before it is refused: work is counted, never timed.  And what a message of a file may show."""
+"""The cost of reading a file until it is refused, counted as work and never timed; and bounds on error messages about a
+file."""
 
 import io
 import json
@@ -56,7 +57,7 @@ def test_lists_are_shortened_where_they_are_made() -> None:
 
 
 def test_a_comparison_of_tensors_names_some_of_each_kind() -> None:
-    """10,000 surplus tensors, one missing, shapes of 1,000 axes, and numbers of layers that no range joins."""
+    """10,000 extra tensors, a missing one, shapes of 1,000 axes, and layer numbers that do not form ranges."""
     stored: dict[str, Shape] = {f"surplus_{i:06}": (1,) for i in range(10_000)} | {"a": (1,) * 1000}
     with pytest.raises(CheckpointError) as refused:
         check_tensors(stored, {"a": (2,), "b": (1,)}, "folder", other=[f"other {i}" for i in range(22)])
@@ -76,7 +77,7 @@ def test_a_comparison_of_tensors_names_some_of_each_kind() -> None:
 
 
 def nested(depth: int) -> bytes:
-    """A pickled tuple of 2**depth parts in some five bytes for each level."""
+    """A pickled tuple with 2**depth leaves, in about five bytes for each level."""
     out = b"K\x01"
     for level in range(depth):
         out += b"q" + bytes([level]) + b"0h" + bytes([level]) + b"h" + bytes([level]) + b"\x86"
@@ -90,7 +91,7 @@ def read_index(folder: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize("operation", [b"}%sK\x01s.", b"}(%sK\x01u.", b"(%sK\x01d."])
 def test_a_key_of_an_index_is_a_text_or_a_record(operation: bytes, tmp_path: Path) -> None:
-    """The hash of this key would visit 2**20 parts; with three more bytes for each level, it would never end."""
+    """Hashing this key would visit 2**20 parts; with three more bytes for each level, it would never end."""
     with pytest.raises(CheckpointError, match="a key is of the type tuple"):
         read_index(tmp_path, b"\x80\x04" + operation.replace(b"%s", nested(20)))
 
@@ -101,7 +102,7 @@ def test_a_set_is_not_in_an_index(tmp_path: Path) -> None:
 
 
 def test_nested_tuples_are_read_in_linear_work(tmp_path: Path) -> None:
-    """Ten times the levels: at most some ten times the calls, and a message of the same length."""
+    """With ten times the levels, at most about ten times the calls, and a message of the same length."""
 
     def refuse(depth: int) -> int:
         content = b"\x80\x04" + b")" + b"\x85" * depth + b"."
@@ -248,7 +249,8 @@ SMALL_FILES = {
 
 @pytest.mark.parametrize("name", SMALL_FILES)
 def test_a_small_file_is_refused_before_it_is_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipe, a link to an endless device, a folder, and one byte more than the bound.  No byte is read."""
+    """A pipe, a link to an endless device, a folder, and a file that exceeds the bound by one byte.  No byte is
+    read."""
     refuse, most = SMALL_FILES[name]
     path = tmp_path / name
     monkeypatch.setattr(json, "loads", lambda *_: pytest.fail("the file was read"))
@@ -275,7 +277,7 @@ def test_a_small_file_of_another_content_is_refused_in_a_sentence(name: str, con
 
 
 def test_a_line_of_the_sample_log_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a line without an end, no more is kept in memory than the bound."""
+    """If a line never ends, memory holds no more of it than the bound."""
     path, line = tmp_path / "seen.jsonl", b'{"step": 1, "epoch": 0, "batch": 0, "samples": [0], "chain": "c"}\n'
     path.write_bytes(line + b"x" * 1000)
     monkeypatch.setattr("sft.run.sample_log.LIST_BYTES", 100)

@@ -1,4 +1,4 @@
-"""A key that was renamed: its old name works with one warning, in a file, on the command line and in a checkpoint."""
+"""A renamed recipe key: the old name works with one warning, in a file, on the command line and in a checkpoint."""
 
 from pathlib import Path
 

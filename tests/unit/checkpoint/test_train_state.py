@@ -1,4 +1,5 @@
-"""Which changes between two starts are told, refused, allowed or nobody's business; and how a run's state moves on."""
+"""Changes between two starts of a run: which are reported, refused, allowed or ignored; and the state of a run after
+steps."""
 
 import importlib.metadata
 import json
@@ -52,7 +53,7 @@ def after_changing(key: str, value: Any) -> Changes:
         ("optim.betas", [0.9, 0.99], "was [0.9, 0.95], is [0.9, 0.99]"),
         ("run.precision", "fp32", "was bf16, is fp32"),
         ("lora.lr_ratio", 16.0, "was 1.0, is 16.0"),
-        # Of the weights, only a new run reads these.  In older checkpoints, null meant random weights.
+        # Only a new run reads these settings of weights.  In older checkpoints, null meant random weights.
         ("lora.init_from", "a", "was null, is a"),
         ("model.init_from", "a/b", "was null, is a/b"),
         ("model.init_from", "random", "was null, is random"),
@@ -64,7 +65,7 @@ def test_a_change_of_how_it_trains_is_told(key: str, value: Any, how: str) -> No
 
 
 def test_null_as_older_versions_wrote_it_is_no_change() -> None:
-    """Held-out data were [] without held-out data, and a source had fewer keys."""
+    """Without held-out data, older versions stored [], and a source had fewer keys."""
     source = {"files": ["a.jsonl"], "weight": None, "epochs": None}
     old = {**RECIPE, "data.eval": [], "data.train": {"chat": source}}
     now = {**RECIPE, "data.eval": None, "data.train": {"chat": {**source, "dataset": None}}}
@@ -144,7 +145,7 @@ def test_allowing_what_did_not_change_is_nothing() -> None:
 
 @pytest.mark.parametrize("forth", [True, False])
 def test_whatever_is_refused_can_be_allowed(forth: bool) -> None:
-    """A field of megatron's has a key of its own in a recipe that has any: keys come and go."""
+    """A field of megatron-core is a recipe key only if the recipe sets it, so such keys appear and disappear."""
     none, one = (values(config(*given)) for given in ((), (MEGATRON,)))
     was, now = (none, one) if forth else (one, none)
     before = asdict(conditions(recipe=was))
@@ -160,17 +161,19 @@ def test_a_real_recipe_through_json_has_not_changed() -> None:
 
 
 def test_a_key_newer_than_the_checkpoint_had_its_default() -> None:
-    """model.moe.* came later; a dense run of before goes on."""
+    """model.moe.* is newer than the checkpoint; a dense run from before continues."""
     key = "model.moe.normalize_top_k"
     assert key not in RECIPE
     assert after_changing(key, True) == Changes(reported=[], refused={})
     assert after_changing(key, False).refused == {key: "was True, is False"}
-    unset = conditions(recipe={**RECIPE, "model.new": None, "optim.new": None})  # another version wrote the checkpoint
+    # the recipe of a checkpoint of another version
+    unset = conditions(recipe={**RECIPE, "model.new": None, "optim.new": None})
     assert changes(BEFORE, unset, []) == Changes(reported=[], refused={})
 
 
 def test_a_run_older_than_supervise_inserted_did_not_supervise_it() -> None:
-    """Its masks come again with false; with the default, the refusal of other data says so."""
+    """With supervise_inserted = false its masks stay the same; with the default, the refusal of changed data says
+    so."""
     assert after_changing("data.supervise_inserted", False) == Changes(reported=[], refused={})
     now = conditions(plan={**PLAN, "data": "77aa"}, recipe={**RECIPE, "data.supervise_inserted": True})
     assert changes(BEFORE, now, ()) == Changes(
@@ -183,7 +186,7 @@ def test_a_run_older_than_supervise_inserted_did_not_supervise_it() -> None:
 
 
 def test_the_version_of_sft_is_that_of_our_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The distribution sft of the package index belongs to another project, and may be installed as well."""
+    """The package index has another project named sft, which may also be installed."""
     setup = ConfigParser()
     setup.read(Path(__file__).resolve().parents[3] / "setup.cfg")
     installed_here = {"sft": "0.1.1", setup["metadata"]["name"]: "0.7.0"}
@@ -202,7 +205,7 @@ def result(loss: float = 30.0, grad_norm: float = 0.5, **changes: Any) -> StepRe
 
 
 def test_the_state_after_good_bad_and_empty_steps() -> None:
-    """20 supervised tokens of 100 a step."""
+    """Each step has 100 tokens, of which 20 are supervised."""
     nan = float("nan")
     state = TrainState().after(result(), (0, 0), "a")
     assert state == TrainState(step=1, num_tokens=20, num_real_tokens=100, epoch=0, batch=0, chain="a")

@@ -1,4 +1,4 @@
-"""The commands: what they print, how they end, and what they do not import on the way."""
+"""The commands: their output, their exit codes, and modules that they must not import."""
 
 import os
 import re
@@ -31,7 +31,7 @@ def folder(recipe_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
-    """The recipes that reach `sft.trainer.main`, which is not run."""
+    """The recipes that reach `sft.trainer.main`, which this fixture replaces."""
     recipes: list[Recipe] = []
 
     def stand_in(recipe: Recipe, layout: Layout, from_user: frozenset[str]) -> types.SimpleNamespace:
@@ -47,7 +47,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
 
 
-# What is imported when
+# The modules that a command imports
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     ],
 )
 def test_what_needs_no_torch_imports_none(arguments: list[str], code: int, absent: set[str]) -> None:
-    """In a process of its own."""
+    """Runs the command in a new process."""
     program = (
         "import sys\nfrom sft.cli import main\n"
         "try: code = main(sys.argv[1:])\nexcept SystemExit as end: code = end.code\n"
@@ -105,7 +105,7 @@ cp 19%, dp 2%
 
 
 def test_check_names_the_kinds_of_layers(capsys: pytest.CaptureFixture[str]) -> None:
-    """The recipe has two layers."""
+    """The recipe has a model of two layers."""
     command = ["check", "a.yaml", "--no-data"]
     windows = ["model.sliding_window=128", "model.sliding_window_layers=[1]", "model.attention_sinks=true"]
     assert main([*command, *windows, "model.rope.skip_layers=[2]"]) == 0
@@ -187,7 +187,7 @@ def test_train_hands_the_recipe_on(trained: list[Recipe], monkeypatch: pytest.Mo
 
 
 def broken(error: BaseException) -> types.SimpleNamespace:
-    """A trainer that ends by `error`."""
+    """A trainer that raises `error`."""
 
     def stop(recipe: Recipe, layout: object, from_user: object) -> None:
         raise error
@@ -273,14 +273,15 @@ def test_rank_0_tells_and_the_others_are_quiet(
         printed = capsys.readouterr()
         assert printed.out == ""
         assert printed.err == ("" if rank != "0" else MISTAKES["missing recipe"][1])
-    assert main(["check", "b.yaml"]) == 2  # one process, whatever RANK says
+    assert main(["check", "b.yaml"]) == 2  # the command is one process, whatever RANK is
     assert capsys.readouterr().err == MISTAKES["missing recipe"][1]
 
 
 def test_torchrun_is_told_the_reason_for_its_last_lines(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only by the process that reports the mistake: torchrun shows the reason of the process that fails first."""
+    """Only the process that reports the mistake writes the reason: torchrun shows the reason of the process that fails
+    first."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
     assert main(["train", "b.yaml"]) == 2
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(folder / "error.json"))
@@ -294,7 +295,7 @@ def test_torchrun_is_told_the_reason_for_its_last_lines(
 
 
 def test_a_reader_that_has_seen_enough() -> None:
-    """As with `| head -1`, but surely gone before anything is written."""
+    """The reader closes the pipe, as `| head -1` may do, before anything is written."""
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "sft", "check", "a.yaml", "--explain", "optim"]
@@ -325,7 +326,7 @@ def test_as_a_module_it_ends_with_the_code_and_without_a_traceback() -> None:
 
 
 def test_under_torchrun_other_ranks_wait_for_the_launcher_to_end_them() -> None:
-    """torchrun ends everybody when the first is gone; rank 0 must have told by then."""
+    """torchrun ends all ranks when the first one exits, so rank 0 must have printed its message before."""
     program = (
         "import sys, time, sft.cli as cli\nsleep = time.sleep\n"
         "cli.time.sleep = lambda seconds: (print('waits', seconds, flush=True), sleep(60))\n"

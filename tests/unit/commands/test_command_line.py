@@ -1,4 +1,4 @@
-"""Options, versions and explanations: what `sft` answers besides its results."""
+"""Options, versions and explanations that `sft` prints."""
 
 import pytest
 

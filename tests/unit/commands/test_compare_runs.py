@@ -1,4 +1,4 @@
-"""`sft compare`: what is a difference, what is not, and what it says when it cannot compare."""
+"""`sft compare`: what counts as a difference, and its messages if it cannot compare."""
 
 import json
 import math
@@ -31,7 +31,8 @@ Compare = Callable[..., tuple[int, list[str]]]
 
 @pytest.fixture
 def compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Compare:
-    """What the tool says of two runs, in the folders a and b: exit code and lines, columns one blank apart."""
+    """Compares two runs in the folders a and b.  Returns the exit code and the lines, with one blank between
+    columns."""
 
     def run(a: list[dict], b: list[dict], *flags: str) -> tuple[int, list[str]]:
         folders = [write(tmp_path / name, START, *records) for name, records in (("a", a), ("b", b))]
@@ -66,7 +67,7 @@ def test_equal_runs(tmp_path: Path, compare: Compare) -> None:
 def test_the_first_difference_and_the_largest(compare: Compare) -> None:
     a = [train(1, 2.0), train(2, 2.0), train(3, 2.0), train(4, 4.0), held_out(4)]
     b = [train(1, 2.0), train(2, 2.000001), train(3, 2.5), train(4, 4.125), held_out(4)]
-    code, lines = compare(a, b)  # 2 and 2.000001 are within 1e-6 of the larger
+    code, lines = compare(a, b)  # 2 and 2.000001 differ by at most 1e-6 of the larger number
     assert code == 1
     assert "train lm loss 2 of 4 3 2.0 2.5 0.5 0.2" in lines
     assert "eval lm loss 0 of 1 - - - 0 0" in lines
@@ -132,7 +133,7 @@ def test_a_metric_of_one_run_only(tmp_path: Path, compare: Compare) -> None:
 
 
 def test_a_shorter_run_is_compared_as_far_as_it_goes(compare: Compare) -> None:
-    """B ended after step 2, before the evaluation there, and never came to the metric of step 3."""
+    """B ended after step 2, before its evaluation, and so has no metric of step 3."""
     a = [held_out(0), train(1), train(2), held_out(2), train(3, x=1), train(4)]
     code, lines = compare(a, [held_out(0), train(1), train(2)])
     assert code == 0
@@ -144,7 +145,7 @@ def test_a_shorter_run_is_compared_as_far_as_it_goes(compare: Compare) -> None:
 
 
 def test_held_out_sets_are_compared_apart(tmp_path: Path, compare: Compare) -> None:
-    """A is of schema 2, where the one set has no name; B has another set too."""
+    """In the schema 2 of A, a single set has no name; B also has a second set."""
     a = [held_out(0, 3.0), train(1), train(2), held_out(2, 2.0)]
     b = [held_out(0, 3.0, set="eval"), held_out(0, 9.0, set="code"), train(1), train(2), held_out(2, 2.5, set="eval")]
     code, lines = compare(a, b)
@@ -165,7 +166,7 @@ def test_a_held_out_set_after_the_end_of_the_other_run(compare: Compare) -> None
 
 
 def test_a_step_missing_where_both_were(tmp_path: Path, compare: Compare) -> None:
-    """Training step 2 of B, and its evaluations, of which it had passed step 0 and step 2."""
+    """B lacks training step 2; and evaluations, although it passed step 0 and step 2."""
     a = [held_out(0), train(1), train(2), held_out(2), train(3)]
     code, lines = compare(a, [train(1), train(3)])
     assert code == 1
@@ -175,7 +176,7 @@ def test_a_step_missing_where_both_were(tmp_path: Path, compare: Compare) -> Non
 
 
 def test_a_run_that_began_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """B continues from step 2: it tells the evaluation of step 2, not its training."""
+    """B continues from step 2: it has the evaluation of step 2, but not the training record."""
     a = write(tmp_path / "a", START, train(1), train(2), held_out(2), train(3))
     b = write(tmp_path / "b", START | {"step": 2}, train(3))
     assert main(["compare", str(a), str(b)]) == 1

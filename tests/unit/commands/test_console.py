@@ -1,4 +1,4 @@
-"""What a person sees: bars on a terminal, lines elsewhere, nothing from other ranks.  No test waits for the clock."""
+"""The visible output: bars on a terminal, lines elsewhere, nothing from other ranks.  No test waits for the clock."""
 
 import io
 import os
@@ -11,7 +11,7 @@ import pytest
 from sft import console
 from sft.console import Console
 
-END_OF_TEST = 240.0  # seconds; no wait takes that long unless something is broken, not even on a busy machine
+END_OF_TEST = 240.0  # seconds; unless something is broken, no wait takes that long, even on a busy machine
 
 
 class Terminal(io.StringIO):
@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
         return True
 
     def screen(self) -> list[str]:
-        """The lines that are left when all is written: a carriage return writes over the line."""
+        """The lines that are visible at the end: text after a carriage return overwrites the line."""
         lines, row, column = [""], 0, 0
         for part in re.split(r"(\r|\n|\x1b\[A)", self.getvalue()):
             if part == "\r":
@@ -57,7 +57,7 @@ def piped(clock: Clock) -> tuple[Console, io.StringIO]:
     return Console(0, stream, clock=clock), stream
 
 
-# Where there is no terminal
+# Without a terminal
 
 
 def test_a_line_every_five_seconds(clock: Clock) -> None:
@@ -76,16 +76,17 @@ def test_a_line_every_five_seconds(clock: Clock) -> None:
     "total, unit, start, amount, line",
     [
         (None, "rows", 0, 12_000, "12,000 rows, 1,200 rows/s"),
-        (11_999, "rows", 0, 12_000, "12,000 rows, 1,200 rows/s"),  # the total was a guess
+        (11_999, "rows", 0, 12_000, "12,000 rows, 1,200 rows/s"),  # the total was an estimate
         (12_000, "rows", 0, 12_000, "12,000 of 12,000 rows (100%), 1,200 rows/s, left 0:00:00"),
         (100, "rows", 0, 0, "0 of 100 rows (0%), 0 rows/s"),
         (361_758_720, "bytes", 0, 15_728_640, "15 MiB of 345 MiB (4%), 1.5 MiB/s, left 0:03:40"),
         (None, "bytes", 0, 15_728_640, "15 MiB, 1.5 MiB/s"),
-        (200, "steps", 100, 50, "150 of 200 steps (75%), 5 steps/s, left 0:00:10"),  # what was done before is no speed
+        # earlier steps do not count for the speed
+        (200, "steps", 100, 50, "150 of 200 steps (75%), 5 steps/s, left 0:00:10"),
     ],
 )
 def test_what_a_line_says(clock: Clock, total: int | None, unit: str, start: int, amount: int, line: str) -> None:
-    """After ten seconds."""
+    """The line after ten seconds."""
     said, stream = piped(clock)
     with said.track("work", total, unit, start=start) as progress:
         clock.now += 10
@@ -127,7 +128,7 @@ def test_a_bar_and_whole_lines_above_it() -> None:
         *lines, bar = terminal.screen()
     assert lines == ["step 11/40", "step 20/40", "saved"]
     assert re.fullmatch(r"training:  50%\|[█#5 ]+\| 20/40 \[00:0\d<.*steps.*, note\]", bar)
-    assert terminal.screen() == ["step 11/40", "step 20/40", "saved", ""]  # the bar is gone
+    assert terminal.screen() == ["step 11/40", "step 20/40", "saved", ""]  # the bar is gone at the end
 
 
 def test_a_bar_in_bytes_below_another() -> None:
@@ -159,11 +160,11 @@ def test_a_terminal_without_width_gets_lines(monkeypatch: pytest.MonkeyPatch, cl
     assert terminal.getvalue() == "work: 10 of 10 rows (100%), 1 rows/s, left 0:00:00\n"
 
 
-# Work that does not tell
+# Work that does not report its progress
 
 
 class Measure:
-    """Gives these numbers one after the other (an error is raised), then the last for ever."""
+    """Returns these numbers one after the other (raises those that are errors), then repeats the last one."""
 
     def __init__(self, clock: Clock, *answers: int | OSError) -> None:
         self.answers, self.clock, self.num_asked = answers, clock, 0
@@ -174,7 +175,7 @@ class Measure:
         self.num_asked += 1
         if self.num_asked <= len(self.answers):
             self.clock.now += 5
-        else:  # what came before was shown
+        else:  # the previous value is on the screen
             self.is_through.set()
         if isinstance(answer, OSError):
             raise answer
@@ -182,7 +183,7 @@ class Measure:
 
 
 def test_watched_work(clock: Clock) -> None:
-    """A folder that is not there yet, grows, and has its files moved away."""
+    """A folder that does not exist yet, grows, and whose files are then moved away."""
     said, stream = piped(clock)
     measure = Measure(clock, OSError("not there"), 1 << 20, 3 << 20, 0, OSError("gone"))
     with said.watch("saving", 4 << 20, "bytes", measure):
@@ -207,7 +208,7 @@ def test_an_error_of_watched_work_passes_and_the_thread_ends(clock: Clock, answe
 
 
 def test_no_process_is_forked_while_the_thread_draws(clock: Clock) -> None:
-    """The child would inherit a locked stdout."""
+    """A child process would inherit a locked stdout."""
     said, _ = piped(clock)
     is_drawing, may_end, has_drawn = threading.Event(), threading.Event(), threading.Event()
 
@@ -228,7 +229,7 @@ def test_no_process_is_forked_while_the_thread_draws(clock: Clock) -> None:
 
 
 def test_a_line_that_cannot_be_printed_is_lost_and_the_run_is_not(tmp_path: Path) -> None:
-    """A log on a full disk has room again later; a reader that is gone gets nothing more."""
+    """A log on a full disk gets later lines once there is room; a closed pipe gets no more lines."""
 
     class Full(io.StringIO):
         error: OSError | None = OSError(28, "No space left on device")

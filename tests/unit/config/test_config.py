@@ -1,4 +1,4 @@
-"""The schema as a whole: its size, its words, and the page made of it."""
+"""The schema as a whole: the number of keys, the words of its texts, and the page that is generated from it."""
 
 import pytest
 from pydantic import ValidationError
@@ -188,7 +188,7 @@ def test_what_cannot_be(overrides: tuple[str, ...], why: str) -> None:
 
 
 def test_experts_as_wide_as_they_are_told() -> None:
-    """And one expert a token, where its weight says how sure the router was."""
+    """Also a model with one expert per token, whose weight is the router's probability."""
     assert config(*MOE, "model.moe.ffn_hidden_size=7").model.resolved_expert_ffn == 7
     wide = config(*MOE).model
     assert wide.resolved_expert_ffn == wide.ffn_hidden_size

@@ -1,11 +1,11 @@
-"""Settings of other trainers: the error names our key, or says why there is none."""
+"""Settings of other trainers: the error names our key, or says why we have none."""
 
 import pytest
 
 from sft.config import foreign, keys
 from tests.builders import RECIPE, refusal_lines
 
-# Typed as users of Megatron-LM, transformers, TRL and axolotl do; @ stands for `command line: OVERRIDE`.
+# Written as users of Megatron-LM, transformers, TRL and axolotl write them; @ stands for `command line: OVERRIDE`.
 ADVICE = {
     "gradient_checkpointing=true": "It is called train.recompute here, which takes one of none, selective, full.",
     "train.gradient_checkpointing=true": "It is called train.recompute here, which takes one of none, selective, full.",
@@ -26,7 +26,7 @@ ADVICE = {
     "parallel.pp and parallel.ep; DeepSpeed and FSDP are not used.",
     "parallel.dp=2": "dp has no key, because it follows from the number of processes: world_size / (tp * cp * pp).",
     "sample-packing=true": "Samples are always packed, and no document of a pack reads another document.",
-    # `datasets` is a name that the user chose here, and not a setting of another trainer
+    # here `datasets` is a name that the user chose, not a setting of another trainer
     "data.train={datasets: {files: a.jsonl, wieght: 2}}": "Did you mean data.train.datasets.weight?",
 }
 

@@ -1,4 +1,4 @@
-"""Latent attention: sizes counted by hand, positions and scale against transformers, gradients, and refusals."""
+"""Latent attention: sizes counted by hand, positions and scale compared with transformers, gradients, and refusals."""
 
 import math
 from functools import partial
@@ -35,7 +35,7 @@ from tests.plain_flash import PLAIN as PLAIN_FLASH
 from tests.reference_attention import in_one_piece
 
 FLOAT64_TOLERANCE = 1e-12
-FP32_TOLERANCE = 1e-6  # of numbers near 1, rounded a few times
+FP32_TOLERANCE = 1e-6  # for numbers near 1 that are rounded a few times
 DEEPSEEK_V3 = dict(num_layers=61, hidden_size=7168, ffn_hidden_size=18432, num_attention_heads=128) | dict(
     latent_attention=dict(kv_lora_rank=512, q_lora_rank=1536),
     rope=dict(scaling="yarn", factor=40.0, original_max_position=4096, mscale_all_dim=1.0, attention_factor=1.0),
@@ -64,7 +64,7 @@ def test_parameters_and_flops_counted_by_hand() -> None:
     dense = model(MOONLIGHT, num_layers=1, tie_embeddings=True)
     assert num_parameters(dense, 10) == matrices + 2 * 2048 + 512 + 11 * 2048
     assert TrainFlops.of(dense, 0).per_token == 6 * matrices
-    # Of each pair of tokens 16 x (192 + 128) products, of which causal attention computes half.
+    # Each pair of tokens needs 16 x (192 + 128) products; causal attention computes half of the pairs.
     assert AttentionCost.of(dense) == AttentionCost(matrices / (16 * 320 / 2))
     # DeepSeek-V3
     down, up = 7168 * 1536 + 7168 * 576, 1536 * 128 * 192 + 512 * 128 * 256
@@ -77,7 +77,7 @@ def test_parameters_and_flops_counted_by_hand() -> None:
 
 @pytest.mark.parametrize("sizes", [MOONLIGHT, DEEPSEEK_V3])
 def test_the_planner_knows_the_products(sizes: dict[str, Any]) -> None:
-    """Those of sft/layers/flops.py, and once more 2 FLOPs of the up projection in backward."""
+    """The products of sft/layers/flops.py, plus 2 FLOPs for the up projection, which backward computes again."""
     config = layout_config().model_copy(update={"model": model(sizes)})
     found = layer_products(config, Layout.resolve(config, 1), ModelProducts.of(config.model), tokens=8.0)
     again = 2 * sizes["num_layers"] * 512 * sizes["num_attention_heads"] * 256
@@ -86,20 +86,21 @@ def test_the_planner_knows_the_products(sizes: dict[str, Any]) -> None:
 
 
 def test_the_latent_travels_where_it_is_narrower() -> None:
-    """Of DeepSeek-V3 and Moonlight it has 576 numbers; of a head, key and value have 320."""
+    """The latent of DeepSeek-V3 and of Moonlight has 576 elements; key and value of one head have 320."""
     deepseek, moonlight = model(DEEPSEEK_V3), model(MOONLIGHT)
     assert [sent(with_tp(deepseek, tp)) for tp in (1, 8, 64, 128)] == [576, 576, 576, 320]
     assert [sent(with_tp(moonlight, tp)) for tp in (1, 8, 16)] == [576, 576, 320]
-    te = {"attention": {"backend": "te"}}  # sends keys and values always: 16 heads of 192 + 128 numbers
+    te = {"attention": {"backend": "te"}}  # te always sends keys and values: 16 heads of 192 + 128 elements
     assert [sent(with_tp(moonlight, tp, **te)) for tp in (1, 8, 16)] == [5120, 640, 320]
     config = layout_config(parallel={"tp": 2}).model_copy(update={"model": moonlight})
-    # bf16 twice forward and in backward, gradients once in fp32
+    # bf16 in forward and in backward; gradients once in fp32
     assert CpBytes.of(config).kv_bytes == 27 * 576 * (2 * 2 + 4)
     assert CpBytes.of(with_tp(moonlight, 2, **te)).kv_bytes == 27 * 8 * 320 * (2 * 2 + 4)
 
 
 def test_ranks_expand_the_latents_of_the_pack_only_where_latents_travel() -> None:
-    """Moonlight's up projection on cp 2: of both ranks' tokens and again in backward, or of its own tokens once."""
+    """Moonlight's up projection on cp 2: a rank computes both ranks' tokens, again in backward; or its own tokens,
+    once."""
     rows = {"portable": (16.0, 1.0), "auto": (16.0, 1.0), "te": (8.0, 0.0)}
     for backend, expected in rows.items():
         config = layout_config(parallel={"cp": 2}, attention={"backend": backend})
@@ -122,7 +123,7 @@ def test_what_a_token_leaves_by_name() -> None:
 
 
 def test_what_a_token_leaves_by_name_on_te() -> None:
-    """Keys and values of 128 heads, 80 KiB, in place of the latent, and the inputs of both projections up."""
+    """Keys and values of 128 heads, 80 KiB, instead of the latent; and the inputs of both up projections."""
     config = with_tp(model(DEEPSEEK_V3), 1, attention={"backend": "te"})
     found = LatentAttention(config.model).bytes(config, Layout.resolve(config, 1).share(config), 1024)
     kept = {
@@ -138,7 +139,8 @@ def test_what_a_token_leaves_by_name_on_te() -> None:
 
 
 def test_neighbours_are_rotated_as_in_transformers() -> None:
-    """transformers puts the results of all first neighbours before those of the second: products are the same."""
+    """transformers puts the results of all first neighbours before those of all second ones: the products stay the
+    same."""
     generator = torch.Generator().manual_seed(4)
     query, key = torch.randn(2, 1, 3, 50, 8, generator=generator)
     frequencies = rope.frequencies(RopeConfig(base=100.0), 8)
@@ -156,7 +158,7 @@ def test_neighbours_are_rotated_as_in_transformers() -> None:
 
 @pytest.mark.parametrize("all_dim", [None, 0.707, 1.0])
 def test_yarn_scales_attention_in_two_ways(all_dim: float | None) -> None:
-    """attention_factor is on the rotated numbers, mscale_all_dim on the whole product."""
+    """attention_factor multiplies the rotated elements, mscale_all_dim the whole product."""
     positions = {**DEEPSEEK_V3["rope"], "mscale_all_dim": all_dim, "attention_factor": 1.25}
     deepseek = model(DEEPSEEK_V3, rope=positions)
     parameters = {"rope_type": "yarn", "factor": 40.0, "mscale_all_dim": all_dim or 0}
@@ -170,7 +172,7 @@ def test_yarn_scales_attention_in_two_ways(all_dim: float | None) -> None:
 
 
 def test_arguments_of_megatron_lm() -> None:
-    """mscale is the number whose factor, divided by that of mscale_all_dim, is attention_factor."""
+    """The factor of mscale, divided by the factor of mscale_all_dim, is attention_factor."""
     found = model_arguments(model(DEEPSEEK_V3), padded_vocab_size=128, positions=512, bf16=True)
     expected = dict(multi_latent_attention=True, qk_layernorm=True, q_lora_rank=1536, kv_lora_rank=512) | dict(
         qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128, rope_type="yarn", rotary_scaling_factor=40.0
@@ -187,7 +189,7 @@ def test_arguments_of_megatron_lm() -> None:
 # --- the function ----------------------------------------------------------------------------------------------------
 
 BOUNDARIES = np.array([0, 16, 48, 64], dtype=np.int32)
-HEADS, RANK, PLAIN, ROTARY, VALUE, TOKENS, SCALE = (8, 6, 3, 2, 4, 64, 0.4)  # two heads in a group
+HEADS, RANK, PLAIN, ROTARY, VALUE, TOKENS, SCALE = (8, 6, 3, 2, 4, 64, 0.4)  # heads are gathered in groups of two
 
 
 def setting(kernel: Any, weight: Tensor) -> Setting:
@@ -200,7 +202,7 @@ def setting(kernel: Any, weight: Tensor) -> Setting:
 
 @pytest.mark.parametrize("name", ["torch", "flash"])
 def test_output_and_gradients_in_float64(name: str) -> None:
-    """Values of 4 and keys of 5 numbers; the flash kernel gets values of the width of keys."""
+    """Values have 4 elements and keys 5; the flash kernel gets values that are padded to the width of keys."""
     generator = torch.Generator().manual_seed(5)
     shapes = ((TOKENS, HEADS, PLAIN + ROTARY), (TOKENS, RANK + ROTARY), (HEADS * (PLAIN + VALUE), RANK))
     inputs = [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
@@ -261,7 +263,7 @@ def recipe(sizes: dict[str, Any], **sections: Any) -> Config:
     [((128, 64, 128), True), ((64, 32, 64), True), ((192, 64, 256), False), ((128, 64, 96), False), ((6, 4, 7), False)],
 )
 def test_te_names_the_widths_that_it_has_no_kernel_for(widths: tuple[int, int, int], fits: bool) -> None:
-    """GLM-4.7-Flash has keys and values of 256 numbers, which cuDNN does not train on Blackwell by the same table."""
+    """GLM-4.7-Flash has keys and values of 256 elements; by the same table, cuDNN cannot train them on Blackwell."""
     names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     sizes = {**MOONLIGHT, "latent_attention": {"kv_lora_rank": 512, **dict(zip(names, widths))}}
     assert recipe(sizes).auto_is_portable is not None
@@ -280,7 +282,7 @@ def test_fp8_with_both_backends() -> None:
     narrow = {**MOONLIGHT, "latent_attention": {"kv_lora_rank": 500}}
     (problem,) = misfits(recipe(narrow, **{**TE, **fp8}), 1)
     assert "multiples of 32, but kv_lora_rank = 500" in problem
-    # 16 heads of tp 16: 192 rows of queries, 256 of keys and values, 128 columns of the output
+    # 16 heads on tp 16: 192 rows of queries, 256 of keys and values, 128 columns of the output
     assert not list(misfits(recipe(MOONLIGHT, **{**TE, **fp8}, parallel={"tp": 16}), 16))
 
 

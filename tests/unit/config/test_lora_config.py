@@ -1,4 +1,4 @@
-"""Keys of LoRA: the scale, and values that cannot be used."""
+"""Recipe keys of LoRA: the scale, and values that are refused."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def test_names_and_patterns(targets: list[str]) -> None:
 
 
 def test_a_run_without_adapters_writes_a_recipe_that_can_be_loaded() -> None:
-    """The recipe.yaml of a run holds every key."""
+    """The recipe.yaml of a run contains every key."""
     defaults = LoraConfig().model_dump()
     assert defaults["alpha"] == 32.0
     assert not LoraConfig(**defaults).is_used

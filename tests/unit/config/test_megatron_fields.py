@@ -1,4 +1,4 @@
-"""What model.megatron may set with each version of megatron-core, and the sentence for what it may not."""
+"""The fields that model.megatron may set with each version of megatron-core, and the message for all others."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from sft.config.keys import leaves
 from sft.config.megatron_fields import _OWN_KEYS, fields_of, why_not
 
 MAY = "Fields that can be set: disable_bf16_reduced_precision_matmul (true or false), moe_permute_fusion (false)"
-REFUSED = {  # field, value, release of core
+REFUSED = {  # field, value, release of megatron-core
     ("num_layers", 3, "0.16.1"): "has its own key; use model.num_layers",
     ("hybrid_context_parallel", True, "0.16.1"): "has its own key; use parallel.dynamic_cp",
     ("cpu_offloading", True, "0.19.2"): "has its own key; use train.offload_fraction",

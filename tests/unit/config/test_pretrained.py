@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def use_everything(recipe: Recipe) -> None:
-    """All that needs the family, the folder or the positions of the model before its weights are opened."""
+    """Calls all code that needs the family, the folder or the positions of the model before its weights are opened."""
     config = recipe.config
     found = model_family(config.model)
     assert found is not None and found.name == "qwen3"
@@ -40,7 +40,7 @@ def use_everything(recipe: Recipe) -> None:
 def test_after_the_recipe_is_read_nobody_asks_for_the_model_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither by its name nor for its config.json, which is another model's by then."""
+    """Later code looks up neither the name nor config.json, which by then belongs to another model."""
     recipe = of_hf("m", "lora.rank=2", "lora.targets=[q_proj]", "data.seq_length=1024")
     assert recipe.config.model.pretrained == Pretrained(
         name="m", folder=Path("m"), commit=None, family="qwen3", max_positions=512
@@ -68,7 +68,8 @@ def test_a_commit_of_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_it_is_no_key_of_a_recipe(folder: Path) -> None:
-    """Nor in the texts that are made of a config: recipe.yaml, checkpoints, and what a rank sends to others."""
+    """The value also does not occur in texts made from a config: recipe.yaml, checkpoints, and messages between
+    ranks."""
     recipe = of_hf("m")
     (line,) = refusal_lines(RECIPE, "model.pretrained=m")
     assert line.startswith("unknown key model.pretrained (command line: model.pretrained=m).")

@@ -1,4 +1,4 @@
-"""Rotary frequencies against transformers' own functions, attention scale, and the table of angles."""
+"""Rotary frequencies compared with those of transformers, the attention scale, and the table of angles."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEm
 from sft.config import ModelConfig, RopeConfig
 from sft.mcore.attention import rope
 
-# fp32 powers and products in another order: a few units in the last place (6e-8 each).
+# fp32 powers and products in another order: a few units in the last place (6e-8 each)
 FREQUENCY_TOLERANCE = 1e-6
 FLOAT64_TOLERANCE = 1e-12
 
@@ -32,14 +32,14 @@ CASES: list[dict[str, Any]] = [
     {**YARN, "beta_fast": 8.0, "beta_slow": 0.5},
     {**YARN, "original_max_position": 64},  # beta_fast is never reached: the ramp starts at dimension 0
     {**YARN, "attention_factor": 1.3},
-    {**YARN, "base": 100.0, "original_max_position": 100_000},  # the ramp goes on beyond the last dimension
-    {**YARN, "base": 5e4, "factor": 64.0, "beta_fast": 1.0},  # no ramp but for rounding, as in Kimi-K2
-    {**YARN, "base": 1e6, "beta_fast": 1.1},  # low and high meet within a dimension or two
+    {**YARN, "base": 100.0, "original_max_position": 100_000},  # the ramp ends beyond the last dimension
+    {**YARN, "base": 5e4, "factor": 64.0, "beta_fast": 1.0},  # no ramp except rounding, as in Kimi-K2
+    {**YARN, "base": 1e6, "beta_fast": 1.1},  # both ends of the ramp are within one or two dimensions
 ]
 
 
 def hf(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """What transformers computes: inverse frequencies, and the factor on cos and sin."""
+    """The results of transformers: inverse frequencies, and the factor of cos and sin."""
     kind = {"none": "default"}.get(config.scaling, config.scaling)
     parameters: dict[str, Any] = {"rope_type": kind, "rope_theta": config.base}
     if kind != "default":
@@ -71,13 +71,14 @@ def test_frequencies_and_scale_are_those_of_transformers(fields: dict[str, Any],
     assert found.dtype == torch.float32
     assert found.shape == (head_dim // 2,)
     torch.testing.assert_close(found, expected, rtol=FREQUENCY_TOLERANCE, atol=0.0)
-    # They put the factor on queries and on keys; the product of the two has it twice.
+    # transformers multiplies queries and keys by the factor, so their product has its square.
     scale = attention_factor**2 / math.sqrt(head_dim)
     assert rope.softmax_scale(model_of(config, head_dim)) == pytest.approx(scale, rel=FLOAT64_TOLERANCE)
 
 
 def test_yarn_written_out() -> None:
-    """Original context 64: never 32 turns (ramp from 0), one turn at dimension 1.008, rounded up to 2.
+    """The original context is 64: no dimension turns 32 times (the ramp begins at 0); dimension 1.008, rounded up to 2,
+    turns once.
 
     The ramp over pairs 0, 1, 2, 3 is 0, 1/2, 1, 1.  Temperature 0.1 ln 4 + 1 = 1.1386294, squared 1.2964770.
     """
@@ -108,7 +109,7 @@ def test_table_grows_to_the_longest_and_is_sliced_for_the_rest() -> None:
     longer = table(10)
     assert table.table.shape[0] == 10 and torch.equal(longer[:3], first)
     assert torch.equal(table(3), first)
-    assert table(3).data_ptr() == longer.data_ptr()  # a view of the one table, not a new one
+    assert table(3).data_ptr() == longer.data_ptr()  # a view of the same table
 
 
 def test_table_stays_fp32_and_out_of_checkpoints() -> None:
@@ -123,7 +124,8 @@ def test_table_stays_fp32_and_out_of_checkpoints() -> None:
 
 
 def test_rotation_written_out() -> None:
-    """Positions 0, 1 and, of another document, 1; a quarter turn for each, and a half.  Pairs are (0, 2), (1, 3)."""
+    """Positions 0, 1 and, in another document, 1; angles of a quarter turn and of a half turn.  Pairs are (0, 2), (1,
+    3)."""
     turned = rope.Rotation.of(torch.tensor([0, 1, 1]), torch.tensor([math.pi / 2, math.pi]), torch.float32)
     x = torch.tensor([1.0, 2.0, 3.0, 4.0]).expand(3, 2, 4)  # [t, heads, head_dim]
     expected = torch.tensor([[1.0, 2.0, 3.0, 4.0], [-3.0, -2.0, 1.0, -4.0], [-3.0, -2.0, 1.0, -4.0]])[:, None]
@@ -147,7 +149,7 @@ def test_undo_is_the_gradient_of_apply(fields: dict[str, Any]) -> None:
 
 
 def test_angles_are_fp32_whatever_is_turned() -> None:
-    """In bf16 1,001,503 would be 999,424, and the angle 1001.503 would be 1000: their cosines are 0.92 and 0.56."""
+    """In bf16, 1,001,503 would be 999,424, and the angle 1001.503 would be 1000: the cosines are 0.92 and 0.56."""
     turned = rope.Rotation.of(torch.tensor([1_001_503]), torch.tensor([1e-3]), torch.bfloat16)
     assert turned.cos.dtype == turned.sin.dtype == torch.bfloat16
     assert turned.cos.flatten().tolist() == pytest.approx([-0.78688] * 2, rel=2**-8)
@@ -159,7 +161,7 @@ def test_angles_are_fp32_whatever_is_turned() -> None:
 
 
 def test_a_part_of_each_head_is_rotated_as_in_transformers() -> None:
-    """YaRN's temperature is on the rotated numbers only, not on the whole product of query and key."""
+    """YaRN's temperature multiplies only the rotated elements, not the whole product of query and key."""
     config = RopeConfig(base=100.0, fraction=0.75, scaling="yarn", factor=4.0, original_max_position=64)
     model, positions = model_of(config, 8), torch.arange(50)
     x = torch.randn(1, 2, 50, 8, generator=torch.Generator().manual_seed(4))  # [1, heads, t, 8]

@@ -1,4 +1,4 @@
-"""Learning rates at every step, written out, and which parameters decay."""
+"""Learning rates at every step as literals, and the parameters that decay."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ from sft.config.schedule import Schedule
 from sft.errors import ConfigError
 from sft.mcore.optimizer.build import build_scheduler
 
-RATES = {  # of 10 steps with peak 1.0: one number per step, the first step counted as 1
+RATES = {  # 10 steps with peak 1.0: one rate per step, from step 1
     "constant": (dict(schedule="constant"), [1.0] * 10),
     "constant with warm-up": (dict(schedule="constant", warmup_steps=4), [0.25, 0.5, 0.75] + [1.0] * 7),
     "linear": (dict(schedule="linear"), [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]),
@@ -60,11 +60,11 @@ def test_warm_up_must_leave_something_to_train() -> None:
     "fraction, steps", [(0.03, 3), (0.031, 4), (0.07, 7), (0.14, 14), (0.28, 28), (0.55, 55), (0.001, 1), (0.0, 0)]
 )
 def test_a_share_of_the_steps_is_taken_of_the_number_as_written(fraction: float, steps: int) -> None:
-    """A started step is a whole one.  In floats, 0.07 * 100 is above 7."""
+    """A partial step counts as a whole step.  In floats, 0.07 * 100 is above 7."""
     assert Schedule.resolve(OptimConfig(lr=1.0, warmup_fraction=fraction), 100).warmup_steps == steps
 
 
 def test_a_final_decay_is_rounded_of_the_number_as_written() -> None:
-    """57.5 steps to the even number; in floats, 0.575 * 100 is below 57.5."""
+    """57.5 steps are rounded to the even number, 58; in floats, 0.575 * 100 is below 57.5."""
     wsd = OptimConfig(lr=1.0, schedule="wsd", wsd_decay_fraction=0.575)
     assert Schedule.resolve(wsd, 100).wsd_decay_steps == 58

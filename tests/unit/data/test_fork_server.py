@@ -1,4 +1,4 @@
-"""Workers never run the user's program, and a worker that dies says how."""
+"""Workers never run the user's program, and a worker that dies is reported with its reason."""
 
 import os
 import signal
@@ -17,7 +17,8 @@ from tests.builders import RECIPE
 from tests.unit.corpora import ROW, write
 
 ROOT = Path(__file__).resolve().parents[3]
-# Writes a line whenever it runs, and prepares two files in two processes.  Where workers run it, it stops soon.
+# A program that writes a line whenever it runs, and prepares two files in two processes.  If workers ran it, it would
+# not end.
 STARTS = """
 with open("started", "a+") as started:
     started.write(__name__ + "\\n")
@@ -34,7 +35,8 @@ def prepared(_=None):
 
 """
 PLAIN = STARTS + DEFINES + "print(*prepared())\n"
-# A kernel runs cells in a __main__ that is its own program, with a file that others must not run again.
+# A kernel of a notebook runs cells in a __main__ that is the kernel's program, with a file that others must not run
+# again.
 NOTEBOOK = f"""
 import sys
 if __name__ == "__main__":
@@ -90,7 +92,7 @@ def _dies(pipe: Connection, number: int, last_words: str) -> None:
     ],
 )
 def test_how_a_child_ended(number: int, code: int, described: str) -> None:
-    """Its words reach no terminal with control characters, and nobody blames memory."""
+    """The printed reason has no control characters, and does not blame memory."""
     child = Child(_dies, (number, "a\x1bb"))
     child.pipe.send(None)
     with pytest.raises(EOFError):
@@ -120,7 +122,7 @@ def _ends_itself(number: int) -> int:
 
 
 def test_a_child_that_dies_among_others() -> None:
-    """Tasks before it have results; it gets no other task."""
+    """Tasks before it have results; the dead child gets no other task."""
     results = limited.run(_ends_itself, [(i,) for i in range(8)], 2)
     assert next(results) == 0
     with pytest.raises(limited.LimitReached, match="was ended by SIGSEGV") as reached:
@@ -135,7 +137,7 @@ def _ignored(pipe: Connection) -> None:
 
 
 def test_a_child_is_like_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its folder and its sys.path are those of its start.  Stop signals are the parent's."""
+    """The child has the folder and the sys.path of its start.  Only the parent handles stop signals."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     child = Child(_ignored, ())

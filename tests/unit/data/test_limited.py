@@ -1,4 +1,4 @@
-"""What no count of the sandbox sees is ended by limits of the kernel, and loses no row."""
+"""Work that the counts of the sandbox do not see is ended by limits of the kernel, and loses no row."""
 
 import json
 import os
@@ -25,7 +25,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Compares two lists of 2**200 items, which are one list of 100.
+# Compares two lists of 2**200 items, nested lists that share their parts.
 COMPARES = (
     "{% macro f(n, x, y) %}{% if n %}{{ f(n - 1, [x, x], [y, y]) }}{% elif x == y %}{% endif %}{% endmacro %}"
     "{{ f(100, [1], [1]) }}"
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child of this process has a second of processor time for a row, and 256 MiB."""
+    """A child of this process has one second of processor time per row, and 256 MiB."""
     run = limited.run
 
     def with_small_limits(function: Any, tasks: Any, num_children: int, start: tuple[Any, ...] = ()) -> Any:
@@ -97,7 +97,7 @@ def test_what_is_learnt_of_a_template(folder: Path, tmp_path: Path) -> None:
 
 
 def changed(folder: Path, to: Path, **parts: Any) -> Path:
-    """The tokenizer of the folder with other parts of tokenizer.json."""
+    """The tokenizer of the folder, with other parts of tokenizer.json."""
     shutil.copytree(folder, to)
     content = json.loads((to / "tokenizer.json").read_text())
     (to / "tokenizer.json").write_text(json.dumps({**content, **parts}))
@@ -106,7 +106,7 @@ def changed(folder: Path, to: Path, **parts: Any) -> Path:
 
 @pytest.mark.usefixtures("few_seconds")
 def test_a_tokenizer_whose_native_code_ends_its_process(folder: Path, tmp_path: Path) -> None:
-    """A table of 8 GiB, by its header."""
+    """The header of the file asks for a table of 8 GiB."""
     table = {"type": "Precompiled", "precompiled_charsmap": "/////w=="}
     name = str(changed(folder, tmp_path / "t", normalizer=table))
     with pytest.raises(DataError) as error:
@@ -119,7 +119,7 @@ def test_a_tokenizer_whose_native_code_ends_its_process(folder: Path, tmp_path: 
 
 
 def test_a_tokenizer_is_tried_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a child, before this process reads it; and again if a file has changed."""
+    """A child reads the tokenizer before this process does, and again if a file has changed."""
     tried: list[str] = []
     monkeypatch.setattr(limited, "call", lambda subject, *_, **__: tried.append(subject))
     other = changed(folder, tmp_path / "t", normalizer={"type": "NFC"})
@@ -134,7 +134,7 @@ def test_a_tokenizer_is_tried_once(folder: Path, tmp_path: Path, monkeypatch: py
 def test_an_id_is_no_reason_for_a_huge_table(folder: Path, tmp_path: Path) -> None:
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
     model["vocab"]["zz"] = 1 << 24
-    with pytest.raises(DataError, match="has the id 16,777,216, and ids of at most 16,777,215 can be used"):
+    with pytest.raises(DataError, match="has the token id 16,777,216; the largest usable id is 16,777,215"):
         load_tokenizer(config(tokenizer=str(changed(folder, tmp_path / "t", model=model))))
 
 
@@ -142,7 +142,7 @@ def test_an_id_is_no_reason_for_a_huge_table(folder: Path, tmp_path: Path) -> No
 def test_a_text_at_which_native_code_panics_is_a_bad_row(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int
 ) -> None:
-    """A regex that tries every way to split the letters."""
+    """A regex that tries every division of the letters."""
     monkeypatch.setattr(workers, "ROWS_PER_PART", 10)
     split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     name = str(changed(folder, tmp_path / "t", pre_tokenizer=split))
@@ -168,7 +168,7 @@ def test_a_result_has_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _stands_still(seconds: float) -> int:
-    """Stops itself; another process lets it go on."""
+    """Stops itself; another process continues it."""
     limited.ROW_SECONDS = 1
     for _ in limited.rows([(1, b"")]):
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -180,7 +180,7 @@ def test_a_process_that_stands_still() -> None:
     over = threading.Event()
 
     def let_go() -> None:
-        while not over.wait(2.5):  # longer than the second that the row may take
+        while not over.wait(2.5):  # longer than the second that a row may take
             for child in psutil.Process().children(recursive=True):
                 if child.status() == psutil.STATUS_STOPPED:
                     child.send_signal(signal.SIGCONT)

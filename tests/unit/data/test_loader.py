@@ -1,4 +1,4 @@
-"""Packs and microbatches: labels never cross a document, every sample once per epoch, the same on every layout."""
+"""Packs and microbatches: labels never cross a document, every sample occurs once per epoch, on every layout alike."""
 
 from collections import Counter
 from pathlib import Path
@@ -28,7 +28,7 @@ PAD = 258
 
 
 def corpus_of(lengths: list[int]) -> Corpus:
-    """Sample i holds tokens i*1000, i*1000 + 1, ...; its second half is supervised."""
+    """A corpus whose sample i holds tokens i*1000, i*1000 + 1, ...; the second half of a sample is supervised."""
     table = np.array([(i + 1, 1, 1, n, n - max(1, n // 2), n, n, 0) for i, n in enumerate(lengths)], dtype=LINE)
     tokens = np.concatenate([np.arange(n) + 1000 * i for i, n in enumerate(lengths)]).astype(np.int32)
     mask = np.concatenate([np.arange(n) >= max(1, n // 2) for n in lengths]).astype(np.uint8)
@@ -82,7 +82,7 @@ def test_microbatch_in_numbers() -> None:
 
 
 def test_a_short_last_batch_is_filled_up() -> None:
-    """5 packs in batches of 4 over 2 ranks: 3 places of the second step are filler, 2 of them on rank 1."""
+    """5 packs in batches of 4 over 2 ranks: 3 slots of the second step have filler, 2 of them on rank 1."""
     corpus, sizes = corpus_of([64] * 5), layout(dp=2)
     ranks = [loader(corpus, sizes, dp_rank=rank, shuffle=False) for rank in (0, 1)]
     assert ranks[0].plans.steps_per_epoch(0) == 2
@@ -94,7 +94,7 @@ def test_a_short_last_batch_is_filled_up() -> None:
 
 
 def test_an_endless_run_is_not_planned_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """10 packs in 3 steps: 99,999,999 steps are 33,333,333 epochs."""
+    """10 packs are 3 steps, so 99,999,999 steps are 33,333,333 epochs."""
     planned = []
     original = EpochPlans._make
     monkeypatch.setattr(EpochPlans, "_make", lambda self, *given: planned.append(given[0]) or original(self, *given))
@@ -124,7 +124,7 @@ def test_steps_and_epochs() -> None:
 
 
 def test_a_step_is_found_without_the_steps_before_it() -> None:
-    """Nothing is saved but the step's number: a loader asked for step 7 first gives what a used one gives."""
+    """A checkpoint holds only the number of the step: a new loader gives for step 7 what a used loader gives."""
     corpus = corpus_of([20, 40, 64, 8, 30, 33] * 5)
     used, fresh = loader(corpus, layout()), loader(corpus, layout())
     for step in range(7):
@@ -155,7 +155,7 @@ LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=40)
 def test_every_sample_once_and_the_same_steps_on_every_layout(
     lengths: list[int], epoch: int, pack_multiple: int
 ) -> None:
-    """However they lie in packs; nothing above seq_length."""
+    """However samples are packed; no pack exceeds seq_length."""
     corpus = corpus_of(lengths)
     first = sum(loader(corpus, layout()).plans.steps_per_epoch(e) for e in range(epoch))
     steps = range(first, first + loader(corpus, layout()).plans.steps_per_epoch(epoch))
@@ -176,7 +176,7 @@ def test_every_sample_once_and_the_same_steps_on_every_layout(
 
 
 def batch_facts(parts: list[list[list[Microbatch]]], pack_multiple: int) -> list[tuple[Any, ...]]:
-    """Of each sample, sorted: id, counts, and (token, label, supervised, position) over all cp ranks."""
+    """For each sample, sorted: id, counts, and (token, label, supervised, position) over all cp ranks."""
     facts = []
     for row in parts:
         for shares in zip(*row, strict=True):
@@ -222,7 +222,7 @@ def test_what_is_padding() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=40), min_size=1, max_size=8), st.sampled_from([2, 4, 32]))
 def test_supervised_labels_are_all_but_first_tokens(masks: list[list[bool]], doc_multiple: int) -> None:
-    """P01, P02, P05, P09, P10: any lengths, 1 token included, any masks, pad id without influence."""
+    """P01, P02, P05, P09, P10: any lengths, also 1 token, any masks; the pad id has no effect."""
     samples = [sample([100 * i + k for k in range(len(m))], m, sample_id=i) for i, m in enumerate(masks)]
     zero, one = (Collator(doc_multiple=doc_multiple, pad_id=pad_id).pack(samples) for pad_id in (7000, 7001))
     assert zero.loss_mask.sum() == sum(sum(mask[1:]) for mask in masks) == sum(s.num_supervised for s in samples)
@@ -244,14 +244,15 @@ def test_supervised_labels_are_all_but_first_tokens(masks: list[list[bool]], doc
         (33, 32, 1, 160, [96]),
         (0, 4, 8, 0, [8]),  # a pack without samples
         (33, 32, 1024, 0, [960]),  # for FP8 or sequence parallelism: one document, not 30
-        (33, 32, 1, 65_536, [4_096] * 15 + [4_032]),  # 65,472 tokens: attention over one of them would cost as much
+        # 65,472 tokens: as one document, its attention would cost as much as that of real documents
+        (33, 32, 1, 65_536, [4_096] * 15 + [4_032]),
         (0, 32, 1, 8_192, [4_096, 4_096]),
         (33, 96, 1, 9_600, [4_032, 4_032, 1_440]),  # each a multiple of 96, for cp 16
         (33, 8_192, 1, 24_576, [8_192, 8_192]),
     ],
 )
 def test_fillers_are_few(real: int, doc_multiple: int, pack_multiple: int, pad_to: int, fillers: list[int]) -> None:
-    """Kernels take time for each document.  No filler is longer than 4,096 tokens, and none is counted."""
+    """Kernels take time for each document.  A filler has at most 4,096 tokens, and no filler counts as a document."""
     samples = [sample([1] * real)] if real else []
     collator = Collator(doc_multiple=doc_multiple, pad_id=3, pack_multiple=pack_multiple, pad_to_length=pad_to)
     pack, part = collator.pack(samples), collator.microbatch(samples)
@@ -266,7 +267,7 @@ def test_fillers_are_few(real: int, doc_multiple: int, pack_multiple: int, pad_t
 
 
 def test_the_plan_of_a_recipe_knows_its_windows() -> None:
-    """Llama-8B, full attention, and windows of 1,024 in all layers."""
+    """Llama-8B with full attention, and with windows of 1,024 in all layers."""
     full, windows = (
         make_loader(
             layout_config(model={**LLAMA_8B, **window}, data={"seq_length": 4096}, train={"global_batch_size": 4}),
@@ -281,7 +282,8 @@ def test_the_plan_of_a_recipe_knows_its_windows() -> None:
 
 
 def test_a_pack_is_padded_by_its_cp_size() -> None:
-    """doc_multiple 32, tp 2 with sequence parallelism, 16 tokens of a rank for FP8: packs are multiples of 32 x cp."""
+    """doc_multiple 32, tp 2 with sequence parallelism, FP8 with multiples of 16 tokens per rank: packs are multiples of
+    32 x cp."""
     config = layout_config(
         model=LLAMA_8B,
         data={"seq_length": 1024},

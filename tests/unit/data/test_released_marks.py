@@ -1,14 +1,14 @@
-"""Our masks against those of {% generation %} in trl's training templates, as transformers reads them.
+"""Compares our masks with those of {% generation %} in trl's training templates, as transformers reads them.
 
-The differences are written out.  Marked, but not supervised by us, because the model need not write it:
+The differences are listed here.  Marked, but not supervised by us, because the model need not write it:
 
     "\\n" after the end of a turn          a server stops at the end; Qwen2.5's blocks begin with the header's, too
     "<think>\\n", "<|start|>assistant"     the block begins before the end of the prompt, which shows this text
     "<|end|>" of gpt-oss                  in last place, the turn ends with <|return|>
     "<|endoftext|>" of Phi-3              follows the last turn's own end, <|end|>
 
-transformers marks all that follows a block which ends in spaces that a tokenizer drops (transformers#47325); these
-tokenizers drop none.
+If a marked block ends with spaces that a tokenizer drops, transformers marks all text after it (transformers#47325);
+these tokenizers drop none.
 """
 
 from itertools import groupby
@@ -22,7 +22,7 @@ from tests.unit.released_chats import CHATS
 from tests.unit.released_templates import FAMILIES, NAMES, Model, folder_of_templates
 
 MARKED = [family for family in FAMILIES if (folder_of_templates() / f"{family.template}_training.jinja").exists()]
-# What is marked and not supervised, in all chats together.
+# Texts that are marked and not supervised, in all chats together.
 NOT_OURS: dict[str, set[str]] = {
     "llama3": set(),
     "qwen2_5": {"\n"},
@@ -57,7 +57,7 @@ def test_marks(name: str, tmp_path: Path) -> None:
         try:
             encoding = model.encoded(chat)
         except DataError:
-            continue  # test_released_templates.py says which
+            continue  # test_released_templates.py lists these
         accepted += 1
         ids, mask = model.generated(chat)
         assert encoding.tokens.tolist()[: len(ids)] == ids

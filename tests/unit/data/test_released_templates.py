@@ -1,6 +1,6 @@
-"""Released templates on the chats that their users have: ids, words, ends and starts of what is trained, and which.
+"""Released templates with the chats of their users: ids, and the words, ends and starts of supervised text.
 
-The table of docs/concepts/masks.md is compared with what happens.
+The table of docs/concepts/masks.md is compared with the results.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def test_the_table(models: Models, name: str) -> None:
 
 
 def cell(model: Model, chat: str) -> str:
-    """What becomes of a chat, as a letter of the table."""
+    """The result of a chat, as a letter of the table."""
     try:
         theirs = text_of(model, model.rendered(chat))
     except (TemplateError, TypeError):
@@ -76,7 +76,7 @@ def cell(model: Model, chat: str) -> str:
 
 
 def text_of(model: Model, ids: list[int]) -> str:
-    """A letter for each token, so that places of words are places of tokens: of an added token, a space."""
+    """A letter for each token, so that positions of words are positions of tokens; a space for an added token."""
     pieces = pieces_of(ids, model.tokens)
     return b"".join(piece if len(piece) == 1 else b" " for piece in pieces).decode("latin-1")
 
@@ -106,14 +106,14 @@ def complaint_of(model: Model, chat: str) -> str:
 
 
 def final_end(model: Model, chat: str) -> list[str]:
-    """What is appended to a chat: of GLM, the token with which the next message would begin."""
+    """The tokens that are appended to a chat: for GLM, the token with which the next message would begin."""
     if model.family.tokens != "glm":
         return []
     return ["<|observation|>" if CHATS[chat][-1].get("tool_calls") else "<|user|>"]
 
 
 def wrong_words(text: str, weights: list[float]) -> str:
-    """Words of others have weight 0, words of the assistant 1.  Names of functions occur in results, too."""
+    """Words of other roles must have weight 0, words of the assistant 1.  Names of functions also occur in results."""
     named = set()
     for match in WORD.finditer(text):
         found = {weights[k] for k in range(*match.span())}
@@ -131,7 +131,8 @@ def runs(weights: list[float]) -> list[tuple[int, int]]:
 
 
 def wrong_ends(model: Model, chat: str, ids: list[int], weights: list[float]) -> str:
-    """Every run ends with a token at which generation stops; gpt-oss ends answers of the history with another one."""
+    """Every supervised run must end with a token at which generation stops; gpt-oss ends answers of the history with
+    another token."""
     stops = {model.theirs.convert_tokens_to_ids(stop) for stop in model.tokens.stops}
     for start, end in runs(weights):
         of_history = (
@@ -143,7 +144,7 @@ def wrong_ends(model: Model, chat: str, ids: list[int], weights: list[float]) ->
 
 
 def wrong_starts(model: Model, chat: str, ids: list[int], weights: list[float]) -> str:
-    """Every run begins where the prompt ends that asks for it."""
+    """Every supervised run must begin where the prompt for it ends."""
     starts = {start for start, _ in runs(weights)}
     for index in range(len(CHATS[chat])):
         if CHATS[chat][index]["role"] != "assistant":
@@ -155,7 +156,8 @@ def wrong_starts(model: Model, chat: str, ids: list[int], weights: list[float]) 
 
 
 def start_of_message(model: Model, chat: str, index: int, ids: list[int]) -> int:
-    """The end of the longest common start of a rendering and the prompt, from the last word before the message on."""
+    """The end of the longest common start of the rendering and the prompt, searched from the last word before the
+    message."""
     prompt = model.rendered(chat, index, prompt=True)
     last = [word for word in words_of(CHATS[chat][index - 1]) if word[0] in "ut"][-1]
     ours, theirs = (text_of(model, some).rindex(last) + len(last) for some in (ids, prompt))

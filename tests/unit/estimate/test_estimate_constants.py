@@ -1,4 +1,5 @@
-"""GPUs, their usable memory, distributions of lengths, and the file of constants.  Expected values by hand."""
+"""GPUs, their usable memory, distributions of lengths, and the file of constants.  Expected values are computed by
+hand."""
 
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def test_names() -> None:
 
 
 def test_lengths_of_a_pack() -> None:
-    """Lengths 2 and 6 as often as each other: a pack of 8 holds one of each."""
+    """Lengths 2 and 6 are equally frequent: a pack of 8 holds one of each."""
     lengths = Lengths.read("2:0.5,6:0.5")
     assert [column.tolist() for column in lengths.of_pack(8)] == [[2, 6], [1, 1]]
     cut = Lengths.read("2:3,60:3").of_pack(8)  # 60 counts as 8
@@ -50,7 +51,7 @@ def test_lengths_of_a_pack() -> None:
 
 
 def test_bins_of_a_corpus_keep_its_squares() -> None:
-    """Attention's work per token changes by less than a thousandth."""
+    """The work of attention per token changes by less than a thousandth."""
     corpus = np.random.default_rng(0).lognormal(8, 1.5, 10_000).astype(int) + 1
     lengths = Lengths.of_corpus(corpus)
     assert len(lengths.tokens) <= 64

@@ -1,4 +1,4 @@
-"""The equations of memory, counted by hand."""
+"""The equations of memory, checked by hand."""
 
 from dataclasses import replace
 from typing import Any
@@ -29,7 +29,7 @@ EXPERTS = {**TINY, "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 2}}
 
 
 def most(found: Memory, name: str) -> float:
-    """The bytes by this name in the working set that has most of them."""
+    """The most bytes that any working set has under this name."""
     return max(working.by_name.get(name, 0.0) for working in found.sets)
 
 
@@ -37,7 +37,7 @@ def taken(world_size: int = 1, **sections: Any) -> Memory:
     return estimate(*of(world_size, **sections), 10, 1024)
 
 
-# --- a layer's token ---------------------------------------------------------------------------------------------
+# --- saved bytes of a layer and token ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -45,16 +45,17 @@ def taken(world_size: int = 1, **sections: Any) -> Memory:
     [("selective", True, 972), ("selective", False, 932), ("full", True, 128), ("none", True, 2704)],
 )
 def test_what_autograd_keeps(recompute: str, norms: bool, expected: int) -> None:
-    """The counts of tests/ranks/test_saved_tensors.py, of the same model; without recomputation those of a fused
-    activation, 4 x 192 less."""
+    """The same model and counts as in tests/ranks/test_saved_tensors.py; without recomputation those of a fused
+    activation, which saves 4 x 192 bytes less."""
     sizes = {"hidden_size": 64, "ffn_hidden_size": 192, "num_attention_heads": 8, "num_query_groups": 2, "head_dim": 16}
     model = layout_config(model={**TINY, **sizes, "qk_norm": norms}).model
     assert LayerBytes.of(PortableBytes(model=model), recompute).total == expected
-    # As many norms after attention and MLP save their inputs, not their outputs; two norms across heads save 2 numbers.
+    # Norms after attention and MLP save their inputs instead of their outputs; two norms across heads save 2 scales.
     after = model.model_copy(update={"norm_placement": "post", "qk_norm_across_heads": norms})
     more = {"full": 0, "none": 0, "selective": 128}[recompute] + (norms and recompute != "full") * (8 - 40)
     assert LayerBytes.of(PortableBytes(model=after), recompute).total == expected + more
-    # Norms before and after: outputs of attention and MLP, 128 each, and two scales of 4; selective: the first ones.
+    # Norms before and after also save the outputs of attention and MLP, 128 each, and two scales of 4; selective only
+    # the first of each.
     both = model.model_copy(update={"norm_placement": "both"})
     more = {"full": 0, "none": 2 * (128 + 4), "selective": 128 + 4}[recompute]
     assert LayerBytes.of(PortableBytes(model=both), recompute).total == expected + more
@@ -64,9 +65,10 @@ DELTA = LinearAttentionConfig(layers=[1], num_key_heads=2, num_value_heads=4, ke
 
 
 def test_what_linear_attention_keeps() -> None:
-    """By hand: mixed channels 2 x 32 + 128, z 128, two numbers of 4 heads; states of 4 x 16 x 32 every 512 tokens.
+    """Elements: mixed channels 2 x 32 + 128, z 128, two numbers for each of 4 heads; a state of 4 x 16 x 32 every 512
+    tokens.
 
-    tests/ranks/test_saved_tensors.py counts these bytes where no state is saved, 16 less.
+    tests/ranks/test_saved_tensors.py counts these bytes for packs without saved states, 16 less per token.
     """
     assert STATE_INTERVAL == schedule.CHUNK * schedule.INTERVAL
     sizes = {"hidden_size": 64, "ffn_hidden_size": 192, "num_attention_heads": 8, "num_query_groups": 2, "head_dim": 16}
@@ -83,12 +85,14 @@ def test_what_linear_attention_keeps() -> None:
         "gate and up": 768, "gated": 384,
     }  # fmt: skip
     assert LayerBytes.of(delta, "full").total == 128
-    # Mixed channels 192 and values 128, bf16: gradients of norm or delta rule 3 x 128 = 192 + 192; six blocks in fp32.
+    # Mixed channels 192 and values 128, bf16: the gradients of norm or delta rule take 3 x 128 = 192 + 192; six blocks
+    # in fp32.
     assert delta.local(512) == 512 * 2 * 384 + 6 * 4 * 512 * 192
     assert delta.local(2**20) == 2**20 * 2 * 384 + 6 * 4 * 2**24
     cpu = mixed.model_copy(update={"run": mixed.run.model_copy(update={"device": "cpu"})})
     assert DeltaBytes.of(model, layout.share(cpu), 512).local(2**20) == 2**20 * 2 * 384 + 6 * 4 * 2**20
-    # Over cp, A and the states before two fragments: 2 x 4 x (16 x 16 + 16 x 32) numbers for 128 tokens.
+    # With cp, the matrices of the maps and the states before two fragments: 2 x 4 x (16 x 16 + 16 x 32) elements for
+    # 128 tokens.
     four = of(4, model={**TINY, **sizes}, parallel={"cp": 4})[1]
     over_cp = DeltaBytes.of(model, four.share(mixed), 512)
     assert over_cp.saved["maps"] == 2 * 4 * (16 * 16 + 16 * 32) * 4 / 128
@@ -102,7 +106,7 @@ def test_what_linear_attention_keeps() -> None:
 
 
 def test_what_a_token_leaves_by_name() -> None:
-    """Hidden 4096, queries 4096, keys 1024, ffn 14,336, two bytes each."""
+    """Saved bytes of a token by name: hidden 4096, queries 4096, keys 1024, ffn 14,336, two bytes each."""
     model = layout_config(model={**LLAMA_8B, "qk_norm": True}).model
     assert LayerBytes.of(PortableBytes(model=model), "none").by_name == {
         "layer's input": 8192,
@@ -129,7 +133,7 @@ def test_what_a_token_leaves_by_name() -> None:
 
 
 def test_tensor_parallelism_divides_heads_and_the_mlp() -> None:
-    """What is between layers only with sequence parallelism."""
+    """Hidden states between layers are divided only with sequence parallelism."""
     model = layout_config(model=LLAMA_8B).model
     found = LayerBytes.of(PortableBytes(model=model, rank=RankShare(tp=2)), "none").by_name
     assert (found["layer's input"], found["queries, keys, values"], found["log-sum-exp"]) == (8192, 6144, 64)
@@ -140,7 +144,8 @@ def test_tensor_parallelism_divides_heads_and_the_mlp() -> None:
 
 
 def test_a_token_among_experts() -> None:
-    """Sent to 2 of 8 experts of width 2: twice hidden 4 there and back, 2 x 2 x 2 and 2 x 2 numbers."""
+    """A token goes to 2 of 8 experts of width 2: twice 4 hidden elements there and back; gate and up 2 x 2 x 2, gated 2
+    x 2."""
     dense, sparse = (PortableBytes(model=layout_config(model=sizes).model) for sizes in (TINY, EXPERTS))
     found = LayerBytes.of(sparse, "none").by_name
     assert found["sent to experts"] == 16 and "from experts" not in found  # no operation needs it in backward
@@ -149,7 +154,7 @@ def test_a_token_among_experts() -> None:
     assert LayerBytes.of(dense, "selective").mlp == {} == LayerBytes.of(sparse, "full").mlp
     moe = sparse.model.moe.model_copy(update={"shared_ffn_hidden_size": 6, "shared_gate": True})
     shared = LayerBytes.of(PortableBytes(model=sparse.model.model_copy(update={"moe": moe})), "none").by_name
-    # 2 x 6 and 6 numbers inside the shared expert, its output of 4 and the gate's number
+    # Elements: 2 x 6 and 6 inside the shared expert, its output of 4, and the gate's number
     assert {name: size for name, size in shared.items() if name not in found} == {
         "shared gate and up": 24,
         "shared gated": 12,
@@ -164,7 +169,7 @@ def test_a_token_among_experts() -> None:
 
 @pytest.mark.parametrize("precision, each", [("bf16", (2, 4, 12)), ("fp32", (4, 4, 8))])
 def test_a_parameter_takes_18_or_16_bytes(precision: str, each: tuple[int, int, int]) -> None:
-    """In fp32 the weights are the main ones."""
+    """In fp32, the weights are also the main parameters."""
     found = taken(run={"precision": precision})
     assert (found.weights, found.gradients, found.optimizer) == tuple(n * TINY_PARAMETERS for n in each)
 
@@ -175,7 +180,8 @@ def test_the_distributed_optimizer_takes_6_and_a_share_of_12() -> None:
 
 
 def test_lora_trains_the_adapters_only() -> None:
-    """Of qkv 12 x 4 (q, k and v apart) and proj 4 x 4: rank 2 takes 2 x (3 x 4 + 12) and 2 x (4 + 4), or 64."""
+    """qkv has 12 x 4 weights (q, k and v with adapters of their own), proj 4 x 4: adapters of rank 2 have 2 x (3 x 4 +
+    12) and 2 x (4 + 4) elements, together 64."""
     qkv = adapted("self_attention.linear_qkv", (4, 4, 4), (0,), (1,), (2,))
     trained = Trained(adapted=[qkv, adapted("self_attention.linear_proj", (4,), (0,))], whole=[])
     found = estimate(*of(2, lora={"rank": 2}), 10, 1024, trained)
@@ -186,8 +192,8 @@ def test_lora_trains_the_adapters_only() -> None:
 
 
 def test_experts_are_shared_out_by_themselves() -> None:
-    """8 experts of 24, 192 in all, 48 a rank of ep 4, each of 8 / 4 = 2 ranks half of their states; the rest is 588 and
-    a router of 32."""
+    """8 experts of 24 parameters are 192; a rank of ep 4 holds 48, and half of their states, because 8 / 4 = 2 ranks
+    share them.  All other parameters are 588 and a router of 32."""
     found = taken(8, model=EXPERTS, parallel={"cp": 2, "ep": 4})
     assert found.weights == 2 * (620 + 48)
     shared = {**EXPERTS, "moe": {**EXPERTS["moe"], "shared_ffn_hidden_size": 6, "shared_gate": True}}
@@ -197,7 +203,7 @@ def test_experts_are_shared_out_by_themselves() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_dense_layers_before_experts(recompute: str) -> None:
-    """A model of one layer of each kind saves what a dense layer and a layer with experts save."""
+    """A model with one layer of each kind saves the sum of a dense model's layer and of a layer with experts."""
     train = {"recompute": recompute}
     mixed = {**EXPERTS, "num_layers": 2, "moe": {**EXPERTS["moe"], "dense_layers": 1}}
     kinds = [taken(model=model, train=train).layers for model in (TINY, EXPERTS)]
@@ -205,22 +211,22 @@ def test_dense_layers_before_experts(recompute: str) -> None:
 
 
 def test_offload_moves_the_optimizer_to_the_host() -> None:
-    """12 bytes there, and 4 of the gradient on its way."""
+    """12 bytes in host memory, and 4 bytes for the gradient in transfer."""
     found = taken(optim={"offload_fraction": 0.75})
     assert (found.optimizer, found.host_optimizer) == (3 * TINY_PARAMETERS, 12 * TINY_PARAMETERS)
 
 
 def test_tensor_and_pipeline_parallelism_divide_parameters() -> None:
-    """tp 2: 256 of the embedding, 80 of 160 of the layer's matrices, norms whole."""
+    """tp 2: a rank has 256 of the embedding, 80 of the 160 parameters of the layer's matrices, and whole norms."""
     assert taken(2, parallel={"tp": 2}).weights == 2 * (256 + 80 + 8 + 4)
     wanted, layout = of(2, {**TINY, "num_layers": 2}, parallel={"pp": 2})
     assert parameters(wanted, layout, 0) == Numbers(dense=512 + 168, experts=0)
-    assert parameters(wanted, layout, 1).dense == 512 + 168 + 4  # tied: each has a copy
+    assert parameters(wanted, layout, 1).dense == 512 + 168 + 4  # tied: the first and the last stage each have a copy
 
 
 def test_a_stage_has_the_parameters_of_its_own_layers() -> None:
-    """4 layers, of which the first is dense with 96 numbers in its MLP, the others with 8 experts of 24 and a router of
-    32; on two stages, with two chunks each or one."""
+    """4 layers: the first is dense, with 96 parameters in its MLP; the others have 8 experts of 24 and a router of 32.
+    Two stages, with one chunk each or two."""
     mixed = {**EXPERTS, "num_layers": 4, "moe": {**EXPERTS["moe"], "dense_layers": 1}}
     for virtual in (1, 2):
         parallel = {"pp": 2, "virtual_stages": virtual}
@@ -243,18 +249,19 @@ def test_a_middle_stage_may_need_most() -> None:
 
 
 def test_layers_of_llama_8b() -> None:
-    """1024 tokens in 32 layers: 36 KiB and 132 bytes each."""
+    """1024 tokens in 32 layers: 36 KiB and 132 bytes per token and layer."""
     found = estimate(*of(1, LLAMA_8B, train={"recompute": "selective"}), 128_256, 1024)
     assert found.layers == 1024 * 32 * (36 * KIB + 132)
     assert found.ends == 1024 * 4 * 128  # cosine and sine
-    # the MLP's half, the gradients of gate and up, those that come in and go out, and that of the widest weight
+    # the MLP half, the gradients of gate and up, the gradients of its input and output, and the gradient of the widest
+    # weight
     around = 1024 * 2 * 8192 + 2 * 4096 * 28_672
     assert most(found, MLP) == 1024 * (8196 + 3 * 28_672 + 57_344) + around
-    # 16 x 4096 and 6 x 1024 of attention; its norm's output once more; one hidden state, because the input of the
-    # MLP's half is free
+    # attention has 16 x 4096 and 6 x 1024; the output of its norm again; minus one hidden state, because the input of
+    # the MLP half is free
     assert most(found, ATTENTION) == 1024 * (71_680 + 8192) + around - 1024 * 8192
     assert [working.freed for working in found.sets] == [-8192 * 1024, 0, 8192 * 1024]
-    # The hidden states after the last norm and their gradient; those before it count as saved by layers.
+    # The hidden states after the last norm, and their gradient; those before it count as saved by layers.
     head = 4096 * 128_256 * 2 + 2 * 8192 * 1024
     assert most(found, HEAD) == head and found.peak.by_name == {HEAD: head} and most(found, GATHERED) == 0
     assert found.device == found.static + found.layers + found.ends + head + 8192 * 1024
@@ -262,7 +269,7 @@ def test_layers_of_llama_8b() -> None:
 
 
 def test_a_tile_is_all_that_the_mlp_works_on() -> None:
-    """Of 151,556 bytes a token.  With few of them attention's turn takes more."""
+    """The MLP half has 151,556 bytes per token.  With a small tile, backward of attention takes more."""
     around = 1024 * 2 * 8192 + 2 * 4096 * 28_672
     found = estimate(*of(1, LLAMA_8B, train={"recompute": "selective", "mlp_tile": 256}), 128_256, 1024)
     assert most(found, MLP) == 256 * 151_556 + around
@@ -270,7 +277,7 @@ def test_a_tile_is_all_that_the_mlp_works_on() -> None:
     whole = estimate(*of(1, LLAMA_8B, train={"recompute": "full"}), 128_256, 1024)
     tiled = estimate(*of(1, LLAMA_8B, train={"recompute": "full", "mlp_tile": 256}), 128_256, 1024)
     assert most(whole, MLP) - most(tiled, MLP) == 151_556 * 768
-    # attention's half waits meanwhile: 36 KiB without the layer's input, and the normed one
+    # the tensors of attention wait meanwhile: 36 KiB without the layer's input, and its normed input
     assert most(whole, MLP) == 1024 * (151_556 + 36 * KIB + 132) + around
     assert most(whole, ATTENTION) == 1024 * (71_680 + 36 * KIB + 132) + around
     none = estimate(*of(1, LLAMA_8B, train={"mlp_tile": 256}), 128_256, 1024)
@@ -278,21 +285,24 @@ def test_a_tile_is_all_that_the_mlp_works_on() -> None:
 
 
 def test_tokens_in_experts_while_backward_computes_them() -> None:
-    """2 of 8 experts of width 2 in bf16: sent 2 x 4 x 2 bytes a token, gate and up 2 x 2 x 2 x 2, gated half of it.
+    """2 of 8 experts of width 2 in bf16: a token sends 2 x 4 x 2 bytes; gate and up have 2 x 2 x 2 x 2, gated half of
+    it.
 
-    The gradient of the experts' output is as large as what is sent.  If the experts alone are recomputed, the output,
-    its gradient and the input's are there all the time, and at the end of recomputation the output by expert.  With
-    full, the norm's output and all 160 of the router are recomputed, and three tensors are as large as what is sent.
+    The gradient of the experts' output is as large as the sent tokens.  If only the experts are recomputed, the output,
+    its gradient and the gradient of the input exist all the time, and at the end of recomputation also the output in
+    the order of experts.  With full, the norm's output and all 160 bytes of the router are recomputed, and three
+    tensors are as large as the sent tokens.
     """
     sent, gate_up, gated, norm, router = 16, 16, 8, 8, 4 + 160
     around = 8 * 1024 + 2 * 128 * 4  # hidden states, and the tied table
     portable: dict[str, Any] = {"model": EXPERTS, "attention": {"backend": "portable"}}  # one expert after the other
     found = {recompute: taken(**portable, train={"recompute": recompute}) for recompute in ("none", "selective")}
-    # Without recomputation: the gradient of the output, in one piece and by expert.
+    # Without recomputation: the gradient of the output, in the order of tokens and in the order of experts.
     assert most(found["none"], MLP) == 1024 * 2 * sent + around and found["none"].sets[1].freed == 0
     assert most(found["selective"], MLP) == 1024 * (gate_up + gated + 4 * sent) + around
     one_token = estimate(*of(model=EXPERTS, train={"recompute": "selective"}), 10, 1)
-    # All gradients of 8 experts of 3 x 2 x 4 numbers, when backward ends: more than what few tokens leave.
+    # When backward ends, all gradients of 8 experts of 3 x 2 x 4 parameters exist: more than the tensors of a few
+    # tokens.
     assert most(one_token, MLP) == 5 * sent + 2 * 8 * 3 * 2 * 4 + 8 + 2 * 128 * 4
     on_cpu = taken(model=EXPERTS, run={"device": "cpu"}, train={"recompute": "selective"})  # SwiGLU is not fused
     assert most(on_cpu, MLP) - most(found["selective"], MLP) == 1024 * 3 * 8
@@ -300,24 +310,25 @@ def test_tokens_in_experts_while_backward_computes_them() -> None:
     assert most(by_te, MLP) == 1024 * (gate_up + gated + sent) + around
     wide = {**EXPERTS, "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 8}, "activation": "geglu"}
     together = taken(model=wide, train={"recompute": "selective"})
-    assert most(together, MLP) == 1024 * (2 * 64 + 32 + 3 * sent) + around  # 64 of gate and up
+    assert most(together, MLP) == 1024 * (2 * 64 + 32 + 3 * sent) + around  # 64 for gate, and 64 for up
     full = taken(model=EXPERTS, train={"recompute": "full"})
     inside = gate_up + gated + norm + router + sent + 3 * sent
-    dense = taken(train={"recompute": "full"})  # the same attention waits; the MLP is 8 wide
+    dense = taken(train={"recompute": "full"})  # the same tensors of attention wait; the MLP has width 8
     assert most(full, MLP) - most(dense, MLP) == 1024 * (inside - (norm + 4 + 32 + 16 + 32)) - (2 * 4 * 16 - 2 * 4 * 4)
 
 
 def test_backward_of_a_layer_finds_what_the_layers_after_it_saved_free() -> None:
-    """Layers 1 and 2 of 4 are dense, 3 and 4 have experts: of a dense one, both others are free."""
+    """Layers 1 and 2 of 4 are dense, 3 and 4 have experts: when backward reaches a dense layer, the tensors of both
+    others are free."""
     mixed = {**EXPERTS, "num_layers": 4, "moe": {**EXPERTS["moe"], "dense_layers": 2}}
     saved = [taken(model=model).layers for model in (TINY, EXPERTS)]
     head, mlp, attention, dense_mlp, dense_attention = taken(model=mixed).sets
-    gated = 1024 * 16  # of a dense layer, 8 wide
+    gated = 1024 * 16  # of a dense layer, width 8
     assert (head.freed, mlp.freed, dense_mlp.freed) == (-1024 * 8, 0, gated + 2 * saved[1])
     assert dense_attention.freed > 2 * saved[1] > attention.freed
     offloaded = taken(model=mixed, train={"recompute": "full", "offload_fraction": 1.0})
     assert {working.freed for working in offloaded.sets} == {-1024 * 8, 0.0}
-    # On two stages each has layers of one kind.
+    # With two stages, each stage has layers of one kind.
     wanted, layout = of(2, mixed, parallel={"pp": 2}, train={"global_batch_size": 2})
     first, last = (stage_memory(stage_of(wanted, layout, stage), 1024) for stage in (0, 1))
     assert (first.layers, last.layers) == (2 * 2 * saved[0], 2 * saved[1])
@@ -333,9 +344,9 @@ def test_an_adapter_of_gate_and_up_needs_no_output_of_its_own() -> None:
 
 
 def test_attention_where_no_keys_are_shared() -> None:
-    """The kernel makes the gradients of keys and values at once: 4 x 4096 less.
+    """The kernel computes the summed gradients of keys and values directly: 4 x 4096 less.
 
-    What the MLP of the layer has saved without recomputation is free again, with the input of its half.
+    The tensors that the MLP saved without recomputation are free again, and so is the input of the MLP half.
     """
     shared, own = (of(1, {**LLAMA_8B, "num_query_groups": groups}) for groups in (16, 32))
     around = 2 * 4096 * 28_672 + 1024 * 8192
@@ -348,7 +359,8 @@ def test_attention_where_no_keys_are_shared() -> None:
     "share, here, away", [(1.0, 2, 30), (0.92, 2, 30), (0.9, 3, 29), (0.5, 16, 16), (0.01, 31, 1), (0.0, 32, 0)]
 )
 def test_offloaded_layers_wait_on_the_host(share: float, here: int, away: int) -> None:
-    """Whole ones of 32, 8 KiB each; the rest stays, of which there are two at least: backward comes to them at once."""
+    """Whole layers of 32 wait on the host, 8 KiB per token each; the others stay, at least two, because backward
+    reaches them at once."""
     train = {"recompute": "full", "offload_fraction": share}
     found = estimate(*of(1, LLAMA_8B, train=train), 128_256, 1024)
     assert (found.layers, found.host_layers) == (here * 8 * KIB * 1024, away * 8 * KIB * 1024)
@@ -356,9 +368,10 @@ def test_offloaded_layers_wait_on_the_host(share: float, here: int, away: int) -
 
 
 def test_offloaded_layers_of_a_pipeline() -> None:
-    """8 layers on 2 stages in 2 chunks of 2 each, of which a share of 0.3 is 1; five chunks wait on the first stage.
+    """8 layers on 2 stages in 2 chunks of 2 each; of a chunk's layers, a share of 0.3 is 1; five chunks wait on the
+    first stage.
 
-    Each of the five keeps its output, too.
+    Each of the five chunks also keeps its output.
     """
     train = {"recompute": "full", "offload_fraction": 0.3, "global_batch_size": 8}
     wanted, layout = of(2, {**TINY, "num_layers": 8}, parallel={"pp": 2, "virtual_stages": 2}, train=train)
@@ -369,24 +382,26 @@ def test_offloaded_layers_of_a_pipeline() -> None:
 
 
 def test_context_parallelism_divides_tokens_and_gathers_keys() -> None:
-    """cp 8, 8192 tokens: 1024 here.  Of 8192 keys and values, 512 numbers each in a quarter of the heads: of the next
-    group in bf16 and of the previous in fp32; laid out, 17 / 16 times as many, and their gradients, also two for each
-    of its 8 heads of 128."""
+    """cp 8, 8192 tokens: a rank has 1024.  A quarter of the heads has 512 elements for the keys and values of each of
+    8192 tokens: the next group in bf16, and the previous one in fp32.  In the kernel's order, there are 17 / 16 times
+    as many; and their gradients, also two for each of the group's 8 heads of 128."""
     alone = estimate(*of(1, LLAMA_8B, train={"recompute": "full"}), 128_256, 1024)
     found = estimate(*of(8, LLAMA_8B, train={"recompute": "full"}, parallel={"cp": 8}), 128_256, 8192)
     gathered = 8192 * (512 * (2 + 4) + (512 * 2 * 2 + 2 * 1024 * 2) * 17 / 16)
     assert found.layers == alone.layers and most(found, GATHERED) == gathered
-    # Alone, all heads: fp32 and bf16 of the queries, and the gradients of keys and values.  Here of a quarter: these,
-    # and copies of the output and its gradient; of three quarters the fp32 gradients of local keys and values.
+    # Alone, for all heads: the queries' gradient in fp32 and bf16, and the gradients of keys and values.  Here, for a
+    # quarter: the same, and copies of the output and its gradient; for three quarters, the fp32 gradients of local keys
+    # and values.
     of_all, of_quarter = 6 * 4096 + 2 * (2048 + 2 * 4096), (6 + 2 * 2) * 1024 + 4 * 3 * 512
     assert most(alone, ATTENTION) - most(found, ATTENTION) == 1024 * (of_all - of_quarter)
     assert {ATTENTION: most(found, ATTENTION), GATHERED: gathered} in [dict(working.by_name) for working in found.sets]
-    halved = most(estimate(*of(8, LLAMA_8B, parallel={"cp": 4, "tp": 2}), 128_256, 8192), GATHERED)  # four heads
+    # the group has four heads
+    halved = most(estimate(*of(8, LLAMA_8B, parallel={"cp": 4, "tp": 2}), 128_256, 8192), GATHERED)
     assert halved == 8192 * (256 * (2 + 4) + (256 * 2 * 2 + 2 * 512 * 2) * 9 / 8)
     assert most(estimate(*of(8, LLAMA_8B, parallel={"tp": 8}), 128_256, 8192), GATHERED) == 0
     own = of(8, {**LLAMA_8B, "num_query_groups": 32}, parallel={"cp": 8})
     assert most(estimate(*own, 128_256, 8192), GATHERED) == 8192 * 2048 * (2 + 4 + 2 * 2 * 17 / 16)
-    one = of(8, {**LLAMA_8B, "num_query_groups": 1}, parallel={"cp": 8})  # nothing is in transfer
+    one = of(8, {**LLAMA_8B, "num_query_groups": 1}, parallel={"cp": 8})  # a single group, so nothing is in transfer
     assert most(estimate(*one, 128_256, 8192), GATHERED) == 8192 * (256 * 2 * 2 + 2 * 4096 * 2) * 17 / 16
 
 
@@ -400,7 +415,7 @@ def test_windows_need_their_halo_for_all_heads() -> None:
     assert most(found, ATTENTION) - most(estimate(*full, 128_256, 8192), ATTENTION) == 1024 * quarter
     own = of(8, {**windows, "num_query_groups": 32}, parallel={"cp": 8})  # gradients, in bf16 and half of them in fp32,
     assert most(estimate(*own, 128_256, 8192), GATHERED) == 2048 * 8192 * (2 + 4 / 2 + 4)  # and their sums in fp32
-    # With one full layer, the estimate is that of the full one.
+    # With one full layer, the estimate equals that of a model with full layers only.
     mixed = of(8, {**windows, "sliding_window_layers": list(range(2, 33))}, parallel={"cp": 8})
     assert most(estimate(*mixed, 128_256, 8192), GATHERED) == most(estimate(*full, 128_256, 8192), GATHERED)
 
@@ -451,7 +466,8 @@ def test_plain_torch_that_the_recipe_names() -> None:
 
 
 def test_the_gradient_of_a_tied_output_waits_for_that_of_the_input() -> None:
-    """128 rows of 4 in bf16.  Untied, on two stages of a pipeline, or frozen, nothing waits."""
+    """128 rows of 4 in bf16.  No gradient waits if the table is not tied, if two stages divide the model, or if it is
+    frozen."""
     tied, untied = taken(), taken(model={**TINY, "tie_embeddings": False})
     assert most(tied, MLP) - most(untied, MLP) == most(tied, ATTENTION) - most(untied, ATTENTION) == 2 * 128 * 4
     layers = {**TINY, "num_layers": 2}
@@ -463,8 +479,8 @@ def test_the_gradient_of_a_tied_output_waits_for_that_of_the_input() -> None:
 
 
 def test_ways_of_transformer_engine_over_cp() -> None:
-    """cp 8, 8192 tokens, 2 x 1024 numbers of keys and values each: two chunks of 1024 / 2, twice; or eight times all.
-    Exchanged heads keep the output, 4096 numbers, a second time."""
+    """cp 8, 8192 tokens, 2 x 1024 elements of keys and values each: p2p holds two chunks of 1024 / 2, twice; all_gather
+    holds all of them eight times.  With exchanged heads, the output of 4096 elements is saved twice."""
     ways = {way: {"cp": 8, "cp_comm": way} for way in ("p2p", "all_gather", "a2a")}
     found = {
         w: estimate(*of(8, LLAMA_8B, parallel=p, attention={"backend": "te"}), 128_256, 8192) for w, p in ways.items()
@@ -481,15 +497,15 @@ def test_ways_of_transformer_engine_over_cp() -> None:
         (0, 1, 8, 4, 4 * 2),
         (3, 1, 8, 1, 1 * 2),
         (0, 1, 2, 2, 2 * 2),
-        (0, 2, 8, 11, 11 * (1 + 1)),  # a chunk of one layer keeps what it has sent, too
+        (0, 2, 8, 11, 11 * (1 + 1)),  # a chunk of one layer also keeps its sent output
         (3, 2, 8, 5, 5 * (1 + 1) - 1),  # the last chunk sends nothing
         (0, 2, 4, 8, 8 * (1 + 1)),
     ],
 )
 def test_microbatches_that_wait_in_a_pipeline(stage: int, virtual: int, packs: int, passes: int, hidden: int) -> None:
-    """With full recompute, every layer of a microbatch that waits keeps its input: 8 layers on 4 stages.
+    """With full recompute, each layer keeps its input for every microbatch that waits: 8 layers on 4 stages.
 
-    Each pass of a chunk has rotary tables, for heads of 2 numbers.
+    Each pass of a chunk has rotary tables, for heads of width 2.
     """
     parallel = {"pp": 4, "virtual_stages": virtual}
     layers = {**TINY, "num_layers": 8}
@@ -499,7 +515,7 @@ def test_microbatches_that_wait_in_a_pipeline(stage: int, virtual: int, packs: i
 
 
 def test_with_dynamic_cp_a_pipeline_may_be_full() -> None:
-    """Two packs of the plan may become more microbatches: four wait on the first stage."""
+    """Two packs of the plan may become more microbatches, so four may wait on the first stage."""
     layers = {**TINY, "num_layers": 8}
     sizes = {"pp": 4, "cp": 2, "dynamic_cp": True}
     wanted, layout = of(8, layers, parallel=sizes, train={"global_batch_size": 2, "recompute": "full"})
@@ -508,7 +524,7 @@ def test_with_dynamic_cp_a_pipeline_may_be_full() -> None:
 
 
 def test_the_fullest_stage_counts() -> None:
-    """The last one has the loss head, the first has four microbatches."""
+    """The last stage has the loss head; four microbatches wait on the first stage."""
     layers = {**TINY, "num_layers": 8}
     assert taken(4, model=layers, parallel={"pp": 4}).stage == 0
     assert taken(4, model=layers, parallel={"pp": 4}, loss="full").stage == 3
@@ -551,7 +567,7 @@ def test_the_description() -> None:
 
 
 def test_the_items_sum_up_to_the_device() -> None:
-    """Of the working sets only the largest is an item: here attention with cp, and the loss head without."""
+    """Only the largest working set is an item: attention with cp, and the loss head without cp."""
     tiled = {"recompute": "full", "mlp_tile": 1024}
     over_cp = estimate(*of(8, LLAMA_8B, parallel={"cp": 8}, train=tiled), 10, 131_072)
     names = ["weights", "gradients", "optimizer", "saved by layers", "rotary"]
@@ -615,7 +631,8 @@ def test_assumed_and_measured_memory_of_nccl() -> None:
 
 
 def test_the_copy_of_a_save_in_the_background() -> None:
-    """14 bytes of 8.03e9 parameters on 8 ranks; nothing is copied if training waits, or for the last save alone."""
+    """14 bytes for each of 8.03e9 parameters on 8 ranks; no copy if training waits for saves, or for the last save
+    only."""
     lines = {}
     for key in ({"save_every": 9}, {"save_every_minutes": 9.0}, {"save_every": 9, "async_save": False}, {}):
         lines[str(key)] = memory.describe(*of(8, LLAMA_8B, parallel={"cp": 8}, checkpoint=key), 128_256)[-2]
@@ -624,7 +641,7 @@ def test_the_copy_of_a_save_in_the_background() -> None:
 
 
 def test_a_row_of_the_table_by_hand() -> None:
-    """Qwen3-1.7B: 18 bytes of 1,720,574,976 parameters, on 8 ranks 7.5; 4 x 2048 + 2 x 6144 + 64 + 4 + 96 bytes, or
-    20.2 KiB.
+    """Qwen3-1.7B: 18 bytes for each of 1,720,574,976 parameters, on 8 ranks 7.5; 4 x 2048 + 2 x 6144 + 64 + 4 + 96
+    bytes per token and layer, or 20.2 KiB.
     """
     assert "| Qwen3-1.7B | 29 GiB | 12 GiB | 70.2 KiB | 20.2 KiB | 4.0 KiB |" in memory_table.tables()

@@ -1,4 +1,4 @@
-"""The list of matrix products has the multiplications that flops.py counts, which is written independently."""
+"""The list of matrix products has the multiplications that flops.py counts; the two are written independently."""
 
 import pytest
 
@@ -19,7 +19,7 @@ from tests.unit.fixtures.hf import released
     ],
 )
 def test_products_of_released_models(name: str) -> None:
-    """dense_layers: as GLM-4.5 and DeepSeek-V3 have."""
+    """dense_layers: dense first layers, as in GLM-4.5 and DeepSeek-V3."""
     model = architecture(released("qwen3_30b_a3b" if name == "dense_layers" else name), "config.json").model
     if name == "dense_layers":
         model = model.model_copy(update={"moe": model.moe.model_copy(update={"dense_layers": 3})})
@@ -32,10 +32,10 @@ def test_products_of_released_models(name: str) -> None:
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"tp": 4, "pp": 2}])
 def test_ranks_share_the_products(layout: dict[str, int]) -> None:
-    """Each of 8 ranks of a pack's tp x cp x pp computes an eighth."""
+    """Each of the 8 ranks of tp x cp x pp that share a pack computes an eighth."""
     sizes = {"tp": 1, "pp": 1, **layout}
     config = layout_config(model=LLAMA_8B, parallel={**sizes, "cp": 8 // (sizes["tp"] * sizes["pp"])})
     found = Layout.resolve(config, 8)
     products = layer_products(config, found, ModelProducts.of(config.model), tokens=32768 / found.cp)
-    # 32 x (4096 x (2 x 4096 + 2 x 1024) + 3 x 4096 x 14,336) = 6,979,321,856 products of a token, 6 FLOPs each
+    # 32 x (4096 x (2 x 4096 + 2 x 1024) + 3 x 4096 x 14,336) = 6,979,321,856 products per token, 6 FLOPs each
     assert sum(p.flops * p.num_runs for p in products) == pytest.approx(32768 * 6 * 6_979_321_856 / 8)

@@ -109,7 +109,7 @@ def test_a_step_of_trl_with_flash_attention_2() -> None:
 
 
 def alst(length: int, cp: int) -> StepTime:
-    """Llama-8B on 8 H100, FlashAttention-2, checkpoints and optimizer on the host."""
+    """Llama-8B on 8 H100, FlashAttention-2, saved layer inputs and optimizer in host memory."""
     train = {**OFFLOAD, "global_batch_size": 8 // cp}
     sections = {"attention": PORTABLE, "optim": {"lr": 1e-5, "offload_fraction": 1.0}}
     return predicted(LLAMA_8B, LLAMA_VOCAB, length, 8, h100(), BY_FLASH2, parallel={"cp": cp}, train=train, **sections)
@@ -142,7 +142,8 @@ def test_steps_of_torchtitan(length: int, cp: int, published: float) -> None:
 
 
 def test_pretraining_of_70b() -> None:
-    """64 H100, cp 2, 8K: 867 tokens per second and GPU, 389 TFLOP/s.  tp 4 and pp 4 are ours; they were not given."""
+    """64 H100, cp 2, 8K: 867 tokens per second and GPU, 389 TFLOP/s.  tp 4 and pp 4 are our assumption; the source does
+    not give them."""
     sections = {"parallel": {"cp": 2, "tp": 4, "pp": 4}, "train": {"recompute": "selective", "global_batch_size": 128}}
     time = predicted(LLAMA_70B, LLAMA_VOCAB, 8 * K, 64, h100(), **sections)
     assert time.tokens_per_gpu_s == pytest.approx(867, rel=TOLERANCE)

@@ -1,4 +1,5 @@
-"""The parts of a predicted step.  Expected values by hand, with constants of one rate and one bandwidth at a time."""
+"""The parts of a predicted step.  Expected values are computed by hand, with constants of one rate and one bandwidth at
+a time."""
 
 from typing import Any
 
@@ -15,8 +16,8 @@ from tests.builders import LLAMA_8B, layout_config
 from tests.unit.fixtures.layouts import MILLION, of_millions
 from tests.unit.fixtures.rates import flat
 
-# Llama-8B.  Per token 32 layers x (4096 x (2 x 4096 + 2 x 1024) + 3 x 4096 x 14,336) = 6,979,321,856 products, x 6.
-# Per supervised token 128,256 x 4096 x 6.  Per token and token of its document 6 x 32 x 4096.
+# Llama-8B.  Products per token: 32 layers x (4096 x (2 x 4096 + 2 x 1024) + 3 x 4096 x 14,336) = 6,979,321,856, x 6
+# FLOPs.  Per supervised token: 128,256 x 4096 x 6.  Per token and token of its document: 6 x 32 x 4096.
 VOCAB = 128_256
 LINEAR, ATTENTION, HEAD = MILLION * 41_875_931_136, MILLION * MILLION * 786_432, MILLION * 3_152_019_456
 RATE = 1e15  # FLOPs that a rank computes in a second
@@ -33,7 +34,7 @@ def predicted(
 
 
 def test_flops_of_a_step() -> None:
-    """8 microbatches on 8 ranks: as one microbatch on one rank."""
+    """8 microbatches on 8 ranks take as long as one microbatch on one rank."""
     time = predicted()
     assert tuple(time.parts) == PARTS
     for name, flops in (("linear", LINEAR), ("attention", ATTENTION), ("head", HEAD)):
@@ -50,14 +51,14 @@ def test_flops_of_a_step() -> None:
     [
         ({"parallel": {"cp": 4}}, (LINEAR, ATTENTION, HEAD, 0, 0)),  # dp 2, 4 microbatches each
         ({"parallel": {"cp": 4, "tp": 2}}, (LINEAR, ATTENTION, HEAD, 0, 0)),
-        # 4 stages, cp 2: the last one has the whole head, and waits for 3 turns of 8, or half of them.
+        # 4 stages, cp 2: the last stage has the whole head, and waits for 3 turns of 8, or half as long.
         ({"parallel": {"cp": 2, "pp": 4}}, (LINEAR, ATTENTION, 4 * HEAD, 0, 3 / 8 * (LINEAR + ATTENTION))),
         (
             {"parallel": {"cp": 2, "pp": 4, "virtual_stages": 2}},
             (LINEAR, ATTENTION, 4 * HEAD, 0, 3 / 16 * (LINEAR + ATTENTION)),
         ),
         ({"train": {"recompute": "full"}}, (LINEAR, ATTENTION, HEAD, (LINEAR + ATTENTION) / 3, 0)),
-        # The MLP of a token: 32 x 3 x 4096 x 14,336 products.
+        # Products of a token in the MLP: 32 x 3 x 4096 x 14,336.
         ({"train": {"recompute": "selective"}}, (LINEAR, ATTENTION, HEAD, MILLION * 2 * 5_637_144_576, 0)),
         ({"train": {"global_batch_size": 16}}, (2 * LINEAR, 2 * ATTENTION, 2 * HEAD, 0, 0)),
     ],
@@ -83,26 +84,27 @@ def test_attention_takes_the_rate_of_its_kernel() -> None:
 
 
 def test_short_documents_take_less() -> None:
-    """Half of the documents have 8,192 tokens and half 24,576: a token's document has 20,480 on average."""
+    """Half of the documents have 8,192 tokens and half 24,576: on average, a token's document has 20,480 tokens."""
     lengths = Lengths(np.array([8192.0, 24_576.0]), np.array([0.5, 0.5]))
     assert predicted(lengths=lengths).parts["attention"] == pytest.approx(ATTENTION / MILLION * 20_480 / RATE)
 
 
 def test_elementwise_optimizer_and_overhead() -> None:
-    """Forward, a layer moves 10 hidden states, queries and keys twice and gate, up and their product: 94,208 numbers of
-    2 bytes for a token.  Backward moves twice as many.  Each microbatch adds 8.03e9 gradients to fp32 sums, 10 bytes.
+    """In forward, a layer moves 10 hidden states, queries and keys twice, and gate, up and their product: 94,208
+    elements of 2 bytes per token.  Backward moves twice as many.  Each microbatch adds 8.03e9 gradients to fp32 sums,
+    10 bytes each.
     """
     parameters = 8_030_261_248
     time = predicted(flat(TFLOPS, elementwise_gb_s=1000.0))
     numbers = 10 * 4096 + 2 * (4096 + 1024) + 3 * 14_336
     expected = MILLION * 32 * 3 * 2 * numbers + 8 * 10 * parameters
     assert time.parts["elementwise"] == pytest.approx(expected / 1e12)
-    # The update: 28 bytes of the 1 / 8 that a rank owns, and 16 of all gradients.
+    # The update moves 28 bytes for the eighth of the parameters that a rank owns, and 16 bytes for all gradients.
     time = predicted(flat(TFLOPS, optimizer_gb_s=1000.0))
     assert time.parts["optimizer"] == pytest.approx(parameters * (28 / 8 + 16) / 1e12)
     time = predicted(flat(TFLOPS, layer_overhead_us=100.0))
     assert time.parts["overhead"] == pytest.approx(8 * 32 * 1e-4)
-    # On the host: 28 bytes of what the rank owns, and 8 that travel.
+    # On the host: 28 bytes for each parameter that the rank owns, and 8 bytes that are transferred.
     rates = flat(TFLOPS, host_optimizer_gb_s=100.0, pcie_gb_s=50.0)
     time = predicted(rates, optim={"offload_fraction": 1.0})
     assert time.parts["offload"] == pytest.approx(parameters / 8 * (28 / 100e9 + 8 / 50e9))
@@ -157,10 +159,10 @@ def test_the_delta_rule_is_faster_with_more_sequences() -> None:
 
 
 def test_messages_of_tp() -> None:
-    """A gather or scatter of 262,144 tokens of 8 KiB over tp 2 moves half of them: 1.0737e9 bytes.
+    """A gather or scatter of 262,144 tokens of 8 KiB over tp 2 sends half of the bytes: 1.0737e9.
 
-    Of the 10 in a layer, backward hides 4 beside products.  Embedding and head have one pair each.  Per microbatch
-    32 x 6 + 4 are exposed.  With few FLOPs for many messages, those beside products show too.
+    Of the 10 messages in a layer, products hide 4 in backward.  Embedding and head have one pair each.  32 x 6 + 4
+    messages per microbatch are exposed.  With few FLOPs and many messages, the hidden ones also take time.
     """
     sections = {"parallel": {"cp": 4, "tp": 2}}
     time = predicted(flat(1e-3, intra_gb_s=100.0), **sections)
@@ -170,9 +172,10 @@ def test_messages_of_tp() -> None:
 
 
 def test_messages_of_cp() -> None:
-    """Of a token, other ranks get 2 x 8 x 128 numbers in 32 layers: twice in bf16, gradients in fp32: 524,288 bytes.
+    """Other ranks get 2 x 8 x 128 elements of a token in 32 layers: twice in bf16, and gradients in fp32: 524,288
+    bytes.
 
-    A rank receives 7 / 8 of a pack, all of which attention hides.  An all-gather hides nothing.
+    A rank receives 7 / 8 of a pack, and attention hides all messages.  An all-gather hides none.
     """
     received = MILLION * 7 / 8 * 524_288 / 100e9
     assert predicted(flat(TFLOPS, intra_gb_s=100.0)).parts["cp"] == 0
@@ -180,7 +183,8 @@ def test_messages_of_cp() -> None:
     assert slow.parts["cp"] == pytest.approx(8 * received)
     gathered = predicted(flat(TFLOPS, intra_gb_s=100.0), parallel={"cp_comm": "all_gather"})
     assert gathered.parts["cp"] == pytest.approx(8 * received)
-    # a2a: queries, keys, values and outputs of the rank's tokens, forward and backward, in bf16: 40,960 bytes each.
+    # a2a sends queries, keys, values and outputs of the rank's tokens, in forward and backward, in bf16: 40,960 bytes
+    # each.
     exchanged = predicted(flat(TFLOPS, intra_gb_s=100.0), parallel={"cp_comm": "a2a"})
     heads = 32 * 2 * MILLION / 8 * 2 * 2 * (4096 + 1024) * 7 / 8 / 100e9
     assert exchanged.parts["cp"] == pytest.approx(8 * heads)
@@ -196,25 +200,27 @@ def test_dynamic_cp_sends_what_one_rank_cannot_hold() -> None:
 
 
 def test_messages_between_nodes() -> None:
-    """16 GPUs on two nodes: a ring of cp 16 crosses the network; gradients use the ports of all 8 ranks of a node."""
+    """16 GPUs on two nodes: a ring of cp 16 crosses the network; gradients use the network ports of all 8 ranks of a
+    node."""
     rates = flat(1e15, intra_gb_s=1e9, inter_gb_s=10.0)
     time = predicted(rates, num_gpus=16, parallel={"cp": 16})
     assert time.parts["cp"] == pytest.approx(8 * MILLION * 15 / 16 * 524_288 / 10e9)
-    # Weights in bf16 and gradients in fp32, 15 / 16 of them, by 8 ports of 10 GB/s; nothing to hide behind.
+    # Weights in bf16 and gradients in fp32, 15 / 16 of them, through 8 ports of 10 GB/s; no computation hides them.
     assert time.parts["dp"] == pytest.approx(8_030_261_248 * 6 * 15 / 16 / 80e9)
     fast = predicted(flat(TFLOPS, intra_gb_s=1e9, inter_gb_s=10.0), num_gpus=16, parallel={"cp": 16})
-    assert fast.parts["dp"] == pytest.approx(8_030_261_248 * 2 * 15 / 16 / 80e9)  # gradients hide behind backward
+    assert fast.parts["dp"] == pytest.approx(8_030_261_248 * 2 * 15 / 16 / 80e9)  # backward hides the gradients
 
 
 def test_messages_of_experts_and_stages() -> None:
-    """A token goes to 8 experts and back, each time 4096 bf16 numbers and half an fp32 weight; and so in backward."""
+    """A token goes to 8 experts and back, each time with 4096 bf16 elements and half of an fp32 weight; the same in
+    backward."""
     experts = {"num_experts": 16, "top_k": 8, "ffn_hidden_size": 1024}
     model = {**LLAMA_8B, "moe": experts}
     rates = flat(TFLOPS, intra_gb_s=100.0)
     time = predicted(rates, model=model, parallel={"cp": 8, "ep": 8})
     sent = 32 * 4 * MILLION / 8 * 8 * (8192 + 2) * 7 / 8
     assert time.parts["ep"] == pytest.approx(8 * sent / 100e9)
-    # A stage sends hidden states, 8,192 bytes of a token, and gets their gradient, between nodes.
+    # A stage sends hidden states between nodes, 8,192 bytes per token, and gets their gradient.
     time = predicted(flat(TFLOPS, inter_gb_s=10.0), num_gpus=16, parallel={"cp": 8, "pp": 2})
     assert time.parts["pp"] == pytest.approx(8 * 2 * MILLION / 8 * 8192 / 10e9)
 
@@ -233,7 +239,8 @@ def test_deepep_sends_a_token_to_a_node_once() -> None:
 
 
 def test_layers_without_experts_take_the_time_of_dense_layers() -> None:
-    """8 of 32: every part is a quarter of that of a dense model and three quarters of that of experts in all layers."""
+    """With experts in 24 of 32 layers, every part is a quarter of a dense model's and three quarters of that with
+    experts in all layers."""
     experts = {"num_experts": 16, "top_k": 8, "ffn_hidden_size": 1024, "shared_ffn_hidden_size": 512}
     rates = flat(TFLOPS, intra_gb_s=100.0, elementwise_gb_s=1000.0)
     layout, train = {"cp": 4, "tp": 2, "ep": 8}, {"recompute": "selective"}
@@ -250,10 +257,10 @@ def test_layers_without_experts_take_the_time_of_dense_layers() -> None:
 
 
 def test_activation_offload_shows_where_copies_take_longer() -> None:
-    """full keeps 8,192 bytes of a token and layer: 131,072 x 32 x 8,192 = 3.436e10 bytes, at 1 GB/s 34.36 s.
+    """full saves 8,192 bytes per token and layer: 131,072 x 32 x 8,192 = 3.436e10 bytes, at 1 GB/s 34.36 s.
 
-    Forward of the pack takes (LINEAR + ATTENTION) / 3 / 8 / RATE = 37.9 s, backward three times as long: all hides.  At
-    0.5 GB/s, forward shows 68.7 - 37.9 s.
+    Forward of the pack takes (LINEAR + ATTENTION) / 3 / 8 / RATE = 37.9 s, backward three times as long: both hide all
+    copies.  At 0.5 GB/s, 68.7 - 37.9 s of forward remain exposed.
     """
     sections: dict[str, Any] = {"train": {"recompute": "full", "offload_fraction": 1.0}}
     assert predicted(flat(TFLOPS, pcie_gb_s=1.0), **sections).parts["offload"] == 0

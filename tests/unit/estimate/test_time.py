@@ -1,4 +1,5 @@
-"""The predicted time of a step, and the limits with which `sft check` compares it.  Expected values by hand."""
+"""The predicted time of a step, and the limits with which `sft check` compares it.  Expected values are computed by
+hand."""
 
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from sft.estimate.lengths import Lengths
 from tests.unit.fixtures.layouts import MILLION, of_millions
 from tests.unit.fixtures.rates import flat
 
-# Llama-8B.  Per token 32 layers x (4096 x (2 x 4096 + 2 x 1024) + 3 x 4096 x 14,336) = 6,979,321,856 products, x 6.
-# Per supervised token 128,256 x 4096 x 6.  Per token and token of its document 6 x 32 x 4096.
+# Llama-8B.  Products per token: 32 layers x (4096 x (2 x 4096 + 2 x 1024) + 3 x 4096 x 14,336) = 6,979,321,856, x 6
+# FLOPs. Per supervised token: 128,256 x 4096 x 6.  Per token and token of its document: 6 x 32 x 4096.
 # LAYERS = MILLION x (41,875,931,136 + MILLION x 786,432), HEAD = MILLION x 3,152,019,456
 VOCAB = 128_256
 NOW = 1_000_000.0
@@ -27,7 +28,8 @@ def described(lengths: Lengths = Lengths.all_of(MILLION), **case: dict[str, obje
 
 
 def test_the_step_lasts_longer_than_the_limit_of_a_microbatch() -> None:
-    """(LAYERS + HEAD) / (8 x 3.4615e14) = 329.3 s, and 8 microbatches.  Only run.grace_s is shorter than a step."""
+    """(LAYERS + HEAD) / (8 x 3.4615e14) = 329.3 s for one of 8 microbatches.  Only run.grace_s is shorter than the
+    step."""
     assert described() == [
         "predicted and not measured: a step 2,634 s, 398 tokens/s per GPU, MFU 35%, of which attention 95%, linear 5%",
         "if packs of 1,048,576 tokens hold documents of 1,048,576: a step 2,634 s, a microbatch 329 s",
@@ -43,7 +45,8 @@ def test_the_step_lasts_longer_than_the_limit_of_a_microbatch() -> None:
 
 
 def test_limits_hold_for_the_longest_documents() -> None:
-    """Packs full of documents of 8,192: 1,048,576 x 51,470,401,536 / 2.7692e15 = 19.5 s.  The longest is as before."""
+    """Packs full of documents of 8,192 tokens: 1,048,576 x 51,470,401,536 / 2.7692e15 = 19.5 s.  The longest document
+    takes as long as before."""
     lines = described(Lengths(np.array([8192.0, MILLION]), np.array([1.0, 1e-9])), run={"grace_s": 1000})
     assert lines[0].startswith("predicted and not measured: a step 156 s, ")
     assert lines[1].endswith("hold documents of 1,048,576: a step 2,634 s, a microbatch 329 s")
@@ -90,7 +93,7 @@ def test_each_limit(limits: dict[str, object], expected: list[str]) -> None:
 
 @pytest.mark.parametrize(("end", "expected"), [(1_005_270, []), (1_005_269, ["leaves 2,634 s, which"])])
 def test_the_end_of_a_slurm_job(end: int, expected: list[str]) -> None:
-    """run.grace_s before the end of the job, the run stops."""
+    """The run stops run.grace_s before the end of the job."""
     case = of_millions(run={"grace_s": 2635})
     lines = time.describe(*case, VOCAB, Lengths.all_of(MILLION), RATES, {"SLURM_JOB_END_TIME": str(end)}, NOW)
     assert warned(lines) == [f"SLURM_JOB_END_TIME - run.grace_s = 2635 {text}" for text in expected]

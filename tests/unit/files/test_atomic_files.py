@@ -1,4 +1,4 @@
-"""A file that is replaced is the old or the new one, whatever happens in between."""
+"""A file that is replaced has its old or its new content, whatever interrupts the replacement."""
 
 import errno
 import os
@@ -49,7 +49,7 @@ def test_the_disk_has_the_content_before_the_name_and_then_the_name(
 
 
 def test_a_new_folder_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a conversion writes: files, then the folders that name them, then the name."""
+    """The order of a conversion's writes: files, then the folders that contain them, then the final name."""
     calls = watch_disk(monkeypatch)
     with new_folder(tmp_path / "target", 10) as temporary:
         (temporary / "below").mkdir()
@@ -69,7 +69,7 @@ def test_a_new_folder_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monk
     ],
 )
 def test_a_new_folder_that_a_disk_refuses(tmp_path: Path, number: int, kind: type[SftError], words: str) -> None:
-    """An export on a full disk may succeed in another try; nothing of it stays."""
+    """An export fails on a full disk, leaves nothing, and may succeed at the next try."""
     with pytest.raises(kind) as caught:
         with new_folder(tmp_path / "target", 10) as temporary:
             (temporary / "file").write_text("x")
@@ -101,7 +101,7 @@ def test_a_failed_write_is_reported_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, words: str
 ) -> None:
     assert why_not_written(tmp_path, failed_with(number)) == words
-    # A library that reports what it noticed later, here while it closed the file: the number is behind its error.
+    # A library reports an error when it closes a file; the error number is in the cause of its exception.
     try:
         try:
             raise failed_with(number)
@@ -113,7 +113,7 @@ def test_a_failed_write_is_reported_in_words(
 
 def test_the_file_system_is_asked_where_an_error_has_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     late = RuntimeError("unexpected pos 704 vs 598")
-    assert why_not_written(tmp_path, late) == "RuntimeError: unexpected pos 704 vs 598"  # nothing is wrong with it
+    assert why_not_written(tmp_path, late) == "RuntimeError: unexpected pos 704 vs 598"  # the disk is in order
     assert os.listdir(tmp_path) == []
     for free in ({"f_bavail": 255}, {"f_favail": 0}):  # less than 1 MiB in blocks of 4 KiB; no room for another file
         blocks = {"f_bavail": 1 << 20, "f_frsize": 4096, "f_files": 9, "f_favail": 9, **free}

@@ -1,6 +1,7 @@
-"""A full or failing disk, and files that may not be read: one sentence, and a run that can be started again.
+"""A full or failing disk, and files without permission to read: the message is one sentence, and the run can be started
+again.
 
-Root may read everything.  So commands on files that may not be read run in a process that has given up these rights.
+Root may read all files.  So commands on unreadable files run in a process that has given up this right.
 """
 
 import ctypes
@@ -89,7 +90,8 @@ log: {tensorboard: true}
 
 
 def told(folder: Path, program: str, cases: list[Any], **options: Any) -> Any:
-    """Run the program on the cases, beside a recipe and its data.  Returns what it writes to told.json."""
+    """Runs the program on the cases, in a folder with a recipe and its data.  Returns the JSON that the program writes
+    to told.json."""
     write(folder / "a.jsonl", ROW)
     (folder / "r.yaml").write_text(RECIPE)
     command, environment = [sys.executable, "-c", program, json.dumps(cases)], {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -110,7 +112,7 @@ def test_each_writer_of_a_run(tmp_path: Path) -> None:
 
 
 def test_standard_streams_that_are_closed(tmp_path: Path) -> None:
-    """Files do not take their numbers, and what is printed goes nowhere."""
+    """No file gets the descriptor of a closed stream, and printed text is lost."""
     write(tmp_path / "a.jsonl", ROW)
     (tmp_path / "r.yaml").write_text(RECIPE)
     command = f"{sys.executable} -m sft data prepare r.yaml data.cache_dir=cache <&- >&- 2>&-"
@@ -121,7 +123,7 @@ def test_standard_streams_that_are_closed(tmp_path: Path) -> None:
 
 
 def test_an_append_is_whole_or_is_an_error(tmp_path: Path) -> None:
-    """A file system may take a part of it; the rest is written by another call."""
+    """A file system may accept only a part of the data; another call writes the rest."""
 
     class Slow:
         def __init__(self) -> None:
@@ -163,7 +165,7 @@ def test_what_another_start_may_mend() -> None:
         (os.R_OK, "this user has no permission to read it ("),
         (os.W_OK, "this user has no permission to write it ("),
         (os.R_OK | os.W_OK, "this user has no permission to read or write it ("),
-        (0, "this user has no permission ("),  # of a folder above it
+        (0, "this user has no permission ("),  # to read a folder above it
     ],
 )
 def test_the_missing_permission_is_named(monkeypatch: pytest.MonkeyPatch, missing: int, words: str) -> None:
@@ -196,7 +198,7 @@ def test_a_store_that_cannot_be_read_is_not_replaced(
     assert "cached" in log[0]
 
 
-# --- what may not be read --------------------------------------------------------------------------------------------
+# --- files without permission to read ---------------------------------------------------------------------------------
 
 CHECKPOINT = "run/checkpoints/iter_0000001"
 READ = "this user has no permission to read or write it (OSError: [Errno 13] Permission denied: '{}')"
@@ -212,10 +214,10 @@ def cannot(be: str, path: str) -> str:
 
 
 SHARDS = [f"{CHECKPOINT}/{name}" for name in (".metadata", "__0_0.distcp", "common.pt", "manifest.json")]
-# A start that is refused before it locks the folder changes no state.
+# A start that is refused before it locks the folder does not change the run's state.
 KILLED, FAILED = "running", "failed-fatal"
-# What may not be read; the answers of `sft check`, `sft train` and `sft status` ("" of the last: the state has it); the
-# state of the run.
+# The unreadable file; the answers of `sft check`, `sft train` and `sft status` ("" for the last: the answer is in the
+# state); the state of the run.
 UNREADABLE: list[tuple[str, tuple[str, str, str], str]] = [
     ("run/run.lock", ("", cannot("locked", "run/run.lock"), unreadable("run/run.lock")), KILLED),
     ("run/checkpoints", (unreadable("run/checkpoints"),) * 3, KILLED),
@@ -257,7 +259,7 @@ json.dump(answers, open("told.json", "w"))
 
 
 def without_rights_of_root() -> None:
-    """For a new process: capabilities 1 and 2 (DAC_OVERRIDE, DAC_READ_SEARCH) are out of reach for what it runs."""
+    """Removes capabilities 1 and 2 (DAC_OVERRIDE, DAC_READ_SEARCH) from a new process and its child processes."""
     for capability in (1, 2):
         if ctypes.CDLL(None).prctl(24, capability, 0, 0, 0) and os.geteuid() == 0:  # PR_CAPBSET_DROP
             raise PermissionError("root may not give up its rights in this container")

@@ -1,4 +1,5 @@
-"""A stranger's folder writes and takes nothing: every reader of names and files, with every bad name and bad file."""
+"""A folder from another person cannot make sft read or write outside of it: every reader of names and files, with every
+bad name and bad file."""
 
 import hashlib
 import json
@@ -186,7 +187,7 @@ def a_pipe(path: Path) -> None:
 
 def a_huge_file(path: Path) -> None:
     path.touch()
-    os.truncate(path, HUGE)  # a hole, without a block on the disk
+    os.truncate(path, HUGE)  # a sparse file, which takes no space on the disk
 
 
 BAD_FILES = [a_link, a_link_to_an_endless_device, a_pipe, a_huge_file]
@@ -265,7 +266,7 @@ def test_a_copy_does_not_leave_its_target(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["model.hf", "model.init_from", "checkpoint.resume"])
 def test_a_model_does_not_replace_a_file_beside_the_run(place: str, tmp_path: Path) -> None:
-    """source.json names ../../.bashrc, and the file is there, as an unpacked archive has it."""
+    """source.json names ../../.bashrc, and this file exists in the unpacked archive."""
     home, unpacked = tmp_path / "home", tmp_path / "archive"
     run = home / "run"
     run.mkdir(parents=True)
@@ -315,7 +316,7 @@ def test_tensors_behind_a_link_are_not_passed_through(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["checkpoint.resume", "model.init_from", "model.hf", "run.dir", "run.dir, resumed"])
 def test_a_link_named_hf_takes_no_model_along(key: str, tmp_path: Path) -> None:
-    """An unpacked checkpoint has a link hf to a model of the user.  So has the folder of a run."""
+    """An unpacked checkpoint, or the folder of a run, contains a link hf to a model of the user."""
     private, archive, run = tmp_path / "private", tmp_path / "archive", tmp_path / "run"
     source_json(private, "tokenizer.json")
     (private / "tokenizer.json").write_text(SECRET)
@@ -339,7 +340,7 @@ def test_a_link_named_hf_takes_no_model_along(key: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("named", ["", "like", "model.hf"])
 def test_an_export_takes_nothing_from_a_link_named_hf(named: str, tmp_path: Path) -> None:
-    """A link that is not needed, because a better folder comes first, is in nobody's way."""
+    """A link does no harm if it is not needed, because a better folder comes first."""
     private, archive = tmp_path / "private", tmp_path / "archive"
     write_json(private / "config.json", {})
     (archive / "iter_0000001").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""config.json of released models: the files of fixtures/released, and the sizes of models that have no file there."""
+"""The config.json of released models: the files of fixtures/released, and the sizes of other models."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ SIZES: dict[str, dict[str, Any]] = {
         **_sizes(32, 4096, 11008, 32, 32, 100352),
         **{"rms_norm_eps": 1e-6, "rope_theta": 5e5},
     },
-    "gemma_2b": {  # as it was released
+    "gemma_2b": {  # the released values
         "model_type": "gemma",
         **_sizes(18, 2048, 16384, 8, 1, 256000),
         **{**_GEMMA, "hidden_act": "gelu", "rms_norm_eps": 1e-6},
@@ -85,7 +85,7 @@ VISION = ("qwen2_5_vl_7b", "qwen3_vl_8b", "qwen3_vl_30b_a3b", "mistral_small_3_2
 
 
 def config(name: str, **changes: Any) -> dict[str, Any]:
-    """The config.json of a released model.  "gemma_3_27b text": of its language model alone; ... removes a key."""
+    """The config.json of a released model.  "gemma_3_27b text": only its language model; ... removes a key."""
     base, _, part = name.partition(" ")
     content = SIZES[base] if base in SIZES else released(base)
     content = {**(content["text_config"] if part else content), **changes}

@@ -1,4 +1,4 @@
-"""Keys of a recipe that exclude each other, and layers that Transformer Engine lacks."""
+"""Recipe keys that exclude each other, and layers that Transformer Engine lacks."""
 
 import pytest
 
@@ -56,7 +56,7 @@ def test_values_that_exclude_each_other(overrides: list[str], why: str) -> None:
     ],
 )
 def test_transformer_engine_lacks_it(key: str, named: str) -> None:
-    """auto takes the portable backend, and FP8, which only Transformer Engine has, is refused."""
+    """With auto, the portable backend is used, and FP8, which only Transformer Engine has, is refused."""
     lacks = f"does not have {named}"
     assert any(f"{lacks}; use portable" in line for line in refusal_lines(RECIPE, key, "attention.backend=te"))
     assert any("run.fp8" in line and lacks in line for line in refusal_lines(RECIPE, key, "run.fp8=delayed"))

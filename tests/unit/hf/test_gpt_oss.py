@@ -1,4 +1,4 @@
-"""gpt-oss: its config.json, where its tensors are in ours, and how many numbers it has."""
+"""gpt-oss: its config.json, the positions of its tensors in ours, and its number of parameters."""
 
 from pathlib import Path
 
@@ -49,7 +49,8 @@ def test_gpt_oss_20b_as_released() -> None:
 
 
 def test_only_matrices_are_multiplied() -> None:
-    """Of a layer: q and o 2 x 2880 x 4096, k and v 2 x 2880 x 512, router 2880 x 32, 4 experts; no biases, no sinks."""
+    """Parameters in products of a layer: q and o 2 x 2880 x 4096, k and v 2 x 2880 x 512, router 2880 x 32, 4 experts;
+    without biases and sinks."""
     found = architecture(RELEASED, "config.json")
     layer = 2 * 2880 * 4096 + 2 * 2880 * 512 + 2880 * 32 + 4 * 3 * 2880 * 2880
     assert TrainFlops.of(found.model, found.vocab_size).per_token == 6 * 24 * layer
@@ -87,7 +88,8 @@ def test_biases_that_config_json_has_as_one_key_are_equal() -> None:
 
 
 def test_rows_that_take_turns_written_out() -> None:
-    """A tensor [experts, h, 6] whose last axis is gate, up, gate, up, ...: the up of expert 2 is columns 1, 3 and 5."""
+    """A tensor [experts, h, 6] whose last axis alternates gate and up: the up projection of expert 2 is columns 1, 3
+    and 5."""
     sizes = {"h": 8, "X": 4, "e": 3}
     gate, up = (View("gate_up", "X h e+e", part, transposed=True, blocks="e").of(0, 2, sizes) for part in (0, 1))
     assert gate == HfView(HfTensor("gate_up", (4, 8, 6)), (2,), 0, 3, transposed=True, num_blocks=3)
@@ -116,7 +118,7 @@ def test_a_router_is_no_stack_of_experts() -> None:
 @pytest.mark.parametrize("family", ["llama", "granite", "smollm3"])
 @pytest.mark.parametrize("attention,mlp", [(True, True), (True, False), (False, True)])
 def test_optional_biases(tmp_path: Path, family: str, attention: bool, mlp: bool) -> None:
-    """Files with biases have all of them, and as many numbers."""
+    """Files have the biases of the config, and the right number of elements."""
     source = hf.save(tmp_path / "source", family, attention_bias=attention, mlp_bias=mlp)
     found = architecture(read(source), "config.json")
     model = found.model

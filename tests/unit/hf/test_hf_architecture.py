@@ -1,4 +1,4 @@
-"""config.json <-> `model.*`, with configs as transformers writes them and as it reads them."""
+"""config.json <-> `model.*`, with configs that transformers writes and reads."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.unit.fixtures.hf import back, llama, mixtral, model_of, qwen3_moe, re
 
 
 def saved(folder: Path, family: str, **fields: Any) -> dict[str, Any]:
-    """What transformers writes for that family."""
+    """The config.json that transformers writes for this family."""
     hf.config_class(family)(**fields).save_pretrained(folder)
     content: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return content
@@ -96,21 +96,21 @@ ROPE_OF = {
     "gpt_oss": RopeConfig(base=150000.0, scaling="yarn", factor=32.0, original_max_position=4096, truncate=False),
     **dict.fromkeys(hf.LATENT_FAMILIES, RopeConfig(base=1e4, interleaved=True)),
 }
-# Layers with a window; None: all.  The last layer of Gemma 4 has none.
+# Layers with a window; None: all layers.  The last layer of Gemma 4 has no window.
 WINDOWS_OF = {"cwm": [2], "gpt_oss": [1], "gemma2": [1], "olmo3": None, "gemma3_text": None, "gemma4_text": [1]}
 WINDOWS_OF |= {"gemma4_unified_text": [1]}
 
 
 @pytest.mark.parametrize("family", hf.FAMILIES)
 def test_what_a_silent_config_means_is_what_transformers_takes(tmp_path: Path, family: str) -> None:
-    """A file that says the sizes and nothing else: the rest is by the family, as its class in transformers has it."""
+    """The file has only sizes; all other values are the defaults of the family's config class in transformers."""
     silent = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=32, vocab_size=100)
     silent |= dict(sliding_window=None) if family == "mistral" else {}
     silent |= dict(sliding_window=None, layer_types=["full_attention"] * 2) if family == "exaone4" else {}
     silent |= dict(no_rope_layer_interval=2) if family == "smollm3" else {}
     silent |= dict(first_k_dense_replace=1) if family == "deepseek_v3" else {}
     silent |= dict(hidden_size_per_layer_input=0) if family == "gemma4_text" else {}
-    silent |= dict(num_attention_heads=16) if family == "glm4_moe" else {}  # half of a head is an even number
+    silent |= dict(num_attention_heads=16) if family == "glm4_moe" else {}  # so that half of a head has an even width
     theirs = hf.config_class(family)(**silent)
     model = architecture({**silent, "model_type": family}, "config.json").model
     if family in hf.LATENT_FAMILIES:
@@ -210,7 +210,7 @@ def test_sliding_windows_where_transformers_has_them() -> None:
 def test_experts_as_released() -> None:
     found = architecture(qwen3_moe(), "config.json")
     assert found.model.moe == MoeConfig(num_experts=128, top_k=8, ffn_hidden_size=768)
-    assert found.model.ffn_hidden_size == 6144 and found.model.qk_norm  # a width that no layer has
+    assert found.model.ffn_hidden_size == 6144 and found.model.qk_norm  # no layer has this width
     assert found.sources["moe.normalize_top_k"] == "norm_topk_prob"
     found = architecture(mixtral(), "config.json")
     assert found.model.moe == MoeConfig(num_experts=8, top_k=2)
@@ -219,7 +219,7 @@ def test_experts_as_released() -> None:
 
 
 def test_options_that_change_no_model() -> None:
-    """Qwen2's projections have a bias and its output has none, whatever attention_bias says."""
+    """Qwen2's qkv projections have a bias and its output projection has none, whatever attention_bias is."""
     content = llama(model_type="qwen2", architectures=["Qwen2ForCausalLM"], attention_bias=True, use_cache=False)
     assert model_of(content).qkv_bias
     expected = architecture(qwen3_moe(), "config.json").model
@@ -229,7 +229,7 @@ def test_options_that_change_no_model() -> None:
 
 @pytest.mark.parametrize("made", [qwen3_moe, mixtral])
 def test_the_number_of_experts_has_two_names(made: Any) -> None:
-    """transformers reads either, and of both the one that it writes itself since version 5."""
+    """transformers reads both names; if both are given, the name that it writes since version 5 wins."""
     base = made(num_experts=..., num_local_experts=...)
     theirs = transformers.Qwen3MoeConfig if made is qwen3_moe else transformers.MixtralConfig
     for name in ("num_experts", "num_local_experts"):
@@ -243,13 +243,13 @@ def test_the_number_of_experts_has_two_names(made: Any) -> None:
     assert "num_experts = 16" in told and "num_local_experts = 8" in told and "are two names of one setting" in told
 
 
-# --- the way back ------------------------------------------------------------------------------------------
+# --- from a recipe to config.json --------------------------------------------------------------------------
 
 
 def test_a_changed_base_is_written_in_the_form_of_the_file(tmp_path: Path) -> None:
     silent = back(mixtral(rope_theta=...), **{"rope.base": 5e5})
     assert silent["rope_parameters"] == {"rope_type": "default", "rope_theta": 5e5}
-    # model.rope.original_max_position says nothing without a scaling that heeds it.
+    # model.rope.original_max_position has no effect if the scaling does not use it.
     assert back(llama(rope_scaling=None), **{"rope.original_max_position": 4096}) == llama(rope_scaling=None)
     assert back(llama(), **{"rope.base": 1e6}) == llama(rope_theta=1e6)
     new = saved(tmp_path, "qwen3", dtype=torch.bfloat16)
@@ -273,7 +273,7 @@ def test_scaling_is_written_so_that_transformers_reads_it(tmp_path: Path) -> Non
 
 
 def test_an_original_length_beside_the_group_does_not_survive() -> None:
-    """It would win over the one that is written."""
+    """Outside of rope_parameters, it would override the value that is written inside."""
     scaling = {"rope.scaling": "yarn", "rope.factor": 4.0, "rope.original_max_position": 32768}
     written = back(llama(original_max_position_embeddings=8192), **scaling)
     assert "original_max_position_embeddings" not in written
@@ -302,7 +302,7 @@ def test_experts_are_written_under_the_names_of_the_file() -> None:
 
 
 def test_the_width_of_an_expert_is_the_one_that_counts() -> None:
-    """Mixtral has one width, whichever of ours it was given as."""
+    """Mixtral has a single width of an expert, whichever of our two keys gives it."""
     assert back(mixtral(), **{"moe.ffn_hidden_size": 96}) == mixtral(intermediate_size=96)
     assert back(mixtral(), ffn_hidden_size=96) == mixtral(intermediate_size=96)
     assert back(mixtral(), **{"moe.ffn_hidden_size": 14336, "ffn_hidden_size": 1}) == mixtral()
@@ -323,7 +323,7 @@ def test_a_model_of_another_kind(content: dict[str, Any], change: dict[str, Any]
     assert why in str(error.value)
 
 
-# --- positions, in both of their forms ---------------------------------------------------------------------
+# --- rotary positions, in both forms of config.json --------------------------------------------------------
 
 PLAIN: dict[str, Any] = dict(rope_scaling=..., rope_theta=...)
 
@@ -354,11 +354,11 @@ YARN = RopeConfig(scaling="yarn", factor=4.0, original_max_position=4096)
         ({"rope_scaling": yarn(truncate=None)}, YARN.model_copy(update={"truncate": False})),
         ({"rope_scaling": yarn(attention_factor=1.3)}, YARN.model_copy(update={"attention_factor": 1.3})),
         ({"rope_scaling": yarn(beta_fast=8, beta_slow=0.5)}, YARN.model_copy(update=dict(beta_fast=8, beta_slow=0.5))),
-        # No original length: one outside of the group, or the longest one.
+        # Without an original length inside: the one outside of the group, or the maximum length.
         ({"rope_scaling": FOURFOLD, "max_position_embeddings": 4096}, YARN),
         ({"rope_scaling": FOURFOLD, "original_max_position_embeddings": 4096}, YARN),
         ({"rope_scaling": yarn(factor=None), "max_position_embeddings": 16384}, YARN),
-        # Both forms in one file: the old one counts.
+        # If a file has both forms, the old form wins.
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1e6}},
             RopeConfig(base=10000.0, scaling="linear", factor=2.0),
@@ -370,7 +370,7 @@ def test_positions_are_read_as_transformers_reads_them(fields: dict[str, Any], e
     assert rope(**fields) == expected
     sizes = dict(hidden_size=64, num_attention_heads=4, max_position_embeddings=131072)
     theirs = transformers.LlamaConfig(**{**sizes, **json.loads(json.dumps(fields))})
-    theirs.standardize_rope_params()  # as every model does before it computes
+    theirs.standardize_rope_params()  # every model calls this before it computes
     theirs = theirs.rope_parameters
     kind = {"default": "none"}.get(theirs["rope_type"], theirs["rope_type"])
     assert theirs["rope_theta"] == expected.base
@@ -403,7 +403,7 @@ def test_positions_that_are_refused(fields: dict[str, Any], why: str) -> None:
 
 
 def test_positions_of_each_layer_type() -> None:
-    """OLMo 3 as transformers 5 writes it, and as its files of 2025 have it: only full attention is scaled."""
+    """OLMo 3 in the form of transformers 5, and in the form of its files of 2025: only full attention is scaled."""
     base = llama(model_type="olmo3", architectures=["Olmo3ForCausalLM"], rope_theta=5e5, sliding_window=64)
     scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
     expected = RopeConfig(base=5e5, scaling="yarn", factor=8.0, original_max_position=8192, window_base=5e5)

@@ -1,4 +1,4 @@
-"""What a conversion refuses, and that it leaves nothing behind."""
+"""Conversions that are refused leave nothing behind."""
 
 import json
 import shutil
@@ -86,7 +86,8 @@ def place(*offsets: int, dtype: str = "F32", shape: tuple[int, ...] = (1,)) -> d
     "content,why",
     [
         (header({"a": place(0, 4)}, b"12345"), "file not fully covered (the file has "),
-        (header({"a": place(0, 4), "b": place(0, 4)}, b"1234"), "invalid offset for tensor `"),  # either of them
+        # the name of either tensor may follow
+        (header({"a": place(0, 4), "b": place(0, 4)}, b"1234"), "invalid offset for tensor `"),
         (header({"a": place(0, 4, shape=(2,))}, b"1234"), "invalid shape, data type, or offset for tensor"),
         (header({"a": place(-4, 0)}, b"1234"), "integer `-4`, expected usize"),
         *(
@@ -154,6 +155,15 @@ def test_an_index_and_files_that_disagree(made: Make) -> None:
     path.write_text(json.dumps(good))
     (source / "model.safetensors").write_bytes(b"")
     assert "has both model.safetensors and model.safetensors.index.json" in import_refused(source)
+
+
+def test_an_index_that_cannot_be_read_is_not_called_damaged(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    source = made(shard="20KB")
+    monkeypatch.setattr("sft.hf.safetensors_files.read_json", fail)
+    assert f"{source}/model.safetensors.index.json cannot be read: Input/output error." in import_refused(source)
 
 
 def test_a_tensor_in_two_files(made: Make) -> None:
@@ -233,7 +243,7 @@ def test_a_damaged_file_of_the_original(imported: Path) -> None:
 
 
 def test_a_checkpoint_of_another_model(imported: Path) -> None:
-    (imported / "hf" / "source.json").unlink()  # a folder with config.json alone
+    (imported / "hf" / "source.json").unlink()  # a folder with config.json alone is left
     hf.change(imported / "hf", num_hidden_layers=3, intermediate_size=48, layer_types=..., rms_norm_eps=1e-5)
     assert "norm_epsilon is 1e-06 in the checkpoint, but 1e-05 in config.json" in export_refused(imported)
     hf.change(imported / "hf", rms_norm_eps=1e-6, tie_word_embeddings=True)
@@ -259,7 +269,7 @@ def test_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_whose_router_is_another_one(made: Make, tmp_path: Path) -> None:
-    """Shapes do not tell how many experts a token goes to, nor what their weights are."""
+    """Shapes do not show how many experts a token chooses, or how their weights are computed."""
     source = made("mixtral")
     before = architecture(read(source), "config.json")
     right = {"moe_router_topk": 2, "moe_router_pre_softmax": False}

@@ -1,4 +1,4 @@
-"""What single families have that others do not: tensors, changed keys of config.json, and positions."""
+"""Properties of single families: tensors, changed keys of config.json, and positions."""
 
 import json
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_an_unsupported_family_is_told_what_it_needs() -> None:
 
 
 def test_experts_of_granite_are_rows_of_one_tensor() -> None:
-    """Gate above up, as in our tensor; nothing is transposed."""
+    """The rows of gate come before those of up, as in our tensor; nothing is transposed."""
     content = {
         **{"model_type": "granitemoe", "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 3},
         **{"num_attention_heads": 2, "vocab_size": 10, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -122,7 +122,7 @@ def test_a_recipe_may_not_change_what_the_model_computes(tmp_path: Path, name: s
         parse_recipe(RECIPE, "a.yaml", [f"model.hf={tmp_path}", f"model.{key}={own}", *recipe])
 
 
-# --- changes that are written ------------------------------------------------------------------------------
+# --- changed values in an exported config.json -------------------------------------------------------------
 
 LONGER, HALF = {"rope.base": 2e7}, {"rope_theta": 2e7, "partial_rotary_factor": 0.5}
 CHANGES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -151,7 +151,8 @@ def test_changed_positions_are_written() -> None:
     found = back(content, **{"rope.base": 2e6})["rope_parameters"]
     assert (found["rope_theta"], found["llama_4_scaling_beta"], found["attention_factor"]) == (2e6, 0.1, 1.0)
     found = back(content, **{"rope.scaling": "none", "rope.factor": 1.0, "rope.attention_factor": None})
-    assert found["rope_parameters"]["original_max_position_embeddings"] == 16384  # positions are counted in it
+    # the length from which YaRN computes positions
+    assert found["rope_parameters"]["original_max_position_embeddings"] == 16384
     found = back(config("deepseek_v3", quantization_config=...), **{"rope.factor": 80.0})["rope_scaling"]
     assert (found["factor"], found["attention_factor"], found["mscale_all_dim"]) == (80.0, 1.0, 1.0)
     assert found["mscale"] == pytest.approx(1.0)
@@ -166,7 +167,8 @@ def test_positions_that_transformers_would_not_compute_are_not_written() -> None
 
 
 def test_the_rotated_part_of_a_head() -> None:
-    """Of a family that rotates parts of heads: in rope_parameters, beside them, or the family's own; written back."""
+    """The share that is rotated stands in rope_parameters, beside them, or is the family's default; an export writes it
+    back."""
     places = [{"rope_parameters": {"partial_rotary_factor": 0.5}}, {"partial_rotary_factor": 0.5}, {}]
     for content, expected in zip(places, (0.5, 0.5, 0.25)):
         values, problems = rope_of({"rope_theta": 1e4, **content}, QWEN3_NEXT, 1e4, 0.25)

@@ -1,4 +1,4 @@
-"""How rows of their tensors lie in ours, and which tensors a family has."""
+"""The positions of a family's tensors in our tensors, and the tensors that a family has."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +62,7 @@ SIZES = {"q": 6, "k": 2, "h": 8, "x": 4, "X": 4, "e": 3}
 
 
 def test_a_view_of_rows_written_out() -> None:
-    """Rows of queries, keys and values in one tensor: 0-5, 6-7, 8-9."""
+    """Rows of queries, keys and values in one tensor: rows 0-5, 6-7, 8-9."""
     views = [View("layers.{i}.qkv", "q+k+k h", part).of(1, None, SIZES) for part in range(3)]
     assert [(view.first, view.num_rows, view.shape) for view in views] == [
         (0, 6, (6, 8)),
@@ -86,7 +86,7 @@ def test_a_view_of_an_expert_written_out() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", hf.FAMILIES)
 def test_a_family_has_the_tensors_of_transformers(tmp_path: Path, family: str, tied: bool) -> None:
-    """Those of its files: in memory, its experts are one tensor."""
+    """The tensors of the family's files; in memory, transformers has the experts as one tensor."""
     fields = dict(hidden_size=8, intermediate_size=12, num_attention_heads=4, num_key_value_heads=2, head_dim=2)
     partial = (*hf.LINEAR_FAMILIES, *hf.ROUTED_FAMILIES)
     fields |= dict(head_dim=8) if family in partial else {}  # a quarter or half of a head is rotated
@@ -127,7 +127,7 @@ def test_experts_written_out() -> None:
 
 
 def test_names_are_told_by_layer_and_expert() -> None:
-    """Whatever their number: layers whose experts are the same ones are one line."""
+    """However many there are: layers with the same experts share one line."""
     names = [f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1, 2, 5)] + ["model.layers.7.x", "lm_head.weight"]
     assert fold_by_layer(names) == [
         "lm_head.weight",
@@ -177,7 +177,7 @@ def test_a_span_lies_in_one_block() -> None:
 
 
 def test_layers_of_several_kinds_have_tensors_of_their_own() -> None:
-    """Layer 1 has linear attention; rules of another kind of layer are left out, and no axis is stacked."""
+    """Layer 1 has linear attention; rules for other kinds of layers are left out, and no axis is stacked."""
     linear = LinearAttentionConfig(layers=[1], num_key_heads=1, num_value_heads=1)
     model = MODEL.model_copy(update={"linear_attention": linear})
     family = FAMILIES["llama"]

@@ -38,7 +38,7 @@ def test_heads_of_each_kind_of_layer() -> None:
 
 
 def test_heads_as_transformers_saves_them(tmp_path: Path) -> None:
-    """per_layer_config has the heads of layers without a window, and transformers writes no names with `global`."""
+    """In per_layer_config, layers without a window have their own heads; transformers writes no names with `global`."""
     transformers.Gemma4TextConfig(**TINY).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     own = {"head_dim": 16, "num_key_value_heads": 2}
@@ -64,7 +64,7 @@ PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 5e6, "partial_rotary_
 def test_changed_positions_are_read_by_transformers(
     tmp_path: Path, content: dict[str, Any], changes: dict[str, Any], written: dict[str, Any]
 ) -> None:
-    """A recipe may scale the positions of full attention; those of windows stay."""
+    """A recipe may scale the positions of full attention; the positions of layers with windows stay the same."""
     (tmp_path / "config.json").write_text(json.dumps(back(content, **changes)))
     theirs: Any = transformers.AutoConfig.from_pretrained(tmp_path)
     theirs = getattr(theirs, "text_config", theirs)
@@ -74,7 +74,7 @@ def test_changed_positions_are_read_by_transformers(
 
 
 def test_lora_refuses_the_router_and_experts_by_name() -> None:
-    """PEFT's all-linear has the router, which we multiply in fp32; the files hold all experts in one tensor."""
+    """PEFT's all-linear includes the router, which we multiply in fp32; the files store all experts in one tensor."""
     found = architecture(TINY, "config.json")
 
     def adapted(targets: list[str], exclude: list[str]) -> set[str]:

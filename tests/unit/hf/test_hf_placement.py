@@ -1,4 +1,4 @@
-"""Which numbers of which stored tensors the parts of ranks consist of; with the sizes of a real model, without data."""
+"""The elements of stored tensors that make each rank's parts, for the sizes of a real model, without data."""
 
 import math
 from collections.abc import Iterator
@@ -22,13 +22,13 @@ QWEN3_8B = ModelConfig(
     qk_norm=True,
 )
 VOCAB, PADDED, TP = 151_936, 152_064, 8
-NUMBERS = 8_190_735_360  # of the released model
+NUMBERS = 8_190_735_360  # parameters of the released model
 BY_ROWS = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_fc1.weight")
 BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 
 
 def parts_of(mapping: TensorMapping, rank: int) -> Iterator[Any]:
-    """The parts of one tensor-parallel rank as Megatron makes them: of linear_fc1 one of the gate and one of up."""
+    """The parts of one tp rank in Megatron's form: linear_fc1 has a part of gate and a part of up."""
     whole = mapping.shape(PADDED if mapping.form == "vocabulary" else None)
     axes, matrices = len(mapping.stack), 2 if mapping.key.endswith("linear_fc1.weight") else 1
     for number in range(matrices):
@@ -73,12 +73,13 @@ def test_the_parts_of_eight_ranks_hold_every_number_once() -> None:
                 read[piece.view.name] += piece.target.numel()
                 corners.add((piece.view.name, piece.first_row, piece.first_column))
             elif rank == 0:
-                read[piece.view.name] += piece.target.numel()  # norms are whole on every rank
-        padding = 2 * 128 * 4096 if rank == TP - 1 else 0  # embedding and output
+                read[piece.view.name] += piece.target.numel()  # every rank has whole norms
+        padding = 2 * 128 * 4096 if rank == TP - 1 else 0  # padding of embedding and output
         assert kept - requested == padding
     assert read == {tensor.name: math.prod(tensor.shape) for tensor in views_by_tensor(MAPPINGS)}
     assert sum(read.values()) == NUMBERS
-    # Of a layer: of each rank one block of queries, keys, values, output, gate, up and down; embedding and output.
+    # For a layer, each rank has one block of queries, keys, values, output, gate, up and down; also embedding and
+    # output.
     assert len(corners) == TP * (36 * 7 + 2)
 
 
@@ -90,7 +91,7 @@ def test_the_parts_of_one_rank_written_out() -> None:
         ]
 
     assert told("linear_qkv.weight", 5) == [
-        ("q_proj", 1536, 0, 512, 4096),  # the four heads of the fourth group
+        ("q_proj", 1536, 0, 512, 4096),  # the four query heads of the fourth group
         ("k_proj", 384, 0, 128, 4096),
         ("v_proj", 384, 0, 128, 4096),
     ]
@@ -98,6 +99,6 @@ def test_the_parts_of_one_rank_written_out() -> None:
     assert told("linear_fc1.weight", 5) == [("gate_proj", 4608, 0, 1536, 4096), ("up_proj", 4608, 0, 1536, 4096)]
     assert told("linear_fc2.weight", 5) == [("down_proj", 0, 4608, 4096, 1536)]
     assert told("k_layernorm.weight", 5) == [("k_norm", 0, 0, 128)]
-    # 19,008 rows each; the last rank has 18,880 of the 151,936 tokens, and 128 rows of padding
+    # Each rank has 19,008 rows; those of the last rank are 18,880 of the 151,936 tokens, and 128 rows of padding.
     assert told("word_embeddings") == [("embed_tokens", 57_024, 0, 19_008, 4096)]
     assert told("word_embeddings", rank=7) == [("embed_tokens", 133_056, 0, 18_880, 4096), (None, 0, 0, 128, 4096)]

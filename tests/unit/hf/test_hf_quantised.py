@@ -1,4 +1,4 @@
-"""FP8 weights become numbers as their config.json says; every other quantisation is refused by name."""
+"""FP8 weights are dequantised as their config.json says; every other quantisation is refused by name."""
 
 import math
 from collections.abc import Callable
@@ -25,7 +25,7 @@ PER_TENSOR = dict(
 
 
 def compressed(strategy: str, **weights: Any) -> dict[str, Any]:
-    """As llm-compressor writes it."""
+    """The quantization_config that llm-compressor writes."""
     kind = dict(num_bits=8, type="float", strategy=strategy, symmetric=True, dynamic=False, group_size=None)
     group = dict(targets=["Linear"], weights={**kind, **weights}, input_activations=None, output_activations=None)
     return dict(
@@ -35,7 +35,7 @@ def compressed(strategy: str, **weights: Any) -> dict[str, Any]:
 
 
 CASES: dict[str, tuple[dict[str, Any], str, tuple[int, int] | None, torch.dtype, tuple[int, ...] | None]] = {
-    # config, suffix of the scale, rows and columns with one scale (None: all), type of the scales, shape of the scale
+    # config, suffix of the scale, rows and columns that share a scale (None: all), type and shape of the scales
     "blocks": (BLOCKS, "_scale_inv", (24, 16), torch.float32, None),
     "per tensor": (PER_TENSOR, "_scale_inv", None, torch.bfloat16, ()),
     "compressed, per tensor": (compressed("tensor"), "_scale", None, torch.float32, (1,)),
@@ -45,7 +45,7 @@ CASES: dict[str, tuple[dict[str, Any], str, tuple[int, int] | None, torch.dtype,
 
 
 def quantise(source: Path, case: str) -> dict[str, torch.Tensor]:
-    """Rewrite the layers' matrices of a bf16 folder in FP8.  Returns what they mean: float64, number by number."""
+    """Rewrites the layers' matrices of a bf16 folder in FP8.  Returns their dequantised values in float64."""
     config, suffix, block, scale_dtype, scale_shape = CASES[case]
     stored, meant = tensors(source), {}
     for name in [name for name in stored if name.endswith("_proj.weight")]:
@@ -86,7 +86,8 @@ def test_every_number_is_the_stored_one_times_its_scale(made: Make, case: str) -
         rows, columns = numbers.shape
         found = torch.empty(rows, columns, dtype=torch.bfloat16)
         opened.stored.read_rows(name, 0, found)
-        # A stored number has 4 bits and a scale at most 24, so fp32 rounds their product; then bf16 rounds it.
+        # A stored number has 4 significant bits and a scale at most 24, so fp32 rounds their product; then bf16 rounds
+        # it.
         expected = numbers.float().bfloat16()
         assert torch.equal(found, expected)
         assert b"".join(opened.stored.raw_blocks(name, 999)) == expected.view(torch.uint8).numpy().tobytes()
@@ -96,7 +97,7 @@ def test_every_number_is_the_stored_one_times_its_scale(made: Make, case: str) -
 
 
 def test_transformers_reads_the_same_numbers(made: Make) -> None:
-    """Its own dequantisation, of blocks that divide the matrices."""
+    """Compares with the dequantisation of transformers, for blocks that divide the matrices."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     source = made("qwen3", dtype=torch.bfloat16)
@@ -169,7 +170,8 @@ def test_scales_that_do_not_fit(made: Make) -> None:
         found = damage(source, lambda stored: stored.update({f"{NAME}_scale_inv": scale}))  # noqa: B023
         assert told in found and found.endswith(line)
     assert told in damage(source, lambda stored: stored.pop(f"{NAME}_scale_inv"))
-    spare = {NAME: torch.zeros(64, 32, dtype=torch.bfloat16), f"{NAME}_scale_inv": good}  # a scale of no FP8 weight
+    # a scale without an FP8 weight
+    spare = {NAME: torch.zeros(64, 32, dtype=torch.bfloat16), f"{NAME}_scale_inv": good}
     assert f"surplus: {NAME.replace('.1.', '.*.')}_scale_inv (layer 1)" in damage(source, lambda s: s.update(spare))
     hf.change(source, quantization_config=...)
     assert "type F8_E4M3 is not supported" in damage(source, lambda stored: None)

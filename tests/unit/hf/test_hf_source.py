@@ -1,4 +1,5 @@
-"""Every tensor of a folder is trained, passed through, or refused by name; and what `sft check` says about weights."""
+"""Every tensor of a folder is trained, passed through, or refused by name; and the lines of `sft check` about
+weights."""
 
 import json
 from dataclasses import replace
@@ -33,14 +34,14 @@ run: {dir: run, device: cpu, precision: fp32}
 
 @pytest.fixture
 def with_mtp(made: Make, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Shards that mix the layers of the decoder with those of MTP, as in AReaL#1403: no shard has one kind alone."""
+    """Files that mix layers of the decoder and of MTP, as in AReaL#1403: no file has only one of them."""
     monkeypatch.setitem(FAMILIES, "qwen2", replace(FAMILIES["qwen2"], passed_through=("mtp.*",)))
     source = made("qwen2", shard="20KB")
     index = json.loads((source / "model.safetensors.index.json").read_text())
     for number, file in enumerate(sorted(source.glob("*.safetensors"))):
         extra = {
             f"mtp.layers.0.{number}.weight": torch.randn(3, 5, dtype=torch.bfloat16),
-            f"mtp.layers.0.{number}.scale": torch.randn(4).to(torch.float8_e4m3fn),  # of no type that is trained
+            f"mtp.layers.0.{number}.scale": torch.randn(4).to(torch.float8_e4m3fn),  # a type that is never trained
         }
         save_file({**load_file(file), **extra}, file)
         index["weight_map"] |= dict.fromkeys(extra, file.name)
@@ -60,7 +61,8 @@ def test_shards_that_mix_what_is_trained_and_what_is_not(with_mtp: Path) -> None
         assert source.manifest[name] == Expected(shape=tuple(tensor.shape), dtype=dtype, role=role)
         assert b"".join(source.stored.raw_blocks(name, 1000)) == tensor.contiguous().view(torch.uint8).numpy().tobytes()
     shards = len({tensor.file for tensor in source.stored.tensors.values()})
-    # 3 outside of the layers, 12 in each of two: 44,256 numbers in fp32; and two of 34 bytes in each shard
+    # 3 tensors outside of the layers, and 12 in each of two layers: 44,256 fp32 numbers; and two tensors of 34 bytes in
+    # each file
     assert source.describe() == f"Org/Model: 27 tensors trained, {2 * shards} passed through, 0 refused; 173 KiB"
 
 
@@ -96,7 +98,7 @@ def test_a_tied_output_that_is_stored_is_a_copy(made: Make, monkeypatch: pytest.
     hf.rewrite(source, **{"lm_head/weight": embedding.clone()})
     assert open_source(source).manifest["lm_head.weight"].role == "tied copy"
     changed = embedding.clone()
-    changed[300, 31] += 1  # the last number
+    changed[300, 31] += 1  # the last element
     hf.rewrite(source, **{"lm_head/weight": changed})
     with pytest.raises(CheckpointError, match="lm_head.weight and model.embed_tokens.weight differ"):
         open_source(source)
@@ -117,11 +119,12 @@ def test_what_a_start_finds(made: Make, tmp_path: Path) -> None:
     for dtype, told in ((torch.float16, rounded[0]), (torch.float32, rounded[1]), (torch.bfloat16, "BF16")):
         other = hf.save(tmp_path / str(dtype), "llama", dtype=dtype)
         assert describe(config_of(other, "run.precision=bf16"), None).endswith(told) is (dtype != torch.bfloat16)
-    # 3 tensors outside of the layers, and 9 kinds in them
+    # 3 tensors outside of the layers, and 9 kinds of tensors in layers
     found = describe(config_of(source, f"model.init_from={tmp_path}/imported"), None)
     assert found.startswith(f"{checkpoint}: 12 tensors; ")
     sizes = [f"model.{key}={str(value).lower()}" for key, value in SIZES.items()]
-    typed = describe(config_of(None, *sizes, f"model.init_from={tmp_path}/imported"), 259)  # by a table that fits
+    # the sizes match the table of a family
+    typed = describe(config_of(None, *sizes, f"model.init_from={tmp_path}/imported"), 259)
     assert typed == found
 
 
@@ -147,7 +150,8 @@ def test_the_family_of_a_recipe_with_typed_sizes_has_its_tensors() -> None:
 
     experts = {"num_experts": 4, "top_k": 2}
     assert family_of() == family_of(num_layers=3) == "qwen3"
-    assert family_of(norm_placement="post", qk_norm_across_heads=True) == "olmo2"  # its norms are other tensors
+    # the norms of this family are other tensors
+    assert family_of(norm_placement="post", qk_norm_across_heads=True) == "olmo2"
     assert family_of(moe=experts) == "qwen3_moe"
     routed = experts | {"score_function": "sigmoid", "correction_bias": True}
     assert family_of(moe=routed, qk_norm_across_heads=True) == "minimax_m2"

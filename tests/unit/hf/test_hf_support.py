@@ -1,4 +1,4 @@
-"""The table of docs/reference/models.md that says what each family supports, against the code."""
+"""The table in docs/reference/models.md of features that each family supports agrees with the code."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from sft.weights.lora.targets import kinds_of
 from tests.unit.fixtures import hf, vision
 
 PAGE = Path(__file__).parents[3] / "docs/reference/models.md"
-# Widths of heads decide, or transformers has no such type.
+# Here the widths of heads decide, or transformers has no such type.
 RELEASED = {"deepseek_v3": "deepseek_v3", "kimi_k2": "kimi_k2", "glm4_moe_lite": "glm_4_7_flash"}
 REFUSED_BY_LORA = {
     "the files of this model hold all experts in one tensor": "experts in one tensor",
@@ -31,7 +31,8 @@ ROWS = rows()
 
 
 def content(model_type: str) -> dict[str, Any]:
-    """config.json.  Of Gemma 4, its mixture: its dense models have less to refuse."""
+    """The config.json of a family; for Gemma 4 that of its mixture of experts, because its dense models have fewer
+    refusals."""
     if model_type in RELEASED:
         return hf.released(RELEASED[model_type])
     if model_type in vision.VISION:

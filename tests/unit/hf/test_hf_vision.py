@@ -18,7 +18,7 @@ from tests.unit.hf.released import VISION, with_text
 
 @pytest.mark.parametrize("changed", [dict(sliding_window=4096), dict(sliding_window=...)], ids=str)
 def test_the_window_of_the_language_model(changed: dict[str, Any]) -> None:
-    """Without the key, it is the default of transformers."""
+    """Without the key, the window is the default of transformers."""
     assert model_of(with_text(released("mistral_small_3_2"), **changed)).sliding_window == 4096
 
 
@@ -49,7 +49,7 @@ def full_attention(theirs: Any) -> Any:
 
 
 def test_values_go_back_to_their_group() -> None:
-    """Sizes and lengths of the language model into text_config; a tied output to the top level."""
+    """Sizes and lengths of the language model go into text_config, a tied output to the top level."""
     content = released("qwen3_vl_8b", dtype="bfloat16")
     found = back(content, seq_length=300_000, dtype="float32", num_layers=2, tie_embeddings=True, **{"rope.base": 1e7})
     expected = with_text(
@@ -84,7 +84,8 @@ def test_sections_of_mrope_survive_a_new_scaling() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", [*vision.VISION, "qwen3_vl_moe as released"])
 def test_every_tensor_is_trained_or_passed_through(tmp_path: Path, family: str, tied: bool) -> None:
-    """Those of the language model, each number once; and those of the tower and projector."""
+    """Tensors of the language model are trained, each element once; tensors of the tower and the projector are passed
+    through."""
     vision.save(tmp_path, family.split()[0], tied=tied)
     if family.endswith("as released"):
         vision.as_released(tmp_path)
@@ -102,7 +103,7 @@ def test_every_tensor_is_trained_or_passed_through(tmp_path: Path, family: str, 
 
 
 def test_experts_as_released_are_transposed() -> None:
-    """Gate and up of an expert are columns of its matrix, in this order; down is transposed, too."""
+    """Gate and up of an expert are columns of its matrix, in this order; the down matrix is transposed, too."""
     found = architecture(released("qwen3_vl_30b_a3b"), "config.json")
     mappings = [mapping for mapping in found.family.mappings(found.model, 151936) if mapping.stack_index == (7, 5)]
     gate_up, down = ([view for view in mapping.sources] for mapping in mappings)
@@ -120,7 +121,7 @@ def test_experts_as_released_are_transposed() -> None:
 
 
 def test_names_that_other_versions_wrote_are_recognised(tmp_path: Path) -> None:
-    """Some versions of transformers saved the names that they have in memory."""
+    """Some versions of transformers saved tensors under their names in memory."""
     vision.save(tmp_path, "mistral3")
     found = architecture(read(tmp_path), "config.json")
     moved = {
@@ -135,12 +136,12 @@ def test_names_that_other_versions_wrote_are_recognised(tmp_path: Path) -> None:
     assert family.embedding == "model.language_model.embed_tokens.weight" and family.head == "lm_head.weight"
     assert tensors == {name for name in moved if not family.passes_through(name, 0)}
     moved.pop("lm_head.weight")
-    assert found.family.stored_as(moved, found.model, found.vocab_size) is found.family  # the check tells what is wrong
+    assert found.family.stored_as(moved, found.model, found.vocab_size) is found.family  # the check reports the fault
 
 
 @pytest.mark.parametrize("name", VISION)
 def test_the_config_reads_in_transformers(name: str, tmp_path: Path) -> None:
-    """An export with another base, as transformers reads it."""
+    """transformers reads the config.json of an export with another rotary base."""
     (tmp_path / "config.json").write_text(json.dumps(back(released(name), **{"rope.base": 2e7})))
     theirs = transformers.AutoConfig.from_pretrained(tmp_path).text_config
     theirs.standardize_rope_params()

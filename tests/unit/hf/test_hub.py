@@ -1,4 +1,4 @@
-"""Models and tokenizers that a recipe names as on the Hugging Face hub, with a hub on this machine."""
+"""Models and tokenizers that a recipe names as on the Hugging Face hub; the hub runs on this machine."""
 
 import errno
 import json
@@ -32,7 +32,7 @@ def server() -> Iterator[Hub]:
 
 @pytest.fixture
 def served(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    """A hub with one commit of a model in two files, beside which lie files that are not needed."""
+    """A hub with one commit of a model in two files, and with other files that are not needed."""
     fresh = Hub(url=server.url)
     server.__dict__.update(fresh.__dict__)
     folder = tmp_path / "upload"
@@ -56,7 +56,7 @@ WEIGHTS = ["model-1.safetensors", "model-2.safetensors"]
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another process begins with."""
+    """Clears the caches of this process, as in a new process."""
     monkeypatch.setattr(hub, "_snapshots", {})
 
 
@@ -174,12 +174,13 @@ def test_a_hub_that_cannot_be_reached(
     served.add(NAME, Path("upload"))
     served.refuse["api"] = (503, "", "maintenance")
     forget(monkeypatch)
-    assert hub.snapshot(NAME).commit == commit  # and says so
+    assert hub.snapshot(NAME).commit == commit  # the log says so
     assert f"so {NAME} is commit {commit} of the cache" in capsys.readouterr().err
 
 
 def test_a_connection_that_breaks_off(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once: the library goes on where it broke off.  For ever: an error, and nothing that looks complete."""
+    """If the connection breaks once, the library continues at the same byte.  If it always breaks, there is an error,
+    and no file looks complete."""
     no_sleep = SimpleNamespace(sleep=lambda _: None, time=lambda: 0.0)
     monkeypatch.setattr("huggingface_hub.file_download.time", no_sleep)
     served.break_off["model-1.safetensors"] = 70_000
@@ -271,7 +272,7 @@ REST = "data: {train: a, seq_length: 256}\ntrain: {num_steps: 5, global_batch_si
 
 
 def test_every_tensor_is_known_before_a_download(served: Hub, made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the headers of files that are larger than what is requested of them."""
+    """The headers are read from files that are larger than the requested ranges."""
     folder = made("qwen3", shard="500KB", intermediate_size=4096)
     assert len(list(folder.glob("*.safetensors"))) > 2
     served.add("org/real", folder)
@@ -296,8 +297,8 @@ def test_every_tensor_is_known_before_a_download(served: Hub, made: Make, monkey
     [
         (["train", "a.yaml"], WEIGHTS),
         (["train", "a.yaml", "model.init_from=random"], []),
-        (["train", "a.yaml", "run.dir=begun"], []),  # its weights are those of the checkpoint
-        (["train", "a.yaml", "run.dir=begun", "lora.rank=2"], WEIGHTS),  # a checkpoint of adapters has none
+        (["train", "a.yaml", "run.dir=begun"], []),  # the run's weights come from the checkpoint
+        (["train", "a.yaml", "run.dir=begun", "lora.rank=2"], WEIGHTS),  # a checkpoint of adapters has no base weights
         (["eval", "a.yaml", "data.eval=chat.jsonl"], WEIGHTS),
         (["eval", "a.yaml", "data.eval=chat.jsonl", "model.init_from=random", "--from", NAME], WEIGHTS),
         (["eval", "a.yaml", "data.eval=chat.jsonl", "run.dir=begun", "--from", "adapter"], WEIGHTS),

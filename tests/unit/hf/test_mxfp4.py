@@ -1,4 +1,4 @@
-"""MXFP4 experts of gpt-oss become numbers: written out, as transformers has them, and in imports and exports."""
+"""Dequantised MXFP4 experts of gpt-oss: by hand, compared with transformers, and in imports and exports."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,8 @@ def quantised(made: Make) -> tuple[Path, dict[str, torch.Tensor]]:
 
 
 def test_bytes_written_out() -> None:
-    """The lower four bits are the first number; the fourth bit is the sign; a scale of 127 is 1."""
+    """The lower four bits of a byte are the first number; the fourth bit of a number is its sign; the scale 127 means
+    1."""
     blocks = torch.zeros(1, 16, dtype=torch.uint8)
     blocks[0, 0], blocks[0, 15] = 0x72, 0xFA  # 1.0 and 6.0; -1.0 and -6.0
     for scale, factor in ((127, 1.0), (128, 2.0), (120, 2.0**-7), (0, 2.0**-127)):
@@ -40,11 +41,11 @@ def test_every_number_is_the_stored_one_times_its_scale(quantised: tuple[Path, d
     assert not any(name.endswith(("_blocks", "_scales")) for name in opened.manifest)
     for name, numbers in meant.items():
         expected = numbers.bfloat16()
-        assert torch.equal(expected.double(), numbers)  # two bits and an exponent: bf16 holds them
+        assert torch.equal(expected.double(), numbers)  # two bits and an exponent, which bf16 represents exactly
         experts, columns, rows = expected.shape
         assert (opened.manifest[name].shape, opened.manifest[name].dtype) == ((experts, columns, rows), "BF16")
         assert b"".join(opened.stored.raw_blocks(name, 999)) == expected.view(torch.uint8).numpy().tobytes()
-        part = torch.empty(5, columns - 10)  # every second row of the transposed matrix, columns across blocks
+        part = torch.empty(5, columns - 10)  # every second row of the transposed matrix, and columns across blocks
         opened.stored.read_rows(name, 3, part, index=(2,), transposed=True, step=2, first_column=7)
         assert torch.equal(part, expected[2].T[3:13:2, 7:-3].float())
 

@@ -1,4 +1,4 @@
-"""Two processes of a node: one asks the hub, and both end at the same files."""
+"""Two processes of a node: only one requests files from the hub, and both get the same files."""
 
 import subprocess
 import sys
@@ -34,12 +34,12 @@ def test_weights_are_requested_once_and_errors_are_shared(tmp_path: Path) -> Non
     save_file({"a": np.zeros(100_000, dtype=np.float32)}, folder / "model.safetensors")
     with serving() as hub:
         commit = hub.add("org/tiny", folder)
-        hub.pause_s = 0.02  # the other process comes while files are on their way
+        hub.pause_s = 0.02  # so that the other process starts during the downloads
         start = environment(hub, tmp_path / "cache")
 
         def run(*words: str) -> list[tuple[int, str]]:
             processes = []
-            for rank in reversed(environments(2)):  # rank 1 comes first, and must wait
+            for rank in reversed(environments(2)):  # rank 1 starts first, and must wait
                 command = [sys.executable, "-c", RANK, *words]
                 processes.append(subprocess.Popen(command, env={**start, **rank}, stdout=-1, stderr=-1, text=True))
             return [(process.wait(), process.communicate()[0].strip()) for process in processes]
@@ -91,6 +91,6 @@ def test_the_others_take_the_result_of_this_start_alone(rank: Node, monkeypatch:
             node.once_per_node(task, not_here)
     rank(1, MASTER_PORT="1", TORCHELASTIC_RESTART_COUNT="")
     later = time.time() + 3600
-    monkeypatch.setattr("psutil.Process.create_time", lambda _: later)  # a start that came an hour later
+    monkeypatch.setattr("psutil.Process.create_time", lambda _: later)  # as for a start an hour later
     with pytest.raises(ConfigError, match="did not begin"):
         node.once_per_node("ask", not_here)

@@ -1,4 +1,5 @@
-"""Released models: what their config.json means, how many parameters they have, and that it is written back."""
+"""Released models: the recipe values of their config.json, their numbers of parameters, and the config.json of an
+export."""
 
 import math
 from operator import attrgetter
@@ -29,7 +30,7 @@ VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         **dict(resolved_query_groups=10, resolved_head_dim=128, rope=RopeConfig(base=250000.0)),
         **dict(tie_embeddings=False, qkv_bias=False),
     }),
-    (config("seed_oss_36b"), {  # heads that are wider together than the model
+    (config("seed_oss_36b"), {  # all heads together are wider than the hidden state
         **dict(num_layers=64, hidden_size=5120, num_attention_heads=80, resolved_head_dim=128),
         **dict(resolved_query_groups=8, qkv_bias=True, rope=RopeConfig(base=1e7)),
     }),
@@ -42,7 +43,8 @@ VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         **dict(embedding_multiplier=approx(73.3212111), attention_multiplier=approx(1 / math.sqrt(168))),
         **dict(attention_softcap=None, logits_softcap=None),
     }),
-    (config("gemma_4_31b"), {  # every sixth layer has 4 key heads of 512 that are also values; the others 16 of 256
+    # every sixth layer has 4 key heads of 512, whose keys are also values; the other layers have 16 of 256
+    (config("gemma_4_31b"), {
         **dict(num_layers=60, hidden_size=5376, ffn_hidden_size=21504, vocab_size=262144, sliding_window=1024),
         "full_attention": FullAttentionConfig(head_dim=512, num_query_groups=4, keys_as_values=True),
         "rope": RopeConfig(base=1e6, scaling="proportional", fraction=0.25, window_base=1e4),
@@ -68,7 +70,7 @@ VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         "rope": RopeConfig(base=5e4, interleaved=True, factor=64, beta_fast=1.0, beta_slow=1.0, **LATENT_YARN),
         **{"moe.num_experts": 384, "moe.num_groups": 1, "moe.scaling_factor": 2.827},
     }),
-    (config("moonlight_16b_a3b"), {  # no latent of queries; two shared experts are one of twice the width
+    (config("moonlight_16b_a3b"), {  # queries have no latent; two shared experts are stored as one of twice the width
         "latent_attention": LatentAttentionConfig(kv_lora_rank=512),
         "rope": RopeConfig(base=5e4, interleaved=True),
         **{"moe.shared_ffn_hidden_size": 2816, "moe.dense_layers": 1, "moe.top_k": 6},
@@ -93,11 +95,11 @@ VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ),
         **{"qkv_bias": True, "qk_norm": True, "rope.base": 1e6, "rotary_dim": 64},
     }),
-    (config("minimax_m2"), {  # half of each head is rotated, which the file says as a number of dimensions
+    (config("minimax_m2"), {  # half of each head is rotated; the file gives it as a number of elements
         "moe": MoeConfig(num_experts=256, **SIGMOID),
         **dict(rotary_dim=64, qk_norm_across_heads=True, resolved_expert_ffn=1536),
     }),
-    (config("qwen2_5_vl_7b"), {  # all keys stand at the top level; positions of text are plain
+    (config("qwen2_5_vl_7b"), {  # all keys are at the top level; text has plain positions
         **dict(num_layers=28, hidden_size=3584, ffn_hidden_size=18944, vocab_size=152064, num_attention_heads=28),
         **dict(resolved_query_groups=4, resolved_head_dim=128, qkv_bias=True, qk_norm=False, norm_epsilon=1e-6),
         "rope": RopeConfig(base=1e6),
@@ -129,7 +131,7 @@ VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         **dict(embedding_multiplier=2048**0.5, round_embedding_multiplier=True),
     }),
     (config("cwm"), dict(sliding_window=8192, sliding_window_layers=CWM_WINDOWS, rope=CWM_ROPE)),
-    (config("cwm", rope_theta=..., rope_scaling=..., sliding_window=...),  # transformers' defaults
+    (config("cwm", rope_theta=..., rope_scaling=..., sliding_window=...),  # the defaults of transformers
      dict(sliding_window=8192, sliding_window_layers=CWM_WINDOWS, rope=CWM_ROPE)),
     (config("ministral_8b"),
      dict(sliding_window=32768, sliding_window_layers=[number for number in range(1, 37) if number % 4 != 1])),
@@ -174,7 +176,7 @@ def test_the_key_that_gives_a_value(name: str, key: str, source: str) -> None:
     assert architecture(config(name), "config.json").sources[key] == source
 
 
-# All parameters, and those that a token meets: exact, or about what the names of the models say (A12B).
+# All parameters, and those that one token uses: exact, or about the numbers in the models' names (A12B).
 PARAMETERS: dict[str, tuple[Any, Any]] = {
     "gpt_oss_20b": (20_914_757_184, 20_914_757_184 - 24 * 28 * (3 * 2880 * 2880 + 3 * 2880)),  # 4 of 32 experts
     "gemma_4_31b text": (30_697_345_280, ANY),
@@ -193,7 +195,7 @@ PARAMETERS: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters_are_as_many_as_in_transformers(name: str) -> None:
     content = config(name, quantization_config=..., auto_map=..., architectures=...)
-    family = {"kimi_k2": "deepseek_v3"}.get(name, content.pop("model_type"))  # transformers has no type of that name
+    family = {"kimi_k2": "deepseek_v3"}.get(name, content.pop("model_type"))  # transformers has no type of this name
     found = architecture(config(name), "config.json")
     with torch.device("meta"):
         theirs = getattr(transformers, f"{hf.FAMILIES[family]}ForCausalLM")(hf.config_class(family)(**content))

@@ -1,4 +1,4 @@
-"""Parameters and FLOPs, counted by hand."""
+"""Parameters and FLOPs, computed by hand."""
 
 import math
 
@@ -15,7 +15,7 @@ from tests.unit.fixtures.layouts import TINY, adapted
 
 
 def test_the_crossover_of_llama_8b() -> None:
-    """Per token and layer 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) products, per square of the length 4096."""
+    """4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) products per token and layer; 4096 per squared length."""
     assert AttentionCost.of(layout_config(model=LLAMA_8B).model) == AttentionCost(53_248)
     windows = layout_config(
         model={**LLAMA_8B, "sliding_window": 4096, "sliding_window_layers": list(range(1, 33, 2))}
@@ -23,14 +23,15 @@ def test_the_crossover_of_llama_8b() -> None:
     assert AttentionCost.of(windows) == AttentionCost(106_496, 4096, 106_496)
     everywhere = AttentionCost.of(layout_config(model={**LLAMA_8B, "sliding_window": 4096}).model)
     assert everywhere == AttentionCost(math.inf, 4096, 53_248)
-    assert everywhere.equal_length() == math.inf  # 4096 keys cost 2 * 4096 / 53,248 of a token at most
+    assert everywhere.equal_length() == math.inf  # 4096 keys cost at most 2 * 4096 / 53,248 of a token
 
 
 def test_attention_of_gpt_oss_20b() -> None:
-    """64 query heads of 64 are 4096 numbers; 12 layers with windows of 128, and 12 with full attention.
+    """64 query heads of 64 have 4096 elements; 12 layers have windows of 128, and 12 have full attention.
 
-    A query of a full layer sees (length + 1) / 2 keys, about length / 2, and one of a window 128 but for the first 128
-    queries.  Each pair costs 2 x 2 x 4096 FLOPs forward, and three times as much with backward.
+    In a full layer, a query attends to (length + 1) / 2 keys on average, about length / 2; in a layer with a window to
+    128, except the first 128 queries.  Each pair has 2 x 2 x 4096 FLOPs in forward, and three times as many with
+    backward.
     """
     model = architecture(released("gpt_oss_20b"), "config.json").model
     of_pair = 3 * 2 * 2 * 4096
@@ -38,17 +39,18 @@ def test_attention_of_gpt_oss_20b() -> None:
         assert (full, window) == (length * length // 2, 128 * (2 * length - 128) // 2)
         found = TrainFlops.of(model, 201_088).attention(np.array([length]))
         assert found == pytest.approx(12 * (full + window) * of_pair)
-    # Per token and layer: q, k, v and output 2880 x (2 x 4096 + 2 x 512), the router 2880 x 32, four experts of
-    # 3 x 2880 x 2880: 126,167,040 products.  In 24 layers 6 FLOPs each.
+    # Per token and layer: q, k, v and output 2880 x (2 x 4096 + 2 x 512), router 2880 x 32, four experts of 3 x 2880 x
+    # 2880: 126,167,040 products.  In 24 layers, 6 FLOPs each.
     assert TrainFlops.of(model, 201_088).per_token == 6 * 24 * 126_167_040
-    # Attention takes as many FLOPs as all else at 61 thousand tokens.  If all layers were full ones, at half of that.
+    # Attention has as many FLOPs as all other computation at 61 thousand tokens; with full attention in all layers, at
+    # half of that.
     cost = AttentionCost.of(model)
     assert cost == AttentionCost(24 * 126_167_040 / (12 * 4096), 128, 24 * 126_167_040 / (12 * 4096))
     assert cost.equal_length() == pytest.approx(61_349, abs=1)
 
 
 def test_cost_of_attention() -> None:
-    """A window of 20: 10 tokens have 100 / 2 pairs, 100 tokens 20 * (200 - 20) / 2."""
+    """A window of 20: 10 tokens have 100 / 2 pairs, 100 tokens have 20 * (200 - 20) / 2."""
     cost = AttentionCost(10.0, 20, 10.0)
     assert cost(np.array([10, 100])).tolist() == [10 + 10, 1000 + 360]
     assert AttentionCost()(np.array([10, 100])).tolist() == [0, 0]
@@ -62,7 +64,7 @@ def test_cost_of_attention() -> None:
 def test_parameters_counted_by_hand() -> None:
     # embedding 10*4, qkv 4*12, proj 4*4, fc1 4*16, fc2 8*4, two norms of 4, last norm 4
     assert num_parameters(layout_config(model=TINY).model, 10) == 40 + 48 + 16 + 64 + 32 + 8 + 4
-    # an output weight of its own, biases of q, k, v, norms of q and k
+    # an output weight that is not tied, biases of q, k, v, norms of q and k
     changed = {**TINY, "tie_embeddings": False, "qkv_bias": True, "qk_norm": True}
     assert num_parameters(layout_config(model=changed).model, 10) == 212 + 40 + 12 + 4
     # one group: k and v are one head of 2
@@ -72,10 +74,10 @@ def test_parameters_counted_by_hand() -> None:
 
 
 def test_linear_attention_counted_by_hand() -> None:
-    """One key head of 3, two value heads of 5, 4 taps; one of two layers.
+    """One key head of width 3, two value heads of width 5, 4 taps; one of two layers has linear attention.
 
-    Matrices: q and k of 3 rows, v and z of 10, decay and beta of 2, output 10.  Else: taps of 16 channels, a decay and
-    a bias of each value head, a norm of 5.  A state has 3 x 5 numbers and is multiplied three times.
+    Matrices: q and k have 3 rows, v and z 10, decay and beta 2, output 10.  Other parameters: taps of 16 channels, a
+    decay and a bias for each value head, a norm of 5.  A state has 3 x 5 elements and is multiplied three times.
     """
     full = layout_config(model={**TINY, "num_layers": 2}).model
     linear = LinearAttentionConfig(
@@ -105,10 +107,11 @@ def test_norms_across_heads_have_a_weight_for_every_head() -> None:
 
 def test_experts_counted_by_hand() -> None:
     experts = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 2}
-    moe = layout_config(model={**TINY, "moe": experts}).model  # the dense model: 212 parameters, 96 of them the MLP
-    # router 4*8, each of 8 experts: gate, up and down 3*4*2
+    # the dense model has 212 parameters, 96 of them in the MLP
+    moe = layout_config(model={**TINY, "moe": experts}).model
+    # router 4*8; each of 8 experts: gate, up and down 3*4*2
     assert num_parameters(moe, 10) == 212 - 96 + 32 + 8 * 24
-    # qkv 48, proj 16; a token multiplies the router and two experts
+    # qkv 48, proj 16; a token is multiplied with the router and two experts
     flops = TrainFlops.of(moe, 10)
     assert (flops.per_token, flops.per_label) == (6 * (48 + 16 + 32 + 2 * 24), 6 * 40)
     assert flops.attention(np.array([10, 1])) == pytest.approx(6 * 4 * (100 + 1))
@@ -116,12 +119,13 @@ def test_experts_counted_by_hand() -> None:
     both = layout_config(model={**TINY, "moe": {**experts, **shared}}).model
     assert num_parameters(both, 10) == num_parameters(moe, 10) + 76
     assert TrainFlops.of(both, 10).per_token == flops.per_token + 6 * 76
-    wide = layout_config(model={**TINY, "moe": {"num_experts": 8, "top_k": 2}}).model  # experts as wide as a dense MLP
+    # experts are as wide as the dense MLP
+    wide = layout_config(model={**TINY, "moe": {"num_experts": 8, "top_k": 2}}).model
     assert num_parameters(wide, 10) == 212 - 96 + 32 + 8 * 96
 
 
 def test_what_one_token_meets() -> None:
-    """Of 8 experts of 24 parameters each it goes to two."""
+    """A token goes to two of 8 experts with 24 parameters each."""
     model = {**TINY, "num_layers": 3, "tie_embeddings": False}
     experts = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 2}
     dense, sparse = layout_config(model=model).model, layout_config(model={**model, "moe": experts}).model
@@ -129,15 +133,17 @@ def test_what_one_token_meets() -> None:
     assert active_parameters(sparse, 10) == num_parameters(sparse, 10) - 3 * 6 * 24
     assert describe_parameters(dense, 10) == "588"
     assert describe_parameters(sparse, 10) == "972 (540 for a token)"
-    first = {**experts, "dense_layers": 1}  # 128 parameters more than a dense layer in two of three layers
+    # two of three layers have experts, and 128 parameters more than a dense layer
+    first = {**experts, "dense_layers": 1}
     mixed = layout_config(model={**model, "moe": first}).model
     assert describe_parameters(mixed, 10) == "844 (556 for a token)"
-    # The products of a layer: 64 of attention; 96 of the MLP, or 32 of the router and 48 of two experts.
+    # Products of a layer: 64 in attention; 96 in the MLP, or 32 in the router and 48 in two experts.
     assert TrainFlops.of(mixed, 10).per_token == 6 * (3 * 64 + 96 + 2 * (32 + 48))
 
 
 def test_a_frozen_matrix_takes_no_product_for_its_gradient() -> None:
-    """The tiny model: 160 parameters of layers and 40 of the output weight, of which fc1 (64) and norms are trained."""
+    """The tiny model has 160 parameters in layers and 40 in the output weight; of these, fc1 (64) and norms are
+    trained."""
     model = layout_config(model=TINY).model
     fc1 = Weight(key="decoder.layers.mlp.linear_fc1.weight", index=(0,), shape=(16, 4))
     norm = Weight(key="decoder.final_layernorm.weight", index=(), shape=(4,))

@@ -1,4 +1,4 @@
-"""The limit of Transformer Engine's fused rotary kernel, and what rotates the packs that exceed it."""
+"""The limit of Transformer Engine's fused rotary kernel, and the code that rotates longer packs."""
 
 import sys
 import types
@@ -43,14 +43,14 @@ def test_stride_and_longest_pack(model: list[str], stride: int, most: int) -> No
 
 
 def test_only_the_tokens_of_a_rank_count() -> None:
-    """2,097,152 tokens over two ranks are 1,048,576 on each."""
+    """2,097,152 tokens over two ranks are 1,048,576 tokens on each rank."""
     assert fused_rotary.why_not(parsed(*QWEN, "data.seq_length=2097152", "parallel.cp=2").config) is None
     assert fused_rotary.why_not(parsed(*QWEN, "data.seq_length=2097152", "parallel.cp=1").config) is not None
 
 
 @pytest.fixture
 def te(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if Transformer Engine were there."""
+    """Pretends that Transformer Engine is installed."""
     for name in ("transformer_engine", "transformer_engine.pytorch"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setattr(transformer_engine, "check_release", lambda config: None)
@@ -58,7 +58,8 @@ def te(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("seq_length, rotates", [(1_048_576, False), (1_048_608, True)])
 def test_who_rotates(te: None, seq_length: int, rotates: bool) -> None:
-    """Core with a table of angles, or attention with the positions of this rank's tokens; the log says which."""
+    """megatron-core rotates with a table of angles, or attention rotates with the positions of this rank's tokens; the
+    log says which."""
     backend = choose(parsed(*QWEN, f"data.seq_length={seq_length}").config, "cuda")
     positions, boundaries = torch.tensor([[0, 1, 0, 1]]), torch.tensor([0, 2, 4], dtype=torch.int32)
     documents = backend.documents(boundaries, 2, positions, CpGroup(1, 0, None))
@@ -70,8 +71,8 @@ def test_who_rotates(te: None, seq_length: int, rotates: bool) -> None:
 
 
 def test_with_dynamic_cp_core_gets_the_group_of_each_pack(te: None) -> None:
-    """Core keeps the group of the pack before if it gets neither a group nor a size.  Its fused rotary kernel would
-    use the cp group of the run, so attention rotates."""
+    """Without a group and a size, megatron-core would use the group of the previous pack.  Its fused rotary kernel
+    would use the cp group of the run, so attention rotates."""
     backend = choose(parsed(*QWEN, "parallel.cp=2", "parallel.dynamic_cp=true").config, "cuda")
     assert backend.attention_rotates and "uses the cp group of the run" in str(backend)
     positions, boundaries, members = torch.tensor([[0, 1]]), torch.tensor([0, 4], dtype=torch.int32), object()
@@ -86,7 +87,7 @@ def test_with_dynamic_cp_core_gets_the_group_of_each_pack(te: None) -> None:
 
 
 class Recorder:
-    """Stands for Transformer Engine's attention: returns what it is given."""
+    """Replaces Transformer Engine's attention: returns its arguments."""
 
     def __init__(self, *, layer_number: int, softmax_scale: float) -> None:
         self.scale = softmax_scale
@@ -97,9 +98,9 @@ class Recorder:
 
 @pytest.mark.parametrize("layer, skips", [(1, False), (2, True)])
 def test_queries_and_keys_are_rotated_before_attention(layer: int, skips: bool) -> None:
-    """By a quarter turn: cosine 0, sine 1 turn (1, 2) into (-2, 1).  Values stay.  Queries are doubled.
+    """The angle is a quarter turn: cosine 0 and sine 1 turn (1, 2) into (-2, 1).  Values stay.  Queries are doubled.
 
-    Layer 2 has no rotary positions, and the scale of a model without them: 1 / sqrt(128).
+    Layer 2 has no rotary positions, and the scale of a model without positions: 1 / sqrt(128).
     """
     rotation = Rotation(cos=torch.zeros(1, 1, 2), sin=torch.ones(1, 1, 2), query_scale=torch.full((1, 1, 1), 2.0))
     x, packed = torch.tensor([[[1.0, 2.0]]]), SimpleNamespace(rotation=rotation)
@@ -118,7 +119,7 @@ def test_queries_and_keys_are_rotated_before_attention(layer: int, skips: bool) 
     "overrides, says", [([], True), (["attention.backend=portable"], False), (["run.device=cpu"], False)]
 )
 def test_check_says_it(tmp_path: Any, capsys: pytest.CaptureFixture[str], overrides: list[str], says: bool) -> None:
-    """Where the run may use Transformer Engine."""
+    """The message appears if the run may use Transformer Engine."""
     (tmp_path / "a.yaml").write_text(RECIPE)
     assert main(["check", f"{tmp_path}/a.yaml", "--no-data", *QWEN, "data.seq_length=1048608", *overrides]) == 0
     printed = capsys.readouterr().out

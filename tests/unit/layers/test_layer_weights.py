@@ -1,4 +1,4 @@
-"""The table of a layer's weights against the rules of Hugging Face, and against counts by hand."""
+"""The table of a layer's weights agrees with the Hugging Face rules, and with counts by hand."""
 
 import json
 from math import prod
@@ -22,7 +22,7 @@ TINY = ModelConfig(num_layers=1, hidden_size=4, ffn_hidden_size=8, num_attention
 
 
 def in_table(model: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of the weights of a layer, counted from 1, as the table has them."""
+    """The shapes that the table gives for the weights of a layer, counted from 1."""
     group = next(group for group in layer_groups(model) if layer in group.numbers)
     sizes = sizes_of(group.model)
     return {weight.key: weight.sizes(sizes) for weight in group.weights}
@@ -30,7 +30,8 @@ def in_table(model: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("file", RELEASED, ids=[file.stem for file in RELEASED])
 def test_the_rules_of_a_family_fill_the_table(file: Path) -> None:
-    """In each kind of layer the tensors of Hugging Face are the weights of the table: names and shapes."""
+    """In each kind of layer, the tensors of the Hugging Face rules are the weights of the table: names and shapes
+    agree."""
     config = json.loads(file.read_text())
     opened = architecture(config, file.name)
     model, rows = opened.model, {}
@@ -46,7 +47,7 @@ def test_the_rules_of_a_family_fill_the_table(file: Path) -> None:
 
 
 def test_every_rule_means_a_weight_of_the_table() -> None:
-    """Also those of families of which no released model is here."""
+    """Also the rules of families without a released model in this test."""
     for family in FAMILIES.values():
         for rule in family.rules:
             if rule.in_layers:
@@ -67,8 +68,8 @@ def test_softmax_attention_by_hand() -> None:
 
 
 def test_experts_and_linear_attention_by_hand() -> None:
-    """2 key heads of width 3, 4 value heads of width 5, a convolution of 6 tokens; 7 experts of width 9, 1 shared one
-    of width 10 with a gate."""
+    """2 key heads of width 3, 4 value heads of width 5, a convolution over 6 tokens; 7 experts of width 9, and a shared
+    expert of width 10 with a gate."""
     linear = LinearAttentionConfig(
         layers=[1], num_key_heads=2, key_head_dim=3, num_value_heads=4, value_head_dim=5, conv_kernel=6
     )

@@ -1,4 +1,4 @@
-"""Multi-token prediction: what a recipe may say, what a document predicts, the block's tensors, and what it costs."""
+"""Multi-token prediction: allowed recipes, predicted tokens of a document, tensors of the block, and its cost."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -67,7 +67,8 @@ DOCUMENTS = [sample([10, 11, 12, 13], [0, 1, 0, 1]), sample([20, 21, 22, 23]), s
 
 
 def test_what_a_document_predicts() -> None:
-    """The second token after each, if it is supervised and of the same document, with and without padding."""
+    """For each token, the second token after it, if that is supervised and in the same document; with and without
+    padding."""
     pack = Collator(doc_multiple=4, pad_id=0).pack(DOCUMENTS)
     assert pack.second_mask.astype(int).tolist() == [0, 1, 0, 0, 1, 1, 0, 0, *[0] * 8]
     assert pack.second_labels[pack.second_mask].tolist() == [13, 22, 23]
@@ -109,7 +110,7 @@ def test_sft_check_names_the_block() -> None:
     assert kinds.describe(with_block(model)) == "layers 1 with full attention; a block for multi-token prediction"
 
 
-# --- what it costs -----------------------------------------------------------------------------------------------
+# --- cost --------------------------------------------------------------------------------------------------------
 
 
 def with_block(model: ModelConfig) -> ModelConfig:
@@ -127,7 +128,7 @@ def test_parameters_and_flops_counted_by_hand() -> None:
 
 
 def test_parameters_are_those_of_the_files(tmp_path: Path) -> None:
-    """Without copies, and without correction biases, which are buffers."""
+    """Without copied tensors, and without correction biases, which are buffers."""
     source, _ = mtp_models.save(tmp_path / "source", "glm4_moe")
     stored, model = hf.tensors(source), open_source(source, has_mtp=True).architecture.model
     counted = {n: x for n, x in stored.items() if not n.endswith(("bias", "2.embed_tokens.weight", "head.head.weight"))}
@@ -137,7 +138,8 @@ def test_parameters_are_those_of_the_files(tmp_path: Path) -> None:
 
 
 def test_the_block_is_on_the_last_stage() -> None:
-    """With a copy of the embedding, 128 rows of 4, unless it is the first stage, or the output is one."""
+    """The last stage also has a copy of the embedding, 128 rows of 4, unless it is the first stage, or the output
+    weight is tied."""
 
     def added(pp: int, stage: int, **changes: Any) -> float:
         config, layout = of(pp, model={**TINY, "num_layers": 2, **changes}, parallel={"pp": pp})
@@ -149,9 +151,10 @@ def test_the_block_is_on_the_last_stage() -> None:
 
 
 def test_memory_of_the_block() -> None:
-    """A layer, four hidden states around it, and those of a second loss head.
+    """The block has a layer, four hidden states around it, and the hidden states of a second loss head.
 
-    Its backward comes first, while the first head's gradient waits; it frees the block for that of the other layers.
+    Its backward runs first, while the gradient of the first head waits.  This frees the block's tensors for backward of
+    the other layers.
     """
     config, layout = of()
     config = config.model_copy(update={"model": config.model.model_copy(update={"num_layers": 2})})
@@ -171,12 +174,13 @@ def test_memory_of_the_block() -> None:
     ]
     before, after = (estimate(one, layout, 10, 1024, Trained()) for one in full)
     assert after.layers - before.layers == before.layers / 2 + 2 * hidden
-    assert after.sets[1].held - before.sets[1].held == 6 * hidden  # five are made again
+    assert after.sets[1].held - before.sets[1].held == 6 * hidden  # five hidden states are computed again
     assert Layout.resolve(block, 1) == layout
 
 
 def test_memory_of_a_tied_table_on_two_stages() -> None:
-    """Its gradient, 128 x 4 numbers in bf16, waits for that of the block's embedding, if the block trains it."""
+    """The gradient of the table, 128 x 4 elements in bf16, waits for that of the block's embedding, if the block trains
+    it."""
     config, layout = of(2, {**TINY, "num_layers": 2}, parallel={"pp": 2}, train={"global_batch_size": 2})
     model = with_block(config.model)
     ways = ("detached", "joint")
@@ -187,4 +191,4 @@ def test_memory_of_a_tied_table_on_two_stages() -> None:
     )
     detached, joint = (found.sets for found in stages)
     waits = [after.held - before.held for before, after in zip(detached, joint)]
-    assert waits == [0, 1024, 1024, 0, 0]  # the loss head, the block's two sets, and the layer's
+    assert waits == [0, 1024, 1024, 0, 0]  # the loss head, the two working sets of the block, and that of the layer

@@ -1,4 +1,4 @@
-"""Which attention a run gets, and what is said of it."""
+"""The attention backend that a run gets, and the log lines about it."""
 
 import importlib.metadata
 import sys
@@ -29,7 +29,7 @@ def config(*overrides: str) -> Config:
 
 @pytest.fixture
 def te(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if Transformer Engine 2.9 were there."""
+    """Pretends that Transformer Engine 2.9 is installed."""
     for name in ("transformer_engine", "transformer_engine.pytorch"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "2.9.0+abc")
@@ -144,7 +144,7 @@ def test_biases_of_experts_over_etp_stay_local(te: None) -> None:
 
 
 def test_without_transformer_engine() -> None:
-    """Not installed here."""
+    """Transformer Engine is not installed here."""
     found = choose(config(), "cuda")
     assert isinstance(found, Portable)
     assert {kind: kernel.name for kind, kernel in found.chosen.items()} == {"full attention": "torch's flash kernel"}
@@ -164,7 +164,7 @@ WIDE += ["model.rope.window_base=1e4"]
 
 
 def test_heads_that_are_too_wide_for_the_flash_kernel() -> None:
-    """Layers without a window have heads of 512, those with one have heads that the kernel takes."""
+    """Layers without a window have heads of 512; layers with a window have heads that the kernel supports."""
     found = choose(config(*WIDE, "attention.backend=portable"), "cuda")
     assert isinstance(found, Portable)
     assert str(found) == (
@@ -180,7 +180,7 @@ def test_heads_that_are_too_wide_for_the_flash_kernel() -> None:
 
 
 def test_what_a_kernel_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for each kind of layer."""
+    """The kernel is asked once for each kind of layer."""
     asked: list[Demand] = []
     refusing = Operators(*2 * [lambda *_: None], lambda demand: asked.append(demand) or "no")  # type: ignore[arg-type]
     monkeypatch.setattr(kernels, "FLASH", {"a kernel": refusing})
@@ -196,7 +196,8 @@ def test_what_a_kernel_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_with_transformer_engine(te: None) -> None:
     assert str(choose(config(), "cuda")) == "te (Transformer Engine)"
     assert choose(config("attention.backend=portable"), "cuda").name == "portable"
-    assert choose(config("parallel.cp_comm=a2a", "parallel.cp=1"), "cuda").name == "te"  # nothing to move
+    # there are no keys and values to send
+    assert choose(config("parallel.cp_comm=a2a", "parallel.cp=1"), "cuda").name == "te"
 
 
 @pytest.mark.parametrize(
@@ -224,7 +225,7 @@ def test_a_release_that_cannot_is_refused(
 
 @pytest.fixture
 def gpu(te: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int], str, str], None]:
-    """As if that GPU, that release of Transformer Engine and that CUDA were there."""
+    """Pretends that this GPU, this release of Transformer Engine and this CUDA exist."""
 
     def be(capability: tuple[int, int], release: str = "2.20.2", cuda: str = "13.0") -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
@@ -275,7 +276,7 @@ def test_fp8_refused(gpu: Callable[..., None]) -> None:
 def test_deterministic_attention_of_transformer_engine(
     gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its source: cuDNN's backward is deterministic on Hopper, and not used for training from Blackwell on."""
+    """By its source: cuDNN's backward is deterministic on Hopper, and not used for training from Blackwell on."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     wanted = config("run.deterministic=true")
     for capability, name in {HOPPER: "te", BLACKWELL: "portable", ADA: "portable"}.items():
@@ -292,7 +293,7 @@ def test_deterministic_attention_of_transformer_engine(
 
 
 def test_releases_that_bring_fp8(gpu: Callable[..., None]) -> None:
-    """From megatron-core's fp8_utils: which recipe since which release."""
+    """The table follows fp8_utils of megatron-core: each FP8 recipe and the release that has it first."""
     for name, since, before in [("tensorwise", "2.2", "2.1"), ("mxfp8", "2.1", "2.0"), ("blockwise", "2.3", "2.2")]:
         gpu(BLACKWELL, f"{since}.0+abc")
         assert choose(config(f"run.fp8={name}"), "cuda").name == "te"
@@ -302,7 +303,7 @@ def test_releases_that_bring_fp8(gpu: Callable[..., None]) -> None:
 
 
 def test_fp8_without_transformer_engine() -> None:
-    """attention.backend = auto would take portable, which has no FP8."""
+    """With attention.backend = auto, portable would be used, which has no FP8."""
     with pytest.raises(ConfigError) as caught:
         choose(config("run.fp8=delayed"), "cuda")
     told = str(caught.value)
@@ -313,14 +314,14 @@ def test_fp8_without_transformer_engine() -> None:
 
 @pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise", "mxfp8"])
 def test_weights_and_attention_stay_as_without_fp8(name: str) -> None:
-    """So that any other run can read the weights of a checkpoint."""
+    """So other runs can read the weights of a checkpoint."""
     found = fp8.fields(name)
     assert not any(found[key] for key in ("fp8_param", "fp8_dot_product_attention", "fp8_multi_head_attention"))
     assert found["fp8_recipe"] == name and found["fp8"] in ("hybrid", "e4m3")
 
 
 def test_positions_begin_anew_with_every_document() -> None:
-    """Of two of 2 tokens each: the angles of 0, 1, 0, 1."""
+    """Two documents of 2 tokens each: the angles of positions 0, 1, 0, 1."""
     boundaries, positions = torch.tensor([0, 2, 4], dtype=torch.int32), torch.tensor([[0, 1, 0, 1]])
     rotation = (
         choose(config("run.precision=fp32"), "cpu").documents(boundaries, 2, positions, CpGroup(1, 0, None)).rotation
@@ -330,6 +331,6 @@ def test_positions_begin_anew_with_every_document() -> None:
 
 
 def test_frequencies_are_those_of_the_rotated_part_of_a_head() -> None:
-    """Heads of 16, of which the first 4 numbers are rotated: two pairs; angles of 1 and of 1 / 100 per position."""
+    """Heads of 16, of which the first 4 elements are rotated: two pairs, with angles of 1 and 1 / 100 per position."""
     backend = choose(config("model.rope.fraction=0.25"), "cpu")
     assert backend.frequencies(torch.device("cpu")).tolist() == pytest.approx([1.0, 0.01])

@@ -1,4 +1,4 @@
-"""What run.deterministic puts into the environment, and what it refuses there."""
+"""The environment variables that run.deterministic sets, and the values that it refuses."""
 
 import pytest
 import torch

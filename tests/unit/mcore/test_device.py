@@ -1,6 +1,6 @@
-"""What `device.start("cpu")` redirects, and the errors of choosing a device.
+"""The calls that `device.start("cpu")` redirects, and the errors of the choice of a device.
 
-The redirection lasts as long as its process, so it is started on a rank.
+The redirection lasts as long as its process, so a rank starts it.
 """
 
 import os
@@ -19,7 +19,7 @@ from tests.ranks.pool import RankPool
 
 
 def redirected() -> dict[str, Any]:
-    """What a process sees whose calls for CUDA are redirected."""
+    """Results of calls for CUDA in a process that redirects them."""
     from megatron.core.tensor_parallel import random as core_random
 
     devices = [str(device.start("cpu")), str(device.start("cpu"))]
@@ -57,7 +57,7 @@ def redirected() -> dict[str, Any]:
     drawn.append(torch.rand(3).tolist())
     core_random._set_cuda_rng_state(core_state)
     drawn.append(torch.rand(3).tolist())
-    torch.manual_seed(5)  # as on the CPU
+    torch.manual_seed(5)  # the CPU then draws the same numbers
     drawn.append(torch.rand(3).tolist())
     weight, inputs = torch.full((2, 2), 3.0, requires_grad=True), torch.ones(1, 2, requires_grad=True)
     (2.0 * (inputs.cuda() @ weight.to("cuda"))).sum().backward()
@@ -76,7 +76,7 @@ def redirected() -> dict[str, Any]:
 
 def test_what_is_asked_of_cuda_is_done_on_the_cpu(ranks: Callable[[int], RankPool]) -> None:
     (saw,) = ranks(1).run(redirected)
-    assert saw["devices"] == ["cpu", "cpu"] and saw["modes"] == 1  # once, however often it is asked for
+    assert saw["devices"] == ["cpu", "cpu"] and saw["modes"] == 1  # one redirection, however often it is started
     assert saw["made"] == dict.fromkeys(saw["made"], ("cpu", "torch.float32", [2])) | {
         "tensor, current device": ("cpu", "torch.int64", [2]),
         "arange, dtype": ("cpu", "torch.int32", [3]),
@@ -88,7 +88,7 @@ def test_what_is_asked_of_cuda_is_done_on_the_cpu(ranks: Callable[[int], RankPoo
     }
     assert saw["values"] == [[7.0, 7.0], [0, 1, 2]]
     assert saw["cuda() is the identity"]
-    assert saw["types"] == {  # core compares with the first three
+    assert saw["types"] == {  # megatron-core compares with the first three
         "float32": "torch.cuda.FloatTensor",
         "bfloat16": "torch.cuda.BFloat16Tensor",
         "float16": "torch.cuda.HalfTensor",
@@ -122,7 +122,7 @@ def test_cuda_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("local_rank", ["0", "4"])
 def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch, local_rank: str) -> None:
-    """Found by the first process of the machine too: on the first machine it is the one that speaks."""
+    """The first process of a machine also finds it: on the first machine, this process prints the error."""
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "5")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -138,7 +138,7 @@ def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch, local_rank: s
 def test_each_process_takes_the_gpu_of_its_local_rank(
     monkeypatch: pytest.MonkeyPatch, local_rank: str | None, index: int
 ) -> None:
-    """On CUDA nothing is redirected: the device is set, and the process stays near it."""
+    """On CUDA nothing is redirected: the device is set, and the process is bound to cores near it."""
     taken: list[int] = []
     near: list[int] = []
     monkeypatch.setattr(device, "_bind_to_cpus_near", near.append)
@@ -156,7 +156,7 @@ def test_each_process_takes_the_gpu_of_its_local_rank(
     "listed, allowed, bound",
     [
         ("0-3,8-11\n", set(range(16)), {0, 1, 2, 3, 8, 9, 10, 11}),
-        ("4-7\n", {6, 7, 8}, {6, 7}),  # SLURM or numactl left it some of them
+        ("4-7\n", {6, 7, 8}, {6, 7}),  # SLURM or numactl left the process some of them
         ("4-7\n", {0, 1}, None),
         ("5\n", {4, 5}, {5}),
         ("\n", {0, 1}, None),
@@ -186,7 +186,7 @@ def test_a_torch_without_pci_addresses_binds_nothing(monkeypatch: pytest.MonkeyP
 
 
 def test_a_gpu_is_sent_tokens_without_waiting_for_it() -> None:
-    """Only out of page-locked memory is a copy not waited for."""
+    """A copy is asynchronous only from page-locked memory."""
     asked: list[Any] = []
 
     class Tokens:

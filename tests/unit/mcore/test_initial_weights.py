@@ -1,4 +1,4 @@
-"""Random parts of a parameter, against the whole parameter that plain torch draws at once."""
+"""Random parts of a parameter equal parts of the whole parameter that plain torch draws at once."""
 
 import hashlib
 import math
@@ -19,7 +19,7 @@ Draw = Callable[..., None]
 
 
 class Drawn(TorchDispatchMode):
-    """sizes: the number of values of every random draw; largest: that of the largest tensor that was made"""
+    """sizes: the number of values of every random draw; largest: the number of elements of the largest tensor"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def drawn(draw: Draw, shape: Sequence[int], offset: Sequence[int], size: Sequenc
 @pytest.mark.parametrize("shape", [(100, 48), (301, 7), (5, 3), (17, 1), (64, 2, 5)], ids=str)
 @pytest.mark.parametrize("block_size", [1, 300, 1 << 22])
 def test_in_sequence_is_one_draw_of_torch(shape: tuple[int, ...], block_size: int) -> None:
-    """Bitwise: CPU runs of earlier versions drew whole parameters."""
+    """Bitwise: in earlier versions, CPU runs drew whole parameters."""
     seed = int.from_bytes(hashlib.sha256(NAME.encode()).digest()[:7], "big")
     expected = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * STD
     found = drawn(draw_in_sequence, shape, (0,) * len(shape), shape, block_size)
@@ -56,7 +56,7 @@ def test_in_sequence_is_one_draw_of_torch(shape: tuple[int, ...], block_size: in
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_ranks_draw_the_parts_of_one_parameter(draw: Draw, tp: int, axis: int) -> None:
-    """Split by rows or by columns; blocks of 20 or 16 rows end within the parts of 25 and 50 rows."""
+    """Split by rows or by columns; blocks of 20 or 16 rows end inside the parts of 25 and 50 rows."""
     whole = drawn(draw, (100, 40), (0, 0), (100, 40), block_size=800)
     parts = []
     for rank in range(tp):
@@ -68,7 +68,7 @@ def test_ranks_draw_the_parts_of_one_parameter(draw: Draw, tp: int, axis: int) -
 
 
 def test_blocks_are_normal_and_differ() -> None:
-    """200,000 values: mean and standard deviation within five standard errors, and none repeats the other's."""
+    """200,000 values: mean and standard deviation are within five standard errors, and no block repeats another one."""
     whole = drawn(draw_by_block, (2000, 100), (0, 0), (2000, 100), block_size=1000)
     assert abs(float(whole.mean())) < 5 * STD / 200_000**0.5
     assert abs(float(whole.std()) / STD - 1) < 5 / 400_000**0.5
@@ -76,7 +76,7 @@ def test_blocks_are_normal_and_differ() -> None:
 
 
 def test_a_rank_draws_only_the_blocks_of_its_rows() -> None:
-    """Rows 25 to 50 of blocks of 10 rows lie in the blocks of 20, 30 and 40."""
+    """Rows 25 to 50 lie in the blocks of 10 rows that begin at rows 20, 30 and 40."""
     with Drawn() as found:
         drawn(draw_by_block, (100, 40), (25, 0), (25, 40), block_size=400)
     assert found.sizes == [400, 400, 400]

@@ -1,4 +1,4 @@
-"""When the host waits for a GPU between passes, and what it reports meanwhile.  The events are fakes."""
+"""When the host waits for a GPU between passes, and its reports meanwhile.  The events are replacements."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from sft.mcore.progress import Event, PassProgress
 
 @dataclass
 class Fake:
-    """An event of a GPU that has begun no pass before the host waits for it, or (is_done) each pass at once."""
+    """A GPU event: its pass begins only when the host waits for it, or (is_done) at once."""
 
     number: int
     is_done: bool
@@ -39,7 +39,8 @@ def step(passes: PassProgress, log: list[str]) -> list[str]:
 
 
 def test_the_host_is_at_most_two_passes_ahead() -> None:
-    """A pass is queued when the pass two before has begun; while the host waits, the pass on the GPU is reported."""
+    """A pass is queued once the pass two before it has begun; while the host waits, it reports the pass that runs on
+    the GPU."""
     log: list[str] = []
     expected = [
         "record 1", "forward 1",
@@ -51,7 +52,7 @@ def test_the_host_is_at_most_two_passes_ahead() -> None:
     passes = PassProgress(log.append, events(log, are_done=False))
     assert step(passes, log) == expected
     log.clear()
-    assert step(passes, log) == expected  # the next step begins anew
+    assert step(passes, log) == expected  # the next step starts with a new count
 
 
 def test_the_host_does_not_wait_for_a_pass_that_has_begun() -> None:

@@ -1,6 +1,7 @@
-"""All of megatron-core that sft/mcore relies on, by name, so that an upgrade fails here and says where.
+"""The names of megatron-core on which sft/mcore relies, so that an upgrade fails here, with the name of the difference.
 
-Nothing is run: names are imported, signatures read, and where only the body can tell, its text.
+No function of megatron-core runs: names are imported, signatures are read, and, where only the body shows it, the
+source.
 """
 
 import ast
@@ -21,7 +22,7 @@ from sft.mcore.device import CPU_TRANSFORMER_FIELDS
 MCORE = Path(__file__).resolve().parents[3] / "sft" / "mcore"
 CORE = "megatron.core"
 
-# Name -> parameters it must have (of a class: of its constructor).
+# Name -> parameters that the function, or the constructor of the class, must have.
 NAMES: dict[str, str] = {
     "dist_checkpointing.core.CheckpointingConfig": "sharded_backend",
     "dist_checkpointing.dict_utils.nested_values": "x",
@@ -131,13 +132,13 @@ NAMES: dict[str, str] = {
     "transformer.transformer_layer.TransformerLayer": "config submodules layer_number",
 }
 
-# Fields of TransformerConfig that are set elsewhere than in chunks.py.
+# Fields of TransformerConfig that are set outside of chunks.py.
 FIELDS = {"moe_grouped_gemm", "finalize_model_grads_func", "grad_scale_func", "grad_sync_func", "no_sync_func"}
 FIELDS |= {*CPU_TRANSFORMER_FIELDS, *(name for recipe in (None, *fp8._FIELDS) for name in fp8.fields(recipe))}
 
 
 def find(name: str) -> Any:
-    """megatron.core.`name`, of any kind; what a package exports goes before a module of the same name."""
+    """megatron.core.`name`, of any kind; a name that a package exports has priority over a module of this name."""
     found, path = importlib.import_module(CORE), CORE
     for part in name.split("."):
         path = f"{path}.{part}"
@@ -146,7 +147,7 @@ def find(name: str) -> Any:
 
 
 def text(name: str) -> str:
-    """Source of megatron.core.`name` without white space: line breaks are a matter of taste."""
+    """The source of megatron.core.`name` without white space, because line breaks do not matter."""
     return re.sub(r"\s+", "", inspect.getsource(find(name)))
 
 
@@ -154,7 +155,7 @@ def text(name: str) -> str:
 
 
 def imported() -> dict[str, str]:
-    """What sft/mcore imports, and its name there: {"tensor_parallel.random": "core_random", ...}"""
+    """The imports of sft/mcore, and the name of each there: {"tensor_parallel.random": "core_random", ...}"""
     names = {}
     for path in MCORE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -168,7 +169,7 @@ def imported() -> dict[str, str]:
 
 
 def test_every_imported_name_is_there() -> None:
-    """And every `parallel_state.x` of an imported module."""
+    """Also every `parallel_state.x` of an imported module."""
     modules = {local: name for name, local in imported().items() if inspect.ismodule(find(name))}
     assert {"parallel_state", "tensor_parallel", "core_random"} <= modules.keys()
     for path in MCORE.rglob("*.py"):
@@ -184,7 +185,7 @@ def test_name_and_parameters(name: str) -> None:
 
 
 def test_transformer_config_has_every_field_that_is_set() -> None:
-    """core_config.py gives them in calls of dict."""
+    """core_config.py gives the fields in calls of dict."""
     tree = ast.parse((MCORE / "model/core_config.py").read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     named = {keyword.arg for call in calls if ast.unparse(call.func) == "dict" for keyword in call.keywords}
@@ -193,7 +194,7 @@ def test_transformer_config_has_every_field_that_is_set() -> None:
     assert found <= {field.name for field in dataclasses.fields(find("transformer.TransformerConfig"))}
     unsettled = (megatron_fields.UNUSED, megatron_fields.UNPROVEN)
     settled = {name for name, role in megatron_fields.ROLES.items() if role not in unsettled}
-    # A recipe may not set these fields, but the last, whose value is a default.
+    # A recipe may not set these fields, except the last, whose value is a default.
     assert found <= {*settled, "moe_permute_fusion"}
 
 
@@ -205,7 +206,7 @@ def test_the_tables_of_model_megatron_are_those_of_the_installed_version() -> No
 
 
 def test_the_second_half_of_a_layer_is_a_method_of_hidden_states() -> None:
-    """`layer.py` calls it for some of the tokens; it is called with hidden states first."""
+    """`layer.py` calls it for some of the tokens; hidden states are its first argument."""
     layer = find("transformer.transformer_layer.TransformerLayer")
     assert list(inspect.signature(layer._forward_mlp).parameters)[:2] == ["self", "hidden_states"]
     assert "output=self._forward_mlp(hidden_states," in text("transformer.transformer_layer.TransformerLayer.forward")
@@ -222,7 +223,8 @@ def test_optimizers_keep_their_parameters_where_we_look() -> None:
 
 
 def test_the_hybrid_optimizer_is_made_as_we_read_it() -> None:
-    """`optimizer/offload.py` finds each Adam and fp32 copy; `device.py` shows it parameters of a GPU."""
+    """`optimizer/offload.py` finds each Adam and fp32 copy; `device.py` gives it parameters that look like those of a
+    GPU."""
     hybrid = text("optimizer.cpu_offloading.HybridDeviceOptimizer")
     assert "self.param_to_inner_param[param]=inner_param" in hybrid
     assert "self.param_to_fp32_param,)=self._get_sub_optimizer_param_groups(self.offload_fraction)" in hybrid
@@ -236,7 +238,7 @@ def test_the_hybrid_optimizer_is_made_as_we_read_it() -> None:
 
 
 def test_tensors_of_the_optimizer_are_called_as_core_calls_them() -> None:
-    """`optimizer_shards.py` writes them itself, for core to read."""
+    """`optimizer_shards.py` writes these tensors itself, and megatron-core reads them."""
     distributed = text("optimizer.distrib_optimizer.DistributedOptimizer.sharded_param_state_fully_reshardable")
     assert "prefix='optimizer.state'" in distributed
     assert "key=f'{prefix}.{state_key}.{sharded_metadata.key}'" in distributed
@@ -245,18 +247,18 @@ def test_tensors_of_the_optimizer_are_called_as_core_calls_them() -> None:
     assert "optimizer.state.fp32_param" in mixed
 
 
-# --- how core calls us -------------------------------------------------------------------------------------
+# --- calls from megatron-core to sft -----------------------------------------------------------------------
 
 
 def test_forward_ends_in_postprocess_and_names_the_hidden_states() -> None:
-    """HiddenStatesGPT._postprocess takes them by keyword or first, and returns them."""
+    """HiddenStatesGPT._postprocess gets them by keyword or as first argument, and returns them."""
     assert "returnself._postprocess(hidden_states=hidden_states," in text("models.gpt.GPTModel.forward")
     parameters = list(inspect.signature(find("models.gpt.GPTModel._postprocess")).parameters)
     assert parameters[:2] == ["self", "hidden_states"]
 
 
 def test_core_asks_for_shapes_once_per_exchange() -> None:
-    """`pipeline.PackCommunicator` counts on it.  Besides, the host waits only with batch_p2p_sync."""
+    """`pipeline.PackCommunicator` relies on it.  Otherwise, the host waits only with batch_p2p_sync."""
     exchange = text("pipeline_parallel.p2p_communication.P2PCommunicator._communicate")
     arguments = "tensor_send_next,tensor_send_prev,recv_prev,recv_next"
     call = f"recv_prev_shape,recv_next_shape=self._communicate_shapes({arguments})"
@@ -288,7 +290,8 @@ def test_outputs_are_added_to_the_residual_stream_as_ours_are() -> None:
 
 
 def test_gradients_of_norms_of_queries_and_keys_are_summed_over_tp() -> None:
-    """By name, whether or not sequence parallelism splits tokens: a rank reads the weights of its own heads."""
+    """megatron-core finds them by name, whether or not sequence parallelism splits tokens: each rank has gradients of
+    its own heads only."""
     module = inspect.getmodule(find("distributed.finalize_model_grads"))
     assert module is not None
     source = re.sub(r"\s+", "", inspect.getsource(module))
@@ -302,7 +305,7 @@ def test_the_shared_expert_is_built_and_added_by_core() -> None:
 
 
 def test_layers_of_experts_are_called_as_adapted_ones_are_written() -> None:
-    """`experts/grouped.py` computes what is between the layers itself, where core has no grouped layers."""
+    """`experts/grouped.py` itself computes the part between the layers, if megatron-core has no grouped layers."""
     grouped = text("transformer.moe.experts.TEGroupedMLP.forward")
     assert re.search(r"self\.linear_fc1\)?\(permuted_local_hidden_states,tokens_per_expert", grouped)
     assert re.search(r"self\.linear_fc2\)?\(\w+,tokens_per_expert\)", grouped)
@@ -329,18 +332,18 @@ def test_schedules_take_what_the_engine_passes(kind: str) -> None:
 
 
 def test_a_loss_of_three_is_summed_and_counted() -> None:
-    """(loss sum, count, report): nothing divided by schedules, the count handed to finalize_model_grads."""
+    """(loss sum, count, report): schedules divide nothing, and pass the count to finalize_model_grads."""
     schedules = text("pipeline_parallel.schedules")
     assert "output_tensor,num_tokens,loss_reduced=outputs" in schedules
     assert "ifnotconfig.calculate_per_token_loss:" in schedules
     assert schedules.count("total_num_tokensifconfig.calculate_per_token_losselseNone") == 3  # in every schedule
     finalize = text("distributed.finalize_model_grads")
-    assert "ifnum_tokensisnotNone:" in finalize  # given None it divides nothing: the engine does
+    assert "ifnum_tokensisnotNone:" in finalize  # given None, it divides nothing: the engine divides
     assert "self.grad_data*=scaling_factor" in text("distributed.param_and_grad_buffer")
 
 
 def test_a_gradient_may_be_added_to_main_grad_beforehand() -> None:
-    """The fused loss head does, and marks it as core's own linear layers do."""
+    """The fused loss head adds it, and marks the gradient as megatron-core's linear layers do."""
     hook = text("distributed.DistributedDataParallel._make_backward_post_hook")
     added = "notparam.grad_added_to_main_gradorgetattr(param,'zero_out_wgrad',False)"
     assert f"ifparam.gradisnotNoneand({added}):param.main_grad.add_(param.grad.data)param.grad=None" in hook
@@ -350,6 +353,7 @@ def test_a_gradient_may_be_added_to_main_grad_beforehand() -> None:
 
 
 def test_rotation_restarts_at_every_document_unless_the_table_is_as_long_as_the_pack() -> None:
-    """The table is as long as the longest document: as long as the pack only where there is but one."""
+    """The table has the length of the longest document, which is the length of the pack only if the pack is one
+    document."""
     rotate = text("models.common.embeddings.rope_utils._apply_rotary_pos_emb_thd")
     assert re.search(r"freqs\.size\(0\)==(cu_seqlens\[-1\]|total_seqlen)", rotate)

@@ -1,4 +1,4 @@
-"""Typed sums in one process: what each number is, written out."""
+"""Totals in one process: each number is computed by hand."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ def accumulator() -> Iterator[Accumulator]:
 
 
 def measured(accumulator: Accumulator, packs: list[tuple[list[Sample], list[float]]], cp_size: int = 1) -> Totals:
-    """Packs of samples, and -log p of their supervised tokens."""
+    """The totals of packs of samples with the given -log p of their supervised tokens."""
     microbatches, tokens = [], []
     for samples, nll in packs:
         pack = Collator(doc_multiple=8, pad_id=0, pack_multiple=32).pack(samples)
@@ -43,7 +43,7 @@ def measured(accumulator: Accumulator, packs: list[tuple[list[Sample], list[floa
                 denominator=len(nll),
                 nll=np.array(nll),
                 entropy=None,
-                correct=np.array(nll) == 0,  # 1 where the label was certain
+                correct=np.array(nll) == 0,  # 1 if the label was certain
                 buckets=accumulator.buckets(microbatches[-1]),
             )
         )
@@ -51,16 +51,18 @@ def measured(accumulator: Accumulator, packs: list[tuple[list[Sample], list[floa
 
 
 def test_written_out(accumulator: Accumulator) -> None:
-    """Lengths 5 and 3 in one pack, 4 in another; labels 3 and 1, and 2."""
+    """Lengths 5 and 3 in one pack, and 4 in another; 3 and 1, and 2 supervised labels."""
     found = measured(
         accumulator, [([answer(5, 3), answer(3, 1, source=1)], [1.0, 2.0, 3.0, 0.5]), ([answer(4, 2)], [1.0, 0.0])]
     )
     assert (found.num_tokens, found.num_real_tokens, found.num_documents) == (6, 12, 3)
-    assert (found.num_aligned_tokens, found.num_padded_tokens) == (24, 64)  # 8 each; packs of 32
+    # documents are padded to 8 each, packs to 32
+    assert (found.num_aligned_tokens, found.num_padded_tokens) == (24, 64)
     assert found.attention_flops == 25 + 9 + 16
     assert found.objective == found.nll == 7.5 and found.denominator == 6.0
     assert found.num_correct == 1
-    # Predicting tokens: places 1, 2, 3 of the first, 1 of the second, 1, 2 of the third.
+    # Tokens that predict a supervised label: positions 1, 2, 3 in the first document, 1 in the second, 1, 2 in the
+    # third.
     assert found.nll_by_position == {"0-2": 1.0 + 0.5 + 1.0, "2-4": 2.0 + 3.0 + 0.0, "4+": 0.0}
     assert found.num_tokens_by_position == {"0-2": 3, "2-4": 3, "4+": 0}
     assert found.nll_by_source == {"a": 7.0, "b": 0.5} and found.num_tokens_by_source == {"a": 5, "b": 1}
@@ -75,7 +77,7 @@ def test_written_out(accumulator: Accumulator) -> None:
 
 
 def test_packs_are_counted_by_cp_size(accumulator: Accumulator) -> None:
-    """A pack of two documents on two ranks, and a pack of filler on two ranks: four slots."""
+    """A pack with two documents on two ranks, and a pack of filler on two ranks: four slots."""
     found = measured(accumulator, [([answer(5, 3), answer(9, 1)], [1.0, 2.0, 3.0, 0.5]), ([], [])], cp_size=2)
     assert (found.num_slots, found.num_packs_by_cp_size) == (4, {"1": 0, "2": 1})
     assert found.num_aligned_by_cp_size == {"1": 0, "2": 8 + 16}
@@ -83,8 +85,8 @@ def test_packs_are_counted_by_cp_size(accumulator: Accumulator) -> None:
 
 
 def test_bytes_over_cp_by_hand(accumulator: Accumulator) -> None:
-    """24 tokens in two documents and 8 of filler on two ranks, 2 bytes a token; with fixed CP, without the filler.  A
-    pack of one rank sends nothing, but with fixed CP it would."""
+    """24 tokens in two documents and 8 of filler on two ranks, 2 bytes per token; with fixed cp, filler does not count.
+    A pack on one rank sends nothing, but with fixed cp it would."""
     samples = ([answer(5, 3), answer(9, 1)], [1.0, 2.0, 3.0, 0.5])
     of_two, of_one = measured(accumulator, [samples], cp_size=2), measured(accumulator, [samples])
     assert (of_two.cp_bytes, of_two.cp_bytes_fixed) == (2 * 32, 2 * 24)
@@ -109,7 +111,7 @@ def test_batches_add_up(accumulator: Accumulator) -> None:
 
 
 def test_forty_million_tokens_are_counted_exactly(accumulator: Accumulator) -> None:
-    """fp32 stops counting at 2**24 = 16,777,216."""
+    """fp32 cannot count beyond 2**24 = 16,777,216."""
     parts = [measured(accumulator, [([answer(5, 3)], [1.0, 2.0, 3.0])])]
     for _ in range(24):
         parts.append(parts[-1] + parts[-1])
@@ -121,13 +123,13 @@ def test_forty_million_tokens_are_counted_exactly(accumulator: Accumulator) -> N
 
 @dataclass(frozen=True, kw_only=True)
 class WithLongest(Totals):
-    """One more quantity: the longest document of any rank."""
+    """Totals with one more quantity: the longest document of any rank."""
 
     longest: Peak = quantity("Max", lambda peaks: peaks.get("longest", 0.0))
 
 
 def test_a_new_maximum_is_not_added(accumulator: Accumulator) -> None:
-    """Its kind says how two batches are merged, wherever it stands in the table."""
+    """The kind of a quantity decides how two batches are merged, wherever the field stands in the class."""
     both = vars(measured(accumulator, [([answer(5, 3)], [1.0, 2.0, 3.0])]))
     first = WithLongest(**both, longest=Peak(value=5.0, rank=0))
     second = WithLongest(**both, longest=Peak(value=9.0, rank=3))
@@ -141,6 +143,6 @@ def test_names_of_buckets(accumulator: Accumulator) -> None:
 
 
 def test_squares_of_long_documents_are_counted_exactly() -> None:
-    """In 32 bits, 65,536 squared is 0."""
+    """In 32 bits, the square of 65,536 is 0."""
     flops = TrainFlops(1.0, 0.0, AttentionCost(1.0))
     assert flops.attention(np.array([65_536, 3], dtype=np.int32)) == 2**32 + 9

@@ -1,4 +1,5 @@
-"""From totals to records: every number, every name documented, every record as metrics.schema.json says."""
+"""Totals become records: every number is checked, every name is documented, and every record fits
+metrics.schema.json."""
 
 import json
 import re
@@ -37,7 +38,8 @@ EXPERTS = mixture("model.moe.aux_loss_coef=0.01", *EVERYTHING)
 
 
 def test_written_out() -> None:
-    """Two ranks, two seconds.  FLOPs: 6 * 160 a token (qkv 48, proj 16, MLP 96), 6 * 40 a label, 6 * 4 a square."""
+    """Two ranks, two seconds.  FLOPs: 6 * 160 per token (qkv 48, proj 16, MLP 96), 6 * 40 per label, 6 * 4 per squared
+    length."""
     found = dict(flat(train(*EVERYTHING)))
     assert found["token accuracy"] == 0.25
     assert found["lm loss"] == 1.5 and found["nll"] == 1.25 and found["entropy"] == 2.5
@@ -59,9 +61,9 @@ def test_written_out() -> None:
 
 
 def test_dynamic_cp_written_out() -> None:
-    """dp 1 x cp 2, C = 64 tokens: three packs on one rank, one of them filler, and two on both ranks."""
+    """dp 1 x cp 2, C = 64 tokens: three packs on one rank each, one of them filler, and two packs on both ranks."""
     assert {name: DYNAMIC[name] for name in (*DYNAMIC_NAMES, "tokens/capacity", "padding/tail")} == {
-        "microbatches": 4,  # 8 slots, a pack on both ranks has two; one slot is of filler
+        "microbatches": 4,  # 8 slots, of which a pack on both ranks has two; one slot has filler
         "cp-size": 1.75,  # (32 x 1 + 96 x 2) / 128
         "cp-bytes": 1000,
         "cp-bytes-fixed": 4000,
@@ -69,24 +71,25 @@ def test_dynamic_cp_written_out() -> None:
         "tokens/capacity": 8 * 64,
         "padding/tail": 8 * 64 - 160,
     }
-    assert not set(DYNAMIC_NAMES) & train("parallel.cp=2").keys()  # the log of a run with fixed CP has none
+    assert not set(DYNAMIC_NAMES) & train("parallel.cp=2").keys()  # the log of a run with fixed cp has none of these
     empty = dynamic(num_aligned_tokens=0, num_real_tokens=0, num_aligned_by_cp_size={"1": 0, "2": 0})
     assert empty["cp-size"] == 0.0
 
 
 def test_the_loss_is_over_its_denominator() -> None:
-    """Weights of 15 in all, on 20 tokens."""
+    """The sum of weights is 15, on 20 tokens."""
     assert train(denominator=15.0)["lm loss"] == evaluation(denominator=15.0)["lm loss"] == 2.0
     assert totals(denominator=15.0).lm_loss == 2.0 and totals(num_tokens=0).lm_loss is None
 
 
 def test_experts_written_out() -> None:
-    """Two layers of four experts.  Layer 0: 12 choices, mean 3, most 6.  Layer 1: all 12 on one."""
+    """Two layers of four experts.  Layer 0: 12 choices, mean 3, maximum 6.  Layer 1: all 12 choices are the same
+    expert."""
     assert {name: value for name, value in EXPERTS.items() if name.startswith("experts/")} == {
-        "experts/imbalance": 3.0,  # of 6 / 3 and 12 / 3
+        "experts/imbalance": 3.0,  # the larger of 6 / 3 and 12 / 3
         "experts/imbalance-max": 4.0,
         "experts/imbalance-layer": 1,
-        "experts/unused-share": 0.5,  # one of four, three of four
+        "experts/unused-share": 0.5,  # one of four experts, and three of four
         "experts/dropped-share": 0.25,  # 6 of 24
         "experts/aux-loss": 1.5,
         "experts/z-loss": 5.0,
@@ -95,7 +98,7 @@ def test_experts_written_out() -> None:
 
 
 def test_experts_of_a_step_without_tokens_and_losses_of_routers_that_are_no_number() -> None:
-    """Every number is one: nothing is divided by the choices that were not made."""
+    """Every value is a finite number: nothing is divided by zero choices."""
     nothing = mixture("model.moe.aux_loss_coef=0.01", chosen=np.zeros((2, 4)), dropped=np.zeros(2))
     assert [nothing[f"experts/{name}"] for name in ("imbalance", "imbalance-max", "dropped-share")] == [0.0, 0.0, 0.0]
     assert nothing["experts/unused-share"] == 1.0
@@ -124,7 +127,7 @@ MTP, MTP_NAMES = train("train.mtp=joint"), ("mtp loss", "tokens/mtp")
 
 
 def test_multi_token_prediction_has_a_loss_and_a_count_of_its_own() -> None:
-    """9 nats over 18 tokens; `lm loss` is as without."""
+    """9 nats over 18 tokens; `lm loss` is the same as without multi-token prediction."""
     assert [MTP[name] for name in (*MTP_NAMES, "lm loss")] == [0.5, 18, 1.5]
     assert not set(MTP_NAMES) & train().keys() and train()["lm loss"] == 1.5
     assert train("train.mtp=detached", mtp_nll=0.0, num_mtp_tokens=0)["mtp loss"] is None
@@ -189,12 +192,12 @@ KINDS = {"all": {"start", "train", "eval"}, "both": {"train", "eval"}}
 
 
 def documented(kind: str) -> set[str]:
-    """Names of a kind in the table of docs/reference/metrics.md."""
+    """The metric names of a kind of record in the table of docs/reference/metrics.md."""
     return {name for names, cells in page() for name in names if kind in KINDS.get(cells[0], {cells[0]})}
 
 
 def in_schema(part: dict[str, Any], whole: dict[str, Any]) -> set[str]:
-    """Names of all properties, nested ones joined by "/"; NAME for those that the data name."""
+    """The names of all properties, nested names joined by "/"; NAME stands for names that come from data."""
     if "$ref" in part:
         part = whole["$defs"][part["$ref"].removeprefix("#/$defs/")]
     inner = dict(part.get("properties", {}))

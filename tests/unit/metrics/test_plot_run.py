@@ -1,4 +1,4 @@
-"""`sft plot`: what it reads from metrics.jsonl, and what it says when it cannot."""
+"""`sft plot`: the values that it reads from metrics.jsonl, and its errors."""
 
 import errno
 import json
@@ -27,7 +27,7 @@ def held_out(step: int, loss: float, **more: object) -> dict:
 
 
 def by_position(**losses: float | None) -> dict:
-    """near=2.0, far=None -> the record of 100 tokens in bucket near, none in bucket far"""
+    """near=2.0, far=None -> a record with 100 tokens in bucket near, and none in bucket far"""
     return {"loss by position": {k: {"loss": v, "tokens": 0 if v is None else 100} for k, v in losses.items()}}
 
 
@@ -72,14 +72,15 @@ def test_an_ending_that_is_no_picture_is_refused(tmp_path: Path, capsys: pytest.
 def test_smoothing() -> None:
     few = np.array([5.0, 3.0, 4.0])
     assert smoothed(few).tolist() == [5.0, 3.0, 4.0]
-    many = np.array([1.0, 4.0, 1.0, 1.0, np.nan, 3.0] + 34 * [3.0])  # 40 values: mean of one on each side
+    # 40 values: the mean includes one value on each side
+    many = np.array([1.0, 4.0, 1.0, 1.0, np.nan, 3.0] + 34 * [3.0])
     assert smoothed(many)[:6].tolist() == [2.5, 2.0, 2.0, 1.0, 2.0, 3.0]
     assert smoothed(many)[-1] == 3.0
     assert np.isnan(smoothed(np.full(40, np.nan))).all()
 
 
 def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *runs: list[dict], more: Sequence[str] = ()) -> list[Axes]:
-    """All panels of the picture of these runs, named a, b, ...; the picture is not painted.
+    """All panels of the picture of these runs, named a, b, ...; nothing is rendered.
 
     more  arguments of the command line
     """
@@ -97,18 +98,18 @@ def position_panels(panels: list[Axes], data: str) -> dict[str, dict[str, list[t
 
 
 def panels_under(panels: list[Axes], headline: str) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Title and curves of each panel under this headline."""
+    """The title and the curves of each panel under this headline."""
     parts = {axes: axes.get_figure(root=False) for axes in panels}
     return {axes.get_title("left"): curves(axes) for axes, part in parts.items() if part.get_suptitle() == headline}
 
 
 def curves(axes: Axes) -> dict[str, list[tuple[float, float]]]:
-    """Label and points of each line."""
+    """The label and the points of each line."""
     return {str(line.get_label()): [(x, y) for x, y in line.get_xydata()] for line in axes.get_lines()}
 
 
 def test_loss_by_position_of_held_out_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bucket never has no tokens, bucket far has some in the last evaluation only."""
+    """Bucket never has no tokens; bucket far has some in the last evaluation only."""
     first, last = by_position(near=3.0, far=None, never=None), by_position(near=2.0, far=1.5, never=None)
     records = [held_out(0, 5.6) | first, train(1, 5.5) | by_position(near=9.0), held_out(1, 5.2) | last]
     panels = draw(tmp_path, monkeypatch, records)
@@ -121,7 +122,8 @@ def test_loss_by_position_of_held_out_data(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_loss_by_position_of_training_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One evaluation is no curve.  Steps without tokens in a bucket are left out of its line."""
+    """A single evaluation is not drawn as a curve.  Steps without tokens in a bucket are left out of the bucket's
+    line."""
     records = [
         held_out(0, 5.6) | by_position(near=9.0, far=9.0),
         train(1, 5.5) | by_position(near=3.0, far=1.5),
@@ -133,7 +135,7 @@ def test_loss_by_position_of_training_data(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_loss_by_position_of_several_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A panel for each bucket, a colour for each run; a run without the key has no line there."""
+    """A panel for each bucket, a colour for each run; a run without the key has no line."""
     a = [held_out(s, 5.0) | by_position(near=3.0 - s, far=2.0) for s in (0, 1)]
     b = [held_out(s, 5.0) | by_position(near=2.5 - s, far=None) for s in (0, 1)]
     c = [held_out(s, 5.0) for s in (0, 1)]
@@ -147,7 +149,7 @@ def test_loss_by_position_of_several_runs(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_each_held_out_set_has_its_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first evaluation is of schema 2, without the name of its set; loss by position is of the first set."""
+    """The first evaluation has schema 2, without the name of its set; loss by position belongs to the first set."""
     records = [
         held_out(0, 5.0) | by_position(near=4.0),
         train(1, 5.5),
@@ -168,7 +170,7 @@ def accuracy(share: float | None) -> dict:
 
 
 def test_token_accuracy_of_held_out_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line for each set with two evaluations that measured it, and one at chance; not for training."""
+    """A line for each set with two evaluations that measured it, and one line at chance; none for training."""
     records = [
         held_out(0, 5.0, set="near") | accuracy(0.1) | by_position(all=5.0),
         held_out(0, 5.0, set="far") | accuracy(0.2),
@@ -216,7 +218,7 @@ def test_no_panel_without_loss_by_position(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_run_that_cannot_be_drawn_gets_one_paragraph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What else is wrong with a run: test_compare_runs.py, which reads it by the same code."""
+    """test_compare_runs.py tests other faults of a run; both commands read runs by the same code."""
     assert main(["plot", str(write(tmp_path / "demo", START))]) == 2
     output = capsys.readouterr()
     assert output.out == "" and not (tmp_path / "demo" / "plot.png").exists()

@@ -1,4 +1,5 @@
-"""What Weights & Biases and MLflow get: stand-ins for the packages, of which one obeys MLflow's rules of names."""
+"""Records in Weights & Biases and MLflow; replacements of the packages, one of which applies MLflow's rules for
+names."""
 
 import importlib.machinery
 import re
@@ -14,11 +15,11 @@ from sft.metrics.writers import BestEffortWriter, Mlflow, Wandb, Writer, mlflow_
 from tests.unit.fixtures.logs import console, log_of
 from tests.unit.metric_values import config, evaluation, result, totals
 
-ALLOWED = r"[/\w.\- ]+"  # of mlflow.utils.validation (MLflow 3.17), the rule on Windows, which is the stricter one
+ALLOWED = r"[/\w.\- ]+"  # from mlflow.utils.validation (MLflow 3.17): the rule on Windows, the stricter one
 
 
 class FakeRun:
-    """A run of W&B that only remembers."""
+    """A run of W&B that only records calls."""
 
     def __init__(self, settings: dict[str, Any], fails: str) -> None:
         self.settings, self._fails = settings, fails
@@ -76,7 +77,7 @@ class Sent:
 
 
 class FakeMlflow(types.ModuleType):
-    """MLflow's functions for one active run.  `runs` holds the params, tags and metrics of each run by id."""
+    """Functions of MLflow for one active run.  `runs` has the params, tags and metrics of each run by id."""
 
     def __init__(self) -> None:
         super().__init__("mlflow")
@@ -128,7 +129,8 @@ def mlflow(monkeypatch: pytest.MonkeyPatch) -> FakeMlflow:
 
 
 def log_twice(folder: Path, key: str) -> None:
-    """A run that is resumed after step 2 with another learning rate.  Both starts log step 3 and its held-out pass."""
+    """Logs a run that is resumed after step 2 with another learning rate.  Both starts log step 3 and its
+    evaluation."""
     folder.mkdir()
     for step, lr in ((0, "1e-3"), (2, "2e-3")):
         said, _ = console()
@@ -214,7 +216,7 @@ def test_a_service_that_does_not_start_ends_the_run_before_anything_is_written(
 def test_a_service_that_fails_later_is_reported_once_and_ends_nothing(
     tmp_path: Path, wandb: FakeWandb, mlflow: FakeMlflow, name: str, fails: str, num_told: int
 ) -> None:
-    """A failure of MLflow's thread shows when the next record is written."""
+    """An error of MLflow's thread is raised when the next record is written."""
     wandb.fails = mlflow.fails = fails
     said, stream = console()
     writer: Writer = Wandb(tmp_path, "chats", {}) if name == "W&B" else Mlflow(tmp_path, "chats", {})
@@ -230,7 +232,7 @@ def test_a_service_that_fails_later_is_reported_once_and_ends_nothing(
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, wandb: FakeWandb) -> None:
-    """What was opened before is closed, and told that the run did not start."""
+    """Services that were opened before are closed, and learn that the run did not start."""
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(
         ConfigError, match="run.dir = .* cannot be written: .*metrics.jsonl is a folder, not a regular file"

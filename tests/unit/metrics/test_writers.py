@@ -1,4 +1,5 @@
-"""Where records go: files read back, and the lines on the console.  test_services.py has W&B and MLflow."""
+"""Destinations of records: files, which are read back, and lines on the console.  test_services.py has W&B and
+MLflow."""
 
 import json
 import re
@@ -18,7 +19,7 @@ from tests.unit.metric_values import RECIPE, START, check, config, evaluation, r
 
 @pytest.fixture(autouse=True)
 def first_writer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each start is a process of its own.  In one process and second, the tenth file would be read before the ninth."""
+    """Each real start is a new process.  In a single process and second, the tenth file would sort before the ninth."""
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
@@ -51,16 +52,16 @@ def test_what_is_written_can_be_read_back(tmp_path: Path) -> None:
 
 
 def test_no_step_is_told_twice(tmp_path: Path) -> None:
-    """Cut off in its fourth step; it goes on after step 2, whose evaluation came before its checkpoint."""
+    """The run is cut off in its fourth step, and resumes after step 2, whose evaluation came before its checkpoint."""
     told = [START, evaluation() | {"step": 0}, *(train() | {"step": n} for n in (1, 2)), evaluation() | {"step": 2}]
     late = [train() | {"step": 3}, evaluation() | {"step": 3}]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in told + late) + '{"kind": "train", "st')
     writer = JsonLines(path, step=2, is_evaluated=True)
     writer.write(train())
-    assert lines(tmp_path) == [*told, train()]  # at once: the run may be killed
+    assert lines(tmp_path) == [*told, train()]  # written at once, because the run may be killed
     writer.close()
-    JsonLines(path, step=0, is_evaluated=False).close()  # no checkpoint was left: it starts over
+    JsonLines(path, step=0, is_evaluated=False).close()  # without a checkpoint, the run starts over
     assert lines(tmp_path) == [START]
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -77,7 +78,7 @@ def test_tensorboard_hides_what_is_told_again(tmp_path: Path) -> None:
 
 
 def test_tensorboard_has_the_points_of_a_pass_once(tmp_path: Path) -> None:
-    """Kills before the first checkpoint, and after the pass of step 2, whose optimizer step is written once more."""
+    """Kills before the first checkpoint, and after the evaluation of step 2, whose optimizer step is written again."""
     for first, steps in ((0, []), (0, []), (0, [1, 2]), (2, []), (2, [3])):
         writers = open_writers(tmp_path, config(), first, console()[0], is_evaluated=False)
         records = [evaluation() | {"step": first}, *(train() | {"step": step} for step in steps)]
@@ -96,7 +97,7 @@ def test_numbers_that_are_drawn() -> None:
     assert scalars(START) == {}
     drawn = scalars(train())
     assert (drawn["skipped"], drawn["documents"], drawn["loss by source/code/tokens"]) == (0.0, 4.0, 10.0)
-    assert "loss by position/4K+/loss" not in drawn  # null
+    assert "loss by position/4K+/loss" not in drawn  # its value is null
     assert {"kind", "step"} & drawn.keys() == set()
     assert scalars(evaluation())["loss by source/code/loss validation"] == 2.0
     assert scalars(evaluation() | {"set": "code"})["token accuracy validation/code"] == 0.25
@@ -130,7 +131,7 @@ def test_a_missing_package_is_refused_before_the_data_are_looked_at(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Also where earlier runs of other programs left a folder of that name, which Python takes for a package."""
+    """Also if other programs left a folder of this name, which Python would import as a package."""
     monkeypatch.chdir(tmp_path)
     Path("a.yaml").write_text(RECIPE)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / package).is_dir()])
@@ -169,7 +170,8 @@ def test_lines_of_a_run() -> None:
 
 
 def test_lines_of_a_run_that_was_resumed() -> None:
-    """After step 6, every fourth and the last; the time left is that of its own steps, 2 s each."""
+    """After step 6, prints every fourth step and the last; the remaining time follows from the start's own steps, 2 s
+    each."""
     said, stream = console()
     with log_of([], said, "log.every=4", step=6) as metrics:
         for n in (7, 8, 9):

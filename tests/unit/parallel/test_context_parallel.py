@@ -1,4 +1,4 @@
-"""Which token lives on which rank: sft/parallel/context_parallel.py, on small numbers and on random packs."""
+"""The tokens of each rank: sft/parallel/context_parallel.py with small numbers and random packs."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def pack(*lengths: int) -> np.ndarray:
 
 @st.composite
 def packs(draw: st.DrawFn) -> tuple[np.ndarray, int]:
-    """Up to 12 documents (empty ones too) that `cp_size` in 1..32 can cut.  -> (cu_seqlens, cp_size)"""
+    """Up to 12 documents, also empty ones, whose lengths fit `cp_size` in 1..32.  -> (cu_seqlens, cp_size)"""
     cp_size = draw(st.integers(1, 32))
     multiple = 1 if cp_size == 1 else 2 * cp_size
     chunks = draw(st.lists(st.integers(0, 5), max_size=12))
@@ -67,7 +67,7 @@ def test_local_chunks() -> None:
 
 @given(packs())
 def test_any_pack(case: tuple[np.ndarray, int]) -> None:
-    """Ranks share the tokens, each holds the chunks of the drawing in order, and all have equally much attention."""
+    """Ranks share all tokens, each holds its zigzag chunks in order, and all have the same amount of attention."""
     cu_seqlens, cp_size = case
     starts, lengths = cu_seqlens[:-1], np.diff(cu_seqlens)
     owner = np.full(cu_seqlens[-1], -1)
@@ -82,10 +82,11 @@ def test_any_pack(case: tuple[np.ndarray, int]) -> None:
             first = chunk.document_start + chunk.position
             by_chunks.extend(range(first, first + chunk.length))
         assert by_chunks == held.tolist()
-        areas.add(int((held - np.repeat(starts, lengths)[held] + 1).sum()))  # keys that the rank's queries see
+        # number of keys to which the rank's queries attend
+        areas.add(int((held - np.repeat(starts, lengths)[held] + 1).sum()))
     up_and_down = [*range(cp_size), *reversed(range(cp_size))]
     for start, length in zip(starts, lengths, strict=True):
-        chunk_length = -(-length // (2 * cp_size))  # rounded up: a single rank takes odd lengths too
+        chunk_length = -(-length // (2 * cp_size))  # rounded up: with cp 1, lengths may be odd
         expected = [rank for rank in up_and_down for _ in range(chunk_length)]
         assert owner[start : start + length].tolist() == expected[:length]
     assert len(areas) == 1

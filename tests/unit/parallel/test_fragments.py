@@ -1,4 +1,4 @@
-"""Which rank computes which tokens in a layer of linear attention, against counting by hand."""
+"""The rank that computes each token in a layer of linear attention, compared with counts by hand."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def test_every_token_is_computed_by_one_rank_and_in_the_order_of_its_document(cp
                 assert (np.diff(fragment) == 1).all() and len(fragment)
                 document = int(np.searchsorted(cu_seqlens, fragment[0], side="right")) - 1
                 first, length = int(cu_seqlens[document]), int(np.diff(cu_seqlens)[document])
-                if index < plan.num_linked:  # in turn the early and the late chunk of a long document
+                if index < plan.num_linked:  # alternately the early and the late chunk of a long document
                     chunk = [rank, 2 * cp_size - 1 - rank][index % 2]
                     assert length > max_short and len(fragment) == length // (2 * cp_size)
                     assert fragment[0] == first + chunk * len(fragment)
@@ -72,19 +72,19 @@ def test_the_example_of_the_module() -> None:
 
 
 def test_the_threshold_is_where_maps_are_fewer_bytes() -> None:
-    """4 bytes x 2 heads x 3 x (3 + 10) of a map; 4 bytes x (2 x 3 + 2 x 11) + 8 of a token: 312 and 120."""
+    """A map has 4 bytes x 2 heads x 3 x (3 + 10), a token 4 bytes x (2 x 3 + 2 x 11) + 8: 312 and 120 bytes."""
     assert (TINY.map_bytes, TINY.token_bytes) == (312, 120)
     assert TINY.max_short(1) == 0 and TINY.max_short(2) == 10 and TINY.max_short(5) == 25  # 10.4 and 26 tokens
-    halo = 2 * 3 * (2 * 3 + 2 * 5) * 4  # two chunks of cp 2 need 3 tokens of another rank
+    halo = 2 * 3 * (2 * 3 + 2 * 5) * 4  # for two chunks of cp 2, a rank needs 3 tokens of another rank
     forward = StateTraffic(heads=TINY, conv_kernel=4, num_passes=1)
-    # With chunks of 2 tokens, one chunk needs 2 tokens instead of 3.
+    # If a chunk has 2 tokens, one chunk needs 2 tokens instead of 3.
     assert forward.others(np.array([8, 16]), 2).tolist() == [4 * 120 + halo - 64, 2 * 312 + halo]
     assert forward.others(np.array([8, 16]), 1).tolist() == [0, 0]
     assert [QWEN36_27B.max_short(cp) for cp in (2, 4, 8, 16)] == [1141, 2283, 4567, 9135]
 
 
 def test_bytes_of_the_page() -> None:
-    """The table of context-parallel.md: MiB that a rank receives, and of 64K tokens less than 5% of a gather."""
+    """The table in context-parallel.md: MiB that a rank receives, for 64K tokens less than 5% of a gather."""
     mib = {}
     for length in (65536, 8192, 1024):
         lengths = np.full(65536 // length, length)

@@ -1,4 +1,4 @@
-"""The keys that a rank needs of others in a layer with a sliding window, against sets of positions."""
+"""The keys that a rank needs from other ranks in a layer with a sliding window, compared with sets of positions."""
 
 import numpy as np
 import pytest
@@ -53,10 +53,12 @@ def test_the_example_of_the_module() -> None:
     assert [halo.num_received for halo in ranks] == [[0, 2, 0], [2, 0, 2], [0, 2, 0]]
     assert [halo.num_sent for halo in ranks] == [[0, 2, 0], [2, 0, 2], [0, 2, 0]]
     assert ranks[0].send.tolist() == [0, 1] and ranks[1].send.tolist() == [2, 3, 0, 1]
-    assert ranks[2].key_order.tolist() == [4, 5, 0, 1, 0, 1, 2, 3]  # 2 3 | 4 5, and 4 5 | 6 7 without the exchange
+    # with the exchange 2 3 | 4 5, and without it 4 5 | 6 7
+    assert ranks[2].key_order.tolist() == [4, 5, 0, 1, 0, 1, 2, 3]
     assert halo_tokens(np.array([12]), 3, 3) == 8 and halo_tokens(np.array([12]), 3, 1) == 0
 
 
 def test_tokens_exchanged_follow_the_window_and_not_the_length() -> None:
-    """64K tokens on cp 4, window 128: six of eight chunks have a neighbour on another rank, and one has none."""
+    """64K tokens on cp 4, window 128: six of eight chunks have a neighbour chunk on another rank; the first chunk has
+    none before it."""
     assert halo_tokens(np.array([65536, 131072]), 128, 4).tolist() == [6 * 127, 6 * 127]

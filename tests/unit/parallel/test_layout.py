@@ -1,4 +1,4 @@
-"""The arithmetic of a layout, FP8 included, and what is said when it does not work out."""
+"""The arithmetic of a layout, also with FP8, and the errors for layouts that do not work."""
 
 import re
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from tests.builders import layout_config
 
 
 def refusal(wanted: Config, world_size: int | None = None) -> str:
-    """The error for this recipe on so many processes, or on the smallest number; "" without an error."""
+    """The error for this recipe on so many processes, or on the smallest possible number; "" without an error."""
     try:
         Layout.resolve(wanted, world_size or smallest_world(wanted))
     except ConfigError as error:
@@ -148,7 +148,7 @@ def test_all_to_all_binds_transformer_engine_only() -> None:
 
 
 def test_two_levels_need_heads_for_one() -> None:
-    """cp 8 as 2 x 4: two ranks share the 4 groups of a tp rank, which all 8 could not."""
+    """cp 8 as 2 x 4: two ranks can divide the 4 groups of a tp rank; all 8 ranks could not."""
     parallel = {"tp": 2, "cp": 8, "cp_comm": "a2a+p2p", "cp_a2a": 2}
     layout = Layout.resolve(layout_config(parallel=parallel, model={"num_query_groups": 4}), 16)
     assert layout.cp_a2a == 2
@@ -230,7 +230,7 @@ def test_experts_that_do_not_fit(
 
 
 def test_where_experts_are_not_spoken_of_and_where_they_are_not_split() -> None:
-    """Five ranks are no two stages: how experts would share one of them is nobody's question."""
+    """Five ranks cannot form two stages, so the error does not mention how experts would be divided."""
     (line,) = told(5, parallel={"pp": 2, "ep": 4}, model=MOE)
     assert line.startswith("parallel.pp = 2 does not fit 5 GPUs")
     assert told(2, parallel={"etp": 2}, model=MOE, run={"dir": "runs/a", "device": "cpu"}) == [
@@ -247,7 +247,7 @@ def test_vocabulary() -> None:
     model = layout_config(model={"vocab_size": 300}).model
     assert vocab_rows(layout_config().model, 259) == 259
     assert vocab_rows(model, 259) == 300
-    assert vocab_rows(model, 301) == 300  # which ids the data have decides (test_vocabulary.py)
+    assert vocab_rows(model, 301) == 300  # the ids in the data decide (test_vocabulary.py)
     assert surplus_note(model, 300) is None
     assert surplus_note(model, 301) == (
         "the tokenizer has 301 ids, and the embedding 300 rows (model.vocab_size): id 300 has no row, and data with "
@@ -256,7 +256,7 @@ def test_vocabulary() -> None:
     assert "ids 300 to 301 have no row" in str(surplus_note(model, 302))
 
 
-# As Qwen3-8B: 32 query heads in 8 groups of 128
+# Sizes of Qwen3-8B: 32 query heads in 8 groups, width 128
 QWEN = {"hidden_size": 4096, "ffn_hidden_size": 12288, "num_attention_heads": 32, "head_dim": 128}
 
 
@@ -281,7 +281,8 @@ def resolved(wanted: Config) -> Layout:
         (None, 4, 4, True, 8, 16),
         (None, 4, 4, False, 8, 8),
         (None, 8, 2, True, 12, 48),
-        ("delayed", 1, 4, True, 32, 64),  # 32 of a pack are 8 of a rank: that 16 divides the pack is not enough
+        # 32 tokens of a pack are 8 of a rank, so it is not enough that 16 divides the pack
+        ("delayed", 1, 4, True, 32, 64),
         ("delayed", 2, 2, True, 4, 64),
         ("tensorwise", 4, 2, True, 32, 128),
         ("mxfp8", 2, 4, True, 32, 256),
@@ -306,7 +307,7 @@ LOCAL = {None: 1, "delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32
 )
 @settings(max_examples=100, deadline=None)
 def test_any_pack_suits_the_kernels(fp8: str | None, tp: int, cp: int, sequence_parallel: bool, chunks: int) -> None:
-    """Each rank's tokens are what FP8 takes, as layers keep them; and no smaller multiple would do."""
+    """The number of tokens of each rank, as layers get them, fits FP8; no smaller multiple would be enough."""
     document = 2 * cp * chunks
     wanted = sized(fp8=fp8, seq_length=2**20, doc_multiple=document, tp=tp, cp=cp, sequence_parallel=sequence_parallel)
     ranks = cp * (tp if sequence_parallel else 1)
@@ -386,7 +387,7 @@ def test_widths_are_not_spoken_of_where_tp_does_not_fit() -> None:
 
 
 def test_tp_divides_heads_that_no_layer_has() -> None:
-    """All layers have linear attention; core refuses other sizes of its own attention all the same."""
+    """All layers have linear attention; megatron-core nevertheless checks the sizes of its own attention."""
     linear = {"layers": [*range(1, 13)], "num_key_heads": 4, "num_value_heads": 4}
     (line,) = told(4, model={"num_attention_heads": 6, "num_query_groups": 6, "linear_attention": linear},
                    parallel={"tp": 4})  # fmt: skip

@@ -1,4 +1,4 @@
-"""Messages between ranks: every kind of value that is sent arrives as it was, and nothing that arrives is run."""
+"""Messages between ranks: every kind of value arrives unchanged, and no code from a message runs."""
 
 import io
 import os
@@ -52,7 +52,7 @@ VALUES = [
 def test_a_value_arrives_as_it_was(value: Any) -> None:
     arrived = messages.decode(messages.encode(value))
     assert type(arrived) is type(value) and arrived == value
-    assert repr(arrived) == repr(value)  # the types of all parts
+    assert repr(arrived) == repr(value)  # repr shows the types of all parts
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bfloat16, torch.float32, torch.bool])

@@ -1,4 +1,4 @@
-"""Over which network interface gloo and NCCL connect the nodes of a run."""
+"""The network interface over which gloo and NCCL connect the nodes of a run."""
 
 import os
 import resource
@@ -46,7 +46,7 @@ def test_the_second_node_takes_its_route_to_the_head(variables: dict[str, str]) 
 
 @pytest.mark.parametrize("rank", ["0", "3"])
 def test_the_head_takes_its_route_to_the_second_node(variables: dict[str, str], rank: str) -> None:
-    """Its own name is a loopback address, as on Debian."""
+    """The name of the head itself resolves to a loopback address, as on Debian."""
     variables |= {"RANK": rank, "MASTER_ADDR": "self"}
     store = dist.HashStore()
     store.set(rendezvous._KEY, "10.0.0.8")
@@ -56,12 +56,12 @@ def test_the_head_takes_its_route_to_the_second_node(variables: dict[str, str], 
 
 @pytest.mark.parametrize("head, interface", [("six", "eth0"), ("self", None), ("anycast", None), ("unknown", None)])
 def test_other_routes(variables: dict[str, str], head: str, interface: str | None) -> None:
-    """Over IPv6; to this machine itself; from an address of the loopback interface; none."""
+    """Routes over IPv6; to this machine itself; from an address of the loopback interface; no route."""
     variables["MASTER_ADDR"] = head
     store = dist.HashStore()
     rendezvous.choose_interface(store)
     assert variables.get("GLOO_SOCKET_IFNAME") == interface
-    assert store.check([rendezvous._KEY])  # the head waits for it, whatever it is
+    assert store.check([rendezvous._KEY])  # the head waits for the key, whatever its value
 
 
 @pytest.mark.parametrize("own", rendezvous.INTERFACES)

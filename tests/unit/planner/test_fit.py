@@ -1,4 +1,4 @@
-"""`sft check --gpu` refuses what the GPU cannot hold, and names a change after which it can."""
+"""`sft check --gpu` refuses a recipe that does not fit the GPU's memory, and names a change with which it fits."""
 
 import re
 from pathlib import Path

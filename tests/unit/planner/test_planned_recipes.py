@@ -1,4 +1,4 @@
-"""The recipes that the planner wrote are complete, fit their hardware, and are what it would write today."""
+"""The recipes that the planner wrote are complete, fit their hardware, and equal what it would write today."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ MOST_LINES = 25
 
 
 def world_size(name: str) -> int:
-    """Processes of the torchrun command in the header."""
+    """The number of processes in the torchrun command of the header."""
     command = header(FOLDER / name)["Launch"]
     nodes = re.search(r"--nnodes (\d+)", command)
     assert "--nproc-per-node 8 " in command
@@ -64,7 +64,8 @@ def needed_bytes(recipe: Recipe, layout: Layout) -> float:
 
 
 def test_they_are_what_the_planner_writes_today(capsys: pytest.CaptureFixture[str]) -> None:
-    """After a change of a prediction: python -m tools.plan_recipes; python -m tools.pages; and look at the changes."""
+    """After a change of a prediction, run python -m tools.plan_recipes and python -m tools.pages, and review the
+    differences."""
     assert plan_recipes.main(["--check"]) == 0, capsys.readouterr().err
 
 

@@ -1,4 +1,5 @@
-"""The planner finds the fastest layout that fits, in few predictions, and proposes only what a run accepts."""
+"""The planner finds the fastest layout that fits, with few predictions, and proposes only recipes that a run
+accepts."""
 
 from itertools import product
 from pathlib import Path
@@ -25,11 +26,11 @@ pytestmark = pytest.mark.usefixtures("released_models")
 QWEN_8B, QWEN_30B = "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B"
 MIXED = Lengths.read("1024:0.5,16384:0.4,131072:0.1")
 EQUAL_S = 1e-9  # relative: the same sum of floats
-MOST_PREDICTIONS = 4500  # for 1,024 GPUs; each takes 0.2 ms of a core, and all may take 2 s
+MOST_PREDICTIONS = 4500  # for 1,024 GPUs; one prediction takes 0.2 ms of a core, and all together may take 2 s
 
 
 def every_plan(task: Task, num_gpus: int) -> list[Proposal]:
-    """Every combination that fits, by no search; the fastest first."""
+    """Every combination that fits, found without a search; the fastest first."""
     search, proposals = Search(task, num_gpus), []
     for sizes in candidates.sizes(task, num_gpus):
         for cp_comm, savings in product(candidates.cp_comms(task, sizes, num_gpus), candidates.savings(task)):
@@ -62,7 +63,7 @@ def test_the_search_finds_what_trying_everything_finds(
 
 @pytest.mark.parametrize("is_lora", [False, True])
 def test_the_bound_of_sizes_is_below_all_that_comes_of_them(is_lora: bool) -> None:
-    """The search is exact only if no later choice makes a layout faster than its bounds."""
+    """The search is exact only if no later choice makes a layout faster than its bound."""
     _, task = task_of(QWEN_8B, 131072, lengths=MIXED, is_lora=is_lora)
     search = Search(task, 16)
     search.best(1)
@@ -74,7 +75,7 @@ def test_the_bound_of_sizes_is_below_all_that_comes_of_them(is_lora: bool) -> No
             time = search.proposal(Choice(choice.sizes, cp_comm, savings)).time.step_s
             assert bound <= time * (1 + EQUAL_S)
             smaller += time < search.proposal(choice).time.step_s
-    assert smaller  # some ways are faster than p2p, which the bound must allow for
+    assert smaller  # some implementations are faster than p2p, which the bound must respect
 
 
 def test_the_best_proposals_come_in_order_and_are_different_layouts() -> None:
@@ -119,7 +120,8 @@ def test_a_host_with_little_memory_forbids_offloading() -> None:
 
 
 def test_candidates_obey_the_schema_and_the_rules_of_layouts() -> None:
-    """Combinations that the schema refuses are no candidates, and none of its rules is repeated here."""
+    """The candidates contain no combination that the schema refuses, and the planner does not repeat the rules of the
+    schema."""
     _, dense = task_of(QWEN_8B, 65536)
     _, experts = task_of(QWEN_30B, 65536)
     assert Savings("none", offload_fraction=1.0) not in candidates.savings(dense)  # needs recompute
@@ -152,7 +154,7 @@ def test_the_first_savings_are_none_and_all_others_save_more() -> None:
 
 
 def test_more_context_ranks_than_documents_have_chunks_for() -> None:
-    """doc_multiple 32 has 2 x 16 chunks; cp 32 needs 64."""
+    """doc_multiple 32 allows 2 x 16 chunks; cp 32 needs 64."""
     _, task = task_of(QWEN_8B, 1048576)
     sizes = Sizes(tp=2, cp=32, pp=1, virtual_stages=1, ep=1, dynamic_cp=False)
     assert configured(task.config, Choice(sizes, None, Savings())).data.doc_multiple == 64
@@ -163,7 +165,8 @@ def test_more_context_ranks_than_documents_have_chunks_for() -> None:
 
 
 def test_changes_that_make_it_fit() -> None:
-    """8 billion weights with Adam need 16 bytes each, 122 GiB: one GPU of 80 GB has them only without packs of 1M."""
+    """8 billion weights with Adam need 16 bytes each, 122 GiB: one 80-GB GPU can train them only with packs of
+    less than 1M tokens."""
     _, task = task_of(QWEN_8B, 1048576)
     assert Search(task, 1).best(1) == []
     found = changes(task, 1)

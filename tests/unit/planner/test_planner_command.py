@@ -1,4 +1,4 @@
-"""What `sft plan` prints, writes, draws and refuses."""
+"""The output, files, pictures and refusals of `sft plan`."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from tests.unit.fixtures.tasks import task_of
 pytestmark = pytest.mark.usefixtures("released_models", "no_calibration")
 PLAN = ["plan", "--model", "Qwen/Qwen3-8B"]
 SMALL = [*PLAN, "--gpus", "8", "--seq-length", "65536"]
-ROUNDED = 0.06  # each printed item is rounded to 0.05, or left out if it is below
+ROUNDED = 0.06  # each printed item is rounded to 0.05, and omitted if it is smaller
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_all_that_is_printed() -> None:
 
 
 def test_what_limits_and_what_more_would_buy() -> None:
-    """8B at 128K on 8 GPUs: without savings it needs far more memory than 80 GB; a second node has none of that."""
+    """8B at 128K on 8 GPUs: without savings, far more than 80 GB are needed; a second node needs fewer savings."""
     _, task = task_of("Qwen/Qwen3-8B", 131072)
     reasons = Report.of(task, 8).reasons
     assert reasons is not None
@@ -52,11 +52,11 @@ def test_what_limits_and_what_more_would_buy() -> None:
     assert found and int(found[3]) > int(found[4]) > 70
     assert "recompute" not in found[1]
     gain = re.match(r"16 GPUs: ([\d.]+) times the tokens/s with ", reasons.buys[0])
-    assert gain and 1.9 < float(gain[1]) < 2.3  # twice the GPUs, and less to recompute
+    assert gain and 1.9 < float(gain[1]) < 2.3  # twice the GPUs, and less recomputation
 
 
 def test_a_batch_that_is_too_small_is_named() -> None:
-    """One pack a step on 2 x 8 GPUs cannot fill a pipeline or dp."""
+    """One pack per step on 2 x 8 GPUs cannot fill a pipeline or dp."""
     _, task = task_of("Qwen/Qwen3-30B-A3B", 32768, packs=2)
     reasons = Report.of(task, 64).reasons
     assert reasons is not None
@@ -64,7 +64,7 @@ def test_a_batch_that_is_too_small_is_named() -> None:
 
 
 def test_memory_and_time_add_up() -> None:
-    """The items that are printed are all of the memory and of the step."""
+    """The printed items add up to all memory and to the whole step."""
     _, task = task_of("Qwen/Qwen3-8B", 65536)
     report = Report.of(task, 8)
     best, lines = report.proposals[0], report.lines(datetime(2026, 11, 24))
@@ -76,7 +76,7 @@ def test_memory_and_time_add_up() -> None:
 
 
 def test_gpu_hours_and_the_end() -> None:
-    """Tokens / (tokens/s) is the length of the run, and times GPUs the GPU hours."""
+    """Tokens / (tokens/s) is the duration of the run; times the GPUs, it is the GPU hours."""
     _, task = task_of("Qwen/Qwen3-8B", 65536)
     report = Report.of(task.changed(tokens=36e6), 8, 1)
     rate = report.proposals[0].time.tokens_per_s
@@ -112,7 +112,7 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_layout_has_so_many_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    """56 = 7 x 8: neither 36 layers, 32 heads, packs of 2^16 tokens nor 16 packs have a factor 7."""
+    """56 = 7 x 8: neither 36 layers, 32 heads, packs of 2^16 tokens nor 16 packs are divisible by 7."""
     assert main([*PLAN, "--gpus", "56", "--seq-length", "65536"]) == 2
     assert "no layout of this model and of 16 packs a step has 56 ranks" in capsys.readouterr().out
 
@@ -136,11 +136,11 @@ def test_lengths_of_documents(capsys: pytest.CaptureFixture[str]) -> None:
             (main([*SMALL, "--json", *words]), capsys.readouterr().out)[1] for words in ([], ["--lengths", "8192:1"])
         )
     )
-    assert short < long / 4  # documents of an eighth: an eighth of the FLOPs, at a lower rate
+    assert short < long / 4  # documents of an eighth of the length have an eighth of the FLOPs, at a lower rate
 
 
 def test_lengths_of_the_data(capsys: pytest.CaptureFixture[str]) -> None:
-    """Two documents, each of a message of the user and one of the assistant, in bytes and a few marks."""
+    """Two documents, each with a user message and an assistant message, in bytes and a few marks."""
     for length in (50, 80):
         turns = [{"role": "user", "content": "a" * length}, {"role": "assistant", "content": "b" * 40}]
         with Path("chat.jsonl").open("a") as file:

@@ -1,7 +1,7 @@
-"""The best proposal for 12 tasks, with the assumed constants.  A change of this table must be looked at.
+"""The best proposal for 12 tasks, with the assumed constants.  Review every change of this table.
 
-After a change of a prediction, the failed assertion prints the table as it is now.  Ask of each changed line: is the
-new layout really better, and is the new number nearer to the truth?
+After a change of a prediction, the failed assertion prints the new table.  For each changed line, ask: is the new
+layout really better, and is the new number nearer to the truth?
 """
 
 import pytest
@@ -14,7 +14,7 @@ from sft.planner.task import Proposal
 from tests.unit.fixtures.tasks import task_of
 
 K, M = 2**10, 2**20
-# model, tokens of a pack, GPUs, their type, LoRA; a million tokens a step
+# model, tokens of a pack, GPUs, their type, LoRA; a million tokens per step
 CASES: list[tuple[str, int, int, str, bool]] = [
     ("Qwen/Qwen3-0.6B", 128 * K, 8, "a100-40", False),
     ("Qwen/Qwen3-8B", 64 * K, 8, "h100", False),
@@ -46,7 +46,7 @@ Qwen3.6-27B 256K on 64 h200: tp 2, cp 8, dp 4, recompute selective: 117 GiB, 13 
 
 
 def line(model: str, length: int, gpus: str, is_lora: bool, best: Proposal) -> str:
-    """Memory in whole GiB, time in two digits: what a change of the third digit says is not worth a look."""
+    """Memory in whole GiB, and time with two digits: a change of the third digit needs no review."""
     task = f"{model.rpartition('/')[2]}{' LoRA' * is_lora} {short_count(length)} on {gpus}"
     time = best.time
     return f"{task}: {named(best)}: {best.memory.device / GIB:.0f} GiB, {time.step_s:.2g} s, {time.mfu:.0%}"

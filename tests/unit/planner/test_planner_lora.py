@@ -1,5 +1,5 @@
-"""LoRA in proposals: every released model has adapters that its recipe takes, and a question without LoRA gets an
-answer about the layouts that it asked for."""
+"""LoRA in proposals: for every released model, the recipe accepts the proposed adapters; a question without LoRA gets
+an answer about the requested layouts."""
 
 import json
 from collections.abc import Collection
@@ -18,13 +18,13 @@ from tests.unit.fixtures import hf
 from tests.unit.fixtures.tasks import task_of
 
 RELEASED = sorted(file.stem for file in (Path(hf.__file__).parent / "released").glob("*.json"))
-EXCLUDED = {"qwen3_6_35b_a3b": ["shared_expert_gate"], "gemma_4_26b_a4b": ["router.proj"]}  # other models: nothing
+EXCLUDED = {"qwen3_6_35b_a3b": ["shared_expert_gate"], "gemma_4_26b_a4b": ["router.proj"]}  # other models: no exclusion
 FIT, NO_FIT = ("b200", 64, 2**15), ("a100-40", 8, 2**20)
-# These fit in neither case, or in both.
+# On FIT, models of NEVER fit only with LoRA; all others fit.  On NO_FIT, models of ALWAYS fit with and without LoRA.
 NEVER, ALWAYS = {"deepseek_v3", "kimi_k2"}, {
     "llama_3_1_8b", "ministral_3_8b", "qwen2_5_vl_7b", "qwen3_0p6b", "qwen3_8b", "qwen3_vl_8b",
 }  # fmt: skip
-WITH_LORA = {  # on NO_FIT, beside ALWAYS
+WITH_LORA = {  # models that fit NO_FIT only with LoRA
     "gemma_3_27b", "gpt_oss_20b", "mistral_small_3_2", "moonlight_16b_a3b", "qwen3_30b_a3b", "qwen3_vl_30b_a3b",
 }  # fmt: skip
 QUICK = ["gemma_4_26b_a4b", "qwen3_6_35b_a3b"]
@@ -37,7 +37,7 @@ def names(quick: Collection[str]) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of each released model in the current one."""
+    """The working folder has a folder of each released model."""
     for name in RELEASED:
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(hf.released(name)))
@@ -47,7 +47,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", names(KINDS))
 def test_every_released_model_has_adapters(name: str) -> None:
-    """Of a new recipe with LoRA, and of the change to LoRA that is proposed for one without: the same ones."""
+    """A new recipe with LoRA, and the proposed change of a recipe to LoRA, have the same adapters."""
     recipe, task = task_of(name, 2**15, is_lora=True)
     assert recipe.config.lora.exclude == EXCLUDED.get(name, [])
     other = with_adapters(task_of(name, 2**15)[1])
@@ -111,7 +111,7 @@ def test_what_excludes_lora_gets_no_proposal_of_it(keys: str, why: str) -> None:
 
 
 def test_a_recipe_gets_the_same_keys(tmp_path: Path) -> None:
-    """--lora of a recipe that trains all weights; one with LoRA stays as it is."""
+    """`--lora` for a recipe that trains all weights; a recipe with LoRA stays the same."""
     recipe = tmp_path / "all.yaml"
     recipe.write_text(
         "model: {hf: qwen3_6_35b_a3b}\nrun: {dir: r}\ndata: {train: t.jsonl, seq_length: 4096}\n"

@@ -12,7 +12,7 @@ from sft.probe.inputs import runs
 from sft.probe.report import ProbeReport, check_path
 from tests.builders import sample
 
-# The norm of a sketch of 8 projections varies by a quarter.  Over 1,000 hidden states the mean varies by 1%.
+# The norm of a sketch of 8 projections varies by a quarter.  Its mean over 1,000 hidden states varies by 1%.
 MEAN_TOLERANCE = 0.05
 
 
@@ -32,7 +32,8 @@ def test_sketches_keep_norms() -> None:
 
 
 def test_runs_of_a_rank() -> None:
-    """Documents of 8 and 4 tokens on cp rank 0 of 2: tokens 0 1 6 7 of the first, 0 and 3 of the second."""
+    """Documents of 8 and 4 tokens on cp rank 0 of 2: tokens 0 1 6 7 of the first document, and 0 and 3 of the
+    second."""
     mb = Collator(doc_multiple=4, pad_id=0, cp_size=2).microbatch([sample(range(8)), sample(range(4))])
     assert runs(mb) == [(0, 0, 2), (0, 6, 8), (1, 0, 1), (1, 3, 4)]
 

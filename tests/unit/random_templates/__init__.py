@@ -1,12 +1,12 @@
-"""Random chat templates and chats, with text and mask from Python alone: `case(seed)`.
+"""Random chat templates and chats, with text and mask computed by Python alone: `case(seed)`.
 
-Decides what a rendering must be, without Jinja: every piece of a template has two forms, Jinja text and a Python
-function of the same text, and the mask follows from the layout of a turn:
+Decides the correct rendering without Jinja: every piece of a template has two forms, Jinja text and a Python function
+that returns the same text; the mask follows from the layout of a turn:
 
     header (0)  reasoning, content, calls (1)  end token (1)  newline (0)
 
-A turn begins after the longest common start of its text and the header that asks for an answer, so what the prompt
-already shows (<think>) has 0.
+A turn begins after the longest common start of its text and the header that asks for an answer, so text that the prompt
+already has (<think>) gets 0.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from tests.unit.random_templates.whole import Draw
 
 
 class Case(NamedTuple):
-    """A template, a chat, and what they must give.
+    """A template, a chat, and the correct results.
 
     labels    0, 1 or EITHER for each character of `text`, with data.supervise = assistant
     tokens    the tokens that the tokenizer must have
@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
 
 def case(seed: int) -> Case:
-    """The case of a seed: always the same."""
+    """The case of a seed; it is always the same."""
     rng = Random(seed)
     draw = Draw(rng)
     draw.compose()
@@ -55,7 +55,7 @@ def case(seed: int) -> Case:
 
 
 def _without_controls(value: Any) -> Any:
-    """The value with another text in place of each typed special token."""
+    """The value, with another text in place of each typed special token."""
     if isinstance(value, str):
         return value.replace("<|", "(|")
     if isinstance(value, dict):

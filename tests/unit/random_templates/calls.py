@@ -1,4 +1,4 @@
-"""Ways in which templates write calls of tools: Jinja statements, and the same text in Python."""
+"""The forms in which templates write calls of tools: Jinja statements, and Python that gives the same text."""
 
 from collections.abc import Callable
 from random import Random
@@ -10,14 +10,14 @@ Call = dict[str, Any]
 
 
 class OneCall(NamedTuple):
-    """Statements that write the call `c`, and the same text in Python."""
+    """Statements that write the call `c`, and Python that gives the same text."""
 
     jinja: str
     text: Callable[[Call], str]
 
 
 class Json(NamedTuple):
-    """A way to write JSON: the filter of Jinja, and the options of json.dumps."""
+    """A form of JSON: the filter of Jinja, and the options of json.dumps."""
 
     name: str
     options: dict[str, Any]
@@ -37,7 +37,7 @@ def draw_json(rng: Random) -> Json:
 
 
 def all_calls(rng: Random, json: Json) -> Part:
-    """All calls by one expression."""
+    """All calls, written by one expression."""
     form = rng.randrange(3)
     jinja = (
         f"{{{{- m.tool_calls | {json.name} -}}}}",

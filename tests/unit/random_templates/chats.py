@@ -21,7 +21,7 @@ _MIXED = (
 
 
 class Texts:
-    """Texts of a chat: unique words, or repeated, empty, escaped, typed ones and constants of the template."""
+    """Texts of a chat: unique words; repeated, empty, escaped and typed texts; and constants of the template."""
 
     def __init__(self, rng: Random):
         self.rng, self.number = rng, 0
@@ -70,7 +70,8 @@ def make_chat(rng: Random, draw: Draw) -> tuple[list[Message], list[dict] | None
         messages.append({"role": "system", "content": texts.text("y")})
 
     def said() -> str:
-        """A content that is not empty, because an answer without text is refused; </think> may be left out."""
+        """A content that is not empty, because an answer without text is refused; it contains </think> only if the
+        template allows it."""
         while (text := texts.text("a")).strip() in ("", "</think>"):
             pass
         return text
@@ -82,7 +83,8 @@ def make_chat(rng: Random, draw: Draw) -> tuple[list[Message], list[dict] | None
         message = {"role": "assistant", "content": content}
         if draw.reasoning and rng.random() < 0.6:
             message[draw.key] = texts.text("h")
-            while message[draw.key].strip() == "</think>":  # a template that splits at it writes nothing of the chat
+            # a template that splits at </think> would write nothing of the chat
+            while message[draw.key].strip() == "</think>":
                 message[draw.key] = texts.text("h")
         if calls:
             message["tool_calls"] = [

@@ -1,22 +1,22 @@
-"""Expressions and statements of Jinja, each with the same text in Python, and ways to write one text in Jinja."""
+"""Jinja expressions and statements, each with Python that gives the same text, and several forms of a text in Jinja."""
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-EITHER = 2  # a label where both are right
+EITHER = 2  # a label if both 0 and 1 are correct
 ROLES = ("system", "user", "assistant", "tool")
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Where:
-    """The message that is being written."""
+    """The message that the template is writing."""
 
     m: Message
     index: int
-    messages: list[Message]  # as the loop sees them
+    messages: list[Message]  # in the order in which the loop visits them
     tools: list[dict] | None
 
     @property
@@ -35,7 +35,8 @@ Text = Callable[[Where], str]
 
 
 class Expr(NamedTuple):
-    """A Jinja expression that gives a text, and the same text in Python.  raw: the text, if it is a constant."""
+    """A Jinja expression with a text as its value, and Python that gives the same text.  raw: the text, if it is a
+    constant."""
 
     jinja: str
     text: Text
@@ -43,7 +44,7 @@ class Expr(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Jinja statements that write a text, and the same text in Python."""
+    """Jinja statements that write a text, and Python that gives the same text."""
 
     jinja: str
     text: Text
@@ -62,7 +63,7 @@ def tojson(value: Any, **options: Any) -> str:
     return json.dumps(value, **{"ensure_ascii": False, **options})
 
 
-# Ways to change a text without or with a change of characters: (Jinja, Python), {} stands for the text.
+# Operations that keep or change the characters of a text: (Jinja, Python), {} stands for the text.
 
 SAME: list[tuple[str, Callable[[str], str]]] = [
     ("{}", lambda s: s),

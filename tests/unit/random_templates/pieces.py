@@ -1,4 +1,4 @@
-"""A random template's choices, the pieces that its messages are made of, and the labels of an answer's characters."""
+"""The choices of a random template, the pieces of its messages, and the labels of an answer's characters."""
 
 from random import Random
 
@@ -9,7 +9,7 @@ from tests.unit.random_templates.expressions import CHANGED, EITHER, ROLES, SAME
 class Pieces:
     """The choices of one template, and the pieces of its messages."""
 
-    assistant_body: list[Part]  # as the template that was drawn writes it
+    assistant_body: list[Part]  # in the order in which this template writes them
     assistant_end: Part
 
     def __init__(self, rng: Random):
@@ -24,7 +24,7 @@ class Pieces:
             self.end_style = "token"
         self.after = "" if self.end_style == "none" else choose(("", "\n", "\n", " ", "\n\n"))
         self.before_end = "" if self.end_style == "none" else choose(("", "", "\n"))
-        self.between_only = self.after != "" and rng.random() < 0.2  # the newline only between turns
+        self.between_only = self.after != "" and rng.random() < 0.2  # the newline stands between turns only
         self.bos = rng.random() < 0.5
         self.system = choose(("loop", "loop", "first", "all", "user"))
         self.nullable = rng.random() < 0.3
@@ -40,7 +40,7 @@ class Pieces:
         self.assistant = choose(("assistant", "assistant", "model"))
         self.loop = choose(("messages", "messages", "messages[:]", "range"))
         if self.style in ("gather", "list"):
-            self.marked = False  # a mark is about what is written at its place
+            self.marked = False  # a mark refers to the text at its place
 
     # Expressions
 
@@ -66,7 +66,7 @@ class Pieces:
         return Expr(form, lambda w: w.m[key])
 
     def joined(self, exprs: list[Expr]) -> Expr:
-        """One expression of several."""
+        """A single expression for the joined texts of several expressions."""
         texts = [expr.text for expr in exprs]
         parts = [f"({expr.jinja})" for expr in exprs]
         form = self.rng.randrange(6)
@@ -83,7 +83,7 @@ class Pieces:
         return Expr(jinja, lambda w: "".join(text(w) for text in texts))
 
     def part(self, expr: Expr) -> Part:
-        """Statements that write an expression in one of many ways."""
+        """Statements that write an expression, in one of many forms."""
         name = self.name()
         way = self.rng.randrange(13)
         jinja = expr.jinja
@@ -110,7 +110,7 @@ class Pieces:
         elif way == 8:
             space = f"{{%- set {name} = namespace(text='') -%}}{{%- set {name}.text = {name}.text ~ ({jinja}) -%}}"
             out = f"{space}{{{{- {name}.text -}}}}"
-        elif expr.raw and way in (10, 11):  # as data between expressions
+        elif expr.raw and way in (10, 11):  # as template text between expressions
             out = f"{{{{- '' }}}}{expr.raw}{{{{ '' -}}}}"
         elif way == 9:
             out = f"{{{{- ({jinja}) | safe -}}}}"
@@ -119,7 +119,7 @@ class Pieces:
         return Part(out, expr.text)
 
     def as_expr(self, part: Part) -> tuple[str, Expr]:
-        """Statements to come first, and an expression of what a part writes."""
+        """Statements that must come first, and an expression for the text that a part writes."""
         name = self.name()
         return f"{{%- set {name} -%}}{part.jinja}{{%- endset -%}}", Expr(name, part.text)
 
@@ -159,7 +159,7 @@ class Pieces:
         return Expr(f"{{{pairs}}}[m.role]", text)
 
     def end(self) -> Expr:
-        """What ends a turn: of an assistant, or of others."""
+        """The text that ends a turn: for an assistant, and for other roles."""
         before = self.before_end
         if self.end_style == "token":
             return Expr(quote(before + "<|end|>"), lambda w: before + "<|end|>")
@@ -220,17 +220,18 @@ class Pieces:
         return [*parts, *calls, content] if self.calls_first else [*parts, content, *calls]
 
     def labels_of(self, body: str, w: Where) -> list[int]:
-        """Labels of an assistant's text and end."""
+        """The labels of an assistant's text and of its end."""
         end = self.assistant_end.text(w)
         labels = [1] * len(body + end)
-        if self.end_style == "last" and not w.last:  # in last place the same turn ends with <|eos|>
+        if self.end_style == "last" and not w.last:  # in the last message, the same turn ends with <|eos|>
             labels[len(body + self.before_end) :] = [EITHER if self.marked else 0] * len("<|end|>")
         shown = self.prompt_think
         common = next(
             (k for k, (a, b) in enumerate(zip(body + end, shown, strict=False)) if a != b),
             min(len(shown), len(body + end)),
         )
-        # The template's text in both is shown; a text that happens to begin like the prompt may have either.
+        # The prompt already shows text of the template that both share; a content that happens to begin like the prompt
+        # may have either label.
         written = len("<think>\n") if self.reasoning and self.assistant_body[0].text(w) else 0
         for k in range(common):
             labels[k] = EITHER if common < len(shown) and k >= written else 0

@@ -9,7 +9,7 @@ class Draw(Pieces):
     """One random template."""
 
     def result_parts(self) -> tuple[list[Part], Part]:
-        """Header and content of a tool's message, and its end."""
+        """The header and the content of a tool's message, and its end."""
         content = self.changed(self.field("content"))
         wrapped = self.joined([constant("<tool_response>"), content, constant("</tool_response>")])
         after = self.after_turn()
@@ -30,7 +30,7 @@ class Draw(Pieces):
         return [self.part(self.header("tool")), self.part(body)], self.part(self.joined([end, after]))
 
     def end_of_others(self) -> Expr:
-        """The end of a message of anybody else.  An end that asks for `last` looks at the assistant only."""
+        """The end of a message of another role.  An end that depends on `last` considers the assistant only."""
         if self.end_style == "none":
             return constant("")
         return constant(self.before_end + ("<|eos|>" if self.end_style == "eos" else "<|end|>"))
@@ -67,7 +67,7 @@ class Draw(Pieces):
         gather = self.style in ("gather", "list")
 
         def write(part: Part) -> str:
-            """The part where it is, or gathered for later."""
+            """Writes the part in place, or collects it to be written later."""
             if not gather:
                 return part.jinja
             before, expr = self.as_expr(part)
@@ -173,7 +173,7 @@ class Draw(Pieces):
             write(self.system_block.text(nowhere))
         if self.tools and tools:
             write(self.tools_part.text(nowhere))
-        handed_over = None  # an answer that only the next header ends
+        handed_over = None  # an answer that only the header of the next message ends
         for index, message in enumerate(turns):
             w = Where(message, index, turns, tools)
             if message["role"] == "assistant":

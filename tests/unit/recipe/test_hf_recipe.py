@@ -1,4 +1,4 @@
-"""model.hf: the architecture of a recipe from a config.json."""
+"""model.hf: the architecture in a recipe comes from a config.json."""
 
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def test_a_family_without_a_key_for_the_width_of_heads(tmp_path: Path, family: s
 
 
 def test_the_recipe_of_a_run_loads_back(folder: Path) -> None:
-    """With the folder as an import has it."""
+    """The folder has the form that an import gives it."""
     (folder.parent / "imported").mkdir()
     folder = folder.rename(folder.parent / "imported" / "hf").parent
     found = recipe(folder, "model.rope.scaling=yarn", "model.rope.factor=4", "model.rope.original_max_position=4096")
@@ -98,7 +98,7 @@ def test_weights_and_tokenizer_come_with_the_model(folder: Path) -> None:
     assert own.vocab_size == 417
     assert tokenizer_of(recipe(folder, f"data.tokenizer={folder}").config).digest == own.digest
     (folder.parent / "imported").mkdir()
-    moved = folder.rename(folder.parent / "imported" / "hf").parent  # as an import has it
+    moved = folder.rename(folder.parent / "imported" / "hf").parent  # the form that an import gives the folder
     assert tokenizer_of(recipe(moved).config).digest == own.digest
 
 
@@ -108,7 +108,7 @@ def test_positions_may_be_changed(folder: Path) -> None:
     assert recipe(folder, *changed).config.model.rope == RopeConfig(
         base=1e6, scaling="yarn", factor=4.0, original_max_position=4096
     )
-    # The factor was one of the scaling before.
+    # The factor belonged to the scaling that the override replaced.
     assert recipe(folder, "model.rope.scaling=none").config.model.rope == RopeConfig(base=1e6)
     with pytest.raises(ConfigError, match="model.rope.factor = 1 .*must be above 1 for linear scaling"):
         recipe(folder, "model.rope.factor=1")
@@ -118,7 +118,7 @@ def test_a_folder_without_or_of_an_unknown_model(folder: Path, tmp_path: Path) -
     with pytest.raises(ConfigError) as error:
         recipe(tmp_path / "nowhere")
     assert str(error.value).startswith(f"model.hf = {tmp_path / 'nowhere'} (a.yaml, line 2): ")
-    assert "is missing from" not in str(error.value)  # the sizes, which it would have given
+    assert "is missing from" not in str(error.value)  # the config.json would have given the sizes
     with pytest.raises(ConfigError, match='model_type = "mamba" is not supported'):
         recipe(hf.change(folder, model_type="mamba"))
 

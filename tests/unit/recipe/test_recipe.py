@@ -1,4 +1,4 @@
-"""Text to Config: what values mean, where they came from."""
+"""Recipe text becomes a Config: the meaning of values, and their origins."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from tests.builders import RECIPE, parsed, refusal_lines
 
 FIELD = "disable_bf16_reduced_precision_matmul"  # of model.megatron
 
-# What values mean
+# The meaning of values
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_whole_numbers_serve_as_numbers() -> None:
 
 
 def test_datasets_by_name() -> None:
-    """Beside files; a dataset may have columns, and a part of a split."""
+    """Datasets beside files; a dataset may rename columns, and select a part of a split."""
     columns = (("messages", "talk"),)
     data = parsed(
         'data.train={chat: {dataset: a/b, split: "train[:10%]", columns: {messages: talk}}, code: {files: c.jsonl}}',
@@ -158,7 +158,7 @@ def test_overrides_of_sources(overrides: list[str], sources: dict[str, tuple[lis
 
 
 FIELDS = "files, dataset, config, split, revision, columns, weight, epochs."
-WRONG_SOURCES = {  # by the end of the override
+WRONG_SOURCES = {  # key: the end of the override
     ".chat.wieght=2": "unknown key data.train.chat.wieght (@).  Did you mean data.train.chat.weight?",
     ".chat=null": "data.train.chat = null (@); expected a group of keys.  Keys of data.train.chat: " + FIELDS,
     ".chat.epochs=2": "data.train.chat.epochs = 2 (@) clashes with the weight of chat; give weights to all sources, "
@@ -297,7 +297,7 @@ def test_dump_says_whence() -> None:
 
 
 def test_dump_loads_back() -> None:
-    """Also with line breaks in the name of the file and in an override."""
+    """Also if the name of the file and an override contain line breaks."""
     first = parsed("data.eval={b: [b, 'c d'], 1.5: d}", f"model.megatron={{{FIELD}: false}}", "optim.lr=5e4")
     for recipe in (first, parse_recipe(RECIPE, "a\nb: c.yaml", ["run.dir=runs/a\nb: c"])):
         assert parse_recipe(dump(recipe), "b.yaml").config == recipe.config

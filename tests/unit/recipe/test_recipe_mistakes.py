@@ -1,4 +1,4 @@
-"""Mistakes in a recipe: every message names the place, the value, and what would work."""
+"""Mistakes in a recipe: every message names the place, the value, and a value that would work."""
 
 import pytest
 
@@ -51,7 +51,7 @@ def test_mistakes(override: str, message: str) -> None:
     assert refusal_lines(RECIPE, override) == [message.replace("@", f"command line: {override}")]
 
 
-# Overrides that cannot be together; @ stands for the last of them.
+# Overrides that exclude each other; @ stands for the last of them.
 CLASHES = {
     ("model.init_from=null",): "model.init_from = null (@) says no initial weights, because there is no model.hf; set "
     "model.hf to a Hugging Face folder, model.init_from to a Megatron checkpoint, or model.init_from=random.",

@@ -1,4 +1,4 @@
-"""Every recipe of the repository is complete, fits its hardware, and has its model's true size."""
+"""Every recipe in the repository is complete, fits its hardware, and has the published size of its model."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from sft.recipe.resolved import dump
 FOLDER = Path(__file__).resolve().parents[3] / "recipes"
 RECIPES = sorted(path.name for path in FOLDER.glob("*.yaml"))
 pytestmark = pytest.mark.usefixtures("released_models")
-# What a recipe says about a model that has a config.json.
+# The settings in a recipe whose model has a config.json.
 OWN = {"hf", "rope.scaling", "rope.factor", "rope.original_max_position", "moe.aux_loss_coef"}
 OWN |= {"rope.attention_factor", "rope.mscale_all_dim"}
 MOST_LINES = 25
@@ -25,7 +25,7 @@ def header(name: str) -> list[str]:
 
 
 def launched_world_size(name: str) -> int:
-    """Processes of the torchrun command in the header."""
+    """The number of processes in the torchrun command of the header."""
     command = header(name)[1]
     per_node = re.search(r"--nproc-per-node (\d+)", command)
     nodes = re.search(r"--nnodes (\d+)", command)
@@ -89,7 +89,7 @@ def test_what_a_rank_holds(name: str, world_size: int, dp: int, tokens_per_rank:
 
 
 @pytest.mark.parametrize(
-    "name, parameters, rope",  # as published, without correction biases; of Qwen3.6 by hand (its language model)
+    "name, parameters, rope",  # published numbers, without correction biases; Qwen3.6 by hand (its language model)
     [
         ("qwen3_0p6b_32k.yaml", 596_049_920, (1e6, "none", 1.0, None)),
         ("qwen3_8b_64k.yaml", 8_190_735_360, (1e6, "yarn", 2.0, 32768)),
@@ -116,7 +116,7 @@ def test_parameters_and_positions(name: str, parameters: int, rope: tuple[float,
 
 
 def test_what_a_token_meets_of_a_mixture() -> None:
-    """Qwen3-30B-A3B is said to activate 3.3 billion."""
+    """The publisher of Qwen3-30B-A3B gives 3.3 billion activated parameters."""
     model = load_recipe(str(FOLDER / "qwen3_30b_a3b_64k.yaml")).config.model
     assert model.vocab_size is not None
     assert active_parameters(model, model.vocab_size) == 3_353_032_704

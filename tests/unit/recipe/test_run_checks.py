@@ -1,4 +1,4 @@
-"""Mistakes that show once the number of steps and the lengths of documents are known."""
+"""Mistakes that can be found once the number of steps and the lengths of documents are known."""
 
 import json
 import re
@@ -104,7 +104,7 @@ def test_without_torchrun_nothing_is_known_of_nodes() -> None:
 
 
 def test_documents_beyond_the_positions_of_the_model() -> None:
-    """Positions begin anew in every document, so the longest document decides, and not the length of packs."""
+    """Positions restart in every document, so the longest document decides, not the length of packs."""
     assert check_run(of_hf("m"), **LONG | {"longest": 512}) == []
     with pytest.raises(ConfigError) as refused:
         check_run(of_hf("m"), **LONG | {"longest": 513})

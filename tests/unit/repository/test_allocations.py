@@ -1,4 +1,4 @@
-"""The counter of allocations that checks the predicted memory, on events written out by hand."""
+"""The counter of allocations that checks predicted memory, with events written by hand."""
 
 import pytest
 
@@ -27,10 +27,12 @@ def test_what_a_block_is_for(frames: tuple[Frame, ...], expected: str) -> None:
 
 
 def test_the_moment_with_most_bytes() -> None:
-    """10 of weights and 4 of something else; 7 are saved, the 4 are freed, 6 work, the 7 are freed, 5 work."""
+    """10 bytes of weights and 4 of another tensor exist; 7 are saved, the 4 are freed, 6 work, the 7 are freed, 5
+    work."""
     saved = (LAYER, FORWARD)
     events = [Event(1, 7, saved), Event(99, -4), Event(2, 6), Event(1, -7), Event(2, -6), Event(1, 5), Event(3, 6)]
     found = peak(events, {"weights": 10, "other": 4})
     assert found == Peak({"weights": 10, "saved by layers": 7, "working": 6}, "backward", found.largest)
     assert found.total == 23
-    assert peak(events, {"weights": 10}).total == 23  # without a count of the rest, what is freed of it is ignored
+    # without "other" in `standing`, the free of the 4 bytes is ignored
+    assert peak(events, {"weights": 10}).total == 23

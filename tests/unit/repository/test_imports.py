@@ -1,4 +1,4 @@
-"""Who may import whom: the contracts of setup.cfg hold, and they notice when they do not."""
+"""Allowed imports: the contracts of setup.cfg hold, and the linter finds breaches of them."""
 
 import configparser
 import shutil
@@ -66,7 +66,8 @@ def test_contracts_notice(tmp_path: Path) -> None:
 
 
 def test_nothing_heavy_is_imported_before_it_is_used() -> None:
-    """Help, and errors about recipes and data, must appear at once: no torch, no megatron, no transformers."""
+    """Help, and errors about recipes and data, must appear at once: without imports of torch, megatron or
+    transformers."""
     modules = (
         "sft.cli, sft.recipe.load, sft.config, sft.parallel.layout, sft.parallel.context_parallel, "
         "sft.estimate.memory, "
@@ -103,7 +104,7 @@ def test_predictions_need_no_torch(command: list[str], code: int, tmp_path: Path
 
 
 def test_a_wheel_holds_every_module_and_command() -> None:
-    """A folder without __init__.py would be left out of the wheel, and a command of tools/ with it."""
+    """A wheel would lack a folder without __init__.py, and with it a command of tools/."""
     folders = {file.parent for file in (ROOT / "sft").rglob("*.py")}
     packages = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
     assert set(find_packages(ROOT, include=["sft", "sft.*"])) == packages

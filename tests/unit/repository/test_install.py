@@ -1,4 +1,5 @@
-"""launch/install.sh with an interpreter that records its calls, and what launch/Dockerfile and make share with it."""
+"""launch/install.sh with an interpreter that records its calls; and the settings that launch/Dockerfile and make share
+with it."""
 
 import json
 import os
@@ -28,7 +29,7 @@ PIP = ["-m", "pip", "install", "--disable-pip-version-check", "--no-compile", "-
 
 
 def install(tmp_path: Path, *args: str, **env: str) -> tuple[int, str, list[dict]]:
-    """Exit code, what was said, and the calls of Python in their order."""
+    """The exit code, the output, and the calls of Python in order."""
     calls, python = tmp_path / "calls.jsonl", tmp_path / "python"
     python.write_text(f"#!{sys.executable} -IS\n{RECORD}")
     python.chmod(0o755)
@@ -47,7 +48,7 @@ def test_the_environment_has_the_versions_of_the_constraints(tmp_path: Path) -> 
         ["-m", "venv", str(tmp_path / "my env")],
         [*PIP, "--editable", ".[fla,dev,plot]"],
     ]
-    assert {call["folder"] for call in calls} == {str(ROOT)}  # VENV is of the caller's folder, the package is ours
+    assert {call["folder"] for call in calls} == {str(ROOT)}  # VENV is in the caller's folder, the package in ours
 
 
 def test_transformer_engine_is_compiled_for_the_torch_that_is_there(tmp_path: Path) -> None:
@@ -92,11 +93,11 @@ def test_the_image_and_make_install_by_the_same_script() -> None:
     assert "pip install" not in dockerfile
     (image,) = re.findall(r"^FROM nvidia/cuda:(\d+\.\d+)\.\d+-cudnn-devel-", dockerfile, re.MULTILINE)
     (cuda,) = re.findall(r"^cuda-toolkit==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert image == cuda  # Transformer Engine is compiled by the one and runs with the other
+    assert image == cuda  # one of them compiles Transformer Engine, which then runs with the other
 
 
 def test_constraints_name_every_package_that_is_asked_for() -> None:
-    """Else a version would be whatever the index has on the day."""
+    """Otherwise pip would install whatever version is the newest on that day."""
     setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")
     extras = [setup["options.extras_require"][name] for name in ("te", "plot", "dev")]
@@ -106,7 +107,7 @@ def test_constraints_name_every_package_that_is_asked_for() -> None:
 
 
 def test_make_lets_python_keep_bytecode() -> None:
-    """Without it each process that a test starts compiles torch and megatron-core again."""
+    """Without bytecode, each process that a test starts would compile torch and megatron-core again."""
     show = "include Makefile\nshow:\n\t@printenv PYTHONDONTWRITEBYTECODE || echo unset\n"
     command = ["make", "--silent", "--file=-", "show"]
     environ = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}

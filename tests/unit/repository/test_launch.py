@@ -1,6 +1,6 @@
-"""The launch scripts, with stand-ins for torchrun, srun, scontrol, squeue and python that record their arguments.
+"""The launch scripts, with replacements for torchrun, srun, scontrol, squeue and python that record their arguments.
 
-On a real SLURM: tests/slurm.
+tests/slurm runs them on a real SLURM.
 """
 
 import json
@@ -15,7 +15,7 @@ import pytest
 from tests.rank_server import default_signals
 
 ROOT = Path(__file__).resolve().parents[3]
-AWKWARD = "data.train=[my file.jsonl, $HOME.jsonl]"  # spaces and a dollar must arrive as they are
+AWKWARD = "data.train=[my file.jsonl, $HOME.jsonl]"  # spaces and a dollar must arrive unchanged
 
 RECORD = """
 import json, os, sys
@@ -36,7 +36,7 @@ if verb == "status":
     print(os.environ.get("STATUS_TEXT", "as it is"))
 sys.exit(int(os.environ.get(f"{verb.upper()}_EXIT", "0")))
 """,
-    # A requeue ends all processes of the job, this one too.
+    # A requeue ends all processes of the job, also this one.
     "scontrol": """
 import signal
 if sys.argv[1] == "show":
@@ -48,7 +48,7 @@ else:
     os.kill(os.getpid(), signal.SIGTERM)
 """,
     "squeue": "print(os.environ['REASON'])",
-    # Runs the task once per node, as srun does, one after the other.  Meanwhile the batch script is sent SIGNALS.
+    # Runs the task once per node, as srun does, but one after the other.  Meanwhile, the batch script gets SIGNALS.
     "srun": """
 import signal, subprocess, time
 forwarded = []
@@ -71,32 +71,34 @@ sys.exit(1 if os.environ.get("SIGNALS") else 0)
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What a launch script did."""
+    """The calls and the result of a launch script."""
 
     code: int
-    pid: int  # of the script
+    pid: int  # process id of the script
     stdout: str
     stderr: str
-    calls: list[dict]  # {"name", "args", "env", "pid"} in the order they were made
+    calls: list[dict]  # {"name", "args", "env", "pid"} of each call, in order
 
     def of(self, name: str) -> list[list[str]]:
         return [call["args"] for call in self.calls if call["name"] == name]
 
 
 def launch(tmp_path: Path, script: str, *args: str, env: dict[str, str] | None = None) -> Launch:
-    """Runs launch/`script` in an empty folder, stand-ins first on PATH; SLURM variables only from `env`."""
+    """Runs launch/`script` in an empty folder, with the replacements first on PATH; SLURM variables come from `env`
+    only."""
     work, calls = tmp_path / "work", tmp_path / "calls.jsonl"
     work.mkdir(exist_ok=True)
     calls.unlink(missing_ok=True)
     for name, body in STAND_INS.items():
         path = tmp_path / name
-        path.write_text(f"#!{sys.executable} -IS\n{RECORD}\n{body}\n")  # without site-packages: quick to start
+        # without site-packages, so that it starts quickly
+        path.write_text(f"#!{sys.executable} -IS\n{RECORD}\n{body}\n")
         path.chmod(0o755)
     ours = ("SLURM", "OMP", "CUDA", "NPROC", "PORT", "LOG_DIR", "TORCH", "SFT")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     clean |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(calls)} | (env or {})
     command = [str(ROOT / "launch" / script), *args]
-    # A shell cannot trap a signal that it was started to ignore.
+    # A shell cannot trap a signal that is ignored when the shell starts.
     with subprocess.Popen(
         command, cwd=work, env=clean, stdout=-1, stderr=-1, text=True, preexec_fn=default_signals
     ) as script_process:
@@ -128,7 +130,7 @@ def test_local_checks_the_recipe_then_starts_the_processes(tmp_path: Path, numbe
 
 
 def test_local_gives_its_own_process_to_the_run(tmp_path: Path) -> None:
-    """So the run gets each signal once, and its exit code is that of the script."""
+    """So the run gets each signal once, and its exit code is the exit code of the script."""
     run = launch(tmp_path, "local.sh", "2", "r.yaml", env={"TRAIN_EXIT": "75"})
     assert run.code == 75 and [call["pid"] for call in run.calls][-1] == run.pid
 
@@ -193,7 +195,7 @@ def test_what_slurm_reads_of_the_script() -> None:
 
 
 def test_a_prefix_stands_before_all_four_commands(tmp_path: Path) -> None:
-    """Python of the host is not called: it may have no sft."""
+    """The script does not call Python of the host, which may lack sft."""
     image = tmp_path / "image"
     image.write_text(f"#!{sys.executable} -IS\n{RECORD}\nos.execvp(sys.argv[3], sys.argv[3:])\n")
     image.chmod(0o755)
@@ -231,12 +233,12 @@ def test_slurm_without_gpus_says_what_to_set(tmp_path: Path) -> None:
         (0, "", "", 0, False),
         (75, "", "", 0, True),  # a crash
         (75, "USR1 USR1", "", 0, True),
-        (75, "TERM", "None", 75, False),  # scancel, or a preemption that SLURM itself requeues
+        (75, "TERM", "None", 75, False),  # scancel, or a preemption after which SLURM itself requeues
         (75, "USR1 TERM", "None", 75, False),
         (75, "TERM", "", 75, False),  # SLURM does not answer
         (75, "USR1 TERM", "TimeLimit", 0, True),
         (2, "TERM", "TimeLimit", 2, False),
-        (1, "", "", 1, False),  # the answer itself failed
+        (1, "", "", 1, False),  # `sft status` itself failed
     ],
 )
 def test_whether_a_job_comes_back(
@@ -265,7 +267,7 @@ def test_a_signal_before_the_start_comes_back_without_one(tmp_path: Path) -> Non
 
 
 def started(tmp_path: Path, restarts: int, text: str, **env: str) -> bool:
-    """Whether start number `restarts` of one job, of which `sft status` tells `text`, is requeued."""
+    """Whether start number `restarts` of a job is requeued if `sft status` prints `text`."""
     env |= {"STATUS_EXIT": "75", "STATUS_TEXT": text, "SLURM_RESTART_COUNT": str(restarts)}
     run = launch(tmp_path, "slurm.sbatch", "r.yaml", env=SLURM | {"SLURM_JOB_NUM_NODES": "1"} | env)
     assert f"SLURM_RESTART_COUNT {restarts}, " in run.stdout
@@ -277,7 +279,7 @@ def started(tmp_path: Path, restarts: int, text: str, **env: str) -> bool:
 def test_three_starts_that_never_begin_are_enough(tmp_path: Path) -> None:
     texts = ["at 12:00", "at 12:00", "at 12:00", "at 12:03", "at 12:03"]
     assert [started(tmp_path, n, text) for n, text in enumerate(texts)] == [True, True, False, True, True]
-    assert started(tmp_path, 5, "at 12:03", SIGNALS="USR1")  # it was asked to end
+    assert started(tmp_path, 5, "at 12:03", SIGNALS="USR1")  # a signal asked the run to end
 
 
 def test_the_script_of_ci_is_executable_and_parses() -> None:

@@ -1,4 +1,4 @@
-"""tools/lint: plants each kind of fault in a small repository and looks for it; what is fine stays unreported."""
+"""tools/lint: each kind of fault, added to a small repository, is reported; correct text is not."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ NINE = ", ".join(f"a{i}" for i in range(9))
 
 
 def faults(tmp_path: Path, planted: dict[str, str]) -> list[str]:
-    """The faults of FINE with `planted` files beside, as text."""
+    """The reported faults of FINE with the additional files `planted`."""
     files = []
     for name, text in (FINE | planted).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ def test_stale_references(tmp_path: Path, stale: str) -> None:
     "stale", ["batch.Bin", "other.Pack", "Pack.fill", "batch.Pack.rest", "other.gone()", "sft.fill"]
 )
 def test_a_dotted_name_of_another_module(tmp_path: Path, stale: str) -> None:
-    """Each name exists somewhere, but not in the module or class before the dot."""
+    """Each name exists, but not in the module or class before the dot."""
     (fault,) = faults(tmp_path, {"sft/other.py": OTHER, "docs/b.md": f"# B\n\nSee `{stale}`.\n"})
     assert fault == f"docs/b.md:3: reference: `{stale.removesuffix('()')}` does not exist; use the current name"
 
@@ -135,12 +135,12 @@ def test_a_dotted_name_of_another_module(tmp_path: Path, stale: str) -> None:
      "functools.wraps", "other.SIZE.real", "data.SOURCE"],
 )  # fmt: skip
 def test_a_dotted_name_of_its_module(tmp_path: Path, name: str) -> None:
-    """Defined there, inherited there from a class of ours, or by a base class of other software."""
+    """The name is defined in the module, or inherited from a class of ours or of other software."""
     assert faults(tmp_path, {"sft/other.py": OTHER, "docs/b.md": f"# B\n\nSee `{name}`.\n"}) == []
 
 
 def test_an_attribute_of_a_variable_is_not_a_name_of_a_module(tmp_path: Path) -> None:
-    """The comment means the parameter `batch`; a class is never an attribute of it."""
+    """The comment refers to the parameter `batch`; a class is never an attribute of a parameter."""
     code = "def f(batch):\n    # `batch.lengths`\n    # `batch.Bin`\n    return batch.lengths\n"
     (fault,) = faults(tmp_path, {"sft/a.py": code, "sft/other.py": OTHER})
     assert fault.startswith("sft/a.py:3: reference: `batch.Bin` does not exist")

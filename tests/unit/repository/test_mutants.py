@@ -23,8 +23,8 @@ from tests.mutations.mutants import apply, draw, mutants_of, nearest_tests
         ("x += y", ["pass"]),
         ("raise ValueError(f'{a + 1}')", ["pass"]),
         ("if a:\n        f(b)", ["if not a:\n        f(b)", "if a:\n        pass"]),
-        ("x = 'a' + b", []),  # texts cannot be subtracted
-        ("x = f'{a + b}'", []),  # nor is a message changed
+        ("x = 'a' + b", []),  # strings cannot be subtracted
+        ("x = f'{a + b}'", []),  # text of messages is not changed
         ("assert a == b", []),
         ("return None", []),
     ],

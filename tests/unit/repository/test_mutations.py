@@ -1,4 +1,4 @@
-"""The table of deliberate faults fits the code: each line is there once, each fault compiles, each test exists."""
+"""The table of deliberate faults fits the code: each line occurs once, each fault compiles, and each test exists."""
 
 import pytest
 

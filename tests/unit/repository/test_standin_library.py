@@ -1,6 +1,6 @@
-"""The C of the stand-in for CUDA by itself: it compiles, and counts as tests/standin/__init__.py promises.
+"""The C library that replaces CUDA: it compiles, and counts as tests/standin/__init__.py promises.
 
-Every case is a process of its own, or two ranks, as what the library counts is of a process.
+Every case is a process of its own, or two ranks, because the library counts per process.
 """
 
 import json
@@ -17,15 +17,15 @@ import pytest
 
 from tests.standin import build
 
-TIMEOUT_S = 200  # ranks that wait in vain for each other say so after 90 s (nccl.c)
-OUT_OF_MEMORY, INVALID_CONFIGURATION = 2, 9  # of the runtime, and of the driver
+TIMEOUT_S = 200  # ranks that wait for each other in vain report it after 90 s (nccl.c)
+OUT_OF_MEMORY, INVALID_CONFIGURATION = 2, 9  # error codes of the runtime and of the driver
 Ask = Callable[..., dict[str, Any]]
 AskRanks = Callable[..., list[tuple[int, str, str]]]
 
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compiled once; what gcc would only warn of is an error."""
+    """The library, compiled once; warnings of gcc are errors."""
     if not shutil.which("gcc"):
         pytest.skip("the stand-in for CUDA is compiled, and gcc cannot be found: apt install gcc libc6-dev")
     path = tmp_path_factory.mktemp("standin") / build.NAME
@@ -43,7 +43,7 @@ def _start(library: Path, *words: object, **environment: object) -> "subprocess.
 
 
 def _finish(processes: list["subprocess.Popen[str]"]) -> list[tuple[int, str, str]]:
-    """Exit code, answers and messages of each.  None is left, however this ends."""
+    """The exit code, answers and messages of each process.  No process is left, also after an error."""
     try:
         said = [process.communicate(timeout=TIMEOUT_S) for process in processes]
         return [(process.returncode, *texts) for process, texts in zip(processes, said)]
@@ -54,7 +54,7 @@ def _finish(processes: list["subprocess.Popen[str]"]) -> list[tuple[int, str, st
 
 @pytest.fixture
 def ask(library: Path) -> Ask:
-    """The answers to calls.py's function of that name, in a process with that environment."""
+    """The answers of a function of calls.py, in a process with this environment."""
 
     def run(name: str, *words: object, **environment: object) -> dict[str, Any]:
         ((code, answers, messages),) = _finish([_start(library, name, *words, **environment)])
@@ -66,7 +66,7 @@ def ask(library: Path) -> Ask:
 
 @pytest.fixture
 def ask_ranks(library: Path, tmp_path: Path) -> AskRanks:
-    """The same of two ranks, in order of rank; they may end as they like."""
+    """The answers of two ranks, in order of rank; any exit code is allowed."""
     return lambda name: _finish([_start(library, name, rank, tmp_path / "shared") for rank in range(2)])
 
 
@@ -74,7 +74,7 @@ def test_memory_is_counted_and_refused_beyond_what_the_device_has(ask: Ask) -> N
     assert ask("memory", STANDIN_BYTES=1000) == {
         "401 of 400": OUT_OF_MEMORY,
         "address of the refused block": None,
-        "errors": [OUT_OF_MEMORY, OUT_OF_MEMORY, 0],  # looked at, taken, gone
+        "errors": [OUT_OF_MEMORY, OUT_OF_MEMORY, 0],  # after a look, after a read that clears the error, and afterwards
         "400 of 400": 0,
         "left": 0,
         "left after free": 600,
@@ -84,7 +84,7 @@ def test_memory_is_counted_and_refused_beyond_what_the_device_has(ask: Ask) -> N
 
 
 def test_the_peak_of_page_locked_memory_stays_and_takes_nothing_of_the_device(ask: Ask) -> None:
-    """300, then 500 more, then 100 more without the 300."""
+    """Allocates 300, then 500, frees the 300, and allocates 100."""
     assert ask("pinned", STANDIN_BYTES=1000) == {"most": [300, 800, 800], "left": 1000}
 
 
@@ -109,7 +109,7 @@ def test_kernels_products_and_attention_count_and_a_kernel_without_blocks_is_ref
 
 
 def test_collectives_of_two_ranks_give_the_numbers(ask_ranks: AskRanks) -> None:
-    """Of 2, 30 and 5, 4.  Half precision is not summed: each rank keeps its own."""
+    """Sums of 2, 30 and 5, 4.  Half precision is not summed: each rank keeps its own values."""
     (code, first, messages), (other_code, second, other_messages) = ask_ranks("collectives")
     assert (code, other_code) == (0, 0), messages + other_messages
     same = {

@@ -1,4 +1,4 @@
-"""How the tests of a deliberate fault end: what counts as noticed, and that they leave no process."""
+"""The outcomes of tests of a deliberate fault: which count as noticed, and that no process is left."""
 
 import signal
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Environment variables that a run sets before CUDA starts: what is chosen, and that the user's own values stay."""
+"""Environment variables that a run sets before CUDA starts: the chosen values, and that values of the user stay."""
 
 import ctypes
 import errno
@@ -40,7 +40,7 @@ def resolved(world_size: int, *overrides: str) -> tuple[Config, Layout]:
 
 @pytest.fixture
 def unset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, str]]:
-    """The environment of this process without any of the variables, on a machine with Hopper GPUs."""
+    """The environment of this process without these variables, on a machine with Hopper GPUs."""
     monkeypatch.setattr(environment, "_compute_capability", lambda: HOPPER)
     monkeypatch.setattr(environment.tempfile, "gettempdir", lambda: str(tmp_path))
     variables = {name: value for name, value in os.environ.items() if name not in environment.NAMES}
@@ -67,7 +67,7 @@ def test_what_is_set_where_the_user_sets_nothing(unset: dict[str, str], tmp_path
 
 
 def test_no_cache_of_kernels_where_files_have_no_locks(unset: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash-attn-4 would wait for its lock, and then end the run."""
+    """flash-attn-4 would wait for its file lock, and then end the run."""
 
     def flock(file: object, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -150,7 +150,7 @@ def test_either_offload_keeps_the_queues_of_copies(unset: dict[str, str], overri
 
 
 class Nvml:
-    """libnvidia-ml with one GPU of compute capability 10.3, or with none."""
+    """Replaces libnvidia-ml: one GPU of compute capability 10.3, or no GPU."""
 
     def __init__(self, *, has_gpu: bool) -> None:
         self._error = 0 if has_gpu else 6  # NVML_ERROR_NOT_FOUND
@@ -181,7 +181,7 @@ def test_the_architecture_comes_from_nvml(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_cache_that_somebody_else_can_write_is_not_used(unset: dict[str, str], tmp_path: Path) -> None:
-    """Triton runs what it finds there."""
+    """Triton runs the files that it finds in its cache."""
     cache = tmp_path / f"sft-triton-{os.getuid()}"
     (tmp_path / "elsewhere").mkdir()
     for make in (

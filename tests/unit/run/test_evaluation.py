@@ -1,4 +1,4 @@
-"""What ends a held-out pass.  The whole loop is tested in tests/ranks/test_run.py."""
+"""The end of an evaluation.  tests/ranks/test_run.py tests the whole loop."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ def evaluator(**config: Any) -> Evaluator:
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_a_non_finite_held_out_loss_ends_the_run(loss: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks have the same totals, so all end together."""
+    """All ranks have the same totals, so all of them end."""
     monkeypatch.setattr(evaluation, "evaluate", lambda engine, loader, goes_on: totals(objective=loss))
     metrics: Any = "where nothing is written"
     message = f"held-out loss of chat after step 0 is {loss}; the run ends without a save"
@@ -45,4 +45,4 @@ def test_when_an_evaluation_is_due() -> None:
     due = evaluator(num_steps=10, eval_every=4)
     assert [step for step in range(11) if due.is_due(step)] == [0, 4, 8, 10]
     assert [step for step in range(11) if evaluator(num_steps=10).is_due(step)] == [0, 10]
-    assert due.is_due(13)  # of a run that was longer before
+    assert due.is_due(13)  # the run was longer before

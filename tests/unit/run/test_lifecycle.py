@@ -1,4 +1,4 @@
-"""What the lifecycle reports of a save."""
+"""The reports of the lifecycle about a save."""
 
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,11 @@ from sft.run.lifecycle import Lifecycle
 from tests.builders import layout_config
 from tests.unit.fixtures.logs import console
 
-NOWHERE: Any = None  # a position that is not asked for
+NOWHERE: Any = None  # the test does not use the position
 
 
 def test_a_status_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
-    """The checkpoint is published; only scripts that restart the run miss it."""
+    """The checkpoint is published; only scripts that restart the run lack the status."""
     said, stream = console()
     run = Lifecycle(layout_config(), tmp_path / "gone", NOWHERE, said, next_step=lambda: 0)
     run.step_s = 2.0
@@ -41,6 +41,6 @@ def test_the_time_of_a_save_is_compared_with_the_grace_once(tmp_path: Path, monk
     "background,save_s,is_too_long", [(True, 49.0, False), (True, 49.5, True), (False, 49.5, False)]
 )
 def test_a_save_in_the_background_counts_against_the_grace(background: bool, save_s: float, is_too_long: bool) -> None:
-    """2 s for the step, and the last save begins when the one in the background has ended."""
+    """The step takes 2 s, and the last save begins after the background save."""
     line = lifecycle._grace_line(2.0, save_s, 100, CheckpointConfig(async_save=background))
     assert line is not None and line.startswith("WARNING") == is_too_long

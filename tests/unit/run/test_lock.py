@@ -1,4 +1,4 @@
-"""run.lock between real processes.  Another host is a process that calls itself so."""
+"""run.lock between real processes.  A process with another hostname simulates another host."""
 
 import json
 import os
@@ -17,9 +17,9 @@ from sft.run.lock import RunLock, is_gone
 from tests.unit.fixtures.disk import watch_disk
 
 ROOT = Path(__file__).resolve().parents[3]
-END_OF_TEST = 240.0  # seconds; no wait takes that long unless something is broken, not even on a busy machine
+END_OF_TEST = 240.0  # seconds; unless something is broken, no wait takes that long, even on a busy machine
 
-# Takes the lock in argv[1] as host argv[2], tells what it said and how it went, and lives until its stdin closes.
+# Takes the lock in argv[1] as host argv[2], prints its messages and the result, and lives until its stdin closes.
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -64,7 +64,7 @@ class Run:
         return self.line()
 
     def close(self) -> str:
-        """Leave the context; what was printed."""
+        """Leaves the context.  Returns the printed text."""
         out, _ = self.process.communicate(timeout=END_OF_TEST)
         return out.strip()
 
@@ -84,7 +84,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 
 def stale_lock(folder: Path) -> None:
-    """That of a process of this machine that is gone."""
+    """Writes the lock of a process of this machine that has ended."""
     dead = subprocess.Popen(["true"])
     dead.wait()
     values = lock.asdict(lock._this_process()) | {"pid": dead.pid, "id": "of the dead", "host": "gone-host", "beat": 7}
@@ -103,7 +103,7 @@ def test_a_lock_is_there_while_it_is_held_and_says_who(tmp_path: Path, monkeypat
 
 
 def test_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file stays readable, and as long as it was; each beat goes to the disk, where other hosts look."""
+    """The file stays readable and keeps its length; each beat is flushed to disk, where other hosts look."""
     calls = watch_disk(monkeypatch)
     with RunLock(tmp_path, report=print, heartbeat_s=0.001):
         length, until = (tmp_path / "run.lock").stat().st_size, time.monotonic() + END_OF_TEST
@@ -126,7 +126,7 @@ def test_a_live_run_is_not_disturbed(tmp_path: Path, run: Callable[..., Run]) ->
 def test_a_killed_run_of_this_machine(tmp_path: Path, run: Callable[..., Run]) -> None:
     first = run(job=("12", "0"))
     assert first.ask() == "taken"
-    first.process.kill()  # and not waited for: a zombie is gone, too
+    first.process.kill()  # the test does not wait for the process: a zombie also counts as ended
     until, told = time.monotonic() + END_OF_TEST, list[str]()
     while lock._start_time(first.process.pid) is not None:
         assert time.monotonic() < until
@@ -165,7 +165,7 @@ def test_a_live_run_of_another_host_is_seen_to_beat(run: Callable[..., Run]) -> 
 
 
 def test_a_stopped_run_of_another_host_loses_its_lock(tmp_path: Path, run: Callable[..., Run]) -> None:
-    """And finds out when it wakes, without harm to the one that took it."""
+    """The stopped run notices this when it wakes, and does no harm to the run that took the lock."""
     first, second = run(host="a"), run(host="b", stale_s=0.3)
     assert first.ask() == "taken"
     first.process.send_signal(signal.SIGSTOP)
@@ -173,7 +173,7 @@ def test_a_stopped_run_of_another_host_loses_its_lock(tmp_path: Path, run: Calla
     assert second.line().endswith(": no heartbeat for 0.3 s") and second.line() == "taken"
     first.process.send_signal(signal.SIGCONT)
     assert first.ask() == "False" and second.ask() == "True"
-    assert first.close() == "left"  # with beats in between; the lock is not its own to remove
+    assert first.close() == "left"  # it has beaten since, and does not remove a lock of another run
     assert second.ask() == "True" and json.loads((tmp_path / "run.lock").read_text())["host"] == "b"
     assert second.close() == "left" and os.listdir(tmp_path) == []
 
@@ -211,7 +211,7 @@ def test_one_of_four_takes_a_stale_lock(tmp_path: Path, run: Callable[..., Run])
 
 
 def test_a_slow_taker_sees_that_another_was_faster(tmp_path: Path, run: Callable[..., Run]) -> None:
-    """It judged the old lock, then slept; the claim is free again when it wakes."""
+    """It judged the old lock, then slept; when it wakes, the claim is free again."""
     stale_lock(tmp_path)
     other, slow = run(), RunLock(tmp_path, report=print)
     found = slow._stale_content(tmp_path / "run.lock")
@@ -225,7 +225,7 @@ def test_a_slow_taker_sees_that_another_was_faster(tmp_path: Path, run: Callable
 
 
 def test_a_taker_that_was_killed_while_it_took(tmp_path: Path) -> None:
-    """Its claim is left as a lock is, and taken as one."""
+    """Its claim stays like a lock, and is taken over like one."""
     stale_lock(tmp_path)
     left = (tmp_path / "run.lock").read_bytes()
     claim = lock._claim(tmp_path / "run.lock", left)
@@ -268,7 +268,7 @@ def test_a_lock_that_is_no_file_is_refused_at_once(tmp_path: Path, kind: str, na
 
 
 def test_whether_the_last_run_has_ended(tmp_path: Path) -> None:
-    """As far as this machine knows: another one may hold a run that is alive."""
+    """This holds for this machine only: a run that is alive on another machine may hold the lock."""
     assert is_gone(tmp_path)
     with RunLock(tmp_path, report=print):
         assert not is_gone(tmp_path)

@@ -1,6 +1,6 @@
-"""Memory snapshots and traces: which files, which steps, which ranks, and that nothing else of a run changes.
+"""Memory snapshots and traces: their files, steps and ranks, and that they change nothing else in a run.
 
-No CUDA here: torch's recorder is replaced by one that takes notes.  The Chrome trace is a real one.
+No CUDA here: torch's recorder is replaced by one that records its calls.  The Chrome trace is real.
 """
 
 import gzip
@@ -27,7 +27,7 @@ Fails = tuple[int, BaseException] | None  # step and error
 
 
 class Recorder:
-    """Stands in for torch.cuda.memory's recorder: (calls in order), and files that say how it stood."""
+    """Replaces the recorder of torch.cuda.memory: lists its calls in order, and writes files with its state."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[Any] = []
@@ -72,7 +72,7 @@ def memory(*steps: int, **more: Any) -> ProfileConfig:
 
 
 def run(config: ProfileConfig, folder: Path, where: ProcessGroups, *, first: int = 1, fails: Fails = None) -> str:
-    """Steps `first` to 6, of which one may fail (0: before the first); what the console said."""
+    """Runs the steps `first` to 6, of which one may fail (0: before the first).  Returns the printed text."""
     said = io.StringIO()
     number, error = fails or (None, None)
     with Profiler(config, folder, where, Console(where.rank, said)) as profile:
@@ -94,7 +94,7 @@ def files(folder: Path) -> list[str]:
 
 def test_snapshots_of_the_steps_asked_for(recorder: Recorder, tmp_path: Path) -> None:
     where = place(5, pp=1, dp=2, cp=3, tp=4)
-    assert run(memory(2, 4, max_entries=77), tmp_path, where) == ""  # rank 0 speaks
+    assert run(memory(2, 4, max_entries=77), tmp_path, where) == ""  # only rank 0 prints
     file = "node_7.cluster-rank5-pp1-dp2-cp3-tp4-ep0.pickle"
     assert files(tmp_path) == [f"memory_snapshots/step_2/{file}", f"memory_snapshots/step_4/{file}"]
     assert (tmp_path / "memory_snapshots/step_2" / file).read_bytes() == b"whole"
@@ -119,10 +119,10 @@ def test_recording_begins_before_the_first_step_and_ends_with_the_last_wanted(
 
 def test_steps_that_are_not_reached(recorder: Recorder, tmp_path: Path) -> None:
     run(memory(2, 50), tmp_path, place(), first=4)
-    assert recorder.calls == [100000, "off"]  # to the end of the run
+    assert recorder.calls == [100000, "off"]  # the recording lasts to the end of the run
     recorder.calls.clear()
     with Profiler(memory(2, 3), tmp_path, place(), Console(1)) as profile:
-        with profile.step(4):  # resumed beyond them
+        with profile.step(4):  # the run resumed after these steps
             assert not recorder.on
     with pytest.raises(ValueError):
         run(memory(2, 3), tmp_path, place(), first=4, fails=(5, ValueError()))
@@ -187,7 +187,7 @@ def test_what_fails_in_here_is_one_line(
     lines = capsys.readouterr().err.splitlines()
     assert "step_1_oom" in lines[0] and lines[0].endswith("was not written: RuntimeError: the device is gone")
     assert lines[1:] == ["rank 3: recording of memory history did not stop: RuntimeError: also gone"]
-    assert files(tmp_path) == []  # no half a file either
+    assert files(tmp_path) == []  # there is no partial file either
 
 
 def test_a_folder_that_cannot_be_made(recorder: Recorder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,7 +204,7 @@ def test_on_the_cpu_it_is_one_line_and_nothing_else(recorder: Recorder, tmp_path
 
 
 def test_torch_takes_what_is_asked_of_it() -> None:
-    """Private functions of torch: only their parameters can be seen without CUDA."""
+    """These functions of torch are private: without CUDA, only their parameters can be checked."""
     assert {"enabled", "max_entries"} <= set(inspect.signature(torch.cuda.memory._record_memory_history).parameters)
     assert next(iter(inspect.signature(torch.cuda.memory._dump_snapshot).parameters)) == "filename"
 
@@ -227,7 +227,7 @@ def test_a_real_trace(tmp_path: Path) -> None:
 
 
 class Tracer:
-    """Stands in for torch.profiler.profile."""
+    """Replaces torch.profiler.profile."""
 
     made: list["Tracer"] = []
 
@@ -243,7 +243,7 @@ class Tracer:
         self.is_on = False
 
     def export_chrome_trace(self, path: str) -> None:
-        """As torch does it on a full disk."""
+        """Fails as torch does on a full disk."""
         assert path.endswith(".json")
         Path(f"{path}.tmp").write_text('{"traceEvents": [')
 
@@ -272,7 +272,7 @@ def test_kernels_are_traced_where_there_is_cuda(
 def test_a_trace_without_its_end_is_none(
     recorder: Recorder, tracers: list[Tracer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch checks no error of its last write, and renames the file."""
+    """torch ignores errors of its last write, and renames the file."""
     for text, names in (('{"traceEvents": [{"na', 0), ('{"traceEvents": []}\n', 1)):
         monkeypatch.setattr(Tracer, "export_chrome_trace", lambda self, path, text=text: Path(path).write_text(text))
         run(ProfileConfig(torch=TorchProfile(steps=[1])), tmp_path, place())
@@ -282,13 +282,14 @@ def test_a_trace_without_its_end_is_none(
 def test_the_next_start_removes_what_a_killed_process_left(
     recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the same rank, also on another host or layout, and also without a profile; and nothing else."""
+    """The files belong to the same rank, also of another host or layout, and are also removed without a profile; no
+    other file is removed."""
     step = tmp_path / "traces/step_2"
     written: list[str] = []
 
     class Killed(Tracer):
         def export_chrome_trace(self, path: str) -> None:
-            """As torch writes a trace.  No finally clause runs in a process that is killed."""
+            """Writes a trace as torch does.  A killed process runs no finally clause."""
             for file in (path, f"{path}.tmp", path.removesuffix(".json")):
                 Path(file).write_text("half")
             written.extend(files(tmp_path))
@@ -330,7 +331,7 @@ def test_a_trace_while_memory_is_recorded_is_told(recorder: Recorder, tracers: l
     assert "profile.torch: recording memory slows down these traced steps: 2, 3\n" in said
 
 
-# The keys
+# Recipe keys
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""A start that is refused before it takes the folder: run_state.json says so, and no script starts the run for ever."""
+"""A start that is refused before it takes the folder: run_state.json records it, so no script starts the run for
+ever."""
 
 import json
 from pathlib import Path
@@ -16,7 +17,7 @@ from tests.builders import RECIPE
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a recipe whose data file does not exist.  The result is the folder of its run."""
+    """A folder with a recipe whose data file does not exist.  Returns the folder of the run."""
     (tmp_path / "a.yaml").write_text(RECIPE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
@@ -75,7 +76,7 @@ def test_the_parent_of_the_ranks_is_refused(folder: Path) -> None:
 
 
 def test_what_a_machine_refuses_is_not_recorded(folder: Path) -> None:
-    """Another machine may have a GPU: launch/slurm.sbatch tries three times."""
+    """Another machine may have a GPU, so launch/slurm.sbatch tries three times."""
     assert main(["train", "a.yaml", "--processes", "auto", "run.device=cpu"]) == 2
     assert not folder.exists()
 
@@ -89,7 +90,7 @@ def test_the_failure_of_the_start_before_is_gone(folder: Path) -> None:
 
 
 def test_the_state_of_a_run_that_may_be_alive_is_not_touched(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The refused start neither waits for the lock nor says anything about it."""
+    """The refused start neither waits for the lock nor prints anything about it."""
     before = killed(folder)
     with RunLock(folder, report=lambda line: None) as lock:
         refuse(folder, ConfigError("a mistake"))
@@ -127,7 +128,7 @@ def test_a_state_that_cannot_be_written_is_one_line(folder: Path, capsys: pytest
 
 
 def test_a_checkpoint_that_allows_no_start_is_recorded_under_the_lock(folder: Path) -> None:
-    """The step from which the run would continue is read by the process that holds the lock."""
+    """The process that holds the lock reads the step from which the run would continue."""
     killed(folder)
 
     def next_step() -> int:

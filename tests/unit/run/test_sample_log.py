@@ -1,4 +1,4 @@
-"""The ledger of samples: its chain, and what a start finds of the one before."""
+"""The sample log: its chain of digests, and what a start reads from the log of the previous start."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from sft.run import sample_log
 from sft.run.sample_log import SampleLog, link
 
-# Of b'["",0,0,[4,17,23]]', then of b'["<first>",0,1,[5]]', then of b'["<second>",1,0,[]]', by sha256sum.
+# The sha256sum of b'["",0,0,[4,17,23]]', then of b'["<first>",0,1,[5]]', then of b'["<second>",1,0,[]]'.
 CHAIN = [
     "5baa1cdd5f89351a3aea8a5c382a6bcb2a6f426296c873c2ab7ac99cb0cdad76",
     "b35d5ec543ff19b7aa9c3fc2f40fa775c7d006ce9f39a2fbc7a99905dca87a4a",

@@ -1,4 +1,4 @@
-"""Signals to real processes, whose main thread sits in C code as it does in a collective."""
+"""Signals to real processes whose main thread runs C code, as it does during a collective."""
 
 import os
 import select
@@ -19,19 +19,19 @@ from sft.run.signals import StopSignals, deadline
 from tests.unit.fixtures.held import held, threads
 
 ROOT = Path(__file__).resolve().parents[3]
-END_OF_TEST = 240.0  # seconds; no wait takes that long unless something is broken, not even on a busy machine
+END_OF_TEST = 240.0  # seconds; unless something is broken, no wait takes that long, even on a busy machine
 
 
 @contextmanager
 def ended(pid: int) -> Iterator[None]:
-    """Afterwards the process has ended.  Its number may be that of another process by then."""
+    """Asserts that the process has ended after the block.  By then, another process may have its id."""
     process = os.pidfd_open(pid)
     yield
     assert select.select([process], [], [], END_OF_TEST)[0]
     os.close(process)
 
 
-# stuck never returns, and no signal interrupts it: a mutex locked twice, with the interpreter free for others.
+# stuck never returns, and no signal interrupts it: it locks a mutex twice; other threads can run Python meanwhile.
 HEAD = """
 import ctypes, os, signal, sys, threading, time
 for number in (signal.SIGHUP, signal.SIGQUIT):  # a test run below nohup hands down that they are ignored
@@ -58,7 +58,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start a program and wait until it is ready."""
+    """Starts a program, and waits until it is ready."""
     started: list[subprocess.Popen[str]] = []
 
     def run(program: str, **env: str) -> subprocess.Popen[str]:
@@ -83,13 +83,14 @@ def line(process: subprocess.Popen[str]) -> str:
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
-    """Its exit code and what it printed since."""
+    """The exit code of a program, and its output since the last read."""
     late = threading.Timer(END_OF_TEST, process.kill)
     late.start()
     if process.stdin:
         process.stdin.close()
     assert process.stdout and process.stderr
-    out, err = process.stdout.read(), process.stderr.read()  # `communicate` would miss what `line` has read ahead
+    # `communicate` would miss output that `line` has already buffered
+    out, err = process.stdout.read(), process.stderr.read()
     process.wait()
     late.cancel()
     assert "Traceback" not in err, err
@@ -135,11 +136,11 @@ def test_stdout_is_flushed_before_it_leaves(start: Start) -> None:
     process.send_signal(signal.SIGUSR1)
     process.send_signal(signal.SIGTERM)
     code, out = end(process)
-    assert code in (143, 138) and out == ["not flushed"]  # two at once may be heard in any order
+    assert code in (143, 138) and out == ["not flushed"]  # two signals at the same time may arrive in any order
 
 
 def test_an_echo_of_a_signal_is_not_a_second_one(start: Start) -> None:
-    """SLURM signals torchrun and its workers, and torchrun passes it on."""
+    """SLURM signals torchrun and its workers, and torchrun forwards the signal to the workers."""
     process = start("signals.SECONDS_OF_ECHO = 1000\n" + STUCK)
     process.send_signal(signal.SIGUSR1)
     assert line(process) == "not flushed" + FIRST
@@ -167,7 +168,7 @@ def test_it_leaves_where_no_line_can_be_said(start: Start, tell: str) -> None:
 
 
 def test_disarmed(start: Start) -> None:
-    """Neither further signals nor the timer that already runs end it."""
+    """Neither further signals nor the running timer end the process."""
     process = start("""
 signals.SECONDS_OF_ECHO = 0
 with StopSignals(grace_s=0.3, deadline=(0.0, "late"), report=tell) as it:
@@ -195,11 +196,11 @@ def test_what_was_before_comes_back() -> None:
     assert signal.signal(signal.SIGUSR1, before) is ours
     assert signal.getsignal(signal.SIGINT) is interrupt
     assert signal.set_wakeup_fd(-1) == -1
-    assert held() <= had, it  # still here: nothing was closed by being forgotten
+    assert held() <= had, it  # the objects still exist, so no file was closed by the garbage collector
 
 
 def test_a_signal_while_the_time_limit_is_looked_at_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Signals are received in a thread, which may run between any two lines of this one."""
+    """A thread receives signals, and may run between any two lines of the main thread."""
     with StopSignals(grace_s=1, deadline=(150.0, "end of the job"), report=print) as it:
 
         def clock() -> float:
@@ -220,14 +221,14 @@ def test_time_that_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
         assert str(it.reason) == "end of the job"
     with StopSignals(grace_s=1, deadline=(150.0, "end of the job"), report=print) as it:
         it.disarm()
-        assert it.reason is None  # the run is through
+        assert it.reason is None  # the run has ended
 
 
 # Forks
 
 
 def test_a_forked_child_lives_on_and_does_not_tell_the_parent(start: Start) -> None:
-    """torchrun signals all processes of a rank, and those that write its checkpoint must go on."""
+    """torchrun signals all processes of a rank; those that write its checkpoint must continue."""
     process = start("""
 with StopSignals(grace_s=1000, deadline=None, report=tell) as it:
     child = os.fork()
@@ -249,7 +250,7 @@ with StopSignals(grace_s=1000, deadline=None, report=tell) as it:
     assert end(process) == (0, ["7"])
 
 
-@pytest.mark.parametrize("last", ["pass", "os._exit(0)"])  # the run is through, or was killed
+@pytest.mark.parametrize("last", ["pass", "os._exit(0)"])  # the run has ended, or was killed
 def test_forked_processes_end_by_signals_once_the_parent_does_not_listen(start: Start, last: str) -> None:
     process = start(f"""
 with StopSignals(grace_s=1000, deadline=None, report=tell) as it:
@@ -269,11 +270,12 @@ with StopSignals(grace_s=1000, deadline=None, report=tell) as it:
     process.wait()
     os.kill(child, signal.SIGTERM)
     os.kill(grandchild, signal.SIGTERM)
-    assert end(process) == (0, [])  # when nobody holds its stdout any more; a process that has slept prints it
+    assert end(process) == (0, [])  # returns when no process holds its stdout; a process that slept would print
 
 
 def test_every_process_of_a_run_forks_with_signals_blocked(start: Start) -> None:
-    """Python forgets what a process receives between its fork and its hooks; what is blocked meanwhile comes after."""
+    """Python loses signals that a process receives between its fork and its hooks; blocked signals are delivered after
+    the hooks."""
     process = start("""
 def look():
     return sorted(number.name for number in signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(signals.SIGNALS))
@@ -336,14 +338,14 @@ with StopSignals(grace_s=1000, deadline=None, report=tell) as it:
     assert line(process) == FIRST
 
 
-# The end of the time
+# The end of the available time
 
 
 @pytest.mark.parametrize(
     "minutes, job_end, expected",
     [
         (None, None, None),
-        (None, "5300", (370.0, "end of the job")),  # 300 s from now, less 30
+        (None, "5300", (370.0, "end of the job")),  # 300 s from now, minus 30
         (2.0, "5300", (220.0, "run.exit_after_minutes")),
         (10.0, "5300", (370.0, "end of the job")),
         (None, "5001", (71.0, "end of the job")),  # too late for another step
@@ -384,10 +386,10 @@ stuck()
     "parents, command, leaves",
     [
         ([50, 50], b"", False),
-        ([50, 1], b"", True),  # gone between the question and the answer
-        ([50, 40], b"", True),  # and another took its children
-        ([1, 1], b"/sbin/init\0", True),  # gone before
-        ([1, 1], b"/usr/bin/python\0/usr/bin/torchrun\0--nnodes=1\0", False),  # a container's first process
+        ([50, 1], b"", True),  # the process ended between the question and the answer
+        ([50, 40], b"", True),  # and another process adopted its children
+        ([1, 1], b"/sbin/init\0", True),  # the process had ended before
+        ([1, 1], b"/usr/bin/python\0/usr/bin/torchrun\0--nnodes=1\0", False),  # the first process of a container
     ],
 )
 def test_a_launcher_that_was_gone_before(

@@ -1,4 +1,4 @@
-"""run_state.json: what it says after each thing that can happen, and who wins when many write."""
+"""run_state.json: its content after each event, and which process wins if several write it."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def test_a_run_from_start_to_end(tmp_path: Path, here: None) -> None:
 
 
 def test_a_start_that_lost_its_folder_says_nothing_more(tmp_path: Path) -> None:
-    """It hung, another one began, and it wakes up."""
+    """The start hung, another one began, and the first one wakes up."""
     old = begin(tmp_path, step=0).start_id
     new = begin(tmp_path, step=10)
     assert old != new.start_id
@@ -93,7 +93,7 @@ def test_a_disk_that_fails_is_worth_another_start_and_a_mistake_is_not(
 
 def test_starts_in_a_row_are_counted(tmp_path: Path) -> None:
     counts = []
-    for step in (0, 0, 10, 10, 10, 20):  # killed each time
+    for step in (0, 0, 10, 10, 10, 20):  # the run is killed at each of these steps
         counts.append(begin(tmp_path, step=step).starts)
     assert counts == [1, 2, 1, 2, 3, 1]
     end(tmp_path, None, "done", step=20, num_steps=30, reason=None)
@@ -120,7 +120,7 @@ def test_the_first_failure_stays_until_the_next_start(tmp_path: Path, monkeypatc
 
 
 def test_a_failure_between_looking_and_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 tells of a save, and has looked, when rank 3 fails."""
+    """Rank 3 fails while rank 0, which reports a save, has read the file but not yet written it."""
     begin(tmp_path, step=10)
     really = status.replace_text
 
@@ -160,7 +160,8 @@ fail(Path(sys.argv[1]), None, RuntimeError("x" * 20000), rank=int(sys.argv[2]), 
 
 
 def test_a_full_disk_still_takes_the_end_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the blocks that run_state.json has; the caller hears of it, and the traceback is left out."""
+    """The state is written into the existing blocks of run_state.json; the caller gets the error, and the traceback is
+    omitted."""
     start = status.begin(tmp_path, step=3)
 
     def full(*_: object, **__: object) -> None:
@@ -176,7 +177,7 @@ def test_a_full_disk_still_takes_the_end_of_the_run(tmp_path: Path, monkeypatch:
 
 
 def test_four_failures_at_once(tmp_path: Path) -> None:
-    """The file is whole at any time, says "running" and then the same failure for ever."""
+    """The file is whole at any time: it says "running", and from then on always the same failure."""
     begin(tmp_path, step=0)
     ranks = [
         subprocess.Popen(
@@ -236,7 +237,7 @@ def test_a_file_that_is_no_state(tmp_path: Path, content: bytes | str, why: str)
     [
         ("done", 9, 10, "done"),
         ("running", 3, 10, "stop"),
-        ("running", 3, 11, "go on"),  # the third start came further
+        ("running", 3, 11, "go on"),  # the third start got further
         ("preempted", 3, 10, "stop"),
         ("failed-retryable", 2, 10, "go on"),
         ("failed-retryable", 3, 10, "stop"),

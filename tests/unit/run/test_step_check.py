@@ -1,4 +1,4 @@
-"""Losses that are told as spikes; and a step that is not finite: what is said, when it ends the run, what is kept."""
+"""Losses that are reported as spikes; and non-finite steps: the report, the end of the run, and the saved files."""
 
 import io
 import json
@@ -23,7 +23,7 @@ SAMPLES = [{"sample": 3, "row": "chat.jsonl:4"}, {"sample": 7, "row": "ü.jsonl:
 
 @pytest.fixture
 def position() -> Iterator[Position]:
-    """A world of one; tests/ranks/test_nonfinite_steps.py has two ranks."""
+    """The position in a world of one rank; tests/ranks/test_nonfinite_steps.py has two ranks."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = dist.group.WORLD
     yield Position(
@@ -33,7 +33,7 @@ def position() -> Iterator[Position]:
 
 
 def test_everything_is_in_one_folder(tmp_path: Path, position: Position) -> None:
-    dump_step(tmp_path, 12, samples=[], losses=[1.0], recipe="", position=position)  # by a start before
+    dump_step(tmp_path, 12, samples=[], losses=[1.0], recipe="", position=position)  # a previous start wrote this file
     losses = [3.5, float("nan")]
     made = dump_step(tmp_path, 12, samples=SAMPLES, losses=losses, recipe="run: {dir: a}\n", position=position)
     assert made == tmp_path / "bad_steps" / "step_0000012"
@@ -92,17 +92,20 @@ SPIKES = {50: 1000.0, 51: 1000.0, 52: 1000.0, 60: 1000.0, 70: 3.0}
 @pytest.mark.parametrize(
     "losses, places",
     [
-        # A spike does not hide the next; within six standard deviations lies noise, all but two in a billion.
+        # A spike does not hide the next one.  Noise lies within six standard deviations, except two in a billion
+        # values.
         ([SPIKES.get(place, loss) for place, loss in enumerate(noise(100))], [50, 51, 52, 60, 70]),
-        ([2.0] * 15 + [50.0], []),  # of the first 16 none is told
+        ([2.0] * 15 + [50.0], []),  # the first 16 losses are never reported
         ([2.0] * 16 + [50.0], [16]),
         ([2.0] * 100, []),
         ([0.0] * 100, []),
-        ([2.0] * 30 + [2.11], []),  # without any spread a hundredth of the loss stands for it: six of them are usual
+        # if losses do not vary, a hundredth of the loss counts as their deviation: six times this is usual
+        ([2.0] * 30 + [2.11], []),
         ([2.0] * 30 + [2.13], [30]),
-        (noise(30) + [0.1] + noise(30), []),  # a fall is no spike
+        (noise(30) + [0.1] + noise(30), []),  # a fall is not a spike
         ([5.0 - 0.04 * step for step in range(120)], []),
-        # Only the last 64 count: when 32 are of the new level, the median is 3.0, and 6 * 1.4826 above it is usual.
+        # Only the last 64 losses count: when 32 of them have the new level, the median is 3.0, and 6 * 1.4826 above it
+        # is usual.
         ([2.0] * 64 + [4.0] * 100, [*range(64, 96)]),
     ],
 )
@@ -112,7 +115,8 @@ def test_which_losses_are_told(losses: list[float], places: list[int]) -> None:
 
 
 def test_the_line_names_the_loss_and_what_is_usual() -> None:
-    """Distances from the median 2.05 are 0, 0.05 / 31 twice, ...; the middle one of 63 is 16 * 0.05 / 31 = 0.0258."""
+    """The distances from the median 2.05 are 0, 0.05 / 31 twice, ...; the middle one of 63 is 16 * 0.05 / 31 =
+    0.0258."""
     spikes = LossSpikes()
     usual = [2.0 + 0.1 * i / 62 for i in range(63)]
     assert [spikes.check(loss) for loss in usual] == [None] * 63

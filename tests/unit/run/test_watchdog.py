@@ -1,4 +1,4 @@
-"""Processes that really hang, and what they leave behind."""
+"""Processes that really hang, and the files that they leave."""
 
 import re
 import subprocess
@@ -15,10 +15,10 @@ from sft.run.watchdog import Watchdog
 from tests.unit.fixtures.held import held, threads
 
 ROOT = Path(__file__).resolve().parents[3]
-END_OF_TEST = 240.0  # seconds; no wait takes that long unless something is broken, not even on a busy machine
+END_OF_TEST = 240.0  # seconds; unless something is broken, no wait takes that long, even on a busy machine
 FIRST = r"rank 3: 'step 12: forward and backward' has not ended after \d+ s, 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC"
 
-# `hang` waits for ever in C code: with the interpreter free for others (CDLL), or not (PyDLL).
+# `hang` waits for ever in C code, with the interpreter released for other threads (CDLL), or not (PyDLL).
 HEAD = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_a_hang_leaves_the_stacks_of_all_threads(tmp_path: Path) -> None:
 
 
 def test_a_phase_whose_parts_end_in_time_is_no_hang(tmp_path: Path) -> None:
-    """The phase lasts longer than the timeout; the part that hangs is named."""
+    """The phase lasts longer than the timeout; the report names the part that hangs."""
     program = """
 with Watchdog(0.5, folder, 3, on_hang=on_hang, linger_s=0.1) as dog:
     dog.phase("step 12")
@@ -86,7 +86,7 @@ def test_a_second_hang_does_not_wipe_the_first(tmp_path: Path) -> None:
 
 
 def test_a_main_thread_that_holds_the_interpreter(tmp_path: Path) -> None:
-    """No Python runs any more; faulthandler's own thread ends it."""
+    """No Python code can run any more; the C thread of faulthandler ends the process."""
     program = "watchdog.SECONDS_MORE_FOR_FAULTHANDLER = 0.2\n" + HANG.replace(
         "collective()", "collective(ctypes.PyDLL(None))"
     )
@@ -96,7 +96,7 @@ def test_a_main_thread_that_holds_the_interpreter(tmp_path: Path) -> None:
 
 
 def test_it_leaves_although_on_hang_fails(tmp_path: Path) -> None:
-    """And nothing can be printed of it."""
+    """The report of the failure cannot be printed either."""
     done = run(HANG.replace("on_hang=on_hang", "on_hang=lambda text: sys.stderr.close() or 1 / 0"), tmp_path)
     assert done.returncode == 1 and re.match(FIRST, stacks(tmp_path))
 
@@ -107,7 +107,7 @@ def test_it_leaves_although_on_hang_hangs(tmp_path: Path) -> None:
     assert done.returncode == 1 and "Timeout (" in stacks(tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # `leave` ends its thread
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # `leave` ends its own thread
 def test_others_have_time_to_write_theirs(tmp_path: Path) -> None:
     order: list[object] = []
     has_left = threading.Event()
@@ -115,7 +115,7 @@ def test_others_have_time_to_write_theirs(tmp_path: Path) -> None:
     def leave(code: int) -> NoReturn:
         order.append(code)
         has_left.set()
-        sys.exit()  # the thread
+        sys.exit()  # ends the thread
 
     def on_hang(text: str) -> None:
         order.append("told")
@@ -129,7 +129,7 @@ def test_others_have_time_to_write_theirs(tmp_path: Path) -> None:
 
 
 def test_phases_that_end_in_time_and_idle_time_are_no_hang(tmp_path: Path) -> None:
-    """Longer than the timeout in all; neither of the two that watch ends it."""
+    """The phases together last longer than the timeout; neither of the two watchdogs ends the process."""
     done = run(
         """
 watchdog.SECONDS_MORE_FOR_FAULTHANDLER = 0.0
@@ -146,7 +146,7 @@ print("through")
         tmp_path,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "through\n", "")
-    assert list(tmp_path.iterdir()) == []  # nothing to tell, no files
+    assert list(tmp_path.iterdir()) == []  # nothing is reported, and no file is written
 
 
 def test_a_thread_watches_within_the_context_unless_there_is_no_timeout(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_thread_watches_within_the_context_unless_there_is_no_timeout(tmp_path
 
 
 def test_a_fork_is_not_watched_and_ends_as_usual(tmp_path: Path) -> None:
-    """One that ends with all of Python's own ends, also while a phase is watched; the parent stays watched."""
+    """A fork that exits with Python's clean-up ends also while a phase is watched; the parent stays watched."""
     done = run(
         """
 watchdog.SECONDS_MORE_FOR_FAULTHANDLER = 0.0

@@ -1,4 +1,4 @@
-"""tools/bench: every subject runs its tiny sizes, and what the harness makes of rows; no speed is judged."""
+"""tools/bench: every subject runs its tiny sizes, and the harness processes rows; no speed is checked."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ from tools.bench import __main__ as bench
 from tools.bench import harness
 from tools.bench.harness import Bar, Column, Option, Row, Subject, one_of
 
-NUM_ROWS = {  # of a tiny run
+NUM_ROWS = {  # number of rows of a tiny run
     "loss_head": 21,
     "attention": 10,
     "kernels": 18,
@@ -44,7 +44,7 @@ for name in sys.argv[2:]:
     ids=",".join,
 )
 def test_every_subject_has_a_tiny_run(names: list[str], tmp_path: Path) -> None:
-    """In another process: the trainer on a CPU replaces functions of torch for good."""
+    """Runs in another process, because the trainer on a CPU replaces functions of torch permanently."""
     command = [sys.executable, "-c", IN_TURN, str(tmp_path), *names]
     printed = subprocess.run(command, capture_output=True, text=True)
     assert printed.returncode == 0, printed.stdout + printed.stderr
@@ -72,7 +72,7 @@ def test_plain_transformers_are_a_case_of_step(tmp_path: Path) -> None:
 def check_lora(row: Row) -> None:
     """Width 64, 4 heads and 2 key heads of 16, MLP 128, 2 layers, 512 tied words; adapters of rank 8; all in fp32.
 
-    Core pads the four norms of queries and keys from 16 to 64 numbers, and their sum to a multiple of 128.
+    megatron-core pads the four norms of queries and keys from 16 to 64 elements, and their sum to a multiple of 128.
     """
     factors = 2 * 8 * ((64 + 64) + 2 * (64 + 32) + (64 + 64) + 3 * (64 + 128))
     weights = 512 * 64 + 2 * (64 * (2 * 64 + 2 * 32 + 3 * 128) + 2 * 64 + 2 * 16) + 64
@@ -132,7 +132,7 @@ def test_what_cannot_be_measured(arguments: str, message: str, capsys: pytest.Ca
 
 @pytest.fixture
 def subject(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """`delta_rule` is another subject, with cases a, b and c; the list is what was measured."""
+    """`delta_rule` becomes another subject, with cases a, b and c.  Returns the list of measured cases."""
     measured: list[str] = []
 
     def measure(case: str, options: argparse.Namespace) -> Iterator[Row]:
@@ -177,7 +177,7 @@ def test_a_table_its_notes_and_its_bars(subject: list[str], capsys: pytest.Captu
         "not measured b",
         "1 of 4 bars met, 1 missed",
     ]
-    assert bench.main(["delta_rule"]) == 0  # bars are judged where that is asked for
+    assert bench.main(["delta_rule"]) == 0  # bars are judged only with --judge
     assert bench.main(["delta_rule", "--cases", "a", "--check"]) == 0
     assert bench.main(["delta_rule", "--judge", str(tmp_path / "rows.jsonl")]) == 1
     assert subject == ["a", "b", "a", "b", "a"]

@@ -1,4 +1,4 @@
-"""tools/bench: what the loss head's benchmark counts, what it refuses to time, and the bars that are counts."""
+"""tools/bench: the counts of the loss head's benchmark, results that it refuses to time, and the bars for counts."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -37,7 +37,7 @@ def tiny(**changes: Any) -> Problem:
 
 
 def rows_of(results: dict[str, Row], sizes: Sizes = Sizes(), device: str = "cpu") -> list[Row]:
-    """The rows of one case, as they are judged."""
+    """The rows of one case in the form in which bars get them."""
     facts = {
         "tokens": sizes.tokens, "hidden": sizes.hidden, "vocab": sizes.vocab, "fraction": sizes.fraction, "tp": 1,
         "supervised": sizes.num_supervised, "dtype": "fp32" if device == "cpu" else "bf16", "device": device,
@@ -50,7 +50,7 @@ def missed(rows: list[Row]) -> list[Bar]:
     return [bar for bar in bars(rows) if bar.is_missed]
 
 
-# --- bytes: written out, 400 bytes are 100 floats ------------------------------------------------------------
+# --- bytes, by hand: 400 bytes are 100 floats ----------------------------------------------------------------
 
 
 def test_most_bytes_alive_at_once() -> None:
@@ -65,18 +65,19 @@ def test_most_bytes_alive_at_once() -> None:
     with Counter() as counter:
         part = torch.empty(100).view(10, 10)[2:4].t()
         other = torch.empty(50)
-    assert counter.peak_bytes() == 600  # the 100 are alive through a view of 20
+    assert counter.peak_bytes() == 600  # a view of 20 keeps the 100 alive
     del part, other
 
 
 def test_tensors_beyond_which_is_counted() -> None:
     given, out = torch.ones(1000), torch.ones(1000)
     with Counter() as counter:
-        torch.add(given, 1, out=out.add_(1))  # nothing new
+        torch.add(given, 1, out=out.add_(1))  # allocates nothing
         kept = given + 1  # 4000
         (kept * 2).sum()  # 4000 and 4
     assert counter.peak_bytes(beyond=[given, out]) == 8004
-    assert counter.peak_bytes(beyond=[out, given[5:], kept.view(10, 100)]) == 4004  # by storage
+    # tensors share bytes if they share a storage
+    assert counter.peak_bytes(beyond=[out, given[5:], kept.view(10, 100)]) == 4004
 
 
 # --- FLOPs and bytes sent ------------------------------------------------------------------------------------
@@ -101,7 +102,7 @@ def rows_of_two() -> list[Row]:
 
 
 def test_two_ranks_send_what_the_loss_head_says(ranks: Callable[[int], RankPool]) -> None:
-    """Of 24 tokens, 8 wide: 3 floats each for the statistics, and the gradient of the hidden states."""
+    """24 tokens of width 8: 3 floats each for the statistics, and the gradient of the hidden states."""
     rows = {row["way"]: row for row in ranks(2).run(rows_of_two)[0]}
     assert list(rows) == ["full", "fused 5", "fused 9", "frozen 9"]
     assert {rows[name]["bytes_sent"] for name in ("fused 5", "fused 9", "frozen 9")} == {24 * (3 + 8) * 4}
@@ -109,18 +110,18 @@ def test_two_ranks_send_what_the_loss_head_says(ranks: Callable[[int], RankPool]
     assert not missed(list(rows.values()))
 
 
-# --- the bars that are counts --------------------------------------------------------------------------------
+# --- bars for counts -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("fraction", [1.0, 0.1, 0.0])
 def test_the_loss_meets_the_bars_of_counts(fraction: float) -> None:
-    """At the default sizes, of fake tensors, which have storages and no contents."""
+    """At the default sizes, with fake tensors, which have storages without contents."""
     sizes = Sizes(fraction=fraction)
     with FakeTensorMode():
         p = make_problem(sizes, ["fused", "frozen"])
         rows = rows_of({name: count(p, name) for name in p.ways}, sizes)
-    assert len(list(bars(rows))) == 6  # FLOPs and bytes of two chunks and frozen
+    assert len(list(bars(rows))) == 6  # FLOPs and bytes of two chunk sizes and of a frozen weight
     assert not missed(rows)
 
 
@@ -182,7 +183,7 @@ def test_the_bars_on_cuda() -> None:
     ]
 
 
-# --- what is timed -------------------------------------------------------------------------------------------
+# --- results that must agree before they are timed -----------------------------------------------------------
 
 
 def test_calls_take_turns_after_a_round_that_warms_up() -> None:
@@ -204,7 +205,7 @@ def test_a_wrong_gradient_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(loss_problem, "medians", lambda *a, **k: pytest.fail("a wrong way was timed"))
     assert bench.main(["loss_head", "--tiny"]) == 2
     output = capsys.readouterr()
-    assert "fused 5: gradient 0 differs by" in output.err and BASELINE not in output.out  # no row
+    assert "fused 5: gradient 0 differs by" in output.err and BASELINE not in output.out  # no row is printed
 
 
 def test_which_results_are_close() -> None:
@@ -216,7 +217,7 @@ def test_which_results_are_close() -> None:
         check_close("way", {"a": right[0], "b": right[1] * torch.nan}, right, 1e-5)
     with pytest.raises(Refused, match="way: 1 results; expected 2"):
         check_close("way", {"a": right[0]}, right, 1e-5)
-    with pytest.raises(Refused):  # of nothing supervised, exactly nothing
+    with pytest.raises(Refused):  # without a supervised token, gradients must be exactly 0
         check_close("way", {"a": torch.full((4,), 1e-9)}, [torch.zeros(4)], 1e-5)
 
 

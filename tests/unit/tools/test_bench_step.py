@@ -1,4 +1,4 @@
-"""tools/bench, whole steps and attention: their arithmetic and their rows; no speed is judged."""
+"""tools/bench, whole steps and attention: their arithmetic and their rows; no speed is checked."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ GIB = 2**30
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> StepCase:
-    """Hidden 4, ffn 8, 2 heads of 2, 1 layer, tied, 10 tokens: 960 FLOPs a token, 240 a label, 24 a square."""
+    """Hidden 4, ffn 8, 2 heads of 2, 1 layer, tied, 10 tokens: 960 FLOPs per token, 240 per label, 24 per squared
+    length."""
     monkeypatch.setitem(step_case.SHAPES, "tiny", (1, 4, 8, 2, 2, 2, True))
     monkeypatch.setattr(StepCase, "vocab", 10)
     return StepCase.read("tiny:128:one")
@@ -44,17 +45,19 @@ def row(**changes: Any) -> dict[str, Any]:
 
 
 def test_what_a_step_takes_at_least(small: StepCase) -> None:
-    """Products at 650 of 790: layers 96,000 and head 12,000 at 6500; attention 8,000 at 100, 2.5 times that at 50."""
+    """Products run at 650 / 790 of the rate 7900, that is 6500: 96,000 in layers and 12,000 in the head.  Attention has
+    8,000 in forward at the rate 100, and 2.5 times as many in backward at 50."""
     found = roofline.floors(small, row(), gemm=7900.0, forward=100.0, backward=50.0)
     assert found["none"] == pytest.approx(108_000 / 6500 + 80 + 400)
-    assert found["keep"] == pytest.approx(140_000 / 6500 + 480)  # layers once more
-    assert found["full"] == pytest.approx(140_000 / 6500 + 560)  # and attention forward
+    assert found["keep"] == pytest.approx(140_000 / 6500 + 480)  # the layers are computed once more
+    assert found["full"] == pytest.approx(140_000 / 6500 + 560)  # and attention forward, too
     faster = roofline.floors(small, row(), gemm=15_800.0, forward=100.0, backward=50.0)
     assert faster["keep"] == pytest.approx(140_000 / 13_000 + 480)
 
 
 def test_what_follows_from_a_row(small: StepCase) -> None:
-    """132,000 FLOPs in 1000 s are 132 a second, of a peak of 1e-9 TFLOP/s 13.2%; the best rate of any kernel counts."""
+    """132,000 FLOPs in 1000 s are 132 per second, 13.2% of a peak of 1e-9 TFLOP/s; the best rate of any kernel
+    counts."""
     found = roofline.with_rates(small, row(), peak_tflops=1e-9)
     assert (found["tokens_per_s"], found["mfu"]) == (0.1, pytest.approx(0.132))
     assert found["of_full"] == pytest.approx((140_000 / 6500 + 560) / 1000)
@@ -62,9 +65,9 @@ def test_what_follows_from_a_row(small: StepCase) -> None:
 
 
 def test_frozen_weights_take_two_products_of_three(small: StepCase) -> None:
-    """Forward and the gradient of the input: layers 64,000 and head 8,000, where recompute is a third product.
+    """Forward and the gradient of the input: layers 64,000 and head 8,000; recompute would be a third product.
 
-    Adapters of rank 2 have 2 (4 (4 + 4) + 3 (4 + 8)) = 136 numbers, 6 FLOPs each.
+    Adapters of rank 2 have 2 (4 (4 + 4) + 3 (4 + 8)) = 136 elements, with 6 FLOPs each.
     """
     case, adapters = small.using("full+lora2"), 6 * 136 * 100
     assert roofline.useful_flops(case, row()) == pytest.approx(64_000 + adapters + 8_000 + 24_000)
@@ -92,7 +95,7 @@ def test_efficiency_is_of_the_slowest_rank() -> None:
     assert found["extra"] == 13
 
 
-# --- what can be asked for ---------------------------------------------------------------------------------------
+# --- valid cases -------------------------------------------------------------------------------------------------
 
 
 def test_a_case_names_its_recipe() -> None:
@@ -106,18 +109,19 @@ def test_a_case_names_its_recipe() -> None:
     plain = StepCase.read("4b:64k:one")
     assert str(plain) == "4b:64k:one:selective" and plain.config("cpu").train.mlp_tile is None
     assert plain.config("cpu").run.precision == "fp32"
-    assert plain.using("full+optim1").config("cpu").run.precision == "bf16"  # Adam on the host needs it
+    assert plain.using("full+optim1").config("cpu").run.precision == "bf16"  # Adam on the host needs bf16
     assert str(StepCase.read("4b:1000:chat:full+optim+tile")) == "4b:1000:chat:full+tile4k+optim1"
     assert plain.using("full+offload").config("cpu").train.offload_fraction == 1.0
     assert str(StepCase.read("4b:1000:chat:full+lora")) == "4b:1000:chat:full+lora16"
     assert plain.using("full+lora8").config("cpu").lora.rank == 8 and plain.config("cpu").lora.rank is None
 
 
-# --- where the time goes -----------------------------------------------------------------------------------------
+# --- shares of time ----------------------------------------------------------------------------------------------
 
 
 def test_shares_of_a_trace() -> None:
-    """Of 1 ms.  A product in the head is the head's; a range of the CPU says nothing about the device."""
+    """Shares of 1 ms.  A product inside the head's range counts for the head; a range of the CPU says nothing about the
+    device."""
     rows = [
         ("sft: head", 0, 1000, "user_annotation"),
         ("sft: head", 300, 100, "gpu_user_annotation"),
@@ -134,11 +138,11 @@ def test_shares_of_a_trace() -> None:
     assert roofline.shares(events[-1:], 1e-3) == {}
 
 
-# --- rows that are not numbers -----------------------------------------------------------------------------------
+# --- rows without measurements -----------------------------------------------------------------------------------
 
 
 def test_a_case_that_cannot_fit_is_a_row() -> None:
-    """fp32 on a CPU: 16 bytes of 8,190,735,360 parameters; 73,856 of each token in 36 layers."""
+    """fp32 on a CPU: 16 bytes for each of 8,190,735,360 parameters; 73,856 bytes for each token in 36 layers."""
 
     def status(case: str, arguments: str) -> str:
         options = bench.parse(["step", "--tiny", *arguments.split()])
@@ -160,7 +164,7 @@ def test_out_of_memory_and_failures_are_rows(
     assert bench.main(["step", "--tiny", "--set", "log.every=often"]) == 2
     assert 'step: log.every = "often" (command line: log.every=often)' in capsys.readouterr().err
     with monkeypatch.context() as patch:
-        patch.setattr(process, "ROOT", Path("/"))  # a child that finds no tools
+        patch.setattr(process, "ROOT", Path("/"))  # the child process does not find tools
         patch.setenv("PYTHONPATH", "")
         failed = process.measured(StepCase.read("tiny:512:chat:full"), bench.parse(["step", "--tiny"]))
     assert failed["status"].startswith("failed: ") and "tools" in failed["error"]
@@ -174,7 +178,8 @@ def test_out_of_memory_and_failures_are_rows(
 
 
 def test_what_a_kernel_refuses_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuDNN takes short packs here and no long ones, Transformer Engine none.  Faults of ours are no refusals."""
+    """cuDNN accepts short packs here but no long ones, Transformer Engine none.  Faults of our code do not count as
+    refusals."""
     monkeypatch.setattr(attention_ways, "why_not", lambda name, device: None)
 
     def by_cudnn(p: Pack) -> Way:
@@ -209,7 +214,7 @@ def test_a_wrong_attention_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "attention: flash, cp 1, rank 0: the output differs by " in output.err and "fwd ms" not in output.out
 
 
-# --- which rows meet which bar -------------------------------------------------------------------------------------
+# --- rows and bars -------------------------------------------------------------------------------------------------
 
 
 def step(case: str, **measured: Any) -> dict[str, Any]:
@@ -241,7 +246,8 @@ PACKED = step("1.7b:32k:chat:full", tokens_per_s=1990.0)
     "rows, missed",
     [
         ([step("4b:64k:one:full", of_keep=0.8)], [f"{ROOFLINE}: 0.8, at least 0.85"]),
-        ([step("4b:64k:one:full", of_keep=0.8), step("4b:64k:one:selective+offload", of_keep=0.86)], []),  # the best
+        # the best row counts
+        ([step("4b:64k:one:full", of_keep=0.8), step("4b:64k:one:selective+offload", of_keep=0.86)], []),
         ([step("1.7b:128k:one:full", mfu=0.41)], ["1.7b at 128K, causal MFU: 0.41, at least 0.42"]),
         ([step("1.7b:64k:one:full", mfu=0.1)], []),
         ([step("4b:64k:one:full+lora16", of_keep=0.8)], []),
@@ -249,7 +255,7 @@ PACKED = step("1.7b:32k:chat:full", tokens_per_s=1990.0)
         ([longest("8b", 0.95)], []),
         ([PACKED, step("1.7b:32k:padded:full")], ["chat, tokens per second packed / padded: 1.99, at least 2"]),
         ([PACKED, step("1.7b:32k:padded:selective"), step("4b:32k:padded:full")], []),
-        (  # 2.1 s a step over 2 s; the worst pair counts
+        (  # 2.1 s per step over 2 s; the worst pair counts
             [step(f"1.7b:{length}:one:full") for length in ("64k", "128k")]
             + [step("1.7b:64k:one:full+offload", seconds=10.1), step("1.7b:128k:one:full+offload0.5", seconds=10.5)],
             [f"{OFFLOAD} / time without: 1.05, at most 1.03"],

@@ -23,7 +23,7 @@ MIB, GIB = 2**20, 2**30
 
 
 def saves(**seconds: float) -> dict[str, list[Took]]:
-    """Every row with three turns of a second, or around what is given for it."""
+    """Every row with three measurements of a second, or around the seconds that are given for it."""
     turns = {name: [Took(1.0, 0), Took(1.0, 3 << 20), Took(1.0, 1 << 20)] for name in checkpoint.COMPARED_WITH}
     turns[FIRST] = [Took(0.5, 512 << 20)]
     for name, value in seconds.items():
@@ -33,7 +33,7 @@ def saves(**seconds: float) -> dict[str, list[Took]]:
 
 @pytest.mark.parametrize("precision, layers, hidden", [("bf16", 10, 768), ("fp32", 10, 704)])
 def test_a_parameter_of_bf16_takes_14_bytes(precision: str, layers: int, hidden: int) -> None:
-    """1024 MiB: 76.7 million parameters of bf16, 67.1 million of fp32, which has no narrower copy of them."""
+    """1024 MiB are 76.7 million parameters in bf16, or 67.1 million in fp32, which needs no bf16 copy."""
     config = checkpoint.config_of(precision, 1024, 3)
     assert (config.model.num_layers, config.model.hidden_size, config.run.precision) == (layers, hidden, precision)
 
@@ -53,7 +53,7 @@ def test_rows_of_saves_and_loads() -> None:
 
 @pytest.mark.parametrize("stall, is_missed", [(0.3, False), (0.32, True)])
 def test_an_async_save_stalls_for_15_percent(stall: float, is_missed: bool) -> None:
-    """The first one, which allocates, does not count."""
+    """The first save, which allocates buffers, does not count."""
     rows = [{"case": "bf16", **row} for row in checkpoint.rows_of(saves(**{SYNC: 2.0, STALL: stall}), 1)]
     (bar,) = checkpoint.bars(rows)
     assert bar.is_missed == is_missed and (bar.value, bar.bound) == (stall / 2, 0.15)
@@ -63,21 +63,21 @@ def test_an_async_save_stalls_for_15_percent(stall: float, is_missed: bool) -> N
 
 
 def test_the_model_fits_the_bytes() -> None:
-    """Layers of 60,821,504 numbers, the embedding 262,668,288, a norm 2,048; one layer, however little is asked for."""
+    """Layers have 60,821,504 parameters, the embedding 262,668,288, a norm 2,048; the model has at least one layer."""
     assert [load_hf.num_layers_for("llama-3.2-1b", gib * GIB) for gib in (1, 0.001)] == [4, 1]
     tensors = load_hf.tensors_of(load_hf.config_of("llama-3.2-1b", 4))
     assert load_hf.num_bytes(tensors) == 2 * (262_668_288 + 2_048 + 4 * 60_821_504)
 
 
 def grown(num_mib: int) -> dict[str, float]:
-    """The growth of this process by one block, after another one that it had for a while."""
+    """The growth of this process by one block, after it has held and released another block."""
     bytearray(200 * MIB)
     seconds, peak = growth(lambda: bytearray(num_mib * MIB))
     return {"seconds": seconds, "peak": peak}
 
 
 def test_a_process_grows_by_its_own_work() -> None:
-    """By 64 MiB; what this process holds counts for nothing."""
+    """It grows by 64 MiB; memory that the process already holds does not count."""
     here = bytearray(500 * MIB)
     assert 60 * MIB < load_hf.in_new_process(grown, 64)["peak"] < 90 * MIB and len(here) == 500 * MIB
     with pytest.raises(Refused, match="grown: .*negative"):
@@ -95,7 +95,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_weights_in_the_page_cache_are_judged_by_a_copy_and_others_by_a_sum() -> None:
-    """A model of 8 GiB, of which one of 8 ranks keeps 1 GiB."""
+    """A model of 8 GiB, of which each of 8 ranks keeps 1 GiB."""
     took = {load_hf.SUM: 1.0, load_hf.COPY: 2.0, load_hf.WHOLE: 3.0, load_hf.PART: 0.5}
     turns = [
         {
@@ -167,7 +167,7 @@ def test_the_plain_kernel_is_judged_at_8k_on_a_cpu() -> None:
 
 
 def test_saved_bytes_are_those_beyond_the_inputs() -> None:
-    """exp saves its result, a product both factors; 3 tokens with 2 key heads and 6 value heads of 8 numbers."""
+    """exp saves its result, a product saves both factors; 3 tokens with 2 key heads and 6 value heads of width 8."""
     inputs = random_inputs(3, torch.float32)
     assert delta_rule.saved_bytes(lambda x: x.q * x.k, inputs) == 0
     assert delta_rule.saved_bytes(lambda x: x.q.exp() * x.k, inputs) == 3 * 2 * 8 * 4

@@ -1,4 +1,4 @@
-"""The demo corpus: real, long enough, repeatable, and readable by our own reader."""
+"""The demo corpus is real, long enough and repeatable, and our reader reads it."""
 
 import json
 import runpy
@@ -25,7 +25,7 @@ def test_demo_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     train, held_out = (corpus_of(str(out / name), seq_length=12_288) for name in names)
     assert (len(train), len(held_out)) == (54, 6)
     assert 8192 <= train.lengths.max() <= 12_000 and 8192 <= held_out.lengths.max() <= 12_000
-    assert sorted(train.lengths)[27] < 2000  # mostly short ones, so that packing matters
+    assert sorted(train.lengths)[27] < 2000  # mostly short ones, so that packing has an effect
     assert (train.num_supervised > 0).all()
     assert f"train.jsonl: 54 chats, {train.lengths.sum():,} tokens" in capsys.readouterr().out
     again = make(tmp_path / "b", "--samples", "60")
@@ -36,7 +36,7 @@ def test_demo_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_smallest_corpus(tmp_path: Path) -> None:
-    made = make(tmp_path, "--samples", "80", "--max-tokens", "6000")  # four long chats
+    made = make(tmp_path, "--samples", "80", "--max-tokens", "6000")  # four of the chats are long
     assert corpus_of(str(made / "train.jsonl"), seq_length=6016).lengths.max() <= 6000
 
 

@@ -41,7 +41,7 @@ def test_torchruns_own_report_is_no_reason() -> None:
     frame = "W1 torch/distributed/elastic/multiprocessing/api.py:9\nChildFailedError: sft FAILED: 1\n=====\n"
     assert runner.failure(f"[rank3]: {reason}\n{frame}") == reason
     assert runner.failure(f"$ python\n{verdict}\nmore\n{frame}") == verdict
-    assert runner.failure(f"E       {reason}\n1 failed in 3 s\n") == reason  # pytest
+    assert runner.failure(f"E       {reason}\n1 failed in 3 s\n") == reason  # as pytest prints it
     assert runner.failure("one\n\n===\n") == "one" and runner.failure("") == "no output"
 
 
@@ -61,7 +61,8 @@ def test_a_step_ends_at_its_limit_with_all_its_processes(tmp_path: Path, monkeyp
     assert record.results["hangs"].reason == "its limit of 4 s"
     (pid,) = pids(tmp_path / "out/hangs/output.txt")
     assert not is_alive(pid)
-    assert (tmp_path / "out/hangs/rows.jsonl").read_text() == '{"case": "a"}\n'  # what it had is kept
+    # output of the step before the failure is kept
+    assert (tmp_path / "out/hangs/rows.jsonl").read_text() == '{"case": "a"}\n'
 
 
 def test_results_of_another_machine_or_code_are_not_mixed(tmp_path: Path) -> None:
@@ -101,11 +102,11 @@ def test_a_killed_start_keeps_what_it_has_and_the_next_one_continues(tmp_path: P
     (pid,) = pids(out / "second/output.txt")
     process.send_signal(number)
     process.wait(240)
-    assert is_alive(pid) == (number == signal.SIGKILL)  # nobody could end it
+    assert is_alive(pid) == (number == signal.SIGKILL)  # no handler could end its child
     stored = json.loads((out / "record.json").read_text())["results"]
     assert list(stored) == ["first"] and stored["first"]["status"] == "done"
 
-    assert runner.end_processes(out) == (2 if number == signal.SIGKILL else 0)  # as the next start begins
+    assert runner.end_processes(out) == (2 if number == signal.SIGKILL else 0)  # the next start calls this first
     (out / "repeated").touch()
     subprocess.run(command, env=environment, check=True, timeout=240)
     stored = json.loads((out / "record.json").read_text())["results"]
@@ -117,9 +118,9 @@ def test_a_killed_start_keeps_what_it_has_and_the_next_one_continues(tmp_path: P
 def test_a_signal_inside_the_lock_of_a_wait_does_not_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_environment: bool
 ) -> None:
-    """subprocess takes a lock before it asks for the exit code; an exception in between leaves the lock taken.
+    """subprocess takes a lock before it asks for the exit code; an exception at this point leaves the lock taken.
 
-    Popen may return before the kernel shows the environment of the process that it has started.
+    Popen may return before the kernel shows the environment of the new process.
     """
     processes, raised = list[Any](), list[BaseException]()
 

@@ -1,5 +1,5 @@
-"""Every picture of the site is made by a tool, which `make pages` runs or which the pages that show it name; and what
-the pictures show."""
+"""A tool makes every picture of the site: `make pages` runs it, or the pages with the picture name it.  And the content
+of the pictures."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ SHOWN = re.compile(r"!\[[^\]]*\]\(([^)]*pictures/([^)/]+))\)")
 def test_every_picture_has_a_tool() -> None:
     files = {path.name for path in (pages.DOCS / "pictures").iterdir()}
     assert files == set(pages.PICTURES) | set(pages.DRAWN_BY_HAND)
-    assert {f"pictures/{name}" for name in pages.PICTURES} <= pages.PAGES.keys()  # which make lint compares
+    assert {f"pictures/{name}" for name in pages.PICTURES} <= pages.PAGES.keys()  # `make lint` compares these
 
 
 @pytest.mark.parametrize("path", sorted(pages.DOCS.rglob("*.md")), ids=lambda path: path.name)
@@ -30,7 +30,7 @@ def test_a_page_names_the_command_of_a_picture_that_is_not_compared(path: Path) 
 
 
 def test_work_of_contiguous_parts_and_of_zigzag() -> None:
-    """Of 8 chunks, chunk k sees k chunks and half of its own: 0.5, 1.5, ..., 7.5 of 32."""
+    """Of 8 chunks, chunk k attends to k whole chunks and half of its own: 0.5, 1.5, ..., 7.5 of 32."""
     drawn = plot_cp.attention_work()
     assert "work of ranks 0 to 3: 6%, 19%, 31%, 44%" in drawn  # 2, 6, 10 and 14 of 32
     assert "work of ranks 0 to 3: 25%, 25%, 25%, 25%" in drawn
@@ -42,11 +42,13 @@ def test_keys_that_ranks_receive() -> None:
 
 
 def test_bytes_of_layers_by_hand() -> None:
-    """A token of Llama has 8 x 2 x 128 numbers in 2 + 2 + 4 bytes, for 7 other ranks; of DeepSeek-V3, 576 numbers."""
+    """A token of Llama has 8 x 2 x 128 elements with 2 + 2 + 4 bytes, sent to 7 other ranks; of DeepSeek-V3, 576
+    elements."""
     rows = {tuple(line.split(" | ")[:2]): line.split(" | ")[2:] for line in layer_kinds.table().splitlines()[2:]}
     assert rows["| full attention", "Llama-3.1-8B"][0] == f"{65_536 * 2_048 * 8 * 7 / 2**20:,.1f} MiB"
     assert rows["| latent attention", "DeepSeek-V3"][0] == f"{65_536 * 576 * 8 * 7 / 2**20:,.1f} MiB"
-    # 15 chunks of 4,096 have 127 keys before them; rank 7 holds chunks 7 and 8, which are neighbours, so 14 receive.
+    # 15 chunks of 4,096 tokens have 127 keys before them; rank 7 holds the neighbouring chunks 7 and 8, so 14 chunks
+    # receive keys.
     assert rows["| window of 128, sinks", "gpt-oss-20b"][0] == f"{14 * 127 * 1_024 * 8 / 2**20:,.1f} MiB"
 
 

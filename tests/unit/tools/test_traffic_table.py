@@ -1,4 +1,4 @@
-"""The table of bytes by link: its numbers by hand."""
+"""The table of bytes by link: its numbers, computed by hand."""
 
 import pytest
 
@@ -16,9 +16,10 @@ def traffic(name: str, *overrides: str) -> dict[str, Traffic]:
 
 
 def test_heads_stay_within_a_machine_and_the_ring_is_short() -> None:
-    """Qwen3-8B at 128K: a rank has 8 x 16,384 tokens and, of tp 2, 16 query heads and 4 key heads of 128, in 36 layers.
+    """Qwen3-8B at 128K: a rank has 8 x 16,384 tokens and, with tp 2, 16 query heads and 4 key heads of width 128, in 36
+    layers.
 
-    Keys and values are 268 MB a layer.  A ring of 8 sends them 7 times and, backward, with their gradients 14 times.
+    Keys and values are 268 MB per layer.  A ring of 8 sends them 7 times; in backward, with their gradients, 14 times.
     """
     pairs = 131_072 * 2 * 4 * 128 * 2
     ring, two = traffic("qwen3_8b_128k", *RING), traffic("qwen3_8b_128k")
@@ -39,16 +40,18 @@ def test_experts_stay_within_a_machine() -> None:
         "dp x cp, gradients and weights": "InfiniBand",
         "copies of experts, gradients and weights": "InfiniBand",
     }
-    # 65,536 tokens to 8 experts each, 2,048 numbers there and back and a weight, forward and backward, of 48 layers.
+    # 65,536 tokens go to 8 experts each: 2,048 elements there and back, and a weight, in forward and backward of 48
+    # layers.
     sent = 48 * 2 * 65_536 * 8 * (2 * 2 * 2_048 + 4) * 7 / 8
     assert found["ep, tokens to experts and back"].num_bytes == pytest.approx(sent)
 
 
 def test_windows_send_their_halos() -> None:
-    """Qwen3-8B at 128K with windows of 128 in 18 of 36 layers: no ring, and the two levels of the recipe are not used.
+    """Qwen3-8B at 128K with windows of 128 in 18 of 36 layers: these layers use neither a ring nor the two levels of
+    the recipe.
 
-    Of tp 2 and cp 8 a rank holds 131,072 tokens with 268 MB of keys and values, forward and backward, and their
-    gradients in fp32: four times as much.  The halos of 14 of 16 chunks are 127 tokens each, in each of 8 packs.
+    With tp 2 and cp 8, a rank holds 131,072 tokens with 268 MB of keys and values, sent in forward and backward, and
+    their gradients in fp32: four times as much.  14 of 16 chunks have halos of 127 tokens each, in each of 8 packs.
     """
     windows = ["model.sliding_window=128", f"model.sliding_window_layers={list(range(1, 37, 2))}", *RING]
     found = traffic("qwen3_8b_128k", *windows)
@@ -62,8 +65,8 @@ def test_windows_send_their_halos() -> None:
 def test_linear_attention_sends_its_states() -> None:
     """Qwen3-8B at 128K with linear attention in 27 of 36 layers, tp 2 and cp 8: 8 packs of one document.
 
-    Of 16 value heads, a rank sends 7/8 of the maps [128, 128 + 128] of its two chunks and of as many states [128, 128],
-    in fp32, forward and backward.  The halos of 14 of 16 chunks are 3 tokens of 2 x 8 + 16 heads in bf16.
+    With 16 value heads, a rank sends 7/8 of the maps [128, 128 + 128] of its two chunks and of as many states [128,
+    128], in fp32, in forward and backward.  14 of 16 chunks have halos of 3 tokens with 2 x 8 + 16 heads in bf16.
     """
     config = load_recipe(str(ROOT / "recipes" / "qwen3_8b_128k.yaml"), RING).config
     linear = LinearAttentionConfig(

@@ -1,4 +1,4 @@
-"""What a conversion holds in memory does not grow with the model; measured by the system, in a process of its own."""
+"""The memory of a conversion does not grow with the model; the system measures it, in a process of its own."""
 
 import json
 import os
@@ -23,14 +23,14 @@ SIZES = {
     "vocab_size": 2048,
     "num_hidden_layers": 4,
 }
-MODEL = 76 * MIB  # 17 MiB a layer, 8 MiB the embedding and the output together; the largest tensor has 4 MiB
-BLOCK = 2 * MIB  # in the place of import_hf.BLOCK_BYTES, 256 MiB, and of safetensors_files.MAPPED_BYTES, 64 MiB
-# An import holds a block, an export one of our tensors (linear_fc1: 8 MiB) and the part of it that is being read; the
-# allocator keeps a few of each.  A process that held the model would take MODEL.
+MODEL = 76 * MIB  # 17 MiB per layer, 8 MiB for embedding and output together; the largest tensor has 4 MiB
+BLOCK = 2 * MIB  # replaces import_hf.BLOCK_BYTES, 256 MiB, and safetensors_files.MAPPED_BYTES, 64 MiB
+# An import holds a block; an export holds one of our tensors (linear_fc1: 8 MiB) and the part of it that it reads; the
+# allocator keeps a few of each.  A process that held the whole model would take MODEL.
 # A merged export holds two weights with their sums (4 MiB each), and blocks of them in fp32.
 IMPORT_BOUND, EXPORT_BOUND, MERGED_BOUND = 32 * MIB, 48 * MIB, 48 * MIB
 
-# The first, small model has everything imported and every buffer of the interpreter made.
+# The small first model makes the process import all modules and allocate all buffers of the interpreter.
 CHILD = """
 import io, json, sys
 from pathlib import Path
@@ -72,7 +72,7 @@ def test_an_import_holds_a_block_and_an_export_a_tensor(tmp_path: Path) -> None:
     assert MODEL - MIB < sum(file.stat().st_size for file in paths[1].glob("*.safetensors")) < MODEL + MIB
     done = subprocess.run(
         [sys.executable, "-c", CHILD, *map(str, paths), str(tmp_path), str(BLOCK)],
-        # The allocator gives back memory of large tensors at once; here, tensors of 4 MiB stand for these.
+        # The allocator returns memory of large tensors at once; here, tensors of 4 MiB must behave like large ones.
         env={**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": str(MIB)},
         capture_output=True,
         text=True,

@@ -1,7 +1,7 @@
-"""checkpoint.export_hf: which checkpoints are exported, which folders stay, and what happens after a failure or a kill.
+"""checkpoint.export_hf: the checkpoints that are exported, the folders that stay, and the effects of a failure or a
+kill.
 
-A shell script takes the place of `sft export`: it waits while its source has a file `wait`, and fails if there is a
-file `fails`.
+A shell script replaces `sft export`: it waits while its source has a file `wait`, and fails if there is a file `fails`.
 """
 
 import io
@@ -34,7 +34,7 @@ DEADLINE_S = 240.0
 
 
 class Run:
-    """A run's folder, with checkpoints that hold a manifest only."""
+    """The folder of a run, with checkpoints that contain only a manifest."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.said = folder, io.StringIO()
@@ -142,7 +142,7 @@ def test_a_failure_is_reported_and_the_next_start_makes_the_export(run: Run) -> 
     log = run.folder / "hf_exports" / "iter_0000001.log"
     reason = f"ConfigError: it fails.  ({log})"
     assert f"WARNING: the checkpoint of step 1 was not exported: {reason}" in run.said.getvalue()
-    assert set(exports.in_use()) == {1}  # remains for the next start
+    assert set(exports.in_use()) == {1}  # the export remains to be done at the next start
     with pytest.raises(StorageError, match="all steps are done and saved, but 1 of the exports") as error:
         exports.refuse_failures()
     assert f"step 1: {reason}" in str(error.value)
@@ -161,9 +161,9 @@ def test_a_killed_export_leaves_no_folder_and_is_made_by_the_next_start(run: Run
     until(lambda: list(run.folder.glob("hf_exports/*.tmp-1")))
     exports.stop()
     finish(exports)
-    exports.refuse_failures()  # the run was stopped, which is no failure
+    exports.refuse_failures()  # the run was stopped, which does not count as a failure
     assert run.exported() == ["iter_0000001.tmp-1"]
-    (run.folder / "hf_exports" / "iter_0000009.tmp-2").mkdir()  # of a checkpoint that has been given up
+    (run.folder / "hf_exports" / "iter_0000009.tmp-2").mkdir()  # its checkpoint belongs to an abandoned history
     (slow / "wait").unlink()
     exports = run.exports("every")
     exports.resumed(TrainState(step=1), is_last=False)
@@ -172,7 +172,7 @@ def test_a_killed_export_leaves_no_folder_and_is_made_by_the_next_start(run: Run
 
 
 def test_a_checkpoint_of_another_history_is_exported_again(run: Run) -> None:
-    """A run that is resumed from an earlier step saves other weights for the same step."""
+    """A run that resumes from an earlier step saves other weights under the same step number."""
     for history in (1, 1, 2):
         run.save(5, history=history)
         exports = run.exports("every")

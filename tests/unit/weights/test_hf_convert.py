@@ -1,4 +1,4 @@
-"""To Megatron and back is bitwise the same."""
+"""A conversion to Megatron and back gives bitwise the same tensors."""
 
 import io
 import json
@@ -30,7 +30,7 @@ WAYS = {"family": [*hf.FAMILIES], "tied": [False, True], "groups": [4, 8], "dtyp
 
 
 def there_and_back(source: Path, folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of an export of an import."""
+    """The tensors of an import that is exported again."""
     import_hf(source, folder / "there", QUIET)
     export_hf(folder / "there", folder / "back", QUIET)
     return tensors(folder / "back")
@@ -64,9 +64,9 @@ def test_what_no_model_reads_comes_back_too(made: Make, tmp_path: Path, extra: s
 
 @pytest.mark.parametrize("family", [*hf.LINEAR_FAMILIES, *hf.BIASED_FAMILIES])
 def test_mtp_comes_back_as_it_was(made: Make, tmp_path: Path, family: str) -> None:
-    """Tensors of a layer that no model trains, one of them of another type, are counted and unchanged."""
+    """Tensors of a layer that no model trains, one of them of another type, are counted and stay unchanged."""
     mtp = {"mtp.fc.weight": torch.randn(32, 64), "mtp.layers.0.mlp.gate.weight": torch.randn(4, 32).bfloat16()}
-    if family in hf.BIASED_FAMILIES:  # a layer more than the two of the model
+    if family in hf.BIASED_FAMILIES:  # one layer more than the two of the model
         block = {"eh_proj.weight": torch.randn(32, 64), "mlp.gate.e_score_correction_bias": torch.randn(8)}
         block |= {
             "embed_tokens.weight": torch.randn(301, 32).bfloat16(),
@@ -95,7 +95,7 @@ def test_padding_of_the_vocabulary_is_zeros_and_stays_behind(made: Make, tmp_pat
 def test_several_files_and_blocks_smaller_than_a_tensor(
     made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """Nothing depends on where files and blocks end."""
+    """The result does not depend on where files and blocks end."""
     monkeypatch.setattr("sft.weights.import_hf.BLOCK_BYTES", 700)  # five rows
     monkeypatch.setattr("sft.weights.export.trained_tensors._WHOLE_TENSOR_BYTES", 0)
     monkeypatch.setattr(TorchDistWriter.__init__, "__defaults__", (50_000,))
@@ -117,7 +117,7 @@ def test_several_files_and_blocks_smaller_than_a_tensor(
 
 
 def test_experts_are_stacked_gate_above_up(made: Make, tmp_path: Path) -> None:
-    """Layers, then experts, as every layout of ranks reads them; and no two experts are the same."""
+    """Layers are stacked, then experts, in the form that every layout reads; no two experts are equal."""
     source = made("qwen3_moe")
     import_hf(source, tmp_path / "there", QUIET)
     path = tmp_path / "there" / "iter_0000000"
@@ -151,7 +151,7 @@ def test_experts_are_stacked_gate_above_up(made: Make, tmp_path: Path) -> None:
 
 
 def test_experts_are_read_and_written_one_by_one(made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never all of a layer's: they can be larger than a machine's memory."""
+    """Never all experts of a layer together: they can exceed the machine's memory."""
     taken: dict[str, int] = {}
 
     def watch(kind: type, name: str, key_at: int, data_of: Callable[..., torch.Tensor]) -> None:
@@ -173,7 +173,7 @@ def test_experts_are_read_and_written_one_by_one(made: Make, tmp_path: Path, mon
 
 
 def test_types_are_kept_tensor_by_tensor(made: Make, tmp_path: Path) -> None:
-    """Norms in fp32 beside matrices in bf16: both stay, and numbers lie where their type wants them."""
+    """Norms in fp32 and matrices in bf16: both types stay, and tensors are aligned to their type."""
     source = made(dtype=torch.bfloat16)
     changed = {name: one.float() if "norm" in name else one for name, one in tensors(source).items()}
     save_file(changed, source / "model.safetensors")
@@ -187,11 +187,11 @@ def test_types_are_kept_tensor_by_tensor(made: Make, tmp_path: Path) -> None:
     del told["__metadata__"]
     assert length % 8 == 0
     order = [one["dtype"] for one in sorted(told.values(), key=lambda one: int(one["data_offsets"][0]))]
-    assert order == sorted(order, reverse=True) and set(order) == {"F32", "BF16"}  # the wider ones first
+    assert order == sorted(order, reverse=True) and set(order) == {"F32", "BF16"}  # tensors of wider types come first
 
 
 def test_the_type_in_config_is_that_of_the_weights(made: Make, tmp_path: Path) -> None:
-    """transformers loads as config.json says: fp32 weights under `bfloat16` would be rounded without a word."""
+    """transformers loads in the type of config.json: it would round fp32 weights under `bfloat16` without a message."""
     source = hf.change(made(), dtype="bfloat16")
     import_hf(source, tmp_path / "there", QUIET)
     export_hf(tmp_path / "there", tmp_path / "back", QUIET)
@@ -223,7 +223,7 @@ def test_what_belongs_to_a_model_goes_along(made: Make, tmp_path: Path) -> None:
 
 
 def test_the_checkpoint_is_one(made: Make, tmp_path: Path) -> None:
-    """The newest of its folder, with the plain values that Megatron-LM looks for."""
+    """It is the newest checkpoint of its folder, and has the plain values that Megatron-LM reads."""
     source = made("qwen3", dtype=torch.bfloat16)
     import_hf(source, tmp_path / "there", QUIET)
     (path,) = folders.candidates(tmp_path / "there")
@@ -248,11 +248,12 @@ def test_the_manifests_have_a_digest_of_every_file(made: Make, tmp_path: Path) -
         assert sorted(written.files) == manifest.names_in(folder)
 
 
-# --- what a run says of its model ---------------------------------------------------------------------------
+# --- model settings of a run --------------------------------------------------------------------------------
 
 
 def test_model_of_the_recipe_wins_over_config(made: Make) -> None:
-    """A run tells its own positions; keys that config.json cannot say are told."""
+    """The values come from the recipe of the run, such as its positions; keys that config.json cannot express are
+    reported."""
     source, stream = made("mixtral"), io.StringIO()
     before = architecture(read(source), "config.json")
     recipe = {f"model.{key}": value for key, value in before.values.items()} | {
@@ -275,7 +276,7 @@ def test_the_commands(made: Make, tmp_path: Path, capsys: pytest.CaptureFixture[
         return code, capsys.readouterr().err
 
     source, there, back = made(), tmp_path / "there", tmp_path / "back"
-    capsys.readouterr()  # what transformers says when it saves a model
+    capsys.readouterr()  # removes the output of transformers from saving a model
     assert sft("import", source, there) == (0, "")
     (there / "hf").rename(tmp_path / "moved")
     assert sft("export", there, back, "--hf", tmp_path / "moved", "--verify", "size") == (0, "")

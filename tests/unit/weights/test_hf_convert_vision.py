@@ -1,4 +1,5 @@
-"""Checkpoints with a vision tower, to Megatron and back: every tensor bit for bit, and config.json byte for byte."""
+"""Checkpoints with a vision tower, converted to Megatron and back: all tensors equal bit for bit, config.json byte for
+byte."""
 
 from pathlib import Path
 

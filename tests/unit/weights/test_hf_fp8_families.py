@@ -1,4 +1,5 @@
-"""FP8 files of DeepSeek-V3, MiniMax-M2 and GLM-4.5: an import and an export have the numbers, and no FP8 is left."""
+"""FP8 files of DeepSeek-V3, MiniMax-M2 and GLM-4.5: import and export have the dequantised values, and no FP8 tensor is
+left."""
 
 import json
 from pathlib import Path
@@ -14,7 +15,7 @@ from sft.weights.import_hf import import_hf
 from tests.unit.fixtures import fp8, hf
 from tests.unit.fixtures.hf import same, tensors
 
-# A part of the layer for multi-token prediction of DeepSeek-V3, which has two layers here.
+# A tensor of the layer for multi-token prediction of DeepSeek-V3, which has two layers here.
 NEXT_LAYER = {
     "model.layers.2.eh_proj.weight": torch.randn(160, 320).bfloat16(),
     "model.layers.2.mlp.gate.e_score_correction_bias": torch.randn(8),
@@ -31,12 +32,12 @@ def test_an_export_of_an_import_has_the_numbers(tmp_path: Path, family: str) -> 
     assert same(tensors(tmp_path / "back"), numbers)
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "back"))
     assert before.pop("quantization_config") == fp8.CONFIGS[family] and after == before
-    if family != "deepseek_v3":  # whose next layer transformers reports as unexpected
+    if family != "deepseek_v3":  # transformers reports its next layer as unexpected
         hf.load(tmp_path / "back")
 
 
 def test_blocks_are_those_of_transformers(tmp_path: Path) -> None:
-    """transformers takes whole blocks only, so it gets matrices that zeros fill up to 256 x 384 numbers."""
+    """transformers accepts whole blocks only, so it gets matrices that are padded with zeros to 256 x 384."""
     fp8.save(tmp_path / "source", "deepseek_v3")
     opened, stored = open_source(tmp_path / "source"), tensors(tmp_path / "source")
     scaled = [name for name in stored if f"{name}_scale_inv" in stored]

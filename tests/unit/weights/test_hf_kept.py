@@ -31,7 +31,7 @@ def model_config(**fields: Any) -> ModelConfig:
 
 @pytest.fixture
 def source(made: Make) -> Path:
-    """A model in bf16 with a tokenizer and one tensor, in fp32, that is not trained."""
+    """A bf16 model with a tokenizer, and with one fp32 tensor that is not trained."""
     folder = made("llama", dtype=torch.bfloat16)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "additional_chat_templates").mkdir()
@@ -45,7 +45,7 @@ class Run:
         folder.mkdir(exist_ok=True)
 
     def prepare(self, *, is_new: bool = True, checkpoint: CheckpointConfig = NO_EXPORTS, **model: Any) -> str:
-        """What is said meanwhile."""
+        """Prepares the folder.  Returns the printed text."""
         self.said.seek(self.said.truncate(0))
         config = model_config(**model)
         run_folder.prepare(self.folder, config, checkpoint, Console(0, self.said), is_new=is_new)
@@ -105,7 +105,7 @@ def test_damage_is_repaired_from_the_origin(run: Run, source: Path, damage: str)
 
 @pytest.mark.parametrize("origin", ["gone", "changed"])
 def test_damage_that_cannot_be_repaired_is_a_warning(run: Run, source: Path, origin: str) -> None:
-    """The run goes on, because its checkpoints are complete; nothing takes the place of the kept files."""
+    """The run continues, because its checkpoints are complete; nothing replaces the kept files."""
     run.prepare(hf=str(source))
     (run.folder / "hf" / "passed_through.safetensors").unlink()
     before = run.files()
@@ -126,7 +126,7 @@ def test_a_flipped_bit_is_found_when_the_run_resumes(run: Run, source: Path) -> 
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    assert not run.check()  # sizes only
+    assert not run.check()  # checks sizes only
     assert "its SHA-256 is another" in run.prepare(hf=str(source), is_new=False)
     assert run.files() == before
 
@@ -152,7 +152,7 @@ def test_an_imported_checkpoint_and_a_run_hand_on_what_they_keep(run: Run, sourc
     for number, path in enumerate((run.folder / "checkpoints", run.folder / "checkpoints" / "iter_0000005")):
         other = Run(tmp_path / f"other{number}")
         other.prepare(init_from=str(path))
-        del expected["source.json"]  # names another origin
+        del expected["source.json"]  # it names another origin
         assert {name: content for name, content in other.files().items() if name != "source.json"} == expected
         expected["source.json"] = b""
     (tmp_path / "imported" / "hf" / "passed_through.safetensors").write_bytes(b"")

@@ -1,4 +1,4 @@
-"""An export has the names, types and shapes of its original, and proves it from the files that it wrote."""
+"""An export has the names, types and shapes of its original, and proves this from the files that it wrote."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +18,11 @@ from tests.unit.fixtures.hf import Make, same, tensors
 
 Tensors = dict[str, torch.Tensor]
 UP, NORM, HEAD = "model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"
-UNTRAINED = "model.layers.0.self_attn.rotary_emb.inv_freq"  # of a family that stores and does not train it
+UNTRAINED = "model.layers.0.self_attn.rotary_emb.inv_freq"  # its family stores this tensor, and does not train it
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensors], Any]) -> None:
-    """Make the export write other tensors than it planned."""
+    """Makes the export write other tensors than it planned."""
     write = exporting.write_tensors
 
     def write_changed(folder: Path, planned: Tensors, values: Any, *rest: Any, **options: Any) -> Any:
@@ -69,7 +69,7 @@ def test_a_loss_is_refused_by_name(
 
 @pytest.fixture
 def trained_in_fp32(made: Make, tmp_path: Path) -> tuple[Path, Tensors]:
-    """A checkpoint in fp32 of a bf16 model, `source`; and its weights, which bf16 rounds."""
+    """An fp32 checkpoint of the bf16 model `source`, and its weights, which bf16 would round."""
     source = made("llama", dtype=torch.bfloat16)
     weights = {name: tensor.float() * 1.001 for name, tensor in tensors(source).items()}
     import_hf(hf.write(tmp_path / "trained", read(source), weights), tmp_path / "imported", QUIET)
@@ -100,7 +100,7 @@ def test_numbers_that_the_type_cannot_hold(made: Make, tmp_path: Path) -> None:
 
 
 def test_a_model_whose_original_has_other_tensors(made: Make, tmp_path: Path) -> None:
-    """The original says which tensors a server expects."""
+    """The original shows which tensors a server expects."""
     import_hf(made("qwen2"), tmp_path / "imported", QUIET)
     hf.save(tmp_path / "other", "qwen2", num_hidden_layers=3)
     with pytest.raises(CheckpointError, match="different shape: decoder.layers.mlp.linear_fc1.weight is 2 x 128"):

@@ -1,4 +1,4 @@
-"""What `sft check` says of a PEFT folder with which a run would start."""
+"""The messages of `sft check` about a PEFT folder from which a run would start."""
 
 import shutil
 from pathlib import Path
@@ -31,7 +31,7 @@ OTHER = "base_model.model.model.layers.1.self_attn.q.lora_B.weight"
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe that continues an adapter of PEFT's."""
+    """A recipe that continues to train an adapter of PEFT."""
     folder = tmp_path_factory.mktemp("written")
     hf.save(folder / "model", "llama")
     peft.adapted(hf.load(folder / "model"), target_modules=["q_proj", "v_proj"]).save_pretrained(folder / "adapter")
@@ -155,7 +155,7 @@ def test_a_recipe_without_lora_takes_the_keys_of_the_folder(written: Path) -> No
 
 @pytest.mark.parametrize("prefix", ["model.language_model", "language_model.model"])
 def test_names_beside_a_vision_tower(tmp_path: Path, prefix: str) -> None:
-    """Those of the files, and those in the memory of transformers before and since version 4.52."""
+    """Names as in the files, and as in the memory of transformers before and since version 4.52."""
     vision.save(tmp_path / "model", "mistral3")
     model = peft.adapted(vision.load(tmp_path / "model"), target_modules=r".*language_model.*\.(q|down)_proj")
     model.save_pretrained(tmp_path / "adapter")
@@ -172,7 +172,7 @@ def test_names_beside_a_vision_tower(tmp_path: Path, prefix: str) -> None:
 
 
 def test_a_tied_model(tmp_path: Path) -> None:
-    """One weight here.  PEFT writes it twice with ensure_weight_tying, and otherwise trains two."""
+    """We have a single weight.  PEFT writes it twice with ensure_weight_tying, and otherwise trains two."""
     hf.save(tmp_path / "model", "llama", tied=True)
     options = dict(target_modules=["q_proj", "v_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True)
     peft.adapted(hf.load(tmp_path / "model"), **options).save_pretrained(tmp_path / "adapter")

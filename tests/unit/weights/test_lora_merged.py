@@ -1,4 +1,4 @@
-"""Merged exports: adapters are added once, and every other tensor is that of the base, bit for bit."""
+"""Merged exports: adapters are added once, and every other tensor equals that of the base, bit for bit."""
 
 import math
 import shutil
@@ -25,13 +25,14 @@ from sft.weights.trained import trained_weights
 from tests.unit.fixtures import hf, vision
 from tests.unit.fixtures.adapters import STEP, linears, trained
 
-ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}  # half the distance of two numbers
-SUM_TOLERANCE = 1e-6  # of the largest term: an fp32 sum of rank + 1 products, each of about 1
+# half the distance between neighbouring numbers
+ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
+SUM_TOLERANCE = 1e-6  # relative to the largest term: an fp32 sum of rank + 1 products, each of about 1
 Tensors = dict[str, torch.Tensor]
 
 
 def check_merged(before: Tensors, after: Tensors, factors: Tensors, dtype: torch.dtype) -> None:
-    """Adapted weights are those of a float64 sum, rounded once; the others have not changed."""
+    """Adapted weights equal a float64 sum, rounded once; all other weights are unchanged."""
     adapted = {name.removesuffix(".lora_A.weight") for name in factors if name.endswith("A.weight")}
     assert adapted and after.keys() == before.keys()
     others = {name for name in before if name.removesuffix(".weight") not in adapted}
@@ -61,7 +62,7 @@ def test_adapted_weights_are_rounded_once_and_others_not_at_all(
     monkeypatch.setattr("sft.weights.export.merged_weights.BLOCK_BYTES", 700)  # five rows
     models: Any = vision if family in vision.VISION else hf
     source = models.save(tmp_path / "source", family, tied=tied, dtype=dtype)
-    if tied:  # as old files store it
+    if tied:  # as in old files
         hf.rewrite(source, **{"lm_head/weight": hf.tensors(source)["model.embed_tokens.weight"].clone()})
     factors = trained(tmp_path / "run", source)
     export_hf(tmp_path / "run", tmp_path / "merged", QUIET)
@@ -79,7 +80,7 @@ def test_adapted_weights_are_rounded_once_and_others_not_at_all(
     "family,dtype", [("qwen3", torch.float32), ("qwen3", torch.bfloat16), ("qwen3_5_text", torch.float32)], ids=str
 )
 def test_peft_merges_to_the_same_weights(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
-    """peft rounds the product of B and A before it adds it, and we do not."""
+    """peft rounds the product of B and A before it adds the product, and we do not."""
     import transformers
 
     source = hf.save(tmp_path / "source", family, dtype=dtype)
@@ -116,7 +117,7 @@ def test_adapters_of_a_quantised_base_are_added_to_its_numbers(tmp_path: Path) -
 
 
 def test_adapters_of_an_imported_base(tmp_path: Path) -> None:
-    """The weights are those of the Megatron checkpoint from which the run started."""
+    """The weights come from the Megatron checkpoint from which the run started."""
     source = hf.save(tmp_path / "source", "phi3", dtype=torch.bfloat16)
     import_hf(source, tmp_path / "imported", QUIET)
     base = digest_of(tmp_path / "imported/iter_0000000", tmp_path)
@@ -168,7 +169,7 @@ def test_adapters_are_not_merged_twice_nor_into_other_weights(tmp_path: Path) ->
     shutil.copyfile(source / "config.json", tmp_path / "empty/config.json")
     assert f"{tmp_path}/empty has no model.safetensors" in merge(like=tmp_path / "empty")
 
-    # Other adapters, of the merged weights, may be added to these.
+    # Another adapter, trained on the merged weights, may be added to these.
     trained(tmp_path / "second", tmp_path / "merged")
     export_hf(tmp_path / "second", tmp_path / "both", QUIET)
     assert [entry.checkpoint for entry in merged_adapters.read(tmp_path / "both")] == [

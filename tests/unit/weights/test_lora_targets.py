@@ -1,4 +1,4 @@
-"""Which Linears get adapters: as in peft, by names and patterns; everything else is refused by name."""
+"""The Linears that get adapters: chosen as in peft, by names and patterns; all other names are refused."""
 
 from pathlib import Path
 
@@ -60,7 +60,7 @@ def test_names_and_patterns(tmp_path: Path, targets: list[str], exclude: list[st
 
 
 def test_parts_of_a_weight(tmp_path: Path) -> None:
-    """k_proj is the second part of qkv; one adapter of a fused Linear covers all parts."""
+    """k_proj is the second part of qkv; an adapter of a fused Linear covers all parts."""
     folder = hf.save(tmp_path / "model", "llama")
     weight, _ = selected(folder, ["k_proj"])
     assert (weight.module, weight.layer, weight.num_experts) == ("self_attention.linear_qkv", 0, 0)

@@ -1,4 +1,4 @@
-"""PEFT's folders: what PEFT writes is read exactly, and what we write computes the same in PEFT."""
+"""Adapter folders: we read folders of PEFT exactly, and PEFT computes the same as we do with our folders."""
 
 import json
 import re
@@ -18,11 +18,11 @@ from sft.weights.lora.peft.targets import module_of, target_modules
 from tests.unit.fixtures import hf, peft, vision
 from tests.unit.fixtures.peft import ALPHA, ATTENTION, MLP, RANK, Factors
 
-# Logits are up to about 10, and fp32 sums them in another order when the adapter is a part of the weight.
+# Logits are up to about 10; with the adapter merged into the weight, fp32 sums have another order.
 LOGITS = 1e-4
-# Gradients are up to about 0.1, and fp32 sums them in another order, too.
+# Gradients are up to about 0.1, and their fp32 sums also have another order.
 GRADIENTS = 1e-6
-# Every adapter that is lost changes some logit by more.
+# Losing any adapter changes some logit by more than this.
 LOST = 0.1
 MIXTRAL = ["w1", "w2", "w3"]
 PHI3 = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
@@ -77,7 +77,7 @@ class Written:
         return Contents(config=self.config, modules=self.modules, saved=shapes)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """One after the other, in the order of the file."""
+        """The tensors one after the other, in the order of the file."""
         values = {peft_folder.key_of_saved(module): weight for module, weight in self.saved.items()}
         for module, (a, b) in self.factors.items():
             values |= {f"base_model.model.{module}.lora_A.weight": a, f"base_model.model.{module}.lora_B.weight": b}
@@ -97,12 +97,12 @@ class Written:
         )
 
     def merged_model(self) -> Any:
-        """transformers' model with weights W + scale * B A, which float64 computes."""
+        """A transformers model with the weights W + scale * B A, computed in float64."""
         weights = dict(self.weights)
         for module, (a, b) in self.factors.items():
             weight = weights[self.name_of[module]].double() + self.scale * (b.double() @ a.double())
             weights[self.name_of[module]] = weight.float()
-        stored = [module for module in self.saved if module in self.name_of]  # no tied output weight
+        stored = [module for module in self.saved if module in self.name_of]  # without a tied output weight
         weights |= {self.name_of[module]: self.saved[module] for module in stored}
         content = json.loads((self.base / "config.json").read_text())
         return self.load(hf.write(self.path / "merged", content, weights))
@@ -141,7 +141,7 @@ def test_weights_that_peft_trains_whole_are_read_exactly(tmp_path: Path) -> None
 
 
 def test_a_tied_embedding_that_peft_trains_is_read(tmp_path: Path) -> None:
-    """PEFT stores it twice, and names only one in modules_to_save."""
+    """PEFT stores it twice, but names only one of the two in modules_to_save."""
     options = dict(target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True)
     peft.adapted(hf.build("qwen3", tied=True), **options).save_pretrained(tmp_path)
     adapter = peft_folder.read(tmp_path)
@@ -175,7 +175,7 @@ def test_peft_computes_the_same_with_what_we_write(
 
 @pytest.mark.parametrize("family", ["mistral3", "ministral3", "qwen2_5_vl", "qwen3_vl"])
 def test_peft_computes_the_same_beside_a_vision_tower(tmp_path: Path, family: str) -> None:
-    """Its modules have other names in memory than in the files, and q_proj may be in the tower, too."""
+    """In memory, its modules have other names than in the files, and the vision tower may also have a q_proj."""
     ours = Written(tmp_path, lambda path: vision.save(path, family), ATTENTION + MLP, has_vision=True)
     assert_peft_computes_the_same(ours)
 
@@ -207,7 +207,7 @@ def assert_peft_computes_the_same(ours: Written) -> None:
 
 
 def test_gradients_of_experts_in_peft_are_those_of_single_adapters(tmp_path: Path) -> None:
-    """Of y = (W + scale B A) x: dA = scale B^T dW, and dB = scale dW A^T, with dW of the merged model."""
+    """For y = (W + scale B A) x: dA = scale B^T dW and dB = scale dW A^T, with dW of the merged model."""
     ours = Written(tmp_path, lambda path: hf.save(path, "qwen3_moe"), ["q_proj", *MLP])
     model, merged_model = peft.loaded(ours.load(ours.base), ours.write(), is_trainable=True), ours.merged_model()
     for each in (model, merged_model):
@@ -222,7 +222,7 @@ def test_gradients_of_experts_in_peft_are_those_of_single_adapters(tmp_path: Pat
 
 
 def gradient_of_weight(model: Any, module: str) -> torch.Tensor:
-    """dW of a module; those of single experts are parts of transformers' stacked ones [experts, out, in]."""
+    """dW of a module; for single experts, a part of dW of the stacked experts of transformers [experts, out, in]."""
     if not in_experts(module):
         gradient: torch.Tensor = model.get_submodule(module).weight.grad
         return gradient
@@ -234,7 +234,7 @@ def gradient_of_weight(model: Any, module: str) -> torch.Tensor:
 
 
 def renamed_by_transformers(module: str) -> str:
-    """Mixtral's modules have other names in memory."""
+    """Mixtral's modules have other names in memory than in the files."""
     module = module.replace("block_sparse_moe", "mlp")
     for stored, name in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
         module = re.sub(rf"\.{stored}$", f".{name}", module)
@@ -242,7 +242,7 @@ def renamed_by_transformers(module: str) -> str:
 
 
 def test_what_we_write_is_read_again(tmp_path: Path) -> None:
-    """Also the options for experts, which a folder with stacked adapters has as well."""
+    """Also the options for experts, which a folder with stacked adapters also has."""
     ours = Written(
         tmp_path,
         lambda path: hf.save(path, "qwen3_moe"),
@@ -256,7 +256,7 @@ def test_what_we_write_is_read_again(tmp_path: Path) -> None:
     assert adapter.contents == ours.contents()
     adapter.check(ours.modules, adapter.contents.saved)
     assert hf.same(peft.values(adapter), {key: value.bfloat16().float() for key, value in ours.tensors()})
-    # PEFT on transformers 4, where an expert is a module, wrote none of the options for experts.
+    # With transformers 4, where an expert is a module, PEFT wrote none of the options for experts.
     peft.rewrite(ours.folder, target_parameters=None, rank_pattern={}, alpha_pattern={})
     assert peft_folder.read(ours.folder).contents == ours.contents()
 
@@ -278,7 +278,7 @@ def test_the_configuration_that_we_write(tmp_path: Path) -> None:
 
 
 def test_an_adapter_is_one_file_however_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PEFT reads one file only."""
+    """PEFT reads a single file."""
     monkeypatch.setattr("sft.hf.safetensors_writer.write_tensors.__defaults__", (100,))  # bytes of a file
     folder = Written(tmp_path, lambda path: hf.save(path, "llama"), ATTENTION).write()
     assert [path.name for path in folder.glob("*.safetensors*")] == ["adapter_model.safetensors"]
@@ -291,7 +291,7 @@ def test_an_adapter_is_one_file_however_large(tmp_path: Path, monkeypatch: pytes
         ("a.1.q a.1.k", "a.0.q", "1.q k"),
         ("a.1.q", "a.0.q a.11.q", "1.q"),
         ("a.0.q_proj", "a.0.kq_proj", "q_proj"),
-        ("a.q", "b.a.q", "a.q"),  # PEFT's matching cannot tell them apart
+        ("a.q", "b.a.q", "a.q"),  # PEFT's matching cannot distinguish these names
         ("t.0.attn.q", "v.0.attn.q", "t.0.attn.q"),
     ],
 )

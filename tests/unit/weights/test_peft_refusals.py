@@ -1,4 +1,4 @@
-"""Adapter folders that cannot be continued, and adapters that PEFT would not read: refused by name."""
+"""Adapter folders from which training cannot continue, and adapters that PEFT would not read: refused by name."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(written: Path, tmp_path: Path) -> Path:
-    """A folder of PEFT's that is read as it is."""
+    """A folder of PEFT that can be read."""
     return Path(shutil.copytree(written, tmp_path / "adapter"))
 
 
@@ -44,7 +44,7 @@ def refusal(read: Callable[[], Any]) -> str:
 
 
 def reasons(folder: Path) -> str:
-    """What follows the name of the folder."""
+    """The text of the error after the name of the folder."""
     begin = f"{folder} is an adapter that cannot be continued: "
     text = refusal(lambda: peft_folder.read(folder))
     assert text.startswith(begin) and text.endswith(".")
@@ -154,11 +154,11 @@ def test_a_file_without_adapters(folder: Path) -> None:
 
 
 def test_stacked_adapters_of_experts_as_peft_trains_them(tmp_path: Path) -> None:
-    """One A for gate and up together, which our adapters cannot express."""
+    """Gate and up share one A, which our adapters cannot express."""
     model = peft.adapted(hf.build("qwen3_moe"), target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
     model.save_pretrained(tmp_path)
-    peft.rewrite(tmp_path, target_parameters=["gate_up_proj", "down_proj"])  # in any order
-    key = r".*\\.gate_up_proj"  # as JSON shows it
+    peft.rewrite(tmp_path, target_parameters=["gate_up_proj", "down_proj"])  # in another order than our list
+    key = r".*\\.gate_up_proj"  # escaped as in JSON
     assert reasons(tmp_path).splitlines() == [
         '1 of 3: target_parameters = ["gate_up_proj", "down_proj"] is not supported: its stacked adapters of experts '
         "are not supported, only adapters of single experts",
@@ -246,7 +246,7 @@ def test_numbers_that_the_type_of_the_file_cannot_hold(tmp_path: Path) -> None:
 def test_peft_still_loses_what_we_refuse_to_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaves: list[str], rslora: bool
 ) -> None:
-    """If this fails, PEFT reads such folders, and `lost_by_peft` can go."""
+    """If this test fails, PEFT reads such folders, and `lost_by_peft` can be removed."""
     base = hf.save(tmp_path / "base", "qwen3_moe")
     weights = hf.tensors(base)
     modules = {name.removesuffix(".weight"): weights[name] for name in weights if name.split(".")[-2] in leaves}

@@ -1,4 +1,5 @@
-"""What is served is what was trained: an export opened in transformers gives the ids of training, and stops there."""
+"""A served model behaves as trained: in transformers, an export gives the ids of training, and stops at its ends of
+turns."""
 
 import io
 import json
@@ -49,9 +50,10 @@ CHATS = [[USER, ANSWER], [SYSTEM, USER, ANSWER], [USER, ANSWER, USER, ANSWER]]
 
 
 class Export:
-    """A run beside a small base model, and its export, without a step of training.
+    """A run that starts from a small base model, and its export, without a training step.
 
-    model, tokenizer: chat templates of model.hf and of data.tokenizer (None: model.hf's); data: keys of the section
+    model, tokenizer: chat templates of model.hf and of data.tokenizer (None: that of model.hf); data: keys of the
+    section
     """
 
     def __init__(self, folder: Path) -> None:
@@ -76,7 +78,7 @@ class Export:
         make_folder(self.base, template)
 
     def decide(self, folder: Path, **data: Any) -> Served:
-        """`served_of` for a run with this tokenizer; chat_template: the text of the file."""
+        """`served_of` for a run with this tokenizer; chat_template: the text of the template file."""
         if "chat_template" in data:
             file = self.base.with_name("mine.jinja")
             file.write_bytes(data["chat_template"].encode())
@@ -109,7 +111,7 @@ class Export:
         return content
 
     def check_prompts(self, **variables: Any) -> None:
-        """The whole chats, and their prompts, have the ids of training; a prompt ends where supervision begins."""
+        """Whole chats and their prompts have the ids of training; a prompt ends where supervision begins."""
         exported = self.tokenizer
         for messages in CHATS:
             encoding = encode_chat(Chat(messages, None, None), self.trained_with, "last")
@@ -122,7 +124,7 @@ class Export:
             assert prompt == encoding.tokens[:first].tolist()
 
     def check_stops(self, end: str) -> None:
-        """A model that writes an answer and the trained end is stopped by the export's own generation_config."""
+        """The export's generation_config stops a model that writes an answer and the trained end."""
         from transformers import AutoModelForCausalLM
 
         exported, model = self.tokenizer, AutoModelForCausalLM.from_pretrained(self.out)
@@ -194,7 +196,7 @@ def test_the_date_is_that_of_the_training(export: Export) -> None:
 
 
 def test_another_tokenizer(export: Export) -> None:
-    """Its files, its added tokens and its template; none of the model's."""
+    """The export has the files, the added tokens and the template of this tokenizer, and none of the model's."""
     export.make(OTHER, tokenizer=CHATML)
     export.check_prompts()
     export.check_stops("<|im_end|>")
@@ -212,7 +214,7 @@ def test_marks_do_not_go_out(export: Export) -> None:
 
 
 def test_a_file_takes_the_place_of_all_named_templates(export: Export) -> None:
-    """transformers would choose tool_use for a request with tools, which the run never rendered."""
+    """For a request with tools, transformers would choose tool_use, which the run never rendered."""
     export.base_model(OTHER)
     (export.base / "additional_chat_templates").mkdir()
     (export.base / "additional_chat_templates" / "tool_use.jinja").write_text("tools" + OTHER)
@@ -278,14 +280,15 @@ def test_damage_is_repaired_with_the_template_of_the_run(export: Export) -> None
 
 
 def exported(source: Path, target: Path, **options: Any) -> str:
-    """What `sft export` says."""
+    """The printed text of `sft export`."""
     said = io.StringIO()
     export_hf(source, target, Console(0, said), **options)
     return said.getvalue()
 
 
 def test_a_run_of_an_earlier_version(tmp_path: Path) -> None:
-    """Its export has the model's template and says so; once the run is resumed, it has the run's."""
+    """Its export has the model's template, and says so; once the run has been resumed, the export has the run's
+    template."""
     export = Export(tmp_path)
     export.base_model(OTHER)
     trained(export.run, export.base)

@@ -21,7 +21,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "par
 
 
 def rendered(source: str, **variables: Any) -> list[str]:
-    """The chats by transformers itself, with and without prompt and tools."""
+    """The chats rendered by transformers, with and without prompt and tools."""
     return [
         render_jinja_template([chat], tools=tools, chat_template=source, add_generation_prompt=prompt, **variables)[0][
             0
@@ -39,7 +39,7 @@ def test_a_template_without_settings_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
 def test_templates_of_models_keep_their_text(name: str) -> None:
-    """With every free variable that may be true or false given as false."""
+    """Every free variable that may be true or false is set to false."""
     source, tokens = template(name), {"bos_token": "<bos>", "eos_token": "<eos>"}
     switches = dict.fromkeys(ChatTemplate(source, name, tokens).free_switches, False)
     made = for_servers(source, tokens, switches, DATE)

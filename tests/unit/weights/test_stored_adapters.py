@@ -1,4 +1,5 @@
-"""Adapters are read from a checkpoint by the names of their Linears; those of experts lie in stacks."""
+"""Adapters are read from a checkpoint by the names of their Linears; adapters of experts are parts of stacked
+tensors."""
 
 from pathlib import Path
 
@@ -20,7 +21,7 @@ FACTORS = {
 
 
 def stored(folder: Path, factors: dict[str, torch.Tensor]) -> StoredAdapters:
-    """Each tensor in two chunks, as two ranks write it."""
+    """Stores each tensor in two chunks, as two ranks would."""
     folder.mkdir()
     writer = TorchDistWriter(folder)
     for key, tensor in factors.items():

@@ -1,4 +1,5 @@
-"""Which weights train.freeze leaves, by Hugging Face's names; names that match nothing or a part of a weight."""
+"""The weights that stay trained with train.freeze, by Hugging Face names; names that match nothing or only a part of a
+weight."""
 
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def left(folder: Path, *patterns: str) -> list[Weight]:
 
 
 def test_names_ends_and_patterns(tmp_path: Path) -> None:
-    """The name of a module means its weight and its bias."""
+    """The name of a module stands for its weight and its bias."""
     folder = hf.save(tmp_path / "model", "qwen2")
     weights = left(folder, "model.layers.0.*", "embed_tokens", "mlp.*", "[qkv]_proj", "*_layernorm")
     assert [(weight.key.removeprefix("decoder.layers."), weight.index, weight.shape) for weight in weights] == [
@@ -62,7 +63,7 @@ def test_experts_are_frozen_one_by_one_or_as_the_tensor_that_holds_all(tmp_path:
         ("llama", ["*"], "freezes every weight, so that nothing would be trained."),
         ("llama", ["q_proj"], "names model.layers.0.self_attn.q_proj.weight, but not model.layers.0.self_attn.k_"),
         ("llama", ["layers.1.*.up_proj"], "names model.layers.1.mlp.up_proj.weight, but not model.layers.1.mlp.g"),
-        (  # projections of linear attention are several tensors of a checkpoint, but one weight in memory
+        (  # projections of linear attention are several tensors in a checkpoint, but a single weight in memory
             "qwen3_5_text",
             ["in_proj_z"],
             "names model.layers.0.linear_attn.in_proj_z.weight, but not model.layers.0.linear_attn.in_proj_qkv.weight",

@@ -1,4 +1,4 @@
-"""Files to samples: every fault named, every loss counted, every cache either right or rebuilt."""
+"""Files become samples: every fault is named, every lost row is counted, and a cache is either right or rebuilt."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ def test_samples(tmp_path: Path) -> None:
 
 
 def test_over_long_is_an_error_by_default(tmp_path: Path) -> None:
-    """P97: a sample of twice the limit."""
+    """P97: a sample that is twice as long as the limit."""
     path = write(tmp_path / "a.jsonl", ROW, LONG)
     with pytest.raises(DataError) as error:
         corpus_of(path, seq_length=64, doc_multiple=16)
@@ -48,7 +48,7 @@ def test_over_long_is_an_error_by_default(tmp_path: Path) -> None:
 
 
 def ledger(**counts: Any) -> RowReport:
-    """Every row is a chat."""
+    """A row report in which every row is a chat."""
     nothing = {name: () if "tuple" in str(kind) else 0 for name, kind in RowReport.__annotations__.items()}
     return RowReport(**nothing | {"chats": counts.get("rows", 0)} | counts)
 
@@ -82,8 +82,9 @@ def test_over_long_cut_after_a_turn(tmp_path: Path) -> None:
 
 
 def test_over_long_in_windows(tmp_path: Path) -> None:
-    """Room 64: the prompt of 33 tokens and its answer of 5 leave 26, too few for the next turn: 4 tokens and the 74
-    between.  Its own window has 60 for what is before the turn: half for the prompt's end, half for the message's."""
+    """The limit is 64.  The prompt of 33 tokens and its answer of 5 leave 26, too few for the next turn: 4 tokens and
+    the 74 between.  The window of this turn has 60 tokens for the text before it: half for the end of the prompt, half
+    for the end of the message."""
     path = write(tmp_path / "a.jsonl", ROW, LONG)
     corpus = corpus_of(path, seq_length=64, over_long="windows")
     assert corpus.lengths.tolist() == [39, 38, 64] and corpus.num_supervised.tolist() == [5, 5, 4]
@@ -118,7 +119,7 @@ def test_cache_is_used(tmp_path: Path) -> None:
 
 
 def test_cache_follows_all_that_samples_depend_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P100: content, kind, tokenizer, template, releases of libraries and settings each make a new store."""
+    """P100: another content, kind, tokenizer, template, release of a library or setting makes a new store."""
     path, folder = tmp_path / "a.jsonl", make_folder(tmp_path / "tokenizer", template("chatml"))
     write(path, ROW)
     llama = tmp_path / "llama.jinja"
@@ -153,7 +154,7 @@ def test_cache_follows_all_that_samples_depend_on(tmp_path: Path, monkeypatch: p
 
 
 def block(row: int, weights: list[float], *rejects: Reject) -> EncodedRows:
-    """One whole row of tokens 0, 1, ..."""
+    """A block with one whole row of tokens 0, 1, ..."""
     palette, mask = to_palette(np.array(weights, dtype=np.float32))
     size, labels = len(weights), sum(weight > 0 for weight in weights[1:])
     lines = np.array([(row, 1, 1, size, labels, size, size, labels)], dtype=LINE)
@@ -204,7 +205,7 @@ def test_all_files_reach_the_disk_before_the_name(tmp_path: Path, monkeypatch: p
 def test_the_digest_follows_tokens_and_weights_and_not_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the size of the blocks in which arrays are read."""
+    """The digest does not depend on the size of the blocks in which arrays are read."""
     digest = stored(tmp_path / "a").digest
     monkeypatch.setattr("sft.data.cache.store._HASH_BYTES", 8)
     assert stored(tmp_path / "b").digest == digest
@@ -219,7 +220,7 @@ def test_the_digest_follows_tokens_and_weights_and_not_the_rest(
 @pytest.mark.parametrize("name", ["tokens.npy", "mask.npy", "rows.npy", "rejects.jsonl", "ledger.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "grow", "remove"])
 def test_a_damaged_store_is_not_used(tmp_path: Path, name: str, damage: str) -> None:
-    """A flipped bit in an array takes reading it all to find; everything else is seen at once."""
+    """A flipped bit in an array is found only by reading the whole array; all other damage is found at once."""
     stored(tmp_path)
     path = tmp_path / "store" / name
     whole = path.read_bytes()
@@ -243,7 +244,7 @@ def test_a_ledger_of_other_content_is_not_used(tmp_path: Path) -> None:
 
 
 def test_publishing_onto_a_store(tmp_path: Path) -> None:
-    """A whole one stays; a damaged one is moved away."""
+    """A whole store stays; a damaged one is moved away."""
     stored(tmp_path)
     palette = np.array([0, 1], dtype=np.float32)
     write_store(tmp_path / "work" / "other", [FIRST], palette)
@@ -257,7 +258,7 @@ def test_publishing_onto_a_store(tmp_path: Path) -> None:
 
 
 def test_the_ledger_of_a_table() -> None:
-    """The table of `count_rows`, with two rows skipped for one reason and a third for another."""
+    """The table of `count_rows`, with two rows skipped for one reason and a third row for another reason."""
     lines = np.array(
         [
             (1, 1, 1, 10, 4, 10, 10, 4),

@@ -1,7 +1,7 @@
-"""Datasets of the hub: the commit that is loaded, a branch that moves, no network, and refusals.
+"""Datasets on the hub: the commit that is loaded, a branch that moves, no network, and refusals.
 
-A server on this machine is the hub.  Each session is a process with its own environment, because huggingface_hub and
-datasets read theirs when they are imported.
+A server on this machine replaces the hub.  Each session is a process with its own environment, because huggingface_hub
+and datasets read the environment when they are imported.
 """
 
 import json
@@ -19,7 +19,7 @@ from tests.unit.fixtures.hub import Hub
 
 pytest.importorskip("datasets")
 
-# Opens, one after another, the datasets that argv[1] lists, in the cache folder that each names.
+# Opens, one after another, the datasets that argv[1] lists, each in the cache folder that the list gives.
 SESSION = """
 import io, json, sys
 from dataclasses import replace
@@ -53,7 +53,8 @@ NAME = "org/chats"
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
-    """org/chats with two commits: a train split of 3 rows, then of 4; org/code, a program."""
+    """Two repositories: org/chats with two commits, whose train split has 3 and then 4 rows; and org/code, a
+    program."""
     home = tmp_path_factory.mktemp("hub")
     with fake.serving() as hub:
         for number, rows in enumerate((3, 4)):
@@ -70,7 +71,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 
 
 def session(hub: Hub, home: Path, *steps: dict[str, Any], **environment: str) -> list[dict[str, Any]]:
-    """The answers of one process; `home` is its HF_HOME."""
+    """The answers of one process, whose HF_HOME is `home`."""
     steps_with_cache = [{"name": NAME, "cache": str(home / "cache"), **step} for step in steps]
     done = subprocess.run(
         [sys.executable, "-c", SESSION, json.dumps(steps_with_cache)],
@@ -84,7 +85,7 @@ def session(hub: Hub, home: Path, *steps: dict[str, Any], **environment: str) ->
 
 
 def test_datasets_of_the_hub(hub: Hub, tmp_path: Path) -> None:
-    """Four processes: main is its first commit; it moves; there is no network; the hub does not answer."""
+    """Four processes: main is the first commit; main has moved; there is no network; the hub does not answer."""
     repo = hub.commits[f"datasets/{NAME}"]
     (first, _), newest = repo[0], repo.pop()
     fixed, elsewhere = {"revision": first}, {"cache": str(tmp_path / "other")}
@@ -97,7 +98,7 @@ def test_datasets_of_the_hub(hub: Hub, tmp_path: Path) -> None:
         hub.refuse[start] = (403, "GatedRepo", "Access to dataset org/gated is restricted")
     steps = [{"how": "find"}, {}, fixed, fixed, *REFUSED.values()]
     found, moved, pinned, again, *refused = session(hub, tmp_path, *steps)
-    assert found["commit"] == first and found["digest"] == old["digest"]  # a run stays with what was loaded
+    assert found["commit"] == first and found["digest"] == old["digest"]  # a run keeps the commit that it loaded first
     assert (moved["commit"], moved["rows"]) == (second, 4) and moved["digest"] != old["digest"]
     assert f"{NAME} train: main moved from commit {first} to {second}.  A run that began" in moved["said"]
     assert (pinned["commit"], pinned["rows"], pinned["digest"]) == (first, 3, old["digest"])
@@ -105,7 +106,7 @@ def test_datasets_of_the_hub(hub: Hub, tmp_path: Path) -> None:
     for complaint, answer in zip(REFUSED, refused, strict=True):
         assert complaint in answer["error"] and "\n" not in answer["error"]
 
-    # Offline: what was loaded into this cache_dir; into another one, only the copy that datasets made last.
+    # Offline: a cache_dir has the commit that was loaded into it; a new one gets the last copy that datasets made.
     num_asked = len(hub.asked)
     steps = [{}, fixed, elsewhere, {**elsewhere, **fixed}, {**elsewhere, "revision": "v1"}, {"name": "a/b"}]
     same, pinned, copy, older, tag, absent = session(hub, tmp_path, *steps, HF_HUB_OFFLINE="1")

@@ -1,4 +1,4 @@
-"""A later start reads no raw data, and notices every change."""
+"""A later start reads no raw data, and detects every change."""
 
 import hashlib
 import os
@@ -20,7 +20,7 @@ OTHER_READS = 400_000  # bytes: the store, its row report, and the tokenizer
 
 
 def bytes_read(action: Callable[[], object]) -> int:
-    """The bytes that this process reads from files, by the count of the kernel."""
+    """The bytes that this process reads from files, counted by the kernel."""
 
     def count() -> int:
         return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
@@ -32,7 +32,7 @@ def bytes_read(action: Callable[[], object]) -> int:
 
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that a test has just written are old."""
+    """Makes files that a test has just written count as old."""
     now = time.time_ns
     monkeypatch.setattr(digests.time, "time_ns", lambda: now() + 3_000_000_000)
 
@@ -90,7 +90,7 @@ def test_a_changed_file_is_noticed(tmp_path: Path, change: Callable[[Path], None
 
 
 def test_a_file_that_was_just_written_is_read_again(tmp_path: Path) -> None:
-    """A second write within a tick of the file system's clock would not change its time."""
+    """A second write within one tick of the file system's clock would leave the file's time unchanged."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"one")
     os.utime(path, ns=(0, 0))  # the time of the inode's last change stays

@@ -1,4 +1,4 @@
-"""How rows become tokens and weights: what prepared stores of older code are found by must change with it."""
+"""The encoding version identifies how rows become tokens and weights; it must change whenever this changes."""
 
 import copy
 import hashlib
@@ -32,8 +32,8 @@ from tests.unit.fixtures.chats import (
 )
 from tests.unit.fixtures.folder import ENDS_OF_TEMPLATE, OF_TEMPLATE, config, load_folder, make_folder, template
 
-# Where a digest below is another one, rows become other tokens or weights than they did, or other rows are refused.
-# If that is meant, change both, here and in sft/data/cache/folders.py: data are then tokenised anew.
+# If a digest below changes, rows become other tokens or weights than before, or other rows are refused.  If this is
+# intended, change the digest here and the version in sft/data/cache/folders.py: then data are tokenised again.
 VERSION = "2: the sources of characters decide masks, and text that a template inserts is supervised"
 DIGESTS: dict[str, str] = {
     "byte": "eda3a9f0e1ad6efb",
@@ -45,9 +45,9 @@ DIGESTS: dict[str, str] = {
     "glm4_moe": "cc818aaac98c9a18",
     "harmony": "d3c640280448e552",
 }
-# Digests of the release that knew no data.supervise_inserted, and numbers of rows that are compared with no older ones:
-# the release refused calls that a template writes without the content beside them, and where the system message or the
-# tools stand in the last question (Mistral), it did not supervise the space at the start of earlier answers.
+# Digests of the release before data.supervise_inserted, and numbers of rows that are not compared with it: that release
+# refused calls that a template writes without the content beside them; and where the system message or the tools stand
+# in the last question (Mistral), it did not supervise the space at the start of earlier answers.
 WITHOUT_INSERTED = {
     "byte": "eda3a9f0e1ad6efb",
     "chatml": "2f3586f34bbb0491",
@@ -69,7 +69,7 @@ CHATS += [[*TALK, user("And then?")], [user("Long"), assistant("word " * 60)]]
 
 
 def numbered(messages: Messages) -> Messages:
-    """With an id of its own for each call."""
+    """The messages, with a different id for each call."""
     messages = copy.deepcopy(messages)
     for number, call in enumerate(call for message in messages for call in message.get("tool_calls", [])):
         call["id"] = f"call{number:05}"
@@ -101,7 +101,7 @@ ROWS: list[Any] = [
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The rows as JSON lines and as a list; the chats that a table can hold as a table."""
+    """The rows as JSON lines and as a list, and the chats that fit into a table as a table."""
     import pyarrow
     from pyarrow import parquet
 
@@ -117,8 +117,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def digest_of(
     files: list[Path], tokenizer: Any, inserted: bool = True, left_out: tuple[set[int], set[int]] = (set(), set())
 ) -> str:
-    """Of the samples of all rows, in every way that settings ask for.  With data.supervise = assistant, the rows
-    `left_out` of list and table, numbered from 1, are taken for rows that cannot be used."""
+    """The digest of the samples of all rows, with every combination of settings.  With data.supervise = assistant, the
+    rows `left_out` of list and table, numbered from 1, count as unusable."""
     digest = hashlib.sha256()
     lengths = {"error": 1024, "drop": 96, "cut_turns": 96, "windows": 96}
     settings: dict[str, Any] = {"doc_multiple": 8, "on_bad_row": "skip", "supervise_inserted": inserted}
@@ -137,7 +137,7 @@ def digest_of(
 
 
 def loaded(name: str, folder: Path, **data: Any) -> Any:
-    """The tokenizer with that template, of which no letters are joined."""
+    """The tokenizer with this template; it has no merges of letters."""
     if name == "byte":
         return load_tokenizer(config())
     more, ends = OF_TEMPLATE.get(name, ()), ENDS_OF_TEMPLATE.get(name, ())
@@ -155,7 +155,7 @@ def test_rows_become_the_samples_that_stores_were_prepared_with(name: str, files
 def test_without_inserted_text_tokens_and_weights_are_those_of_older_releases(
     name: str, files: list[Path], tmp_path: Path
 ) -> None:
-    """A run of an older release goes on with data.supervise_inserted = false."""
+    """A run of an older release continues with data.supervise_inserted = false."""
     digest = digest_of(files, loaded(name, tmp_path), inserted=False, left_out=NOT_COMPARED.get(name, (set(), set())))
     assert digest == WITHOUT_INSERTED[name]
 
@@ -167,7 +167,7 @@ def folder_of(tmp_path: Path, tokenizer: Any, **data: Any) -> str:
 
 
 def test_the_name_of_a_store_changes_with_the_version_only(tmp_path: Path) -> None:
-    """What this release tokenised before is found."""
+    """Stores that this release prepared are found again."""
     assert ENCODING == VERSION, "change VERSION and DIGESTS together with ENCODING in sft/data/cache/folders.py"
     assert folder_of(tmp_path, load_tokenizer(config())) == "ed51daf14aea620ec2846cc92f39fc0a"
 
@@ -190,7 +190,7 @@ ASKS = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 def test_each_setting_that_changes_samples_gives_another_store(
     tmp_path: Path, jinja: str, settings: dict[str, Any]
 ) -> None:
-    """The tokens or weights of a chat that has a use for the setting differ, too."""
+    """The tokens or weights of a chat on which the setting has an effect differ, too."""
     names, samples = set(), set()
     for data in ({}, settings):
         tokenizer = load_folder(tmp_path / "tokenizer", jinja, ends=["<|user|>"], **data)

@@ -1,7 +1,7 @@
-"""The table of growth: what each reader does for 1, 10 and 100 times the input.  Work is counted as calls, never timed.
+"""The work of each reader for 1, 10 and 100 times the input, counted as calls and never timed.
 
-Ten times the input may cost at most 11 times the calls.  A loop over all pairs of its parts would cost 100 times.  What
-one call in C does is not counted.
+Ten times the input may cost at most 11 times the calls; a loop over all pairs of its parts would cost 100 times. Work
+inside a single C call is not counted.
 """
 
 import json
@@ -43,7 +43,7 @@ TURN = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", 
 
 
 def object_with_keys(count: int, folder: Path) -> Callable[[], Any]:
-    """The last key occurs twice."""
+    """An object whose last key occurs twice."""
     text = "{" + "".join(f'"k{i}":1,' for i in range(count)) + '"z":1,"z":2}'
     return lambda: parse_json(text)
 
@@ -99,7 +99,7 @@ def files_of_a_manifest(count: int, folder: Path) -> Callable[[], Any]:
 
 
 def records(count: int, folder: Path) -> Callable[[], Any]:
-    """Every other line of the metrics is damaged, and removed."""
+    """Metrics in which every other line is damaged, and so removed."""
     path = folder / "metrics.jsonl"
     path.write_text("".join(f'{{"kind": "train", "step": {step}}}\n[1]\n' for step in range(count)))
     return lambda: JsonLines(path, count, is_evaluated=True, console=QUIET).close()
@@ -118,7 +118,7 @@ def sample_log(count: int, folder: Path) -> Callable[[], Any]:
 
 
 def added_tokens(count: int, folder: Path) -> Callable[[], Any]:
-    """Half of them are in tokenizer.json, and all in tokenizer_config.json, twice."""
+    """Half of the tokens are in tokenizer.json, and all of them are in tokenizer_config.json, twice."""
     backend = Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
     tokens = [f"<t{i}>" for i in range(count)]
     backend.add_tokens(tokens[::2])
@@ -146,7 +146,8 @@ def data_files(count: int, folder: Path) -> Callable[[], Any]:
 
 
 def weights_of_an_adapter(count: int, folder: Path) -> Callable[[], Any]:
-    """Modules that are trained whole: half of the weights have no name, and half of the names have no weight."""
+    """An adapter with modules that are trained whole: half of the weights have no name, and half of the names have no
+    weight."""
     save_file(
         {f"base_model.model.m{i}.weight": torch.zeros(1) for i in range(count)}, folder / "adapter_model.safetensors"
     )
@@ -162,7 +163,8 @@ def weights_of_an_adapter(count: int, folder: Path) -> Callable[[], Any]:
 
 
 class Name(str):
-    """A name whose comparisons are calls.  A search for a plain text in a list is one call, however long the list."""
+    """A name whose comparisons are calls.  Searching a list for a plain text is a single call, however long the list
+    is."""
 
     __hash__ = str.__hash__
 
@@ -177,7 +179,7 @@ def names_of_files(count: int, folder: Path) -> Callable[[], Any]:
 
 
 def prepared_files(count: int, folder: Path) -> Callable[[], Any]:
-    """Files of the same content, which have one store, each a source of its own."""
+    """Files with the same content, which share one store; each file is a source of its own."""
     row = '{"tokens": [1, 2], "loss_mask": [1, 1]}\n'
     files = [folder / f"a{i}.jsonl" for i in range(count)]
     for file in files:
@@ -220,12 +222,12 @@ READERS = [
 
 @pytest.fixture(autouse=True)
 def digests_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A digest is remembered when the file is two seconds old, and work must not depend on time."""
+    """A digest is remembered once its file is two seconds old, but the counted work must not depend on time."""
     monkeypatch.setattr(digests, "_RECENT_NS", 1 << 60)
 
 
 def test_the_work_of_tokenising_grows_with_the_files(tmp_path: Path) -> None:
-    """Each file has other rows, so each has a store of its own."""
+    """Each file has different rows, so each has a store of its own."""
 
     def work(count: int) -> int:
         folder = tmp_path / str(count)
@@ -256,6 +258,6 @@ def test_the_work_of_a_reader_grows_with_its_input(
 
         return calls(read_or_refuse)
 
-    work(1)  # what is imported or compiled at the first use
+    work(1)  # imports and compiles everything that the first call needs
     few, more, most = (work(count) for count in (20, 200, 2000))
     assert more <= 11 * few and most <= 11 * more, (few, more, most)

@@ -1,4 +1,5 @@
-"""What a chat template leaves out is told by prepare, inspect and training, and refused where the recipe says so."""
+"""Texts that a chat template leaves out: prepare, inspect and training report them, and refuse them if the recipe says
+so."""
 
 import json
 from pathlib import Path
@@ -31,7 +32,7 @@ KEEPS = "data.chat_template_kwargs: {preserve_thinking: true} keeps it"
 
 @pytest.fixture(autouse=True)
 def nemo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two tokenizers and a recipe in the current folder."""
+    """Two tokenizers and a recipe in the working folder."""
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
@@ -94,7 +95,7 @@ def test_an_error_names_row_message_text_and_what_would_work(capsys: pytest.Capt
     run = "data prepare r.yaml data.train=a.jsonl data.tokenizer=nemo data.num_workers=1 data.cache_dir=cache".split()
     assert main([*run, "data.on_omitted=error"]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == f"DataError: {REFUSED}"
-    # What was tokenised is used, since it does not depend on what is refused.
+    # The prepared store is used, because it does not depend on the texts that are refused.
     assert main(run) == 0
     assert "1 of 1 parts reused" in capsys.readouterr().out
 
@@ -138,7 +139,7 @@ def test_a_switch_is_named_and_works() -> None:
     assert omitted.count == 2 and omitted.why == f"{KEEPS}."
     kept = corpus(path, **overrides, chat_template_kwargs={"preserve_thinking": True}, on_omitted="error")
     assert kept.row_reports[Path(path)].omitted == () and kept.lengths[0] > corpus(path, **overrides).lengths[0]
-    assert len(list(Path("cache").glob("?" * 32))) == 2  # it is part of the store's name
+    assert len(list(Path("cache").glob("?" * 32))) == 2  # the setting is part of the store's name
     on, off = switched(preserve_thinking=True), switched(preserve_thinking=False)
     assert load_tokenizer(on).digest != load_tokenizer(off).digest
 

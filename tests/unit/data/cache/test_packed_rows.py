@@ -1,4 +1,4 @@
-"""Rows of tokens that other trainers packed or padded, from the file to samples, names, counts and packs."""
+"""Rows of tokens that other trainers packed or padded: their samples, names, counts and packs."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -40,7 +40,7 @@ def samples(corpus: Corpus) -> list[tuple[list[int], list[float]]]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_packed_row_gives_the_samples_of_its_documents_apart(form: str, tmp_path: Path) -> None:
-    """So the losses are the same ones: batches are made of nothing but samples."""
+    """Then losses are also equal, because batches consist of samples only."""
     apart = corpus_of(write(tmp_path / "apart.jsonl", *APART))
     path = write(tmp_path / "packed.jsonl", FORMS[form], APART[1])
     packed = corpus_of(path)
@@ -56,7 +56,7 @@ def test_a_packed_row_gives_the_samples_of_its_documents_apart(form: str, tmp_pa
 
 
 def test_no_document_sees_another(tmp_path: Path) -> None:
-    """Changing one document of a row changes the samples, labels and positions of no other."""
+    """A change of one document of a row does not change samples, labels or positions of the other documents."""
     other = {**FORMS["position_ids"], "input_ids": [*FIRST, 70, 71, 72, *THIRD]}
     [before, after] = [
         corpus_of(write(tmp_path / f"{i}.jsonl", row)) for i, row in enumerate((FORMS["seq_idx"], other))
@@ -109,7 +109,8 @@ def test_a_document_that_is_too_long(
 
 
 def test_documents_without_a_loss_are_dropped_and_counted(tmp_path: Path) -> None:
-    """Of one token, and of a prompt alone.  A prompt of any length is none that is too long."""
+    """A document of one token, and a document without an answer.  A long document without an answer does not count as
+    too long."""
     row = {"input_ids": [1, *range(30), *FIRST], "loss_mask": [1] + [0] * 30 + [0, 0, 1, 1], "seq_lengths": [1, 30, 4]}
     path = write(tmp_path / "a.jsonl", row)
     corpus = corpus_of(path, seq_length=16, doc_multiple=8)
@@ -147,6 +148,6 @@ def test_inspect_counts_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_store_without_packed_rows_is_the_same_as_before(tmp_path: Path) -> None:
-    """Its digest, by which runs go on with it, is that of releases that refused packed rows."""
+    """The digest of the store, which a resumed run checks, equals that of releases that refused packed rows."""
     corpus = corpus_of(write(tmp_path / "a.jsonl", ROW, APART[0], {**APART[1], "attention_mask": [1, 1, 1]}))
     assert corpus.digest == "8db473333bbe0849da629aacc3bf4945cd40b5b78397765201750655cc928910"

@@ -1,4 +1,5 @@
-"""Preparation: whatever interrupts it, the store is the one of an undisturbed run, and nothing is made twice."""
+"""Preparation: after any interruption, the store equals that of an undisturbed preparation, and finished work is not
+repeated."""
 
 import json
 import os
@@ -30,11 +31,11 @@ from tests.unit.fixtures.folder import config
 
 HOW = "sft data prepare a.yaml"
 BAD = {"messages": [{"role": "user", "content": "a"}]}
-NO_ANSWER = "no assistant turn, so no token is supervised."
+NO_ANSWER = "no assistant turn, so the row has no answer to learn."
 
 
 def files_of(cache: Path) -> dict[str, bytes]:
-    """Every file of the stores and of the work below `cache`, by its path in it."""
+    """Every file of the stores and of the work folders below `cache`, by its path in `cache`."""
     paths = (path for folder in sorted(cache.glob("?" * 32 + "*")) for path in sorted(folder.rglob("*")))
     return {str(path.relative_to(cache)): path.read_bytes() for path in paths if path.is_file()}
 
@@ -56,7 +57,7 @@ def test_parts_are_of_rows_and_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_more_files_than_a_process_may_open_by_default(tmp_path: Path) -> None:
-    """Each store takes three descriptors.  The limit of a shell is soft; the system allows more."""
+    """Each store takes three file descriptors.  The limit of a shell is soft, and the system allows more."""
     rows = [{"messages": [*LONG["messages"][:3], {"role": "assistant", "content": str(i)}]} for i in range(40)]
     files = [write(tmp_path / f"a{i}.jsonl", row) for i, row in enumerate(rows)]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -78,7 +79,7 @@ def test_processes_and_parts_do_not_change_the_result(tmp_path: Path, monkeypatc
     big = corpus_of(path, other, path, cache=tmp_path / "big", over_long="windows", seq_length=64)
     assert one.digest == two.digest == big.digest and len(two) == 60 + 18 + 60
     assert files_of(tmp_path / "one") == files_of(tmp_path / "two") == files_of(tmp_path / "big")
-    assert len(files_of(tmp_path / "one")) == 2 * 4  # two stores, and nothing beside them
+    assert len(files_of(tmp_path / "one")) == 2 * 4  # two stores, and no other file
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -87,12 +88,13 @@ def test_the_first_bad_row_is_named_with_any_number_of_processes(tmp_path: Path)
     for num_workers in (1, 2):
         with pytest.raises(DataError, match="a.jsonl:20: not JSON: "):
             corpus_of(path, num_workers=num_workers)
-        assert files_of(tmp_path / "cache") == {}  # what was made is of no use for the mended file
+        assert files_of(tmp_path / "cache") == {}  # parts of the old file cannot be used for the corrected one
 
 
 @pytest.mark.usefixtures("small_parts")
 def test_finished_parts_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fourth of five parts fails; one of the first three is damaged then.  Two are left to make, and that one."""
+    """The fourth of five parts fails; then one of the first three is damaged.  The next preparation makes this part and
+    the last two."""
     path, log = write(tmp_path / "a.jsonl", *[ROW] * 40), []
     expected = corpus_of(path, cache=tmp_path / "whole")
     made = []
@@ -119,11 +121,11 @@ def test_finished_parts_are_not_made_again(tmp_path: Path, monkeypatch: pytest.M
 
 
 def started(action: Callable[[], object]) -> tuple[int, Callable[[], str]]:
-    """A forked process, and what waits for it and for all that it starts: gives what it prints of `action`, or the
-    error that it ends in; nothing where it is killed."""
+    """A forked process, and a function that waits for it and for its child processes.  The function returns the output
+    of `action`, or the error that ends it; nothing if the process is killed."""
     reading, writing = os.pipe()
     if not (process := os.fork()):
-        os.dup2(writing, 1)  # which its own processes hold too
+        os.dup2(writing, 1)  # child processes also hold this end of the pipe
         try:
             os.write(writing, str(action()).encode())
         except DataError as error:
@@ -145,7 +147,7 @@ CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "open")
 
 
 def ends_before(number: int, folder: Path) -> None:
-    """Ends this process right before the change of that number, from 0, that it makes to what lies in a folder."""
+    """Ends this process just before its change `number`, from 0, of the content of a folder."""
     numbers = count()
 
     def look(event: str, arguments: tuple[Any, ...]) -> None:
@@ -158,7 +160,7 @@ def ends_before(number: int, folder: Path) -> None:
 
 @pytest.mark.usefixtures("small_parts")
 def test_killed_before_any_change_of_the_disk(tmp_path: Path) -> None:
-    """What is left then is no store, or a whole one, and the next preparation ends as an undisturbed one does."""
+    """The kill leaves no store or a whole one, and the next preparation ends as an undisturbed one does."""
     path = write(tmp_path / "a.jsonl", *[LONG, ROW] * 12)
     settings: dict[str, Any] = {"seq_length": 64, "over_long": "windows"}
     expected = corpus_of(path, cache=tmp_path / "whole", **settings).digest
@@ -177,14 +179,14 @@ def test_killed_before_any_change_of_the_disk(tmp_path: Path) -> None:
         assert files_of(tmp_path / str(number)) == files_of(tmp_path / "whole"), number
         if ended:
             break
-    assert number > 10  # three parts, a store of five files
+    assert number > 10  # three parts, and a store of five files
 
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_process_that_is_killed(tmp_path: Path, whole: bool) -> None:
-    """kill -9 of the one that began: those it started find out by themselves.  Of one of these: the one that began says
-    so, and blames no memory.  What was finished is kept."""
+    """kill -9 of the main process: its child processes notice it and end.  kill -9 of a child process: the main process
+    reports it, and does not blame memory.  Finished parts are kept."""
     path = write(tmp_path / "a.jsonl", *[LONG, ROW, LONG] * 1000)
     process, said = started(lambda: corpus_of(path, num_workers=2).digest)
     while not list((tmp_path / "cache").glob("*.work/part-*-?????????")):
@@ -195,7 +197,7 @@ def test_a_process_that_is_killed(tmp_path: Path, whole: bool) -> None:
         ours = psutil.Process(process).children(recursive=True)
         others = [child for child in ours if "resource_tracker import" not in " ".join(child.cmdline())]
         next(child for child in others if not child.children()).kill()
-    output = said()  # returns once nobody holds the pipe any more: no process is left
+    output = said()  # returns once no process holds the pipe, that is, once all processes have ended
     assert whole or "was ended by SIGKILL.  Finished parts are kept" in output
     assert whole or "the process that tokenised the rows from " in output
     assert list((tmp_path / "cache").glob("*.work/part-*-?????????"))
@@ -215,7 +217,8 @@ def test_processes_that_prepare_at_once_do_no_harm(tmp_path: Path) -> None:
 def test_a_faster_process_takes_the_work_folder_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
 ) -> None:
-    """Before a part, or before parts are put together: made again, or found done."""
+    """This happens before a part, or before parts are joined: the preparation makes the parts again, or finds the
+    store."""
     path = write(tmp_path / "a.jsonl", *[ROW] * 40)
     expected = corpus_of(path, cache=tmp_path / "whole").digest
     read, calls = workers.read_part, []
@@ -234,7 +237,7 @@ def test_a_faster_process_takes_the_work_folder_away(
 
 @pytest.mark.parametrize("is_read", [False, True])
 def test_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_read: bool) -> None:
-    """Before its rows are read or after."""
+    """The file changes before or after its rows are read."""
     path = write(tmp_path / "a.jsonl", *[ROW] * 4)
     make = workers.encode_rows
 
@@ -255,7 +258,7 @@ def test_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize(("limit", "num_workers"), [(1000, 2), (20_000, 1)])
 def test_a_disk_that_is_full(tmp_path: Path, limit: int, num_workers: int) -> None:
-    """No file may grow beyond a limit: that of a part, of 2 kB, or that of the store's tokens, of 60 kB."""
+    """No file may exceed a limit: that of a part, 2 kB, or that of the store's tokens, 60 kB."""
     path = write(tmp_path / "a.jsonl", *[ROW] * 384)
 
     def limited() -> str:
@@ -280,7 +283,7 @@ def test_a_damaged_store_is_made_again(tmp_path: Path) -> None:
     assert corpus_of(path, log=log, verify=True).digest == digest
     assert log[0].endswith(f"is incomplete or was changed: tokenising {path} again")
     assert files_of(tmp_path / "cache") == whole
-    # What a killed preparation left beside a whole store is removed.
+    # Files that a killed preparation left beside a whole store are removed.
     left = store.with_name(f"{store.name}.work")
     left.mkdir()
     write(left / "part-000000", "x")

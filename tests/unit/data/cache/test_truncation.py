@@ -1,4 +1,4 @@
-"""Samples that are too long: nothing is learnt twice, and nothing is lost that a policy did not say it loses."""
+"""Samples that are too long: no token is supervised twice, and only tokens that the policy names are lost."""
 
 from collections import Counter
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sft.data.cache.truncation import Excerpt, OverLong, excerpts, turns
 from sft.errors import DataError
 
-# Runs of tokens of one weight, end to end: a prompt, an answer, a message, an answer of half the weight ...
+# Runs of tokens with equal weights: a prompt, an answer, a message, an answer of half the weight ...
 RUNS = st.lists(st.tuples(st.integers(1, 40), st.sampled_from([0.0, 1.0, 0.5])), min_size=1, max_size=8)
 
 
@@ -23,7 +23,7 @@ def fitted(runs: list[tuple[int, float]], room: int, over_long: OverLong, doc_mu
 
 
 def shown(found: list[Excerpt]) -> list[tuple[str, str]]:
-    """What each piece holds, and what is learnt in it: ("0-5 14-23", "16-23")."""
+    """The tokens of each piece, and its supervised tokens: ("0-5 14-23", "16-23")."""
     return [(ranges(positions), ranges(positions[weights > 0])) for positions, weights in found]
 
 
@@ -44,7 +44,7 @@ def test_what_fits_is_left_alone() -> None:
 
 
 def test_the_padded_length_must_fit() -> None:
-    """5 tokens are 8 when padded to a multiple of 4, and 7 hold one document of 4."""
+    """5 tokens become 8 if padded to a multiple of 4; a window of 7 tokens holds one document of 4."""
     with pytest.raises(
         DataError, match=r"5 tokens \(8 when padded to a multiple of 4\) do not fit .*  Raise data.seq_length to 8"
     ):
@@ -55,13 +55,14 @@ def test_the_padded_length_must_fit() -> None:
 
 
 def test_windows_of_whole_turns() -> None:
-    """Room 16: the first two turns share a window; the third comes with its message and the replayed prompt."""
+    """The limit is 16: the first two turns share a window; the third turn comes with its message and the repeated
+    prompt."""
     runs = [(4, 0), (3, 1), (2, 0), (3, 1), (5, 0), (3, 1), (1, 0)]
     assert shown(fitted(runs, 16, "windows")) == [("0-11", "4-6 9-11"), ("0-3 12-20", "17-19")]
 
 
 def test_windows_inside_a_turn_repeat_an_eighth() -> None:
-    """Room 16: 8 at most for the prompt, 2 repeated, the rest new.  The last part takes the next turn along."""
+    """The limit is 16: at most 8 for the prompt, 2 repeated, the rest new.  The last piece also holds the next turn."""
     runs = [(6, 0), (24, 1), (1, 0), (1, 1)]
     assert shown(fitted(runs, 16, "windows")) == [
         ("0-15", "6-15"),
@@ -71,16 +72,17 @@ def test_windows_inside_a_turn_repeat_an_eighth() -> None:
 
 
 def test_the_prompts_end_is_kept() -> None:
-    """All of it that fits beside the first turn; half a window of it later."""
+    """The first window keeps as much of the prompt as fits beside the first turn; later windows keep half a window of
+    it."""
     runs = [(30, 0), (4, 1), (3, 0), (5, 1)]
     assert shown(fitted(runs, 16, "windows")) == [("18-33", "30-33"), ("22-29 34-41", "37-41")]
-    # 11 tokens before the turn: 5 of the prompt's end and 6 of the message's
+    # 11 tokens before the turn: 5 of the end of the prompt and 6 of the end of the message
     runs = [(10, 0), (4, 1), (90, 0), (5, 1)]
     assert shown(fitted(runs, 16, "windows")) == [("0-13", "10-13"), ("5-9 98-108", "104-108")]
 
 
 def test_a_row_that_is_learnt_whole() -> None:
-    """supervise: all is a single turn, and its first token the prompt."""
+    """With supervise: all, the row is a single turn, whose prompt is its first token."""
     assert shown(fitted([(40, 1)], 16, "windows")) == [
         ("0-15", "1-15"),
         ("0-0 14-28", "16-28"),
@@ -111,7 +113,8 @@ def test_windows_conserve_every_label(runs: list[tuple[int, float]], room: int, 
 @settings(max_examples=100, deadline=None)
 @given(runs=RUNS, room=st.integers(2, 48))
 def test_a_turn_that_fits_is_never_cut(runs: list[tuple[int, float]], room: int) -> None:
-    """One that leaves an eighth of the window to what is before it; its message comes with it if it fits, too."""
+    """This holds if the turn leaves an eighth of the window for the text before it.  The message before the turn is
+    kept if it fits."""
     weights = weights_of(runs)
     found = excerpts(weights, seq_length=room, doc_multiple=1, over_long="windows")
     ends = [0, *(stop for _, stop in turns(weights))]

@@ -1,4 +1,4 @@
-"""Keys that nothing reads, and rows that are dropped by their label, are counted and told."""
+"""Keys that nothing reads, and rows that are dropped because of a label, are counted and reported."""
 
 import json
 from dataclasses import asdict

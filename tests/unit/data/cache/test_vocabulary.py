@@ -1,4 +1,4 @@
-"""A tokenizer may have more ids than the embedding has rows: what counts is which ids the data have."""
+"""A tokenizer may have more ids than the embedding has rows: only ids that occur in the data must have a row."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def _row(*tokens: int) -> str:
 
 
 def corpus(folder: Path) -> Corpus:
-    """Two files: 1 2 3 and 4 5, then 6 258."""
+    """Two files: the first with samples 1 2 3 and 4 5, the second with 6 258."""
     (folder / "a.jsonl").write_text(_row(1, 2, 3) + _row(4, 5))
     (folder / "b.jsonl").write_text(_row(6, 258))
     files = [str(folder / name) for name in ("a.jsonl", "b.jsonl")]
@@ -36,7 +36,7 @@ def test_the_first_token_beyond(tmp_path: Path) -> None:
     found = corpus(tmp_path)
     assert [store.largest_id for store in found._stores] == [5, 258]
     assert found.first_beyond(259) is None
-    assert found.first_beyond(258) == found.first_beyond(7) == (2, 1)  # sample 2, the token after 6
+    assert found.first_beyond(258) == found.first_beyond(7) == (2, 1)  # sample 2, and the token after 6
     assert found.first_beyond(5) == (1, 1)
     assert found.first_beyond(1) == (0, 0)
 
@@ -71,7 +71,7 @@ def test_data_beyond_the_embedding_are_refused(tmp_path: Path) -> None:
     )
 
 
-# A model of 250 rows beside a tokenizer of 259 ids: a folder whose config.json says so, and a recipe that says so.
+# A model of 250 rows with a tokenizer of 259 ids: the rows come from the config.json of a folder, or from the recipe.
 FOLDER = "{hf: model, init_from: random}"
 SIZES = (
     "{num_layers: 2, hidden_size: 64, ffn_hidden_size: 128, num_attention_heads: 4, vocab_size: 250, init_from: random}"
@@ -104,7 +104,7 @@ def model_of_250_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_each_command_refuses_an_id_without_a_row(model: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also of random weights, and also if the data are prepared already."""
+    """Also with random weights, and if the data are already prepared."""
     Path("a.yaml").write_text(RECIPE.format(model=model))
     Path("a.jsonl").write_text(_row(5, 249, 258, 7))
     for command in (["data", "prepare"], ["check"], ["data", "plan"], ["eval"]):
@@ -119,7 +119,7 @@ def test_each_command_refuses_an_id_without_a_row(model: str, message: str, caps
 
 @pytest.mark.usefixtures("model_of_250_rows")
 def test_no_key_changes_the_rows_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
-    """Also of random weights: the exported folder has this config.json."""
+    """Also with random weights, because the exported folder has this config.json."""
     Path("a.yaml").write_text(RECIPE.format(model=FOLDER))
     Path("a.jsonl").write_text(_row(5, 249))
     assert main(["check", "a.yaml", "model.vocab_size=259"]) == 2
@@ -132,7 +132,7 @@ def test_no_key_changes_the_rows_of_a_model(capsys: pytest.CaptureFixture[str]) 
 def test_tokens_are_added_as_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The model has 259 rows, and 260 after the program of docs/start/data.md."""
+    """The model has 259 rows, and 260 rows after the program of docs/start/data.md."""
     page = (Path(__file__).resolve().parents[4] / "docs/start/data.md").read_text()
     program = page.split("### Add tokens")[1].split("```python\n")[1].split("```")[0]
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""From chats to tokens and weights: ids are the template's own, weights are of what the assistant wrote."""
+"""Chats become tokens and weights: ids are those of the template, and only text of the assistant has weights."""
 
 import json
 from collections.abc import Callable
@@ -32,13 +32,13 @@ from tests.unit.fixtures.chats import (
 Tokenizers = Callable[[str], FolderTokenizer]
 BYTE = ByteTokenizer()
 USER = user("What?")
-# Templates that write contents as they are or trimmed
+# Templates that write contents unchanged or without outer spaces
 PLAIN = (
     """chatml chatml_marked_content llama31 llama31_marked mistral mistral_tools gemma deepseek_r1 qwen3 qwen3_marked
 phi3 plain_header""".split()
 )
 NO_SYSTEM = ("mistral", "gemma")
-# Templates that know tools, and how many calls a turn may hold.
+# Templates that support tools, and the maximum number of calls in a turn
 CALLERS = {"chatml": 3, "llama31": 1, "llama31_marked": 1, "deepseek_v3": 3, "qwen3": 3, "qwen3_marked": 3}
 RANDOM = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -47,7 +47,7 @@ _READ: dict[str, Any] = {}
 
 
 def ids_of_template(chat: Chat, tokenizer: FolderTokenizer) -> list[int]:
-    """What transformers makes of the chat, by the tokenizer as it lies on disk."""
+    """The ids that transformers gives the chat with the tokenizer in the folder."""
     from transformers import AutoTokenizer
 
     if tokenizer.name not in _READ:
@@ -89,7 +89,8 @@ def test_byte_template_writes_tools_and_calls() -> None:
     ],
 )
 def test_golden_masks(tokenizers: Tokenizers, name: str, expected: list[str]) -> None:
-    """P101: contents and end of turn, each template's own, without the newline that some write after it."""
+    """P101: supervised are contents and the end of turn of each template, without the newline that some templates write
+    after it."""
     assert runs(Chat(TALK, None), tokenizers(name)) == expected
 
 
@@ -98,7 +99,7 @@ def said_by_assistant(messages: Messages) -> list[str]:
 
 
 def learnt(chat: Chat, tokenizer: FolderTokenizer) -> list[str]:
-    """The text of each supervised run without the end of turn, and without the empty thinking that templates insert."""
+    """The text of each supervised run, without the end of turn and without the empty thinking that templates insert."""
     written = [run.removesuffix(tokenizer.end_of_turn or "") for run in runs(chat, tokenizer)]
     return [text.removeprefix("<think>\n\n</think>\n\n").strip() for text in written]
 
@@ -107,7 +108,7 @@ def learnt(chat: Chat, tokenizer: FolderTokenizer) -> list[str]:
 @RANDOM
 @given(data=st.data())
 def test_what_the_assistant_said(tokenizers: Tokenizers, name: str, data: st.DataObject) -> None:
-    """P98: ids are those of the whole chat; what is supervised is each content and the end of its turn."""
+    """P98: ids equal those of the whole chat; each content of the assistant and the end of its turn are supervised."""
     tokenizer = tokenizers(name)
     messages = data.draw(talks(typed=False, system=name not in NO_SYSTEM))
     assume(not tokenizer.control.search(str(messages)))
@@ -120,8 +121,8 @@ def test_what_the_assistant_said(tokenizers: Tokenizers, name: str, data: st.Dat
 @RANDOM
 @given(data=st.data())
 def test_typed_control_strings_stay_text(tokenizers: Tokenizers, name: str, data: st.DataObject) -> None:
-    """Control ids are as many as in the same chat without them; text and supervised text keep what was typed.  Only an
-    assistant may write the control tokens that its template writes inside turns."""
+    """There are as many control ids as in the same chat without typed control strings; text and supervised text contain
+    the typed strings.  Only an assistant may write the control tokens that its template writes inside turns."""
     tokenizer = tokenizers(name)
     messages = data.draw(talks(typed=True, system=name not in NO_SYSTEM))
     assume(not any("think>" in message["content"] for message in messages))
@@ -133,7 +134,7 @@ def test_typed_control_strings_stay_text(tokenizers: Tokenizers, name: str, data
         return {**message, "content": content}
 
     plain = [without_control(message) for message in messages]
-    assume(plain == [without_control(message) for message in plain])  # none is made of two halves
+    assume(plain == [without_control(message) for message in plain])  # no control string arises from two halves
     ids, *_ = encode_chat(chat, tokenizer)
     without, *_ = encode_chat(Chat(plain, None), tokenizer)
     controls = [i for i in ids.tolist() if tokenizer.is_control[i]]
@@ -145,7 +146,7 @@ def test_typed_control_strings_stay_text(tokenizers: Tokenizers, name: str, data
 @RANDOM
 @given(data=st.data())
 def test_calls_of_tools(tokenizers: Tokenizers, name: str, data: st.DataObject) -> None:
-    """A turn that calls tools is supervised with the calls, results of tools are not."""
+    """A turn that calls tools is supervised with its calls; results of tools are not."""
     tokenizer = tokenizers(name)
     messages = data.draw(calling_talks(typed=False, most_calls=CALLERS[name]))
     assume(not tokenizer.control.search(str(messages)))
@@ -188,7 +189,7 @@ FIRST, LAST = " I am fine.\n<|im_end|>", "42\n\nWhat is the question?<|im_end|>"
 
 @EITHER
 def test_supervise_last_or_all(tokenizers: Tokenizers, name: str) -> None:
-    """Of all, every token but the first, which nothing predicts."""
+    """With all, every token is supervised except the first, which nothing predicts."""
     tokenizer = either(name, tokenizers)
     assert runs(Chat(TALK, None), tokenizer, "last") == [LAST]
     ids, weights, *_ = encode_chat(Chat(TALK, None), tokenizer, "all")
@@ -197,7 +198,8 @@ def test_supervise_last_or_all(tokenizers: Tokenizers, name: str) -> None:
 
 @EITHER
 def test_weights_of_messages(tokenizers: Tokenizers, name: str) -> None:
-    """0 switches a turn off, another number multiplies; what stands for messages of others means nothing."""
+    """Weight 0 excludes a turn, another number multiplies its weight; weights of other roles' messages have no
+    effect."""
     tokenizer = either(name, tokenizers)
     assert runs(Chat(TALK, None, (1.0, 0.0, 1.0, 1.0)), tokenizer) == [LAST]
     assert runs(Chat(TALK, None, (0.0, 1.0, 0.0, 0.0)), tokenizer) == [FIRST]
@@ -218,7 +220,8 @@ def test_nothing_to_learn(tokenizers: Tokenizers, name: str) -> None:
 
 
 def test_a_text_that_the_template_leaves_out_is_not_learned(tokenizers: Tokenizers) -> None:
-    """Mistral's template leaves out the text beside a call.  It is reported (`omitted.py`), and the call is learned."""
+    """Mistral's template leaves out a text beside a call.  The text is reported (`omitted.py`), and the call is
+    supervised."""
     chat = chat_of(CALLING_TWICE)
     calls = '[TOOL_CALLS] [{"name": "add", "arguments": {"x": 1}}, {"name": "add", "arguments": {"x": 2}}]</s>'
     assert runs(chat, tokenizers("mistral_tools")) == [calls, " 3 and 4.</s>"]
@@ -229,7 +232,8 @@ def test_a_text_that_the_template_leaves_out_is_not_learned(tokenizers: Tokenize
 
 
 def test_only_turns_that_are_supervised_need_to_be_located(tokenizers: Tokenizers) -> None:
-    """The template knows no calls, so it writes nothing of message 2; this matters only where it would be learned."""
+    """The template does not support calls, so it writes nothing of message 2; this is an error only if the message is
+    supervised."""
     messages = [user("1 + 2?"), assistant("", tool_calls=[call()]), user("3"), assistant("3.")]
     with pytest.raises(DataError, match="message 2 cannot be located: the template writes nothing of it, so the model"):
         encode_chat(Chat(messages, None), tokenizers("chatml_marked"))
@@ -238,7 +242,7 @@ def test_only_turns_that_are_supervised_need_to_be_located(tokenizers: Tokenizer
 
 
 def test_a_chat_with_control_strings_and_other_added_tokens(tokenizers: Tokenizers) -> None:
-    """Added tokens that are no control tokens keep their ids where a control string beside them stays text."""
+    """Added tokens that are not control tokens keep their ids, also beside a control string that stays text."""
     tokenizer = tokenizers("gemma")  # its template does not write <tool_call>
     call_id = tokenizer.files.added_ids["<tool_call>"]
     ids, *_ = encode_chat(Chat([user("<tool_call> or <|endoftext|>?"), assistant("ok")], None), tokenizer)

@@ -1,4 +1,4 @@
-"""Plain texts: the tokens of transformers and one end, all supervised, split into windows, without a template."""
+"""Plain texts: the tokens of transformers and one EOS, all supervised, divided into windows, without a template."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +21,8 @@ Make = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """`make("<s> $A")`: a tokenizer folder without a chat template, whose post-processor makes this of a text."""
+    """`make("<s> $A")`: a tokenizer folder without a chat template, whose post-processor turns a text $A into "<s>
+    $A"."""
     from tokenizers import processors
     from transformers import AutoTokenizer
 
@@ -43,10 +44,10 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
 @pytest.mark.parametrize(
     ("single", "num_before", "end"),
     [
-        ("$A", 0, [EOS]),  # Qwen: nothing around a text
+        ("$A", 0, [EOS]),  # Qwen: no token before or after a text
         ("<s> $A", 1, [EOS]),  # Llama, Mistral: BOS
         ("<s> <bos> $A", 2, [EOS]),
-        ("<s> $A <|endoftext|>", 1, []),  # the tokenizer ends a text itself; it is not ended twice
+        ("<s> $A <|endoftext|>", 1, []),  # the tokenizer itself adds an end to a text; no second end is added
     ],
 )
 def test_tokens_are_those_of_transformers_and_one_end(make: Make, single: str, num_before: int, end: list[int]) -> None:
@@ -54,7 +55,7 @@ def test_tokens_are_those_of_transformers_and_one_end(make: Make, single: str, n
 
     folder = make(single)
     reference = AutoTokenizer.from_pretrained(folder)(TEXT, truncation=False)["input_ids"]
-    assert SPECIAL.index("<|im_end|>") in reference  # a control string in a text is a control token
+    assert SPECIAL.index("<|im_end|>") in reference  # a control string in a plain text becomes a control token
     row, tokenizer = PlainText(TEXT), open_folder(folder)
     for supervise in ("assistant", "last", "all"):
         tokens, weights, rendered, before, *_ = encode_row(row, tokenizer, config(supervise=supervise))
@@ -73,7 +74,7 @@ def test_a_text_that_ends_with_eos_gets_no_second_one(make: Make) -> None:
 
 
 def test_bytes() -> None:
-    """The byte tokenizer has no EOS, and its control strings are bytes."""
+    """The byte tokenizer has no EOS, and encodes control strings as bytes."""
     tokens, weights, _, num_before, *_ = encoded("hé<|im_end|>", ByteTokenizer())
     assert tokens.tolist() == [104, 195, 169, *b"<|im_end|>"]
     assert (weights.tolist(), num_before) == ([0.0] + [1.0] * 12, 0)
@@ -82,7 +83,7 @@ def test_bytes() -> None:
 
 
 def test_a_row_is_a_text_only_if_it_is_nothing_else() -> None:
-    """Many chats have their rendering in a further key `text`."""
+    """Many chats also have a key `text` with the rendered chat."""
     assert read_row({"text": "a", "meta": 1, "messages": None}) == PlainText("a")
     assert isinstance(read_row({"text": "rendered", **ROW}), Chat)
     assert isinstance(read_row({"text": "x", "tokens": [1, 2], "loss_mask": [0, 1]}), Tokenized)
@@ -98,7 +99,8 @@ def test_a_row_is_a_text_only_if_it_is_nothing_else() -> None:
 
 @pytest.mark.parametrize(("single", "first"), [("$A", []), ("<s> $A", [BOS])])
 def test_windows_of_a_text(make: Make, tmp_path: Path, single: str, first: list[int]) -> None:
-    """Every token is supervised once; a window repeats an eighth as context, and begins with BOS if a text does."""
+    """Every token is supervised once.  A window repeats an eighth as context, and begins with BOS if the tokenizer adds
+    BOS to texts."""
     folder = make(single)
     path = write(tmp_path / "a.jsonl", {"text": "word " * 100}, {"text": "short"})
     settings = {"tokenizer": str(folder), "seq_length": 64, "doc_multiple": 8, "over_long": "windows"}

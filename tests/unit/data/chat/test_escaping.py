@@ -1,4 +1,4 @@
-"""Control strings that somebody typed stay text, and an assistant may write those of its own turns."""
+"""Typed control strings stay text, except control tokens that an assistant may write in its own turns."""
 
 import json
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from tests.unit.fixtures.chats import TALK, Messages, assistant, call, chat_of, 
 from tests.unit.fixtures.folder import OF_TEMPLATE, load_folder, load_letters, make_folder, open_folder, template
 
 Tokenizers = Callable[[str], FolderTokenizer]
-PRIVATE = (0xF0000, 0xF0100)  # 256 of them stand for all 131,068
+PRIVATE = (0xF0000, 0xF0100)  # 256 private characters represent all 131,068
 ALL_PRIVATE = "".join(map(chr, range(*PRIVATE)))
 
 
@@ -73,7 +73,7 @@ def test_a_template_may_look_into_contents(tmp_path: Path, jinja: str, expected:
 
 
 def test_a_control_token_of_unknown_source_is_refused(tmp_path: Path) -> None:
-    """A filter without sources writes what a user typed."""
+    """A filter that loses sources writes the text of a user."""
     tokenizer = load_folder(tmp_path, "{% for m in messages %}{{ m.content | center(20) }}<|im_end|>{% endfor %}")
     wanted = r"writes the control token <\|im_end\|>, and the filter center hides whether a message contains this text"
     with pytest.raises(DataError, match=wanted):
@@ -81,7 +81,7 @@ def test_a_control_token_of_unknown_source_is_refused(tmp_path: Path) -> None:
 
 
 def test_roles_that_are_no_special_tokens_stay_text(tmp_path: Path) -> None:
-    """DeepSeek's <｜User｜> and <｜Assistant｜> are added tokens that are not special, and the template writes them."""
+    """The template of DeepSeek writes <｜User｜> and <｜Assistant｜>, which are added tokens but not special tokens."""
     make_folder(tmp_path, template("deepseek_v3"))
     saved = json.loads((tmp_path / "tokenizer.json").read_text())
     for token in saved["added_tokens"]:
@@ -109,7 +109,7 @@ INSIDE = pytest.mark.parametrize(
 
 
 def further(role: str, content: str, tokenizer: FolderTokenizer) -> list[str]:
-    """The control tokens that a chat has more if this role says `content` instead of a letter."""
+    """The additional control tokens of a chat in which this role says `content` instead of a letter."""
     chat = [user("a"), assistant("a")]
     known = controls(chat, tokenizer)
     found = controls(
@@ -144,7 +144,7 @@ def test_nobody_may_write_what_starts_or_ends_a_message(tokenizers: Tokenizers, 
 
 
 def test_added_tokens_of_which_a_template_knows_nothing_are_no_control_tokens(tokenizers: Tokenizers) -> None:
-    """Thinking models write <think>, whether their template does or not."""
+    """Thinking models write <think>, also if their template does not."""
     tokenizer = tokenizers("gemma")
     think = tokenizer.files.added_ids["<think>"]
     for messages in ([user("<think>"), assistant("a")], [user("a"), assistant("<think>")]):
@@ -152,7 +152,7 @@ def test_added_tokens_of_which_a_template_knows_nothing_are_no_control_tokens(to
 
 
 def test_further_tokens_of_assistants_are_named_in_the_recipe(tmp_path: Path) -> None:
-    """Ministral with a template that knows no thinking."""
+    """Ministral with a template that does not support thinking."""
     messages = [user("[THINK]2 + 2?"), assistant("[THINK]sum[/THINK]4")]
     more: dict[str, Any] = {"more": OF_TEMPLATE["ministral"]}
     without = load_folder(tmp_path / "a", template("mistral"), **more)
@@ -185,7 +185,7 @@ def test_a_chat_of_all_private_characters_is_refused_only_if_one_must_stand_in(
 
 
 def test_a_tokenizer_that_joins_pieces_is_refused(tmp_path: Path) -> None:
-    """Its text begins with a space of its own, but only where a text begins: no piece can be encoded alone."""
+    """The tokenizer adds a space at the start of a text only, so no later piece can be encoded alone."""
     typed = [user("x"), assistant("fine"), user("<|im_end|>"), assistant("fine")]
     with pytest.raises(DataError, match="may not keep it as plain text"):
         encode_chat(Chat(typed, None), load_letters(tmp_path))
@@ -199,7 +199,7 @@ def test_a_tokenizer_that_loses_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_characters_that_become_a_control_token(tmp_path: Path) -> None:
-    """The tokenizer's normaliser makes < of the fullwidth sign before it looks for special tokens."""
+    """The tokenizer's normaliser turns the fullwidth sign into < before it looks for special tokens."""
     make_folder(tmp_path, template("chatml"))
     saved = json.loads((tmp_path / "tokenizer.json").read_text())
     saved["normalizer"] = {"type": "NFKC"}

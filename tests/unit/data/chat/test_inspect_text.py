@@ -1,4 +1,4 @@
-"""`sft data inspect`: what is printed, what a preview shows, and the command."""
+"""`sft data inspect`: its printed text, its previews, and the command."""
 
 import json
 import sys
@@ -120,8 +120,11 @@ def test_preview_in_colour() -> None:
 
 def test_preview_of_a_long_sample_shows_what_is_around_boundaries() -> None:
     shown = preview_of("u" * 1000, "é" * 300)
-    # "<|im_start|>user\n" is 6 tokens and 17 characters, "<|im_end|>\n<|im_start|>assistant\n" 13 and 33.  200 tokens
-    # would be more than 200 characters there, 150 are not; of the answer, the half of an é at the cut is not shown.
+    # "<|im_start|>user
+    # " has 6 tokens and 17 characters, "<|im_end|>
+    # <|im_start|>assistant
+    # " 13 and 33.  So 200 tokens would exceed 200 characters there, and 150 tokens do not.  The preview omits the half
+    # of an é at the cut.
     assert [(len(piece.text), piece.is_supervised, piece.tokens, piece.is_gap) for piece in shown.pieces] == [
         (17 + 144, False, 150, False),
         (0, False, 719, True),
@@ -138,7 +141,7 @@ def test_preview_of_a_long_sample_shows_what_is_around_boundaries() -> None:
 
 def test_preview_of_many_turns_shows_the_first_and_the_last() -> None:
     shown = preview_of(*"abcdefghijklmnopqrstuvwx")
-    # 24 messages are 25 pieces: 12 contexts, 12 answers and the last newline.
+    # 24 messages make 25 pieces: 12 contexts, 12 answers and the last newline.
     assert [piece.text[0] for piece in shown.pieces[1:8:2]] == ["b", "d", "f", "h"]
     assert shown.pieces[8].is_gap and len(shown.pieces) == 13
     assert [piece.text[0] for piece in shown.pieces[9:]] == ["v", "\n", "x", "\n"]

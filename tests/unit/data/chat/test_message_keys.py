@@ -1,4 +1,4 @@
-"""Keys of messages: weights by the names of other trainers, reasoning, calls and their arguments."""
+"""Keys of messages: weights under the names of other trainers, reasoning, calls and their arguments."""
 
 import copy
 import json
@@ -63,7 +63,7 @@ def result(id_: object) -> Message:
     ],
 )
 def test_names_of_weights(key: str, value: object, weight: float) -> None:
-    """A template does not see them."""
+    """A template does not get these keys."""
     assert read(USER, {**ANSWER, key: value}, ANSWER) == Chat([USER, ANSWER, ANSWER], None, (1.0, weight, 1.0))
 
 
@@ -214,7 +214,7 @@ ARGUMENTS: list[tuple[Message, object, object]] = [
 
 @pytest.mark.parametrize(("passed", "as_object", "as_text"), ARGUMENTS, ids=range(len(ARGUMENTS)))
 def test_arguments(passed: Message, as_object: object, as_text: object) -> None:
-    """As they are in the row, and in the form that a template needs, with and without the word function."""
+    """Arguments as they are in the row, and in the form that a template needs, with and without the key function."""
     chat = read(USER, {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", **passed}}]})
     assert chat.messages[1]["tool_calls"] == [{"id": "a", "function": {"name": "f", **passed}}]
     bare = [USER, {"role": "assistant", "tool_calls": [{"id": "a", "name": "f", **passed}]}]
@@ -251,7 +251,7 @@ def test_dates_as_contents_are_explained() -> None:
 
 
 def test_a_key_given_twice_is_found_in_linear_time() -> None:
-    """A search that is quadratic in the number of keys takes 20 s for these."""
+    """A search that is quadratic in the number of keys would take 20 s here."""
     pairs = [f'"{i}": 0' for i in range(30_000)]
     started = time.process_time()
     with pytest.raises(DataError, match="key '29999' appears twice in one object."):

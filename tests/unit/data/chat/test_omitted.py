@@ -1,4 +1,4 @@
-"""What a chat template leaves out: found whatever the text is, wherever the template puts the rest of them."""
+"""Texts that a chat template leaves out are found, whatever they say and wherever the template puts the other texts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,8 @@ WEATHER = {"type": "function", "function": {"name": "weather", "description": "O
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
-    """A tokenizer with one of the templates, or with the text of one; new each time, so that it knows nothing yet."""
+    """A tokenizer with a named template, or with a given one; a new tokenizer each time, so that it has no cached
+    results."""
     folder = make_folder(tmp_path_factory.mktemp("folder"), None)
 
     def new(name: str = "", source: str | None = None) -> FolderTokenizer:
@@ -37,7 +38,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
 
 
 def found(messages: Messages, tokenizer: Any, tools: Any = None, supervise: Any = "all") -> list[str]:
-    """ "1 system content": number of the message or tool, role, kind."""
+    """A text such as "1 system content": number of the message or tool, role, kind."""
     rendered = encode_chat(Chat(messages, tools), tokenizer, supervise).rendered
     assert rendered is not None
     return [f"{one.number} {one.role} {one.kind}" for one in find_omitted(rendered)]
@@ -48,7 +49,7 @@ def calling(name: str = "add", **arguments: object) -> dict[str, Any]:
 
 
 def reads(key: str, words: str = "") -> str:
-    """A ChatML template that writes what the Jinja expression `key` gives, and `words` in front of the chat."""
+    """A ChatML template that writes the result of the Jinja expression `key`, and `words` before the chat."""
     return (
         words + "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ " + key + " }}<|im_end|>\n"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -60,7 +61,7 @@ def why(messages: Messages, tokenizer: FolderTokenizer, tools: Any = None) -> st
     return why_omitted(rendered, find_omitted(rendered)[0])
 
 
-# --- the three cases that somebody met ---
+# --- three reported cases ---
 
 
 def test_nemo_writes_the_system_message_only_when_it_is_asked(load: Load) -> None:
@@ -133,14 +134,14 @@ def test_schemas(load: Load, written: str, tools: Any, expected: list[str]) -> N
 
 def test_parameters_of_parameters(load: Load) -> None:
     tokenizer = load("switches")
-    assert found(TALK, tokenizer, [WEATHER]) == ["1 tools tool schema"]  # it does not write `day`
+    assert found(TALK, tokenizer, [WEATHER]) == ["1 tools tool schema"]  # the template does not write `day`
     flat = {"type": "function", "function": {**TOOLS[0]["function"], "description": "Adds", "parameters": {
         "properties": {"x": {"type": "integer", "description": "A number"}}}}}  # fmt: skip
     assert found(TALK, tokenizer, [flat]) == []
 
 
 def test_a_chat_without_an_answer_is_explained_too(load: Load) -> None:
-    """data.supervise = all takes chats that hold questions only; a template may still leave out their tools."""
+    """data.supervise = all allows chats without answers; a template may leave out the tools of such chats, too."""
     never = load(source=reads("message.content"))
     told = "The template never reads tools: give a template that does (data.chat_template)."
     assert why([user("Rome?")], never, [WEATHER]) == told
@@ -148,7 +149,7 @@ def test_a_chat_without_an_answer_is_explained_too(load: Load) -> None:
     assert why([user("Rome?")], unused, [WEATHER]) == "Give a template that writes this text (data.chat_template)."
 
 
-# --- texts that stand elsewhere, or stand there by chance ---
+# --- texts that stand in another place, or occur by chance ---
 
 
 def test_what_is_moved_trimmed_or_written_as_json_is_there(load: Load) -> None:
@@ -162,7 +163,7 @@ SHORT = "{% for message in messages %}{% if message.role != 'system' %}<|im_star
 
 @pytest.mark.parametrize("text", ["user", "ok", "im_start", "5", "You are helpful"])
 def test_a_short_text_is_not_taken_for_another(load: Load, text: str) -> None:
-    """It stands in headers, in what the template says itself, and in other messages."""
+    """The text also occurs in headers, in text of the template itself, and in other messages."""
     tokenizer = load(source="<|im_start|>system\nYou are helpful, ok?<|im_end|>\n" + SHORT)
     talk = [user("Hello, user. You are helpful?"), assistant("a 5 is ok and fine.")]
     assert found(talk, tokenizer) == []
@@ -178,7 +179,7 @@ def test_short_reasoning(load: Load, name: str) -> None:
 
 
 def test_a_text_that_is_said_twice_is_written_twice(load: Load) -> None:
-    """The template leaves out all that comes before the last question."""
+    """The template leaves out all messages before the last question."""
     last = load(source=reads("message.content if loop.index > messages | length - 2 else 'x'"))
     same = [user("a"), assistant("b"), user("a"), assistant("b")]
     assert found(same, last) == ["1 user content", "2 assistant content"]
@@ -190,7 +191,7 @@ def test_a_template_that_refuses_the_words(load: Load) -> None:
     tokenizer = load(source=strict + SHORT)
     assert found([SYSTEM, *TALK[:2]], tokenizer) == ["1 system content"]
     assert found(TALK[:2], tokenizer) == []
-    # What another message says is taken first.
+    # Occurrences of a text are first taken to belong to the other messages.
     assert found([{"role": "system", "content": "fine"}, *TALK[:2]], tokenizer) == ["1 system content"]
 
 
@@ -204,7 +205,7 @@ def test_typed_control_strings_are_told_as_typed(load: Load) -> None:
     ("part", "is_whole"), [("", True), ("[:150]", False), ("[-150:]", False), ("[1:-1]", True), ("[:1]", False)]
 )
 def test_a_schema_that_is_cut(load: Load, part: str, is_whole: bool) -> None:
-    """A part of an object's JSON holds some of its texts."""
+    """A part of an object's JSON contains some of its texts."""
     tokenizer = load(source="{{ (tools[0] | tojson)" + part + " }}" + SHORT)
     assert found(TALK[:2], tokenizer, [WEATHER]) == ([] if is_whole else ["1 tools tool schema"])
 
@@ -237,7 +238,7 @@ WORD = "xylograph"
 
 @st.composite
 def chats(draw: st.DrawFn) -> tuple[Messages, Any, str]:
-    """A chat, its tools, and what that one of its texts is called which is a word that nothing else holds."""
+    """A chat, its tools, and the name of one of its texts, which is a word that occurs nowhere else."""
     which = draw(st.integers(0, 8))
     labels: list[str] = []
     messages: Messages = []
@@ -277,7 +278,7 @@ def test_a_word_is_left_out_where_the_rendering_lacks_it(load: Load, name: str) 
             rendering = tokenizer.template.render(prepared(messages, tokenizer.habits), tools).text
             missing = found(messages, tokenizer, tools)
         except DataError:
-            return  # it knows no tools, or wants roles to alternate
+            return  # the template does not support tools, or requires alternating roles
         assert (called in missing) == (WORD not in rendering)
 
     check()

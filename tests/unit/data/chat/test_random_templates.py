@@ -1,4 +1,5 @@
-"""Random chat templates and chats, compared with text and mask from Python alone: make test-all tries 20,000."""
+"""Random chat templates and chats, compared with text and mask that plain Python computes: make test-all tries
+20,000."""
 
 from collections import Counter
 from dataclasses import replace
@@ -42,7 +43,7 @@ def test_text_and_mask(first: int, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_every_choice_is_tried() -> None:
-    """The few cases use every statement and operation that a template can have."""
+    """The few cases use every statement and operation that a random template can have."""
     templates = "\n".join(case(seed).template for seed in range(FEW))
     parts = "macro call filter with namespace tojson indent split partition join format trim safe map selectattr items"
     absent = [part for part in (*parts.split(), "generation", "endset", "%s' %") if part not in templates]
@@ -59,12 +60,12 @@ def encoded(made: Case, folder: Path) -> Encoding:
 
 @cache
 def tokenizer_of(tokens: Tokens, folder: Path) -> FolderTokenizer:
-    """The tokenizer with these control tokens, loaded once."""
+    """The tokenizer with these control tokens; loaded once."""
     return open_folder(write_folder(folder / str(abs(hash(tokens))), tokens, WITHOUT))
 
 
 def complaint_of(made: Case, encoding: Encoding) -> str | None:
-    """What is wrong with the ids and weights of a case; None if they are right."""
+    """The fault in the ids or weights of a case; None if they are right."""
     pieces = pieces_of(encoding.tokens.tolist(), made.tokens)
     text = b"".join(pieces).decode()
     rest = text.removeprefix(made.text)

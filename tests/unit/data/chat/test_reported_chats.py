@@ -1,6 +1,6 @@
-"""Chats and templates that users of this trainer and of others reported, with the text that is trained written out.
+"""Chats and templates that users of this trainer and of others reported, with the supervised text as a literal.
 
-[[ ]] stands around supervised text.  The templates are small ones of the same shape as the reported ones.
+[[ ]] surrounds supervised text.  The templates are small, and have the shape of the reported ones.
 """
 
 import json
@@ -117,7 +117,7 @@ def test_a_template_without_ends_of_turns(make: Make) -> None:
 
 
 def test_an_answer_after_an_answer_hands_nothing_over(make: Make) -> None:
-    """No server stops at the header of an answer, so the model need not write it."""
+    """No server stops at the header of an answer, so the model need not write this header."""
     assert make(GLM, GLM_TOKENS).text([user("2+2?"), answer("4"), answer("Four.")]) == (
         "<|user|>\n2+2?<|assistant|>\n[[4]]<|assistant|>\n[[Four.<|user|>]]"
     )
@@ -168,7 +168,7 @@ def test_a_template_that_wants_a_call_before_a_result(make: Make) -> None:
     )
 
 
-# F5 and F19: marks that begin with what the prompt holds, and text after the prompt
+# F5 and F19: marks that begin with text of the prompt, and text after the prompt
 
 THINKER = """{%- set ns = namespace(last=-1) %}{%- for m in messages %}{%- if m.role == 'user' %}
 {%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
@@ -202,7 +202,8 @@ def test_harmony_s_channel_is_inserted(make: Make) -> None:
     )
 
 
-# Separators only between turns, so a prompt has none before its header, and a content that begins as the prompt ends
+# Separators only between turns, so a prompt has none before its header; and a content that begins with the end of the
+# prompt
 
 BETWEEN = """{%- for m in messages %}{{- '<|' + m.role + '|>' + WRITE + '<|end|>' }}
 {%- if not loop.last %}{{- '\n' }}{%- endif %}{%- endfor %}
@@ -284,7 +285,7 @@ def test_a_template_that_needs_tools(make: Make) -> None:
         model.text(chat)
 
 
-# F11: a tag that misleads
+# F11: a misleading tag
 
 
 def test_a_tag_inside_of_an_answer_is_no_reasoning(make: Make) -> None:
@@ -313,11 +314,11 @@ def test_the_date_is_that_of_the_recipe(make: Make, monkeypatch: pytest.MonkeyPa
     assert make("{{- (date or strftime_now('%Y')) + '\n' }}" + TALK).text(own) == "today\n" + HI
 
 
-# F15: a process that stands still
+# F15: a process that is stopped for a while
 
 
 def test_a_process_that_stands_still(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every look at a clock is an hour later."""
+    """Between any two readings of the clock, an hour passes."""
     now = iter(range(0, 10**9, 3600))
     for clock in ("monotonic", "perf_counter", "time"):
         monkeypatch.setattr(time, clock, lambda: float(next(now)))

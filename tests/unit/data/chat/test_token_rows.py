@@ -1,4 +1,4 @@
-"""Rows of tokens: the tokens and weights that they give, and each fault with the words it is refused in."""
+"""Rows of tokens: their tokens and weights, and each fault with its error message."""
 
 from pathlib import Path
 
@@ -37,14 +37,15 @@ def test_ids_are_those_of_the_tokenizer() -> None:
 
 
 def test_tokens_become_samples(tmp_path: Path) -> None:
-    """As they are: no template, no control tokens added.  The first one is no label, whatever it weighs."""
+    """Tokens stay as they are: no template, no added control tokens.  The first token is no label, whatever its
+    weight."""
     rows = {"tokens": [256, 65, 257], "loss_mask": [1, 0, 1]}, {"prompt": "a", "completion": "b"}
     corpus = corpus_of(write(tmp_path / "a.jsonl", *rows))
     assert corpus.sample(0).tokens.tolist() == [256, 65, 257] and corpus.sample(0).weights.tolist() == [1, 0, 1]
     assert corpus.num_supervised.tolist() == [1, 2]
 
 
-# Keys that say where padding and documents lie
+# Keys that mark padding and documents
 
 ONE_DOCUMENT = {
     "attention_mask": [1, 1, 1],
@@ -66,7 +67,7 @@ def test_keys_of_one_document(name: str) -> None:
     assert isinstance(read, Tokenized) and read.tokens.tolist() == [5, 6, 7]
 
 
-# For each form in which other trainers pack and pad rows: the tokens that are kept, and where documents begin
+# For each form in which other trainers pack and pad rows: the kept tokens, and the starts of documents
 KEYS = list[tuple[dict[str, object], list[int], list[int]]]
 PACKED: KEYS = [
     ({"position_ids": [0, 1, 2, 0, 1, 2]}, [1, 2, 3, 4, 5, 6], [0, 3]),
@@ -117,7 +118,7 @@ FORMS = [
 
 @pytest.mark.parametrize(("form", "mask"), FORMS)
 def test_keys_of_several_documents(form: tuple[dict[str, object], list[int], list[int]], mask: list[int]) -> None:
-    """Padding is no token, and the first token of each document has weight 0."""
+    """Padding tokens are removed, and the first token of each document has weight 0."""
     keys, tokens, starts = form
     read = read_row({"input_ids": [1, 2, 3, 4, 5, 6], "loss_mask": mask, **keys})
     assert isinstance(read, Tokenized)
@@ -185,14 +186,14 @@ def test_padding_is_not_supervised(keys: dict[str, object]) -> None:
 
 
 def test_zero_positions_that_are_supervised_are_documents() -> None:
-    """They are no padding, although none of them has a loss."""
+    """Such tokens are not padding, although none of them has a loss."""
     row = {"input_ids": [5, 6, 7, 8], "position_ids": [0, 1, 0, 0]}
     [padded, supervised] = [read_row({**row, "loss_mask": [0, 1, 0, last]}) for last in (0, 1)]
     assert isinstance(padded, Tokenized) and (padded.starts, padded.num_padding) == ((0,), 2)
     assert isinstance(supervised, Tokenized) and (supervised.starts, supervised.num_padding) == ((0, 2, 3), 0)
 
 
-# Every fault, and its words
+# Every fault, and its message
 
 BAD_ROWS: list[tuple[object, str]] = [
     ({"tokens": "1 2"}, "tokens must be a list of at least one number; got a string."),

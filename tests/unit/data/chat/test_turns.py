@@ -1,4 +1,4 @@
-"""Where an assistant's turns begin and end, in templates of every shape."""
+"""Where turns of an assistant begin and end, in templates of every shape."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -53,30 +53,32 @@ SUM = [user("2 + 2?"), assistant([{"type": "thinking", "thinking": "sum"}, {"typ
         ("mistral_tools", CALLING, ['[TOOL_CALLS] [{"name": "add", "arguments": {"x": 1}}]</s>', " 3.</s>"]),
         ("qwen25", CALLING_TWICE, [f"Let me\n{ADD}\n{ADD.replace('1', '2')}<|im_end|>", "3 and 4.<|im_end|>"]),
         ("deepseek_v3", CALLING, [DEEP_CALL, "3.<｜end▁of▁sentence｜>"]),
-        # Thinking is left out of the first turn by the template, and learned where it is written.
+        # The template leaves thinking out of the first turn; thinking is supervised where the template writes it.
         ("qwen3", THINKING, ["Hello.<|im_end|>", "<think>\nsix\ntimes seven\n</think>\n\n42<|im_end|>"]),
         ("qwen3", THINKING_INSIDE, ["Hello.<|im_end|>", "<think>\nsix\n</think>\n\n42<|im_end|>"]),
         ("qwen3", THINKING_CALLING[:2], [f"<think>\nadd\n</think>\n\nLet me\n{ADD}<|im_end|>"]),
-        # The empty thinking that the template inserts is what the model must write after the prompt.
+        # The template inserts empty thinking, which the model must write after the prompt.
         ("qwen3", TALK[2:], ["<think>\n\n</think>\n\n42\n\nWhat is the question?<|im_end|>"]),
         ("qwen3_marked", TALK[2:], ["<think>\n\n</think>\n\n42\n\nWhat is the question?<|im_end|>"]),
-        # The prompt opens thinking that the rendered turn does not have.
+        # The prompt begins with a thinking tag that the rendered turn does not have.
         ("deepseek_r1", THINKING_INSIDE, ["\n\nHello.<｜end▁of▁sentence｜>", "\n\n42<｜end▁of▁sentence｜>"]),
-        ("phi3", TALK, ["I am fine.\n<|end|>", "42\n\nWhat is the question?<|end|>"]),  # its header swallows the space
-        # An end in the history that is not the last one's has weight 0; thinking and answer are two messages.
+        # the token of its header includes the following space
+        ("phi3", TALK, ["I am fine.\n<|end|>", "42\n\nWhat is the question?<|end|>"]),
+        # The end of a turn in the history has weight 0 if another token ends the last turn; thinking and answer are two
+        # messages.
         ("harmony", TALK, [f"{FINAL} I am fine.\n", f"{FINAL}42\n\nWhat is the question?<|return|>"]),
         ("harmony", THINKING,
          [f"{FINAL}Hello.", f"{ANALYSIS}six\ntimes seven<|end|><|start|>assistant{FINAL}42<|return|>"]),
         ("harmony", CALLING_AGAIN,
          [f'{TO_ADD}{{"x": 1}}<|call|>', f"{FINAL}3.", f'{TO_ADD}{{"x": 5}}<|call|>', f"{FINAL}6.<|return|>"]),
-        # A turn is ended by the token with which the next message begins; <|assistant|> swallows the newline after it.
+        # The first token of the next message ends a turn; the token <|assistant|> includes the newline after it.
         ("glm4_moe", TALK,
          ["<think></think>\n I am fine.\n<|user|>", "<think></think>\n42\n\nWhat is the question?<|user|>"]),
         ("glm4_moe", CALLING, [f"<think></think>{GLM_CALL}<|observation|>", "<think></think>\n3.<|user|>"]),
         ("glm4_moe", CALLING[:2], [f"<think></think>{GLM_CALL}<|observation|>"]),
         ("glm4_moe", THINKING_CALLING,
          [f"<think>add</think>\nLet me{GLM_CALL}<|observation|>", "<think>so</think>\n3.<|user|>"]),
-        # Results stand before the content beside their call: two spans of one message.
+        # Results stand before the content beside their call, so one message has two spans.
         ("gemma4", [user("1 + 2?"), assistant("I did.", tool_calls=[call()]), tool("3"), assistant("3.")],
          ["<|tool_call>call:add{x:1}<tool_call|><|tool_response>", "I did.<turn|>", "3.<turn|>"]),
         ("gemma4", CALLING, ["<|tool_call>call:add{x:1}<tool_call|><|tool_response>", "3.<turn|>"]),
@@ -88,7 +90,7 @@ SUM = [user("2 + 2?"), assistant([{"type": "thinking", "thinking": "sum"}, {"typ
         ("minimax", THINKING_CALLING, [f"add\n</think>\n\nLet me\n{MINIMAX_CALL}[e~[", "so\n</think>\n\n3.[e~["]),
         ("minimax", CALLING_TWICE[:1] + CALLING_TWICE[-1:], ["3 and 4.[e~["]),
         ("command_r_tools", CALLING, [f"{ACTION}<|END_OF_TURN_TOKEN|>", "3.<|END_OF_TURN_TOKEN|>"]),
-        # No prompt asks for a first answer: it begins after the header of other answers.
+        # No prompt asks for an answer that comes first: it begins after the header of an answer.
         ("command_r_tools", ASSISTANT_FIRST, ["Hi<|END_OF_TURN_TOKEN|>", "Bye<|END_OF_TURN_TOKEN|>"]),
         ("mistral", ASSISTANT_FIRST, [" Hi</s>", " Bye</s>"]),
         ("llama31", ASSISTANT_FIRST, ["Hi<|eot_id|>", "Bye<|eot_id|>"]),
@@ -104,7 +106,8 @@ def test_what_is_supervised(tokenizers: Tokenizers, name: str, messages: Message
         ("qwen3", TALK[2:], ["42\n\nWhat is the question?<|im_end|>"]),
         ("qwen3", THINKING[2:], ["<think>\nsix\ntimes seven\n</think>\n\n42<|im_end|>"]),  # the row has the thinking
         ("qwen3", THINKING_INSIDE[2:], ["<think>\nsix\n</think>\n\n42<|im_end|>"]),
-        ("qwen3_marked", TALK[2:], ["<think>\n\n</think>\n\n42\n\nWhat is the question?<|im_end|>"]),  # marked
+        # the template has {% generation %} marks
+        ("qwen3_marked", TALK[2:], ["<think>\n\n</think>\n\n42\n\nWhat is the question?<|im_end|>"]),
         ("harmony", TALK[2:], ["42\n\nWhat is the question?<|return|>"]),
         ("harmony", CALLING, [f'{TO_ADD}{{"x": 1}}<|call|>', "3.<|return|>"]),
         ("glm4_moe", TALK, [" I am fine.\n<|user|>", "42\n\nWhat is the question?<|user|>"]),
@@ -136,7 +139,7 @@ def test_two_answers_in_a_row(tokenizers: Tokenizers, name: str, expected: list[
 
 
 def test_an_answer_that_nothing_ends_before_another_one_has_no_end(tokenizers: Tokenizers) -> None:
-    """GLM: <|assistant|> ends no turn, since the model must not write it."""
+    """In GLM, <|assistant|> does not end a turn, because the model must not write it."""
     think = "<think></think>\n"
     expected = [f"{think}One.", f"{think}Two.<|user|>", f"{think}Three.<|user|>"]
     assert runs(chat_of(IN_A_ROW), tokenizers("glm4_moe")) == expected
@@ -190,7 +193,7 @@ def test_a_template_that_ends_its_last_turn_appends_nothing(tmp_path: Path) -> N
 
 TURN = "<|im_start|>{{ m.content }}<|im_end|>"
 PLAIN = "{% for m in messages %}" + TURN + "{% endfor %}"
-LAST = "{{ 'x' if loop.last else 'y' }}"  # in every message: no prompt is how the whole chat begins
+LAST = "{{ 'x' if loop.last else 'y' }}"  # used in every message, so no prompt is a prefix of the whole chat
 HEADER = "<|im_start|>{{ m.role }}\n"
 MESSAGE = HEADER + "{{ m.content }}<|im_end|>"
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -220,19 +223,19 @@ THINK = THOUGHT + "{{ m.content }}"
         # The template changes the answer.
         ("{% for m in messages %}" + HEADER + "{{ m.content | replace('42', '24') }}<|im_end|>{% endfor %}" + ASK,
          TALK, [FINE, QUESTION.replace("42", "24")]),
-        # Only the chat ends, not its turns: <|im_start|> hands the first one over.
+        # Only the chat has an end, not its turns: <|im_start|> of the next message ends the first turn.
         ("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}<|im_end|>", TALK[2:], [QUESTION]),
-        # Without a header of a prompt, the model writes all of the message.
+        # The prompt has no header, so the model writes the whole message.
         (PLAIN, TALK, [f"<|im_start|>{FINE}", f"<|im_start|>{QUESTION}"]),
-        # Later text depends on what the assistant said.
+        # Later text depends on the text of the assistant.
         (PLAIN + "{{ messages[1].content | length }}", TALK[:2], [FINE]),
-        # Marks do not change a mask, wherever they stand.
+        # {% generation %} marks do not change a mask, wherever they stand.
         (block(PLAIN), TALK, [f"<|im_start|>{FINE}", f"<|im_start|>{QUESTION}"]),
         (for_messages(MESSAGE, HEADER + block("{{ m.content }}<|im_end|>")) + ASK, TALK, [FINE, QUESTION]),
         (for_messages(HEADER + block("{{ m.content }}") + "<|im_end|>", MESSAGE) + ASK, TALK, [FINE, QUESTION]),
-        # Thinking before the block, and more words behind the end of the turn.
+        # Thinking before the marked block, and more words after the end of the turn.
         (for_messages(MESSAGE, HEADER + THOUGHT + block("{{ m.content }}<|im_end|> more")) + ASK, THINKING, THOUGHTS),
-        # transformers#47325: a block that ends at token 0.  Nothing predicts token 0, so it has weight 0.
+        # transformers#47325: a marked block that ends at token 0.  Nothing predicts token 0, so it has weight 0.
         (for_messages("{{ m.content }}<|im_end|>", block("{{ m.content }}") + "<|im_end|>"),
          [assistant("a"), user("Hello there"), assistant("b")], ["<|im_end|>", "b<|im_end|>"]),
         # Texts that are written by macros, set blocks and joins keep their sources.
@@ -251,24 +254,24 @@ CENTER = "the filter center hides where text comes from"
 @pytest.mark.parametrize(
     ("jinja", "complaint"),
     [
-        # The assistant's text, text of a user before it, and text after it.
+        # Text of the assistant, text of a user before it, and text after it.
         (for_messages(TURN, "<|im_start|>{{ m.content | center(50) }}<|im_end|>"), CENTER),
         (for_messages("<|im_start|>{{ m.content | center(50) }}<|im_end|>", TURN), CENTER),
         (for_messages(TURN, "<|im_start|>{{ m.content }}{{ 'x' | center(3) }}<|im_end|>"), CENTER),
         (for_messages(TURN, "<|im_start|>{{ m.content }}{{ ' ' | center(3) }}<|im_end|>"), CENTER),
         (for_messages(TURN, "<|im_start|>{{ m.content | reverse }}<|im_end|>"), "the filter reverse hides where text"),
         (for_messages(TURN, "<|im_start|>{{ m.content.zfill(50) }}<|im_end|>"), "zfill hides where text comes from"),
-        # A part of the answer is not found, and could be anywhere.
+        # A part of the answer is not found, and could stand anywhere.
         (for_messages(TURN, "<|im_start|>{{ m.content[:3] }}<|im_end|>") + "{{ messages[1].content[3:] | center(50) }}",
          'its text " I am fine.\\n" is not found, and the filter center hides text'),
-        # Somebody else's text stands in the turn.
+        # Text of another role stands in the turn.
         (for_messages(TURN, "<|im_start|>{{ m.content[:2] }}{{ messages[0].content }}{{ m.content[2:] }}<|im_end|>"),
          "no token ends it"),
-        # The assistant is quoted outside of its turn, by text that no loop over messages writes.
+        # Text outside of any loop over messages quotes the assistant outside of its turn.
         ("{{ messages[1].content[3:] }}<|im_end|>{{ messages[0].content }}<|im_end|>{{ messages[1].content[:3] }}"
          "<|im_end|>",
          "its text is written in several places, outside a loop over messages"),
-        # Nothing of the assistant is written.
+        # The template writes nothing of the assistant.
         (for_messages(TURN, "<|im_start|>answer<|im_end|>"), "the template writes nothing of it, so the model"),
     ],
 )  # fmt: skip
@@ -281,7 +284,7 @@ def test_chats_that_are_refused(tmp_path: Path, jinja: str, complaint: str) -> N
 
 
 def test_answers_before_their_questions(tmp_path: Path) -> None:
-    """A template that writes the last message first would train answers that see later turns."""
+    """A template that writes the last message first would train answers that attend to later turns."""
     tokenizer = load_folder(tmp_path, for_messages(TURN, TURN).replace("in messages", "in messages[::-1]"))
     with pytest.raises(DataError, match="turn of message 2 cannot be .* the template writes it after a later turn"):
         runs(Chat([*TALK[:2], *TALK[:2]], None), tokenizer)
@@ -316,7 +319,7 @@ def test_a_call_that_is_left_out_is_reported_though_the_content_names_it(
 
 
 def test_a_mask_does_not_depend_on_other_chats(tmp_path: Path) -> None:
-    """A word of the first message decides whether the prompt closes thinking.  Processes take rows in any order."""
+    """A word of the first message decides whether the prompt closes thinking.  Processes encode rows in any order."""
     jinja = (
         "{% set empty = '<think>\n\n</think>\n\n' if '/no_think' in messages[0].content else '' %}"
         + for_messages(MESSAGE, "{{ '<|im_start|>assistant\n' + empty + m.content }}<|im_end|>")
@@ -328,7 +331,7 @@ def test_a_mask_does_not_depend_on_other_chats(tmp_path: Path) -> None:
 
 
 def test_prompts_are_rendered_once_for_each_state(tokenizers: Tokenizers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """100 turns need the prompts after a question, and after results of calls."""
+    """100 turns need two prompts: one after a question, and one after results of calls."""
     tokenizer = tokenizers("qwen3")
     asked: list[int] = []
     rendered = type(tokenizer.template).rendered

@@ -1,4 +1,4 @@
-"""What `sft data plan` and `sft check` say about dynamic CP."""
+"""The lines about dynamic CP of `sft data plan` and `sft check`."""
 
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from sft.data.packing.cp_grid import Prediction
 from tests.unit.metric_values import config
 from tests.unit.surveys import chat_of, lay_out, write
 
-# A token is 6 x 2 x 64 x 832 FLOPs outside attention.  At 0.35 of this peak it takes 1 ms, and a microbatch of two
-# layers 1 ms more.  Keys, values and gradients of a token are 2 x 128 x (2 + 2 + 4) bytes, and a byte takes 333 ns.
+# A token has 6 x 2 x 64 x 832 FLOPs outside attention, which take 1 ms at 0.35 of this peak; each microbatch of two
+# layers takes 1 ms more.  Keys, values and gradients of a token have 2 x 128 x (2 + 2 + 4) bytes; a byte takes 333 ns.
 RECIPE = """\
 run: {dir: runs/a, device: cpu}
 model: {num_layers: 2, hidden_size: 64, ffn_hidden_size: 192, num_attention_heads: 4, init_from: random}
@@ -37,11 +37,11 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
 
 
 def test_short_documents_need_no_cp(capsys: pytest.CaptureFixture[str]) -> None:
-    """Two steps of 16 documents of 64 tokens; 8 ranks hold 64 each.
+    """Two steps of 16 documents of 64 tokens; each of 8 ranks has room for 64 tokens.
 
-    On one rank a document takes 64 + 64 * 64 / 832 = 68.92 ms; two of them, with two microbatches, 139.85 ms.  On four
-    ranks, 3 x 64 x 2,048 bytes take 131.07 ms, of which attention hides 4.92: (68.92 + 126.15) / 4 = 48.77 ms.  A rank
-    computes its part of eight documents in two microbatches: 392.14 ms.  139.85 / 392.14 = 0.36
+    On one rank, a document takes 64 + 64 * 64 / 832 = 68.92 ms, and two documents in two microbatches 139.85 ms.  On
+    four ranks, 3 x 64 x 2,048 bytes take 131.07 ms, of which attention hides 4.92: (68.92 + 126.15) / 4 = 48.77 ms.  A
+    rank computes its part of eight documents in two microbatches: 392.14 ms.  139.85 / 392.14 = 0.36
     """
     told = printed(capsys, "data", "plan", "a.yaml", "parallel.dynamic_cp=true")
     assert told[-9:] == [
@@ -68,10 +68,10 @@ ADVICE = "parallel.dynamic_cp=true: a step takes 0.36 of its time, with 0.00 of 
 def test_dynamic_cp_is_advised_where_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, "data", "plan", "a.yaml")[-1] == ADVICE
     assert "dynamic" not in str(printed(capsys, "check", "a.yaml"))
-    # Two levels of groups cannot be divided.
+    # Two levels of groups cannot be divided into smaller CP groups.
     told = printed(capsys, "data", "plan", "a.yaml", "parallel.cp_comm=a2a+p2p", "parallel.cp_a2a=2")[-1]
     assert told == ADVICE.replace(":", " parallel.cp_comm=p2p parallel.cp_a2a=null:")
-    # Of 192 tokens, each of four ranks would hold 48, which is no multiple of 32.
+    # Of 192 tokens, each of four ranks would hold 48, which is not a multiple of 32.
     assert "dynamic" not in str(printed(capsys, "data", "plan", "a.yaml", "data.seq_length=192"))
     assert "dynamic" not in str(printed(capsys, "data", "plan", "a.yaml", "parallel.cp=1", "train.global_batch_size=8"))
 
@@ -115,7 +115,7 @@ def prediction(
 
 
 def test_batches_that_differ() -> None:
-    """Means of shares, medians and largest of ratios; of microbatches also the smallest number."""
+    """Means of shares, medians and maxima of ratios, and also the minimum for microbatches."""
     fixed = prediction(100, 100, 2, {4: 1.0}, {4: 1.0})
     dynamic = [
         prediction(60, 10, 3, {1: 1.0}, {1: 1.0}),

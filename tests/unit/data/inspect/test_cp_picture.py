@@ -1,4 +1,4 @@
-"""The picture of a step: where its blocks are."""
+"""The positions of the blocks in the picture of a step."""
 
 import pytest
 from matplotlib.axes import Axes
@@ -10,7 +10,7 @@ from sft.data.packing.cp_grid import TimedPack
 
 
 def blocks(axes: Axes) -> list[tuple[float, float, float, float, str]]:
-    """Start in seconds, first rank, duration, ranks and colour of the background and of each block."""
+    """The start in seconds, first rank, duration, number of ranks and colour of the background and of each block."""
     patches = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
     return [
         (*patch.get_xy(), patch.get_width(), patch.get_height(), to_hex(patch.get_facecolor())) for patch in patches
@@ -18,7 +18,8 @@ def blocks(axes: Axes) -> list[tuple[float, float, float, float, str]]:
 
 
 def test_blocks_by_hand() -> None:
-    """Two ranks: at cp 2 a pack of 8 s; with dynamic CP 4 s together, then 1 s and 2 s apart, the latter filler."""
+    """Two ranks: a pack of 8 s at cp 2; with dynamic CP, a pack of 4 s on both, then packs of 1 s and 2 s on one each,
+    the latter with filler."""
     light, dark = SHADES[0], SHADES[-1]
     whole = [TimedPack(0, 2, 0, (0, 1), 0, 8 * 10**9)]
     apart = [
@@ -32,7 +33,7 @@ def test_blocks_by_hand() -> None:
     assert blocks(below) == [(0, 0, 6, 2, IDLE), (0, 0, 4, 2, dark), (4, 0, 1, 1, light), (4, 1, 2, 1, FILLER)]
     assert above.get_title(loc="left") == "cp 2: every pack on 2 ranks; ranks busy 100%"
     assert below.get_title(loc="left") == "dynamic CP: 0.75 of this time; ranks busy 92%"  # (4 x 2 + 1 + 2) / (6 x 2)
-    assert above.get_ylim() == below.get_ylim() == (2, 0)  # rank 0 on top
+    assert above.get_ylim() == below.get_ylim() == (2, 0)  # rank 0 is on top
     assert above.get_xlim() == below.get_xlim() == (0, 8.16)
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names == ["2 ranks", "1 rank", "filler", "waits"]

@@ -1,4 +1,4 @@
-"""`sft data plan`: what it tells, and that a run follows the plan it writes."""
+"""`sft data plan`: its output, and that a run follows the plan that it writes."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
 from tests.unit.surveys import chat_of, lay_out, write
 
-# Attention takes as long as all else at 64 * (2 * 64 + 2 * 64 + 3 * 192) / 64 = 832 tokens.
+# Attention takes as long as all other computation at 64 * (2 * 64 + 2 * 64 + 3 * 192) / 64 = 832 tokens.
 RECIPE = """\
 run: {dir: runs/a, device: cpu}
 model: {num_layers: 2, hidden_size: 64, ffn_hidden_size: 192, num_attention_heads: 4, init_from: random}
@@ -45,9 +45,10 @@ def loader(*overrides: str) -> tuple[Loader, Corpus]:
 
 
 def test_what_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """1,280 tokens of each source, 3 : 1 of them: chat three times. 5,120 tokens are 20 packs of 256: 5 steps.
+    """Each source has 1,280 tokens, and the shares are 3 : 1, so chat is repeated three times.  5,120 tokens are 20
+    packs of 256: 5 steps.
 
-    A sample of n tokens has n - 21 supervised ones: 60 * 43 + 10 * 107 = 3,650.
+    A sample of n tokens has n - 21 supervised tokens: 60 * 43 + 10 * 107 = 3,650.
     """
     assert main(["data", "plan", "a.yaml", "--world-size", "2"]) == 0
     assert capsys.readouterr().out == """\
@@ -67,11 +68,13 @@ balance attention takes as many FLOPs as all else at 832 tokens; 5 batches check
 
 
 def test_waste_by_cause(capsys: pytest.CaptureFixture[str]) -> None:
-    """33 tokens padded to 64, three to a pack of 208, 20 samples in 7 packs of 8: each cause by hand."""
+    """20 samples of 33 tokens, padded to 64, three to a pack of 208, in 7 of 8 packs: the waste of each cause by
+    hand."""
     write("chat", *[chat_of(33)] * 20)
     assert main(["data", "plan", "a.yaml", "data.train=chat.jsonl", "data.seq_length=224"]) == 0
     told = capsys.readouterr().out.splitlines()
-    # Of 8 * 224 = 1792: 20 * 33 tokens, 20 * 31 padding, 7 * 224 - 20 * 64 tail, one pack missing.
+    # 8 * 224 = 1792 tokens are: samples 20 * 33, padding 20 * 31, tail of packs 7 * 224 - 20 * 64, and one missing
+    # pack.
     assert told[1].strip() == (
         "of their capacity: tokens 36.83%, alignment 34.60%, ends of packs 16.07%, "
         "empty packs of the last batch (1) 12.50%"
@@ -79,7 +82,8 @@ def test_waste_by_cause(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_larger_cp_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """Four samples of 256 tokens, at 256 + 256 * 256 / 832 = 335, and 32 of 32, at 33: 300 for each of 8 ranks."""
+    """Four samples of 256 tokens cost 256 + 256 * 256 / 832 = 335 each, and 32 samples of 32 tokens cost 33: 300 for
+    each of 8 ranks."""
     write("chat", *[chat_of(256), *[chat_of(32)] * 8] * 4)
     arguments = ["data", "plan", "a.yaml", "data.train=chat.jsonl", "--world-size", "8", "train.global_batch_size=8"]
     assert main(arguments) == 0
@@ -90,7 +94,7 @@ def test_a_larger_cp_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_written_plan_is_followed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Also with another seed, which would draw another order."""
+    """Also with another seed, which would give another order."""
     assert main(["data", "plan", "a.yaml", "--write", "p"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == (
         "written p: 20 global batches of 4 epochs; a run follows it with data.plan=p"

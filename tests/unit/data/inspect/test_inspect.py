@@ -1,4 +1,4 @@
-"""`sft data inspect`: every number of eight chats written out by hand."""
+"""`sft data inspect`: every number about eight chats, computed by hand."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ def found(taken: Survey, what: str) -> Finding:
 
 
 def test_files_and_their_sum() -> None:
-    """What test_inspect_text.py does not see in the report."""
+    """The parts of the report that test_inspect_text.py does not test."""
     taken = survey()
     counts = [(one.path, one.supervised, one.full_tokens) for one in (*taken.files, taken.total)]
     assert counts == [("a.jsonl", 122, 285), ("b.jsonl", 8, 270), (None, 130, 555)]
@@ -118,8 +118,9 @@ WINDOWS: dict[str, Any] = {"train": ["l.jsonl"], "over_long": "windows", "doc_mu
 
 
 def test_windows_are_samples_and_their_row_has_one_length() -> None:
-    # Rows of 10 + 18 + 12 + 16 = 56 and of 28 tokens.  Window 1 ends with the first answer: 10 + 17.  Window 2 has 18
-    # tokens of the prompt again, 18 of the 24 between the answers, and the answer's 4: 6 and the last newline are lost.
+    # Rows of 10 + 18 + 12 + 16 = 56 and of 28 tokens.  Window 1 ends with the first answer: 10 + 17.  Window 2 repeats
+    # 18 tokens of the prompt, and has 18 of the 24 tokens between the answers and the 4 tokens of the answer: 6 and the
+    # last newline are lost.
     write("l", chat("hi", "hello", "more", "two"), chat("hi", "hello"))
     taken = survey(2, **WINDOWS)
     total = taken.total
@@ -142,7 +143,7 @@ def test_windows_are_samples_and_their_row_has_one_length() -> None:
 
 
 def test_the_end_of_an_answer_in_a_window_of_its_own_is_not_a_short_answer() -> None:
-    # Windows hold 20 tokens and learn 19, 15, 15, ... of the answer's: 51 = 19 + 15 + 15 + 2.
+    # A window holds 20 tokens and supervises 19, 15, 15, ... tokens of the answer: 51 = 19 + 15 + 15 + 2.
     write("l", chat("hi", "abcdefghijkl" * 4 + "xy"), chat("hi", "hello"))
     corpus = prepare(["l.jsonl"], config(**WINDOWS), ByteTokenizer(), Path("cache"), QUIET)
     assert corpus.num_supervised.tolist() == [19, 15, 15, 2, 6]
@@ -152,9 +153,10 @@ def test_the_end_of_an_answer_in_a_window_of_its_own_is_not_a_short_answer() -> 
 def test_skipped_rows_are_counted_and_their_reasons_told(folder: Path) -> None:
     rows = [chat("hi", "hello")] * 20
     rows[2] = {"messages": [{"role": "robot", "content": "hi"}]}
-    rows[6] = {"tokens": [1, 2, 999], "loss_mask": [0, 0, 1]}  # fine but for the tokenizer
+    rows[6] = {"tokens": [1, 2, 999], "loss_mask": [0, 0, 1]}  # only the tokenizer lacks the id 999
     write("s", *rows)
-    (folder / "s.jsonl").write_text("\n" + (folder / "s.jsonl").read_text())  # a blank line keeps its number
+    # a blank line counts in the numbers of lines
+    (folder / "s.jsonl").write_text("\n" + (folder / "s.jsonl").read_text())
     taken = survey(train=["s.jsonl"], on_bad_row="skip")
     total = taken.total
     assert (total.rows, total.samples, total.rows_skipped, total.full_tokens) == (20, 18, 2, 18 * 28)
@@ -169,7 +171,7 @@ def test_skipped_rows_are_counted_and_their_reasons_told(folder: Path) -> None:
 
 
 def test_texts(folder: Path) -> None:
-    """A text has no roles.  It ends with EOS, so it is no unfinished answer."""
+    """A text has no roles.  It ends with EOS, so it does not count as an unfinished answer."""
     write("t", {"text": "one"}, {"text": "another one"})
     taken = survey(1, train=["t.jsonl"], tokenizer=str(make_folder(folder / "texts", None)))
     assert (taken.rows_of_text, taken.rows_of_tokens, taken.roles, taken.total.chats) == (2, 0, (), 0)
@@ -189,7 +191,7 @@ def test_rows_of_tokens_have_no_roles() -> None:
     assert ([role.messages for role in taken.roles], taken.rows_of_tokens) == ([1, 1], 2)
     assert found(taken, "unanswered_ends").total == 1
     assert found(taken, "unfinished_turns").examples == ("k.jsonl:2",)
-    # The first token weighs something, and is not learnt: nothing predicts it.
+    # The first token has a weight, but is not supervised: nothing predicts it.
     assert [(piece.text, piece.is_supervised) for piece in taken.previews[0].pieces] == [
         ("hi", False),
         ("!<|im_end|>", True),
@@ -228,7 +230,8 @@ def test_copies_name_the_first_of_them() -> None:
 
 
 class Samples(NamedTuple):
-    """Stands in for a corpus: tokens and weights of each sample, each a row of its own where nothing else is said."""
+    """Replaces a corpus: tokens and weights of each sample; each sample is a row of its own unless `windows` says
+    otherwise."""
 
     given: list[tuple[list[int], list[float]]]
     windows: list[tuple[int, int]] | None = None
@@ -248,7 +251,7 @@ class Samples(NamedTuple):
 
 
 def scanned(given: list[tuple[list[int], list[float]]], windows: list[tuple[int, int]] | None = None) -> Scan:
-    """Where token 9 ends a turn."""
+    """The scan of these samples; token 9 ends a turn."""
     return scan(Samples(given, windows), [9], QUIET)  # type: ignore[arg-type]
 
 
@@ -271,11 +274,11 @@ def test_other_answers_are_new_ones() -> None:
     prompts = np.array([b"p", b"p", b"q", b"p"], dtype="S16")
     openings = np.array([b"pa", b"pb", b"qa", b"pa"], dtype="S16")
     assert other_answers(prompts, openings).tolist() == [[1, 0]]
-    # Only the first window of a row gives an answer to its prompt.
+    # Only the first window of a row answers its prompt.
     given = [([1, 2, 3, 9], [0, 0, 0, 1]), ([1, 2, 3, 8], [0, 0, 0, 1]), ([1, 2, 3, 7], [0, 0, 0, 1])]
     read = scanned(given, [(1, 2), (2, 2), (1, 1)])
     assert other_answers(read.prompts, read.openings).tolist() == [[2, 0]]
-    # Samples without a prompt share none.
+    # Samples without a prompt have no common prompt.
     read = scanned([([1, 2], [1, 1]), ([1, 3], [1, 1]), ([1, 2], [0, 1]), ([4, 4], [0, 0])])
     assert other_answers(read.prompts, read.openings).tolist() == []
     assert copies(read.wholes).tolist() == [[2, 0]]
@@ -303,7 +306,7 @@ def test_data_that_are_too_long_are_surveyed_whole() -> None:
 
 
 def test_tool_calls_are_text() -> None:
-    # Read as {"type": "function", "function": {"name": "f", "arguments": {}}}: 64 bytes and a newline.
+    # The schema is read as {"type": "function", "function": {"name": "f", "arguments": {}}}: 64 bytes and a newline.
     call = {"name": "f"}
     row = {"messages": [{"role": "user", "content": "é"}, {"role": "assistant", "content": "x", "tool_calls": [call]}]}
     write("t", row)

@@ -1,4 +1,5 @@
-"""Sequences of a global batch over ranks: none lost, none over capacity, and level as far as that can be."""
+"""Sequences of a global batch over ranks: none is lost, no rank exceeds its capacity, and work is as even as
+possible."""
 
 from typing import Any
 
@@ -39,13 +40,14 @@ def test_efficiency() -> None:
 
 
 def test_packs_are_dealt_out() -> None:
-    """Costs 8 7 4 1: the costliest two to a rank each, and the next two the other way round."""
+    """Costs 8 7 4 1: the two largest go to one rank each, and the next two in reverse order."""
     slots = made([(0,), (1,), (2,), (3,)], [8, 7, 4, 1], 2, seq_length=8, attention=AttentionCost(float("inf")))
     assert slots == [[(0,), (3,)], [(1,), (2,)]]
 
 
 def test_long_for_short() -> None:
-    """Two full packs of 8, crossover 1: squares of 16 + 16 and 8; after an exchange of 4 for 1 1 1 1, 20 and 20."""
+    """Two full packs of 8 with crossover 1: sums of squares 16 + 16 and 8; after an exchange of 4 for 1 1 1 1, 20 and
+    20."""
     slots = made([(0, 1), tuple(range(2, 10))], [4, 4, *[1] * 8], 2, seq_length=8, attention=AttentionCost(1.0))
     work = [sum(4 + 16 if i < 2 else 1 + 1 for i in pack) for rank in slots for pack in rank]
     assert work == [28, 28]
@@ -72,7 +74,8 @@ LENGTHS = st.lists(st.integers(1, 256), min_size=1, max_size=150)
     LENGTHS, st.sampled_from([1, 8, 32]), st.sampled_from([(2, 1), (2, 4), (4, 2), (8, 1), (3, 3)]), st.integers(1, 500)
 )
 def test_any_batch(lengths: list[int], multiple: int, shape: tuple[int, int], crossover: int) -> None:
-    """Nothing lost or doubled, nothing over capacity, equally many slots, never worse, never above the bounds."""
+    """No sequence is lost or doubled, no capacity is exceeded, all ranks have equally many slots, and results stay
+    within the bounds."""
     dp, num_microbatches = shape
     of = np.array(lengths)
     plan = plan_epoch(of, capacity=256, doc_multiple=multiple, seed=0, epoch=0, shuffle=True)
@@ -93,22 +96,24 @@ def test_any_batch(lengths: list[int], multiple: int, shape: tuple[int, int], cr
 
 
 def test_bounds_in_numbers() -> None:
-    """Two ranks of one pack of 12; sequences 8 2 2 4 2 2 cost 72 6 6 20 6 6 with crossover 1, 116 in all.
+    """Two ranks with one pack of 12 each; sequences 8 2 2 4 2 2 cost 72 6 6 20 6 6 with crossover 1, together 116.
 
-    Alone the longest is 72. The other rank has room for 12 of 20 tokens: 8 remain, all of them the longest."""
+    The longest sequence alone costs 72.  The other rank has room for 12 of 20 tokens, so 8 remain: just the longest
+    sequence."""
     sizes = {"dp": 2, "num_microbatches": 1, "doc_multiple": 1, "attention": AttentionCost(1.0)}
     limit = bounds(np.array([8, 2, 2, 4, 2, 2]), seq_length=12, **sizes)
     assert limit.longest == limit.full == 116 / (2 * 72)
-    # Full packs of 10: the rank of the longest must take 2 more tokens, the cheapest of which are one sequence of 2.
+    # Full packs of 10: the rank with the longest sequence must take 2 more tokens; the cheapest way is one sequence of
+    # 2.
     limit = bounds(np.array([8, 2, 2, 4, 2, 2]), seq_length=10, **sizes)
     assert limit.longest == 116 / (2 * 72) and limit.full == 116 / (2 * (72 + 2 + 4))
 
 
 def test_the_bound_of_microbatches_in_numbers() -> None:
-    """Two ranks of two packs of 10: sequences of 8 and 6 cannot share a pack nor be level with the other's.
+    """Two ranks with two packs of 10 each: sequences of 8 and 6 neither fit into one pack nor take equally long.
 
-    Costs 72 42 72 42; the first row has both 8s, and its costliest is 72; the second's 42: nothing is in the way.
-    With one 8 less the rows cost 72 and 42 at least, of 156 in all: 156 / (2 * 114).
+    Costs 72 42 72 42: the first row of packs has both 8s, and its maximum is 72; that of the second is 42, so the bound
+    is reached. With one 8 less, the rows cost at least 72 and 42, and all sequences 156: 156 / (2 * 114).
     """
 
     sizes = {"dp": 2, "num_microbatches": 2, "seq_length": 10, "doc_multiple": 1, "attention": AttentionCost(1.0)}
@@ -123,9 +128,10 @@ def random_lengths(count: int, median: int, sigma: float, longest: int) -> np.nd
 @pytest.mark.parametrize(
     "of, seq_length, packs, dp, share",
     [
-        # Sequences of 16K and more, five to a pack
+        # Sequences of 16K tokens and more, five to a pack
         (random_lengths(1000, 16384, 0.9, 131072), 131072, 32, 8, 0.99),
-        # Chats: where exchanges of packs end at 94%, sequences are dealt out, and the plan leaves enough room for that.
+        # Chats: exchanges between packs would end at 94% of the bound.  So sequences are dealt out; the plan leaves
+        # enough room for that.
         (random_lengths(20_000, 600, 1.1, 32768), 32768, 128, 32, 0.98),
     ],
 )
@@ -140,7 +146,7 @@ def test_level_on_chats_over_many_ranks(of: np.ndarray, seq_length: int, packs: 
 
 
 def test_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """10,000 sequences in 256 packs: some hundred splits for each of ranks, ranks once more, and rows."""
+    """10,000 sequences in 256 packs: some hundred splits each for ranks, for ranks again, and for rows."""
     count = 0
     split = balance._Batch._split
 
@@ -153,5 +159,5 @@ def test_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     of = random_lengths(12_000, 600, 1.1, 32768)
     plan = plan_epoch(of, capacity=32768, doc_multiple=32, seed=0, epoch=0, shuffle=True)
     assign(plan.batch(0, 256), of, dp=32, seq_length=32768, doc_multiple=32, attention=AttentionCost(15400.0))
-    # The last exchange of each may go through all partners and pairs.
+    # In each, the last exchange may try all partners and pairs.
     assert 0 < count <= 3 * balance.MAX_SPLITS + 3 * balance.NUM_PARTNERS * balance.NUM_PAIRS

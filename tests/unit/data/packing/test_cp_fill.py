@@ -1,4 +1,5 @@
-"""Short documents in bins: by hand, and thousands of them in rounds, against a heap for all of them."""
+"""Short documents in bins: results by hand, and thousands of documents in rounds, compared with one heap for all
+documents."""
 
 import heapq
 
@@ -11,7 +12,7 @@ ROOM = 1 << 40
 
 
 def of_lengths(lengths: np.ndarray) -> Documents:
-    """On groups of one or two ranks; a token takes 2 ns on one rank and 1 ns on each of two."""
+    """Documents for groups of one or two ranks; a token takes 2 ns on one rank, and 1 ns on each of two ranks."""
     return Documents.of(range(len(lengths)), lengths, (1, 2), rank_tokens=1000, cost=CpCost(token_ns=2.0))
 
 
@@ -26,10 +27,11 @@ def filled(
 
 def test_by_hand() -> None:
     assert filled([5, 4, 3, 3], [0, 4], [20, 20], [0, 0]) == ([0, 1, 0, 1], [16, 18], [12, 13])
-    # A document on a group of two ranks takes half the time; a bin without room gets a later, shorter document.
+    # A document on a group of two ranks takes half the time.  A bin whose room is too small gets a later, shorter
+    # document.
     assert filled([6, 4, 2], [0, 0], [20, 20], [1, 0]) == ([0, 1, 0], [8, 8], [12, 16])
     assert filled([6, 4, 2], [0, 9], [3, 12], [0, 0]) == ([1, 1, 0], [4, 29], [1, 2])
-    # Without room: no bin, or `extra` for the bin with most room.
+    # If no bin has room: no bin, or with `extra` the bin with most room.
     assert filled([6, 4], [0, 9], [3, 5], [0, 0]) == ([-1, 1], [0, 17], [3, 1])
     assert filled([6, 4], [0, 9], [3, 5], [0, 0], extra=10) == ([1, 1], [0, 29], [3, 5])
 
@@ -50,7 +52,7 @@ def test_rounds_are_as_even_as_a_heap_and_keep_within_room() -> None:
     assert lefts.tolist() == (left - np.bincount(bins[bins >= 0], lengths[bins >= 0], 700)).tolist()
     times = np.where(levels[bins] == 0, 2 * lengths, lengths)  # all are even, so halves are exact
     assert loads.tolist() == (load + np.bincount(bins[bins >= 0], times[bins >= 0], 700)).tolist()
-    # As much is placed as by a heap for all documents, within half a document for each bin.
+    # The rounds place as much work as one heap for all documents, up to half a document per bin.
     least, room, placed = [(int(work), k) for k, work in enumerate(load)], left.tolist(), 0
     heapq.heapify(least)
     for length in lengths.tolist():
@@ -68,7 +70,8 @@ def test_rounds_are_as_even_as_a_heap_and_keep_within_room() -> None:
 
 
 def test_rounds_level_many_documents() -> None:
-    """10,000 documents of 99 to 1 tokens in 500 bins: work differs by no more than the last documents of all bins."""
+    """10,000 documents of 99 to 1 tokens in 500 bins: the work of bins differs by at most the last documents of all
+    bins."""
     lengths = np.sort(np.random.default_rng(1).integers(1, 100, 10_000))[::-1]
     load, left = np.arange(500), np.full(500, ROOM)
     bins = cp_fill.fill(of_lengths(lengths), np.arange(10_000), load, left, np.zeros(500, dtype=np.int64), 0)

@@ -1,4 +1,4 @@
-"""A cp size for each pack: every sample once, within memory, groups that nest, and time and bytes by hand."""
+"""A CP size for each pack: every sample once, within memory, in nested groups; times and bytes by hand."""
 
 import math
 from dataclasses import replace
@@ -18,11 +18,11 @@ from sft.parallel.alignment import aligned
 from sft.parallel.cp_group import cp_sizes
 from tests.builders import LLAMA_8B, layout_config
 
-TOKEN = CpCost(token_ns=1.0)  # 1 ns a token, nothing else
+TOKEN = CpCost(token_ns=1.0)  # 1 ns per token, no other cost
 
 
 def made(lengths: list[int], cost: CpCost = TOKEN, **sizes: Any) -> Grid:
-    """All of `lengths` on one row of two ranks, of 5 tokens each, unless `sizes` says otherwise."""
+    """Plans all of `lengths` on one row of two ranks with room for 5 tokens each, unless `sizes` says otherwise."""
     sizes = {"dp": 1, "cp": 2, "rank_tokens": 5, **sizes}
     return assign(range(len(lengths)), np.array(lengths), cost=cost, **sizes)
 
@@ -38,8 +38,8 @@ def test_a_long_document_takes_both_ranks_and_short_documents_one() -> None:
 
 
 def test_ranks_of_a_group_share_its_work() -> None:
-    """The example of `cp_ranks`: 8 on all ranks, 8 and 6 on two each, and documents of 3 3 1 1 on one.  If the plan by
-    groups were longer, `assign` would return the plan by rows."""
+    """The example of `cp_ranks`: the document of 8 on all ranks, those of 8 and 6 on two each, and those of 3 3 1 1 on
+    one.  If the plan by groups took longer, `assign` would return the plan by rows."""
     grid = [
         [Slot(4, (0,)), Slot(2, (1,)), Slot(1, (5,))],
         [Slot(4, (0,)), Slot(2, (1,)), Slot(1, (6,))],
@@ -52,7 +52,8 @@ def test_ranks_of_a_group_share_its_work() -> None:
 
 
 def test_a_document_joins_a_pack_of_a_row_only_if_it_is_in_time() -> None:
-    """A row of two ranks, each of 10 tokens, and 8 ns.  Beside 6 and 5 tokens a rank has time for 2 and 3 more."""
+    """A row of two ranks, each with room for 10 tokens and 8 ns.  Beside 6 and 5 tokens, the ranks have time for 2 and
+    3 more."""
     shelves = _Shelves(documents_of([6, 5, 4, 2], 2, 10), 2)
     for document in range(4):
         shelves.add(document, 0, 8.0)
@@ -65,8 +66,8 @@ def test_no_samples_are_one_pack_of_filler_on_every_rank() -> None:
 
 
 def test_fixed_cp_stays_where_the_grid_would_be_slower() -> None:
-    """Documents of 4, 4, 4 and 2 tokens on two ranks of 5 tokens: two packs of 10 with fixed CP, in 7 ns, and two
-    packs of 4 on each rank in 8 ns.  Either has two microbatches; a grid with a third of 10 ns loses."""
+    """Documents of 4, 4, 4 and 2 tokens on two ranks of 5 tokens: with fixed cp, two packs of 10 take 7 ns; two packs
+    of 4 on each rank take 8 ns.  Both have two microbatches; a grid whose third microbatch takes 10 ns is worse."""
     lengths, calls = np.array([4, 4, 4, 2]), []
     even = [[Slot(2, (0, 1)), Slot(2, (2, 3))]] * 2
     alone = [[Slot(1, (0,)), Slot(1, (1,))], [Slot(1, (2,)), Slot(1, (3,))]]
@@ -81,14 +82,15 @@ def test_fixed_cp_stays_where_the_grid_would_be_slower() -> None:
 
     slow = replace(TOKEN, microbatch_ns=10.0)
     assert kept(alone, TOKEN) is even and kept(more, slow) is even and len(calls) == 2
-    sent = replace(TOKEN, kv_bytes=3.0, inter_gb_s=1.0, node_ranks=1)  # 8 ns, and 7 + 10.5 ns with fixed CP
+    sent = replace(TOKEN, kv_bytes=3.0, inter_gb_s=1.0, node_ranks=1)  # 8 ns, and 7 + 10.5 ns with fixed cp
     assert kept(alone, sent) is alone and len(calls) == 2
-    within = replace(TOKEN, microbatch_ns=100.0)  # 208 and 207 ns: fewer bytes decide
+    within = replace(TOKEN, microbatch_ns=100.0)  # 208 and 207 ns: nearly equal, so the plan with fewer bytes is taken
     assert kept(alone, within) is alone and len(calls) == 3
 
 
 def test_a_document_longer_than_the_step_runs_on_more_ranks_than_hold_it() -> None:
-    """100 and 3 x 1 tokens of which a rank holds 100: on one rank, the long one would take twice the mean."""
+    """A document of 100 tokens and three of 1 token; a rank has room for 100: on one rank, the long document would take
+    twice the mean."""
     slow = CpCost(token_ns=1000.0)
     grid = made([100, 1, 1, 1], slow, rank_tokens=100)
     assert grid[0][0] == Slot(2, (0,))
@@ -96,7 +98,8 @@ def test_a_document_longer_than_the_step_runs_on_more_ranks_than_hold_it() -> No
 
 
 def check(grid: Grid, samples: list[int], lengths: np.ndarray, dp: int, cp: int, capacity: int, multiple: int) -> None:
-    """Every sample once; aligned groups inside a row whose ranks share a slot; nothing over capacity."""
+    """Checks that every sample occurs once; that groups are aligned inside a row, and their ranks share a slot; and
+    that no capacity is exceeded."""
     assert len(grid) == dp * cp and len({len(slots) for slots in grid}) == 1
     counted: list[int] = []
     for row in zip(*grid, strict=True):
@@ -135,7 +138,7 @@ def test_any_batch(seed: int) -> None:
 
 
 def test_no_rank_waits_for_its_group() -> None:
-    """Large groups first: the step takes as long as the rank with the most work."""
+    """Large groups come first: the step takes as long as the rank with the most work."""
     random = np.random.default_rng(0)
     lengths = np.clip(random.lognormal(math.log(900), 1.2, 400), 1, 16_384).astype(np.int64)
     cost = CpCost(doc_multiple=32, attention=AttentionCost(4000.0), token_ns=10.0, kv_bytes=10.0, microbatch_ns=1e4)
@@ -146,7 +149,7 @@ def test_no_rank_waits_for_its_group() -> None:
 
 
 def test_ranks_that_wait_for_each_other_have_even_microbatches() -> None:
-    """The example of `cp_rows`, and chats on 4 x 8 ranks that all wait."""
+    """The example of `cp_rows`, and chats on 4 x 8 ranks that all wait for each other."""
     cost = CpCost(token_ns=1000.0, microbatch_ns=4000.0, wait_ranks=4)
     grid = made([18, 14, 10, 8, 8], cost, cp=4, rank_tokens=10)
     a, b = Slot(2, (0,)), Slot(2, (1,))
@@ -170,8 +173,9 @@ def test_even_times_beside_long_packs() -> None:
 
 
 def test_time_of_a_document_by_hand() -> None:
-    """1000 and 4000 tokens with squares of 1000 and 16,000 tokens, 10 ns a token.  Of 40 bytes a token, each of two
-    ranks receives half: at 2 bytes a ns, 10 and 40 us in all, of which attention hides 10 and 160 us."""
+    """Documents of 1000 and 4000 tokens, whose squares cost as much as 1000 and 16,000 tokens, at 10 ns per token.
+    Each token has 40 bytes, of which each of two ranks receives half: at 2 bytes per ns, 10 and 40 us, of which
+    attention hides 10 and 160 us."""
     lengths = np.array([1000, 4000])
     cost = CpCost(
         doc_multiple=8, attention=AttentionCost(1000.0), token_ns=10.0, kv_bytes=40.0, node_ranks=2, intra_gb_s=2.0,
@@ -186,7 +190,8 @@ def test_time_of_a_document_by_hand() -> None:
 
 
 def test_costs_of_a_recipe() -> None:
-    """Llama 8B on tp 2 and cp 8, two nodes: 4 key heads of 128 numbers a rank, twice in bf16 and once in fp32."""
+    """Llama 8B on tp 2 and cp 8, two nodes: a rank has 4 key heads of width 128, sent twice in bf16 and once in
+    fp32."""
     cost = CpCost.of(layout_config(model=LLAMA_8B, parallel={"tp": 2, "cp": 8}))
     assert cost.attention == AttentionCost.of(layout_config(model=LLAMA_8B).model) and cost.wait_ranks == 1
     assert cost.kv_bytes == 32 * 2 * 4 * 128 * (2 * 2 + 4) and cost.others == ()
@@ -203,7 +208,8 @@ def test_costs_of_a_recipe() -> None:
 
 
 def test_prediction_by_hand() -> None:
-    """Ranks 0 and 1 share 8 tokens in 4 ns; before, rank 1 computes 3 tokens alone, and rank 0 waits 2 ns for it."""
+    """Ranks 0 and 1 compute 8 tokens together in 4 ns; before, rank 1 computes 3 tokens alone, and rank 0 waits 2 ns
+    for it."""
     a, b, c = Slot(1, (0,)), Slot(1, (1,)), Slot(2, (2,))
     prediction = predict([[a, c], [b, c]], np.array([1, 3, 8]), TOKEN)
     assert (prediction.makespan_ns, prediction.num_microbatches, prediction.num_bytes) == (7, 2, 0)
@@ -222,7 +228,7 @@ def test_fixed_cp_is_the_assignment_of_ranks() -> None:
 
 
 def test_the_bound() -> None:
-    """10 + 2 + 2 and 9 + 8 + 9 tokens on two ranks; the latter in two microbatches of 3 ns each."""
+    """Documents of 10 + 2 + 2 and of 9 + 8 + 9 tokens on two ranks; the latter in two microbatches of 3 ns each."""
     assert documents_of([10, 2, 2], 2, 10).bound_ns(2) == 7
     assert documents_of([9, 8, 9], 2, 10).bound_ns(2) == 13
     slow = replace(TOKEN, microbatch_ns=3.0)

@@ -1,4 +1,4 @@
-"""What the loss is given: the weights of tokens by `loss.reduction`, the supervised ones, a slice of the vocabulary."""
+"""The inputs of the loss: weights of tokens by `loss.reduction`, supervised tokens, and a slice of the vocabulary."""
 
 from unittest.mock import Mock
 
@@ -14,7 +14,7 @@ from tests.unit.loss_cases import microbatch
 
 @pytest.mark.parametrize("reduction, four, one", [("token", 1.0, 1.0), ("sample", 0.25, 1.0), ("sqrt", 0.5, 1.0)])
 def test_weights_of_a_pack_in_numbers(reduction: str, four: float, one: float) -> None:
-    """Samples of 4 and of 1 supervised labels (the first token is never one), and of none; then filler."""
+    """Samples with 4, 1 and 0 supervised labels (the first token is never a label); then filler."""
     samples = [
         sample(range(10, 16), [1, 1, 1, 0, 1, 1]),
         sample(range(10, 13), [0, 0, 1]),
@@ -30,7 +30,7 @@ def test_weights_of_a_pack_in_numbers(reduction: str, four: float, one: float) -
 def test_packs_weigh_tokens_alike_by_default() -> None:
     pack = Collator(doc_multiple=4, pad_id=0).pack([sample(range(10, 13), [1, 1, 1])])
     assert pack.loss_weights.tolist() == [1, 1, 0, 0]
-    assert token_weight(0, "sample") == 1.0  # no token has it
+    assert token_weight(0, "sample") == 1.0  # no token has this weight
 
 
 def test_targets_are_the_tokens_with_a_weight() -> None:

@@ -1,4 +1,5 @@
-"""Plans: every sample within capacity, the same in every process, mixed by shares, and written to files."""
+"""Plans: every sample fits, every process makes the same plan, sources have their shares, and a plan is written to
+files."""
 
 import hashlib
 import json
@@ -37,24 +38,26 @@ def test_plan_in_numbers() -> None:
 
 
 def test_packs_of_many_short_samples_leave_a_200th_free() -> None:
-    """A pack is 400 units of 32 tokens, of which 2 are spared while another pack has room: the 60 samples of one unit
-    go beside the second, though the first has room for two of them."""
+    """A pack has 400 units of 32 tokens, of which 2 stay free while another pack has room: the 60 samples of one unit
+    go into the second pack, although the first has room for two of them."""
     units = [398, 300, *[1] * 60]
     assert packs(plan([32 * n for n in units], capacity=12_800)) == [(0,), tuple(range(1, 62))]
-    assert packs(plan([32 * n for n in [398, 400, 2]], capacity=12_800)) == [(0, 2), (1,)]  # long ones: none is spared
+    # long samples: no unit stays free
+    assert packs(plan([32 * n for n in [398, 400, 2]], capacity=12_800)) == [(0, 2), (1,)]
 
 
 def test_at_most_64_packs_are_open() -> None:
-    """200 packs of 96 leave room for a 32 each, but only 64 of them are still open when those come."""
+    """After 200 packs of 96 tokens, each has room for one sample of 32, but only 64 of them are still open."""
     assert len(plan([96] * 200 + [32] * 200)) == 200 + (200 - 64) // 4
 
 
 def test_the_shuffle_is_pinned() -> None:
-    """Runs resume by number: this order may never change, whatever numpy or Python release."""
+    """Runs resume by the number of a sample, so this order may never change, whatever the release of numpy or
+    Python."""
     order = plan([128] * 8, shuffle=True).samples.tolist()
     assert order == [3, 6, 7, 2, 1, 5, 0, 4]
     assert plan([128] * 8, shuffle=True, epoch=1).samples.tolist() == [1, 0, 4, 5, 2, 7, 6, 3]
-    # splitmix64: published first outputs for the seeds 0 and 1234567
+    # splitmix64: the published first outputs for seeds 0 and 1234567
     assert mix(np.array([0, 1234567], dtype=np.uint64)).tolist() == [0xE220A8397B1DCDAF, 6457827717110365317]
 
 
@@ -74,14 +77,14 @@ def test_every_sample_once_within_capacity(
 
 
 def test_best_fit_fills_where_order_does_not() -> None:
-    """Lengths like those of chats (log-normal, median 400); packing them in order would fill 86%."""
+    """Lengths like those of chats (log-normal, median 400); packing them in order would fill 86% of each pack."""
     lengths = np.minimum(np.random.default_rng(0).lognormal(6, 1.2, 20_000).astype(int) + 1, 8192)
     made = plan_epoch(lengths, capacity=8192, doc_multiple=1, seed=0, epoch=0, shuffle=True)
     assert made.fill > 0.995
 
 
 def test_the_plan_is_pinned() -> None:
-    """A run goes on with the plan it began with: where this digest changes, VERSION has to."""
+    """A run continues with the plan with which it began: if this digest changes, VERSION must change."""
     assert VERSION == 2
     lengths = np.arange(1, 2000) * 7919 % 500 + 1
     made = plan_epoch(lengths, capacity=1024, doc_multiple=32, seed=3, epoch=2, shuffle=True)
@@ -96,7 +99,7 @@ def test_batches() -> None:
 
 
 def test_a_mixture_repeats_samples_or_leaves_out_all() -> None:
-    """Sources of 128 and 64 tokens, 128 wanted of each: the second twice."""
+    """Sources of 128 and 64 tokens, each with 128 wanted tokens: the second is repeated."""
     arguments = dict(capacity=128, doc_multiple=32, seed=0, shuffle=False)
     mixture = Mixture(sources=np.array([0, 1]), wanted=(128, 128))
     made = plan_epoch(np.array([128, 64]), epoch=0, mixture=mixture, **arguments)
@@ -133,7 +136,7 @@ def rewrite(path: Path, line: int, **changes: Any) -> Path:
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    """Also into a run of another seed."""
+    """The plan can also be read into a run with another seed."""
     plans = [drawn(3), drawn(3, epoch=1)]
     read = read_plans(write(tmp_path / "p", *plans), {**HEADER, "run.seed": 9}, EIGHT)
     assert [packs(made) for made in read] == [packs(made) for made in plans]
@@ -197,7 +200,7 @@ def test_files_that_are_no_plans(tmp_path: Path) -> None:
 
 
 def test_what_differs_is_found(tmp_path: Path) -> None:
-    """Samples 2 and 5 change places between the second and third batch of the second file."""
+    """Samples 2 and 5 are exchanged between the second and the third batch of the second file."""
     files = {
         "a": (1, [[[0], [1]], [[2, 3]], [[4], [5]]]),
         "b": (2, [[[0], [1]], [[5], [3]], [[4, 2]]]),
@@ -213,7 +216,7 @@ def test_what_differs_is_found(tmp_path: Path) -> None:
 
 
 def test_what_does_not_count_and_what_does(tmp_path: Path) -> None:
-    """The order of packs in a batch does not; other data do, though the numbers of their samples are the same."""
+    """The order of packs in a batch does not count; other data do, even with the same numbers of samples."""
     path = write(tmp_path / "a", drawn(3))
     batch = json.loads(path.read_text().splitlines()[1])
     other = rewrite(write(tmp_path / "b", drawn(3), **{"run.seed": 2}), 1, packs=batch["packs"][::-1])
@@ -231,7 +234,7 @@ def mixture(sources: list[int], lengths: list[int], *configs: SourceConfig) -> M
 
 
 def test_wanted_tokens() -> None:
-    """Of 300 and 100: nothing is left out, and no epoch is longer than that takes."""
+    """Sources of 300 and 100 tokens: no sample is left out, and no epoch is longer than necessary."""
     assert wanted_tokens([300, 100], [0.5, 0.5]) == [300, 300]
     assert wanted_tokens([300, 100], [6, 4]) == [300, 200]
     assert wanted_tokens([300, 100], [0.9, 0.1]) == [900, 100]
@@ -260,7 +263,8 @@ def test_shares_that_cannot_be_had_are_refused() -> None:
 
 
 def test_samples_in_numbers() -> None:
-    """Four samples of 10 tokens, 25 wanted each epoch of 40: two or three at a time, all five times in eight epochs."""
+    """Four samples of 10 tokens, with 25 wanted tokens per epoch of 40: two or three samples per epoch, each five times
+    in eight epochs."""
     made = Mixture(sources=np.zeros(4, dtype=int), wanted=(25,))
     epochs = [made.samples(np.full(4, 10), seed=1, epoch=epoch).tolist() for epoch in range(8)]
     assert [len(ids) for ids in epochs] == [3, 2, 3, 2, 3, 2, 3, 2]
@@ -278,7 +282,7 @@ SHARES = st.lists(st.floats(0.05, 20), min_size=3, max_size=3)
 def test_shares_are_exact_to_a_sample(
     corpus: list[tuple[int, int]], weights: list[float], epoch: int, seed: int
 ) -> None:
-    """Of every source, in any epoch; and every sample is seen, one source exactly once."""
+    """This holds for every source in any epoch; every sample occurs, and those of one source occur exactly once."""
     corpus = [*corpus, (0, 7), (1, 7), (2, 7)]
     sources, lengths = (np.array(column) for column in zip(*corpus))
     tokens = [int(lengths[sources == s].sum()) for s in range(3)]
@@ -296,7 +300,7 @@ def test_shares_are_exact_to_a_sample(
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=30), st.floats(0.01, 3), st.integers(0, 10**6))
 def test_samples_take_turns(lengths: list[int], epochs: float, first: int) -> None:
-    """Over successive epochs no sample is ahead of another by more than one."""
+    """Over successive epochs, the counts of two samples differ by at most one."""
     of = np.array(lengths)
     made = Mixture(sources=np.zeros(len(of), dtype=int), wanted=(round(epochs * int(of.sum())),))
     seen = np.zeros(len(of), dtype=int)

@@ -1,4 +1,4 @@
-"""A bad row is named, with its reason, and alone: the rows around it are read as if it were not there."""
+"""A bad row is named with its reason, and the rows around it are read as if it did not exist."""
 
 import gzip
 import json
@@ -45,7 +45,7 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("name", BAD_LINES)
 def test_a_bad_row_is_named_and_alone(tmp_path: Path, name: str) -> None:
-    """By file and line, with its reason; the rows around it can be read."""
+    """The message has the file, the line and the reason; the rows around it can be read."""
     line, complaint = BAD_LINES[name]
     path = save(tmp_path / "chat.jsonl", GOOD + b"\n\n" + line + b"\n" + GOOD + b"\n")
     with pytest.raises(DataError) as error:
@@ -56,7 +56,7 @@ def test_a_bad_row_is_named_and_alone(tmp_path: Path, name: str) -> None:
     assert (first, third, fourth) == (1, 3, 4) and parse(good) == parse(last) == ROW
 
 
-# Text whose strings and brackets do not close takes the rest of a list with it.
+# If a string or bracket of a row does not close, the rest of a JSON list cannot be read.
 UNCLOSED = ("last line cut", "deep nesting", "UTF-16")
 
 
@@ -101,7 +101,7 @@ def test_a_row_over_the_limit_is_named_and_alone(tmp_path: Path, ending: str, mo
 
 
 def test_accepted_on_purpose(tmp_path: Path) -> None:
-    """A byte order mark at the start, CRLF, blank lines, no end of the last line, and a line of 3 MB."""
+    """A byte order mark at the start, CRLF, blank lines, no line break at the end, and a line of 3 MB."""
     long = json.dumps({"messages": [{"role": "user", "content": "x" * 3_000_000}, ANSWER]}).encode()
     path = save(tmp_path / "a.jsonl", b"\xef\xbb\xbf" + GOOD + b"\r\n \t\r\n" + long + b"\r\n\r\n\n" + GOOD)
     corpus = corpus_of(str(path), seq_length=20_000_000)

@@ -1,4 +1,4 @@
-"""Datasets by name, from local folders: the rows of `datasets.load_dataset`, names, stores and refusals."""
+"""Datasets by name, from local folders: rows equal those of `datasets.load_dataset`; names, stores and refusals."""
 
 import io
 import json
@@ -25,7 +25,7 @@ datasets = pytest.importorskip("datasets")
 
 
 def chats(first: int, stop: int) -> list[dict[str, Any]]:
-    """Chats of different lengths, with a column that is no part of a chat."""
+    """Chats of different lengths, with a column that does not belong to a chat."""
     return [
         {"messages": [{"role": "user", "content": "q" * i}, {"role": "assistant", "content": f"a{i}"}], "n": i}
         for i in range(first, stop)
@@ -34,7 +34,7 @@ def chats(first: int, stop: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Datasets are converted into a folder of this test, without progress bars and without a network."""
+    """Datasets are converted into a folder of this test, without progress bars and without network."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("hf")))
         datasets.disable_progress_bars()
@@ -44,7 +44,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two splits, the first of two files of 12 and 11 rows."""
+    """Two splits, the first with two files of 12 and 11 rows."""
     home = tmp_path / "chats"
     home.mkdir()
     write(home / "train-00000-of-00002.jsonl", *chats(1, 13))
@@ -63,7 +63,7 @@ def loaded(*inputs: NamedDataset, cache: Path, log: list[str] | None = None) -> 
 
 @pytest.mark.parametrize("split", ["train", "train[:10%]", "train[5:14]", "test+train[-2:]", "train[50%:75%]"])
 def test_rows_are_those_of_load_dataset(folder: Path, split: str) -> None:
-    """Any range of them, over the files of a split and over splits; a row is named by its place in the split."""
+    """Any range of rows, across files of a split and across splits; a row is named by its position in the split."""
     reference = datasets.load_dataset(str(folder), split=split)
     found = load_dataset(NamedDataset(str(folder), split=split))
     rows = list(read_rows(found))
@@ -76,7 +76,7 @@ def test_rows_are_those_of_load_dataset(folder: Path, split: str) -> None:
 
 
 def test_columns_get_our_names_and_hide_others(tmp_path: Path) -> None:
-    """A column `tokens` beside messages would make two formats of a row."""
+    """A column `tokens` beside messages would give a row two formats."""
     (tmp_path / "data").mkdir()
     write(tmp_path / "data" / "train.jsonl", *({"talk": row["messages"], "tokens": 7} for row in chats(1, 4)))
     named = NamedDataset(str(tmp_path / "data"), columns=(("messages", "talk"),))
@@ -114,20 +114,20 @@ def test_nested_features(tmp_path: Path) -> None:
 
 
 def test_samples_and_digests_are_those_of_the_same_rows_in_a_file(folder: Path, tmp_path: Path) -> None:
-    """So a run on either trains on the same samples, in the same order, and may be resumed on the other."""
+    """So runs on both train on the same samples in the same order, and a run on one may resume on the other."""
     file = corpus_of(write(tmp_path / "same.jsonl", *chats(1, 24)))
     cache = tmp_path / "cache"
     found = prepare([NamedDataset(str(folder))], config(num_workers=2), ByteTokenizer(), cache, QUIET)
     assert found.digest == file.digest and len(found) == 23
     assert found.name(13) == f"{folder} train row 14" and found.sources == (f"{folder} train",)
-    # A run finds them without `datasets`, also if its cache was removed.
+    # A run finds the stores without `datasets`, also if the cache of `datasets` was removed.
     shutil.rmtree(datasets.config.HF_DATASETS_CACHE)
     again = run(NamedDataset(str(folder)), cache)
     assert (again.digest, again.name(13)) == (file.digest, found.name(13))
 
 
 def run(dataset: NamedDataset, cache: Path) -> Corpus:
-    """As a training run maps it."""
+    """The corpus as a training run maps it."""
     prepared = find_prepared([dataset], config(), ByteTokenizer(), cache, command="sft data prepare a.yaml")
     return map_prepared(prepared, config(), command="sft data prepare a.yaml")
 
@@ -145,7 +145,7 @@ def test_a_run_refuses_what_is_not_prepared(folder: Path, tmp_path: Path) -> Non
 
 
 def test_stores_follow_rows_and_columns(folder: Path, tmp_path: Path) -> None:
-    """Not the name: the same rows under another name are the same store."""
+    """A store does not depend on the dataset's name: the same rows under another name have the same store."""
     cache = tmp_path / "cache"
     columns = (("messages", "messages"),)
     wanted = [
@@ -207,7 +207,7 @@ def images(home: Path) -> None:
     ],
 )
 def test_refusals(folder: Path, tmp_path: Path, make: Any, named: dict[str, Any], complaint: str) -> None:
-    """One paragraph each, and nothing is remembered."""
+    """Each refusal is one paragraph, and leaves nothing in the cache."""
     if make is not None:
         folder = tmp_path / "home"
         folder.mkdir()
@@ -234,7 +234,8 @@ def test_paths_that_are_no_folder(name: str, complaint: str, tmp_path: Path, mon
 
 
 def test_memory_does_not_grow_with_a_dataset(folder: Path) -> None:
-    """Rows come in batches of 64 of one Arrow table: the first row of 5,000 is there before the others are objects."""
+    """Rows come in batches of 64 from one Arrow table: the first row of 5,000 is returned before the others become
+    objects."""
     write(folder / "train-00001-of-00002.jsonl", *[json.loads(json.dumps(ROW))] * 5000)
     rows = read_rows(load_dataset(NamedDataset(str(folder), split="train[12:]")))
     assert next(rows)[1] == ROW and sum(1 for _ in rows) == 4999

@@ -1,4 +1,4 @@
-"""What rows say: each shape with the chat it gives, and each fault with the words it is refused in."""
+"""Formats of rows: each form with the chat that it gives, and each fault with its error message."""
 
 import json
 from datetime import date
@@ -20,7 +20,7 @@ CALLS = {"role": "assistant", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "content": "7", "tool_call_id": "c1"}
 
 
-# Every shape, and the chat it gives
+# Every form, and the chat that it gives
 
 
 def talk(*messages: object, **others: object) -> dict[str, object]:
@@ -28,17 +28,17 @@ def talk(*messages: object, **others: object) -> dict[str, object]:
 
 
 def called(**function: Any) -> Message:
-    """An assistant's message of one call, as it is once read."""
+    """The message of an assistant with one call, in the form after reading."""
     return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
 
 
 def sent(**values: str) -> list[Message]:
-    """sent(human="a", gpt="b") -> these two messages in ShareGPT's words."""
+    """sent(human="a", gpt="b") -> these two messages in ShareGPT's form."""
     return [{"from": sender, "value": value} for sender, value in values.items()]
 
 
 def said(*texts: str) -> list[Message]:
-    """said("a", "b") -> a message of the user, one of the assistant, and so on in turn."""
+    """said("a", "b") -> a message of the user, then one of the assistant, and so on."""
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
@@ -148,7 +148,7 @@ def test_shapes(name: str) -> None:
     assert json.dumps(row) == before, "the row itself is left as it was"
 
 
-# Every fault, and its words
+# Every fault, and its message
 
 
 def calling(**call: object) -> dict[str, object]:
@@ -167,7 +167,7 @@ BAD_ROWS: list[tuple[object, str]] = [
     ({"system": "A", "messages": [USER, {"role": "system", "content": "B"}, ANSWER]},
      "the row has a system text and also a system message.  Keep one of them."),
     ("hi", "a row must be an object; got a string."),
-    # Shapes
+    # Forms
     ({"message": []}, KNOWN + "message."),
     ({"messages": None, "body": "a"}, KNOWN + "messages (null), body."),
     ({"messages": {"role": ["user"], "content": []}}, "messages must be a list of at least one message; got an object"),
@@ -192,8 +192,8 @@ BAD_ROWS: list[tuple[object, str]] = [
     (talk({**USER, "reasoning": "a"}), "message 1 has reasoning, which is of the user; expected a string in"),
     (talk({**ANSWER, "thinking": 7}), "message 1 has thinking, which is 7; expected a string in an assistant message."),
     (talk({**ANSWER, "thinking": "a", "reasoning": "b"}), "message 1 has reasoning and thinking, whose values differ."),
-    # Nothing to learn
-    (talk(USER, SYSTEM), "no assistant turn, so no token is supervised."),
+    # Nothing that could be learned
+    (talk(USER, SYSTEM), "no assistant turn, so the row has no answer to learn."),
     (talk(USER, {**ANSWER, "train": False}), "every assistant turn has weight 0, so no token is supervised."),
     ({"prompt": [ANSWER], "completion": [USER]}, "the completion has no assistant message, so no token is"),
     # Weights
@@ -226,7 +226,7 @@ BAD_ROWS: list[tuple[object, str]] = [
 
 
 def test_values_that_only_a_table_can_hold() -> None:
-    """A template would write them in a way of its own, and their text in the data cannot be had back."""
+    """A template would write these values in its own way, so their text in the data cannot be restored."""
     calls = [{"name": "f", "arguments": {"at": date(2024, 1, 2)}}]
     for row, what in (
         ({"messages": [USER, {"role": "assistant", "content": "x", "tool_calls": calls}]}, "message 2 holds a date"),

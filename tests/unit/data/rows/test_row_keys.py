@@ -1,4 +1,4 @@
-"""Keys of a row beside its messages: what each gives, what it is refused for, and which keys nothing reads."""
+"""Keys of a row beside its messages: their effects, their refusals, and keys that nothing reads."""
 
 import json
 from typing import Any
@@ -146,7 +146,7 @@ def test_a_chat_with_the_label_false_is_unwanted(name: str) -> None:
     ):
         with pytest.raises(UnwantedRow):
             read_row({**row, name: False})
-    # A number is a class, and a text may be labelled, too.
+    # A label that is a number is a class; a text may also have a label.
     for row in ({**HI, name: 0}, {"text": "a", name: False}, {"tokens": [1, 2], "loss_mask": [0, 1], name: False}):
         read_row(row)
         assert unused_keys(row) == [name]

@@ -1,4 +1,4 @@
-"""Reading rows: every kind of file gives the same rows, any range of them, and a bad row is named and alone."""
+"""Reading rows: every kind of file gives the same rows and any range of them; a bad row is named alone."""
 
 import bz2
 import gzip
@@ -60,7 +60,7 @@ COMPRESS: dict[str, Callable[[Path, bytes], Path]] = {
 }
 
 
-# What a file may be
+# Forms of a file
 
 
 def schema(name: str, **parameters: Any) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
     return {"type": "function", "id": f"call-{name}", "function": {"name": name, "arguments": arguments}}
 
 
-# Tools with other keys in every row, calls with other arguments: Arrow gives all of them the keys of all.
+# Every row has tools with other keys and calls with other arguments; Arrow gives each of them the keys of all.
 TOOL_ROWS: list[dict[str, Any]] = [
     {
         "messages": [
@@ -94,7 +94,7 @@ TOOL_ROWS: list[dict[str, Any]] = [
 
 
 def test_every_kind_of_file_gives_the_same_samples(tmp_path: Path) -> None:
-    """The same rows with tools of differing keys, in twenty ways of writing them: tokens and weights."""
+    """The same rows, with tools of various keys, written in twenty forms, give the same tokens and weights."""
     import datasets
     import pyarrow
     from pyarrow import parquet
@@ -138,7 +138,7 @@ def test_every_kind_of_file_gives_the_same_samples(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", list(COMPRESS))
 def test_compressed_parts_end_to_end_are_one_file(tmp_path: Path, ending: str) -> None:
-    """As pigz and pbzip2 write them, and as `cat a.gz b.gz` makes them; a row may span two parts."""
+    """pigz, pbzip2 and `cat a.gz b.gz` write such files; a row may span two parts."""
     parts = [
         COMPRESS[ending](tmp_path / f"{i}{ending}", part).read_bytes() for i, part in enumerate((b"[1", b", 2]\n[3]"))
     ]
@@ -147,12 +147,13 @@ def test_compressed_parts_end_to_end_are_one_file(tmp_path: Path, ending: str) -
 
 
 def text_columns(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with its messages and tools as JSON text, as datasets of differing tools are usually written."""
+    """A row with its messages and tools as JSON text, the usual form for datasets with different tools."""
     return {key: json.dumps(value) for key, value in row.items()}
 
 
 def test_tables_lose_nulls_and_json_does_not(tmp_path: Path) -> None:
-    """A null in an object of a table may be Arrow's own; a null in JSON, or in a table's JSON text, was written."""
+    """A null in an object of a table may come from Arrow; a null in JSON, or in JSON text of a table, comes from the
+    author."""
     import datasets
 
     tool = {"name": "f", "parameters": {"x": {"default": None, "enum": ["a", None]}}}
@@ -266,7 +267,7 @@ def test_index_of_lines(tmp_path: Path) -> None:
     assert index.offsets is not None and index.offsets.tolist() == [3, 12, 17] and index.offsets.dtype == np.int64
     assert index.numbers is not None and index.numbers.tolist() == [1, 4, 6] and index.numbers.dtype == np.int64
     assert list(read_rows(path, index, 1)) == [(4, b"{}"), (6, b"[]")]
-    index = index_rows(save(path, b"{}\n{}\n\n"))  # without blank ones in between: no numbers
+    index = index_rows(save(path, b"{}\n{}\n\n"))  # without blank lines in between, the index has no line numbers
     assert (index.num_rows, index.numbers) == (2, None)
     assert len(pickle.dumps(index)) < 1000
 
@@ -291,7 +292,7 @@ ANY_LINES = st.lists(
 def test_ranges_give_the_rows_of_the_whole(
     tmp_path: Path, name: str, lines: list[bytes], end: bytes, closed: bool, mark: bool, block: int
 ) -> None:
-    """Wherever a block ends: inside a line, between its end's two bytes, in blank lines."""
+    """Blocks may end anywhere: inside a line, between the two bytes of a line break, in blank lines."""
     content = (b"\xef\xbb\xbf" if mark else b"") + end.join(lines) + (end if closed else b"")
     path = tmp_path / name
     save(path, gzip.compress(content) if path.suffix == ".gz" else content)
@@ -360,7 +361,7 @@ def test_a_file_that_changed_is_refused(tmp_path: Path) -> None:
         list(read_rows(path, index))
 
 
-MEMORY = 12 * 2**20  # a block of 1 MiB several times over: as numpy's masks, as lines, and what gzip holds
+MEMORY = 12 * 2**20  # a block of 1 MiB several times: as masks of numpy, as lines, and in gzip
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])

@@ -1,4 +1,4 @@
-"""What the header that asks for an answer depends on: read off the template, and never less than it does."""
+"""The inputs on which the header of an answer depends: found in the template, and never fewer than the real ones."""
 
 from itertools import chain
 from pathlib import Path
@@ -93,7 +93,8 @@ def test_shape_written_out() -> None:
 
 @pytest.mark.parametrize("name", ["deepseekv3", "deepseek_r1_distill"])
 def test_remembered_prompts_change_no_mask(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All chats by one tokenizer, forward and backward, and each by a tokenizer that remembers nothing."""
+    """All chats with one tokenizer, in both orders, give the same masks as each chat with a tokenizer without cached
+    prompts."""
     family = FAMILIES[NAMES.index(name)]
     model = Model(tmp_path, name, family)
     assert model.ours.template.prompt_inputs is SHAPES

@@ -1,6 +1,6 @@
-"""How much a template writes for a file of chats, counted in characters: never more than 2.2 times the chats' text.
+"""The number of characters that a template writes for a file of chats: at most 2.2 times the chats' text.
 
-Prompts that show where turns begin are rendered, too, but once for each state, however long the chat is.
+Prompts that locate the starts of turns are rendered too, but only once for each state, however long the chat is.
 """
 
 from pathlib import Path
@@ -22,8 +22,8 @@ TOOL = {"type": "function", "function": {"name": "run", "description": "Runs a c
 
 
 def chat_of(kind: str, num_messages: int) -> dict[str, Any]:
-    """A chat of about so many messages: plain turns, turns with reasoning, calls of tools with reasoning, or all by
-    turns."""
+    """A chat of about `num_messages` messages: plain turns, turns with reasoning, calls of tools with reasoning, or all
+    of these in turn."""
     if kind == "mixed":
         parts = [chat_of(part, 4)["messages"] for part in ("plain", "agent", "reasoning", "plain", "agent")]
         messages = [message for part in parts for message in part] * (num_messages // 20 + 1)
@@ -48,7 +48,7 @@ def chat_of(kind: str, num_messages: int) -> dict[str, Any]:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The lengths of all renderings."""
+    """The number of characters of each rendering."""
     lengths: list[int] = []
     plain = ChatTemplate.rendered
 
@@ -64,13 +64,13 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("name", ["qwen3_6", "glm4moe", "gptoss", "gemma4_v5"])
 def test_characters(counted: list[int], tmp_path: Path, name: str) -> None:
     model = Model(tmp_path, name, FAMILIES[NAMES.index(name)])
-    model.ours.habits  # learnt once a template
+    model.ours.habits  # found once per template
     sizes = SIZES[:-1] if name == "gemma4_v5" else SIZES  # it takes ten times as long as the others
     for kind in ("plain", "reasoning", "agent", "mixed"):
         for size in sizes:
             counted.clear()
             chats = 0
-            for first in ("Hello. ", "Well. "):  # the smallest file that is none of a single chat
+            for first in ("Hello. ", "Well. "):  # two chats: the smallest file with more than one
                 row = chat_of(kind, size)
                 row["messages"][0] = {"role": "user", "content": first * 5}
                 rendered = encode_row(read_row(row), model.ours, config()).rendered

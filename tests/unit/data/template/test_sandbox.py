@@ -1,5 +1,5 @@
-"""Templates that want out, never end or write without measure, and are ended by counts.  What only the limits of the
-process end is in test_limited.py."""
+"""Templates that try to leave the sandbox, never end or write without limit are ended by counts.  test_limited.py tests
+limits of the process."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def render(source: str) -> str:
 
 
 def doubled(times: int, step: str) -> str:
-    """`step` with X and Y for the name of a value and the name of the one before it, again and again."""
+    """`step` repeated with names for X and Y: X is a new value, Y the value of the step before."""
     return "".join(step.replace("X", f"x{i + 1}").replace("Y", f"x{i}") for i in range(times))
 
 
@@ -48,7 +48,7 @@ def doubled(times: int, step: str) -> str:
     ],
 )
 def test_no_way_out(source: str) -> None:
-    """Refused by Jinja's immutable sandbox or by what transformers and we put in it."""
+    """Jinja's immutable sandbox, or an addition of transformers or of sft, refuses the template."""
     with pytest.raises(Refused, match=r"chat template chat\.jinja refused the chat: "):
         render(source)
     assert render("{{ '{0.__class__}'.format(messages) }}{{ raise_exception.__globals__ }}") == ""
@@ -56,7 +56,7 @@ def test_no_way_out(source: str) -> None:
 
 
 def test_a_namespace_knows_nothing_of_another() -> None:
-    """What one chat or namespace has set is undefined in the next."""
+    """A value that one chat or namespace has set is undefined in the next."""
     source = (
         "{% set ns = namespace() %}{% set other = namespace() %}{% for m in messages %}{% if ns.seen %},{% endif %}"
         "{% set ns.seen = true %}{{ m.content }}{% if other.seen %}!{% endif %}{% endfor %}"
@@ -68,7 +68,7 @@ def test_a_namespace_knows_nothing_of_another() -> None:
 @pytest.mark.parametrize("value", ["messages[0].content", "'x'", "('x' | safe)", "loop.index", "('x' ~ 1)", "n", "f"])
 @pytest.mark.parametrize("name", ["pieces", "field", "of", "filled", "_sub", "_filled"])
 def test_names_of_ours_are_hidden(value: str, name: str) -> None:
-    """From every way to name an attribute."""
+    """Every way to name an attribute is tried."""
     ways = (
         f"{{{{ {value}.{name} }}}}",
         f"{{{{ {value}['{name}'] }}}}",
@@ -104,7 +104,7 @@ def test_names_are_those_of_transformers() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        LOOP * 2 + "{% endfor %}" * 2,  # writes nothing, so nothing is ever handed out
+        LOOP * 2 + "{% endfor %}" * 2,  # the loop writes nothing, so the template never yields a text
         LOOP + "{% for m in messages if range(100000) | sum %}{% endfor %}{% endfor %}",
         "{% set a = range(60000) | list %}{% for i in a %}{% for j in a %}{% endfor %}{% endfor %}",
         LOOP + "{% set x = range(100000) | list %}{% endfor %}",
@@ -121,7 +121,7 @@ def test_names_are_those_of_transformers() -> None:
         "{{ ('x' * 1000000) | min }}",
         "{{ ('x ' * 500000).split() | length }}",
         "{{ ('xy' * 500000).split('y') | length }}",
-        "{{ (messages[0].content * 500000) | length }}",  # each of the texts has a source of its own
+        "{{ (messages[0].content * 500000) | length }}",  # each text has a source of its own
     ],
 )  # fmt: skip
 def test_endless(source: str) -> None:
@@ -175,7 +175,7 @@ def test_too_much_text(source: str) -> None:
 
 
 def test_what_a_call_is_given_alone_bounds_its_result() -> None:
-    """And not the variables of the loop around it."""
+    """Variables of the surrounding loop do not count."""
     source = "{% for m in messages %}{% set text = m.content %}{{ text.replace('x', 'y') }}{% endfor %}"
     template = ChatTemplate(source, "chat.jinja", {})
     assert template.render([{"role": "user", "content": "x" * 2000}]).text == "y" * 2000
@@ -253,13 +253,13 @@ def test_a_reason_has_a_length() -> None:
 
 
 def test_limits_are_for_one_rendering() -> None:
-    """And may be used up."""
+    """A rendering may use the limits up; the next one starts anew."""
     template = ChatTemplate("{{ 'x' * 1000000 }}", "chat.jinja", {})
     assert [len(template.render([]).text) for _ in range(3)] == [CHARACTERS] * 3
 
 
 def test_memory_that_runs_out_is_no_refusal() -> None:
-    """It depends on the machine, so it must not skip a row."""
+    """Memory depends on the machine, so a lack of it must not skip a row."""
     template = ChatTemplate("{{ x }}", "chat.jinja", {})
     sandbox, _ = template._compiled[0]
 
@@ -272,7 +272,7 @@ def test_memory_that_runs_out_is_no_refusal() -> None:
 
 
 def test_what_templates_do() -> None:
-    """Ordinary means give what they give in transformers."""
+    """Ordinary operations give the same results as in transformers."""
     source = """{%- set ns = namespace(n=0) -%}
     {%- for m in messages -%}{%- set ns.n = ns.n + 1 -%}
         {%- if m.role is string and m['role'] == 'user' and not m.none -%}{{ bos_token ~ ns.n ~ m.content | trim }}
@@ -309,7 +309,7 @@ def test_sums_that_python_refuses(source: str) -> None:
 
 
 def test_text_marked_safe() -> None:
-    """As in transformers, it escapes what is added to it; `autoescape` does so everywhere."""
+    """As in transformers, a text marked safe escapes text that is added to it; with `autoescape`, all texts do."""
     source = (
         "{{ ('<' | safe) ~ '<' ~ ('<' | safe + '<') }}{% autoescape true %}{{ '<' }}{{ '<' ~ 1 }}{% endautoescape %}"
     )

@@ -1,4 +1,4 @@
-"""Texts keep the sources of their characters through the operations of templates, and never gain a wrong one."""
+"""Texts keep the sources of their characters through the operations of templates, and never get a wrong source."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sft.data.template.sources import CONSTANT, UNKNOWN, Field, Piece, Unknown
 from sft.data.template.trace import Text, concatenated, pieces_of
 
-# Each source has letters of its own, so the letters of a result show where it came from; all share spaces and a comma.
+# Each source has its own letters, so the letters of a result show their source; all sources share spaces and a comma.
 SHARED = " \n,"
 LETTERS = {"asked": "abcß", "answered": "ABCé", "template": "<|>", "lost": "xyz"}
 FIELDS = {name: Field(number, ("content",), name) for number, name in enumerate(("asked", "answered"))}
@@ -21,7 +21,7 @@ def texts(name: str) -> st.SearchStrategy[str]:
 
 
 def sources_of(text: str) -> list[tuple[str, str]]:
-    """Each character with the name of its source.  Checks that exact pieces are the field's own characters."""
+    """Each character with the name of its source.  Checks that exact pieces consist of the field's own characters."""
     pieces = pieces_of(text)
     assert sum(piece.length for piece in pieces) == len(text)
     result, at = [], 0
@@ -36,13 +36,13 @@ def sources_of(text: str) -> list[tuple[str, str]]:
 
 
 def check(text: str) -> None:
-    """Letters have their sources: none is wrong, and none is lost."""
+    """Every letter has its own source."""
     for character, name in sources_of(text):
         assert character in LETTERS[name] + SHARED
 
 
 class Two:
-    """A text and the same text without sources."""
+    """A traced text, and the same text without sources."""
 
     def __init__(self, traced: str, plain: str) -> None:
         self.traced, self.plain = traced, plain
@@ -51,7 +51,7 @@ class Two:
 
 
 def both(operation: Callable[..., Any], *parts: Two) -> list[Two]:
-    """The results of an operation on traced and on plain texts, which are equal."""
+    """The results of an operation on traced and on plain texts, which must be equal."""
     traced, plain = operation(*(part.traced for part in parts)), operation(*(part.plain for part in parts))
     if isinstance(plain, str):
         traced, plain = [traced], [plain]
@@ -65,7 +65,7 @@ NONE_OR_NUMBER = st.none() | NUMBERS
 
 @st.composite
 def operations(draw: st.DrawFn) -> tuple[Callable[..., Any], int]:
-    """An operation that keeps sources, and how many texts it takes."""
+    """An operation that keeps sources, and the number of texts that it takes."""
     a, b, n = draw(NONE_OR_NUMBER), draw(NONE_OR_NUMBER), draw(NUMBERS)
     flag = draw(st.booleans())
     return draw(
@@ -110,7 +110,7 @@ def operations(draw: st.DrawFn) -> tuple[Callable[..., Any], int]:
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_operations_keep_each_letter_and_its_source(data: st.DataObject) -> None:
-    """Twenty operations on each other's results, beside the same operations on plain texts."""
+    """Applies twenty operations to each other's results, and the same operations to plain texts."""
     known = []
     for name in LETTERS:
         plain = data.draw(texts(name))
@@ -155,7 +155,7 @@ def test_formats_keep_sources(asked: str, answered: str, lost: str) -> None:
         (Text.of("ab", FIELDS["asked"]).ljust(4), "ab  "),
         (Text.of("a\tb", FIELDS["asked"]).expandtabs(2), "a b"),
         (Text.of("ab", FIELDS["asked"]).swapcase(), "AB"),
-        (Text.of("aß", FIELDS["asked"]).upper(), "ASS"),  # another number of characters
+        (Text.of("aß", FIELDS["asked"]).upper(), "ASS"),  # the result has another number of characters
         (Text.of("ab", FIELDS["asked"]).translate({97: "x"}), "xb"),
         (Text.of("ab", FIELDS["asked"])[::-1], "ba"),
         (Text.of("abc", FIELDS["asked"])[::2], "ac"),

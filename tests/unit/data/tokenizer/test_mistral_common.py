@@ -1,6 +1,7 @@
-"""Folders with tekken.json where the package mistral-common is installed: the tokenizer is made of the same files.
+"""Folders with tekken.json if the package mistral-common is installed: the tokenizer is made of the same files as
+without it.
 
-transformers then gives such a folder to mistral-common, unless a caller says what fix_mistral_regex is.
+transformers then gives such a folder to mistral-common, unless a caller passes fix_mistral_regex.
 """
 
 import base64
@@ -17,7 +18,7 @@ from tests.unit.fixtures.folder import make_folder
 
 
 class MistralCommon:
-    """Stands in for the class of transformers that needs the package."""
+    """Replaces the class of transformers that needs the package."""
 
     @classmethod
     def from_pretrained(cls, folder: str, **_: object) -> None:
@@ -26,7 +27,7 @@ class MistralCommon:
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers as it is where mistral-common is installed."""
+    """transformers as it is if mistral-common is installed."""
     from transformers.integrations.mistral import tokenizer
     from transformers.models.auto import tokenization_auto
 
@@ -37,7 +38,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """tekken.json with "he" and "The" beside the 256 bytes, and the files of the model around it."""
+    """A folder with a tekken.json of the 256 bytes, "he" and "The", and the other files of the model."""
     texts = [*(bytes([byte]) for byte in range(256)), b"he", b"The"]
     content = {
         "config": {"pattern": mistral_regex.RIGHT, "default_num_special_tokens": 3},
@@ -64,7 +65,7 @@ def test_a_folder_with_tekken_json_alone(folder: Path) -> None:
 
 
 def test_a_folder_with_tokenizer_json_beside_it(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The tokenizer that is compared is that of tokenizer.json in both."""
+    """Both compared tokenizers are made of tokenizer.json."""
     other = make_folder(tmp_path_factory.mktemp("other"), "")
     (folder / "tokenizer.json").write_text((other / "tokenizer.json").read_text())
     (folder / "tokenizer_config.json").write_text(

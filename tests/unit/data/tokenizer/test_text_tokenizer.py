@@ -1,4 +1,4 @@
-"""Tokens of a text: the characters of each, and what is proven to decode to which characters."""
+"""Tokens of a text: the characters of each token, and the characters that a token provably decodes to."""
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -35,9 +35,9 @@ def test_edges_count_bytes() -> None:
         (3, 9, (3, 5, True)),
         (0, 0, (0, 0, True)),
         (9, 9, (5, 5, True)),
-        (1, 3, (0, 3, False)),  # begins within "ab"
-        (0, 1, (0, 1, False)),  # ends within it
-        (4, 9, (3, 5, False)),  # begins within a control token
+        (1, 3, (0, 3, False)),  # begins inside "ab"
+        (0, 1, (0, 1, False)),  # ends inside "ab"
+        (4, 9, (3, 5, False)),  # begins inside a control token
     ],
 )
 def test_tokens_of_whole_characters_are_proven(start: int, end: int, span: tuple[int, int, bool]) -> None:
@@ -47,9 +47,9 @@ def test_tokens_of_whole_characters_are_proven(start: int, end: int, span: tuple
 @pytest.mark.parametrize(
     ("normalizer", "text", "ids"),
     [
-        (normalizers.Lowercase(), "Aa", [0, 0]),  # as many bytes as the text, but others
+        (normalizers.Lowercase(), "Aa", [0, 0]),  # as many bytes as the text, but other bytes
         (normalizers.Replace("b", ""), "ab", [0]),
-        (None, "azb", [4]),  # "z" has no token, and goes
+        (None, "azb", [4]),  # "z" has no token, and is lost
         (None, "«A»", [9]),  # the decoder reads « and » as bytes, not as letters
     ],
 )

@@ -1,4 +1,4 @@
-"""Tokenizers: the built-in one, a folder, and what is said of folders and templates that cannot be used."""
+"""Tokenizers: the built-in one, those of folders, and the errors for folders and templates that cannot be used."""
 
 import json
 import pickle
@@ -39,7 +39,7 @@ def test_folder(folder: Path) -> None:
     assert (habits.ends, habits.header, habits.lead) == (("<|im_end|>", "<|endoftext|>"), "<|im_start|>assistant\n", "")
     encoded = tokenizer.encode("<|im_start|>x \n y")
     assert encoded.ids[0] == 1
-    # Each character belongs to exactly one token: the saved post-processor would drop the spaces.
+    # Each character belongs to exactly one token; the post-processor in the file would drop spaces.
     assert encoded.starts.tolist() == [0, *encoded.ends[:-1].tolist()]
     assert encoded.ends[-1] == 17
     assert encoded.token_spans([0], [13]) == [(0, 2, True)]
@@ -47,7 +47,7 @@ def test_folder(folder: Path) -> None:
     as_text = tokenizer.encode_as_text("<|im_end|>", stand_ins, tokenizer.encode(stand_ins).ids)
     assert as_text is not None and len(as_text.ids) > 1 and not tokenizer.is_control[as_text.ids].any()
     assert as_text.ends[-1] == 10 and tokenizer.decode(as_text.ids) == "<|im_end|>"
-    # The saved length limit of 16 tokens does not cut.
+    # The length limit of 16 tokens in the file has no effect.
     assert tokenizer.encode("<|im_end|>" * 100).ids.tolist() == [2] * 100
 
 
@@ -61,8 +61,8 @@ def test_without_a_padding_token_the_end_of_sequence_pads(folder: Path, tmp_path
 ASSISTANT = "<|im_start|>assistant\n"
 SENTENCE = "<｜end▁of▁sentence｜>"
 CALLS = "<｜tool▁calls▁begin｜> <｜tool▁call▁begin｜> <｜tool▁sep｜> <｜tool▁call▁end｜> <｜tool▁calls▁end｜>"
-# The ends of a last answer and a last call, the ends after which no message goes on, control tokens inside turns, the
-# header that asks for an answer, and the text that is inserted before one
+# The tokens that end a last answer and a last call, the tokens that end a turn after which no message may follow,
+# control tokens inside turns, the header that asks for an answer, and the text that is inserted before an answer
 HABITS = [
     ("chatml", "<|im_end|>", "<|im_end|>", "<|im_end|> <|endoftext|>", "", ASSISTANT, ""),
     ("qwen3", "<|im_end|>", "<|im_end|>", "<|im_end|> <|endoftext|>", "", ASSISTANT, "<think>\n\n</think>\n\n"),
@@ -72,10 +72,10 @@ HABITS = [
     ("phi3", "<|end|>", "<|end|>", "<|end|> <|endoftext|>", "", "<|assistant|>\n", ""),
     ("deepseek_r1", SENTENCE, SENTENCE, f"{SENTENCE} <|endoftext|>", "", "<｜Assistant｜><think>\n", ""),
     ("deepseek_v3_text", SENTENCE, SENTENCE, f"{SENTENCE} <|endoftext|>", CALLS, "<｜Assistant｜>", ""),
-    # <|end|> ends an answer in the history, and thinking, after which the message goes on.
+    # <|end|> ends an answer in the history; it also ends thinking, after which the message continues.
     ("harmony", "<|return|>", "<|call|>", "<|return|> <|call|> <|endoftext|>", "", "<|start|>assistant",
      "<|channel|>final<|message|>"),
-    # Nothing ends the last turn.
+    # No token ends the last turn.
     ("glm4_moe", None, None, "<|user|> <|endoftext|> <|observation|>", "", "<|assistant|>", "\n<think></think>\n"),
     ("gemma4", "<turn|>", "<|tool_response>", "<turn|> <|tool_response> <|endoftext|>", "<|tool_call> <tool_call|>",
      "<|turn>model\n", ""),
@@ -95,7 +95,8 @@ def test_habits(
     header: str,
     lead: str,
 ) -> None:
-    """What a template writes around a turn: the tokens that end one, what asks for one, what it puts before one."""
+    """The text that a template writes around a turn: the tokens that end a turn, the header that asks for one, and
+    inserted text."""
     habits = tokenizers(name).habits
     assert dict(habits.last_ends) == {False: answer_end, True: call_end}
     assert set(habits.stops) == set(stops.split()) <= set(habits.ends)
@@ -111,7 +112,8 @@ def test_the_form_that_a_template_takes(tokenizers: Callable[[str], FolderTokeni
 
 
 def test_the_form_of_a_content_beside_calls(tmp_path: Path) -> None:
-    """transformers gives a template what the row has; a template may want no content, null, or an empty one."""
+    """transformers gives a template the content of the row; a template may require no content, null, or an empty
+    one."""
     body = (
         "{% if m.tool_calls %}{% if CASE %}{{ raise_exception('no') }}{% endif %}<{{ m.tool_calls[0].function.name }}>"
     )
@@ -127,7 +129,7 @@ def test_the_form_of_a_content_beside_calls(tmp_path: Path) -> None:
 
 
 def test_a_template_that_wants_tools_or_a_system_message_is_learned(tmp_path: Path) -> None:
-    """Command R's template for tools goes through `tools`, of which a chat may have none."""
+    """Command R's template for tools loops over `tools`, which a chat may lack."""
     habits = load_folder(tmp_path / "a", template("command_r_tools")).habits
     assert habits.last_ends[False] == "<|END_OF_TURN_TOKEN|>"
     strict = "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}" + template("chatml")
@@ -160,7 +162,7 @@ def test_it_can_be_sent_to_another_process(folder: Path) -> None:
 
 
 def test_digest_follows_tokenizer_and_template(folder: Path, tmp_path: Path) -> None:
-    """P100: what a cache is keyed by.  One merge is enough; the weights and the sizes of a model do not count."""
+    """P100: the key of a cache.  A single merge changes it; the weights and sizes of a model do not."""
     copy, file = tmp_path / "copy", tmp_path / "chat.jinja"
     shutil.copytree(folder, copy)
 
@@ -168,7 +170,7 @@ def test_digest_follows_tokenizer_and_template(folder: Path, tmp_path: Path) -> 
         return load_tokenizer(config(tokenizer=str(copy), **settings)).digest
 
     used = open_folder(folder)
-    assert used.encode_as_text("<|im_end|>", "x", used.encode("x").ids)  # leaves no trace in the digest
+    assert used.encode_as_text("<|im_end|>", "x", used.encode("x").ids)  # the call does not change the digest
     original = used.digest
     for name in ("model.safetensors", "generation_config.json", "model.safetensors.index.json"):
         (copy / name).write_bytes(b"{}")
@@ -193,8 +195,8 @@ def test_folders_that_are_no_tokenizer(folder: Path, tmp_path: Path) -> None:
     for path in (other / "config.json", damaged / "tokenizer.json"):
         path.write_text("{")
     for settings, complaint in (
-        ({"tokenizer": "org/model"}, "folder org/model does not exist.  data.tokenizer is byte"),
-        ({"tokenizer": str(other)}, r"has no tokenizer \(it holds config.json\).  data.tokenizer is byte"),
+        ({"tokenizer": "org/model"}, "folder org/model does not exist.  data.tokenizer must be `byte`"),
+        ({"tokenizer": str(other)}, r"has no tokenizer \(it holds config.json\).  data.tokenizer must be `byte`"),
         ({"tokenizer": str(damaged)}, r"tokenizer.json of \S+ is not a usable tokenizer: EOF"),
         ({"tokenizer": str(folder), "chat_template": "nowhere.jinja"}, "nowhere.jinja cannot be read: .*No such file"),
         ({"chat_template": "chat.jinja"}, "chat.jinja has no effect with data.tokenizer = byte"),
@@ -216,7 +218,7 @@ def test_folders_that_are_no_tokenizer(folder: Path, tmp_path: Path) -> None:
 def test_a_template_that_cannot_be_used_is_refused_with_the_first_chat(
     folder: Path, tmp_path: Path, jinja: str, complaint: str
 ) -> None:
-    """Rows of tokens and texts need no template, so it is not refused when it is loaded."""
+    """Rows of tokens and texts need no template, so a bad template is not refused when it is loaded."""
     file = tmp_path / "chat.jinja"
     file.write_text(jinja)
     tokenizer = load_tokenizer(config(tokenizer=str(folder), chat_template=str(file)))

@@ -1,4 +1,5 @@
-"""The files of a tokenizer folder: which of them decide, and what is said if transformers reads them otherwise."""
+"""The files of a tokenizer folder: which file decides each property, and the notes if transformers reads them
+differently."""
 
 import json
 import shutil
@@ -32,7 +33,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def change(base: Path, tmp_path: Path) -> Change:
-    """Writes a copy of the folder with other settings in tokenizer_config.json and other files; None removes one."""
+    """Returns a function that writes a copy of the folder with changed settings in tokenizer_config.json and changed
+    files; None removes a file."""
 
     def changed(settings: dict[str, Any] | None = None, files: dict[str, object] | None = None) -> Path:
         copy = shutil.copytree(base, tmp_path / "copy")
@@ -61,7 +63,8 @@ def test_an_ordinary_folder(base: Path) -> None:
 
 
 def test_added_tokens_of_the_other_files(change: Change) -> None:
-    """In the order of transformers: added_tokens_decoder by id, then special tokens by name, then further ones."""
+    """Tokens are added in the order of transformers: added_tokens_decoder by id, then special tokens by name, then
+    further ones."""
     decoder = {"700": {"content": "<b>", "special": True}, "600": {"content": "<a>", "special": False}}
     folder = change({"added_tokens_decoder": decoder, "pad_token": "<pad>", "additional_special_tokens": ["<c>"]})
     files = read_tokenizer("it", folder)
@@ -82,9 +85,10 @@ def test_added_tokens_of_the_other_files(change: Change) -> None:
         ({"extra_special_tokens": {"image_token": "<img>"}}, {}, {"image_token": "<img>"}),
         ({}, {"special_tokens_map.json": {"bos_token": {"content": "<bos>", "lstrip": False}}}, {"bos_token": "<bos>"}),
         ({"pad_token": "<p>"}, {"added_tokens.json": {"<p>": 500, "<q>": 501}}, {"pad_token": "<p>"}),
-        ({"added_tokens_decoder": {}}, {"special_tokens_map.json": {"bos_token": "<bos>"}}, {}),  # not read then
+        # special_tokens_map.json is not read then
+        ({"added_tokens_decoder": {}}, {"special_tokens_map.json": {"bos_token": "<bos>"}}, {}),
         ({"pad_token": {"__type": "AddedToken", "content": "<p>", "rstrip": True}}, {}, {"pad_token": "<p>"}),
-        ({"pad_token": "<think>"}, {}, {"pad_token": "<think>"}),  # becomes special
+        ({"pad_token": "<think>"}, {}, {"pad_token": "<think>"}),  # the token becomes special
     ],
 )
 def test_special_tokens_are_those_of_transformers(
@@ -325,7 +329,7 @@ def test_folders_that_cannot_be_used(change: Change, file: str, content: str | b
          "the tokenizer of it fails at 'a': no entry found for key."),
         ("model", {"type": "BPE", "vocab": {"q": 0}, "merges": []}, "gives no token for 'a', 'A', '0', ' a', 'the'"),
         ("model", {"type": "WordLevel", "vocab": {"q": 0}, "unk_token": "<unk>"}, "fails at 'a': WordLevel error: Mis"),
-        ("model", {"type": "BPE", "vocab": {"a": 4_000_000_000}, "merges": []}, "has the id 4,000,000,000, and ids of"),
+        ("model", {"type": "BPE", "vocab": {"a": 4_000_000_000}, "merges": []}, "has the token id 4,000,000,000; the"),
     ],
 )  # fmt: skip
 def test_panics_and_vocabularies(change: Change, part: str, value: object, complaint: str) -> None:

@@ -1,4 +1,5 @@
-"""Copies to host memory and back, in the order that streams give: by the clocks of a stand-in for CUDA's streams."""
+"""Copies to host memory and back obey the order of streams; a replacement of CUDA's streams checks it with vector
+clocks."""
 
 import contextlib
 import gc
@@ -14,11 +15,11 @@ from torch import Tensor
 from sft.errors import StorageError
 from sft.mcore.activations import offload
 
-SLAB = 1000  # bytes; smaller than some tensors, and no multiple of any
+SLAB = 1000  # bytes; smaller than some tensors, and no multiple of any tensor's size
 
 
 class Stream:
-    """Knows which work, of any stream, is over before what it is given next (a vector clock)."""
+    """Knows which work, of any stream, is over before its next work begins (a vector clock)."""
 
     def __init__(self) -> None:
         self.done: dict[Stream, int] = {self: 0}
@@ -43,12 +44,12 @@ class Stream:
 
 
 class Cuda:
-    """Where `offload.py` looks for torch; every copy is done at once, and its moment is noted."""
+    """Replaces torch.cuda in `offload.py`; every copy is done at once, and its time is recorded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.compute = self._current = Stream()
         self.faults: list[str] = []
-        self.copied: dict[int, tuple[Stream, int]] = {}  # by address of the host memory
+        self.copied: dict[int, tuple[Stream, int]] = {}  # by address in host memory
         self.fetched: dict[int, tuple[Stream, int]] = {}  # by tensor
         self.stored: weakref.WeakSet[offload.OffloadedTensor] = weakref.WeakSet()
         names = dict(Stream=Stream, current_stream=lambda: self._current, stream=self._inside)
@@ -88,7 +89,7 @@ class Cuda:
         self._copy(flat, room, out=out)
 
     def _freed(self, work: tuple[Stream, int], room: list[Tensor] | None) -> None:
-        """room: it was copied there, which matters as long as somebody may come for it."""
+        """room: the tensor was copied there, which matters as long as it may be fetched."""
         wanted = room is None or any(stored.slices is room for stored in self.stored)
         if wanted and not self.compute.knows(work):
             self.faults.append("memory used for something else while it is copied")
@@ -107,20 +108,20 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 
 def made(layer: int, number: int) -> Tensor:
-    """1,204 or 404 bytes, or 62 of another width."""
+    """A tensor of 1,204 or 404 bytes, or of 62 bytes with another dtype."""
     size, dtype = [(301, torch.float32), (101, torch.float32), (31, torch.bfloat16)][number]
     return torch.full((size,), layer + number / 4, dtype=dtype)
 
 
 def passed(cuda: Cuda, memory: offload.PinnedMemory, num_layers: int) -> list[list[offload.OffloadedTensor]]:
-    """A forward pass."""
+    """Runs a forward pass."""
     layers, found = offload.OffloadedLayers(memory), []
     for layer in range(num_layers):
         layers.start_layer()
         found.append([])
         for number in range(3):
             tensor = made(layer, number)
-            cuda.compute.work()  # which made it
+            cuda.compute.work()  # the work that made the tensor
             found[-1].append(layers.store(tensor))
             cuda.stored.add(found[-1][-1])
     return found
@@ -147,10 +148,11 @@ def test_everything_comes_back_in_order(cuda: Cuda) -> None:
 
 
 def test_a_pass_without_a_backward_gives_its_memory_back(cuda: Cuda) -> None:
-    """While a copy is under way, that is: nobody waited for the last layers' copies, nor for what was fetched."""
+    """A copy may still be in transfer, because nobody waited for the copies of the last layers, or for fetched
+    tensors."""
     memory = offload.PinnedMemory(torch.device("cpu"))
     found = passed(cuda, memory, 4)
-    cuda.take(found[1][0])  # and layer 0 on its way
+    cuda.take(found[1][0])  # layer 0 is in transfer
     del found
     gc.collect()
     assert len(memory._free) == memory.num_slabs == 7
@@ -158,7 +160,8 @@ def test_a_pass_without_a_backward_gives_its_memory_back(cuda: Cuda) -> None:
 
 
 def test_all_of_a_pass_may_leave(cuda: Cuda) -> None:
-    """With a pipeline other passes come before backward; the first layer that is wanted is fetched then."""
+    """With a pipeline, other passes come before backward; the first layer that backward needs is then fetched when it
+    is needed."""
     memory = offload.PinnedMemory(torch.device("cpu"))
     layers = offload.OffloadedLayers(memory)
     found: list[list[offload.OffloadedTensor]] = []
@@ -189,7 +192,7 @@ def test_memory_that_cannot_be_pinned_is_an_error(cuda: Cuda, monkeypatch: pytes
 
 
 def test_two_passes_at_a_time_do_not_share(cuda: Cuda) -> None:
-    """As with pipeline stages.  What is wanted again is fetched again."""
+    """As with pipeline stages.  A tensor that is needed again is fetched again."""
     memory = offload.PinnedMemory(torch.device("cpu"))
     passes = [passed(cuda, memory, 3), passed(cuda, memory, 2)]
     for found in passes:

@@ -1,4 +1,5 @@
-"""What autograd is given in place of tensors: copies in host memory, views of them, and what is computed once more."""
+"""Replacements of the tensors that autograd saves: copies in host memory, views of copies, and tensors that are
+recomputed."""
 
 import contextlib
 from collections.abc import Callable
@@ -20,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of 8 bytes go to slabs of 64, and copies are done in order."""
+    """Uses slabs of 64 bytes for tensors of 8 bytes; copies are done in order."""
     monkeypatch.setattr(saved_tensors, "MIN_OFFLOADED_BYTES", 8)
     monkeypatch.setattr(offload, "SLAB_BYTES", 64)
     for name in ("Stream", "current_stream"):
@@ -30,7 +31,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> Callable[[type, str], list[Any]]:
-    """`noted(OffloadedLayers, "fetch")`: (arguments, result) of every call from now on."""
+    """`noted(OffloadedLayers, "fetch")`: (arguments, result) of every later call."""
 
     def note(owner: type, name: str) -> list[Any]:
         calls: list[Any] = []
@@ -61,7 +62,7 @@ def test_what_is_kept_must_not_change() -> None:
 
 
 def test_a_later_layer_that_keeps_the_same_keeps_it_itself(noted: Noted) -> None:
-    """Else the last layer's backward would have to fetch what the first one keeps."""
+    """Otherwise, backward of the last layer would have to fetch a tensor that the first layer keeps."""
     table, x = torch.full((8,), 2.0), torch.ones(8, requires_grad=True)
     saving = SavePolicy(recompute=False, memory=PinnedMemory(CPU), backward_is_next=False)
     with saving.forward_pass(3):
@@ -76,7 +77,8 @@ def test_a_later_layer_that_keeps_the_same_keeps_it_itself(noted: Noted) -> None
 
 
 def test_the_gradient_of_a_weight_is_summed_where_core_sums() -> None:
-    """Tiles of 2, 2 and 1 rows of y = x w: all but the last go to main_grad, the last is autograd's."""
+    """Tiles of 2, 2 and 1 rows of y = x w: gradients of all tiles except the last are added to main_grad; autograd
+    returns the last."""
     weight = torch.tensor([3.0], requires_grad=True)
     weight.main_grad = torch.tensor([100.0])  # type: ignore[attr-defined]
     x = torch.tensor([[1.0], [2.0], [4.0], [8.0], [16.0]], requires_grad=True)
@@ -93,13 +95,13 @@ def test_the_gradient_of_a_weight_is_summed_where_core_sums() -> None:
     [
         (1.0, False, 3),
         (1.0, True, 5),
-        (0.5, True, 3),  # 2.5 layers are 3, the first ones
+        (0.5, True, 3),  # 2.5 layers are rounded to 3, the first ones
         (0.2, False, 1),
     ],
 )
 def test_which_layers_go_to_the_host(noted: Noted, fraction: float, pipeline: bool, left: int) -> None:
-    """Of five that keep one tensor each, and one before them.  Where backward comes at once the last two stay.  The
-    first that stays tells that backward is near."""
+    """Five layers save one tensor each, and one layer before them.  If backward follows at once, the last two layers
+    stay on the device.  The first of these starts the fetches."""
     stored = noted(OffloadedLayers, "store")
     saving = SavePolicy(
         recompute=False, memory=PinnedMemory(CPU), offload_fraction=fraction, backward_is_next=not pipeline
@@ -118,7 +120,7 @@ def test_which_layers_go_to_the_host(noted: Noted, fraction: float, pipeline: bo
 
 
 def test_parts_of_a_storage(noted: Noted) -> None:
-    """y = 9 x[i] x[i + 4]; one copy of both halves, none of the weights, which are a part of a larger storage."""
+    """y = 9 x[i] x[i + 4]: one copy of both halves, and none of the weights, which are part of a larger storage."""
     stored = noted(OffloadedLayers, "store")
     buffer = torch.full((16,), 3.0)
     saving = SavePolicy(recompute=False, memory=PinnedMemory(CPU), backward_is_next=False, resident=[buffer[8:]])
@@ -134,12 +136,12 @@ def test_parts_of_a_storage(noted: Noted) -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_what_nobody_wants_any_more_is_freed(recompute: bool) -> None:
-    """After a pass, an output that its own operation keeps; that which is held is there."""
+    """After a pass, an output that its own operation saves is freed, unless a variable still holds it."""
     x, small = torch.ones(8, requires_grad=True), torch.ones(1, requires_grad=True)
     saving = SavePolicy(recompute=recompute, memory=None if recompute else PinnedMemory(CPU))
     with saving.forward_pass(1):
         saving.start_layer()
-        one = x if recompute else small  # either stays on the device
+        one = x if recompute else small  # either tensor stays on the device
         dropped, held = one.exp(), one.exp()
     storages = [StorageWeakRef(out.untyped_storage()) for out in (dropped, held)]
     del dropped
@@ -147,7 +149,7 @@ def test_what_nobody_wants_any_more_is_freed(recompute: bool) -> None:
 
 
 def test_what_is_computed_again_has_no_gradient_of_its_own() -> None:
-    """y = z * z of z = x w with w = 2, which is cheap, and not kept."""
+    """y = z * z with z = x w and w = 2: z is cheap, and not saved."""
     x, weight = torch.arange(4.0, requires_grad=True), torch.tensor([2.0], requires_grad=True)
     computed: list[Tensor] = []
     saving = SavePolicy(recompute=True)

@@ -1,4 +1,5 @@
-"""Flash kernels of libraries: what they refuse, and how operators are called.  Replacements have their arguments."""
+"""Flash kernels of libraries: their refusals, and the calls of their operators.  Replacements have the real
+arguments."""
 
 import importlib.metadata
 import importlib.util
@@ -28,7 +29,8 @@ BF16 = torch.bfloat16
 
 
 def _options(softcap: float | None, left: int | None, right: int | None, causal: bool) -> dict[str, Any]:
-    """As flash-attn-4 reads them: None and 0 are no soft cap; a causal mask ends the window at a query's own key."""
+    """The options as flash-attn-4 reads them: None and 0 mean no soft cap; a causal mask ends the window at the query's
+    own key."""
     assert causal and (right == 0) == (left is not None)
     return ({} if left is None else {"num_before": left}) | ({"softcap": softcap} if softcap else {})
 
@@ -147,7 +149,8 @@ Be = Callable[..., None]
 
 @pytest.fixture
 def be(monkeypatch: pytest.MonkeyPatch) -> Iterator[Be]:
-    """As if that module of the package and that GPU were there; with `release` None, the package is not installed."""
+    """Pretends that this module of the package and this GPU exist; with `release` None, the package is not
+    installed."""
 
     def make(module: Any, capability: tuple[int, int] = (9, 0), release: str | None = "1.0") -> None:
         def version(name: str) -> str:
@@ -166,7 +169,7 @@ def be(monkeypatch: pytest.MonkeyPatch) -> Iterator[Be]:
 
 
 def _refuses_wide_values(width: int, value_width: int, major: int, alignment: int) -> None:
-    assert alignment == 8  # numbers in bf16 of an access
+    assert alignment == 8  # bf16 elements in one memory access
     if value_width > 128:
         raise AssertionError(f"({width}, {value_width}) is not supported on SM{major}0")
 
@@ -287,7 +290,7 @@ UP_TO_256 = "it has heads of up to 256 in multiples of 8, but heads of this mode
     ],
 )
 def test_layers_on_hopper(be: Be, name: str, demand: Demand, reason: str | None) -> None:
-    """What flash-attn-4 refuses is asked of its own check, too."""
+    """flash-attn-4's own check also decides what it refuses."""
     operators, module = LIBRARIES[name]
     be(module)
     assert operators.why_not(demand) == reason
@@ -316,7 +319,7 @@ NOT_COMPARED = "it was compared with plain torch on GPUs of compute capability 9
 def test_other_gpus(
     be: Be, name: str, capability: tuple[int, int], width: int, reason: str | None, release: str | None
 ) -> None:
-    """A package that this GPU could not use is not asked for."""
+    """A package that cannot run on this GPU is not imported."""
     operators, module = LIBRARIES[name]
     be(module, capability, release)
     if release is None and reason is None:
@@ -353,7 +356,7 @@ def _broken(name: str) -> None:
     ],
 )
 def test_a_package_whose_parts_do_not_fit(be: Be, name: str, module: Any, problem: str) -> None:
-    """The next kernel runs."""
+    """The next kernel is used."""
     be(module)
     demand = WIDE if name == "ffpa" else Demand("cuda", BF16, 128, 128)
     assert LIBRARIES[name][0].why_not(demand) == problem

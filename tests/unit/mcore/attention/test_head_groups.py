@@ -1,4 +1,5 @@
-"""Head groups: which collectives run while a kernel computes, and what is held.  One process plays one rank of two."""
+"""Head groups: the collectives that run while a kernel computes, and the tensors held.  One process plays one rank of
+two."""
 
 import weakref
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ TOKENS, HEADS, GROUPS, WIDTH = 6, 8, 4, 2
 
 
 class Work:
-    """A collective under way, which holds what it was given until somebody waits for it, as NCCL's do."""
+    """A collective in progress, which holds its tensors until somebody waits for it, as those of NCCL do."""
 
     def __init__(self, log: list[str], name: str, *held: Tensor) -> None:
         self._log, self._name, self._held = log, name, held
@@ -28,7 +29,7 @@ class Work:
 
 
 class Kernel:
-    """Copies values to every head of the group; keys as they come: both ranks' parts, one after the other."""
+    """A kernel that copies values to every head of the group; keys come in the order of ranks."""
 
     def __init__(self, log: list[str], key_source: KeySource | None = None) -> None:
         self.log, self.key_source = log, key_source or AllGatheredKeys(torch.arange(2 * TOKENS))
@@ -48,7 +49,7 @@ class Kernel:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happened, in order; and for each sum over ranks how many of them were held when it began."""
+    """The events in order; and for each sum over ranks, the number of sums that were held when it began."""
     happened: list[str] = []
     totals: weakref.WeakSet[Tensor] = weakref.WeakSet()
 
@@ -98,13 +99,13 @@ def test_the_next_head_group_is_gathered_while_a_kernel_computes(log: list[str])
 
 @pytest.mark.parametrize("key_heads, groups", [(1, 1), (2, 2), (3, 3), (4, 4), (5, 1), (6, 3), (8, 4)])
 def test_head_groups_are_whole_key_heads(key_heads: int, groups: int) -> None:
-    assert MAX_HEAD_GROUPS == 4  # the estimate of memory counts with the same function
+    assert MAX_HEAD_GROUPS == 4  # the estimate of memory uses the same function
     assert AllGatheredKeys(torch.arange(2)).num_groups(key_heads) == groups
     assert LocalKeys().num_groups(key_heads) == 1
 
 
 def test_sums_over_chunks_and_ranks_are_in_fp32(log: list[str]) -> None:
-    """256 + 1 is 256 in bf16.  Token 0 is a key of both chunks; the other rank adds the same."""
+    """256 + 1 is 256 in bf16.  Token 0 is a key of both chunks; the other rank adds the same gradient."""
     keys = AllGatheredKeys(torch.tensor([0, 1, 0]))
     dkeys, dvalues = (torch.tensor(x, dtype=torch.bfloat16)[:, None, None] for x in ([256, 2, 1], [512, 4, 1]))
     two: Any = SimpleNamespace(size=lambda: 2)
@@ -114,7 +115,7 @@ def test_sums_over_chunks_and_ranks_are_in_fp32(log: list[str]) -> None:
 
 
 def test_what_was_gathered_is_gone_once_laid_out(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a kernel computes, only the next head group is held as it was gathered; with the last one, none."""
+    """While a kernel computes, only the next head group is held in gathered form; during the last group, none is."""
     gathered: weakref.WeakSet[Tensor] = weakref.WeakSet()
     held: list[int] = []
     gather, compute = key_source.dist.all_gather_into_tensor, Kernel.forward
@@ -136,7 +137,7 @@ def test_what_was_gathered_is_gone_once_laid_out(log: list[str], monkeypatch: py
 
 
 def test_rotation_is_part_of_the_function(log: list[str]) -> None:
-    """A kernel whose gradients of queries and keys are those that it is given: rotated back, once each."""
+    """The kernel returns the queries and keys as their gradients: each gradient is rotated back once."""
     rotation = Rotation.of(torch.tensor([0, 1, 2, 0, 1, 2]), torch.tensor([0.5]), torch.float32)
     inputs = [torch.randn(TOKENS, 1, WIDTH, requires_grad=True) for _ in range(3)]
     kernel = Kernel(log, LocalKeys())

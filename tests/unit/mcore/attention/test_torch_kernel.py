@@ -1,6 +1,6 @@
-"""Attention in plain tiles against attention in one piece: tiles smaller than documents, and no divisor of any.
+"""Attention in plain tiles equals attention in one piece; tiles are smaller than documents, and do not divide them.
 
-Also sliding windows, sinks and soft caps, on one process.
+Also with sliding windows, sinks and soft caps, in one process.
 """
 
 import itertools
@@ -26,12 +26,13 @@ from sft.parallel import context_parallel
 from tests.reference_attention import in_one_piece
 
 BOUNDARIES = np.array([0, 48, 64, 144, 176], dtype=np.int32)
-DOCUMENTS = np.array([0, 48, 49, 64, 144, 176], dtype=np.int32)  # one of one token
+DOCUMENTS = np.array([0, 48, 49, 64, 144, 176], dtype=np.int32)  # one document has a single token
 TOKENS, HEADS, GROUPS, WIDTH, SCALE = 176, 4, 2, 8, 0.4
 FLOAT64_TOLERANCE = 1e-12
 CPU = torch.device("cpu")
 ALONE: Any = SimpleNamespace(size=lambda: 1)
-SINKS = torch.tensor([6.0, -2.0, 0.5, 3.0], dtype=torch.float64)  # large ones: with zero, a sink that is ignored hides
+# large sinks: near zero, an ignored sink would not show
+SINKS = torch.tensor([6.0, -2.0, 0.5, 3.0], dtype=torch.float64)
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +43,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def inputs(dtype: torch.dtype) -> list[Tensor]:
-    """Query, key, value and a gradient of the output; scores far apart, so that a later tile may have the largest."""
+    """Query, key, value and a gradient of the output; scores differ widely, so that a later tile may have the
+    largest."""
     generator = torch.Generator().manual_seed(5)
     shapes = [(TOKENS, heads, WIDTH) for heads in (HEADS, GROUPS, GROUPS, HEADS)]
     return [3 * torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
@@ -80,7 +82,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 def test_bf16_is_computed_in_fp32() -> None:
-    """Bitwise the numbers of fp32, rounded once; sums of keys and values are not rounded at all."""
+    """The results equal those of fp32, rounded once; sums over keys and values are not rounded."""
     narrow = inputs(torch.bfloat16)
     wide = [x.float() for x in narrow]
     kernel = TorchKernel.of(BOUNDARIES, 1, 0, CPU)
@@ -156,7 +158,8 @@ def test_no_tile_is_wider_than_it_may_be(length: int) -> None:
     for tile in made:
         columns = list(tile.key_tiles())
         assert tile.rows.stop - tile.rows.start <= 9 and all(keys.stop - keys.start <= 13 for keys in columns)
-        last_seen = 100 + 50 + tile.rows.stop - 3  # of the document, up to the last query of the tile
+        # position in the document up to which the last query of the tile attends
+        last_seen = 100 + 50 + tile.rows.stop - 3
         assert [key for keys in columns for key in range(500)[keys]] == list(range(100, last_seen))
 
 
@@ -193,9 +196,9 @@ def test_a_window_computes_no_more_than_its_keys_and_one_tile(window: int) -> No
 
 @pytest.mark.parametrize("rank, first_chunks", [(0, 1), (3, 0)])
 def test_the_products_of_gpt_oss_at_64k(monkeypatch: pytest.MonkeyPatch, rank: int, first_chunks: int) -> None:
-    """Counted by torch on tensors without data: cp 4, window 128, 64 query heads of 64, tiles of 256 queries.
+    """torch counts products on tensors without data: cp 4, window 128, 64 query heads of 64, tiles of 256 queries.
 
-    A tile computes 256 + 127 keys a query, at the beginning of a document 256.  Forward has two products of this size
+    A tile computes 256 + 127 keys per query, at the beginning of a document 256.  Forward has two products of this size
     (scores, output), backward five (scores again, and the gradients of values, weights, queries and keys).
     """
     monkeypatch.setattr(torch_kernel, "QUERY_TILE", 256)
@@ -222,7 +225,7 @@ def test_the_products_of_gpt_oss_at_64k(monkeypatch: pytest.MonkeyPatch, rank: i
 def test_the_flash_kernel_gets_the_window_and_no_keys_before_it(
     cp_size: int, num_queries: list[int], num_keys: list[int]
 ) -> None:
-    """Rank 0 of gpt-oss at 64K: the keys of each chunk of queries, and how many before a query the kernel may see."""
+    """Rank 0 of gpt-oss at 64K: the number of keys for each chunk of queries, and the window on the left of a query."""
     calls: list[Any] = []
 
     def forward(query: Tensor, keys: Tensor, values: Tensor, *sizes: Any, **options: Any) -> Any:
@@ -247,7 +250,7 @@ def test_the_flash_kernel_gets_the_window_and_no_keys_before_it(
 
 
 def test_a_document_does_not_know_its_neighbours() -> None:
-    """Bitwise, with windows, sinks and caps."""
+    """Bitwise equal, with windows, sinks and caps."""
     query, key, value, _ = inputs(torch.float64)
     kernel = TorchKernel.of(DOCUMENTS, 1, 0, CPU, window=12, softcap=2.0)
     before = packed_attention(query, key, value, kernel, SCALE, ALONE, sinks=SINKS)
@@ -259,11 +262,11 @@ def test_a_document_does_not_know_its_neighbours() -> None:
     assert not torch.equal(before[49:64], after[49:64])
 
 
-# --- torch's flash kernel: tests/ranks/test_gpu_kernels.py has its numbers ---------------------------------------
+# --- torch's flash kernel: tests/ranks/test_gpu_kernels.py compares its results ----------------------------------
 
 
 def test_sequences_written_out() -> None:
-    """A document of 8 and one of 4 over two ranks; gathered parts hold 0 1 6 7 8 11 | 2 3 4 5 9 10."""
+    """Documents of 8 and 4 tokens over two ranks; the gathered parts hold 0 1 6 7 8 11 | 2 3 4 5 9 10."""
     boundaries = np.array([0, 8, 12], dtype=np.int32)
     early = FlashKernel.of(boundaries, 2, 0, CPU, operators=FLASH2)
     assert early.cu_seqlens_q.tolist() == [0, 2, 4, 5, 6]
@@ -279,7 +282,7 @@ def test_sequences_written_out() -> None:
 
 
 def test_the_kernel_of_this_torch_takes_what_it_is_given() -> None:
-    """Shapes and names only: on the meta device nothing is computed."""
+    """Checks shapes and names only: on the meta device nothing is computed."""
     assert flash2._missing() is None
     made = {"device": "meta", "dtype": torch.bfloat16}
     query, key = torch.empty(12, 8, 64, **made), torch.empty(15, 2, 64, **made)

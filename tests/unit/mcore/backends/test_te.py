@@ -1,6 +1,6 @@
-"""Transformer Engine itself, as far as it goes without a GPU: what is built of it, and what megatron-core makes of it.
+"""Transformer Engine without a GPU: the layers that are built from it, and the modules that megatron-core makes of it.
 
-Skipped where it is not installed.  Nothing is computed here: that is tests/gpu.
+Skipped if Transformer Engine is not installed.  Nothing is computed here; tests/gpu computes.
 """
 
 import importlib.metadata
@@ -26,7 +26,7 @@ MODELS = {
     "experts": ["model.qk_norm=true", "model.moe.num_experts=4", "model.moe.top_k=2"],
     "latent": LATENT,
     "adapted latent": [*LATENT, *ROUTER, "lora.rank=8"],
-    "adapted": ["model.qk_norm=true", "lora.rank=8"],  # norms apart from projections
+    "adapted": ["model.qk_norm=true", "lora.rank=8"],  # norms are separate from projections
     "adapted experts": ["model.qk_norm=true", "model.moe={num_experts: 4, top_k: 2}", EXPERTS],
 }
 
@@ -98,7 +98,7 @@ place = process_groups.start(
 
 
 def out_of(code: str, *arguments: str) -> list[str]:
-    """Lines that the code prints, after PREAMBLE."""
+    """The lines that the code prints after PREAMBLE."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PREAMBLE + code, *arguments],
         cwd=ROOT,
@@ -122,7 +122,7 @@ for s in sharded_tensors([chunk.sharded_state_dict(), *lora.leaves([chunk])]):
 
 @pytest.mark.parametrize("overrides", MODELS.values(), ids=MODELS.keys())
 def test_both_backends_store_the_same_tensors(overrides: list[str]) -> None:
-    """By key, shape, part and type."""
+    """Key, shape, part and type of each tensor agree."""
     te, portable = (sorted(out_of(KEYS, backend, *overrides)) for backend in ("te", "portable"))
     assert te == portable
     assert len(te) >= 16 + (12 if any(key.startswith("lora") for key in overrides) else 0)
@@ -150,7 +150,7 @@ print(">", {name for name, parameter in chunk.named_parameters() if parameter.re
 
 
 def test_adapters_stand_beside_layers_without_norms() -> None:
-    """Experts' beside Transformer Engine's grouped layers, four in one factor."""
+    """Adapters of experts are beside Transformer Engine's grouped layers; one factor holds four experts."""
     norms, nothing_else = "RMSNorm RMSNorm", "set()"
     attention = ["AdaptedLinear TEColumnParallelLinear ()", "AdaptedLinear TERowParallelLinear ()"]
     assert out_of(ADAPTED, *MODELS["adapted"]) == [*attention, *attention, norms, nothing_else]
@@ -167,7 +167,7 @@ for length in ("1048576", "1048608"):
 
 
 def test_attention_rotates_where_the_fused_kernel_cannot() -> None:
-    """From 1,048,576 tokens of 4 x 512 numbers on."""
+    """From 1,048,576 tokens of 4 x 512 elements on."""
     assert out_of(ROTARY) == ["TEDotProductAttention True rope", "RotatingAttention False none"]
 
 
@@ -217,7 +217,7 @@ for cls, name, kind in ((Float8BlockQuantizer, "blockwise", dict(block_scaling_d
 
 
 def test_the_alignment_is_what_they_take() -> None:
-    """And half of it is not, where the quantizer says so itself."""
+    """Half of the alignment is refused, if the quantizer itself says so."""
     assert out_of(ALIGNMENT) == [
         "delayed 0 0",
         "tensorwise 0 0",
@@ -263,7 +263,7 @@ except RuntimeError as error:
 
 
 def test_scales_go_through_a_checkpoint_into_its_layers() -> None:
-    """By a pickle that `fp8_state.py` makes, for a history of this run's length; the stored one is refused."""
+    """The pickle comes from `fp8_state.py`, with a history of this run's length; the stored pickle is refused."""
     *found, refused = out_of(SCALES)
     assert found == [
         "scaling_fwd (1024, 3) [3.0, 3.0, 3.0] [0.0, 0.0, 0.0]",

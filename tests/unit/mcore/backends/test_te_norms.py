@@ -1,4 +1,5 @@
-"""Transformer Engine's layers with norms apart, without Transformer Engine; test_te.py builds them."""
+"""Layers whose norms are separate from projections, for Transformer Engine but without it; test_te.py builds the real
+ones."""
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.builders import parsed
 
 
 class Fused:
-    """Takes the place of a projection that computes the norm itself."""
+    """Replaces a projection that computes the norm itself."""
 
 
 @pytest.mark.parametrize("num_experts", [None, 4], ids=["dense", "experts"])

@@ -20,7 +20,7 @@ DEEPEP = [*MOE, "parallel.ep=2", "parallel.cp=2", "parallel.ep_comm=deepep"]
 
 
 def fields(monkeypatch: pytest.MonkeyPatch, device_type: str, *overrides: str) -> dict[str, Any]:
-    """The arguments of TransformerConfig, which without Transformer Engine would refuse its kernels."""
+    """The arguments of TransformerConfig, whose constructor would refuse kernels if Transformer Engine is missing."""
     config = parsed(*overrides).config
     te = device_type == "cuda" and config.attention.backend != "portable"
     backend = TransformerEngine(config) if te else Portable(config, "", kernels.choose(config, device_type))
@@ -59,7 +59,7 @@ def test_tokens_are_sent_by_deepep_where_it_is_installed(monkeypatch: pytest.Mon
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
     found = fields(monkeypatch, "cuda", *DEEPEP)
     assert (found["moe_token_dispatcher_type"], found["moe_flex_dispatcher_backend"]) == ("flex", "deepep")
-    assert found["moe_router_dtype"] == "fp32"  # DeepEP takes no other weights
+    assert found["moe_router_dtype"] == "fp32"  # DeepEP accepts no other type of weights
 
 
 def test_deepep_is_refused_where_it_cannot_work() -> None:
@@ -94,7 +94,7 @@ def test_gradients_are_fused_without_hooks_and_with_apex(
 
 
 def test_windows_under_the_names_of_megatron_lm() -> None:
-    """As --window-size and --window-attn-skip-freq, whose pattern has 1 for a window."""
+    """Arguments --window-size and --window-attn-skip-freq, in whose pattern 1 means a window."""
     sizes = {**LLAMA_8B, "num_layers": 4}
     windows = layout_config(model={**sizes, "sliding_window": 128, "sliding_window_layers": [1, 3]}).model
     found = megatron_arguments.model_arguments(windows, padded_vocab_size=256, positions=512, bf16=True)
@@ -106,7 +106,8 @@ def test_windows_under_the_names_of_megatron_lm() -> None:
 
 
 def test_parts_of_heads_and_offsets_of_norms_under_the_names_of_megatron_lm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As --rotary-percent and --apply-layernorm-1p; core gets the latter as a field, with Transformer Engine, too."""
+    """Arguments --rotary-percent and --apply-layernorm-1p; megatron-core also gets the latter as a field, with
+    Transformer Engine, too."""
     sizes = {**LLAMA_8B, "norm_zero_centered": True, "rope": {"fraction": 0.25}}
     own = layout_config(model=sizes).model
     found = megatron_arguments.model_arguments(own, padded_vocab_size=256, positions=512, bf16=True)

@@ -1,4 +1,4 @@
-"""The parts of a stored tensor that a box needs, and what is wrong with parts that do not fill it."""
+"""The chunks of a stored tensor that a box needs, and the faults of chunks that do not fill the box."""
 
 import re
 from pathlib import Path
@@ -26,13 +26,13 @@ def parts(size: tuple[int, ...], *chunks: ChunkStorageMetadata) -> ChunkIndex:
 
 
 def experts(rows: int = 2) -> list[ChunkStorageMetadata]:
-    """Two layers of three experts of [4, 2], each in parts of `rows` rows."""
+    """Two layers of three experts of [4, 2]; each expert is stored in chunks of `rows` rows."""
     where = [(layer, expert, row, 0) for layer in (1, 0) for expert in (2, 0, 1) for row in range(4 - rows, -1, -rows)]
     return [chunk(offset, (1, 1, rows, 2)) for offset in where]
 
 
 def told(found: list[Any]) -> list[tuple[Any, ...]]:
-    """Number of the box, and place in it; place of the part, and place in it; size."""
+    """For each piece: number of the box, and offset in it; offset of the chunk, and offset in it; size."""
     return [
         (
             item.dest_index.index,
@@ -58,7 +58,7 @@ def test_a_box_of_each_of_two_experts() -> None:
 
 @pytest.mark.parametrize("last", [1, 2])
 def test_a_box_of_several_layers_and_experts(last: int) -> None:
-    """Of both layers, and of the experts from the second to `last`."""
+    """The box covers both layers, and the experts from the second to `last`."""
     found = parts((2, 3, 4, 2), *experts(4)).read_items([chunk((0, 1, 0, 0), (2, last, 4, 2))])
     assert sorted(told(found)) == [
         (0, (layer, expert - 1, 0, 0), (layer, expert, 0, 0), (0, 0, 0, 0), (1, 1, 4, 2))
@@ -73,7 +73,7 @@ def test_a_part_of_several_layers() -> None:
 
 
 def test_no_box_is_compared_with_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of boxes, each compared with thousands of parts, would take minutes."""
+    """Comparing thousands of boxes with thousands of chunks each would take minutes."""
     seen = []
 
     def compare(key: str, entry: Any, boxes: Any) -> Any:
@@ -106,7 +106,7 @@ def test_parts_fill_the_tensor_or_not(size: tuple[int, ...], chunks: list[ChunkS
 
 
 def pinwheel(count: int) -> list[ChunkStorageMetadata]:
-    """Five chunks of a tensor [3, 3 * count] that no cut separates, `count` times side by side."""
+    """Five chunks of a tensor [3, 3 * count] that no straight cut separates, `count` times side by side."""
     five = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
     return [chunk((row, column + 3 * i), sizes) for i in range(count) for (row, column), sizes in five]
 
@@ -134,7 +134,7 @@ def test_many_chunks_that_overlap_are_refused_before_they_are_compared() -> None
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_the_work_grows_with_the_number_of_chunks(axis: int) -> None:
-    """Rows or columns, each of which is read: ten times as many chunks are ten times the calls."""
+    """Rows or columns, all of which are read: ten times as many chunks need ten times the calls."""
 
     def work(count: int) -> int:
         sizes = [(2, 1) if axis else (1, 2) for _ in range(count)]

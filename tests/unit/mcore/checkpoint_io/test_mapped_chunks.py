@@ -1,4 +1,5 @@
-"""A stored chunk in mapped memory is what was saved, however it was stored; and no more than its entry is read."""
+"""A stored chunk in mapped memory equals the saved tensor, in every form of storage; only its entry of the file is
+read."""
 
 import io
 import os
@@ -34,7 +35,7 @@ def mapped(folder: Path, key: str = KEY) -> Tensor:
     [
         NUMBERS,
         NUMBERS.T,
-        NUMBERS[1:, 2:],  # of a larger storage, which is stored whole
+        NUMBERS[1:, 2:],  # a part of a larger storage, which is stored whole
         NUMBERS.bfloat16(),
         NUMBERS.to(torch.float8_e4m3fn),
         torch.tensor(7),
@@ -48,7 +49,7 @@ def test_it_is_what_was_saved(tmp_path: Path, stored: Tensor) -> None:
     put(folder, KEY, container(stored))
     found = mapped(folder)
     for shard in folder.glob("*.distcp"):
-        shard.unlink()  # what is mapped stays
+        shard.unlink()  # mapped memory stays valid
     assert (found.dtype, found.shape, found.stride()) == (stored.dtype, stored.shape, stored.stride())
     assert found.tolist() == stored.tolist()
 
@@ -61,7 +62,7 @@ def test_writing_to_it_does_not_reach_the_file(tmp_path: Path) -> None:
 
 
 class Hostile:
-    """Makes a folder where it is unpickled."""
+    """An object that makes a folder when it is unpickled."""
 
     def __init__(self, made: Path) -> None:
         self.made = made
@@ -83,9 +84,9 @@ def test_nothing_runs(tmp_path: Path) -> None:
 def test_a_damaged_entry_is_named(tmp_path: Path, damage: str) -> None:
     folder = save(tmp_path / "iter_0000003")
     if damage == "more numbers than the entry":
-        twelve, many = b"K\x0c", b"J\xff\xff\x00\x00"  # 65,535 numbers in the storage
+        twelve, many = b"K\x0c", b"J\xff\xff\x00\x00"  # the storage has 65,535 elements
         put(folder, KEY, with_pickle(container(NUMBERS), lambda data: data.replace(twelve, many)))
-        put(folder, "scale", bytes(1 << 20))  # so that the file has as many bytes
+        put(folder, "scale", bytes(1 << 20))  # so that the file is large enough
     elif damage == "cut":
         change_index(folder, lambda index: setattr(place_of(index, KEY), "length", 200))
     else:

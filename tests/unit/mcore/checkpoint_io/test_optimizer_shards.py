@@ -1,4 +1,4 @@
-"""How a run of flat elements is cut into rectangular_chunks, and where a stored optimizer tells its step."""
+"""A run of flat elements is cut into rectangular_chunks; and where a stored optimizer has its step."""
 
 from math import prod
 from typing import Any
@@ -48,7 +48,7 @@ def test_boxes_hold_the_run_once_in_order_and_are_few(run: tuple[tuple[int, ...]
         (5, 15, (4, 5), [((1, 0), (2, 5))]),
         (4, 6, (4, 5), [((0, 4), (1, 1)), ((1, 0), (1, 1))]),
         (0, 1, (), [((), ())]),
-        # Five for three axes: a part of a row, rows, planes, rows, a part of a row.
+        # At most five chunks for three axes: a part of a row, rows, planes, rows, a part of a row.
         (
             1, 23, (4, 3, 2),
             [((0, 0, 1), (1, 1, 1)), ((0, 1, 0), (1, 2, 2)), ((1, 0, 0), (2, 3, 2)), ((3, 0, 0), (1, 2, 2)),
@@ -60,7 +60,7 @@ def test_boxes_written_out(first: int, last: int, shape: tuple[int, ...], expect
     assert list(rectangular_chunks(first, last, shape)) == expected
 
 
-FORMS = {  # name: (what is stored, the step it tells)
+FORMS = {  # name: (stored content, step in this content)
     "fp32": ({"state": {"common_step": torch.tensor(7.0)}, "param_groups": GROUPS}, 7),
     "fp32 at step 0": ({"state": {}, "param_groups": GROUPS}, 0),
     "fp32, counted by group": ({"state": {}, "param_groups": at_step(7)}, 7),

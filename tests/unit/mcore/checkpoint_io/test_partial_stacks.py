@@ -60,7 +60,7 @@ def test_a_stack_stays_one_if_all_weights_are_trained() -> None:
 
 
 def test_experts_of_a_layer_with_tensors_of_its_own() -> None:
-    """In a model whose layers are of several kinds, only the experts of a layer are stacked."""
+    """If a model has layers of several kinds, only the experts of a layer are stacked."""
     key = "decoder.layers.1.mlp.experts.experts.linear_fc2.weight"
     own = replace(
         shard(),

@@ -1,6 +1,6 @@
-"""Loading a checkpoint runs nothing of it.  Every hostile file here runs in a trusting reader: shown first.
+"""Loading a checkpoint runs no code from it.  Each malicious file here is first shown to run in an unsafe reader.
 
-A canary is a folder that the hostile bytes would make.
+A canary is a folder that the malicious bytes would make.
 """
 
 import argparse
@@ -47,11 +47,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(saved: Path, tmp_path: Path) -> Path:
-    """A copy to spoil."""
+    """A copy of the checkpoint, to be damaged."""
     return Path(shutil.copytree(saved, tmp_path / "iter_0000003"))
 
 
-# --- hostile bytes ---------------------------------------------------------------------------------------------------
+# --- malicious bytes -------------------------------------------------------------------------------------------------
 
 
 class Reduces:
@@ -63,14 +63,15 @@ class Reduces:
 
 
 def zipped(canary: str) -> bytes:
-    """In torch.save's own container."""
+    """The pickle in the container of torch.save."""
     stream = io.BytesIO()
     torch.save([Reduces(canary)], stream)
     return stream.getvalue()
 
 
-TORCH_OS = b"ctorch.serialization\nos\n"  # the module os, under a module that is known well
-TRICKS: dict[str, tuple[Callable[[str], bytes], str]] = {  # name: (its bytes, what the index unpickler says it names)
+TORCH_OS = b"ctorch.serialization\nos\n"  # the module os, reached through an allowed module
+# name: (its bytes, the name in the error of the index unpickler)
+TRICKS: dict[str, tuple[Callable[[str], bytes], str]] = {
     "global": (lambda c: call(b"cposix\nmkdir\n", text(c)) + b".", "posix.mkdir"),
     "inst": (lambda c: b"(" + text(c) + b"iposix\nmkdir\n.", "posix.mkdir"),
     "module of a known module": (
@@ -123,7 +124,7 @@ def read_all(folder: Path) -> None:
 
 @pytest.mark.parametrize("trick", [name for name in TRICKS if name != "in torch.save's container"])
 def test_each_trick_runs_in_a_plain_unpickler(trick: str, canary: Path) -> None:
-    with contextlib.suppress(RuntimeError):  # torch, afterwards, of what it has run
+    with contextlib.suppress(RuntimeError):  # torch raises it afterwards, when the code has run
         pickle.loads(TRICKS[trick][0](str(canary)))
     assert canary.exists()
 
@@ -145,7 +146,8 @@ def test_nothing_runs(folder: Path, canary: Path, place: str, trick: str) -> Non
 
 
 def test_a_class_cannot_be_changed(folder: Path) -> None:
-    """BUILD with a class for its instance sets attributes of the class, where the unpickler has the real one."""
+    """BUILD with a class as its instance would set attributes of the class, if the unpickler returned the real
+    class."""
     name = "ctorch.distributed.checkpoint.metadata\nStorageMeta\n".encode()
     poison = name + b"(N(d" + text("poison") + b"K\x01stb."
     try:
@@ -162,7 +164,7 @@ def test_a_class_cannot_be_changed(folder: Path) -> None:
 
 
 def test_the_pickle_inside_an_extra_state_is_not_handed_on(folder: Path, canary: Path) -> None:
-    """Transformer Engine unpickles a byte tensor or a stream that it finds there."""
+    """Transformer Engine unpickles a byte tensor or a stream that it finds in an extra state."""
     inside = TRICKS["global"][0](str(canary))
     for state in (torch.frombuffer(bytearray(inside), dtype=torch.uint8), io.BytesIO(inside)):
         put(folder, EXTRA, packed(state).getvalue())
@@ -173,7 +175,7 @@ def test_the_pickle_inside_an_extra_state_is_not_handed_on(folder: Path, canary:
 
 
 def test_a_numpy_array_of_objects_is_refused(folder: Path) -> None:
-    """Its bytes would be pointers, if its type said so late enough."""
+    """If its type were declared late, its bytes would be used as pointers."""
     put(folder, RNG, packed(np.array([{"a": 1}], dtype=object)).getvalue())
     with pytest.raises(CheckpointError, match="rng_state.*numpy array"):
         safe_reader.load({RNG: io.BytesIO()}, folder)
@@ -183,7 +185,8 @@ def test_a_numpy_array_of_objects_is_refused(folder: Path) -> None:
 
 
 def test_only_listed_classes_are_read_whatever_else_is_registered(folder: Path) -> None:
-    """Core registers numpy's own types, whose bytes could be pointers; a program may register anything."""
+    """megatron-core registers types of numpy whose bytes could be used as pointers; a program may register any
+    class."""
     put(folder, COMMON, packed({"where": fractions.Fraction(1, 2)}).getvalue())
     with (
         torch.serialization.safe_globals([fractions.Fraction]),
@@ -196,12 +199,12 @@ def test_the_list_of_classes_holds_while_reading_only(saved: Path) -> None:
     before = set(torch.serialization.get_safe_globals())
     safe_reader.common_state(saved)
     assert set(torch.serialization.get_safe_globals()) == before
-    with torch.serialization.safe_globals([argparse.Namespace]):  # somebody else's, e.g. Megatron-LM's
+    with torch.serialization.safe_globals([argparse.Namespace]):  # registered by another program, such as Megatron-LM
         safe_reader.common_state(saved)
         assert argparse.Namespace in torch.serialization.get_safe_globals()
 
 
-# --- places ----------------------------------------------------------------------------------------------------------
+# --- files -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["../../x", "..", ".", "", "/etc/passwd", "sub/shard.distcp", "a\0b", None, 7])
@@ -233,7 +236,8 @@ def test_a_link_within_the_folder_and_a_linked_folder_are_fine(folder: Path, tmp
 def test_a_pipe_is_not_waited_for(folder: Path) -> None:
     (folder / ".metadata").unlink()
     os.mkfifo(folder / ".metadata")
-    writer = threading.Thread(target=(folder / ".metadata").write_bytes, args=(b"garbage",))  # a reader would get this
+    # a reader of the pipe would get this
+    writer = threading.Thread(target=(folder / ".metadata").write_bytes, args=(b"garbage",))
     writer.start()
     try:
         with pytest.raises(CheckpointError, match="not a regular file"):
@@ -284,7 +288,7 @@ def test_an_index_that_is_none(folder: Path, data: bytes) -> None:
 
 
 def test_the_list_of_harmless_classes_is_known() -> None:
-    """Core's list grows by itself; a class that it adds has to be looked at before it is accepted here."""
+    """megatron-core may add classes to its list; each new class must be reviewed before it is accepted here."""
     megatron = {
         "megatron.core.enums.ModelType",
         "megatron.core.optimizer.optimizer_config.OptimizerConfig",
@@ -304,7 +308,7 @@ def test_the_list_of_harmless_classes_is_known() -> None:
         "numpy.dtype",
         "numpy.ndarray",
         "pathlib.PosixPath",
-        "pathlib._local.PosixPath",  # Python 3.13
+        "pathlib._local.PosixPath",  # in Python 3.13
         "signal.Signals",
         "torch._C.Generator",
         "types.SimpleNamespace",

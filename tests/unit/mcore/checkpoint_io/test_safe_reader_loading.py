@@ -1,4 +1,5 @@
-"""An honest checkpoint loads, with and without a process group, whoever wrote it; what cannot be read is named."""
+"""A good checkpoint of any writer loads, with and without a process group; the error names a part that cannot be
+read."""
 
 import argparse
 import errno
@@ -110,7 +111,7 @@ def test_an_interrupt_stays_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_disk_that_fails_is_not_a_damaged_checkpoint(
     folder: Path, monkeypatch: pytest.MonkeyPatch, read: str, number: int, kind: type[SftError]
 ) -> None:
-    """After a failing disk another start may succeed; a damaged checkpoint is refused at each start."""
+    """After a disk failure, another start may succeed; a damaged checkpoint is refused at each start."""
     torch.save(PLAIN, folder / "common.pt")
     reader = safe_reader.SafeReader(folder)
 
@@ -151,7 +152,7 @@ def test_common_values_of_a_file_come_before_those_of_an_object(folder: Path) ->
     assert names.tolist() == ["ab", "c"]
     del values["array"], values["names"]
     assert found == values
-    torch.save({"array": array}, folder / "common.pt")  # what was loaded and saved again is an array, too
+    torch.save({"array": array}, folder / "common.pt")  # a loaded array stays an array if it is saved again
     assert type(torch.load(folder / "common.pt", weights_only=False)["array"]) is np.ndarray
 
 

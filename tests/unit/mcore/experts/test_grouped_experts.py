@@ -1,4 +1,4 @@
-"""One product for all experts is a loop over experts, with gradients; experts without rows included."""
+"""A grouped product equals a loop over experts, with gradients, also for experts without rows."""
 
 import pytest
 import torch
@@ -8,11 +8,11 @@ from sft.mcore.experts.grouped import GroupedProduct, RowsOfExperts
 
 COUNTS, COLUMNS, ROWS = [3, 0, 9, 0], 32, 16
 CPU = torch.device("cpu")
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the largest number; the sums have other orders
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative to the largest element; sums have other orders
 
 
 def operands(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, matrices, and the gradient of the product, which is no contiguous tensor."""
+    """Rows, matrices, and the gradient of the product, which is not contiguous."""
     generator = torch.Generator().manual_seed(5)
     shapes = (sum(COUNTS), COLUMNS), (len(COUNTS), ROWS, COLUMNS), (ROWS, sum(COUNTS))
     x, matrices, grad = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
@@ -21,7 +21,7 @@ def operands(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_the_kernel_and_the_loop_are_each_expert_by_itself(dtype: torch.dtype) -> None:
-    """Against float64.  On the CPU torch computes what the kernel computes on a GPU."""
+    """Compared with float64.  On the CPU, torch computes what the kernel computes on a GPU."""
     ends = torch.tensor([3, 3, 12, 12], dtype=torch.int32)
     x, matrices, grad = (tensor.detach().double() for tensor in operands(dtype))
     parts = [(x[:3], matrices[0], grad[:3]), (x[3:], matrices[2], grad[3:])]
@@ -53,7 +53,7 @@ def test_a_gradient_that_nobody_needs_is_not_computed() -> None:
 
 
 def test_no_rows_at_all() -> None:
-    """Gradients are zeros, so that every rank of ep takes part in the reduction of the same gradients."""
+    """Gradients are zeros, so that every rank of ep joins the same gradient reductions."""
     _, matrices, _ = operands(torch.float32)
     x = torch.empty(0, COLUMNS, requires_grad=True)
     RowsOfExperts.of([0, 0, 0, 0], CPU).times(x, matrices).sum().backward()
@@ -62,7 +62,7 @@ def test_no_rows_at_all() -> None:
 
 @pytest.mark.parametrize("rank", [16, 4], ids=["aligned", "not aligned"])
 def test_the_kernel_takes_aligned_matrices(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    """Of bf16 on a GPU of compute capability 9; a rank of 4 has rows of 8 bytes."""
+    """bf16 on a GPU of compute capability 9; on a rank of tp 4, rows have 8 bytes."""
     called = []
     monkeypatch.setattr(GroupedProduct, "apply", lambda x, ends, matrices: called.append(ends) or x[:, :1])
     rows = RowsOfExperts(COUNTS, torch.tensor([3, 3, 12, 12], dtype=torch.int32))

@@ -1,4 +1,4 @@
-"""Routing by sigmoid scores, against numbers that are written out; logits, sums over documents, and biases."""
+"""Routing by sigmoid scores, compared with literals; logits, sums over documents, and biases."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from sft.config import MoeConfig
 from sft.mcore.experts import router
 
-# Logits whose sigmoid scores are these.
+# Logits whose sigmoids are SCORES.
 SCORES = torch.tensor([[0.6, 0.5, 0.2, 0.1], [0.1, 0.3, 0.8, 0.7]], dtype=torch.float64)
 LOGITS = torch.logit(SCORES)
 BIAS = torch.tensor([-0.3, 0.0, 0.25, 0.0])
@@ -23,13 +23,13 @@ def moe(**fields: Any) -> MoeConfig:
 @pytest.mark.parametrize(
     "fields,bias,weights",
     [
-        # 0.6 and 0.5 of the first token, 0.8 and 0.7 of the second
+        # The chosen scores are 0.6 and 0.5 for the first token, 0.8 and 0.7 for the second
         ({}, None, [[6 / 11, 5 / 11, 0, 0], [0, 0, 8 / 15, 7 / 15]]),
         ({"normalize_top_k": False}, None, [[0.6, 0.5, 0, 0], [0, 0, 0.8, 0.7]]),
         ({"normalize_top_k": False, "scaling_factor": 2.5}, None, [[1.5, 1.25, 0, 0], [0, 0, 2.0, 1.75]]),
-        # With the bias 0.3 0.5 0.45 0.1 and -0.2 0.3 1.05 0.7; weights are those of scores without it.
+        # With the bias, scores are 0.3 0.5 0.45 0.1 and -0.2 0.3 1.05 0.7; weights come from the scores without bias.
         ({"correction_bias": True}, BIAS, [[0, 5 / 7, 2 / 7, 0], [0, 0, 8 / 15, 7 / 15]]),
-        # The best group of the first token is 0.5 + 0.45 of the bias' numbers, not 0.3 + 0.5.
+        # The best group of the first token is the one with 0.5 + 0.45, scores with the bias, not that with 0.3 + 0.5.
         ({"normalize_top_k": False, "num_groups": 2}, None, [[0.6, 0.5, 0, 0], [0, 0, 0.8, 0.7]]),
     ],
 )
@@ -41,7 +41,7 @@ def test_weights_of_the_chosen_experts(fields: dict[str, Any], bias: Any, weight
 
 
 def test_a_token_chooses_groups_before_experts() -> None:
-    """The group of 0.6 + 0.5 wins over that of 0.9 + 0.1, whose first expert has the largest score of all."""
+    """The group with 0.6 + 0.5 wins over that with 0.9 + 0.1, whose first expert has the largest score of all."""
     logits = torch.logit(torch.tensor([[0.9, 0.1, 0.6, 0.5, 0.3, 0.2]], dtype=torch.float64))
     fields: Any = dict(num_experts=6, top_k=2, score_function="sigmoid", normalize_top_k=False, num_groups=3)
     found = router.Routing.of(logits, MoeConfig(**fields, top_groups=1), None)
@@ -53,7 +53,7 @@ def test_a_token_chooses_groups_before_experts() -> None:
 
 
 def test_the_balancing_loss_is_about_scores_without_bias() -> None:
-    """DeepSeek-V3, equations 17 to 20: choices by score alone, and scores divided by their sum."""
+    """DeepSeek-V3, equations 17 to 20: choices by score without bias, and scores divided by their sum."""
     settings = moe(correction_bias=True, scaling_factor=2.5)
     probabilities, chosen = router.Routing.of(LOGITS, settings, BIAS).balanced(LOGITS, settings)
     np.testing.assert_allclose(probabilities, SCORES / torch.tensor([[1.4], [1.9]]), atol=1e-12)
@@ -68,7 +68,8 @@ def test_weights_reach_the_router_and_the_choice_does_not() -> None:
 
 
 def test_a_step_of_the_bias(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up where an expert has fewer tokens than the mean, down where it has more; each layer has counts of its own."""
+    """The bias rises if an expert has fewer tokens than the mean, and falls if it has more; each layer has counts of
+    its own."""
     routers = [SimpleNamespace(layer_number=n, expert_bias=torch.full((3,), 0.5)) for n in (2, 3)]
     monkeypatch.setattr(router, "_routers", lambda chunks: routers)
     load: Any = SimpleNamespace(chosen=np.array([[6.0, 2.0, 4.0], [1.0, 1.0, 2.0]]), first_layer=1)
@@ -78,7 +79,7 @@ def test_a_step_of_the_bias(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_bias_is_not_rounded_with_the_weights() -> None:
-    """0.03 is no number of bf16."""
+    """bf16 cannot represent 0.03."""
     half = router.Router.__new__(router.Router)
     torch.nn.Module.__init__(half)
     half.weight = torch.nn.Parameter(torch.zeros(3, 2))
@@ -105,11 +106,11 @@ def test_scores_are_products_whose_gradient_is_right() -> None:
     expected = tokens.detach().float() @ weight.detach().float().T + bias.detach().float()
     np.testing.assert_allclose(found.detach(), expected, rtol=1e-6)
     kept = {saved.dtype for saved in found.grad_fn.saved_tensors}
-    assert kept == {torch.bfloat16}  # no wide copy of the tokens
+    assert kept == {torch.bfloat16}  # there is no wide copy of the tokens
 
 
 def test_a_long_document_is_summed_as_float64_would() -> None:
-    """Of 131,072 tokens and 8 experts; one after another in fp32 they would be 1e-5 off."""
+    """131,072 tokens and 8 experts; sequential sums in fp32 would be wrong by 1e-5."""
     generator = torch.Generator().manual_seed(3)
     odds = (2 * torch.randn(1 << 17, 8, generator=generator)).softmax(1)
     index = torch.ones(1 << 17, dtype=torch.int32)

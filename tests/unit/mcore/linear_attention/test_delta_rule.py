@@ -1,4 +1,4 @@
-"""The gated delta rule in chunks has the outputs and gradients of the recurrence and of transformers."""
+"""The chunked gated delta rule has the outputs and gradients of the recurrence, and of transformers."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -15,11 +15,11 @@ from sft.mcore.linear_attention.schedule import ChunkSchedule
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 from tests.unit.fixtures.recurrence import VALUE_HEADS, K, OneProcess, V, random_inputs, recurrence
 
-LENGTHS = [1, 63, 64, 0, 65, 130, 2, 330]  # of fragments; a chunk has 64 tokens
+LENGTHS = [1, 63, 64, 0, 65, 130, 2, 330]  # lengths of fragments; a chunk has 64 tokens
 FLOAT64_TOLERANCE = 1e-11
-FP32_TOLERANCE = 1e-5  # to transformers' fp32, which rounds in another order
-STATE_TOLERANCE = 1e-6  # share of the norm, in fp32: 16 roundings
-BF16_ROUNDING = 2**-8  # relative, half of the distance of two numbers
+FP32_TOLERANCE = 1e-5  # compared with transformers in fp32, which rounds in another order
+STATE_TOLERANCE = 1e-6  # relative to the norm, in fp32: 16 roundings
+BF16_ROUNDING = 2**-8  # relative: half of the distance between neighbouring numbers
 KERNEL = TorchDeltaKernel()
 
 
@@ -29,7 +29,7 @@ def scheduled(boundaries: Iterable[int], linked: Iterable[int] = ()) -> ChunkSch
 
 @pytest.fixture(params=["one block", "small blocks"])
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Also with blocks so small that fragments have several of them, and that groups have few fragments."""
+    """Also runs with blocks so small that a fragment has several blocks, and a group has few fragments."""
     if request.param == "small blocks":
         monkeypatch.setattr(schedule, "INTERVAL", 2)
         monkeypatch.setattr(schedule, "BLOCK_CHUNKS", 24)
@@ -45,7 +45,7 @@ def random(shape: Sequence[int], dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def gradients(out: Tensor, inputs: Inputs) -> list[Tensor]:
-    """Of a random function of the outputs."""
+    """The gradients of a random function of the outputs."""
     return list(torch.autograd.grad(out, inputs, random(out.shape, out.dtype)))
 
 
@@ -67,7 +67,7 @@ def test_outputs_and_gradients_are_those_of_the_recurrence(correlated: bool) -> 
 
 @pytest.mark.usefixtures("blocks")
 def test_states_pass_between_the_fragments_of_a_document() -> None:
-    """Documents a and c are whole; b is cut, and its four fragments lie in another order than in the document."""
+    """Documents a and c are whole; b is cut into four fragments, which lie in another order than in the document."""
     lengths, order = [70, 65, 165, 65, 65, 30], [1, 3, 4, 2]
     boundaries = boundaries_of(lengths)
     inputs = random_inputs(boundaries[-1])
@@ -112,9 +112,9 @@ def test_outputs_and_gradients_are_those_of_transformers(tokens: int) -> None:
 
 @torch.no_grad()
 def test_states_stay_exact_over_16k_tokens() -> None:
-    """For random keys and, in key head 1, keys that are almost alike; each with decays of about e^-0.001, e^-0.1 and
-    e^-10 a token.  fp32 sums of strong decays over a chunk would have too few digits.  In one fragment, and composed of
-    the maps of eight, as with cp 4."""
+    """Random keys and, in key head 1, keys that are nearly equal; each with decays of about e^-0.001, e^-0.1 and e^-10
+    per token.  fp32 sums of strong decays over a chunk would lack digits.  Tested in one fragment, and composed from
+    the maps of eight fragments, as with cp 4."""
     inputs, other = (random_inputs(16_384, torch.float32, correlated=correlated) for correlated in (False, True))
     inputs.k[:, 1] = other.k[:, 1]
     inputs.g[:, 1::4] *= 100
@@ -146,7 +146,8 @@ def test_bf16_is_rounded_at_the_end_alone() -> None:
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("value", [None, float("nan")], ids=["other tokens", "nan"])
 def test_a_document_changes_no_other_one(value: float | None) -> None:
-    """Bitwise, outputs and gradients.  The replaced document ends within a chunk, and others at the end of one."""
+    """Outputs and gradients are bitwise equal.  The replaced document ends inside a chunk, other documents end with
+    one."""
     boundaries = boundaries_of([64, 130, 128, 1, 200])
     inputs, other = (random_inputs(boundaries[-1], torch.float32, seed=seed) for seed in (0, 1))
     inside = torch.zeros(boundaries[-1], dtype=torch.bool)
@@ -164,7 +165,7 @@ def test_a_document_changes_no_other_one(value: float | None) -> None:
 
 
 def test_padding_after_a_document_changes_nothing() -> None:
-    """Bitwise: 28 more tokens, whose outputs get no gradient, and which end in the same chunk."""
+    """Bitwise equal with 28 more tokens whose outputs get no gradient, and which end in the same chunk."""
     inputs = random_inputs(100 + 28 + 70, torch.float32)
     tokens = torch.tensor([*range(100), *range(128, 198)])
     without = Inputs(*(x[tokens].detach().requires_grad_() for x in inputs))
@@ -179,7 +180,7 @@ def test_padding_after_a_document_changes_nothing() -> None:
 
 
 def test_backward_saves_the_inputs_and_few_states() -> None:
-    """Fragments of 1, 8, 9 and 20 chunks: one state more for every 8 chunks after the first."""
+    """Fragments of 1, 8, 9 and 20 chunks: one additional state for every 8 chunks after the first."""
     boundaries = boundaries_of([3, 512, 513, 1280])
     inputs = random_inputs(boundaries[-1], torch.float32)
     saved: list[Tensor] = []
@@ -211,7 +212,7 @@ def test_the_longest_fragments_come_first_and_linked_ones_apart(monkeypatch: pyt
     assert linked.blocks[0].padding is not None and linked.blocks[0].padding.sum() == 63
     assert long.linked is None and long.num_fragments == 2 and short.num_fragments == 2
     assert [block.steps for block in long.blocks] == [(slice(0, 2), slice(2, 3)), (slice(0, 1),)]
-    assert [block.steps for block in short.blocks] == [(slice(0, 1),)]  # the empty one has no chunk
+    assert [block.steps for block in short.blocks] == [(slice(0, 1),)]  # the empty fragment has no chunk
 
 
 def test_no_tokens() -> None:

@@ -209,7 +209,7 @@ def fla(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
 
 def test_without_fla() -> None:
-    """Not installed here."""
+    """fla-core is not installed here."""
     assert str(chosen("cpu")) == "torch (plain torch)"
     assert str(chosen("cuda", "attention.delta_rule=torch")) == "torch (attention.delta_rule = torch)"
     found = chosen("cuda")
@@ -244,7 +244,7 @@ def test_with_fla(fla: dict[str, Any]) -> None:
 def test_releases_of_triton_with_wrong_gradients(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], triton: str, is_refused: bool
 ) -> None:
-    """Else FLA raises an error in the first backward pass, as seen on an H200 with Triton 3.6.0."""
+    """Otherwise FLA would raise an error in the first backward pass, as on an H200 with Triton 3.6.0."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(fla_kernel, "version", {"triton": triton}.__getitem__)
@@ -255,7 +255,7 @@ def test_releases_of_triton_with_wrong_gradients(
     )
     assert str(chosen("cuda")) == (by_torch if is_refused else by_fla)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "tilelang")
-    assert str(chosen("cuda")) == by_fla  # by a kernel of its own
+    assert str(chosen("cuda")) == by_fla  # FLA has a kernel of its own for it
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_other_releases_of_fla(
 
 @pytest.mark.usefixtures("fla")
 def test_a_run_on_the_cpu_refuses_fla() -> None:
-    """run.device is auto, so that only the start knows."""
+    """run.device is auto, so only the start knows the device."""
     with pytest.raises(ConfigError) as caught:
         chosen("cpu", "attention.delta_rule=fla")
     problem = "FLA needs CUDA, but this run is on the CPU"
@@ -305,7 +305,7 @@ def test_a_run_on_the_cpu_refuses_fla() -> None:
     ],
 )
 def test_what_fla_cannot_compute(override: str, problem: str) -> None:
-    """A recipe that names fla is refused before the start; auto takes torch."""
+    """A recipe that names fla is refused before the start; with auto, torch is used."""
     with pytest.raises(ConfigError, match=f"= fla {problem}; use torch or auto"):
         parsed("attention.delta_rule=fla", override)
     device = "cpu" if override == "run.device=cpu" else "cuda"

@@ -1,4 +1,4 @@
-"""Adapters of Linears whose rows consist of blocks, such as a query and a gate for each head."""
+"""Adapters of Linears whose rows form blocks, for example a query and a gate for each head."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,8 @@ WEIGHT = AdaptedWeight(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rows_of_b_lie_block_by_block(rank: int) -> None:
-    """Four heads of width 2: rows 0 and 1 of each block of 4 are queries, rows 2 and 3 gates.  A rank has two heads."""
+    """Four heads of width 2: rows 0 and 1 of each block of 4 are queries, rows 2 and 3 are gates.  A rank has two
+    heads."""
     group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: rank)
     split = Split(group=group, by_columns=False, sequence_parallel=False, replica=0)
     factors = Factors(ADAPTER, WEIGHT, 5, split, torch.empty(20, 3))

@@ -1,4 +1,4 @@
-"""The tensor-parallel group of the tests of the loss head."""
+"""The tensor-parallel group for tests of the loss head."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[dist.ProcessGroup]:
-    # Not at the top: this imports Triton, for which test_loss_triton.py sets a variable first.
+    # Imported here because this imports Triton, and test_loss_triton.py must first set a variable.
     from tests.unit.loss_cases import world_of_one
 
     with world_of_one() as tp:

@@ -1,4 +1,4 @@
-"""The loss head in one process: every implementation against the definition in float64, over the real vocabulary."""
+"""The loss head in one process: every implementation agrees with the float64 definition over the real vocabulary."""
 
 from dataclasses import replace
 
@@ -41,9 +41,9 @@ from tests.unit.loss_cases import (
     with_terms,
 )
 
-# bf16 keeps 8 bits: scores of about 3 are off by up to 8e-3, a mean over tokens less.
+# bf16 has 8 significant bits: a score of about 3 has an error of up to 8e-3, a mean over tokens a smaller one.
 BF16_LOSS_TOLERANCE = 1e-2
-BF16_GRADIENT_TOLERANCE = 2e-2  # of the gradient's norm
+BF16_GRADIENT_TOLERANCE = 2e-2  # relative to the gradient's norm
 
 
 # --- the value and its gradients ---------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def test_every_term_is_that_of_the_definition(
 def test_every_statistic_has_a_gradient_of_its_own(
     loss: LossConfig, dtype: torch.dtype, column: str, softcap: float | None, group: dist.ProcessGroup
 ) -> None:
-    """Upstream gradients of either sign, unlike per token; `full` makes lse only for the z-loss."""
+    """Upstream gradients have both signs and differ between tokens; `full` computes lse only for the z-loss."""
     c, limit = case(softcap=softcap).to(dtype), tolerance(loss, dtype)
     generator = torch.Generator().manual_seed(1)
     upstream: list[Tensor | None] = list(torch.randn(3, len(SUPERVISED), generator=generator, dtype=torch.float64))
@@ -153,16 +153,16 @@ def test_no_vocabulary_padding(loss: LossConfig, group: dist.ProcessGroup) -> No
 
 @each
 def test_scores_far_from_zero_do_not_overflow(loss: LossConfig, group: dist.ProcessGroup) -> None:
-    """exp(1000) is inf in any format: the largest score must come off first."""
+    """exp(1000) is inf in any format, so the largest score must be subtracted first."""
     c = Case(
         hidden=torch.tensor([[[1000.0]], [[-1000.0]]]),
         weight=torch.tensor([[1.0], [0.0]]),
         labels=torch.tensor([[1, 1]]),
         weights=torch.ones(1, 2),
     )
-    for more in ({}, {"entropy_coef": 0.5}):  # of certain predictions: 0, and so is its gradient
+    for more in ({}, {"entropy_coef": 0.5}):  # the entropy of certain predictions is 0, and so is its gradient
         found = run(c, with_terms(loss, more), group, vocab=2)
-        assert float(found.loss) == 1000.0  # the first token is hopeless, the second certain
+        assert float(found.loss) == 1000.0  # the first token has probability 0, the second 1
         assert found.hidden.flatten().tolist() == [1.0, 0.0]
         assert found.weight.flatten().tolist() == [1000.0, -1000.0]
 
@@ -185,7 +185,7 @@ def test_without_gradients_the_same_is_found(loss: LossConfig, softcap: float | 
         assert mine is not None and theirs is not None and torch.equal(mine, theirs)
 
 
-# --- guesses -----------------------------------------------------------------------------------------------
+# --- correct predictions -----------------------------------------------------------------------------------
 
 
 @caps
@@ -193,8 +193,8 @@ def test_without_gradients_the_same_is_found(loss: LossConfig, softcap: float | 
 def test_a_label_is_guessed_where_no_score_is_above_its_own(
     loss: LossConfig, softcap: float | None, group: dist.ProcessGroup
 ) -> None:
-    """Scores of three tokens: [2, 1, 0], [0, 1, 2], [-1, -1, -2]; the last row of the weight pads the vocabulary, and
-    its score is the largest."""
+    """Scores of three tokens: [2, 1, 0], [0, 1, 2], [-1, -1, -2].  The last row of the weight is padding of the
+    vocabulary, and has the largest score."""
     c = Case(
         hidden=torch.tensor([[[2.0, 1.0, 0.0]], [[0.0, 1.0, 2.0]], [[-1.0, -1.0, -2.0]]]),
         weight=torch.cat([torch.eye(3), torch.ones(1, 3) * 9]),
@@ -202,7 +202,7 @@ def test_a_label_is_guessed_where_no_score_is_above_its_own(
         weights=torch.ones(1, 3),
         softcap=softcap,
     )
-    assert terms_of(c, loss, group, 3)[1].correct.tolist() == [1.0, 0.0, 1.0]  # a tie counts
+    assert terms_of(c, loss, group, 3)[1].correct.tolist() == [1.0, 0.0, 1.0]  # a tie counts as correct
     others = replace(c, labels=torch.tensor([[1, 2, 2]]))
     assert terms_of(others, loss, group, 3)[1].correct.tolist() == [0.0, 1.0, 0.0]
 
@@ -220,7 +220,7 @@ def test_measured_entropy_has_no_gradient_and_changes_none(loss: LossConfig, gro
     assert rows.entropy is not None and not rows.entropy.requires_grad
 
 
-# --- what must not matter ----------------------------------------------------------------------------------
+# --- inputs without effect ---------------------------------------------------------------------------------
 
 
 @each
@@ -263,7 +263,7 @@ def test_no_supervised_token_is_exactly_zero(
 @each
 @terms
 def test_one_row(loss: LossConfig, more: dict[str, float], group: dist.ProcessGroup) -> None:
-    """The smallest microbatch: one token, with and without supervision."""
+    """The smallest microbatch: one token, supervised or not."""
     c, loss = case([0], tokens=1, seed=7), with_terms(loss, more)
     check(run(c, loss, group), expected(c, **more))
     found = run(case([], tokens=1), loss, group)
@@ -280,14 +280,15 @@ def test_inputs_are_left_alone(group: dist.ProcessGroup) -> None:
             assert value is None or torch.equal(getattr(c, field), value), field
 
 
-# --- what is computed --------------------------------------------------------------------------------------
+# --- matrix products ---------------------------------------------------------------------------------------
 
 PRODUCT = 2 * 8 * 12 * 32  # operations of one matrix product: n = 8 of 23 tokens, h = 12, V = 32 rows
 both_formats = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
 def flops(c: Case, loss: LossConfig, group: dist.ProcessGroup) -> tuple[int, int, int, int]:
-    """In matrix products: to train, to evaluate, and of `token_statistics` forward, and forward and backward."""
+    """The number of matrix products: for training, for evaluation, for `token_statistics` in forward, and for its
+    forward and backward."""
     hidden, weight = inputs_of(c)
     shard, targets = shard_of(weight, group), c.targets()
     with FlopCounterMode(display=False) as training:
@@ -306,7 +307,8 @@ def flops(c: Case, loss: LossConfig, group: dist.ProcessGroup) -> tuple[int, int
 def test_fused_multiplies_supervised_tokens_only(
     loss: LossConfig, dtype: torch.dtype, group: dist.ProcessGroup
 ) -> None:
-    """Scores, gradients of hidden states and of the weight: 2 n h V each; once more where upstream comes later."""
+    """Scores, gradients of hidden states and of the weight: 2 n h V each; scores are computed again if upstream comes
+    later."""
     assert flops(case().to(dtype), loss, group) == (3 * PRODUCT, PRODUCT, PRODUCT, 4 * PRODUCT)
     assert flops(case([]).to(dtype), loss, group) == (0, 0, 0, 0)
 
@@ -314,6 +316,6 @@ def test_fused_multiplies_supervised_tokens_only(
 @both_formats
 @pytest.mark.parametrize("loss", [*CHUNKED, FULL], ids=name)
 def test_with_logits_every_token_is_projected(loss: LossConfig, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
-    """What fused saves: all 23 tokens, supervised or not."""
+    """`full` also multiplies the tokens that `fused` skips: all 23 tokens, supervised or not."""
     one = 2 * 23 * 12 * 32
     assert flops(case().to(dtype), loss, group) == (3 * one, one, one, 3 * one)

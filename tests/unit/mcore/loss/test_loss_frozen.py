@@ -1,7 +1,7 @@
-"""The loss head with a frozen output weight: the same hidden gradient, one matrix product less, no bytes for a weight's
-gradient.
+"""The loss head with a frozen output weight: the hidden gradient is the same, with one matrix product less, and without
+memory for a gradient of the weight.
 
-The weight that LoRA freezes requires no gradient, and DistributedDataParallel gives it no `main_grad`.
+A weight that LoRA freezes requires no gradient, and DistributedDataParallel gives it no `main_grad`.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from tests.unit.loss_cases import (
 from tools.bench.counter import Counter
 
 Tensors = tuple[Tensor, ...]
-Compute = Callable[[Tensor, VocabShard], tuple[Tensor, Tensors]]  # hidden, shard -> loss, statistics of the rows
+Compute = Callable[[Tensor, VocabShard], tuple[Tensor, Tensors]]  # (hidden, shard) -> loss, statistics of the rows
 
 
 def loss_of(c: Case, loss: LossConfig, upstream: float = 1.0) -> Compute:
@@ -43,7 +43,7 @@ def loss_of(c: Case, loss: LossConfig, upstream: float = 1.0) -> Compute:
 
 
 def statistics_of(c: Case, loss: LossConfig) -> Compute:
-    """The sum of every column with a gradient, times an upstream gradient of either sign for each token."""
+    """The sum of all columns that have a gradient, times an upstream gradient of either sign for each token."""
 
     def compute(hidden: Tensor, shard: VocabShard) -> tuple[Tensor, Tensors]:
         rows = token_statistics(hidden, shard, c.targets(), loss)
@@ -55,7 +55,7 @@ def statistics_of(c: Case, loss: LossConfig) -> Compute:
 
 
 def results(c: Case, compute: Compute, group: dist.ProcessGroup, weight: Tensor) -> Tensors:
-    """Gradient of the hidden states, loss and statistics."""
+    """The gradient of the hidden states, the loss and the statistics."""
     hidden = c.hidden.clone().requires_grad_()
     total, rows = compute(hidden, shard_of(weight, group, softcap=c.softcap))
     total.backward()
@@ -73,7 +73,7 @@ def frozen_results(c: Case, compute: Compute, group: dist.ProcessGroup) -> Tenso
 
 
 def same(found: Tensors, wanted: Tensors) -> None:
-    """Bit for bit."""
+    """Asserts that both are equal, bit for bit."""
     for a, b in zip(found, wanted, strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
 
@@ -88,19 +88,19 @@ def same(found: Tensors, wanted: Tensors) -> None:
 def test_the_hidden_gradient_has_the_bits_of_one_with_a_trained_weight(
     loss: LossConfig, dtype: torch.dtype, supervised: list[int], softcap: float | None, group: dist.ProcessGroup
 ) -> None:
-    """test_loss.py compares those with the definition."""
+    """test_loss.py compares results for a trained weight with the definition."""
     c, loss = case(supervised, softcap=softcap).to(dtype), with_terms(loss, TERMS["all"])
     for compute in (loss_of(c, loss), loss_of(c, loss, 1 / 3), statistics_of(c, loss)):
         trained = results(c, compute, group, c.weight.clone().requires_grad_())
         same(frozen_results(c, compute, group), trained)
-    in_buffer = c.weight.clone().requires_grad_()  # as DistributedDataParallel leaves it
+    in_buffer = c.weight.clone().requires_grad_()  # the form in which DistributedDataParallel leaves the weight
     in_buffer.main_grad = torch.zeros(c.weight.shape)  # type: ignore[attr-defined]
     same(frozen_results(c, loss_of(c, loss), group), results(c, loss_of(c, loss), group, in_buffer))
 
 
 @each
 def test_a_frozen_weight_s_buffer_is_left_alone(loss: LossConfig, group: dist.ProcessGroup) -> None:
-    """Of a weight that was trained before."""
+    """The buffer belongs to a weight that was trained before."""
     c, weight = case(), case().weight
     weight.main_grad = torch.zeros(c.weight.shape)  # type: ignore[attr-defined]
     weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
@@ -140,7 +140,7 @@ def test_nothing_is_read_before_it_is_written(loss: LossConfig, group: dist.Proc
                 same(clean, dirty)
 
 
-# --- what is computed, and for what memory is allocated ----------------------------------------------------
+# --- matrix products and allocated memory ------------------------------------------------------------------
 
 PRODUCT = 2 * 8 * 12 * 32  # operations of one matrix product: n = 8 of 23 tokens, h = 12, V = 32 rows
 OF_ALL = 2 * 23 * 12 * 32
@@ -158,7 +158,7 @@ def flops(c: Case, compute: Compute, group: dist.ProcessGroup) -> int:
 def test_no_matrix_product_makes_the_weight_s_gradient(
     loss: LossConfig, dtype: torch.dtype, group: dist.ProcessGroup
 ) -> None:
-    """Scores and gradients of hidden states; the statistics of `fused` compute scores twice."""
+    """Two products: scores and gradients of hidden states; the statistics of `fused` compute scores twice."""
     c = case().to(dtype)
     counts = flops(c, loss_of(c, loss), group), flops(c, statistics_of(c, loss), group)
     assert counts == ((2 * PRODUCT, 3 * PRODUCT) if loss.impl == "fused" else (2 * OF_ALL, 2 * OF_ALL))
@@ -170,7 +170,7 @@ def test_no_matrix_product_makes_the_weight_s_gradient(
 def test_no_memory_is_allocated_for_the_weight_s_gradient(
     loss: LossConfig, dtype: torch.dtype, make: Any, group: dist.ProcessGroup
 ) -> None:
-    """Of 4 tokens, 256 wide, and 512 rows, scores and hidden states of all rows are 12 KiB in fp32; the weight 512."""
+    """4 tokens of width 256, and 512 rows: all scores and hidden states take 12 KiB in fp32, the weight 512 KiB."""
     generator = torch.Generator().manual_seed(3)
     c = Case(
         hidden=torch.randn(4, 1, 256, generator=generator),

@@ -1,4 +1,5 @@
-"""How the loss head computes: precision, buffers, what it writes to, and gradients straight into `main_grad`."""
+"""Numerical properties of the loss head: precision, buffers, written tensors, and gradients added directly to
+`main_grad`."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -41,12 +42,13 @@ from tests.unit.loss_cases import (
 
 FUSED, CHUNKED, _ = EACH
 both = pytest.mark.parametrize("loss", [FUSED, CHUNKED], ids=lambda c: c.impl)
-# A gradient is at most this much farther from the definition than that of `full`, whose sums are as narrow.
+# A gradient's error may exceed that of `full`, whose sums have the same precision, by at most this factor.
 AS_GOOD = 1.1
-# Of fused, under an upstream gradient other than 1: its gradient is in bf16 before it is multiplied, and rounded once
-# more by that.  Measured 1.3.
+# For fused, if the upstream gradient is not 1: its gradient is rounded to bf16 before it is multiplied, so it has one
+# rounding more.  Measured: 1.3.
 ONCE_MORE = 1.5
-# fp32 keeps 24 bits: two orders of the same sum differ by this much of it even where one of them happens to be exact.
+# fp32 has 24 significant bits: two orders of a sum may differ by this share of it, even if one of them happens to be
+# exact.
 FP32_ROUNDING = 1e-7
 
 
@@ -79,7 +81,8 @@ def test_in_bf16_no_farther_from_the_definition_than_the_reference(
 @pytest.mark.parametrize("size", [10.0, 30.0])
 @both
 def test_almost_certain_tokens_in_fp32(loss: LossConfig, size: float, group: dist.ProcessGroup) -> None:
-    """-log p is 9e-3 and 6e-7: log-sum-exp less score would be a difference of two numbers as large as 30."""
+    """-log p is 9e-3 and 6e-7: computed as log-sum-exp minus score, it would be a difference of two numbers as large as
+    30."""
     c = Case(
         hidden=torch.tensor([[[size]]]),
         weight=torch.tensor([[1.03], [0.55], [0.3]]),
@@ -94,7 +97,7 @@ def test_almost_certain_tokens_in_fp32(loss: LossConfig, size: float, group: dis
 
 @both
 def test_almost_certain_tokens_in_bf16(loss: LossConfig, group: dist.ProcessGroup) -> None:
-    """p = 0.9995, where neighbours in bf16 are 4e-3 apart: 1 must come off before the rounding."""
+    """p = 0.9995, near which bf16 numbers are 4e-3 apart: 1 must be subtracted before the rounding."""
     c = Case(
         hidden=torch.tensor([[[1.0]]]),
         weight=torch.tensor([[12.0], [4.0], [3.0]]),
@@ -115,11 +118,11 @@ def test_almost_certain_tokens_in_bf16(loss: LossConfig, group: dist.ProcessGrou
 def test_blocks_of_a_pass_change_nothing(
     loss: LossConfig, rows: int, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Passes over scores go in blocks of bytes, too large for these cases to need a second one."""
+    """Passes over scores run in blocks of bytes, so large that these cases fit into one block."""
     c, upstream = case(), list[Tensor | None](torch.ones(3, len(SUPERVISED)))
     loss = with_terms(loss, TERMS["all"] | {"chunk_size": 7})
     whole = run(c, loss, group), run_statistics(c, loss, group, upstream)
-    for width in (PADDED, WIDTH):  # of scores, and of hidden states
+    for width in (PADDED, WIDTH):  # width of scores, and of hidden states
         monkeypatch.setitem(softmax._BLOCK_BYTES, "cpu", 4 * width * rows)
         for cut, one in zip((run(c, loss, group), run_statistics(c, loss, group, upstream)), whole, strict=True):
             same(cut, one)
@@ -151,10 +154,11 @@ def test_nothing_is_read_before_it_is_written(
 
 
 def test_a_vocabulary_of_gemma_makes_no_logits(group: dist.ProcessGroup) -> None:
-    """64 tokens over 262,208 entries of width 8, in chunks of 4: what exists beside the inputs at a time.
+    """64 tokens over a vocabulary of 262,208 rows of width 8, in chunks of 4: the peak of memory besides the inputs.
 
-    Scores of 4 tokens and the gradient of the weight, 8 wide, are 12 x 262,208 numbers.  A pass takes blocks of
-    1/2 MiB, here one row, and makes up to 5 tensors of its size.  Logits of all tokens would be 64 x 262,208 numbers.
+    Scores of 4 tokens and the gradient of the weight, of width 8, have 12 x 262,208 elements.  A pass takes blocks of
+    1/2 MiB, here one row, and makes up to 5 tensors of a block's size.  Logits of all tokens would have 64 x 262,208
+    elements.
     """
     vocab, width, tokens, chunk = 262_208, 8, 64, 4
     generator = torch.Generator().manual_seed(3)
@@ -171,7 +175,7 @@ def test_a_vocabulary_of_gemma_makes_no_logits(group: dist.ProcessGroup) -> None
     assert float(total.detach()) == pytest.approx(-float(logprobs[torch.arange(tokens), labels].sum()), rel=1e-6)
 
 
-# --- logits that others hold -------------------------------------------------------------------------------
+# --- logits that other code holds --------------------------------------------------------------------------
 
 
 def logits_of(c: Case) -> Tensor:
@@ -183,7 +187,7 @@ def logits_of(c: Case) -> Tensor:
 def test_logits_are_never_written_to(more: dict[str, float], dtype: torch.dtype, group: dist.ProcessGroup) -> None:
     c, loss = case().to(dtype), with_terms(CHUNKED, more)
     leaf = logits_of(c).requires_grad_()
-    logits = leaf.clone()  # as in a model, no leaf: autograd would refuse to have that written to
+    logits = leaf.clone()  # not a leaf, as in a model: autograd would refuse writes to a leaf
     values, version = logits.detach().clone(), logits._version
     rows = chunked.row_statistics(logits, shard_of(c.weight, group), c.targets(), loss)
     assert (logits._version, torch.equal(logits, values)) == (version, True)
@@ -212,7 +216,7 @@ def test_logits_of_unsupervised_rows_may_hold_anything(size: int | None, bad: fl
 def test_how_many_chunks_logits_are_taken_in(
     size: int | None, passes: int, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 23 tokens: once wherever the chunk holds them all."""
+    """23 tokens: one chunk if the chunk holds them all."""
     calls = []
     statistics = chunked.statistics
 
@@ -229,7 +233,8 @@ def test_how_many_chunks_logits_are_taken_in(
 
 
 def with_main_grad(weight: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """A weight as megatron-core's DistributedDataParallel leaves it, its buffer not empty; and what is in there."""
+    """A weight as megatron-core's DistributedDataParallel leaves it, with a main_grad that is not zero; and the content
+    of main_grad."""
     weight = weight.clone().requires_grad_()
     before = torch.randn(weight.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
     weight.main_grad = before.clone()  # type: ignore[attr-defined]
@@ -252,7 +257,8 @@ def test_the_gradient_is_added_to_main_grad(supervised: list[int], group: dist.P
     objective.backward()
     assert error(main_grad(weight), before + wanted.weight) <= GRADIENT_TOLERANCE
     assert weight.grad_added_to_main_grad is True  # type: ignore[attr-defined]
-    assert weight.grad is not None and weight.grad.shape == weight.shape  # core waits for one; whatever is in there
+    # megatron-core waits for a gradient; its content does not matter
+    assert weight.grad is not None and weight.grad.shape == weight.shape
     assert hidden.grad is not None and error(hidden.grad, wanted.hidden) <= GRADIENT_TOLERANCE
     if not supervised:
         assert torch.equal(main_grad(weight), before)
@@ -262,7 +268,7 @@ def test_the_gradient_is_added_to_main_grad(supervised: list[int], group: dist.P
 def test_a_weight_with_another_use_gets_no_garbage(
     dtype: torch.dtype, poison: Callable[[bool], None], group: dist.ProcessGroup
 ) -> None:
-    """core sets zero_out_wgrad on tied embeddings, and adds what autograd hands it to main_grad."""
+    """megatron-core sets zero_out_wgrad for tied embeddings, and adds the gradient from autograd to main_grad."""
     c = case().to(dtype)
     weight, _ = with_main_grad(c.weight)
     weight.zero_out_wgrad = True  # type: ignore[attr-defined]
@@ -273,7 +279,7 @@ def test_a_weight_with_another_use_gets_no_garbage(
 
 
 def test_main_grad_sums_microbatches_in_fp32(group: dist.ProcessGroup) -> None:
-    """20 microbatches in bf16: a sum of gradients rounded to bf16 each is farther from the definition."""
+    """20 microbatches in bf16: a sum of gradients that are rounded to bf16 one by one has a larger error."""
     microbatches = [replace(wide_case(seed), weight=wide_case(0).weight).to(torch.bfloat16) for seed in range(20)]
     wanted = torch.stack([expected(c, vocab=300).weight for c in microbatches]).sum(0)
     weight, _ = with_main_grad(microbatches[0].weight)
@@ -304,7 +310,8 @@ def test_main_grad_of_bf16_is_left_to_autograd(group: dist.ProcessGroup) -> None
 
 
 def test_statistics_add_to_main_grad_in_backward(group: dist.ProcessGroup) -> None:
-    """They learn the upstream gradients before they compute their own, so that any will do."""
+    """The statistics get the upstream gradients before they compute their own gradients, so any upstream gradient is
+    allowed."""
     c, (weight, before) = case(), with_main_grad(case().weight)
     hidden = c.hidden.clone().requires_grad_()
     upstream = torch.randn(3, len(SUPERVISED), generator=torch.Generator().manual_seed(4))

@@ -1,7 +1,7 @@
-"""The Triton passes of the loss head against those in torch, by Triton's interpreter: no GPU is needed.
+"""The Triton passes of the loss head agree with those in torch; Triton's interpreter runs them, so no GPU is needed.
 
-Triton is a gigabyte and comes only with torch for CUDA, so `make test` skips this file; `make test-triton`
-installs it and runs it, and so does CI.
+Triton takes a gigabyte and comes only with torch for CUDA, so `make test` skips this file.  `make test-triton` installs
+Triton and runs this file, and so does CI.
 """
 
 import os
@@ -19,7 +19,7 @@ from sft.mcore.loss.objective import GradientCoefficients  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 1e-5  # fp32 sums over 300 columns in another order; a rounding is 6e-8
-BF16_TOLERANCE = 8e-3  # one rounding to 8 bits, which may fall to the other side
+BF16_TOLERANCE = 8e-3  # one rounding to 8 bits, which may go either way
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 shapes = pytest.mark.parametrize(
@@ -33,12 +33,12 @@ with_entropy = pytest.mark.parametrize("entropy", [False, True], ids=["", "entro
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks to a row, the last one cut."""
+    """Makes rows span several blocks, of which the last one is partial."""
     monkeypatch.setattr(softmax_triton, "_BLOCK", 64)
 
 
 def case(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Scores, the largest of them late in the row, and labels of which some are in other shards."""
+    """Scores whose largest values come late in a row, and labels, some of them in other shards."""
     generator = torch.Generator().manual_seed(7)
     scores = torch.randn(rows, columns, generator=generator) * 5 + torch.linspace(0, 20, columns)
     labels = torch.randint(-columns // 4, columns + columns // 4 + 1, (rows,), generator=generator)
@@ -82,7 +82,7 @@ def test_gradient_of_scores(
 
 
 def test_rows_that_are_far_apart_in_memory() -> None:
-    """A slice of a wider buffer: rows are found by stride."""
+    """A slice of a wider buffer: the kernel must find rows by their stride."""
     scores, labels = case(6, 300, torch.float32)
     part = scores[:, :100]
     found, wanted = (passes.row_sums(part, labels, 90, True) for passes in (softmax_triton, softmax_torch))

@@ -1,4 +1,4 @@
-"""Parts of a Gated DeltaNet layer: the gated norm, decays, and how its weights lie in a checkpoint."""
+"""Parts of a Gated DeltaNet layer: the gated norm, decays, and the order of its weights in a checkpoint."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ EPS = 1e-6
 
 
 def reference(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As transformers' Qwen3NextRMSNormGated, written out."""
+    """The computation of Qwen3NextRMSNormGated in transformers."""
     normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
     return weight * normed * gate * torch.sigmoid(gate)
 
@@ -52,7 +52,8 @@ def test_the_gated_norm_of_no_tokens() -> None:
 
 
 def test_the_gated_norm_computes_a_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 blocks of 8 tokens: no fp32 copy of a bf16 tensor has all tokens, neither in forward nor in backward."""
+    """64 blocks of 8 tokens: neither forward nor backward makes an fp32 copy of a bf16 tensor for all tokens at
+    once."""
     monkeypatch.setitem(gated_norm.BLOCK_NUMBERS, "cpu", 2 * 8 * 4 * 16)
     x, gate, weight = (torch.randn(*shape).bfloat16().requires_grad_() for shape in ((512, 4, 16), (512, 4, 16), (16,)))
     sizes = list[int]()
@@ -68,7 +69,7 @@ def test_the_gated_norm_computes_a_block_at_a_time(monkeypatch: pytest.MonkeyPat
         out, _ = _GatedNorm.apply(x, gate, weight, EPS)
         forward = len(sizes)
         out.backward(torch.ones_like(out))
-    assert max(sizes[:forward]) == max(sizes[forward:]) == 512 * 4  # the factor of every head, and its gradient, zeros
+    assert max(sizes[:forward]) == max(sizes[forward:]) == 512 * 4  # the factor of every head; its gradient; zeros
     assert sizes[:forward].count(8 * 4 * 16) >= 64 and sizes[forward:].count(8 * 4 * 16) >= 64  # blocks
 
 
@@ -80,7 +81,7 @@ def test_the_gated_norm_rounds_bf16_once() -> None:
 
 
 def test_decays_are_computed_in_fp32() -> None:
-    """A bf16 decay of 1e-3 would be wrong by up to 4e-6, and over 1,000 tokens a state by 0.4%."""
+    """A decay of 1e-3 in bf16 would be wrong by up to 4e-6, and a state after 1,000 tokens by 0.4%."""
     torch.manual_seed(0)
     a, a_log, bias = (torch.randn(*shape).bfloat16() for shape in ((64, 3), (3,), (3,)))
     g = TorchDeltaKernel().log_decay(a, a_log, bias)
@@ -91,7 +92,8 @@ def test_decays_are_computed_in_fp32() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_holds_rows_of_each_part(rank: int) -> None:
-    """Of two ranks each has half of q [4], of k [4] and of v [8], not half of the 16 rows; layers are not stacked."""
+    """Each of two ranks has half of q [4], half of k [4] and half of v [8], not half of the 16 rows; layers are not
+    stacked."""
     data = torch.arange(24.0).view(8, 3)
     shard = ShardedTensor(
         key="conv1d.weight",
@@ -114,7 +116,7 @@ def test_a_rank_holds_rows_of_each_part(rank: int) -> None:
 
 
 def test_a_microbatch_is_scheduled_once_for_the_heads_of_one_rank() -> None:
-    """Two of four value heads at tp 2.  256 chunks of two heads fill a block, so that 300 documents are two groups."""
+    """tp 2: two of four value heads.  256 chunks of two heads fill a block, so 300 documents make two groups."""
     linear = {"layers": [1], "num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 8}
     config = layout_config(model={"linear_attention": linear}, parallel={"tp": 2})
     backend: Any = SimpleNamespace(config=config, kernels={"linear attention": TorchDeltaKernel()})

@@ -1,4 +1,4 @@
-"""Gated activations: values and gradients are transformers', and only the output of linear_fc1 is saved."""
+"""Gated activations: values and gradients equal those of transformers, and only the output of linear_fc1 is saved."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from sft.mcore.modules.gated_activation import GatedActivation
 from tests.builders import RECIPE, parsed, refusal_lines
 
 FLOAT64 = dict(rtol=1e-12, atol=1e-12)  # both sides compute in float64
-LIMIT, ALPHA, ROWS, WIDTH = 0.7, 1.702, 40, 6  # half of the gates and ups are beyond the limit
+LIMIT, ALPHA, ROWS, WIDTH = 0.7, 1.702, 40, 6  # half of the gate and up values exceed the limit
 
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ KINDS = {
 
 
 def operands(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output of linear_fc1, its bias, weights of rows in at least fp32, gradient."""
+    """The output of linear_fc1, its bias, weights of rows in at least fp32, and a gradient."""
     generator = torch.Generator().manual_seed(7)
     shapes = (ROWS, 2 * WIDTH), (2 * WIDTH,), (ROWS,), (ROWS, WIDTH)
     x, bias, weights, grad = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
@@ -63,7 +63,7 @@ def test_values_and_gradients_are_those_of_transformers(kind: str, has_bias: boo
 
 
 def test_written_out() -> None:
-    """limit 2, alpha 1: gate 3 counts as 2, up -5 as -2; (-2 + 1) * 2 * sigmoid(2).  Then gelu(1) * 2."""
+    """limit 2, alpha 1: gate 3 is clamped to 2, up -5 to -2; (-2 + 1) * 2 * sigmoid(2).  Then gelu(1) * 2."""
     clamped = GatedActivation(kind="clamped_swiglu", limit=2.0, alpha=1.0)
     assert clamped(torch.tensor([[3.0, -5.0]])).item() == pytest.approx(-2 * 0.880797, abs=1e-5)
     assert KINDS["geglu"][0](torch.tensor([[1.0, 2.0]])).item() == pytest.approx(2 * 0.841192, abs=1e-5)

@@ -1,4 +1,4 @@
-"""RMSNorm in plain torch: value and gradients are those of torch's own, and 16 bits are rounded once."""
+"""RMSNorm in plain torch: value and gradients equal those of torch, and 16-bit results are rounded once."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from sft.mcore.modules.norm import RMSNorm
 
 FLOAT64_TOLERANCE = 1e-12
-OF_OTHER_ORDERS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # sums over 500 rows in another order, then rounded
+OF_OTHER_ORDERS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # sums over 500 rows in another order, then one rounding
 
 
 def norm(weight: Tensor, eps: float, sequence_parallel: bool = False, zero_centered: bool = False) -> RMSNorm:
@@ -24,7 +24,7 @@ def norm(weight: Tensor, eps: float, sequence_parallel: bool = False, zero_cente
 
 
 def test_written_out() -> None:
-    """Mean square 12.5, and 3.5 more: x / 4."""
+    """The mean square is 12.5, plus 3.5 of epsilon: x / 4."""
     found = norm(torch.tensor([1.0, 2.0]), eps=3.5)(torch.tensor([[3.0, 4.0], [-4.0, 3.0]]))
     assert found.tolist() == [[0.75, 2.0], [-1.0, 1.5]]
 
@@ -66,7 +66,7 @@ def test_the_weight_tells_whether_it_saw_a_slice_of_the_tokens(sequence_parallel
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_weight_that_is_an_offset_from_1_is_that_of_gemma(dtype: torch.dtype) -> None:
-    """Value and gradients; in bf16 most of 1 + w are no bf16 numbers, and the sum is not rounded."""
+    """Value and gradients agree; most sums 1 + w cannot be represented in bf16, and are not rounded to it."""
     torch.manual_seed(4)
     weight = (0.3 * torch.randn(64)).to(dtype)
     x, grad = (torch.randn(500, 64).to(dtype) for _ in range(2))

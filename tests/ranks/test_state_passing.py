@@ -150,7 +150,7 @@ def attend(
         with Sent() as sent:
             mixed = short_convolution(*leaves[:2], documents.convolution, dist.group.WORLD)
             inputs = Inputs(*divided(mixed, sizes), *leaves[2:])
-            out = linear_attention(inputs, documents)
+            out = linear_attention(inputs, documents, lambda rule, inputs: rule(*inputs))
             forward = sent.num_bytes
             gradients = torch.autograd.grad(out, leaves, grad[local_rows])
         backward = sent.num_bytes - forward

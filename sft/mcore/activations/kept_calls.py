@@ -106,7 +106,7 @@ class _SecondPass(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, num_inputs: int, *tensors: Tensor) -> Tensor:
         ctx.call, ctx.weights = call, tensors[num_inputs:]
         ctx.save_for_backward(*tensors[:num_inputs])
-        return call.output()
+        return call.output().detach()  # autograd marks the result itself, which `call` refers to
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

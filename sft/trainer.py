@@ -19,7 +19,7 @@ from sft.data.pipeline import DataPipeline, GlobalBatch
 from sft.files.atomic_files import explained, replace_text, unusable
 from sft.layers.flops import describe_parameters, num_parameters
 from sft.mcore import process_groups
-from sft.mcore.backends.selection import slower_than_possible
+from sft.mcore.backends.kernel_lines import kernel_lines
 from sft.mcore.engine import Engine
 from sft.metrics.log import MetricsLog
 from sft.metrics.records import Record
@@ -34,6 +34,7 @@ from sft.recipe.start import check_start
 from sft.recipe.tokenizer import tokenizer_of
 from sft.run import environment
 from sft.run.evaluation import Evaluator
+from sft.run.gpu_memory import GpuMemory
 from sft.run.lifecycle import Lifecycle
 from sft.run.outcome import Outcome, closing_line
 from sft.run.profiler import Profiler
@@ -132,6 +133,7 @@ class Trainer:
         self.judge = Judge(config.checkpoint, self.data.held_out_facts(), checkpoints, console)
         self.evaluator = Evaluator(self.engine, self.data.held_out, config.train, lifecycle, self.num_steps)
         self.check = StepCheck(config.train, console)
+        self.gpu_memory = GpuMemory(config, layout, groups.device, console)
 
     def train(self) -> Outcome:
         """Train until the last step, or until the run must stop."""
@@ -200,6 +202,7 @@ class Trainer:
         self.lifecycle.phase(f"step {step + 1}")
         result = self.engine.train_step(batch.microbatches, sources=self.data.train.sources, data_wait_s=waited_s)
         assert result.num_documents == len(batch.samples), (result.num_documents, batch.samples)
+        self.gpu_memory.after_step()
         return result
 
     def _check(self, state: TrainState, batch: GlobalBatch, result: StepResult) -> None:
@@ -293,8 +296,8 @@ class Trainer:
             num_steps=self.num_steps,
             is_evaluated=not self.evaluator.is_missing(state.step, state.evaluated),
         )
-        if warning := slower_than_possible(self.config, self.engine.backend, self.groups.device.type):
-            self.console.say(warning)
+        for line in kernel_lines(self.config, self.engine.backend, self.groups.device.type):
+            self.console.say(line)
         parameters = describe_parameters(model, vocab_size)
         if self.trained.whole is not None:
             parameters = self.trained.describe(self.config.lora.rank, num_parameters(model, vocab_size))

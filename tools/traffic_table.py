@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from sft.config import Config
-from sft.estimate.layer_work import uses_portable
+from sft.estimate.attention_kernels import uses_portable
 from sft.estimate.parameters import stage_parameters
 from sft.estimate.stage import Stage
 from sft.layers.adapters import Trained

@@ -1,11 +1,12 @@
-"""Rates of matrix products and of the portable backend's attention on this device.
+"""Rates of matrix products and of attention on this device, by the kernel that a run on it would use.
 
 All ranks measure at the same time, because ranks of a machine share its memory and its power.  The slowest rank
 determines the rate.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -13,10 +14,11 @@ from torch import Tensor
 
 from sft.calibration.clock import seconds
 from sft.calibration.sizes import MeasuredSizes
-from sft.mcore.attention.flash2 import FLASH2
+from sft.layers.kernel_rates import BACKWARD, PLAIN
 from sft.mcore.attention.flash_kernel import Demand, FlashKernel
-from sft.mcore.attention.packed_attention import packed_attention
+from sft.mcore.attention.packed_attention import AttentionKernel, packed_attention
 from sft.mcore.attention.torch_kernel import TorchKernel
+from sft.mcore.backends.kernels import FLASH, by_rate
 
 Points = tuple[tuple[float, float], ...]  # (size, TFLOP/s)
 COLUMNS = 3  # columns of a product / its inner size, about as in the first product of an MLP
@@ -45,17 +47,30 @@ class Kernels:
             points.append((float(size), flops / seconds(call, self.device) / 1e12))
         return tuple(points)
 
+    @cached_property
+    def _attention_kernel(self) -> tuple[str, Callable[..., AttentionKernel]]:
+        """The fastest kernel of the portable backend that runs here, and the function that makes it."""
+        width = self.sizes.head_dim
+        demand = Demand(self.device.type, self.dtype, width, width)
+        for name in by_rate(demand):
+            if FLASH[name].why_not(demand) is None:
+                return name, partial(FlashKernel.of, operators=FLASH[name])
+        return PLAIN, TorchKernel.of
+
+    @property
+    def attention_kernel(self) -> str:
+        return self._attention_kernel[0]
+
     def attention(self) -> tuple[Points, Points]:
-        """TFLOP/s of forward and of backward, by the length of documents.
+        """TFLOP/s of forward and of backward by `attention_kernel`, by the length of documents.
 
-        The FLOPs are those of causal attention; backward counts twice the FLOPs of forward.
+        The FLOPs are those of causal attention; backward counts 2.5 times the FLOPs of forward.
 
-        One document of 2 tokens, 1 head of width 4: 2 * 4 * 2 ** 2 = 32 FLOPs forward, 64 backward
+        One document of 2 tokens, 1 head of width 4: 2 * 4 * 2 ** 2 = 32 FLOPs forward, 80 backward
         """
         forward, backward = [], []
         heads, width, tokens = self.sizes.heads, self.sizes.head_dim, max(self.sizes.documents)
-        is_plain = FLASH2.why_not(Demand(self.device.type, self.dtype, width, width)) is not None
-        make = TorchKernel.of if is_plain else partial(FlashKernel.of, operators=FLASH2)
+        _, make = self._attention_kernel
         for length in self.sizes.documents:
             boundaries = np.arange(0, tokens + 1, length, dtype=np.int32)
             kernel = make(boundaries, 1, 0, self.device)
@@ -72,7 +87,7 @@ class Kernels:
             first = seconds(attend, self.device)
             second = max(seconds(both, self.device) - first, 0.1 * first)
             forward.append((float(length), flops / first / 1e12))
-            backward.append((float(length), 2 * flops / second / 1e12))
+            backward.append((float(length), BACKWARD * flops / second / 1e12))
         return tuple(forward), tuple(backward)
 
     def _random(self, *shape: int) -> Tensor:

@@ -67,7 +67,8 @@ def calibrate(device_type: str, sizes: MeasuredSizes | None = None, store: dist.
 def _with_kernels(constants: Constants, kernels: Kernels, source: str, device_type: str) -> Constants:
     products = Curve(kernels.products(), source)
     forward, backward = (Curve(points, source) for points in kernels.attention())
-    changes: dict[str, Any] = {"gemm_tflops": products, "portable_forward": forward, "portable_backward": backward}
+    changes: dict[str, Any] = {"gemm_tflops": products, "attention_forward": forward, "attention_backward": backward}
+    changes["attention_kernel"] = kernels.attention_kernel
     if device_type == "cpu":  # no data sheet says the peak in fp32
         changes["peak_tflops"] = max(rate for _, rate in products.points)
     return replace(constants, **changes)

@@ -63,6 +63,8 @@ class Config(Section):
     @property
     def auto_is_portable(self) -> str | None:
         """Why attention.backend = auto is portable, also where Transformer Engine could run; None: no reason."""
+        if self.attention.backend == "auto" and self.attention.kernels is not None:
+            return "attention.kernels names kernels of portable"
         if self.attention.backend == "auto" and self.model.latent_attention.is_used:
             return "it saves and sends keys and values of all heads, not latents; attention.backend=te uses it"
         return None
@@ -108,6 +110,7 @@ class Config(Section):
             )
         if no_cuda and not self.attention.may_be_portable:
             yield "attention.backend", "needs CUDA, and run.device is cpu; use portable or auto"
+        yield from self._conflicts_of_kernels()
         if self.attention.delta_rule == "fla" and no_cuda:
             yield "attention.delta_rule", "= fla needs CUDA, and run.device is cpu; use torch or auto"
         if self.attention.delta_rule == "fla" and self.run.precision == "fp32":
@@ -133,6 +136,8 @@ class Config(Section):
             yield "run.fp8", f"needs Transformer Engine, which does not have {special} here; use null"
         elif not self.attention.may_be_portable and self._latents_without_kernel:
             yield "attention.backend", f"= {self.attention.backend} {self._latents_without_kernel}"
+        elif fp8 and self.attention.kernels:
+            yield "run.fp8", "needs Transformer Engine, and attention.kernels names kernels of portable; use null"
         elif fp8 and self.auto_is_portable:
             yield "run.fp8", "needs Transformer Engine, and with latent attention auto is portable; use backend te"
         yield from self._conflicts_of_lora()
@@ -140,6 +145,20 @@ class Config(Section):
         if fp8 and self.attention.backend == "portable":
             why = "needs Transformer Engine, but attention.backend is portable; use te or auto, or run.fp8 = null"
             yield "run.fp8", why
+
+    def _conflicts_of_kernels(self) -> Iterator[tuple[str, str]]:
+        kernels = self.attention.kernels
+        if kernels is None:
+            return
+        if len({*kernels}) < len(kernels):
+            yield "attention.kernels", "names a kernel twice"
+        if self.attention.backend == "te":
+            yield "attention.kernels", "names kernels of portable, but attention.backend is te; use portable or auto"
+        flash = "FlashAttention and ffpa-attn"
+        if self.run.device == "cpu" and "torch" not in kernels:
+            yield "attention.kernels", f"needs torch, because {flash} need CUDA and run.device is cpu; add torch"
+        elif self.run.precision == "fp32" and "torch" not in kernels:
+            yield "attention.kernels", f"needs torch, because {flash} compute in bf16 only; add torch"
 
     def _conflicts_of_mtp(self) -> Iterator[tuple[str, str]]:
         mtp = self.train.mtp

@@ -4,14 +4,20 @@ sft/mcore/backends implements the backends.  A recipe is checked before torch an
 has the properties of backends on which checks of other keys depend.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from sft.config.section import Section
+
+Kernel = Literal["fa4", "fa3", "fa2", "ffpa", "torch"]
 
 
 class AttentionConfig(Section):
     backend: Literal["auto", "te", "portable"] = "auto"
-    """te is Transformer Engine (CUDA); portable is plain torch and runs anywhere, cp included."""
+    """te is Transformer Engine (CUDA); portable has the kernels below and runs anywhere, cp included."""
+    kernels: Annotated[list[Kernel], Field(min_length=1)] | None = None
+    """Kernels of portable that may compute softmax attention; null: all (docs/reference/kernels.md)."""
     delta_rule: Literal["auto", "torch", "fla"] = "auto"
     """Kernel of linear attention: fla is flash-linear-attention (CUDA, bf16); torch is plain and runs anywhere."""
 

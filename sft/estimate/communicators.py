@@ -1,29 +1,92 @@
-"""Lists the NCCL communicators that a rank of a layout opens.  Each has buffers on the GPU, outside of torch's memory.
+"""Lists the NCCL communicators that a rank of a layout opens, and estimates their buffers on the GPU.
 
 torch opens the communicator of a process group when the group is first used on the device.  This module lists the
 groups that a step of training uses (sft/mcore/process_groups.py builds them, and many more).  Groups of one rank have
-no communicator.  Saves, logs and metrics use gloo.
+no communicator.  Saves, logs and metrics use gloo.  The buffers are outside of torch's memory.  Their sizes are not
+measured here; after its first step, a run logs what it takes (sft/run/gpu_memory.py).
 """
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 from sft.config import Config
+from sft.estimate.attention_kernels import uses_portable
+from sft.estimate.gpus import CONTEXT_BYTES, GIB
+from sft.layers.kinds import all_layer_groups
 from sft.parallel.layout import Layout
 
+# Published: 0.56 GiB (sglang#30908, GB200) and 0.94 GiB (vLLM#46234, for two groups of 8).  An all-to-all opens buffers
+# for each pair of ranks: the first one of 8 H100 took 3.3 GB (NVIDIA/nccl#1685).  Together, NCCL took 7 GB a rank with
+# tp 2, pp 2 and dp 2, and 9.5 GB with experts (verl#6408).
+COLLECTIVE_BYTES, ALL_TO_ALL_BYTES = 0.6 * GIB, 3.0 * GIB
 
-def communicators(config: Config, layout: Layout) -> dict[str, int]:
-    """The number of ranks of each communicator, by the name of its group.  A rank of a middle stage may open fewer.
 
-    8 GPUs, tp 2, cp 2, dp 2, dense, distributed optimizer -> {"tp": 2, "cp": 2, "dp x cp": 4, "all ranks": 8}
+class Communicator(NamedTuple):
+    """One communicator of a rank.  has_all_to_all: whether a step runs all-to-alls over it"""
+
+    ranks: int
+    has_all_to_all: bool = False
+
+    @property
+    def bytes(self) -> float:
+        return ALL_TO_ALL_BYTES if self.has_all_to_all else COLLECTIVE_BYTES
+
+
+Communicators = Mapping[str, Communicator]
+
+
+def communicators(config: Config, layout: Layout) -> Communicators:
+    """The communicators by the name of their group.  A rank of a middle stage may open fewer.
+
+    8 GPUs, tp 2, cp 2, dp 2, dense, distributed optimizer -> tp of 2, cp of 2, dp x cp of 4, all ranks 8
     """
-    sizes = {
-        "tp": layout.tp,
-        "cp": layout.cp,
-        **{f"cp of {size}": size for size in layout.cp_sizes[1:-1]},
-        "dp x cp": layout.dp * layout.cp,
-        "pp": layout.pp,  # exchanges hidden states
-        "first and last stage": 2 if config.model.tie_embeddings and layout.pp > 1 else 1,  # sum gradients
-        "ep": layout.ep,
-        "ep x etp": layout.ep * layout.etp if layout.etp > 1 else 1,  # with etp 1 the same ranks as ep
-        "copies of an expert": layout.expert_copies if config.model.moe.num_experts is not None else 1,
-        "all ranks": layout.world_size,
+    if config.run.device == "cpu":  # gloo has no buffers on a device
+        return {}
+    opened = {
+        "tp": Communicator(layout.tp),
+        **_context_parallel(config, layout),
+        "dp x cp": Communicator(layout.dp * layout.cp),
+        "pp": Communicator(layout.pp),  # exchanges hidden states
+        # They sum gradients.
+        "first and last stage": Communicator(2 if config.model.tie_embeddings and layout.pp > 1 else 1),
+        "ep": Communicator(layout.ep, has_all_to_all=True),
+        "ep x etp": Communicator(layout.ep * layout.etp if layout.etp > 1 else 1),  # with etp 1 the same ranks as ep
+        "copies of an expert": Communicator(layout.expert_copies if config.model.moe.num_experts is not None else 1),
+        "all ranks": Communicator(layout.world_size),
     }
-    return {name: size for name, size in sizes.items() if size > 1}
+    return {name: communicator for name, communicator in opened.items() if communicator.ranks > 1}
+
+
+def _context_parallel(config: Config, layout: Layout) -> Communicators:
+    """The groups of ranks that share a pack.  Halos of windows, states of linear attention and heads (a2a) travel by
+    all-to-alls."""
+    kinds, is_portable = {group.mixer.kind for group in all_layer_groups(config.model)}, uses_portable(config)
+    exchanges = "linear attention" in kinds or (
+        "window attention" in kinds if is_portable else config.parallel.cp_comm == "a2a"
+    )
+    groups = {f"cp of {size}": Communicator(size, exchanges) for size in layout.cp_sizes[1:-1]}
+    if not is_portable and config.parallel.cp_comm == "a2a+p2p" and layout.cp_a2a is not None:
+        groups["cp, heads"] = Communicator(layout.cp_a2a, has_all_to_all=True)
+        groups["cp, ring"] = Communicator(layout.cp // layout.cp_a2a)
+        if not exchanges:
+            return groups
+    return {"cp": Communicator(layout.cp, exchanges), **groups}
+
+
+def nccl_bytes(config: Config, layout: Layout) -> float:
+    """Bytes of the buffers of all communicators of a rank."""
+    return sum(communicator.bytes for communicator in communicators(config, layout).values())
+
+
+def compared(config: Config, layout: Layout, measured: float) -> str:
+    """One line that compares the assumed memory outside of torch with the measured one."""
+    buffers = nccl_bytes(config, layout)
+    names = ", ".join(
+        f"{name} {communicator.bytes / GIB:.1f}" for name, communicator in communicators(config, layout).items()
+    )
+    nccl = f" and NCCL's buffers {buffers / GIB:.1f} ({names})" if names else ""
+    return (
+        f"GPU memory outside of torch's allocator: {measured / GIB:.1f} GiB (used on the GPU - reserved by torch).  "
+        f"`sft check` and `sft plan` assume {(CONTEXT_BYTES + buffers) / GIB:.1f}: CUDA's context "
+        f"{CONTEXT_BYTES / GIB:.2f}{nccl}"
+    )

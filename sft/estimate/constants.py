@@ -6,7 +6,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,18 +15,23 @@ from sft.errors import ConfigError, first_few
 from sft.estimate.gpus import Gpu
 from sft.files.atomic_files import replace_text
 from sft.files.folder_files import CONFIG_BYTES, read_file
+from sft.layers.kernel_rates import BLACKWELL, FLASH2, HOPPER, KERNELS, PEAKS, PLAIN, TRANSFORMER_ENGINE, rate
 
-VERSION = 1
+VERSION = 2
 # Shares of the peak.  Large products reach 650 of 989 TFLOP/s in layers of an H200 (docs/numbers/performance.md).  A
 # product with one short side reads more bytes for each FLOP.
 GEMM_SHARES = ((16, 0.08), (64, 0.25), (128, 0.38), (256, 0.48), (512, 0.56), (1024, 0.62), (4096, 0.66))
-# Rates of the causal kernels of cuDNN and FA3 on an H100 with heads of 128, by the tokens of a document on a rank
-# (FlashAttention-3, figures 5 and 6).  TRL's steps of 1M tokens reach these rates on average.
-FORWARD_SHARES = ((128, 0.10), (512, 0.25), (2048, 0.42), (8192, 0.53), (32768, 0.57))
-BACKWARD_SHARES = ((128, 0.08), (512, 0.20), (2048, 0.34), (8192, 0.43), (32768, 0.47))
-# torch's flash kernel is FlashAttention-2, which reaches 0.31 to 0.37 of an H100's peak (FlashAttention-3, figure 5).
-FLASH2_FORWARD_SHARES = ((128, 0.08), (512, 0.18), (2048, 0.28), (8192, 0.34), (32768, 0.36))
-FLASH2_BACKWARD_SHARES = ((128, 0.06), (512, 0.13), (2048, 0.21), (8192, 0.25), (32768, 0.27))
+# Shares of a kernel's rate with long documents (sft/layers/kernel_rates.py), by the tokens of a document on a rank.  On
+# an H200, documents of 2K reached 0.67 to 0.79 forward and 0.73 to 0.76 backward, with two kernels and two widths.  The
+# other points are assumed.  A window of 128, which counts as a document of 256, reached 0.15 to 0.24.
+ATTENTION_SHARES = ((128, 0.12), (256, 0.20), (512, 0.42), (2048, 0.75), (8192, 0.93), (32768, 1.0))
+# TFLOP/s of FLA's forward pass with heads of 128 and 32K tokens, by value heads x sequences: FLA 0.5.1 on an H200 and a
+# GB200 (QwenLM/FlashQLA, benchmark_results_H200.txt and benchmark_results_GB200.txt).
+DELTA_RULE: Mapping[str | None, tuple[tuple[float, float], ...]] = {
+    HOPPER: ((8, 28.6), (16, 41.5), (24, 49.7), (32, 54.7), (48, 57.0), (64, 61.9)),
+    BLACKWELL: ((8, 25.4), (16, 41.1), (24, 50.7), (32, 59.0), (48, 61.3), (64, 70.0)),
+}
+REFERENCE_WIDTH = 128  # width of the heads for which constants have the rate of attention
 HOST_ADAM_GB_S = 60.0  # two sockets, shared by 8 GPUs; Adam on the CPU moves 28 bytes per parameter
 
 
@@ -71,10 +76,11 @@ class Constants:
     peak_tflops         bf16 peak, for MFU
     gemm_tflops         TFLOP/s of matrix products, by the smallest of m, n and k
     grouped_gemm        share of `gemm_tflops` that the products of experts reach
-    attention_forward, attention_backward  TFLOP/s of Transformer Engine's kernels, by tokens of a document on a rank.
-                        The FLOPs are those of causal attention; backward has twice those of forward
-    portable_forward, portable_backward    TFLOP/s of the portable backend, defined in the same way
-    linear_attention    TFLOP/s of the delta rule, for the FLOPs that sft/layers/flops.py counts
+    attention_kernel    the kernel of `attention_forward` and `attention_backward` (sft/layers/kernel_rates.py)
+    attention_forward, attention_backward  TFLOP/s of this kernel with heads of 128, by tokens of a document on a rank.
+                        The FLOPs are causal; backward has 2.5 times those of forward
+    linear_attention    TFLOP/s of the delta rule, for the FLOPs that sft/layers/flops.py counts, by the number of
+                        sequences that a rank computes at once: value heads x fragments of documents
     elementwise_gb_s    GB/s that norms, activations and residual sums read and write
     optimizer_gb_s      GB/s of Adam on the device; host_optimizer_gb_s: on the host, for one rank
     pcie_gb_s           GB/s of copies between device and host, in one direction
@@ -89,13 +95,12 @@ class Constants:
 
     gpu: str
     peak_tflops: float
+    attention_kernel: str
     gemm_tflops: Curve
     grouped_gemm: Constant
     attention_forward: Curve
     attention_backward: Curve
-    portable_forward: Curve
-    portable_backward: Curve
-    linear_attention: Constant
+    linear_attention: Curve
     elementwise_gb_s: Constant
     optimizer_gb_s: Constant
     host_optimizer_gb_s: Constant
@@ -137,24 +142,23 @@ class Constants:
 def assumed(gpu: Gpu, fabric_gb_s: float) -> Constants:
     """The constants of a GPU that was not measured.  fabric_gb_s: GB/s that the GPU receives from other nodes"""
 
-    def curve(shares: tuple[tuple[float, float], ...], why: str) -> Curve:
-        return Curve(tuple((size, share * gpu.tflops) for size, share in shares), f"assumed: {why}")
+    def curve(shares: tuple[tuple[float, float], ...], why: str, tflops: float = gpu.tflops) -> Curve:
+        return Curve(tuple((size, share * tflops) for size, share in shares), f"assumed: {why}")
 
     def constant(value: float, why: str) -> Constant:
         return Constant(value, f"assumed: {why}")
 
     is_cpu = gpu.name == "cpu"
-    flash3, flash2 = "cuDNN and FlashAttention-3 on an H100", "FlashAttention-2 on an H100"
+    kernel, forward, backward = attention_rates(gpu)
     return Constants(
         gpu=gpu.name,
         peak_tflops=gpu.tflops,
+        attention_kernel=kernel,
         gemm_tflops=curve(GEMM_SHARES, "0.66 of the peak for large products"),
         grouped_gemm=constant(0.7, "grouped GEMM of experts with uneven loads"),
-        attention_forward=curve(FORWARD_SHARES, flash3),
-        attention_backward=curve(BACKWARD_SHARES, flash3),
-        portable_forward=curve(FLASH2_FORWARD_SHARES, flash2),
-        portable_backward=curve(FLASH2_BACKWARD_SHARES, flash2),
-        linear_attention=constant(0.06 * gpu.tflops, "chunked kernels of the delta rule"),
+        attention_forward=curve(ATTENTION_SHARES, "docs/numbers/h200.md and published rates", forward),
+        attention_backward=curve(ATTENTION_SHARES, "docs/numbers/h200.md and published rates", backward),
+        linear_attention=_delta_rule(gpu),
         elementwise_gb_s=constant(0.75 * gpu.hbm_gb_s, "3/4 of the memory's bandwidth"),
         optimizer_gb_s=constant(0.75 * gpu.hbm_gb_s, "3/4 of the memory's bandwidth"),
         host_optimizer_gb_s=constant(HOST_ADAM_GB_S, "two sockets for 8 GPUs"),
@@ -167,6 +171,27 @@ def assumed(gpu: Gpu, fabric_gb_s: float) -> Constants:
         layer_overhead_us=constant(100.0, "gaps between kernels"),
         exposed=constant(float(is_cpu), "gloo takes the core" if is_cpu else "messages overlap with kernels on CUDA"),
     )
+
+
+def _delta_rule(gpu: Gpu) -> Curve:
+    """Rates of FLA's forward pass; a GPU without published ones gets a share of its peak."""
+    if gpu.architecture in DELTA_RULE:
+        scale = gpu.tflops / PEAKS[gpu.architecture]
+        points = tuple((size, scale * tflops) for size, tflops in DELTA_RULE[gpu.architecture])
+        return Curve(points, "assumed: FLA 0.5.1 on H200 and GB200 (QwenLM/FlashQLA, benchmark)")
+    return Curve(((1.0, 0.06 * gpu.tflops),), "assumed: chunked kernels of the delta rule")
+
+
+def attention_rates(gpu: Gpu) -> tuple[str, float, float]:
+    """The kernel whose rates are assumed for this GPU, and TFLOP/s forward and backward with long documents."""
+    if gpu.architecture is not None:
+        kernel, known = TRANSFORMER_ENGINE, rate(TRANSFORMER_ENGINE, gpu.architecture, *2 * (REFERENCE_WIDTH,))
+        scale = gpu.tflops / PEAKS[gpu.architecture]
+    else:  # an unknown GPU or a CPU is assumed to reach the same share of its peak as FlashAttention-2 on an H100
+        kernel = PLAIN if gpu.name == "cpu" else FLASH2
+        known, scale = rate(FLASH2, HOPPER, *2 * (REFERENCE_WIDTH,)), gpu.tflops / PEAKS[HOPPER]
+    assert known is not None
+    return kernel, known.forward * scale, known.backward * scale
 
 
 def path_of(gpu: str) -> Path:
@@ -183,7 +208,8 @@ def constants_of(gpu: Gpu, fabric_gb_s: float) -> Constants:
 def write(constants: Constants, path: Path) -> None:
     """Writes the constants as JSON.  `path_of` names the file of a type of GPU."""
     values = {name: value._asdict() for name, value in constants.items()}
-    head = {"version": VERSION, "gpu": constants.gpu, "peak_tflops": constants.peak_tflops}
+    names = ("gpu", "peak_tflops", "attention_kernel")
+    head = {"version": VERSION, **{name: getattr(constants, name) for name in names}}
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, json.dumps({**head, **values}, indent=1) + "\n")
 
@@ -202,6 +228,9 @@ def _parsed(values: dict[str, Any]) -> Constants:
     if values.pop("version") != VERSION:
         raise ValueError(f"its version is not {VERSION}")
     arguments: dict[str, Any] = {"gpu": str(values.pop("gpu")), "peak_tflops": float(values.pop("peak_tflops"))}
+    arguments["attention_kernel"] = str(values.pop("attention_kernel"))
+    if arguments["attention_kernel"] not in KERNELS:
+        raise ValueError(f"unknown attention_kernel {arguments['attention_kernel']}")
     for field in fields(Constants):
         if field.name in arguments:
             continue

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sft.errors import ConfigError
+from sft.layers.kernel_rates import AMPERE, BLACKWELL, HOPPER
 
 GIB = 2**30
 HOST_GIB = 1000.0  # usable host memory of a node.  A node of 8 GPUs has 2 TB, but the pages must be locked
 CONTEXT_BYTES = 0.75 * GIB  # CUDA's context, and the code of kernels; assumed, 0.5 to 0.9 GiB on Hopper
-COMMUNICATOR_BYTES = 0.08 * GIB  # NCCL's buffers of one communicator, with channels over NVLink and network; assumed
 RESERVE = 0.03  # share of the capacity for workspaces and gaps between allocations (docs/numbers/performance.md)
 
 
@@ -26,6 +26,7 @@ class Gpu:
     intra_node_gb_s  GB/s that the GPU receives from GPUs of its node in a collective: about 3/4 of the link's one
                      direction
     pcie_gb_s        GB/s of copies between the device and page-locked host memory, in one direction
+    architecture     the rows of sft/layers/kernel_rates.py for this GPU; None: the table has none
     """
 
     name: str
@@ -34,23 +35,24 @@ class Gpu:
     hbm_gb_s: float
     intra_node_gb_s: float
     pcie_gb_s: float
+    architecture: str | None = None
 
 
 # Capacities are those that nvidia-smi or torch report.  Dense peaks and bandwidths are from the vendors' data sheets.
 GPUS: Mapping[str, Gpu] = {
-    name: Gpu(name, gib * GIB, tflops, hbm_gb_s, intra_gb_s, pcie_gb_s)
-    for name, gib, tflops, hbm_gb_s, intra_gb_s, pcie_gb_s in (
-        ("h100", 79.1, 989.4, 3350, 340, 55),  # NVIDIA H100 data sheet, SXM5; NVLink 4: 450 GB/s each way; PCIe 5
-        ("h200", 139.8, 989.4, 4800, 340, 55),  # NVIDIA H200 data sheet, SXM; NVLink 4
-        ("h20", 95.0, 148, 4000, 340, 55),  # NVIDIA H20, published by resellers; NVLink 4
-        ("b200", 178.3, 2250, 8000, 680, 55),  # NVIDIA DGX B200 data sheet, 1/8; NVLink 5: 900 GB/s each way
-        ("b300", 268.0, 2250, 8000, 680, 55),  # NVIDIA DGX B300 data sheet, 1/8; NVLink 5
-        ("gb200", 184.0, 2450, 8000, 680, 200),  # NVIDIA GB200 NVL72 data sheet, 1/72; host by NVLink-C2C
-        ("a100-80", 79.2, 312, 2039, 230, 25),  # NVIDIA A100 data sheet, SXM4; NVLink 3: 300 GB/s each way; PCIe 4
-        ("a100-40", 39.4, 312, 1555, 230, 25),  # NVIDIA A100 data sheet, SXM4
-        ("l40s", 44.4, 362, 864, 25, 25),  # NVIDIA L40S data sheet; no NVLink, PCIe 4
+    name: Gpu(name, gib * GIB, *rates)
+    for name, gib, *rates in (
+        ("h100", 79.1, 989.4, 3350, 340, 55, HOPPER),  # H100 data sheet, SXM5; NVLink 4: 450 GB/s each way; PCIe 5
+        ("h200", 139.8, 989.4, 4800, 340, 55, HOPPER),  # H200 data sheet, SXM; NVLink 4
+        ("h20", 95.0, 148, 4000, 340, 55, HOPPER),  # H20, published by resellers; NVLink 4
+        ("b200", 178.3, 2250, 8000, 680, 55, BLACKWELL),  # DGX B200 data sheet, 1/8; NVLink 5: 900 GB/s each way
+        ("b300", 268.0, 2250, 8000, 680, 55, BLACKWELL),  # DGX B300 data sheet, 1/8; NVLink 5
+        ("gb200", 184.0, 2450, 8000, 680, 200, BLACKWELL),  # GB200 NVL72 data sheet, 1/72; host by NVLink-C2C
+        ("a100-80", 79.2, 312, 2039, 230, 25, AMPERE),  # A100 data sheet, SXM4; NVLink 3: 300 GB/s each way; PCIe 4
+        ("a100-40", 39.4, 312, 1555, 230, 25, AMPERE),  # A100 data sheet, SXM4
+        ("l40s", 44.4, 362, 864, 25, 25, AMPERE),  # L40S data sheet; no NVLink, PCIe 4
         ("cpu", 4.0, 0.1, 10, 1, 10),  # a core of a server and gloo, a process for each: assumed; peak in fp32
-        ("mi300x", 191.5, 1307, 5300, 310, 55),  # AMD MI300X data sheet; Infinity Fabric: 7 links of 64 GB/s
+        ("mi300x", 191.5, 1307, 5300, 310, 55),  # MI300X data sheet; Infinity Fabric: 7 links of 64 GB/s
     )
 }
 
@@ -136,14 +138,14 @@ class Usable:
         )
 
 
-def usable_memory(gpu: Gpu, num_communicators: int) -> Usable:
-    """The memory that the tensors of a run can use.
+def usable_memory(gpu: Gpu, nccl_bytes: float) -> Usable:
+    """The memory that the tensors of a run can use.  nccl_bytes: `communicators.nccl_bytes`
 
-    h100, 4 communicators -> 79.1 - 0.75 - 0.32 - 2.373 = 75.66 GiB
+    h100, 2.4 GiB -> 79.1 - 0.75 - 2.4 - 2.373 = 73.58 GiB
     """
     return Usable(
         capacity=gpu.memory_bytes,
         context=CONTEXT_BYTES,
-        communicators=num_communicators * COMMUNICATOR_BYTES,
+        communicators=nccl_bytes,
         reserve=RESERVE * gpu.memory_bytes,
     )

@@ -1,7 +1,7 @@
 """Seconds that the layers of one pipeline stage compute in one microbatch: forward, backward and recomputation.
 
 matrix products   FLOPs / the rate for the smallest of their three sizes
-attention         causal FLOPs of each document / the rate for the document's tokens on a rank
+attention         causal FLOPs of each document / the kernel's rate for the document's tokens on a rank
 elementwise       bytes that norms, rotary positions, activations and residual sums read and write / bandwidth
 """
 
@@ -11,18 +11,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from sft.config import Config
+from sft.estimate.attention_kernels import Kernels, attention_kernels, relative
 from sft.estimate.constants import Constants
 from sft.estimate.lengths import Lengths
 from sft.estimate.products import Product, attention_flops
 from sft.estimate.saved_by_layer import saving_layers
+from sft.layers.kernel_rates import BACKWARD
 from sft.layers.kinds import layer_groups
+from sft.layers.mixer import Mixer, Moved
 from sft.parallel.layout import Layout
 
 GRADIENT_SUM_BYTES = 10  # per parameter and microbatch: a bf16 gradient is read, its fp32 sum read and written
-
-# Plain torch computes attention in fp32, without tensor cores.  An H100 then has a peak of 67 instead of 989 TFLOP/s.
-# Plain tiles may reach half of 67.  The flash kernel reaches 0.27 to 0.36 of 989.  The factor 10 is an assumption.
-PLAIN_SLOWDOWN = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +43,7 @@ class LayerWork:
     layout: Layout
     constants: Constants
     lengths: Lengths
+    kernels: Kernels | None = None  # None: those of `attention_kernels`
 
     def passes(self, products: Iterable[Product], reached: float = 1.0) -> tuple[Seconds, Seconds, Seconds]:
         """Seconds of forward, of backward without recomputation, and of recomputation.
@@ -52,18 +52,17 @@ class LayerWork:
         """
         recompute = self.config.train.recompute
         attention, gradients = self._attention()
-        states = self._states()
-        element = self._elementwise()
+        states, state_gradients = self._states()
+        element, again = self._elementwise()
         linear = self.seconds(products)
-        share = {"none": 0.0, "selective": 0.6, "full": 1.0}[recompute]  # selective: norm and activation of the MLP
         repeated = Seconds(
             linear=linear[1],
             attention=(attention if recompute == "full" else 0.0) + (states if recompute != "none" else 0.0),
-            elementwise=share * element,
+            elementwise=again,
         )
         return (
-            Seconds(linear=linear[0], attention=attention + states, elementwise=element),
-            Seconds(linear=linear[2], attention=reached * gradients + 2 * states, elementwise=2 * element),
+            Seconds(linear=linear[0], attention=attention + states, elementwise=element.forward),
+            Seconds(linear=linear[2], attention=reached * gradients + state_gradients, elementwise=element.backward),
             repeated,
         )
 
@@ -80,39 +79,64 @@ class LayerWork:
         return product.forward * run, product.repeated * run, (product.inputs + product.weights) * run
 
     def _attention(self) -> tuple[float, float]:
-        """Seconds of softmax attention on a rank, forward and backward."""
+        """Seconds of softmax attention on a rank, forward and backward.
+
+        With a window, a query has as many keys as the average query of a document that is twice as long.
+        """
         layout, constants = self.layout, self.constants
         tokens, counts = self.lengths.of_pack(self.config.data.seq_length)
         share = 1 / (layout.pp * layout.tp * layout.cp)
-        is_portable = uses_portable(self.config)
-        is_slower = is_portable and constants.gpu != "cpu"  # in layers without a flash kernel
-        forward = constants.portable_forward if is_portable else constants.attention_forward
-        backward = constants.portable_backward if is_portable else constants.attention_backward
+        kernels = self.kernels or attention_kernels(self.config, constants.gpu)
+        faster = {kind: relative(kernel, constants) for kind, kernel in kernels.items()}
         total = [0.0, 0.0]
         for length, count, cp_size in zip(tokens.tolist(), counts.tolist(), cp_sizes(layout, tokens, self.config)):
             for mixer, keys, flops in attention_flops(self.config.model, length):
-                slowdown = PLAIN_SLOWDOWN if is_slower and not mixer.has_flash else 1.0
-                size, work = min(length / cp_size, keys), flops * share * count * slowdown
-                total[0] += work / (forward.at(size) * 1e12)
-                total[1] += 2 * work / (backward.at(size) * 1e12)
+                size, work = min(length / cp_size, 2 * keys), flops * share * count
+                forward, backward = faster[mixer.kind]
+                total[0] += work / (forward * constants.attention_forward.at(size) * 1e12)
+                total[1] += BACKWARD * work / (backward * constants.attention_backward.at(size) * 1e12)
         return total[0], total[1]
 
-    def _states(self) -> float:
-        """Seconds of the delta rule in forward."""
-        layout, groups = self.layout, layer_groups(self.config.model)
-        products = sum(len(group.numbers) * group.mixer.state_products for group in groups)
+    def _states(self) -> tuple[float, float]:
+        """Seconds of the delta rule, forward and backward."""
+        layout, total = self.layout, [0.0, 0.0]
         tokens = self.config.data.seq_length / layout.cp
-        return 2.0 * products * tokens / (layout.pp * layout.tp * self.constants.linear_attention.value * 1e12)
+        for group in layer_groups(self.config.model):
+            products = len(group.numbers) * group.mixer.state_products
+            if not products:
+                continue
+            rate = self.constants.linear_attention.at(self._sequences(group.mixer))
+            run = 2.0 * products * tokens / (layout.pp * layout.tp * rate * 1e12)
+            total = [before + passes * run for before, passes in zip(total, group.mixer.state_passes(layout.cp))]
+        return total[0], total[1]
 
-    def _elementwise(self) -> float:
-        """Seconds of norms, rotary positions, activations and residual sums in forward."""
+    def _sequences(self, mixer: Mixer) -> float:
+        """Number of independent sequences of a rank: its heads x the fragments of its documents.
+
+        Over cp, a rank has two fragments of a document.
+        """
+        heads = (mixer.model.linear_attention.num_value_heads or 1) / self.layout.tp
+        documents = float(self.lengths.of_pack(self.config.data.seq_length)[1].sum())
+        return heads * max(1.0, documents if self.layout.cp == 1 else 2 * documents)
+
+    def _elementwise(self) -> tuple[Moved, float]:
+        """Seconds of norms, rotary positions, activations and residual sums, and those of recomputation.
+
+        selective repeats the norm and the activation of the MLP, about 0.6 of a layer, and all of linear attention.
+        """
         model, layout, rank = self.config.model, self.layout, self.layout.share(self.config)
         hidden = (2 * model.num_layer_norms + 6) * model.hidden_size * rank.sequence
-        numbers = 0.0
+        share = {"none": 0.0, "selective": 0.6, "full": 1.0}[self.config.train.recompute]
+        forward, backward, repeated = 0.0, 0.0, 0.0
         for group in layer_groups(model):
-            numbers += len(group.numbers) * (hidden + group.mixer.moved(rank) + group.mlp.moved(rank))
-        tokens = self.config.data.seq_length / layout.cp
-        return rank.width * numbers * tokens / layout.pp / (self.constants.elementwise_gb_s.value * 1e9)
+            number, mixer = len(group.numbers), group.mixer.moved(self.config, rank)
+            others = rank.width * (hidden + group.mlp.moved(rank))
+            forward += number * (others + mixer.forward)
+            backward += number * (2 * others + mixer.backward)
+            is_whole = group.mixer.is_recomputed and share > 0.0
+            repeated += number * (share * others + (1.0 if is_whole else share) * mixer.forward)
+        scale = self.config.data.seq_length / layout.cp / layout.pp / (self.constants.elementwise_gb_s.value * 1e9)
+        return Moved(scale * forward, scale * backward), scale * repeated
 
     def gradient_sums(self, num_trained: float) -> float:
         """Seconds in which the gradients of a microbatch are added to their fp32 sums."""
@@ -129,13 +153,6 @@ class LayerWork:
         num_bytes = fraction * saved * pack / self.layout.cp / self.layout.pp
         copied = num_bytes / (self.constants.pcie_gb_s.value * 1e9)
         return max(0.0, copied - forward_s) + max(0.0, copied - backward_s)
-
-
-def uses_portable(config: Config) -> bool:
-    """Whether attention runs on the portable backend.  attention.backend = auto is assumed to take te if it can."""
-    is_cpu = config.run.device == "cpu" or config.run.precision == "fp32"
-    is_portable = config.attention.backend == "portable" or config.auto_is_portable is not None
-    return is_portable or config.model.portable_only is not None or is_cpu
 
 
 def cp_sizes(layout: Layout, tokens: np.ndarray, config: Config) -> list[int]:

@@ -15,8 +15,9 @@ from functools import cached_property
 import numpy as np
 
 from sft.config import Config, ModelConfig
+from sft.estimate.attention_kernels import uses_portable
 from sft.estimate.constants import Constants
-from sft.estimate.layer_work import Seconds, cp_sizes, uses_portable
+from sft.estimate.layer_work import Seconds, cp_sizes
 from sft.estimate.lengths import Lengths
 from sft.estimate.parameters import StageParameters
 from sft.layers.kinds import layer_groups
@@ -144,12 +145,16 @@ class Messages:
         if ranks == 1 or model.moe.num_experts is None:
             return 0.0
         sequence = layout.tp if layout.sequence_parallel else 1
-        sent = self._tokens / sequence * (model.moe.top_k or 0) * (model.hidden_size * self._width + FP32 / 2)
+        of_token = self._tokens / sequence * (model.hidden_size * self._width + FP32 / 2) * layout.etp
         times = 6 if self.config.train.recompute == "full" else 4
-        node = self.config.parallel.gpus_per_node
+        node, top_k = self.config.parallel.gpus_per_node, model.moe.top_k or 0
         away = max(0.0, 1 - node / ranks)  # share of the tokens that go to ranks of other nodes
-        within = sent * layout.etp * ((ranks - 1) / ranks - away) / self.constants.intra_gb_s.value
-        between = sent * layout.etp * away / self.constants.inter_gb_s.value
+        if self.config.parallel.ep_comm == "deepep":  # a token goes once to a rank, and once to another node
+            local, remote = distinct(ranks, top_k) * (ranks - 1) / ranks, distinct(ranks / node, top_k) * away
+        else:
+            local, remote = top_k * ((ranks - 1) / ranks - away), top_k * away
+        within = of_token * local / self.constants.intra_gb_s.value
+        between = of_token * remote / self.constants.inter_gb_s.value
         latency = self.constants.latency_us.value * 1e-6
         return times * expert_share(model) * self._layers * (max(within, between) / 1e9 + 2 * latency)
 
@@ -202,6 +207,11 @@ class Messages:
 def unhidden(constants: Constants, messages_s: float, compute_s: float) -> float:
     """Seconds of messages that simultaneous computation does not hide.  3 and 2 -> 1; with exposed = 1 -> 3"""
     return max(messages_s - compute_s, 0.0) + constants.exposed.value * min(messages_s, compute_s)
+
+
+def distinct(groups: float, draws: int) -> float:
+    """The mean number of different groups that random draws choose.  4 groups, 8 draws -> 3.6; 1 group or less -> 1"""
+    return groups * (1 - (1 - 1 / groups) ** draws) if groups > 1 else 1.0
 
 
 def expert_share(model: ModelConfig) -> float:

@@ -138,8 +138,8 @@ def _repeated(config: Config, part: str) -> float:
 def attention_flops(model: ModelConfig, length: float) -> Iterator[tuple[Mixer, float, float]]:
     """The forward FLOPs of causal attention over one document, for all layers of each kind together.
 
-    Yields the mixer of the layers, the number of keys of the last query, and the FLOPs.  Backward has twice the FLOPs:
-    4 products.  Kernels that compute the scores again execute 5 products in backward.
+    Yields the mixer of the layers, the number of keys of the last query, and the FLOPs.  Kernels compute the scores
+    again in backward, and then execute 5 products instead of 2 (`kernel_rates.BACKWARD`).
     1 layer, 2 heads of 3, 10 tokens: a query sees 5 keys on average, 10 x 5 x 2 x 2 x 6 -> full attention, 10, 1200
     """
     for group in layer_groups(model):

@@ -11,6 +11,7 @@ saves, evaluation and waiting for data.
 from dataclasses import dataclass
 
 from sft.config import Config
+from sft.estimate.attention_kernels import Kernels
 from sft.estimate.constants import Constants
 from sft.estimate.layer_work import LayerWork
 from sft.estimate.lengths import Lengths
@@ -75,10 +76,12 @@ def step_time(
     constants: Constants,
     trained: Trained = Trained(),
     products: ModelProducts | None = None,
+    kernels: Kernels | None = None,
 ) -> StepTime:
     """The predicted time of a step.
 
     products: ModelProducts.of(config.model, trained, rank of adapters), if the caller has it; None: computed here
+    kernels: the kernels of attention; None: those of `attention_kernels`
     """
     pack, rank = config.data.seq_length, config.lora.rank or 0
     products = products or ModelProducts.of(config.model, trained, rank)
@@ -86,7 +89,7 @@ def step_time(
         (stage_parameters(Stage.of(config, layout, vocab_size, s, trained)) for s in {0, layout.pp - 1}),
         key=lambda o: o.all.total,
     )
-    work = LayerWork(config, layout, constants, lengths)
+    work = LayerWork(config, layout, constants, lengths, kernels)
     listed = layer_products(config, layout, products, pack / layout.cp)
     forward, backward, repeated = work.passes(listed, attention_reached(config, layout, products))
     messages = Messages(config, layout, constants, lengths)

@@ -7,7 +7,7 @@ compared with packs full of documents as long as the longest one.
 from collections.abc import Mapping
 
 from sft.config import Config
-from sft.estimate import gpus
+from sft.estimate import attention_kernels, gpus
 from sft.estimate.constants import Constants, constants_of
 from sft.estimate.lengths import Lengths
 from sft.estimate.step_time import StepTime, step_time
@@ -61,6 +61,7 @@ def describe(
     return [
         *lines,
         constants.describe(),
+        attention_kernels.describe(config, constants.gpu),
         *(f"WARNING: {warning}" for warning in _warnings(config, slowest, environ, now)),
     ]
 

@@ -8,13 +8,27 @@ kind themselves.  `sft/mcore/model/mixers.py` has the module of each kind.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from sft.config import Config, ModelConfig
 from sft.config.mixer_section import LayerKind
 from sft.layers.rank_share import RankShare
 from sft.layers.traffic import Passes, Traffic
 from sft.layers.weight import LayerWeight
+
+
+class Moved(NamedTuple):
+    """Bytes per token that elementwise operations of a mixer read and write."""
+
+    forward: float
+    backward: float
+
+
+class StatePasses(NamedTuple):
+    """The work of the delta rule, as multiples of its forward pass."""
+
+    forward: float
+    backward: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,11 +138,6 @@ class Mixer(ABC):
         return 0.0
 
     @property
-    def has_flash(self) -> bool:
-        """Whether torch's flash kernel can compute the attention on a GPU; False also if there is no softmax."""
-        return False
-
-    @property
     def window(self) -> int | None:
         """The largest number of keys that a query sees; None: all keys before it."""
         return None
@@ -138,7 +147,12 @@ class Mixer(ABC):
         """Multiplications per token with the state of linear attention, in forward."""
         return 0
 
-    def moved(self, rank: RankShare) -> float:
-        """Elements per token that norms of heads and rotary positions read and write."""
+    def state_passes(self, cp_size: int) -> StatePasses:
+        """The work of linear attention in one layer, for long documents on cp_size ranks."""
+        return StatePasses(0.0, 0.0)
+
+    def moved(self, config: Config, rank: RankShare) -> Moved:
+        """Bytes per token that norms of heads and rotary positions read and write."""
         heads = (self.model.num_attention_heads + self.model.resolved_query_groups) * self.model.resolved_head_dim
-        return heads * (2 + 2 * self.model.qk_norm) / rank.tp
+        forward = rank.width * heads * (2 + 2 * self.model.qk_norm) / rank.tp
+        return Moved(forward, 2 * forward)

@@ -122,6 +122,17 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     return {"memory_allocated": float(allocated), "memory_reserved": float(reserved)}
 
 
+def memory_outside_torch(device: torch.device) -> float | None:
+    """Bytes in use on this GPU that torch's allocator has not reserved; None on a CPU.
+
+    They belong to CUDA's context, to NCCL, and to other processes on this GPU.
+    """
+    if device.type != "cuda":
+        return None
+    free, capacity = torch.cuda.mem_get_info(device)
+    return float(capacity - free - torch.cuda.memory_reserved(device))
+
+
 class _Redirect(TorchFunctionMode):
     """Creates tensors on the CPU if megatron-core requests them on "cuda"; makes `Tensor.type()` return CUDA names."""
 

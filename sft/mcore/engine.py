@@ -25,7 +25,7 @@ from sft.mcore import device, pipeline
 from sft.mcore.activations.kept_calls import KeptCalls
 from sft.mcore.activations.offload import PinnedMemory
 from sft.mcore.activations.saved_tensors import SavePolicy
-from sft.mcore.backends.selection import choose
+from sft.mcore.backends.selection import choose_alike
 from sft.mcore.experts import router
 from sft.mcore.loss import RowStatistics, Targets, VocabShard, lm_loss
 from sft.mcore.loss.mtp import MtpLoss, next_tokens
@@ -65,7 +65,7 @@ class Engine:
     ) -> None:
         self.config, self.layout, self.groups = config, layout, groups
         self.vocab_size, self.trained = vocab_size, trained
-        self.backend = choose(config, groups.device.type)
+        self.backend = choose_alike(config, groups)
         self.chunks = model.build(config, layout, groups, vocab_size, self.backend, trained=trained, trains=trains)
         self._save_policy = self._make_save_policy()
         self.core_config = self.chunks[0].config

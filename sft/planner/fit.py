@@ -6,7 +6,7 @@ predicted step, in the last kind the one with the fewest GPU seconds per token.
 """
 
 from sft.config import Config, yaml
-from sft.estimate.communicators import communicators
+from sft.estimate.communicators import nccl_bytes
 from sft.estimate.gpus import GIB, usable_memory
 from sft.estimate.memory import estimate
 from sft.estimate.step_time import StepTime, step_time
@@ -21,7 +21,7 @@ from sft.planner.task import Choice, CpComm, Proposal, Savings, Sizes, Task
 def problem(task: Task, layout: Layout) -> str | None:
     """The reason why the recipe of `task` does not fit on this layout, and a change that fits; None if it fits."""
     hardware, config = task.hardware, task.config
-    usable = usable_memory(hardware.gpu, len(communicators(config, layout)))
+    usable = usable_memory(hardware.gpu, nccl_bytes(config, layout))
     memory = estimate(config, layout, task.vocab_size, trained=task.trained)
     if memory.device <= usable.bytes:
         return None

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
+from sft.estimate import attention_kernels
 from sft.estimate.gpus import GIB
 from sft.planner.cheapest import Change, changes
 from sft.planner.reasons import Reasons, counted, named, part_name, reasons
@@ -63,6 +64,7 @@ class Report:
             f"{counted(self.num_gpus, 'GPU')} {hardware.gpu.name}, {where}",
             f"{counted(packs, 'pack')} of {length:,} tokens a step, with documents of {_lengths(task)}",
             f"predicted, not measured; {hardware.constants.describe()}",
+            attention_kernels.describe(config, hardware.gpu.name),
         ]
 
     def _run(self, best: Proposal, now: datetime) -> list[str]:
@@ -116,6 +118,10 @@ class Report:
             "global_batch_size": task.config.train.global_batch_size,
             "lora": task.config.lora.is_used,
             "constants": {name: value._asdict() for name, value in hardware.constants.items()},
+            "attention_kernels": {
+                kind: {"kernel": assumed.kernel, "rate": assumed.rate and assumed.rate._asdict()}
+                for kind, assumed in attention_kernels.attention_kernels(task.config, hardware.gpu.name).items()
+            },
             "proposals": [proposal_json(proposal, task) for proposal in self.proposals],
             "why": list(self.reasons.why) if self.reasons else [],
             "limits": list(self.reasons.limits) if self.reasons else [],

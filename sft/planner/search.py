@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from sft.config import Config
-from sft.estimate.communicators import communicators
+from sft.estimate.communicators import nccl_bytes
 from sft.estimate.gpus import Usable, usable_memory
 from sft.estimate.memory import Memory, estimate
 from sft.estimate.step_time import StepTime, step_time
@@ -128,7 +128,7 @@ class Search:
         return memory.device <= self._usable(choice).bytes and host <= hardware.host_bytes
 
     def _usable(self, choice: Choice) -> Usable:
-        return usable_memory(self.task.hardware.gpu, len(communicators(*self._resolved(choice))))
+        return usable_memory(self.task.hardware.gpu, nccl_bytes(*self._resolved(choice)))
 
     def _resolved(self, choice: Choice) -> tuple[Config, Layout]:
         if choice not in self._configs:

@@ -12,7 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 from sft.config import Config
 from sft.config.keys import leaves, values
-from sft.estimate.constants import Constants, Curve
+from sft.estimate.attention_kernels import highest_tflops
+from sft.estimate.constants import Constants
 from sft.estimate.gpus import Gpu, Usable
 from sft.estimate.lengths import Lengths
 from sft.estimate.memory import Memory
@@ -80,7 +81,8 @@ class Task:
         tokens, counts = self.lengths.of_pack(self.config.data.seq_length)
         attention = (flops.per_token + flops.saved) * float(counts @ flops.cost(tokens))
         constants = self.hardware.constants
-        rates = [rate for _, curve in constants.items() if isinstance(curve, Curve) for _, rate in curve.points]
+        rates = [rate for _, rate in constants.gemm_tflops.points]
+        rates.append(highest_tflops(self.config, constants))
         pack_flops = self.config.data.seq_length * flops.per_token + attention
         return _COUNTED * pack_flops * self.config.train.global_batch_size / (max(rates) * 1e12)
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from sft.config import Config, listed
 from sft.config.schedule import Schedule
 from sft.errors import ConfigError
+from sft.layers import kernel_keys
 from sft.recipe.resolved import Recipe
 
 _FEW_STEPS = 10  # in a run of fewer steps, a last step without an update is a considerable part of the run
@@ -29,7 +30,7 @@ def check_run(
     warm-up of 100 steps in a run of 32      -> ConfigError
     checkpoint.save_every = 500, 32 steps    -> ["checkpoint.save_every = 500 ... ends after 32 steps ..."]
     """
-    problems = []
+    problems = [*kernel_keys.problems(recipe.config)]
     if num_steps is not None:
         try:
             Schedule.resolve(recipe.config.optim, num_steps)

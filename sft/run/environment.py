@@ -1,4 +1,4 @@
-"""Sets the environment variables that torch's CUDA allocator, CUDA, Triton and NCCL read when they start.
+"""Sets the environment variables that torch's CUDA allocator, CUDA, Triton, NCCL and Transformer Engine read.
 
 `prepare` sets them before the first CUDA call, for every way of starting a run.  A variable that the user has set keeps
 its value.  sft/parallel/rendezvous.py chooses the network interfaces, because the ranks must first find each other.
@@ -25,6 +25,7 @@ _TOGETHER = (
     ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED",),
     ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",),
     ("NCCL_DEBUG",),
+    ("NVTE_BATCH_MHA_P2P_COMM",),
 )
 NAMES = tuple(name for names in _TOGETHER for name in names) + rendezvous.INTERFACES
 _BLACKWELL = 10  # major compute capability
@@ -67,6 +68,10 @@ def _choices(config: Config, layout: Layout) -> dict[str, str]:
     chosen |= connections(layout, offloads=offloads, capability=_compute_capability())
     if cache := _folder_of_this_user("sft-triton"):
         chosen["TRITON_CACHE_DIR"] = cache
+    if layout.cp > 1:
+        # In the ring over cp, Transformer Engine otherwise sends each message alone, and torch then opens a
+        # communicator with each neighbour, outside of its own memory.
+        chosen["NVTE_BATCH_MHA_P2P_COMM"] = "1"
     # Some file names in the cache of flash-attn-4 do not contain the type of GPU, so each type gets a folder.
     # flash-attn-4 would end the run if the folder allowed no locks.
     cache = _folder_of_this_user(f"sft-flash-attention-4-sm{_compute_capability() or 0}0")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sft.config import Config, ModelConfig
 from sft.config.linear_attention import LinearAttentionConfig
-from sft.layers.mixer import Mixer, MixerBytes
+from sft.layers.mixer import Mixer, MixerBytes, Moved, StatePasses
 from sft.layers.rank_share import FP32, RankShare
 from sft.layers.traffic import Passes, Traffic, halo_tokens
 from sft.layers.weight import LayerWeight, has_input_norms
@@ -23,6 +23,15 @@ STATE_INTERVAL = 512  # torch_kernel.py saves a state after this many tokens: sc
 # time that they took in blocks 16 times as large.  On CUDA a block has 64 MiB.
 BLOCK_NUMBERS = {"cpu": 2**20, "cuda": 2**24}
 BLOCKS = 6
+# Bytes per element, in bf16, that the short convolution and the gated norm read and write, forward and backward: by
+# plain torch in fp32, as tests/unit/mcore/linear_attention/test_moved_bytes.py counts them, and by a fused kernel.
+PLAIN_CONVOLUTION, PLAIN_NORM = (68, 206), (72, 158)
+FUSED_CONVOLUTION, FUSED_NORM = (4, 10), (6, 10)
+# The work of FLA's kernels, as multiples of a forward pass.  Published for FLA 0.5.1 on H200: backward takes 2.9 to 3.0
+# times as long as forward, and over 8 ranks the maps of fragments add 1.1 to 2.1 forward passes, and the gradients of
+# states 1.9 to 2.5 (QwenLM/FlashQLA, benchmark_results_H200.txt and benchmark_cp_results_H200x8.txt).  These times are
+# chains over a fragment.  Here a rank has two fragments of half the length, which run at once: assumed, half as long.
+BACKWARD_PASS, MAP_PASS, STATE_GRADIENT_PASS = 3.0, 0.75, 1.0
 _A = "self_attention"
 _WEIGHTS = (
     LayerWeight(f"{_A}.in_proj.layer_norm_weight", "h", "norm", step=0, has=has_input_norms),
@@ -33,6 +42,12 @@ _WEIGHTS = (
     LayerWeight(f"{_A}.out_norm.weight", "u", "ones", step=2),
     LayerWeight(f"{_A}.out_proj.weight", "h V", "matrix", "columns", "linear attention", 3),
 )
+
+
+def uses_fla(config: Config) -> bool:
+    """Whether FLA may compute linear attention with its elementwise operations, if it is installed."""
+    runs_on = config.run.device != "cpu" and config.run.precision == "bf16" and not config.run.deterministic
+    return config.attention.delta_rule != "torch" and runs_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,11 +226,17 @@ class DeltaRule(Mixer):
         heads = HeadSizes.of(linear, config.parallel.tp, passes.width)
         return StateTraffic(heads=heads, conv_kernel=linear.conv_kernel, num_passes=passes.num)
 
-    def moved(self, rank: RankShare) -> float:
-        """Elements per token that the convolution (queries, keys, values) and the gated norm (output, gate) read and
-        write."""
-        linear = self.model.linear_attention
-        return (2 * (2 * linear.key_width + linear.value_width) + 3 * linear.value_width) / rank.tp
+    def moved(self, config: Config, rank: RankShare) -> Moved:
+        """Bytes per token of the convolution (queries, keys, values) and of the gated norm (output, gate)."""
+        linear, is_fused = self.model.linear_attention, uses_fla(config)
+        channels, values = 2 * linear.key_width + linear.value_width, linear.value_width
+        pairs = zip(FUSED_CONVOLUTION if is_fused else PLAIN_CONVOLUTION, FUSED_NORM if is_fused else PLAIN_NORM)
+        return Moved(*(rank.width / 2 * (channels * conv + values * norm) / rank.tp for conv, norm in pairs))
+
+    def state_passes(self, cp_size: int) -> StatePasses:
+        if cp_size == 1:
+            return StatePasses(1.0, BACKWARD_PASS)
+        return StatePasses(1.0 + MAP_PASS, BACKWARD_PASS + STATE_GRADIENT_PASS)
 
     @property
     def state_products(self) -> int:

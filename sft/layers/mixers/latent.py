@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from sft.config import Config, ModelConfig
 from sft.layers.mixer import Mixer, MixerBytes
 from sft.layers.mixers.softmax import heads, pair_width
-from sft.layers.mixers.softmax_bytes import TransformerEngineBytes, has_flash, num_head_groups
+from sft.layers.mixers.softmax_bytes import TransformerEngineBytes, num_head_groups
 from sft.layers.rank_share import FP32, RankShare
 from sft.layers.weight import LayerWeight, has_input_norms
 
@@ -200,10 +200,6 @@ class LatentAttention(Mixer):
             "num_attention_heads x v_head_dim / tp": num_heads * latent.v_head_dim // tp,
         }
         return {name: number for name, number in widths.items() if number is not None}
-
-    @property
-    def has_flash(self) -> bool:
-        return has_flash(self.model)
 
     @property
     def pair_width(self) -> float:

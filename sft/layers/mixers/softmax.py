@@ -9,7 +9,6 @@ from sft.layers.mixers.softmax_bytes import (
     PortableBytes,
     SoftmaxBytes,
     TransformerEngineBytes,
-    has_flash,
     num_head_groups,
 )
 from sft.layers.rank_share import RankShare
@@ -61,7 +60,7 @@ class SoftmaxAttention(Mixer):
         """Bytes of activations.  attention.backend = auto counts as portable, the only backend that runs everywhere."""
         if config.attention.backend == "te":
             return TransformerEngineBytes(model=self.model, rank=rank, cp_comm=config.parallel.cp_comm)
-        return PortableBytes(model=self.model, rank=rank)
+        return PortableBytes(model=self.model, rank=rank, is_plain=config.attention.kernels == ["torch"])
 
     @staticmethod
     def divided_by_tp(model: ModelConfig) -> dict[str, int]:
@@ -74,10 +73,6 @@ class SoftmaxAttention(Mixer):
             "num_attention_heads x head_dim / tp": num_heads * width // tp,
             "(num_attention_heads + 2 x num_query_groups) x head_dim / tp": (num_heads + 2 * groups) * width // tp,
         }
-
-    @property
-    def has_flash(self) -> bool:
-        return has_flash(self.model)
 
     @property
     def pair_width(self) -> float:

@@ -15,6 +15,7 @@ MAX_FLASH_HEAD = 256  # width of the widest heads that torch's flash kernel has
 MAX_HEAD_GROUPS = 4  # more groups would make kernels and messages too small
 GATED = "gate, gated output"
 SCORE_TILE = 256 * 512  # scores of a head that torch_kernel.py computes at a time
+LARGE_SCORE_TILE = 1024 * 2048  # the same in bf16 on CUDA
 
 
 def num_head_groups(num_key_heads: int) -> int:
@@ -126,10 +127,12 @@ _FFPA = _Kernel(copies_views=True)
 class PortableBytes(SoftmaxBytes):
     """Bytes of the portable backend.  `saved` is exact: tests/ranks/test_saved_tensors.py counts these bytes.
 
-    kernel  the attention kernel; None: the kernel that takes most memory among those that may run
+    kernel    the attention kernel; None: the kernel that takes most memory among those that may run
+    is_plain  whether the recipe wants plain torch
     """
 
     kernel: _Kernel | None = None
+    is_plain: bool = False
 
     def rotary(self, pack: float) -> float:
         """Bytes of cosine and sine of this rank's tokens, for one or two bases."""
@@ -180,13 +183,15 @@ class PortableBytes(SoftmaxBytes):
 
         With several groups, a flash kernel has copies of the group's output and of its gradient.  The plain kernel
         holds three tiles of scores for the heads of a group: the weights, their gradient, and the weights of the
-        previous tile.
+        previous tile; in bf16 on CUDA also one tile in bf16, as a factor of a product.
         """
         kernel, width = self._kernel, self.rank.width
         copied = (2 * kernel.is_flash + kernel.copies_views) * (groups > 1)
         group = (1 + copied) * width + FP32 * kernel.sums_queries
         heads = self.model.num_attention_heads / self.rank.tp / groups
-        tiles = 0.0 if kernel.is_flash else 3 * FP32 * heads * SCORE_TILE
+        is_large = self.rank.is_fused and width < FP32
+        of_head = (3 * FP32 + width) * LARGE_SCORE_TILE if is_large else 3 * FP32 * SCORE_TILE
+        tiles = 0.0 if kernel.is_flash else heads * of_head
         return tokens * (self.rotated + group * self.queries / groups) + self._gradients(num_keys) + tiles
 
     def _keys(self, num_keys: float, num_sums: float) -> float:
@@ -215,7 +220,7 @@ class PortableBytes(SoftmaxBytes):
     def _kernels(self) -> list[_Kernel]:
         """The kernels that may run.  Optional packages compute what torch's flash kernel cannot; without them the plain
         kernel does."""
-        if not self.rank.is_fused:
+        if not self.rank.is_fused or self.is_plain:
             return [_PLAIN]
         if has_flash(self.model):
             return [_FLASH2]

@@ -6,7 +6,6 @@ keys of the whole pack in every layer.  Every process compiles a kernel when it 
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sft.mcore.attention.flash_kernel import Demand, Operators
@@ -43,9 +42,9 @@ def _refused(demand: Demand) -> str | None:
         return f"the query heads of a key head, here {demand.heads_per_key}, must divide {_TILE}"
     if demand.is_deterministic:
         return "it does not promise repeatable gradients"
-    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != _HOPPER:
+    if demand.gpu[0] != _HOPPER:
         return f"it was compared with plain torch on GPUs of compute capability {_HOPPER}.x only"
-    return PACKAGE.absent() or PACKAGE.broken()
+    return None
 
 
 FFPA = Operators(_forward, _backward, _refused, package=PACKAGE)

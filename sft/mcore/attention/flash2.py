@@ -51,21 +51,16 @@ def _refused(demand: Demand) -> str | None:
         return "it has no values that are wider than keys"
     if demand.key_width > MAX_FLASH_HEAD or demand.key_width % 8:
         return refused_heads(MAX_FLASH_HEAD, demand.key_width)
-    return _missing()
-
-
-FLASH2 = Operators(_forward, _backward, _refused, pads_values=True)
+    if demand.gpu < (8, 0):
+        return "it needs a GPU of compute capability 8.0 or more"
+    return None
 
 
 @cache
 def _missing() -> str | None:
-    """The reason why torch or the GPU cannot run the kernel; None if they can."""
+    """The reason why the installed torch cannot run the kernel; None if it can."""
     lacking = sorted({"cum_seq_q", "scale", *_WINDOW} - _arguments())
-    if lacking:
-        return f"that of torch {torch.__version__} takes no {' and no '.join(lacking)}"
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
-        return "it needs a GPU of compute capability 8.0 or more"
-    return None
+    return f"that of torch {torch.__version__} takes no {' and no '.join(lacking)}" if lacking else None
 
 
 @cache
@@ -73,3 +68,6 @@ def _arguments() -> frozenset[str]:
     """Argument names of torch's flash-attention forward operator; empty if this torch has no such operator."""
     operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
     return frozenset() if operator is None else frozenset(x.name for x in operator.default._schema.arguments)
+
+
+FLASH2 = Operators(_forward, _backward, _refused, pads_values=True, asked=lambda demand: _missing())

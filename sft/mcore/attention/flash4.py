@@ -62,25 +62,24 @@ def _limits(num_before: float | None = None, softcap: float = 0.0) -> Mapping[st
 
 
 def _refused(demand: Demand) -> str | None:
-    """The reason why the kernel cannot compute such layers; None if it can.
-
-    The library's own check comes last, because the library must be installed for it.
-    """
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (_HOPPER, 0)
-    widest = _WIDEST.get(capability[0])
+    """The reason that the library finds only while it compiles a kernel, or that nobody has compared the kernel."""
+    widest = _WIDEST.get(demand.gpu[0])
     if widest is None:
         return f"it has kernels for GPUs of compute capability {_HOPPER}.x and {_BLACKWELL}.x"
     if demand.key_width > widest or demand.key_width % _ALIGNMENT:
         return refused_heads(widest, demand.key_width)
-    if demand.heads_per_key > 1 and demand.key_width != demand.value_width:
+    if demand.heads_per_key > 1 and demand.key_width != demand.value_width:  # flash_bwd_sm90.py of 4.0.0b36
         return "its backward pass with grouped heads needs values as wide as keys"
-    if problem := PACKAGE.absent() or PACKAGE.broken():
-        return problem
+    return None
+
+
+def _asked(demand: Demand) -> str | None:
+    check = PACKAGE.function("_validate_head_dims")
     try:
-        PACKAGE.function("_validate_head_dims")(demand.key_width, demand.value_width, capability[0], _ALIGNMENT)
+        check(demand.key_width, demand.value_width, demand.gpu[0], _ALIGNMENT)
     except AssertionError as error:
         return str(error)
     return None
 
 
-FLASH4 = Operators(_forward, _backward, _refused, package=PACKAGE)
+FLASH4 = Operators(_forward, _backward, _refused, package=PACKAGE, asked=_asked)

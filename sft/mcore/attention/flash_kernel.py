@@ -6,12 +6,12 @@ the window of the chunk's first query.  The causal mask is aligned to the bottom
 last key.  With context parallelism both chunks of a rank need a document's early keys, so the two sequences together
 have 1 + 1 / (2 cp) times as many keys as the document.  No tensor has size tokens x tokens.
 
-The kernels of libraries (`Operators`) are in flash2.py (torch's own), flash4.py (flash-attn-4) and ffpa.py (ffpa-attn).
-torch's kernel needs values that are as wide as keys.  Narrower values are padded with zeros, which costs FLOPs: with
-keys of width 192 and values of width 128, attention takes 1.2 times the FLOPs.
+The kernels of libraries (`Operators`) are in flash2.py (torch's own), flash3.py (flash-attn-3), flash4.py
+(flash-attn-4) and ffpa.py (ffpa-attn).  torch's kernel needs values that are as wide as keys.  Narrower values are
+padded with zeros, which costs FLOPs: with keys of width 192 and values of width 128, 1.2 times the FLOPs.
 
-On an H200, tests/gpu compared the kernels with the plain tiles (docs/numbers/h200.md).  On the CPU, tests pass the
-kernels' inputs to a plain replacement.
+On an H200, tests/gpu compared all kernels but FlashAttention-3 with the plain tiles (docs/numbers/h200.md).  On the
+CPU, tests pass the kernels' inputs to a plain replacement.
 """
 
 from collections.abc import Callable
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sft.layers import kernel_rates
 from sft.mcore.attention.key_source import AllGatheredKeys, HaloKeys, KeySource, LocalKeys
 from sft.mcore.attention.package import Package
 from sft.mcore.device import send
@@ -37,6 +38,7 @@ class Demand(NamedTuple):
     has_window        whether the layers have a sliding window
     softcap           limit of the scores; None: no limit
     is_deterministic  whether gradients must be equal, bit for bit, when they are computed again
+    capability        compute capability of the GPU; None: of this machine's GPU, or of Hopper if there is none
     """
 
     device_type: str
@@ -47,6 +49,20 @@ class Demand(NamedTuple):
     has_window: bool = False
     softcap: float | None = None
     is_deterministic: bool = False
+    capability: tuple[int, int] | None = None
+
+    @property
+    def gpu(self) -> tuple[int, int]:
+        """The compute capability of the GPU on which the layers run."""
+        if self.capability is not None:
+            return self.capability
+        return torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+
+    def rate(self, kernel: str) -> kernel_rates.Rate | None:
+        """The rate of the kernel for such layers; None: nothing is known, or it does not compute them."""
+        architecture = kernel_rates.architecture_of(self.gpu[0])
+        has_softcap = self.softcap is not None
+        return kernel_rates.rate(kernel, architecture, self.key_width, self.value_width, self.has_window, has_softcap)
 
 
 @dataclass(frozen=True)
@@ -58,9 +74,10 @@ class Operators:
               key to which the query attends.  Layers with a soft cap also pass softcap=
     backward  (grad, query, keys, values, out, log-sum-exp, then the other arguments of forward) -> gradients of query,
               keys and values
-    refused   the reason why the kernel cannot compute layers with this demand on CUDA in bf16; None if it can
+    refused   the reason why no release of the kernel computes layers with this demand in bf16 on this GPU; else None
     pads_values  whether values must be padded to the width of keys
     package   the package of the kernel; None: the kernel is torch's own
+    asked     like `refused`, by the checks of the installed package itself
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -68,6 +85,7 @@ class Operators:
     refused: Callable[[Demand], str | None] = lambda demand: None
     pads_values: bool = False
     package: Package | None = None
+    asked: Callable[[Demand], str | None] = lambda demand: None
 
     def why_not(self, demand: Demand) -> str | None:
         """The reason why the kernel cannot compute layers with this demand; None if it can."""
@@ -75,7 +93,10 @@ class Operators:
             return "it needs CUDA"
         if demand.dtype not in (torch.bfloat16, torch.float16):
             return "it computes in bf16 only"
-        return self.refused(demand)
+        if reason := self.refused(demand):
+            return reason
+        missing = self.package and (self.package.absent() or self.package.broken())
+        return missing or self.asked(demand)
 
 
 def refused_heads(widest: int, width: int) -> str:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +21,7 @@ class Package:
 
     name       the name of the package for pip
     module     the module that has the functions
-    functions  name of each function, and the names of arguments that it must have
+    functions  name of each function or operator of torch, and the names of arguments that it must have
     """
 
     name: str
@@ -36,7 +37,8 @@ class Package:
         return _broken(self)
 
     def function(self, name: str) -> Any:
-        return getattr(_imported(self.module), name)
+        """The function; a name may have dots, as in "flash_attn_3_gpu.fwd"."""
+        return attrgetter(name)(_imported(self.module))
 
 
 def shared_arguments(sequences: Sequence[Tensor | int], scale: float) -> Mapping[str, Any]:
@@ -62,11 +64,20 @@ def _broken(package: Package) -> str | None:
     except Exception as error:  # any error: dependencies whose releases do not fit each other raise all kinds of errors
         return f"{of_release} cannot be imported ({error})"
     for name, arguments in package.functions:
-        if not hasattr(module, name):
+        try:
+            function = attrgetter(name)(module)
+        except AttributeError:
             return f"{of_release} has no function {name}"
-        if lacking := sorted({*arguments} - set(inspect.signature(getattr(module, name)).parameters)):
+        if lacking := sorted({*arguments} - _arguments(function)):
             return f"the function {name} of {of_release} takes no {' and no '.join(lacking)}"
     return None
+
+
+def _arguments(function: Any) -> set[str]:
+    """The names of the arguments of a function, or of an operator that a library registers with torch."""
+    if overload := getattr(function, "default", None):
+        return {argument.name for argument in overload._schema.arguments}
+    return set(inspect.signature(function).parameters)
 
 
 @cache

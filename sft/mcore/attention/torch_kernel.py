@@ -6,11 +6,15 @@ bitwise independent of other documents.  With a sliding window, a tile of n quer
 window - 1 + n keys.
 
 Scores may be soft-capped: cap * tanh(score / cap) (Gemma 2, arXiv:2408.00118).
+
+Products are in fp32, or in float64 if the inputs are.  On CUDA in bf16, the factors of products are in bf16, because
+tensor cores multiply these, and tiles are larger.  Sums, and everything else in a tile, are in fp32 there, too.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +27,7 @@ from sft.parallel.halo import Halo
 
 QUERY_TILE = 256  # rows of a tile of scores
 KEY_TILE = 512  # columns of a tile of scores
+LARGE_QUERY_TILE, LARGE_KEY_TILE = 1024, 2048  # the same on tensor cores, which wait for the start of a small tile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +40,14 @@ class TorchKernel:
                 needs, one chunk after the other
     window      a token attends to itself and to the window - 1 tokens before it; None: to all tokens before it
     softcap     limit of the scores; None: no limit
+    has_tensor_cores  whether bf16 factors are multiplied as they are; False: after conversion to fp32
     """
 
     chunks: tuple[context_parallel.Chunk, ...]
     key_source: KeySource
     window: int | None = None
     softcap: float | None = None
+    has_tensor_cores: bool = False
 
     @staticmethod
     def of(
@@ -52,20 +59,21 @@ class TorchKernel:
         window: int | None = None,
         softcap: float | None = None,
     ) -> "TorchKernel":
+        options: dict[str, Any] = {"window": window, "softcap": softcap, "has_tensor_cores": device.type == "cuda"}
         if cp_size == 1 or window is None:
             chunks = context_parallel.local_chunks(cu_seqlens, cp_size, cp_rank)
             key_source: KeySource = LocalKeys()
             if cp_size > 1:
                 order = torch.from_numpy(context_parallel.gathered_positions(cu_seqlens, cp_size))
                 key_source = AllGatheredKeys(send(order, device))
-            return TorchKernel(chunks=chunks, key_source=key_source, window=window, softcap=softcap)
+            return TorchKernel(chunks=chunks, key_source=key_source, **options)
         halo = Halo.of(cu_seqlens, window, cp_size, cp_rank)
         first_keys = np.cumsum([0, *(c.length + before for c, before in zip(halo.chunks, halo.num_before.tolist()))])
         moved = tuple(
             replace(chunk, document_start=first + before - chunk.position)
             for chunk, first, before in zip(halo.chunks, first_keys.tolist(), halo.num_before.tolist())
         )
-        return TorchKernel(chunks=moved, key_source=HaloKeys.of(halo, device), window=window, softcap=softcap)
+        return TorchKernel(chunks=moved, key_source=HaloKeys.of(halo, device), **options)
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Implements `AttentionKernel.forward`."""
@@ -73,7 +81,7 @@ class TorchKernel:
         lse = torch.empty(
             query.shape[1::-1], dtype=torch.promote_types(query.dtype, torch.float32), device=query.device
         )
-        for tile in self._tiles():
+        for tile in self._tiles(query.dtype):
             out[tile.rows], lse[:, tile.rows] = _attend(query[tile.rows], keys, values, tile, scale)
         return out, lse
 
@@ -84,53 +92,71 @@ class TorchKernel:
         dquery = torch.empty_like(query)
         dkeys = torch.zeros(keys.shape, dtype=lse.dtype, device=keys.device)
         dvalues = torch.zeros(values.shape, dtype=lse.dtype, device=keys.device)
-        for tile in self._tiles():
+        for tile in self._tiles(query.dtype):
             rows = tile.rows
             saved = query[rows], out[rows], lse[:, rows], grad[rows]
             dquery[rows] = _attend_backward(saved, (keys, values), (dkeys, dvalues), tile, scale)
         return dquery, dkeys, dvalues
 
-    def _tiles(self) -> Iterator["_Tile"]:
+    def _tiles(self, dtype: torch.dtype) -> Iterator["_Tile"]:
+        """dtype: of queries, keys and values"""
+        wide = torch.promote_types(dtype, torch.float32)
+        is_large = self.has_tensor_cores and dtype != wide
+        num_queries, num_keys = (LARGE_QUERY_TILE, LARGE_KEY_TILE) if is_large else (QUERY_TILE, KEY_TILE)
+        limits = _Limits(self.window, self.softcap, num_keys, dtype if is_large else wide)
         for chunk in self.chunks:
-            for start in range(0, chunk.length, QUERY_TILE):
-                stop = min(start + QUERY_TILE, chunk.length)
+            for start in range(0, chunk.length, num_queries):
+                stop = min(start + num_queries, chunk.length)
                 rows = slice(chunk.local_start + start, chunk.local_start + stop)
-                yield _Tile(rows, chunk.document_start, chunk.position + start, self.window, self.softcap)
+                yield _Tile(rows, chunk.document_start, chunk.position + start, limits)
+
+
+class _Limits(NamedTuple):
+    """Properties of all tiles of a kernel: window and soft cap, the most keys, and the dtype of factors of products."""
+
+    window: int | None
+    softcap: float | None
+    num_keys: int
+    factors: torch.dtype
 
 
 @dataclass(frozen=True)
 class _Tile:
-    """Up to QUERY_TILE consecutive queries of one document."""
+    """Up to QUERY_TILE consecutive queries of one document, or LARGE_QUERY_TILE of them."""
 
     rows: slice  # indices of these queries among the local queries
     document: int  # the index of the document's first key among the kernel's keys
     position: int  # the position of the first query within the document
-    window: int | None = None
-    softcap: float | None = None
+    limits: _Limits
 
     def key_tiles(self) -> Iterator[slice]:
         """The keys to which these queries attend, as indices among the kernel's keys."""
         last = self.position + self.rows.stop - self.rows.start
-        first = 0 if self.window is None else max(0, self.position - self.window + 1)
-        for start in range(first, last, KEY_TILE):
-            yield slice(self.document + start, self.document + min(start + KEY_TILE, last))
+        window, size = self.limits.window, self.limits.num_keys
+        first = 0 if window is None else max(0, self.position - window + 1)
+        for start in range(first, last, size):
+            yield slice(self.document + start, self.document + min(start + size, last))
 
     def hidden(self, keys: slice, device: torch.device) -> Tensor | None:
         """bool [queries, keys]: true if the query does not attend to the key; None: all queries attend to all keys."""
-        first, num_queries = keys.start - self.document, self.rows.stop - self.rows.start
+        first, num_queries, window = keys.start - self.document, self.rows.stop - self.rows.start, self.limits.window
         last = keys.stop - 1 - self.document
-        is_before = self.window is not None and first <= self.position + num_queries - 1 - self.window
+        is_before = window is not None and first <= self.position + num_queries - 1 - window
         if last <= self.position and not is_before:
             return None
         queries = torch.arange(self.position, self.position + num_queries, device=device)[:, None]
         positions = torch.arange(first, last + 1, device=device)[None, :]
         hidden = positions > queries
-        return hidden if self.window is None else hidden | (positions <= queries - self.window)
+        return hidden if window is None else hidden | (positions <= queries - window)
+
+    def factor(self, x: Tensor) -> Tensor:
+        """x [n, groups, d] -> [groups, n, d], as a factor of a product."""
+        return x.to(self.limits.factors).transpose(0, 1)
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, tile: _Tile, scale: float) -> tuple[Tensor, Tensor]:
     """query [n, heads, d] -> out [n, heads, width of values], log-sum-exp of the scores [heads, n]."""
-    rows = _grouped(query, keys.shape[1])
+    rows, factors = _grouped(query, keys.shape[1]), tile.limits.factors
     largest = rows.new_full((*rows.shape[:-1], 1), -math.inf)
     total = torch.zeros_like(largest)
     out = rows.new_zeros((*rows.shape[:-1], values.shape[-1]))
@@ -141,7 +167,8 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, tile: _Tile, scale: flo
         shrink = torch.exp(largest - new_largest)
         weights = scores.sub_(new_largest).exp_()
         total = total * shrink + weights.sum(-1, keepdim=True)
-        out = out * shrink + weights.flatten(1, 2).matmul(_by_group(values[columns])).view(out.shape)
+        products = _product(weights.flatten(1, 2).to(factors), tile.factor(values[columns]))
+        out = out * shrink + products.view(out.shape)
         largest = new_largest
     lse = largest + total.log()
     return _ungrouped(out / total).to(query.dtype), lse.flatten(0, 1).squeeze(-1)
@@ -160,20 +187,22 @@ def _attend_backward(
     """
     query, out, lse, grad = saved
     (keys, values), (dkeys, dvalues) = gathered, gradients
-    groups = keys.shape[1]
+    groups, factors = keys.shape[1], tile.limits.factors
     rows, dout = _grouped(query, groups), _grouped(grad, groups)
     delta = (dout * _grouped(out, groups)).sum(-1, keepdim=True)
     norm = lse.unflatten(0, (groups, -1)).unsqueeze(-1)
     drows = torch.zeros_like(rows)
+    query_factor, grad_factor = (x.flatten(1, 2).to(factors) for x in (rows, dout))
     for columns in tile.key_tiles():
         scores, slope = _scores(rows, keys[columns], tile, columns, scale)
         weights = scores.sub_(norm).exp_()
-        dvalues[columns] += weights.flatten(1, 2).transpose(1, 2).matmul(dout.flatten(1, 2)).transpose(0, 1)
-        dweights = dout.flatten(1, 2).matmul(_by_group(values[columns]).transpose(1, 2)).view(weights.shape)
+        narrow = weights.flatten(1, 2).to(factors)
+        dvalues[columns] += _product(narrow.transpose(1, 2), grad_factor).transpose(0, 1)
+        dweights = _product(grad_factor, tile.factor(values[columns]).transpose(1, 2)).view(weights.shape)
         dscores = dweights.sub_(delta).mul_(weights).mul_(scale)
-        dscores = (dscores if slope is None else dscores.mul_(slope)).flatten(1, 2)
-        drows += dscores.matmul(_by_group(keys[columns])).view(rows.shape)
-        dkeys[columns] += dscores.transpose(1, 2).matmul(rows.flatten(1, 2)).transpose(0, 1)
+        narrow = (dscores if slope is None else dscores.mul_(slope)).flatten(1, 2).to(factors)
+        drows += _product(narrow, tile.factor(keys[columns])).view(rows.shape)
+        dkeys[columns] += _product(narrow.transpose(1, 2), query_factor).transpose(0, 1)
     return _ungrouped(drows).to(query.dtype)
 
 
@@ -182,12 +211,12 @@ def _scores(rows: Tensor, keys: Tensor, tile: _Tile, columns: slice, scale: floa
 
     Also returns the derivative of the soft cap; None: no cap.
     """
-    scores = rows.flatten(1, 2).matmul(_by_group(keys).transpose(1, 2)).mul_(scale)
-    scores, slope = scores.view(*rows.shape[:-1], keys.shape[0]), None
-    if tile.softcap is not None:
-        scores = scores.div_(tile.softcap).tanh_()
+    scores = _product(rows.flatten(1, 2).to(tile.limits.factors), tile.factor(keys).transpose(1, 2)).mul_(scale)
+    scores, slope, softcap = scores.view(*rows.shape[:-1], keys.shape[0]), None, tile.limits.softcap
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_()
         slope = 1 - scores.square()
-        scores = scores.mul_(tile.softcap)
+        scores = scores.mul_(softcap)
     hidden = tile.hidden(columns, rows.device)
     return (scores if hidden is None else scores.masked_fill_(hidden, -math.inf)), slope
 
@@ -202,6 +231,13 @@ def _ungrouped(x: Tensor) -> Tensor:
     return x.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _by_group(x: Tensor) -> Tensor:
-    """[k, groups, d] -> [groups, k, d] in fp32 or float64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32)).transpose(0, 1)
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a [groups, n, m] times b [groups, m, k], summed in fp32 or float64.
+
+    torch has a product of bf16 with a result in fp32 on CUDA only.  Elsewhere the factors are converted first, which
+    changes no number but the order of sums.
+    """
+    wide = torch.promote_types(a.dtype, torch.float32)
+    if a.is_cuda and a.dtype != wide:
+        return torch.bmm(a, b, out_dtype=wide)
+    return a.to(wide).matmul(b.to(wide))

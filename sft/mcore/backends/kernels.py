@@ -1,42 +1,45 @@
 """Chooses the portable backend's kernel for each kind of layer: the fastest one that can compute the layers.
 
-Keeps the reasons why faster kernels cannot compute them.
+sft/layers/kernel_rates.py has the rates, by architecture, width and kind of layer.  The recipe key `attention.kernels`
+limits the choice.  The reasons why faster kernels cannot compute the layers are kept for the log.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from sft.config import Config
+from sft.config.attention import Kernel
 from sft.config.mixer_section import LayerKind
 from sft.errors import ConfigError
+from sft.layers import kernel_keys, kernel_rates
+from sft.layers.kernel_keys import NAMES
 from sft.layers.kinds import all_layer_groups
 from sft.layers.mixer import Mixer
 from sft.mcore.attention.ffpa import FFPA
 from sft.mcore.attention.flash2 import FLASH2
+from sft.mcore.attention.flash3 import FLASH3
 from sft.mcore.attention.flash4 import FLASH4
 from sft.mcore.attention.flash_kernel import Demand, FlashKernel, Operators
-from sft.mcore.attention.package import Package
 from sft.mcore.attention.packed_attention import AttentionKernel
 from sft.mcore.attention.torch_kernel import TorchKernel
 from sft.mcore.backend import params_dtype
 from sft.mcore.linear_attention import fla_kernel
-from sft.mcore.linear_attention.delta_rule import Kernel
+from sft.mcore.linear_attention.delta_rule import Kernel as DeltaKernel
 from sft.mcore.linear_attention.fla_kernel import FlaKernel
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 
 # (cu_seqlens of the whole pack, cp size, cp rank, device, window=) -> the kernel of a microbatch
 MakeKernel = Callable[..., AttentionKernel]
 
-# The flash kernels of softmax attention, the fastest first.  Plain torch computes the layers that they cannot.
-FASTEST = "FlashAttention-4"
+# The flash kernels of softmax attention.  Plain torch computes the layers that they cannot.
 FLASH: Mapping[str, Operators] = {
-    FASTEST: FLASH4,
-    "ffpa-attn": FFPA,
-    "torch's flash kernel": FLASH2,
+    kernel_rates.FLASH3: FLASH3,
+    kernel_rates.FLASH4: FLASH4,
+    kernel_rates.FFPA: FFPA,
+    kernel_rates.FLASH2: FLASH2,
 }
-PLAIN = "plain torch"
-_PACKAGES = {name: operators.package for name, operators in FLASH.items() if operators.package is not None}
+PLAIN = kernel_rates.PLAIN
 
 
 class Chosen(NamedTuple):
@@ -44,33 +47,21 @@ class Chosen(NamedTuple):
 
     kernel   a `MakeKernel`; for linear attention, a `delta_rule.Kernel`
     name     name of the kernel for the log
-    why_not  for each faster kernel, by name, the reason why it cannot compute these layers
-    has_softmax  whether the kernel computes attention with a softmax
+    why_not  for each kernel that was tried before, by name, the reason why it does not compute these layers
+    demand   what the layers ask of a kernel; None: they have no softmax
     """
 
     kernel: Any
     name: str
     why_not: Mapping[str, str] = {}
-    has_softmax: bool = False
+    demand: Demand | None = None
 
     @property
-    def to_install(self) -> list[Package]:
-        """The packages that are not installed, and whose faster kernels could otherwise be tried."""
-        packages = {package: self.why_not.get(name) for name, package in _PACKAGES.items()}
-        return [package for package, reason in packages.items() if reason and reason == package.absent()]
-
-    @property
-    def broken(self) -> list[str]:
-        """The problems of installed packages that have faster kernels and cannot be used."""
-        reasons = {self.why_not.get(name): package for name, package in _PACKAGES.items()}
-        return [
-            reason
-            for reason, package in reasons.items()
-            if reason and not package.absent() and reason == package.broken()
-        ]
+    def has_softmax(self) -> bool:
+        return self.demand is not None
 
 
-def _demand(config: Config, mixer: Mixer, device_type: str) -> Demand:
+def demand_of(config: Config, mixer: Mixer, device_type: str) -> Demand:
     model = mixer.model
     return Demand(
         device_type,
@@ -84,14 +75,36 @@ def _demand(config: Config, mixer: Mixer, device_type: str) -> Demand:
     )
 
 
+def by_rate(demand: Demand) -> list[str]:
+    """The names of FLASH, the fastest first.  Those without a known rate come last."""
+    rates = {name: demand.rate(name) for name in FLASH}
+    return sorted(FLASH, key=lambda name: -known.together if (known := rates[name]) else 0.0)
+
+
 def _softmax(config: Config, mixer: Mixer, device_type: str) -> Chosen:
-    needs, why_not = _demand(config, mixer, device_type), dict[str, str]()
-    for name, operators in FLASH.items():
-        if (reason := operators.why_not(needs)) is None:
-            make = partial(FlashKernel.of, operators=operators, softcap=needs.softcap)
-            return Chosen(make, name, why_not, has_softmax=True)
+    needs, why_not = demand_of(config, mixer, device_type), dict[str, str]()
+    left_out = {*NAMES.values()} - kernel_keys.allowed(config)
+    for name in by_rate(needs):
+        reason = LEFT_OUT if name in left_out else FLASH[name].why_not(needs)
+        if reason is None:
+            return Chosen(partial(FlashKernel.of, operators=FLASH[name], softcap=needs.softcap), name, why_not, needs)
         why_not[name] = reason
-    return Chosen(partial(TorchKernel.of, softcap=needs.softcap), PLAIN, why_not, has_softmax=True)
+    if PLAIN in left_out:
+        raise ConfigError(_no_kernel(mixer.kind, config.attention.kernels or [], why_not))
+    return Chosen(partial(TorchKernel.of, softcap=needs.softcap), PLAIN, why_not, needs)
+
+
+LEFT_OUT = "attention.kernels leaves it out"
+
+
+def _no_kernel(kind: LayerKind, wanted: Sequence[Kernel], why_not: Mapping[str, str]) -> str:
+    reasons = "; ".join(f"{key} ({NAMES[key]}): {why_not[NAMES[key]]}" for key in wanted)
+    possible = "torch, slow on GPUs, computes all layers everywhere"
+    return (
+        f"attention.kernels = [{', '.join(wanted)}] has no kernel for the {kind} of this model on this machine.  "
+        f"{reasons}.  attention.kernels=[{', '.join([*wanted, 'torch'])}] works ({possible}); null takes the fastest "
+        "kernel that works."
+    )
 
 
 def _delta(config: Config, mixer: Mixer, device_type: str) -> Chosen:
@@ -101,7 +114,7 @@ def _delta(config: Config, mixer: Mixer, device_type: str) -> Chosen:
     names fla and FLA cannot compute this run.
     """
     wanted = config.attention.delta_rule
-    kernel: Kernel
+    kernel: DeltaKernel
     if wanted == "torch":
         kernel = TorchDeltaKernel("attention.delta_rule = torch")
     elif (problem := fla_kernel.why_not(config, device_type)) is None:

@@ -1,19 +1,19 @@
 """Chooses the attention backend of a run from `attention.backend` and the software and devices of this machine."""
 
 from collections.abc import Mapping
-
-import torch
+from typing import Any
 
 from sft.config import Config
 from sft.config.mixer_section import LayerKind
 from sft.errors import ConfigError
+from sft.layers import kernel_rates
 from sft.mcore.backend import AttentionBackend
-from sft.mcore.backends import kernels, transformer_engine
+from sft.mcore.backends import agreement, kernels, transformer_engine
 from sft.mcore.backends.kernels import Chosen
 from sft.mcore.backends.portable import Portable
 from sft.mcore.backends.transformer_engine import TransformerEngine
-
-HOPPER = (9, 0)  # first compute capability for which Transformer Engine's attention is faster than torch's flash kernel
+from sft.parallel.collectives import all_gather_objects
+from sft.parallel.position import Position
 
 
 def choose(config: Config, device_type: str) -> AttentionBackend:
@@ -38,48 +38,19 @@ def choose(config: Config, device_type: str) -> AttentionBackend:
     return _portable(config, device_type, f"; not te: {te_problem}" if may_be_te else "")
 
 
-def slower_than_possible(config: Config, backend: AttentionBackend, device_type: str) -> str | None:
-    """A warning that says how to get faster attention on this GPU than by `backend`; None if there is no faster one."""
-    if not isinstance(backend, Portable) or device_type == "cpu" or not torch.cuda.is_available():
-        return None
-    return _faster_in_transformer_engine(config, backend, device_type) or _faster_by_other_kernels(backend)
+def choose_alike(config: Config, groups: Position) -> AttentionBackend:
+    """The backend of `choose`, after a check that all ranks have the same kernels.  Collective.
 
+    Raises ConfigError on every rank if one cannot run the recipe, or if kernels differ: their results and rates would.
+    """
+    chosen = list[AttentionBackend]()
 
-def _faster_by_other_kernels(backend: Portable) -> str | None:
-    chosen = backend.chosen.values()
-    broken = sorted({reason for kernel in chosen for reason in kernel.broken})
-    names = sorted({package.name for kernel in chosen for package in kernel.to_install})
-    advice = [f"It would be faster, but {reason}." for reason in broken] + [_ADVICE[name] for name in names]
-    return "\n".join([f"WARNING: attention runs on {backend}.", *advice]) if advice else None
+    def own() -> dict[str, Any]:
+        chosen.append(choose(config, groups.device.type))
+        return agreement.kernels_here(chosen[0], groups.device.type)
 
-
-_ADVICE = {
-    "flash-attn-4": "On an H200, FlashAttention-4 took 0.4 to 0.9 of the time of torch's flash kernel "
-    '(docs/numbers/h200.md).  It is used once it is installed: pip install "sft-megatron[kernels]"',
-    "ffpa-attn": "On an H200, ffpa-attn computed heads of 512 at 603 TFLOP/s forward and 221 backward; plain torch "
-    "computes them in fp32.  It is used once it is installed: pip install --no-deps ffpa-attn==0.2.4",
-}
-
-
-def _faster_in_transformer_engine(config: Config, backend: Portable, device_type: str) -> str | None:
-    if transformer_engine.unfit(config, device_type):
-        return None
-    if any(kernel.name == kernels.FASTEST for kernel in backend.chosen.values()):
-        return None
-    if config.model.latent_attention.is_used:  # which one to use depends on memory, too (latent-attention.md)
-        return None
-    if (capability := torch.cuda.get_device_capability()) < HOPPER:
-        return None
-    major, minor = capability
-    advice = f"{transformer_engine.INSTALL}; then " if transformer_engine.missing() else "It is installed: "
-    return (
-        f"WARNING: attention runs on {backend}.  Transformer Engine has faster attention for this GPU (compute "
-        f"capability {major}.{minor}).\n"
-        "Expected on an H100, not measured here: 370 TFLOP/s forward and 310 backward with torch's flash kernel, 600 "
-        "and 500 with Transformer Engine.\n"
-        "A step with documents of 128K tokens takes about 1.5 times as long.\n"
-        f"{advice}attention.backend=auto uses it."
-    )
+    agreement.check(all_gather_objects(own, groups.control))
+    return chosen[0]
 
 
 def _portable(config: Config, device_type: str, why_not_te: str) -> Portable:
@@ -105,5 +76,5 @@ def _softmax_kernels(chosen: Mapping[LayerKind, Chosen]) -> str:
 
 
 def _last_refusal(kernel: Chosen) -> str:
-    """The reason why torch's own flash kernel, the last one that was tried, cannot compute these layers."""
-    return [*kernel.why_not.values()][-1]
+    """The reason why torch's own flash kernel cannot compute these layers."""
+    return kernel.why_not.get(kernel_rates.FLASH2) or [*kernel.why_not.values()][-1]

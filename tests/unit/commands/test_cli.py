@@ -164,7 +164,11 @@ def test_explain_a_group(capsys: pytest.CaptureFixture[str]) -> None:
 attention.backend = "auto"
     from     default
     type     one of auto, te, portable; default "auto"
-    meaning  te is Transformer Engine (CUDA); portable is plain torch and runs anywhere, cp included.
+    meaning  te is Transformer Engine (CUDA); portable has the kernels below and runs anywhere, cp included.
+attention.kernels = null
+    from     default
+    type     one of fa4, fa3, fa2, ffpa, torch or a list of such, not empty, or null; default null
+    meaning  Kernels of portable that may compute softmax attention; null: all (docs/reference/kernels.md).
 attention.delta_rule = "auto"
     from     default
     type     one of auto, torch, fla; default "auto"

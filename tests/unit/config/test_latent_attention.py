@@ -17,7 +17,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 
 from sft.config import Config, ModelConfig, RopeConfig
 from sft.config.latent_attention import LatentAttentionConfig
-from sft.estimate.layer_work import uses_portable
+from sft.estimate.attention_kernels import uses_portable
 from sft.estimate.products import ModelProducts, layer_products
 from sft.estimate.saved_by_layer import LayerBytes
 from sft.layers.flops import AttentionCost, TrainFlops, num_parameters

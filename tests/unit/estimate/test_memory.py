@@ -7,14 +7,15 @@ import pytest
 
 from sft.config.linear_attention import LinearAttentionConfig
 from sft.estimate import memory
-from sft.estimate.communicators import communicators
+from sft.estimate.communicators import communicators, compared, nccl_bytes
+from sft.estimate.gpus import GIB
 from sft.estimate.memory import Memory, estimate, longest_context, stage_memory
 from sft.estimate.parameters import Numbers
 from sft.estimate.saved_by_layer import LayerBytes
 from sft.estimate.working_sets import ATTENTION, GATHERED, HEAD, MLP
 from sft.layers.adapters import Trained
 from sft.layers.mixers.delta import STATE_INTERVAL, DeltaBytes
-from sft.layers.mixers.softmax_bytes import SCORE_TILE, PortableBytes, TransformerEngineBytes
+from sft.layers.mixers.softmax_bytes import LARGE_SCORE_TILE, SCORE_TILE, PortableBytes, TransformerEngineBytes
 from sft.layers.rank_share import RankShare
 from sft.mcore.attention import torch_kernel
 from sft.mcore.linear_attention import schedule
@@ -406,20 +407,21 @@ def test_windows_need_their_halo_for_all_heads() -> None:
     assert most(estimate(*mixed, 128_256, 8192), GATHERED) == most(estimate(*full, 128_256, 8192), GATHERED)
 
 
-PLAIN_TILES = 3 * 4 * 32 * 256 * 512  # of scores in fp32, for all heads of Llama 8B
+# Of scores for all heads of Llama 8B, three in fp32 and one in bf16
+PLAIN_TILES = (3 * 4 + 2) * 32 * 1024 * 2048
 
 
 def test_soft_caps_have_the_larger_of_two_kernels() -> None:
     """Plain torch holds tiles of scores, and gradients of keys and values in fp32; FlashAttention-4 has gradients of
-    queries, keys and values in bf16 and in fp32.  A page of tokens takes more in tiles, many take more in FA4."""
+    queries, keys and values in bf16 and in fp32.  Few tokens take more in tiles, many take more in FA4."""
     capped = {**LLAMA_8B, "attention_softcap": 50.0}
-    for tokens in (1024, 8192):
+    for tokens in (8192, 65_536):
         flash2, either = (most(estimate(*of(1, model), 128_256, tokens), ATTENTION) for model in (LLAMA_8B, capped))
         plain = tokens * (2 * 4096 + 4 * 2048) + PLAIN_TILES
         flash4 = tokens * ((2 + 4) * 4096 + (2 + 4) * 2048)
         of_flash2 = tokens * ((2 + 4) * 4096 + 2 * (2048 + 2 * 4096))
-        assert either - flash2 == (plain if tokens == 1024 else flash4) - of_flash2
-        assert (plain > flash4) == (tokens == 1024)
+        assert either - flash2 == (plain if tokens == 8192 else flash4) - of_flash2
+        assert (plain > flash4) == (tokens == 8192)
 
 
 @pytest.mark.parametrize(
@@ -431,12 +433,23 @@ def test_soft_caps_have_the_larger_of_two_kernels() -> None:
 )
 def test_keys_of_other_kernels_over_cp(changes: dict[str, Any], width: int, gradients: int) -> None:
     """In bf16 the next head group; in fp32 sums of the previous one; keys by sequence, and what the kernel adds."""
-    over_cp = most(estimate(*of(8, {**LLAMA_8B, **changes}, parallel={"cp": 8}), 128_256, 65_536), GATHERED)
-    assert over_cp == 65_536 * width * (2 + 4) + 65_536 * (1 + 1 / 16) * width * (2 + gradients)
+    tokens = 262_144  # with fewer, plain torch takes more
+    over_cp = most(estimate(*of(8, {**LLAMA_8B, **changes}, parallel={"cp": 8}), 128_256, tokens), GATHERED)
+    assert over_cp == tokens * width * (2 + 4) + tokens * (1 + 1 / 16) * width * (2 + gradients)
 
 
 def test_a_tile_of_scores_is_that_of_the_kernel() -> None:
     assert SCORE_TILE == torch_kernel.QUERY_TILE * torch_kernel.KEY_TILE
+    assert LARGE_SCORE_TILE == torch_kernel.LARGE_QUERY_TILE * torch_kernel.LARGE_KEY_TILE
+
+
+def test_plain_torch_that_the_recipe_names() -> None:
+    """The flash kernel also has gradients of queries in fp32, and those of keys and values for each query head."""
+    flash, plain = (
+        most(estimate(*of(1, LLAMA_8B, attention={"kernels": kernels}), 128_256, 8192), ATTENTION)
+        for kernels in (None, ["torch"])
+    )
+    assert plain - flash == PLAIN_TILES + 8192 * (2 * 4096 + 4 * 2048 - (2 + 4) * 4096 - 2 * (2048 + 2 * 4096))
 
 
 def test_the_gradient_of_a_tied_output_waits_for_that_of_the_input() -> None:
@@ -551,20 +564,56 @@ def test_the_items_sum_up_to_the_device() -> None:
         assert sum(found.items().values()) == pytest.approx(found.device, rel=1e-12)
 
 
+WINDOWS = {"sliding_window": 16, "sliding_window_layers": [1]}
+LINEAR = {"linear_attention": {"layers": [1], "num_key_heads": 2, "num_value_heads": 2, "key_head_dim": 16}}
+
+
 @pytest.mark.parametrize(
-    "world_size, parallel, model, expected",
+    "world_size, parallel, model, expected, gib",
     [
-        (1, {}, TINY, {}),
-        (8, {"tp": 2, "cp": 2}, TINY, {"tp": 2, "cp": 2, "dp x cp": 4, "all ranks": 8}),
-        (8, {"cp": 8, "dynamic_cp": True}, TINY, {"cp": 8, "cp of 2": 2, "cp of 4": 4, "dp x cp": 8, "all ranks": 8}),
-        (8, {"cp": 2, "ep": 4}, EXPERTS, {"cp": 2, "dp x cp": 8, "ep": 4, "copies of an expert": 2, "all ranks": 8}),
-        (4, {"pp": 2}, {**TINY, "num_layers": 2}, {"dp x cp": 2, "pp": 2, "first and last stage": 2, "all ranks": 4}),
+        (1, {}, {}, {}, 0.0),
+        (8, {"tp": 2, "cp": 2}, {}, {"tp": 2, "cp": 2, "dp x cp": 4, "all ranks": 8}, 2.4),
+        (
+            8, {"cp": 8, "dynamic_cp": True}, {},
+            {"cp": 8, "cp of 2": 2, "cp of 4": 4, "dp x cp": 8, "all ranks": 8}, 3.0,
+        ),
+        # Experts, windows, linear attention and cp_comm a2a exchange data by all-to-alls, which take 3 GiB a group.
+        (
+            8, {"cp": 2, "ep": 4}, EXPERTS,
+            {"cp": 2, "dp x cp": 8, "ep": 4, "copies of an expert": 2, "all ranks": 8}, 5.4,
+        ),
+        (2, {"cp": 2}, WINDOWS, {"cp": 2, "dp x cp": 2, "all ranks": 2}, 4.2),
+        (2, {"cp": 2}, LINEAR, {"cp": 2, "dp x cp": 2, "all ranks": 2}, 4.2),
+        (2, {"cp": 2, "cp_comm": "a2a"}, {}, {"cp": 2, "dp x cp": 2, "all ranks": 2}, 4.2),
+        (
+            8, {"cp": 8, "cp_comm": "a2a+p2p", "cp_a2a": 2}, {},
+            {"cp, heads": 2, "cp, ring": 4, "dp x cp": 8, "all ranks": 8}, 4.8,
+        ),
+        (
+            4, {"pp": 2}, {"num_layers": 2},
+            {"dp x cp": 2, "pp": 2, "first and last stage": 2, "all ranks": 4}, 2.4,
+        ),
     ],
-)
+    ids=str,
+)  # fmt: skip
 def test_communicators(
-    world_size: int, parallel: dict[str, Any], model: dict[str, Any], expected: dict[str, int]
+    world_size: int, parallel: dict[str, Any], model: dict[str, Any], expected: dict[str, int], gib: float
 ) -> None:
-    assert communicators(*of(world_size, model, parallel=parallel)) == expected
+    config, layout = of(world_size, {**TINY, **model}, parallel=parallel)
+    opened = communicators(config, layout)
+    assert {name: communicator.ranks for name, communicator in opened.items()} == expected
+    assert nccl_bytes(config, layout) / GIB == pytest.approx(gib)
+    on_cpu, _ = of(world_size, {**TINY, **model}, parallel=parallel, run={"device": "cpu"})
+    assert nccl_bytes(on_cpu, layout) == 0.0
+
+
+def test_assumed_and_measured_memory_of_nccl() -> None:
+    assert compared(*of(8, {**TINY, **EXPERTS}, parallel={"cp": 2, "ep": 4}), 7.25 * GIB) == (
+        "GPU memory outside of torch's allocator: 7.2 GiB (used on the GPU - reserved by torch).  `sft check` and "
+        "`sft plan` assume 6.1: CUDA's context 0.75 and NCCL's buffers 5.4 (cp 0.6, dp x cp 0.6, ep 3.0, copies of an "
+        "expert 0.6, all ranks 0.6)"
+    )
+    assert compared(*of(1, TINY), 0.5 * GIB).endswith("assume 0.8: CUDA's context 0.75")
 
 
 def test_the_copy_of_a_save_in_the_background() -> None:

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sft.estimate.constants import Constants
+from sft.estimate.constants import Constants, assumed
+from sft.estimate.gpus import gpu
 from sft.estimate.lengths import Lengths
 from sft.estimate.step_time import PARTS, StepTime, step_time
 from sft.layers.kinds import layer_groups
@@ -67,13 +68,18 @@ def test_layouts(sections: dict[str, dict[str, Any]], expected: tuple[float, ...
     assert time.step_s == pytest.approx(sum(expected) / RATE)
 
 
-def test_attention_takes_ten_times_as_long_without_the_flash_kernel() -> None:
-    """The flash kernel has no softcap, and no heads above 256.  Heads of 512 have 4 times the FLOPs of heads of 128."""
-    portable = predicted(attention={"backend": "portable"}).parts["attention"]
-    softcap = predicted(model={"attention_softcap": 50.0}).parts["attention"]
-    wide = predicted(attention={"backend": "portable"}, model={"head_dim": 512}).parts["attention"]
-    assert portable == pytest.approx(ATTENTION / RATE)
-    assert (softcap, wide) == pytest.approx((10 * portable, 40 * portable))
+def test_attention_takes_the_rate_of_its_kernel() -> None:
+    """On an H100: FlashAttention-4 at 667 / 592 TFLOP/s, with a soft cap 288 / 344, ffpa-attn for heads of 512 at 603 /
+    221.  The constants are those of cuDNN, 602 / 530.  A third of the time is forward.  Heads of 512 have 4 times the
+    FLOPs of heads of 128.
+    """
+    portable = {"attention": {"backend": "portable"}}
+    found = [
+        predicted(**portable, model=model).parts["attention"] * RATE / ATTENTION
+        for model in ({}, {"attention_softcap": 50.0}, {"head_dim": 512})
+    ]
+    expected = [(602 / forward + 2 * 530 / backward) / 3 for forward, backward in ((667, 592), (288, 344), (603, 221))]
+    assert found == pytest.approx([expected[0], expected[1], 4 * expected[2]])
 
 
 def test_short_documents_take_less() -> None:
@@ -102,14 +108,52 @@ def test_elementwise_optimizer_and_overhead() -> None:
     assert time.parts["offload"] == pytest.approx(parameters / 8 * (28 / 100e9 + 8 / 50e9))
 
 
-def test_numbers_that_mixers_move() -> None:
-    """Attention: queries and keys twice, 2 x 40 heads of 128.  Linear attention has 2,048 numbers of queries, 2,048 of
-    keys and 4,096 of values: 8,192 twice in the convolution, 4,096 three times in the gated norm.  tp 2 halves both.
+DELTA = {"layers": list(range(1, 25)), "num_key_heads": 16, "num_value_heads": 32, "key_head_dim": 128}
+
+
+def test_bytes_that_mixers_move() -> None:
+    """Attention: queries and keys twice, 2 x 40 heads of 128, in bf16; backward twice as much.  Linear attention has
+    2,048 numbers of queries, 2,048 of keys and 4,096 of values: 8,192 in the convolution, 4,096 in the gated norm.  A
+    fused convolution moves 4 and 10 bytes a number, the norm 6 and 10; in plain torch 68 and 206, 72 and 158.  tp 2
+    halves all.
     """
-    linear = {"layers": list(range(1, 25)), "num_key_heads": 16, "num_value_heads": 32, "key_head_dim": 128}
-    model = layout_config(model={**LLAMA_8B, "linear_attention": linear}).model
-    moved = {group.mixer.kind: group.mixer.moved(RankShare(tp=2)) for group in layer_groups(model)}
-    assert moved == {"linear attention": 28_672 / 2, "full attention": 10_240 / 2}
+
+    def moved(**attention: str) -> dict[str, tuple[float, float]]:
+        config = layout_config(model={**LLAMA_8B, "linear_attention": DELTA}, attention=attention)
+        groups = layer_groups(config.model)
+        return {group.mixer.kind: tuple(group.mixer.moved(config, RankShare(tp=2))) for group in groups}
+
+    assert moved() == {"linear attention": (57_344 / 2, 122_880 / 2), "full attention": (20_480 / 2, 40_960 / 2)}
+    assert moved(delta_rule="torch")["linear attention"] == (851_968 / 2, 2_334_720 / 2)
+
+
+def test_passes_of_the_delta_rule() -> None:
+    """24 layers with 3 x 4,096 x 128 products of states for a token, 2 FLOPs each; attention in 8 of 32 layers.
+
+    On one rank, forward and three times as much in backward; over cp, 1.75 and 4, of which each rank has its part.
+    """
+    run = 8 * MILLION * 24 * 2 * 3 * 4096 * 128 / RATE / 8
+    attention = ATTENTION / RATE / 4  # of 8 ranks together
+    for cp, passes in ((1, 1 + 3.0), (8, 1.75 + 4.0)):
+        model = {**LLAMA_8B, "linear_attention": DELTA}
+        time = predicted(model=model, parallel={"cp": cp}, attention={"backend": "portable"})
+        alike = attention * (602 / 667 + 2 * 530 / 592) / 3  # by FlashAttention-4
+        assert time.parts["attention"] == pytest.approx(alike + passes * run)
+        full = predicted(model=model, parallel={"cp": cp}, train={"recompute": "full"}).parts["recompute"]
+        selective = predicted(model=model, parallel={"cp": cp}, train={"recompute": "selective"}).parts["recompute"]
+        assert full > selective > (1.0 if cp == 1 else 1.75) * run
+
+
+def test_the_delta_rule_is_faster_with_more_sequences() -> None:
+    """32 heads of one document: 54.7 TFLOP/s on an H200.  tp 4: 8 heads, 28.6.  cp 8: two fragments, 61.9."""
+    rates = assumed(gpu("h200"), 40.0)
+    model = {**LLAMA_8B, "linear_attention": {**DELTA, "layers": list(range(1, 33))}}
+    found = {}
+    for name, parallel in {"one": {"cp": 1}, "tp": {"tp": 4, "cp": 1}, "cp": {"cp": 8}}.items():
+        time = predicted(rates, model=model, parallel=parallel)
+        found[name] = time.parts["attention"]
+    run = MILLION * 32 * 2 * 3 * 4096 * 128 / 1e12
+    assert found == pytest.approx({"one": 4 * run / 54.7, "tp": 4 * run / 28.6, "cp": 5.75 * run / 61.9})
 
 
 def test_messages_of_tp() -> None:
@@ -173,6 +217,19 @@ def test_messages_of_experts_and_stages() -> None:
     # A stage sends hidden states, 8,192 bytes of a token, and gets their gradient, between nodes.
     time = predicted(flat(TFLOPS, inter_gb_s=10.0), num_gpus=16, parallel={"cp": 8, "pp": 2})
     assert time.parts["pp"] == pytest.approx(8 * 2 * MILLION / 8 * 8192 / 10e9)
+
+
+def test_deepep_sends_a_token_to_a_node_once() -> None:
+    """32 ranks on 4 nodes, 8 experts of a token: 4 x (1 - (3/4) ** 8) = 3.6 nodes, 3/4 of them others, instead of 8."""
+    model = {**LLAMA_8B, "moe": {"num_experts": 32, "top_k": 8, "ffn_hidden_size": 1024}}
+    rates = flat(TFLOPS, intra_gb_s=1e9, inter_gb_s=10.0)
+    found = [
+        predicted(rates, num_gpus=32, model=model, parallel={"cp": 8, "ep": 32, "ep_comm": way}).parts["ep"]
+        for way in ("alltoall", "deepep")
+    ]
+    sent = 2 * 32 * 4 * MILLION / 8 * (8192 + 2) / 10e9  # 2 packs for each of 4 dp ranks
+    nodes = 4 * (1 - 0.75**8)
+    assert found == pytest.approx([sent * 8 * 3 / 4, sent * nodes * 3 / 4])
 
 
 def test_layers_without_experts_take_the_time_of_dense_layers() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sft.estimate import memory
-from sft.estimate.communicators import communicators
+from sft.estimate.communicators import nccl_bytes
 from sft.estimate.gpus import GIB, gpu, usable_memory
 from sft.parallel.layout import Layout
 from sft.recipe.load import load_recipe
@@ -51,7 +51,7 @@ def test_each_is_complete_and_fits(name: str) -> None:
     layout = Layout.resolve(recipe.config, world_size(name))
     assert f"{layout.world_size} GPUs h100" in lines["Hardware"]
     needed = needed_bytes(recipe, layout)
-    usable = usable_memory(gpu("h100"), len(communicators(recipe.config, layout))).bytes
+    usable = usable_memory(gpu("h100"), nccl_bytes(recipe.config, layout)).bytes
     assert needed <= usable
     assert f"{needed / GIB:.0f} of {usable / GIB:.0f} usable GiB per GPU" in lines["Expected"]
 

@@ -9,7 +9,7 @@ MISTAKES = {
     "data.seq_lenght=2048": "unknown key data.seq_lenght (@).  Did you mean data.seq_length?",
     "parallel.context_parallel_size=2": "unknown key parallel.context_parallel_size (@).  It is called parallel.cp "
     "here, which takes a whole number of at least 1.",
-    "attention.zzz=2": "unknown key attention.zzz (@).  Keys of attention: backend, delta_rule.",
+    "attention.zzz=2": "unknown key attention.zzz (@).  Keys of attention: backend, kernels, delta_rule.",
     "zzz=2": "unknown key zzz (@).  Keys of a recipe: run, model, data, parallel, attention, loss, train, optim, "
     "lora, checkpoint, log, profile.",
     "run.dir.x=2": "unknown key run.dir.x (@).  Did you mean run.dir?",

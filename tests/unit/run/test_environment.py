@@ -61,6 +61,7 @@ def test_what_is_set_where_the_user_sets_nothing(unset: dict[str, str], tmp_path
         "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
         "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": f"{tmp_path}/sft-flash-attention-4-sm90-{os.getuid()}",
         "NCCL_DEBUG": "WARN",
+        "NVTE_BATCH_MHA_P2P_COMM": "1",
     }
     assert (tmp_path / f"sft-triton-{os.getuid()}").stat().st_mode & 0o777 == 0o700
 
@@ -87,6 +88,7 @@ def test_no_cache_of_kernels_where_files_have_no_locks(unset: dict[str, str], mo
         ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0", None),
         ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "/scratch/kernels", None),
         ("NCCL_DEBUG", "INFO", None),
+        ("NVTE_BATCH_MHA_P2P_COMM", "0", None),
     ],
 )
 def test_the_users_own_value_stays(unset: dict[str, str], name: str, value: str, absent: str | None) -> None:
@@ -95,6 +97,11 @@ def test_the_users_own_value_stays(unset: dict[str, str], name: str, value: str,
     assert environment.prepare(*resolved(2, "parallel.cp=2", *offloading)) == {name}
     assert unset[name] == value and absent not in unset
     assert f"{name}={value} (set by the user)" in environment.describe({name}, "cuda")
+
+
+def test_a_run_without_cp_has_no_ring(unset: dict[str, str]) -> None:
+    environment.prepare(*resolved(2, "parallel.tp=2"))
+    assert "NVTE_BATCH_MHA_P2P_COMM" not in unset
 
 
 def test_a_run_on_the_cpu_needs_none_of_them(unset: dict[str, str]) -> None:

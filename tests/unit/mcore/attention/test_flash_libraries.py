@@ -1,7 +1,12 @@
 """Flash kernels of libraries: what they refuse, and how operators are called.  Replacements have their arguments."""
 
 import importlib.metadata
+import importlib.util
+import inspect
+import re
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sft.mcore.attention import ffpa, flash2, flash4, package
+from sft.mcore.attention import ffpa, flash2, flash3, flash4, package
 from sft.mcore.attention.flash_kernel import Demand, FlashKernel, Operators
 from sft.mcore.attention.packed_attention import packed_attention
 from sft.mcore.attention.torch_kernel import TorchKernel
-from sft.mcore.backends.selection import choose, slower_than_possible
-from tests.builders import parsed
 from tests.plain_flash import PLAIN
 
 CPU = torch.device("cpu")
@@ -75,6 +78,66 @@ def _flash_attn_bwd(
     return PLAIN.backward(dout, q, k, v, out, lse, *sequences, scale=softmax_scale, **options)
 
 
+class _Operator:
+    """A function as an operator of torch: a schema with the names of the arguments, and no signature."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        arguments = [SimpleNamespace(name=name) for name in inspect.signature(function).parameters]
+        self.function, self.default = function, SimpleNamespace(_schema=SimpleNamespace(arguments=arguments))
+
+    def __call__(self, **named: Any) -> Any:
+        return self.function(**named)
+
+
+def _flash3_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    is_causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    num_splits: int = 0,
+) -> tuple[Tensor | None, ...]:
+    assert is_causal and window_size_right == 0 and num_splits == 1
+    sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return *PLAIN.forward(q, k, v, *sequences, scale=softmax_scale, num_before=window_size_left), None, None
+
+
+def _flash3_bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    is_causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    deterministic: bool = False,
+) -> tuple[Tensor, ...]:
+    """The library writes into dq, dk and dv, and returns working memory."""
+    assert is_causal and window_size_right == 0 and deterministic == torch.are_deterministic_algorithms_enabled()
+    sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    options = {"scale": softmax_scale, "num_before": window_size_left}
+    found = PLAIN.backward(dout, q, k, v, out, softmax_lse, *sequences, **options)
+    for ours, gradient in zip((dq, dk, dv), found):
+        ours.copy_(gradient)
+    return (torch.zeros(1),)
+
+
 def _ffpa_forward(q: Tensor, k: Tensor, v: Tensor, **named: Any) -> tuple[Tensor, Tensor]:
     return _flash_attn_fwd(q, k, v, **named)[:2]  # type: ignore[return-value]
 
@@ -110,6 +173,10 @@ def _refuses_wide_values(width: int, value_width: int, major: int, alignment: in
 
 LIBRARIES: dict[str, tuple[Operators, Any]] = {
     "flash2": (flash2.FLASH2, None),  # of torch itself
+    "flash3": (
+        flash3.FLASH3,
+        SimpleNamespace(flash_attn_3_gpu=SimpleNamespace(fwd=_Operator(_flash3_fwd), bwd=_Operator(_flash3_bwd))),
+    ),
     "flash4": (
         flash4.FLASH4,
         SimpleNamespace(
@@ -136,6 +203,8 @@ def attended(kernel: Any, inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize(
     "name, window, softcap, is_deterministic",
     [
+        ("flash3", None, None, True),
+        ("flash3", 5, None, False),
         ("flash4", None, None, True),
         ("flash4", 5, None, False),
         ("flash4", None, 2.0, False),
@@ -177,6 +246,23 @@ UP_TO_256 = "it has heads of up to 256 in multiples of 8, but heads of this mode
         ("flash2", Demand("cuda", torch.float32, 128, 128), "it computes in bf16 only"),
         ("flash2", Demand("cuda", BF16, 288, 288), f"{UP_TO_256} 288 wide"),
         ("flash2", Demand("cuda", BF16, 128, 128), None),
+        ("flash3", Demand("cpu", BF16, 128, 128), "it needs CUDA"),
+        ("flash3", Demand("cuda", BF16, 128, 128, heads_per_key=7, has_window=True, is_deterministic=True), None),
+        ("flash3", Demand("cuda", BF16, 192, 128), None),
+        ("flash3", Demand("cuda", BF16, 256, 256), None),
+        ("flash3", Demand("cuda", BF16, 128, 64), "it has no kernel for keys of width 128 with values of width 64"),
+        ("flash3", Demand("cuda", BF16, 192, 64), "it has no kernel for keys of width 192 with values of width 64"),
+        ("flash3", Demand("cuda", BF16, 264, 264), f"{UP_TO_256} 264 wide"),
+        (
+            "flash3",
+            Demand("cuda", BF16, 128, 128, softcap=50.0),
+            "nobody has compared its gradients with model.attention_softcap",
+        ),
+        (
+            "flash3",
+            Demand("cuda", BF16, 200, 200, is_deterministic=True),
+            "its gradients of heads wider than 192 are not deterministic",
+        ),
         ("flash4", Demand("cpu", BF16, 128, 128), "it needs CUDA"),
         ("flash4", Demand("cuda", torch.float32, 128, 128), "it computes in bf16 only"),
         ("flash4", Demand("cuda", BF16, 128, 128, heads_per_key=7, softcap=50.0, is_deterministic=True), None),
@@ -214,6 +300,9 @@ NOT_COMPARED = "it was compared with plain torch on GPUs of compute capability 9
 @pytest.mark.parametrize(
     "name, capability, width, reason",
     [
+        ("flash2", (7, 5), 128, "it needs a GPU of compute capability 8.0 or more"),
+        ("flash3", (10, 0), 128, "it has kernels for GPUs of compute capability 9.x"),
+        ("flash3", (8, 9), 128, "it has kernels for GPUs of compute capability 9.x"),
         ("flash4", (10, 0), 128, None),
         ("flash4", (10, 0), 256, UP_TO_256.replace("256", "192") + " 256 wide"),
         ("flash4", (8, 9), 128, OTHER_GPU),
@@ -244,6 +333,14 @@ def _broken(name: str) -> None:
     "name, module, problem",
     [
         ("flash4", _broken, "flash-attn-4 1.0 cannot be imported (module 'cutlass' has no attribute 'cute')"),
+        ("flash3", _broken, "flash-attn-3 1.0 cannot be imported (module 'cutlass' has no attribute 'cute')"),
+        ("flash3", SimpleNamespace(), "flash-attn-3 1.0 has no function flash_attn_3_gpu.fwd"),
+        (
+            "flash3",
+            SimpleNamespace(flash_attn_3_gpu=SimpleNamespace(fwd=_Operator(_flash3_fwd), bwd=_Operator(_flash3_fwd))),
+            "the function flash_attn_3_gpu.bwd of flash-attn-3 1.0 takes no deterministic and no dk and no dout and no "
+            "dq and no dv and no out and no softmax_lse",
+        ),
         ("ffpa", _broken, "ffpa-attn 1.0 cannot be imported (module 'cutlass' has no attribute 'cute')"),
         ("ffpa", SimpleNamespace(), "ffpa-attn 1.0 has no function _forward_impl_for_device"),
         (
@@ -262,27 +359,33 @@ def test_a_package_whose_parts_do_not_fit(be: Be, name: str, module: Any, proble
     assert LIBRARIES[name][0].why_not(demand) == problem
 
 
-def test_a_broken_package_is_warned_of(be: Be) -> None:
-    be(_broken)
-    wanted = parsed("attention.backend=portable", "model.sliding_window=64").config
-    said = slower_than_possible(wanted, choose(wanted, "cuda"), "cuda")
-    assert said is not None and said.splitlines()[1:] == [
-        "It would be faster, but flash-attn-4 1.0 cannot be imported (module 'cutlass' has no attribute 'cute')."
-    ]
+@pytest.mark.parametrize(
+    "left_out, demand, reason",
+    [
+        ("FLASHATTENTION_DISABLE_BACKWARD", Demand("cuda", BF16, 128, 128), "BACKWARD"),
+        ("FLASHATTENTION_DISABLE_HDIM128", Demand("cuda", BF16, 104, 104), "HDIM128"),
+        ("FLASHATTENTION_DISABLE_HDIM128", Demand("cuda", BF16, 64, 64), None),
+        ("FLASH_ATTENTION_DISABLE_HDIMDIFF192", Demand("cuda", BF16, 192, 128), "HDIMDIFF192"),
+        ("FLASHATTENTION_DISABLE_LOCAL", Demand("cuda", BF16, 128, 128, has_window=True), "LOCAL"),
+        ("FLASHATTENTION_DISABLE_LOCAL", Demand("cuda", BF16, 128, 128), None),
+    ],
+)
+def test_a_build_without_some_kernels(
+    be: Be, monkeypatch: pytest.MonkeyPatch, left_out: str, demand: Demand, reason: str | None
+) -> None:
+    """FlashAttention-3 says what its build leaves out."""
+    be(LIBRARIES["flash3"][1])
+    config = SimpleNamespace(CONFIG={"build_flags": {left_out: True, "FLASHATTENTION_DISABLE_FP16": True}})
+    monkeypatch.setitem(sys.modules, "flash_attn_config", config)
+    expected = None if reason is None else f"this build of flash-attn-3 leaves out {reason}"
+    assert flash3.FLASH3.why_not(demand) == expected
 
 
-def test_packages_to_install(be: Be) -> None:
-    """By kind of layer; the log names each kernel."""
-    be(SimpleNamespace(), release=None)
-    overrides = ["model.sliding_window=64", "model.sliding_window_layers=[1]", "model.full_attention.head_dim=512"]
-    overrides += ["model.rope.window_base=1e4", "attention.backend=portable"]
-    wanted = parsed(*overrides).config
-    said = slower_than_possible(wanted, choose(wanted, "cuda"), "cuda")
-    assert said is not None
-    first, wide, fast = said.splitlines()
-    assert first == (
-        "WARNING: attention runs on portable (window attention on torch's flash kernel, full attention on plain torch "
-        f"({UP_TO_256} 512 wide))."
-    )
-    assert wide.endswith("pip install --no-deps ffpa-attn==0.2.4")
-    assert fast.endswith('pip install "sft-megatron[kernels]"')
+def test_what_flash_attn_4_refuses_while_it_compiles() -> None:
+    """The part of its source that flash4.py repeats, if it is installed: no function of the library says it."""
+    found = importlib.util.find_spec("flash_attn")
+    places = [Path(place) / "cute" for place in (found.submodule_search_locations or [])] if found else []
+    if not any((place / "flash_bwd_sm90.py").is_file() for place in places):
+        pytest.skip("flash-attn-4 is not installed")
+    source = "".join((place / "flash_bwd_sm90.py").read_text(encoding="utf-8") for place in places)
+    assert re.search(r"if qhead_per_kvhead > 1:\s+assert self\.same_hdim_kv", source)

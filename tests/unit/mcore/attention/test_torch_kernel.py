@@ -4,6 +4,7 @@ Also sliding windows, sinks and soft caps, on one process.
 """
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,11 +95,63 @@ def test_bf16_is_computed_in_fp32() -> None:
         assert torch.equal(a, b.to(a.dtype))
 
 
+# Of the norm.  Factors are rounded to 8 bits of mantissa, as in flash kernels; measured 7e-3, of which 6e-3 come from
+# the output, which backward gets in bf16 in any case.
+ROUNDED_TOLERANCE = 1e-2
+
+
+@pytest.mark.parametrize("window, softcap", [(None, None), (30, None), (50, 2.0)])
+def test_factors_in_bf16(monkeypatch: pytest.MonkeyPatch, window: int | None, softcap: float | None) -> None:
+    """As on tensor cores, against float64."""
+    monkeypatch.setattr(torch_kernel, "LARGE_QUERY_TILE", 18)
+    monkeypatch.setattr(torch_kernel, "LARGE_KEY_TILE", 26)
+    *tensors, grad = inputs(torch.bfloat16)
+    kernel = TorchKernel.of(DOCUMENTS, 1, 0, CPU, window=window, softcap=softcap)
+    assert not kernel.has_tensor_cores
+    kernel = replace(kernel, has_tensor_cores=True)
+    assert {tile.rows.stop - tile.rows.start for tile in kernel._tiles(torch.bfloat16)} >= {18}
+    exact = [x.double().requires_grad_() for x in tensors]
+    whole, sums = in_one_piece(*exact, DOCUMENTS, SCALE, window=window, softcap=softcap)
+    out, lse = kernel.forward(*tensors, SCALE)
+    found = [out, lse, *kernel.backward(grad, *tensors, out, lse, SCALE)]
+    assert [x.dtype for x in found] == [torch.bfloat16, torch.float32, torch.bfloat16, torch.float32, torch.float32]
+    for ours, theirs in zip(found, [whole, sums, *torch.autograd.grad(whole, exact, grad.double())]):
+        assert (ours.double() - theirs).norm() < ROUNDED_TOLERANCE * theirs.norm()
+    rounded = kernel.backward(grad, *tensors, out, lse, SCALE)[2]
+    assert not torch.equal(
+        rounded, replace(kernel, has_tensor_cores=False).backward(grad, *tensors, out, lse, SCALE)[2]
+    )
+
+
+def test_sums_of_factors_in_bf16_are_in_fp32() -> None:
+    """A query of zeros attends to all 3,000 keys alike.  In bf16, ones would sum up to 256."""
+    length, width = 3000, 8
+    query, ones = torch.zeros(length, 1, width).bfloat16(), torch.ones(length, 1, width).bfloat16()
+    kernel = replace(TorchKernel.of(np.array([0, length], dtype=np.int32), 1, 0, CPU), has_tensor_cores=True)
+    out, lse = kernel.forward(query, ones, ones, 1.0)
+    assert torch.equal(out, ones)
+    dvalues = kernel.backward(ones, query, ones, ones, out, lse, 1.0)[2]
+    harmonic = sum(1 / n for n in range(1, length + 1))  # the first key's share of each query
+    assert float(dvalues[0, 0, 0]) == pytest.approx(harmonic, rel=ROUNDED_TOLERANCE)
+
+
+def test_tensor_cores_change_nothing_in_fp32() -> None:
+    narrow = TorchKernel.of(DOCUMENTS, 1, 0, CPU)
+    *tensors, grad = inputs(torch.float32)
+    out, lse = narrow.forward(*tensors, SCALE)
+    found = replace(narrow, has_tensor_cores=True)
+    for a, b in zip(found.forward(*tensors, SCALE), (out, lse)):
+        assert torch.equal(a, b)
+    again = found.backward(grad, *tensors, out, lse, SCALE)
+    for a, b in zip(again, narrow.backward(grad, *tensors, out, lse, SCALE)):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("length", [1, 9, 10, 13, 14, 40])
 def test_no_tile_is_wider_than_it_may_be(length: int) -> None:
     chunk = context_parallel.Chunk(local_start=3, length=length, document_start=100, position=50)
     kernel = TorchKernel(chunks=(chunk,), key_source=LocalKeys())
-    made = list(kernel._tiles())
+    made = list(kernel._tiles(torch.float32))
     assert [row for tile in made for row in range(TOKENS)[tile.rows]] == list(range(3, 3 + length))
     for tile in made:
         columns = list(tile.key_tiles())
@@ -133,7 +186,7 @@ def test_outputs_and_gradients(window: int | None, softcap: float | None, has_si
 @pytest.mark.parametrize("window", [1, 5, 30])
 def test_a_window_computes_no_more_than_its_keys_and_one_tile(window: int) -> None:
     kernel = TorchKernel.of(DOCUMENTS, 1, 0, CPU, window=window)
-    for tile in kernel._tiles():
+    for tile in kernel._tiles(torch.float32):
         num_keys = sum(keys.stop - keys.start for keys in tile.key_tiles())
         assert num_keys <= window + torch_kernel.QUERY_TILE
 

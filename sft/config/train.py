@@ -39,6 +39,11 @@ class TrainConfig(Section):
     """Number of consecutive non-finite steps that the run may skip; one more ends the run."""
 
     @property
+    def repeats_attention(self) -> bool:
+        """Whether backward computes attention of all layers again."""
+        return self.recompute == "full"
+
+    @property
     def repeats_layers(self) -> bool:
         """Whether backward computes whole layers again, with or without attention."""
         return self.recompute in ("attention_kept", "full")
@@ -46,7 +51,7 @@ class TrainConfig(Section):
     def conflicts(self) -> Iterator[tuple[str, str]]:
         steps, epochs = self.num_steps, self.num_epochs
         if self.offload_fraction > 0.0 and self.recompute == "none":
-            yield "offload_fraction", "needs recompute = selective or full: without, layers save too much to copy"
+            yield "offload_fraction", "needs recompute = selective, attention_kept or full: without, layers save too much to copy"
         if steps is None and epochs is None:
             yield "num_steps", "and num_epochs = null; give one of them"
         if steps is not None and epochs is not None:

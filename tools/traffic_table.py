@@ -99,7 +99,7 @@ def _context_parallel(config: Config, layout: Layout) -> Iterator[Traffic]:
     length = np.array([config.data.seq_length])
     num_bytes: dict[str, float] = defaultdict(float)
     for group in layer_groups(config.model):
-        traffic = group.mixer.traffic(config, Passes(num=2, width=BF16))
+        traffic = group.mixer.traffic(config, Passes(num=2, of_attention=2, width=BF16))
         received = traffic.gathered * length * (layout.cp - 1) + traffic.others(length, layout.cp)
         num_bytes[MESSAGES[group.mixer.kind]] += len(group.numbers) * float(received.sum())
     names = list(dict.fromkeys(MESSAGES.values())) if uses_portable(config) else [MESSAGES["linear attention"]]

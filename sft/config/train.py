@@ -9,6 +9,7 @@ from pydantic import Field
 from sft.config.section import Fraction, NonNegative, Positive, Section
 
 FP32 = 4  # bytes of an element
+Recompute = Literal["none", "selective", "attention_kept", "full"]  # the more a value recomputes, the later it stands
 MtpMode = Literal["off", "detached", "joint"]
 
 
@@ -19,8 +20,9 @@ class TrainConfig(Section):
     """Number of passes over the data.  Give num_steps or num_epochs."""
     global_batch_size: Positive
     """Packs per optimizer step, over all data-parallel ranks."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Recomputed in backward: none; norms, MLP or experts, linear attention (selective); whole layers (full)."""
+    recompute: Recompute = "none"
+    """Recomputed in backward: none; norms, MLP or experts, linear attention (selective); all but attention
+    (attention_kept); whole layers (full)."""
     mlp_tile: Positive | None = None
     """Tokens per tile.  The MLP is computed and recomputed tile by tile; null means all tokens at once."""
     offload_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
@@ -36,10 +38,20 @@ class TrainConfig(Section):
     max_nonfinite_steps: NonNegative = 2
     """Number of consecutive non-finite steps that the run may skip; one more ends the run."""
 
+    @property
+    def repeats_attention(self) -> bool:
+        """Whether backward computes attention of all layers again."""
+        return self.recompute == "full"
+
+    @property
+    def repeats_layers(self) -> bool:
+        """Whether backward computes whole layers again, with or without attention."""
+        return self.recompute in ("attention_kept", "full")
+
     def conflicts(self) -> Iterator[tuple[str, str]]:
         steps, epochs = self.num_steps, self.num_epochs
         if self.offload_fraction > 0.0 and self.recompute == "none":
-            yield "offload_fraction", "needs recompute = selective or full: without, layers save too much to copy"
+            yield "offload_fraction", "needs recompute = selective, attention_kept or full: without, layers save too much to copy"
         if steps is None and epochs is None:
             yield "num_steps", "and num_epochs = null; give one of them"
         if steps is not None and epochs is not None:

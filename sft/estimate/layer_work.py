@@ -50,14 +50,15 @@ class LayerWork:
 
         reached: the share of layers that `attention_reached` returns
         """
-        recompute = self.config.train.recompute
+        train = self.config.train
+        repeats_states = train.recompute in ("selective", "full")  # selective repeats linear attention as a whole
         attention, gradients = self._attention()
         states, state_gradients = self._states()
         element, again = self._elementwise()
         linear = self.seconds(products)
         repeated = Seconds(
             linear=linear[1],
-            attention=(attention if recompute == "full" else 0.0) + (states if recompute != "none" else 0.0),
+            attention=attention * train.repeats_attention + states * repeats_states,
             elementwise=again,
         )
         return (
@@ -126,7 +127,7 @@ class LayerWork:
         """
         model, layout, rank = self.config.model, self.layout, self.layout.share(self.config)
         hidden = (2 * model.num_layer_norms + 6) * model.hidden_size * rank.sequence
-        share = {"none": 0.0, "selective": 0.6, "full": 1.0}[self.config.train.recompute]
+        share = {"none": 0.0, "selective": 0.6}.get(self.config.train.recompute, 1.0)
         forward, backward, repeated = 0.0, 0.0, 0.0
         for group in layer_groups(model):
             number, mixer = len(group.numbers), group.mixer.moved(self.config, rank)

@@ -69,8 +69,8 @@ class Messages:
         has_mlp = 1.0 if model.moe.shared_ffn_hidden_size is not None else 1 - expert_share(model)
         blocks = 1 + has_mlp
         repeats_mixers = any(group.mixer.is_recomputed for group in layer_groups(model))
-        repeated = {"none": 0, "selective": has_mlp + repeats_mixers / 2, "full": blocks}
-        num = blocks + repeated[recompute]  # forward and recomputation, each with a gather and a scatter
+        repeated = {"none": 0, "selective": has_mlp + repeats_mixers / 2}.get(recompute, blocks)
+        num = blocks + repeated  # forward and recomputation, each with a gather and a scatter
         # Nothing hides the gathers of the gradients of outputs.  Matrix products hide the second gather of inputs, and
         # the scatter of their gradients.
         beside = self._pairs(blocks if layout.sequence_parallel else 0, blocks) * self._layers
@@ -91,7 +91,7 @@ class Messages:
             return 0.0
         cost = CpBytes.of(config)
         ring, others, hops = 0.0, 0.0, 0.0
-        passes = 3 if config.train.recompute == "full" else 2
+        passes = 3 if config.train.repeats_attention else 2
         gathered, reduced = passes * self._width, FP32  # bytes per element of a key in all passes, and of its gradient
         longer = 1.0  # a ring sends keys and gradients at the same rate
         if uses_portable(config):
@@ -146,7 +146,7 @@ class Messages:
             return 0.0
         sequence = layout.tp if layout.sequence_parallel else 1
         of_token = self._tokens / sequence * (model.hidden_size * self._width + FP32 / 2) * layout.etp
-        times = 6 if self.config.train.recompute == "full" else 4
+        times = 6 if self.config.train.repeats_layers else 4
         node, top_k = self.config.parallel.gpus_per_node, model.moe.top_k or 0
         away = max(0.0, 1 - node / ranks)  # share of the tokens that go to ranks of other nodes
         if self.config.parallel.ep_comm == "deepep":  # a token goes once to a rank, and once to another node

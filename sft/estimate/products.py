@@ -74,7 +74,7 @@ def layer_products(config: Config, layout: Layout, model_products: ModelProducts
 
 def _keeps_graph(config: Config, layout: Layout) -> bool:
     """Whether backward reaches the embedding even if the lowest layers are frozen (sft/mcore/lora/freeze.py)."""
-    return config.train.recompute == "full" or layout.pp > 1 or config.run.fp8 is not None
+    return config.train.repeats_layers or layout.pp > 1 or config.run.fp8 is not None
 
 
 def attention_reached(config: Config, layout: Layout, model_products: ModelProducts) -> float:
@@ -128,11 +128,10 @@ def _expert_sizes(model: ModelConfig, layout: Layout, tokens: float, layers: flo
 
 def _repeated(config: Config, part: str) -> float:
     """How often backward computes the part's forward products again."""
-    recompute, is_tiled = config.train.recompute, config.train.mlp_tile is not None
-    repeated = 1.0 if recompute == "full" or (recompute == "selective" and part in _RECOMPUTED) else 0.0
-    if part == "mlp" and is_tiled:
-        return 2.0 if recompute == "full" else 1.0
-    return repeated
+    train = config.train
+    if part == "mlp" and train.mlp_tile is not None:
+        return 2.0 if train.repeats_layers else 1.0
+    return float(train.repeats_layers or (train.recompute == "selective" and part in _RECOMPUTED))
 
 
 def attention_flops(model: ModelConfig, length: float) -> Iterator[tuple[Mixer, float, float]]:

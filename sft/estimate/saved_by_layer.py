@@ -30,12 +30,14 @@ class LayerBytes:
     def of(mixer: MixerBytes, recompute: str) -> "LayerBytes":
         """The bytes that one layer saves with train.recompute = `recompute`.
 
-        Llama-8B: full 8 KiB; selective 36 KiB and none 136 KiB, each plus a few bytes per head
+        Llama-8B: full 8 KiB, attention_kept 16 KiB; selective 36 KiB and none 136 KiB, each plus a few bytes per head
         """
         model, rank = mixer.model, mixer.rank
         hidden = rank.hidden(model)
         attention = {"layer's input": hidden}
-        if recompute == "full":
+        if recompute == "attention_kept":
+            attention |= {name: value for name, value in mixer.saved.items() if name in mixer.kept}
+        if recompute in ("attention_kept", "full"):
             return LayerBytes(attention=attention, mlp={})
         if recompute == "none" or not mixer.is_recomputed:
             attention |= mixer.saved

@@ -83,7 +83,7 @@ class StageWork:
             # With pp, the tied table's gradient stays until the gradient of the block's embedding.
             is_kept = self.stage.layout.pp == 1 or self.stage.config.train.mtp == "joint"
             table = self._table() if is_kept else 0.0
-            more = mtp.recomputed_vectors(self._is_full) * self.hidden + table
+            more = mtp.recomputed_vectors(self._repeats_layers) * self.hidden + table
             yield from self._layer(self.block, 0.0, more)
         # On one stage, autograd adds the tied table's gradient from the input to the one from the output at the end.
         table = self._table() if self.stage.layout.pp == 1 else 0.0
@@ -97,7 +97,7 @@ class StageWork:
         """Bytes that the block for multi-token prediction saves for a pack; 0 if this stage has no block."""
         if self.block is None:
             return 0.0
-        return self.block.kept.total * self.tokens + mtp.saved_vectors(self._is_full) * self.hidden
+        return self.block.kept.total * self.tokens + mtp.saved_vectors(self._repeats_layers) * self.hidden
 
     def saved_by_layers(self) -> tuple[float, float]:
         """Bytes that the layers of all model chunks save on the device and in host memory."""
@@ -113,8 +113,8 @@ class StageWork:
         return of_passes * num_resident_layers(num_offloaded, num_layers), of_passes * num_offloaded
 
     @property
-    def _is_full(self) -> bool:
-        return self.stage.config.train.recompute == "full"
+    def _repeats_layers(self) -> bool:
+        return self.stage.config.train.repeats_layers
 
     def _saved_by_layers(self, layers: range) -> float:
         """Bytes that these layers have saved on the device.  0 with offload, where later layers' memory is reused."""
@@ -130,8 +130,8 @@ class StageWork:
         work = self._mlp_backward(kind)
         replaced = kind.mlp.replaced(work)
         yield WorkingSet({MLP: kind.mlp.in_backward(work) + replaced + more}, freed + replaced)
-        # The gradient of the residual stream, and with `full` also the recomputed output of the layer.
-        waits = kind.recomputed_attention * self.tokens + (2 if self._is_full else 1) * self.hidden
+        # The gradient of the residual stream, and that of a whole recomputed layer: its output.
+        waits = kind.recomputed_attention * self.tokens + (2 if self._repeats_layers else 1) * self.hidden
         local = kind.mixer.local(self.tokens) + waits + self._widest_gradient() + more
         gathered = kind.mixer.gathered(self.pack)
         held = {ATTENTION: local, GATHERED: gathered} if gathered else {ATTENTION: local}

@@ -39,6 +39,7 @@ class MixerBytes(ABC):
     rank: RankShare = RankShare()
     norm_outputs_are_saved: ClassVar[bool] = False  # whether they are saved even with train.recompute = selective
     is_recomputed: ClassVar[bool] = False  # whether train.recompute = selective recomputes the mixer
+    kept: ClassVar[frozenset[str]] = frozenset({"attention's output", "log-sum-exp"})  # of `saved`, with attention_kept
 
     @property
     @abstractmethod

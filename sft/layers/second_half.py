@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sft.config import ModelConfig
+from sft.config.train import Recompute
 from sft.layers.rank_share import FP32, RankShare
 from sft.layers.weight import LayerWeight
 
@@ -23,8 +24,8 @@ class MlpBackward:
     saved      bytes per token that the MLP would save without recomputation, by name
     kept       names in `saved` of the tensors that the MLP saves with the recipe's recomputation
     recompute  train.recompute; tile: train.mlp_tile
-    recomputed_attention  bytes per token of attention's tensors that backward computes again; with train.recompute =
-                          full they are in memory while backward computes the MLP
+    recomputed_attention  bytes per token of attention's tensors that backward computes again; they are in
+                          memory while backward computes the MLP of a layer that is recomputed as a whole
     widest_gradient       bytes of the largest gradient of a weight, before it is added to the fp32 gradient
     computes_at_once      whether kernels compute all experts at once; False: one expert after the other
     weight_gradients      bytes of the gradients of this rank's experts
@@ -34,12 +35,16 @@ class MlpBackward:
     hidden: float
     saved: dict[str, float]
     kept: frozenset[str]
-    recompute: str
+    recompute: Recompute
     tile: int | None
     recomputed_attention: float
     widest_gradient: float
     computes_at_once: bool
     weight_gradients: float
+
+    @property
+    def repeats_layer(self) -> bool:
+        return self.recompute in ("attention_kept", "full")
 
     @property
     def recomputed(self) -> float:
@@ -53,7 +58,7 @@ class MlpBackward:
         the largest gradient of a weight.
         """
         around = (1 if self.recompute == "none" else 2) * self.hidden
-        waits = self.recomputed_attention if self.recompute == "full" else 0.0
+        waits = self.recomputed_attention if self.repeats_layer else 0.0
         of_tile = inside * min(self.tokens, self.tile or self.tokens)
         return of_tile + waits * self.tokens + around + self.widest_gradient
 

@@ -12,16 +12,18 @@ class Passes:
     """The passes of a layer in a microbatch.
 
     num    number of passes that receive activations: forward, backward, and with recomputation one more
+    of_attention  number of passes that compute attention; recomputation may keep its results
     width  bytes of an element of an activation; gradients of keys and values are summed in fp32
     """
 
     num: int
+    of_attention: int
     width: int
 
     @property
     def key_bytes(self) -> int:
-        """Bytes for one element of a key: in all passes, and its fp32 gradient.  bf16, forward and backward -> 8"""
-        return self.num * self.width + 4
+        """Bytes for one element of a key: in all passes of attention, and its fp32 gradient.  bf16, forward and backward -> 8"""
+        return self.of_attention * self.width + 4
 
 
 @dataclass(frozen=True, kw_only=True)

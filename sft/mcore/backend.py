@@ -10,7 +10,7 @@ saves.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from sft.config import Config
 from sft.config.mixer_section import LayerKind
 from sft.layers.kinds import model_of_kind
+from sft.mcore.activations.kept_calls import KeptCalls
 from sft.mcore.attention import rope
 from sft.mcore.attention.packed_attention import AttentionKernel
 from sft.mcore.attention.rope import RotaryTable, Rotation
@@ -40,6 +41,19 @@ class PackedDocuments(PackedSeqParams):
     rotation: Rotation | None = None  # for this rank's tokens, if attention itself rotates queries and keys
     window_rotation: Rotation | None = None  # like `rotation`, for layers with model.rope.window_base
     own: Mapping[LayerKind, Any] = field(default_factory=dict)  # other inputs of the mixer of each kind of layer
+    kept: KeptCalls | None = None  # calls of attention that recomputation does not repeat; None: it repeats all
+
+    def attend(
+        self, caller: Any, function: Callable[..., Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """`function(*inputs, *weights)`.  If `kept` is given, recomputation of the layer does not call it again.
+
+        caller: the module that calls, once for each pass of its layer
+        """
+        if self.kept is None:
+            return function(*inputs, *weights)
+        # Copies, because a view would keep the whole output of a projection in memory.
+        return self.kept(caller, function, [x.contiguous() for x in inputs], weights)
 
 
 class AttentionBackend(ABC):

@@ -22,6 +22,7 @@ from sft.config import Config
 from sft.layers.adapters import Trained
 from sft.layers.flops import TrainFlops
 from sft.mcore import device, pipeline
+from sft.mcore.activations.kept_calls import KeptCalls
 from sft.mcore.activations.offload import PinnedMemory
 from sft.mcore.activations.saved_tensors import SavePolicy
 from sft.mcore.backends.selection import choose_alike
@@ -229,6 +230,8 @@ class Engine:
         documents = packed_documents(self.backend, mb.cu_seqlens, mb.max_seqlen, positions, cp)
         document_of_token = self._document_of_token(mb, chunk) if self.config.model.moe.num_experts else None
         with self._save_policy.forward_pass(len(chunk.module.decoder.layers)):
+            if self.config.train.recompute == "attention_kept" and chunk.training:
+                documents.kept = KeptCalls(self._save_policy)
             block = {} if chunk.module.multi_token is None else {"labels": next_tokens(mb, self.layout, self.groups)}
             pack = dict(packed_seq_params=documents, padding_mask=document_of_token)
             output = chunk(tokens, positions, None, **pack, **block)

@@ -8,7 +8,7 @@ The bytes of a document are summed over layers.  The files of sft/layers/mixers 
     window attention    Keys, values and gradients as above, but only of the tokens in halos (`halo_tokens`)
     linear attention    Tokens of short documents, maps and states of long ones, and halos of the convolution
 
-With train.recompute = full, forward runs twice.  Bytes outside of layers, such as metrics and gradients of weights, are
+With train.recompute = full, forward runs twice; with attention_kept, all of it but attention.  Bytes outside of layers, such as metrics and gradients of weights, are
 not counted.
 """
 
@@ -42,8 +42,12 @@ class CpBytes:
         Llama 8B in bf16 on tp 2: a token has 4 x 2 x 128 elements of keys and values on a rank in each of 32 layers.
         They are sent twice in bf16, and their gradients once in fp32 -> kv_bytes = 1,024 x 32 x 8 = 262,144
         """
-        is_full = config.train.recompute == "full"
-        passes = Passes(num=3 if is_full else 2, width=FP32 if config.run.precision == "fp32" else FP32 // 2)
+        train = config.train
+        passes = Passes(
+            num=3 if train.repeats_layers else 2,
+            of_attention=3 if train.repeats_attention else 2,
+            width=FP32 if config.run.precision == "fp32" else FP32 // 2,
+        )
         layers = [
             (len(group.numbers) / config.parallel.pp, group.mixer.traffic(config, passes))
             for group in all_layer_groups(config.model)

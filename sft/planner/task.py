@@ -8,10 +8,11 @@ dimensions of the search, and makes a Config from a choice.  `candidates.py` lis
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from sft.config import Config
 from sft.config.keys import leaves, values
+from sft.config.train import Recompute
 from sft.estimate.attention_kernels import highest_tflops
 from sft.estimate.constants import Constants
 from sft.estimate.gpus import Gpu, Usable
@@ -126,7 +127,7 @@ class CpComm(NamedTuple):
 class Savings(NamedTuple):
     """Settings that save device memory, and never save time.  `Savings()` saves nothing."""
 
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     offload_fraction: float = 0.0
     optim_offload_fraction: float = 0.0
     mlp_tile: int | None = None
@@ -141,7 +142,7 @@ class Choice(NamedTuple):
     savings: Savings
 
 
-RECOMPUTE = ("none", "selective", "full")  # each saves more than the one before it
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)  # none is faster than the one before it
 P2P = CpComm("p2p", None)
 # The keys of a recipe that a proposal decides.
 PLANNED = (

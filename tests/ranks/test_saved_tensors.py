@@ -95,6 +95,8 @@ def bytes_kept(overrides: Sequence[str], num_layers: int) -> int:
             972 + 128 + 4 + 128 + 320 + 2 * (128 + 4) + 768 + 384,
         ),
         (["train.recompute=full"], 128),
+        # the input 128, attention's output 256, log-sum-exp 8 x 4
+        (["train.recompute=attention_kept"], 128 + 256 + 32),
         # also: outputs of both norms 2 x 128, fp32 scale of the second one 4, normed query and key 320;
         # inside the MLP: gate and up 768, gate after silu 384, up plus an offset of 0 (core) 384, their product 384
         (["train.recompute=none"], 972 + 256 + 4 + 320 + 768 + 384 + 384 + 384),
@@ -104,6 +106,7 @@ def bytes_kept(overrides: Sequence[str], num_layers: int) -> int:
         (["train.recompute=selective", "model.attention_output_gate=true"], 972 + 512 + 256),
         # selective recomputes all of linear attention; 4 is the fp32 scale of the norm before it
         ([DELTA, "train.recompute=selective"], 128 + 128 + 4),
+        ([DELTA, "train.recompute=attention_kept"], 128 + 256),
         # q and k 2 x 16 (32), v and z 4 x 32 (128): projections 656, q, k and v 384, decays 3 x 16, beta 8, output 256,
         # fp32 scales of the gated norm 16; the bytes outside of attention of the first case without recomputation;
         # output of the gated norm 256
@@ -111,6 +114,7 @@ def bytes_kept(overrides: Sequence[str], num_layers: int) -> int:
         # latent attention: 2 x 24 (latent and rotary key); 8 queries of 12 (192), output 8 x 10 (160), log-sum-exp 32;
         # both latents before their norms, 2 x 16 and 2 x 20, each with an fp32 scale of 4
         ([*LATENT, "train.recompute=selective"], 260 + 48 + 192 + 160 + 32 + 36 + 44),
+        ([*LATENT, "train.recompute=attention_kept"], 128 + 160 + 32),
         # keys and values of 22 elements for each of 8 heads (352), fewer bytes than 2 x 204 of the latent and rotary
         # key (408)
         (
@@ -211,6 +215,9 @@ SMALL = ["model.num_layers=2", "train.global_batch_size=2", "model.init_std=0.2"
         (with_host, [*MODELS["gemma4"], *ONE_OF_EACH], ["train.recompute=selective"]),
         (with_host, [*MODELS["gemma4"], *ONE_OF_EACH], ["train.recompute=full"]),
         (with_host, DEEPSEEK, ["train.recompute=selective"]),
+        (with_host, DEEPSEEK, ["train.recompute=attention_kept"]),
+        (scenarios.gradients, [DELTA.replace("ALL", "[1]"), *MOE], ["train.recompute=attention_kept"]),
+        (with_host, [*MODELS["gpt_oss"], *ONE_OF_EACH], ["train.recompute=attention_kept"]),
     ],
 )
 def test_gradients_are_the_same_bit_for_bit(ranks: Ranks, way: Any, model: list[str], saving: list[str]) -> None:
@@ -231,7 +238,13 @@ def test_tiles_change_no_more_than_the_order_of_sums(ranks: Ranks, recompute: st
 
 
 @pytest.mark.parametrize(
-    "saving", [["train.recompute=full"], ["train.recompute=selective", "train.mlp_tile=24"]], ids=" ".join
+    "saving",
+    [
+        ["train.recompute=full"],
+        ["train.recompute=selective", "train.mlp_tile=24"],
+        ["train.recompute=attention_kept", "train.mlp_tile=24"],
+    ],
+    ids=" ".join,
 )
 def test_cut_documents_and_host_memory(ranks: Ranks, saving: list[str]) -> None:
     """Backward gathers keys once more, one head group after the other."""
@@ -249,7 +262,10 @@ def train_with_host(overrides: Sequence[str]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "layout,saving",
     [
-        (["parallel.pp=2", "parallel.virtual_stages=2"], ["train.recompute=full", "train.offload_fraction=1"]),
+        (
+            ["parallel.pp=2", "parallel.virtual_stages=2"],
+            ["train.recompute=attention_kept", "train.offload_fraction=1"],
+        ),
         (
             ["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.distributed_optimizer=true"],
             ["train.recompute=selective", "train.offload_fraction=0.5"],
@@ -264,7 +280,7 @@ def test_curves_are_the_same_bit_for_bit(ranks: Ranks, layout: list[str], saving
         assert (other["loss"], other["parameters"]) == (one["loss"], one["parameters"])
 
 
-@pytest.mark.parametrize("recompute, per_layer", [("selective", 972), ("full", 128)])
+@pytest.mark.parametrize("recompute, per_layer", [("selective", 972), ("attention_kept", 416), ("full", 128)])
 def test_two_layers_are_on_the_device_at_a_time(ranks: Ranks, recompute: str, per_layer: int) -> None:
     overrides = [f"train.recompute={recompute}"]
     (four,), (eight,) = (ranks(1).run(bytes_with_host, [*overrides, f"model.num_layers={n}"], n) for n in (4, 8))

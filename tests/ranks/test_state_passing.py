@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft.layers.mixers.delta import HeadSizes, StateTraffic
+from sft.layers.traffic import Passes
 from sft.mcore.linear_attention.delta_rule import Inputs
 from sft.mcore.linear_attention.documents import LinearDocuments, linear_attention
 from sft.mcore.linear_attention.short_convolution import short_convolution
@@ -151,7 +152,7 @@ def attend(
         with Sent() as sent:
             mixed = short_convolution(*leaves[:2], documents.convolution, dist.group.WORLD)
             inputs = Inputs(*divided(mixed, sizes), *leaves[2:])
-            out = linear_attention(inputs, documents)
+            out = linear_attention(inputs, documents, lambda rule, inputs: rule(*inputs))
             forward = sent.num_bytes
             gradients = torch.autograd.grad(out, leaves, grad[local_rows])
         backward = sent.num_bytes - forward
@@ -230,7 +231,7 @@ def test_the_bytes_are_those_of_the_formula(ranks: Ranks, cp_size: int) -> None:
     max_short = sizes.max_short(cp_size)
     for lengths in ([120, 24, 30, 9], [24] * 5, [max_short + 24]):
         results = ranks(cp_size).run(attend, lengths, max_short, sizes, torch.float32)
-        formula = StateTraffic(heads=sizes, conv_kernel=TAPS, num_passes=1)
+        formula = StateTraffic(heads=sizes, conv_kernel=TAPS, passes=Passes(num=1, of_attention=1, width=sizes.width))
         num_bytes = formula.others(np.diff(padded(lengths)), cp_size).sum()
         assert sum(result["forward"] for result in results) == num_bytes
         assert sum(result["backward"] for result in results) == num_bytes

@@ -54,8 +54,8 @@ class CpCost(CpBytes):
         """The costs of a recipe."""
         model, parallel = config.model, config.parallel
         tp, pp = parallel.tp, parallel.pp
-        is_full = config.train.recompute == "full"
-        per_token = TrainFlops.of(model, 0).per_token * (4 / 3 if is_full else 1.0)
+        repeats = config.train.repeats_layers
+        per_token = TrainFlops.of(model, 0).per_token * (4 / 3 if repeats else 1.0)
         flops = (config.log.peak_tflops or ASSUMED_TFLOPS) * 1e12 * ASSUMED_SHARE
         waits = parallel.cp if pp > 1 else 1
         if parallel.ep * parallel.etp > 1:  # its ranks are consecutive, and tp of them are one rank of the grid

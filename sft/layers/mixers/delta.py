@@ -116,6 +116,7 @@ class DeltaBytes(MixerBytes):
     """
 
     is_recomputed = True
+    kept = frozenset({"states", "delta rule's output", "maps"})
     heads: HeadSizes
     tokens: float
     block_numbers: int
@@ -172,12 +173,12 @@ class DeltaBytes(MixerBytes):
 class StateTraffic(Traffic):
     """Bytes of the maps and states of long documents, of the tokens of short ones, and of the convolution's halos.
 
-    num_passes  passes of a layer in a microbatch; each sends all these bytes
+    passes  passes of a layer in a microbatch.  Those of attention send maps and states, all send tokens and halos
     """
 
     heads: HeadSizes
     conv_kernel: int
-    num_passes: int
+    passes: Passes
 
     def others(self, padded: "np.ndarray", cp_size: int) -> "np.ndarray":
         heads = self.heads
@@ -185,7 +186,7 @@ class StateTraffic(Traffic):
         tokens = padded * (cp_size - 1) // cp_size * heads.token_bytes
         halo = halo_tokens(padded, self.conv_kernel, cp_size) * heads.channels * heads.width
         maps = 2 * (cp_size - 1) * heads.map_bytes
-        return self.num_passes * (is_short * tokens + ~is_short * maps + halo)
+        return self.passes.num * (is_short * tokens + halo) + self.passes.of_attention * ~is_short * maps
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ class DeltaRule(Mixer):
     def traffic(self, config: Config, passes: Passes) -> StateTraffic:
         linear = self.model.linear_attention
         heads = HeadSizes.of(linear, config.parallel.tp, passes.width)
-        return StateTraffic(heads=heads, conv_kernel=linear.conv_kernel, num_passes=passes.num)
+        return StateTraffic(heads=heads, conv_kernel=linear.conv_kernel, passes=passes)
 
     def moved(self, config: Config, rank: RankShare) -> Moved:
         """Bytes per token of the convolution (queries, keys, values) and of the gated norm (output, gate)."""

@@ -89,9 +89,9 @@ class Experts(Mlp):
     def in_backward(self, work: MlpBackward) -> float:
         """Bytes while backward computes the experts.  A token counts top_k times.
 
-        With train.recompute = full, three tensors as wide as the sent tokens are in memory when recomputation ends.
+        In a layer that is recomputed as a whole, three tensors as wide as the sent tokens are in memory when recomputation ends.
         """
-        if work.recompute != "full":
+        if not work.repeats_layer:
             return (self._recomputed(work) if work.recompute == "selective" else self._all_saved(work)) + work.hidden
         sent, gate_up = work.saved["sent to experts"], work.saved["gate and up"]
         return work.with_hidden(work.recomputed + max(gate_up + sent, 3 * sent))

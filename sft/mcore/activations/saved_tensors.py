@@ -127,6 +127,10 @@ class SavePolicy:
             self._pass = None
             this_pass.end()
 
+    def save(self, tensor: Tensor) -> Restore:
+        """Save a tensor as the current forward pass saves tensors of the layer that is being computed."""
+        return _resident(tensor) if self._pass is None else self._pass.save(tensor)
+
     def start_layer(self) -> None:
         """Start the next layer: tensors that are saved from now on belong to this layer."""
         if self._pass is not None and self._pass.layers is not None:

@@ -105,5 +105,9 @@ class PortableAttention(OwnWeights):
             rotation = documents.window_rotation if self.has_own_base else documents.rotation
             assert rotation is not None
         cp_group = documents.cp.members
-        out = packed_attention(query, key, value, kernel, self.scale, cp_group, rotation, self.softmax_offset)
-        return out.flatten(1)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+            return packed_attention(query, key, value, kernel, self.scale, cp_group, rotation, sinks)
+
+        sinks = [] if self.softmax_offset is None else [self.softmax_offset]
+        return documents.attend(self, attend, (query, key, value), sinks).flatten(1)

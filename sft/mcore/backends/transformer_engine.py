@@ -38,10 +38,37 @@ class TransformerEngine(AttentionBackend):
         self.attention_rotates = problem is not None
 
     def with_attention(self, spec: ModuleSpec) -> ModuleSpec:
-        if self.attention_rotates and not self.config.model.latent_attention.is_used:
-            attention = spec.submodules.self_attention.submodules
+        if self.config.model.latent_attention.is_used:  # `ExpandedKeys` does both
+            return spec
+        attention = spec.submodules.self_attention.submodules
+        if self.config.train.recompute == "attention_kept":
+            attention.core_attention = keeping(attention.core_attention)
+        if self.attention_rotates:
             attention.core_attention = rotating(attention.core_attention, self.config.model)
         return spec
+
+
+def keeping(attention: Any) -> Any:
+    """A subclass of `attention`, core's class for Transformer Engine's attention, whose calls recomputation does not
+    repeat."""
+
+    class KeepingAttention(attention):
+        def forward(
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            *args: Any,
+            packed_seq_params: PackedDocuments,
+            **core: Any,
+        ) -> Any:
+            def attend(query: Tensor, key: Tensor, value: Tensor) -> Any:
+                return forward(query, key, value, *args, packed_seq_params=packed_seq_params, **core)
+
+            forward = super().forward
+            return packed_seq_params.attend(self, attend, (query, key, value))
+
+    return KeepingAttention
 
 
 def rotating(attention: Any, model: ModelConfig) -> Any:

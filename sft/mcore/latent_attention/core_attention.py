@@ -85,7 +85,11 @@ class SharedLatents:
             key_width=self._sizes.qk_nope_head_dim,
         )
         compressed = torch.cat((latent, rotary_key), dim=-1).squeeze(1)
-        return latent_attention(query, compressed, setting, list(up_projection.parameters()))
+
+        def attend(query: Tensor, compressed: Tensor, *weights: Tensor) -> Tensor:
+            return latent_attention(query, compressed, setting, weights)
+
+        return documents.attend(self, attend, (query, compressed), list(up_projection.parameters()))
 
     def _attend_to_keys(
         self, query: Tensor, latent: Tensor, rotary_key: Tensor, up_projection: Any, documents: PackedDocuments
@@ -93,9 +97,9 @@ class SharedLatents:
         assert documents.cp is not None
         expanded = self._expand(latent, self._heads, up_projection)
         key, value = keys_and_values(expanded, rotary_key, self._sizes.qk_nope_head_dim)
-        return packed_attention(
-            query, key, value, documents.kernels["latent attention"], self._scale, documents.cp.members
-        )
+        kernel, cp_group = documents.kernels["latent attention"], documents.cp.members
+        attend = partial(packed_attention, kernel=kernel, scale=self._scale, cp_group=cp_group)
+        return documents.attend(self, attend, (query, key, value))
 
     def _expand(self, latents: Tensor, heads: slice, up_projection: Any) -> Tensor:
         """Latents [k, 1, rank] -> [k, heads, d]; d holds the part of a key that is not rotated, then the value."""
@@ -148,14 +152,12 @@ class ExpandedKeys(torch.nn.Module):
         expanded = expanded.squeeze(1).unflatten(-1, (query.shape[1], -1))
         rotary_key = documents.rotation.apply(self._over_tp(rotary_key))
         key, value = keys_and_values(expanded, rotary_key, self._sizes.qk_nope_head_dim)
-        out: Tensor = self.attention(
-            query.contiguous(),
-            key,
-            value.contiguous(),  # a view would keep the whole of `expanded` in memory
-            None,
-            attn_mask_type=AttnMaskType.causal,
-            packed_seq_params=documents,
+        # A view would keep the whole of `expanded` in memory.
+        query, value = query.contiguous(), value.contiguous()
+        attend = partial(
+            self.attention, attention_mask=None, attn_mask_type=AttnMaskType.causal, packed_seq_params=documents
         )
+        out = documents.attend(self, attend, (query, key, value))
         return out.view(len(query), query.shape[1], self._sizes.v_head_dim)
 
     def sharded_state_dict(

@@ -8,6 +8,7 @@
 With cp 1, a document is one fragment, and nothing is sent or copied.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,12 +62,19 @@ class LinearDocuments:
         )
 
 
-def linear_attention(inputs: Inputs, documents: LinearDocuments) -> Tensor:
-    """Outputs [t, value heads, V] of this rank's tokens.  Collective over cp."""
+# (function of inputs, inputs) -> the function's result
+Call = Callable[[Callable[..., Tensor], Sequence[Tensor]], Tensor]
+
+
+def linear_attention(inputs: Inputs, documents: LinearDocuments, call: Call) -> Tensor:
+    """Outputs [t, value heads, V] of this rank's tokens.  Collective over cp.  call: runs the delta rule"""
     cp_group, kernel, schedule = documents.cp.members, documents.kernel, documents.schedule
     passing = HeadwisePassing(cp_group) if len(schedule.fragments.linked) else None
+
+    def rule(*inputs: Tensor) -> Tensor:
+        return gated_delta_rule(Inputs(*inputs), schedule, kernel, passing)
+
     if documents.relayout is None:
-        return gated_delta_rule(inputs, schedule, kernel, passing)
-    computed = Inputs(*to_computed(documents.relayout, cp_group, *inputs))
-    out = gated_delta_rule(computed, schedule, kernel, passing)
+        return call(rule, inputs)
+    out = call(rule, to_computed(documents.relayout, cp_group, *inputs))
     return to_local(documents.relayout, cp_group, out)[0]

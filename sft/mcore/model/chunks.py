@@ -41,7 +41,7 @@ def build(
     """
     core = transformer_config(config, layout, groups.device.type, backend)
     chunks = [_build_chunk(config, layout, groups, core, backend, vocab_size, i) for i in range(layout.virtual_stages)]
-    keeps_graph = config.train.recompute == "full" or config.run.fp8 is not None or layout.pp > 1
+    keeps_graph = config.train.repeats_layers or config.run.fp8 is not None or layout.pp > 1
     for chunk in chunks:
         freeze.apply(chunk, trained, keeps_graph=keeps_graph)
         adapted.attach(chunk, trained.adapted, config.lora, groups)

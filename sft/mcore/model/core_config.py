@@ -76,7 +76,7 @@ def transformer_config(
             **(CPU_TRANSFORMER_FIELDS if device_type == "cpu" else _CUDA_TRANSFORMER_FIELDS),
             **(_OWN_ACTIVATION if GatedActivation.fields(model) else {}),
         },
-        **(_FULL_RECOMPUTE if config.train.recompute == "full" else {}),
+        **(_FULL_RECOMPUTE if config.train.repeats_layers else {}),
     )
     defaults = {PERMUTE_FUSION: backend.library.is_te and model.moe.num_experts is not None}
     try:

@@ -151,16 +151,19 @@ class GatedDeltaNet(MegatronModule):
         self, hidden_states: Tensor, attention_mask: Tensor | None, *, packed_seq_params: PackedDocuments, **unused: Any
     ) -> tuple[Tensor, None]:
         """Hidden states [t, 1, h], or [t / tp, 1, h] with sequence parallelism -> the same shape, and None as bias."""
-        documents = packed_seq_params.own["linear attention"]
         assert attention_mask is None
         if self._recompute and self.training and self.config.fp8:  # restores the first pass's scales
             tracker = tensor_parallel.random.get_cuda_rng_tracker
-            return te_checkpoint(partial(self._compute, documents), False, tracker, self._tp, hidden_states), None
+            return (
+                te_checkpoint(partial(self._compute, packed_seq_params), False, tracker, self._tp, hidden_states),
+                None,
+            )
         if self._recompute and self.training:
-            return recomputed(partial(self._compute, documents), hidden_states, self.parameters()), None
-        return self._compute(documents, hidden_states), None
+            return recomputed(partial(self._compute, packed_seq_params), hidden_states, self.parameters()), None
+        return self._compute(packed_seq_params, hidden_states), None
 
-    def _compute(self, documents: LinearDocuments, hidden_states: Tensor) -> Tensor:
+    def _compute(self, packed: PackedDocuments, hidden_states: Tensor) -> Tensor:
+        documents: LinearDocuments = packed.own["linear attention"]
         kernel, projected = documents.kernel, self.in_proj(hidden_states)[0].squeeze(1)
         z, b, a = projected.split([sum(self._widths[:3]), *self._widths[3:]], -1)[1:]
         channels, weight = projected[:, : sum(self._widths[:3])], self.conv1d["weight"].squeeze(1)
@@ -173,7 +176,7 @@ class GatedDeltaNet(MegatronModule):
             g=kernel.log_decay(a, self.A_log, self.dt_bias),
             beta=b.sigmoid(),
         )
-        out = linear_attention(inputs, documents)
+        out = linear_attention(inputs, documents, partial(packed.attend, self))
         normed = self.out_norm(out, z.unflatten(-1, (-1, self._value_dim)), kernel)
         output: Tensor
         output, bias = self.out_proj(normed.flatten(1).unsqueeze(1))

@@ -159,7 +159,10 @@ HOST_OPTIMIZER = "offload_fraction = 0.5 .*needs run.precision = bf16 and parall
         (("model.moe.dense_layers=1",), "dense_layers = 1 .*has no effect without model.moe.num_experts"),
         (("train.mlp_tile=0",), "train.mlp_tile = 0"),
         ((*MOE, "train.mlp_tile=4096"), "train.mlp_tile = 4096 .*needs a dense model: experts are balanced over whole"),
-        (("train.offload_fraction=0.5",), "train.offload_fraction = 0.5 .*needs recompute = selective or full"),
+        (
+            ("train.offload_fraction=0.5",),
+            "train.offload_fraction = 0.5 .*needs recompute = selective, attention_kept or full",
+        ),
         (("optim.offload_fraction=-0.1",), "expected a number of at least 0.0 and of at most 1.0"),
         (("optim.offload_fraction=1.01",), "expected a number of at least 0.0 and of at most 1.0"),
         (("optim.offload_fraction=0.5", "run.precision=fp32"), HOST_OPTIMIZER),

@@ -7,8 +7,10 @@ from tests.builders import RECIPE, refusal_lines
 
 # Written as users of Megatron-LM, transformers, TRL and axolotl write them; @ stands for `command line: OVERRIDE`.
 ADVICE = {
-    "gradient_checkpointing=true": "It is called train.recompute here, which takes one of none, selective, full.",
-    "train.gradient_checkpointing=true": "It is called train.recompute here, which takes one of none, selective, full.",
+    "gradient_checkpointing=true": "It is called train.recompute here, which takes one of none, selective, "
+    "attention_kept, full.",
+    "train.gradient_checkpointing=true": "It is called train.recompute here, which takes one of none, selective, "
+    "attention_kept, full.",
     "trainer.max_steps=9": "It is called train.num_steps here, which takes a whole number of at least 1 and of at most "
     "100,000,000 or null.",
     "bf16=true": "It is called run.precision here, which takes one of bf16, fp32.",

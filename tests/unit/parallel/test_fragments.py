@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 
 from sft.layers.mixers.delta import HeadSizes, StateTraffic
+from sft.layers.traffic import Passes
 from sft.parallel.context_parallel import local_indices
 from sft.parallel.fragments import FragmentPlan, boundaries, owners
 from sft.parallel.taps import Taps
 
 PACKS = ([64, 8, 16], [24, 0, 48, 24, 120], [48], [24] * 7, [240, 72, 0])
 QWEN36_27B = HeadSizes(key_heads=16, value_heads=48, key_dim=128, value_dim=128)
+ONCE = Passes(num=1, of_attention=1, width=2)
 TINY = HeadSizes(key_heads=1, value_heads=2, key_dim=3, value_dim=5, width=4)
 
 
@@ -76,7 +78,7 @@ def test_the_threshold_is_where_maps_are_fewer_bytes() -> None:
     assert (TINY.map_bytes, TINY.token_bytes) == (312, 120)
     assert TINY.max_short(1) == 0 and TINY.max_short(2) == 10 and TINY.max_short(5) == 25  # 10.4 and 26 tokens
     halo = 2 * 3 * (2 * 3 + 2 * 5) * 4  # for two chunks of cp 2, a rank needs 3 tokens of another rank
-    forward = StateTraffic(heads=TINY, conv_kernel=4, num_passes=1)
+    forward = StateTraffic(heads=TINY, conv_kernel=4, passes=ONCE)
     # If a chunk has 2 tokens, one chunk needs 2 tokens instead of 3.
     assert forward.others(np.array([8, 16]), 2).tolist() == [4 * 120 + halo - 64, 2 * 312 + halo]
     assert forward.others(np.array([8, 16]), 1).tolist() == [0, 0]
@@ -88,7 +90,7 @@ def test_bytes_of_the_page() -> None:
     mib = {}
     for length in (65536, 8192, 1024):
         lengths = np.full(65536 // length, length)
-        forward = StateTraffic(heads=QWEN36_27B, conv_kernel=4, num_passes=1)
+        forward = StateTraffic(heads=QWEN36_27B, conv_kernel=4, passes=ONCE)
         mib[length] = [round(forward.others(lengths, cp).sum() / cp / 2**20, 1) for cp in (2, 4, 8, 16)]
     assert mib[65536] == [9.1, 13.6, 15.9, 17.0]
     assert mib[8192] == [72.5, 108.7, 126.8, 121.9] and mib[1024] == [520.2, 393.0, 232.5, 128.1]

@@ -12,9 +12,10 @@ train.recompute is selective.  `peer` in place of keys runs plain transformers. 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from sft.config import Config, ModelConfig
+from sft.config.train import Recompute
 from sft.estimate import memory
 from sft.layers.adapters import Trained
 from sft.layers.flops import TrainFlops
@@ -25,7 +26,7 @@ from tools.bench.mixes import MIXES, read_length, short
 
 VOCAB = 151_936
 STEP_MIXES = (*MIXES, "padded", "1k")
-RECOMPUTE = ("none", "selective", "full", "peer")
+RECOMPUTE = (*get_args(Recompute), "peer")
 SIZES = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups head_dim tie_embeddings".split()
 SHAPES = {  # shapes of Qwen3 models
     "0.6b": (28, 1024, 3072, 16, 8, 128, True),

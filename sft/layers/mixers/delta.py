@@ -142,8 +142,8 @@ class DeltaBytes(MixerBytes):
         saved = {
             "projections": width * (self.heads.channels + values + 2 * of_heads),
             "queries, keys, values": width * self.heads.channels,
-            # The decay's logarithm; plain torch also saves softplus and its input.
-            "decays and beta": ((1 if self.is_fla else 3) * FP32 + width) * of_heads,
+            # The decay's logarithm, and softplus with its input; FLA saves a copy of the decay's projection instead.
+            "decays and beta": (FP32 + (width if self.is_fla else 2 * FP32) + width) * of_heads,
             "states": 0.0 if self.is_fla else state / STATE_INTERVAL,
             "delta rule's output": width * values,
             "gated norm's scale": FP32 * of_heads,
@@ -172,12 +172,13 @@ class DeltaBytes(MixerBytes):
 
     @property
     def fla_work(self) -> float:
-        """Bytes per token of the tensors that FLA's kernels pass to each other, when there are most of them in backward.
+        """Bytes per token of the tensors that FLA's kernels pass to each other, at the moment of backward with most.
 
-        These are, for each key head, q and k, normalised, and the gradient of q, summed over value heads.  For each value
+        For each key head these are q and k, normalised, and the gradient of q, summed over value heads.  For each value
         head they are four tensors as wide as keys (w, and the gradients of q, k and w), four as wide as values (u, the
-        new values, and their gradients from two steps), and for each chunk the solution of its system, the state before
-        it, and the gradient of this state.  tests/unit/mcore/linear_attention/test_fla_triton.py counts these bytes.
+        new values, and their gradients from two steps), and for each chunk the solution of its system, the state
+        before it, and the gradient of this state.  tests/unit/mcore/linear_attention/test_fla_triton.py counts the
+        bytes.
         """
         heads, chunk = self.heads, FLA_CHUNK
         of_value_head = 4 * heads.key_dim + 4 * heads.value_dim + chunk + 2 * heads.key_dim * heads.value_dim / chunk

@@ -34,6 +34,7 @@ from sft.mcore.linear_attention.gated_delta import gated_delta_rule  # noqa: E40
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel  # noqa: E402
 from sft.parallel.taps import Taps  # noqa: E402
 from tests.builders import parsed  # noqa: E402
+from tests.unit.fixtures.fla_variants import keep_one_variant  # noqa: E402
 from tests.unit.fixtures.recurrence import OneProcess, recurrence  # noqa: E402
 
 KEY_HEADS, VALUE_HEADS = 1, 2
@@ -51,24 +52,12 @@ class Index(int):
         return self
 
 
-def autotuners() -> Iterator[Any]:
-    from triton.runtime.autotuner import Autotuner
-
-    for name in [name for name in sys.modules if name.startswith("fla.")]:
-        for kernel in vars(sys.modules[name]).values():
-            while hasattr(kernel, "fn"):
-                if isinstance(kernel, Autotuner):
-                    yield kernel
-                kernel = kernel.fn
-
-
 @pytest.fixture(scope="module")
 def fla() -> Iterator[FlaKernel]:
     """FLA by the interpreter: one variant of each kernel, and no question for a GPU's compute capability."""
     with pytest.MonkeyPatch.context() as patch:
         assert fla_functions.problem() is None
-        for tuned in autotuners():
-            patch.setattr(tuned, "configs", tuned.configs[:1])
+        keep_one_variant(patch)
         modules = [sys.modules[f"fla.ops.{name}"] for name in ("cp.chunk_fwd", "common.chunk_delta_h")]
         patch.setattr(modules[0], "_check_cp_device", lambda device: None)
         patch.setattr(modules[1], "range", lambda *x: map(Index, builtins.range(*map(int, x))), raising=False)

@@ -53,12 +53,12 @@ class LayerWork:
         recompute = self.config.train.recompute
         attention, gradients = self._attention()
         states, state_gradients = self._states()
-        element, again = self._elementwise()
+        element, recomputed = self._elementwise()
         linear = self.seconds(products)
         repeated = Seconds(
             linear=linear[1],
             attention=(attention if recompute == "full" else 0.0) + (states if recompute != "none" else 0.0),
-            elementwise=again,
+            elementwise=recomputed,
         )
         return (
             Seconds(linear=linear[0], attention=attention + states, elementwise=element.forward),

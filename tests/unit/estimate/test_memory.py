@@ -88,6 +88,12 @@ def test_what_linear_attention_keeps() -> None:
     assert delta.local(2**20) == 2**20 * 2 * 384 + 6 * 4 * 2**24
     cpu = mixed.model_copy(update={"run": mixed.run.model_copy(update={"device": "cpu"})})
     assert DeltaBytes.of(model, layout.share(cpu), 512).local(2**20) == 2**20 * 2 * 384 + 6 * 4 * 2**20
+    # FLA saves no states, and of the decays their logarithm and a copy of their projection.  Backward: 3 x 32 numbers
+    # for q and k, and for each of 4 value heads 4 x (16 + 32) for tokens, 64 for the solution, 2 x 16 x 32 / 64 for
+    # states.
+    by_fla = DeltaBytes.of(model, layout.share(mixed), 512, is_fla=True)
+    assert by_fla.saved == {**delta.saved, "decays and beta": 4 * (4 + 2 + 2), "states": 0}
+    assert by_fla.local(512) == 512 * 2 * 384 + 512 * 2 * (96 + 4 * (192 + 64 + 16))
     # Over cp, A and the states before two fragments: 2 x 4 x (16 x 16 + 16 x 32) numbers for 128 tokens.
     four = of(4, model={**TINY, **sizes}, parallel={"cp": 4})[1]
     over_cp = DeltaBytes.of(model, four.share(mixed), 512)

@@ -12,11 +12,8 @@ from typing import NamedTuple
 from sft.config import Config
 from sft.estimate import gpus
 from sft.estimate.attention_kernels import Assumed, Kernels, attention_kernels
-from sft.estimate.communicators import nccl_bytes
 from sft.estimate.constants import assumed
-from sft.estimate.gpus import GIB, usable_memory
 from sft.estimate.lengths import Lengths
-from sft.estimate.memory import estimate
 from sft.estimate.step_time import StepTime, step_time
 from sft.parallel.layout import Layout
 from sft.recipe.load import load_recipe
@@ -25,12 +22,13 @@ from tools.plan_recipes import released_models
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- made by tools/speed_table.py -->\n", "<!-- end of speeds -->\n"
-LARGEST = 4  # parts of a step that a row names
+LARGEST = 3  # parts of a step that a row names
 
 
 class Row(NamedTuple):
     """A recipe, with settings that replace its own.
 
+    note     words for the settings
     before   MFU in percent, by the equations of commit 08b151eb
     by_hand  MFU in percent, calculated by hand for the fastest kernels before the equations had their rates
     """
@@ -39,24 +37,30 @@ class Row(NamedTuple):
     num_gpus: int
     before: str = ""
     by_hand: str = ""
+    note: str = ""
     settings: tuple[str, ...] = ()
 
 
-_PORTABLE = "attention.backend=portable"
-_NO_OFFLOAD = "train.offload_fraction=0.0"
+def _portable(kernel: str) -> tuple[str, ...]:
+    return "attention.backend=portable", f"attention.kernels=[{kernel}]"
+
+
+_OLD, _NO_OFFLOAD = "before", "train.offload_fraction=0.0"
+_OLD_EXPERTS = ("parallel.cp=8", "parallel.ep=16", _NO_OFFLOAD)
+_OLD_GLM = ("parallel.tp=2", "parallel.ep=32", _NO_OFFLOAD)
 ROWS = (
     Row("qwen3_8b_128k", 16, "45.8", "45"),
-    Row("qwen3_8b_128k", 16, "", "47", (_PORTABLE, "attention.kernels=[fa3]")),
-    Row("qwen3_8b_128k", 16, "", "", (_PORTABLE, "attention.kernels=[fa4]")),
+    Row("qwen3_8b_128k", 16, "", "47", "FlashAttention-3", _portable("fa3")),
+    Row("qwen3_8b_128k", 16, "", "", "FlashAttention-4", _portable("fa4")),
     Row("gpt_oss_20b_128k", 16, "29.0", "33"),
-    Row("qwen36_27b_128k", 16, "29.7", "28", ("parallel.cp=4", "train.recompute=full", _NO_OFFLOAD)),
+    Row("qwen36_27b_128k", 16, "29.7", "28", _OLD, ("parallel.cp=4", "train.recompute=full", _NO_OFFLOAD)),
     Row("qwen36_27b_128k", 16, "", "38"),
-    Row("qwen36_35b_a3b_128k", 16, "18.9", "", ("parallel.cp=8", "parallel.ep=16", _NO_OFFLOAD)),
+    Row("qwen36_35b_a3b_128k", 16, "18.9", "", _OLD, _OLD_EXPERTS),
     Row("qwen36_35b_a3b_128k", 16, "", "35"),
-    Row("gemma4_26b_a4b_128k", 16, "4.3", "13", ("parallel.cp=8", "parallel.ep=16", _NO_OFFLOAD)),
+    Row("gemma4_26b_a4b_128k", 16, "4.3", "13", _OLD, _OLD_EXPERTS),
     Row("gemma4_26b_a4b_128k", 16),
-    Row("glm45_air_64k", 64, "28.4", "29", ("parallel.tp=2", "parallel.ep=32", _NO_OFFLOAD)),
-    Row("glm45_air_64k", 64, "", "33", ("parallel.tp=2", "parallel.ep=32", _NO_OFFLOAD, "parallel.ep_comm=deepep")),
+    Row("glm45_air_64k", 64, "28.4", "29", _OLD, _OLD_GLM),
+    Row("glm45_air_64k", 64, "", "33", f"{_OLD}, DeepEP", (*_OLD_GLM, "parallel.ep_comm=deepep")),
     Row("glm45_air_64k", 64),
 )
 
@@ -91,7 +95,7 @@ def _mfu(config: Config, layout: Layout, name: str) -> str:
 
 
 def _parts(time: StepTime) -> str:
-    """`attention 70%, linear 18%, recompute 5%, head 3%`"""
+    """`attention 70%, linear 18%, recompute 5%`"""
     largest = sorted(time.parts.items(), key=lambda part: -part[1])[:LARGEST]
     return ", ".join(f"{name} {seconds / time.step_s:.0%}" for name, seconds in largest)
 
@@ -102,19 +106,17 @@ def table() -> str:
 
 
 def _rows() -> Iterator[str]:
-    yield "| recipe | GPUs | before | by hand | MFU, H100 | step, s | largest parts | GiB of usable | MFU, B200 |"
-    yield "|---|---:|---:|---:|---:|---:|---|---:|---:|"
+    yield "| recipe | before | by hand | MFU, H100 | step, s | largest parts | MFU, B200 |"
+    yield "|---|---:|---:|---:|---:|---|---:|"
     for row in ROWS:
         config = load_recipe(str(ROOT / "recipes" / f"{row.recipe}.yaml"), list(row.settings)).config
-        layout, h100 = Layout.resolve(config, row.num_gpus), gpus.gpu("h100")
-        time, memory = predicted(config, layout, "h100"), estimate(config, layout, config.model.vocab_size or 0)
-        usable = usable_memory(h100, nccl_bytes(config, layout)).bytes
-        room = f"{memory.device / GIB:.0f} of {usable / GIB:.0f}"
-        name = " ".join([row.recipe, *(f"`{setting}`" for setting in row.settings)])
+        layout = Layout.resolve(config, row.num_gpus)
+        time = predicted(config, layout, "h100")
+        name = ", ".join(filter(None, (row.recipe, row.note)))
         b200 = "" if config.attention.kernels else _mfu(config, layout, "b200")
         yield (
-            f"| {name} | {row.num_gpus} | {row.before} | {row.by_hand} | {_mfu(config, layout, 'h100')} | "
-            f"{time.step_s:.1f} | {_parts(time)} | {room} | {b200} |"
+            f"| {name} | {row.before} | {row.by_hand} | {_mfu(config, layout, 'h100')} | {time.step_s:.1f} | "
+            f"{_parts(time)} | {b200} |"
         )
 
 

@@ -86,7 +86,7 @@ def compared(config: Config, layout: Layout, measured: float) -> str:
     )
     nccl = f" and NCCL's buffers {buffers / GIB:.1f} ({names})" if names else ""
     return (
-        f"GPU memory outside of torch's allocator: {measured / GIB:.1f} GiB (used on the GPU - reserved by torch).  "
-        f"`sft check` and `sft plan` assume {(CONTEXT_BYTES + buffers) / GIB:.1f}: CUDA's context "
+        f"GPU memory outside of torch's allocator: {measured / GIB:.2f} GiB (used on the GPU - reserved by torch).  "
+        f"`sft check` and `sft plan` assume {(CONTEXT_BYTES + buffers) / GIB:.2f}: CUDA's context "
         f"{CONTEXT_BYTES / GIB:.2f}{nccl}"
     )

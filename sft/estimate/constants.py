@@ -27,7 +27,7 @@ GEMM_SHARES = ((16, 0.08), (64, 0.25), (128, 0.38), (256, 0.48), (512, 0.56), (1
 ATTENTION_SHARES = ((128, 0.12), (256, 0.20), (512, 0.42), (2048, 0.75), (8192, 0.93), (32768, 1.0))
 # TFLOP/s of FLA's forward pass with heads of 128 and 32K tokens, by value heads x sequences: FLA 0.5.1 on an H200 and a
 # GB200 (QwenLM/FlashQLA, benchmark_results_H200.txt and benchmark_results_GB200.txt).
-DELTA_RULE: Mapping[str | None, tuple[tuple[float, float], ...]] = {
+DELTA_RULE: Mapping[str, tuple[tuple[float, float], ...]] = {
     HOPPER: ((8, 28.6), (16, 41.5), (24, 49.7), (32, 54.7), (48, 57.0), (64, 61.9)),
     BLACKWELL: ((8, 25.4), (16, 41.1), (24, 50.7), (32, 59.0), (48, 61.3), (64, 70.0)),
 }
@@ -175,7 +175,7 @@ def assumed(gpu: Gpu, fabric_gb_s: float) -> Constants:
 
 def _delta_rule(gpu: Gpu) -> Curve:
     """Rates of FLA's forward pass; a GPU without published ones gets a share of its peak."""
-    if gpu.architecture in DELTA_RULE:
+    if gpu.architecture is not None and gpu.architecture in DELTA_RULE:
         scale = gpu.tflops / PEAKS[gpu.architecture]
         points = tuple((size, scale * tflops) for size, tflops in DELTA_RULE[gpu.architecture])
         return Curve(points, "assumed: FLA 0.5.1 on H200 and GB200 (QwenLM/FlashQLA, benchmark)")

@@ -54,7 +54,7 @@ class LayerWork:
         repeats_states = train.recompute in ("selective", "full")  # selective repeats linear attention as a whole
         attention, gradients = self._attention()
         states, state_gradients = self._states()
-        element, again = self._elementwise()
+        element, recomputed = self._elementwise()
         linear = self.seconds(products)
         repeated = Seconds(
             linear=linear[1],

@@ -18,7 +18,7 @@ TINY = MeasuredSizes(
 )  # fmt: skip
 STEPS = {"layers", "weights", "tokens", "narrow", "recomputed", "experts"}
 ON_ONE_DEVICE = {
-    *("gemm_tflops", "portable_forward", "portable_backward"),
+    *("gemm_tflops", "attention_forward", "attention_backward"),
     *("elementwise_gb_s", "optimizer_gb_s", "layer_overhead_us", "grouped_gemm"),
 }
 OF_MESSAGES = {"latency_us", "reduce_scatter", "send", "exposed"}
@@ -40,7 +40,8 @@ def test_two_ranks_of_a_node(ranks: Ranks, tmp_path: Path) -> None:
     constants = first.constants
     assert measured_names(constants) == ON_ONE_DEVICE | OF_MESSAGES | {"intra_gb_s"}
     assert [size for size, _ in constants.gemm_tflops.points] == [16, 64]
-    assert [size for size, _ in constants.portable_backward.points] == [32, 64]
+    assert [size for size, _ in constants.attention_backward.points] == [32, 64]
+    assert constants.attention_kernel == "plain torch"
     assert constants.peak_tflops == max(rate for _, rate in constants.gemm_tflops.points)
     for _, value in constants.items():
         numbers = [rate for _, rate in value.points] if isinstance(value, Curve) else [value.value]
@@ -49,7 +50,7 @@ def test_two_ranks_of_a_node(ranks: Ranks, tmp_path: Path) -> None:
     write(constants, tmp_path / "cpu.json")
     assert read(tmp_path / "cpu.json") == constants
     said = first.describe()
-    assert said[0].startswith("constants of cpu: measured gemm_tflops, grouped_gemm, portable_forward")
+    assert said[0].startswith("constants of cpu: measured gemm_tflops, grouped_gemm, attention_forward")
     assert "linear_attention" in said[0].split("; assumed ")[1]
 
 

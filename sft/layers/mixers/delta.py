@@ -23,10 +23,11 @@ STATE_INTERVAL = 512  # torch_kernel.py saves a state after this many tokens: sc
 # time that they took in blocks 16 times as large.  On CUDA a block has 64 MiB.
 BLOCK_NUMBERS = {"cpu": 2**20, "cuda": 2**24}
 BLOCKS = 6
+FLA_CHUNK = 64  # tokens of a chunk in FLA's kernels
 # Bytes per element, in bf16, that the short convolution and the gated norm read and write, forward and backward: by
 # plain torch in fp32, as tests/unit/mcore/linear_attention/test_moved_bytes.py counts them, and by a fused kernel.
 PLAIN_CONVOLUTION, PLAIN_NORM = (68, 206), (72, 158)
-FUSED_CONVOLUTION, FUSED_NORM = (4, 10), (6, 10)
+FUSED_CONVOLUTION, FUSED_NORM = (4, 12), (10, 14)  # the norm also copies the gate, a view, in forward and backward
 # The work of FLA's kernels, as multiples of a forward pass.  Published for FLA 0.5.1 on H200: backward takes 2.9 to 3.0
 # times as long as forward, and over 8 ranks the maps of fragments add 1.1 to 2.1 forward passes, and the gradients of
 # states 1.9 to 2.5 (QwenLM/FlashQLA, benchmark_results_H200.txt and benchmark_cp_results_H200x8.txt).  These times are
@@ -105,14 +106,15 @@ class HeadSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaBytes(MixerBytes):
-    """Bytes of Gated DeltaNet in plain torch, for a pack of one document.
+    """Bytes of Gated DeltaNet, for a pack of one document.
 
-    `saved` is exact (tests/ranks/test_saved_tensors.py counts these bytes) except for the states: a fragment saves one
-    state for each whole interval, and `saved` does not round to whole intervals.
+    `saved` is exact (tests/ranks/test_saved_tensors.py counts these bytes) except for the states of plain torch: a
+    fragment saves one state for each whole interval, and `saved` does not round to whole intervals.
 
     heads          sizes of this rank's heads
     tokens         number of tokens of the pack on this rank
     block_numbers  BLOCK_NUMBERS of the device
+    is_fla         whether FLA's kernels compute the layer; False: plain torch
     """
 
     is_recomputed = True
@@ -120,9 +122,10 @@ class DeltaBytes(MixerBytes):
     heads: HeadSizes
     tokens: float
     block_numbers: int
+    is_fla: bool = False
 
     @staticmethod
-    def of(model: ModelConfig, rank: RankShare, pack: float) -> "DeltaBytes":
+    def of(model: ModelConfig, rank: RankShare, pack: float, *, is_fla: bool = False) -> "DeltaBytes":
         """The bytes on one rank.  pack: tokens of a pack"""
         return DeltaBytes(
             model=model,
@@ -130,6 +133,7 @@ class DeltaBytes(MixerBytes):
             heads=HeadSizes.of(model.linear_attention, rank.tp, rank.width),
             tokens=pack / rank.cp,
             block_numbers=BLOCK_NUMBERS["cuda" if rank.is_fused else "cpu"],
+            is_fla=is_fla,
         )
 
     @property
@@ -139,8 +143,9 @@ class DeltaBytes(MixerBytes):
         saved = {
             "projections": width * (self.heads.channels + values + 2 * of_heads),
             "queries, keys, values": width * self.heads.channels,
-            "decays and beta": (3 * FP32 + width) * of_heads,  # the decay's logarithm, and softplus with its input
-            "states": state / STATE_INTERVAL,
+            # The decay's logarithm, and softplus with its input; FLA saves a copy of the decay's projection instead.
+            "decays and beta": (FP32 + (width if self.is_fla else 2 * FP32) + width) * of_heads,
+            "states": 0.0 if self.is_fla else state / STATE_INTERVAL,
             "delta rule's output": width * values,
             "gated norm's scale": FP32 * of_heads,
         }
@@ -153,7 +158,8 @@ class DeltaBytes(MixerBytes):
         return {"gated norm's output": self.rank.width * self._values}
 
     def local(self, tokens: float) -> float:
-        """Bytes of gradients while backward computes the gated norm or the delta rule, and of fp32 blocks.
+        """Bytes of gradients while backward computes the gated norm or the delta rule, and of fp32 blocks or of FLA's
+        own tensors.
 
         The gated norm holds the gradients of its output, of its input and of the gate.  Then its output and input are
         freed.  The delta rule holds the gradients of its output and of the gate, and computes those of q, k and v.
@@ -162,7 +168,22 @@ class DeltaBytes(MixerBytes):
         gradients = max(3 * self._values, self._values + self.heads.channels)
         fragments = 0 if self.rank.cp == 1 else 3 * 2 * self.heads.map_bytes
         blocks = BLOCKS * FP32 * min(self.block_numbers, tokens * self.heads.channels)
-        return tokens * self.rank.width * gradients + blocks + fragments
+        work = tokens * self.fla_work if self.is_fla else blocks
+        return tokens * self.rank.width * gradients + work + fragments
+
+    @property
+    def fla_work(self) -> float:
+        """Bytes per token of the tensors that FLA's kernels pass to each other, at the moment of backward with most.
+
+        For each key head these are q and k, normalised, and the gradient of q, summed over value heads.  For each value
+        head they are four tensors as wide as keys (w, and the gradients of q, k and w), four as wide as values (u, the
+        new values, and their gradients from two steps), and for each chunk the solution of its system, the state
+        before it, and the gradient of this state.  tests/unit/mcore/linear_attention/test_fla_triton.py counts the
+        bytes.
+        """
+        heads, chunk = self.heads, FLA_CHUNK
+        of_value_head = 4 * heads.key_dim + 4 * heads.value_dim + chunk + 2 * heads.key_dim * heads.value_dim / chunk
+        return self.rank.width * (3 * heads.key_heads * heads.key_dim + heads.value_heads * of_value_head)
 
     @property
     def _values(self) -> int:
@@ -228,7 +249,7 @@ class DeltaRule(Mixer):
         }
 
     def bytes(self, config: Config, rank: RankShare, pack: float) -> DeltaBytes:
-        return DeltaBytes.of(self.model, rank, pack)
+        return DeltaBytes.of(self.model, rank, pack, is_fla=uses_fla(config))
 
     def traffic(self, config: Config, passes: Passes) -> StateTraffic:
         linear = self.model.linear_attention

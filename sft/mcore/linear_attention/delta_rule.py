@@ -138,7 +138,7 @@ class Kernel(Protocol):
         """
 
     def convolution_plan(self, taps: Taps, device: torch.device) -> Any:
-        """What `convolution` needs to know about a microbatch."""
+        """Tensors that describe a microbatch for `convolution`."""
 
     def convolution(self, x: Tensor, weight: Tensor, plan: Any, cp_group: Any) -> Tensor:
         """`short_convolution.short_convolution`, the convolution before the rule, with gradients."""

@@ -14,7 +14,6 @@ from typing import Any
 
 from torch.torch_version import TorchVersion
 
-CHUNK = 64  # tokens of a chunk in FLA's kernels
 TO_BASE_2 = 1 / math.log(
     2
 )  # FLA's kernels take sums of g as logarithms to base 2, and return gradients of natural ones

@@ -52,7 +52,7 @@ class FlaSchedule:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedInputs:
     """The inputs of a pass, and for each part with tokens what its kernels compute from the inputs alone."""
 
     inputs: Inputs
@@ -79,22 +79,22 @@ class FlaKernel:
     def schedule(self, fragments: Fragments, heads: int, device: torch.device) -> FlaSchedule:
         return FlaSchedule.of(fragments, device)
 
-    def prepared(self, inputs: Inputs, schedule: FlaSchedule) -> Prepared:
+    def prepared(self, inputs: Inputs, schedule: FlaSchedule) -> PreparedInputs:
         parts = [part for part in schedule.parts if part.num_tokens]  # FLA does not take empty inputs
-        return Prepared(inputs, tuple(PartPass(self.functions, inputs, part) for part in parts))
+        return PreparedInputs(inputs, tuple(PartPass(self.functions, inputs, part) for part in parts))
 
-    def transitions(self, prepared: Prepared, schedule: FlaSchedule) -> tuple[Tensor, Tensor]:
+    def transitions(self, prepared: PreparedInputs, schedule: FlaSchedule) -> tuple[Tensor, Tensor]:
         if prepared.linked is not None:
             return prepared.linked.maps()
         offsets = prepared.inputs.zero_states(len(schedule.fragments.linked))
         identity = torch.eye(offsets.shape[2], dtype=offsets.dtype, device=offsets.device)
         return identity.repeat(*offsets.shape[:2], 1, 1), offsets
 
-    def forward(self, prepared: Prepared, schedule: FlaSchedule, states: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, prepared: PreparedInputs, schedule: FlaSchedule, states: Tensor | None) -> tuple[Tensor, Tensor]:
         parts = [x.outputs(states if x.part.has_states else None) for x in prepared.passes]
         return _joined(parts, prepared.inputs.v), prepared.inputs.v.new_empty(0)
 
-    def state_gradients(self, grad: Tensor, prepared: Prepared, schedule: FlaSchedule) -> Tensor:
+    def state_gradients(self, grad: Tensor, prepared: PreparedInputs, schedule: FlaSchedule) -> Tensor:
         if prepared.linked is not None:
             return prepared.linked.state_gradients(grad)
         return prepared.inputs.zero_states(len(schedule.fragments.linked))
@@ -102,7 +102,7 @@ class FlaKernel:
     def backward(
         self,
         grad: Tensor,
-        prepared: Prepared,
+        prepared: PreparedInputs,
         schedule: FlaSchedule,
         states: Tensor | None,
         saved: Tensor,

@@ -1,6 +1,7 @@
 """The planner finds the fastest layout that fits, with few predictions, and proposes only recipes that a run
 accepts."""
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from sft.config.keys import values
 from sft.console import short_count
 from sft.errors import ConfigError
 from sft.estimate import memory
+from sft.estimate.constants import Curve
 from sft.estimate.gpus import GIB
 from sft.estimate.lengths import Lengths
 from sft.planner import candidates
@@ -39,6 +41,16 @@ def every_plan(task: Task, num_gpus: int) -> list[Proposal]:
             if fits and proposal.memory.host * num_gpus <= task.hardware.host_bytes:
                 proposals.append(proposal)
     return sorted(proposals, key=lambda proposal: proposal.time.step_s)
+
+
+def test_the_bound_of_a_step_knows_the_rate_of_attention() -> None:
+    """Attention's curve is 602 / 530 TFLOP/s; with products at 100, MFU counts 3 / (1 / 602 + 2.5 / 530) at most."""
+    _, task = task_of(QWEN_8B, 131072)
+    rates = task.hardware.constants
+    slow = replace(rates, gemm_tflops=Curve(((1.0, 100.0),), "assumed: for the test"))
+    changed = task.changed(hardware=replace(task.hardware, constants=slow))
+    highest = max(rate for _, rate in rates.gemm_tflops.points)
+    assert changed.least_gpu_s / task.least_gpu_s == pytest.approx(highest * (1 / 602 + 2.5 / 530) / 3)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def test_it_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = GpuMemory(*of_millions(), torch.device("cuda", 0), Console(0, log))
     memory.after_step()
     memory.after_step()
-    assert log.getvalue().count("GPU memory outside of torch's allocator: 8.0 GiB (used") == 1
+    assert log.getvalue().count("GPU memory outside of torch's allocator: 8.00 GiB (used") == 1
 
 
 def test_there_is_none_on_a_cpu() -> None:

@@ -59,7 +59,11 @@ class TorchKernel:
         window: int | None = None,
         softcap: float | None = None,
     ) -> "TorchKernel":
-        options: dict[str, Any] = {"window": window, "softcap": softcap, "has_tensor_cores": device.type == "cuda"}
+        options: dict[str, Any] = {
+            "window": window,
+            "softcap": softcap,
+            "has_tensor_cores": device.type == "cuda" and torch.version.hip is None,
+        }
         if cp_size == 1 or window is None:
             chunks = context_parallel.local_chunks(cu_seqlens, cp_size, cp_rank)
             key_source: KeySource = LocalKeys()

@@ -28,7 +28,8 @@ _EXPERTS = [
 ]
 _LINEAR = [
     "model.linear_attention={layers: [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15, 17, 18, 19, 21, 22, 23, 25, 26, 27], "
-    "num_key_heads: 16, num_value_heads: 32, key_head_dim: 128, value_head_dim: 128}"
+    "num_key_heads: 16, num_value_heads: 32, key_head_dim: 128, value_head_dim: 128}",
+    "attention.delta_rule=torch",  # FLA is not installed here, and the estimate expects it
 ]
 _LATENT = [
     *("model.latent_attention.kv_lora_rank=512", "model.latent_attention.q_lora_rank=768"),

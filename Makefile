@@ -35,7 +35,7 @@ help:
 	@echo "make test                the CPU test suite; TESTS=tests/unit/parallel/test_context_parallel.py and PYTEST_FLAGS=-x narrow it"
 	@echo "make test-faults         runs that are killed, filled up, damaged and hung, and their end against an undisturbed one"
 	@echo "make test-mutations      deliberate faults, one at a time, each of which its tests must notice; MUTATIONS='--only loss', '--sample 10' or, for random ones, '--random SECONDS'"
-	@echo "make test-triton         the Triton kernels, by their interpreter; downloads Triton (300 MB) first"
+	@echo "make test-triton         the Triton kernels and those of FLA, by their interpreter; downloads Triton (300 MB) first"
 	@echo "make test-slurm          launch/slurm.sbatch on a real SLURM of two nodes on this machine; root on Debian: installs slurm-wlm and munge"
 	@echo "make test-standin        GPU runs without a GPU, all but their numbers: on a stand-in for CUDA; Python 3.12, downloads torch for CUDA (6 GB)"
 	@echo "make test-gpu            what only a GPU can show; skipped where torch sees none"
@@ -108,8 +108,8 @@ test-mutations: $(READY)
 
 # Beside the environment, not in it: nothing else should find a Triton that torch for the CPU does not bring.
 test-triton: $(READY)
-	test -d $(VENV)/triton/triton || $(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(VENV)/triton --no-deps --constraint constraints.txt triton
-	PYTHONPATH='$(CURDIR)/$(VENV)/triton' $(BIN)/python -m pytest tests/unit/mcore/loss/test_loss_triton.py $(PYTEST_FLAGS)
+	test -d $(VENV)/triton/fla || $(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(VENV)/triton --no-deps --upgrade --constraint constraints.txt triton fla-core==0.6.0 einops
+	PYTHONPATH='$(CURDIR)/$(VENV)/triton' $(BIN)/python -m pytest tests/unit/mcore/loss/test_loss_triton.py tests/unit/mcore/linear_attention/test_fla_triton.py $(PYTEST_FLAGS)
 
 # On a machine with CUDA; elsewhere every test says that it is skipped.
 test-gpu: $(READY)

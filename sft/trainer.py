@@ -33,6 +33,7 @@ from sft.recipe.run_checks import check_run
 from sft.recipe.start import check_start
 from sft.recipe.tokenizer import tokenizer_of
 from sft.run import environment
+from sft.run.compilation import compile_first
 from sft.run.evaluation import Evaluator
 from sft.run.gpu_memory import GpuMemory
 from sft.run.lifecycle import Lifecycle
@@ -162,6 +163,7 @@ class Trainer:
         with self._open_metrics(state) as metrics, bar as progress, ExitStack() as at_exit:
             at_exit.callback(self.saver.wait_briefly)
             sample_log = SampleLog.open(self.folder / "seen.jsonl", state.step, state.chain, self.groups.control)
+            compile_first(self.engine.backend, self.groups.device, self.console)
             state = self._make_missing_pass(state, metrics)
             stop = self.lifecycle.stop_reason()
             while state.step < self.num_steps and stop is None:

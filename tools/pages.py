@@ -22,6 +22,7 @@ from tools import (
     plot_cp,
     recipes_docs,
     room_diagram,
+    speed_table,
     traffic_table,
 )
 
@@ -66,6 +67,7 @@ PAGES: Mapping[str, Callable[[str], str]] = {
     "reference/recipes.md": recipes_docs.page,
     "concepts/layer-kinds.md": layer_kinds.page,
     "numbers/performance.md": _performance,
+    "numbers/estimates.md": speed_table.page,
     **{f"pictures/{name}": partial(_drawn, picture) for name, picture in PICTURES.items()},
     "reference/python-api.md": api_docs.page,
 }

@@ -40,6 +40,8 @@ CONFIGS = {  # name on the hub -> file of RELEASED
     "google/gemma-3-27b-it": "gemma_3_27b",
     "Qwen/Qwen3.6-27B": "qwen3_6_27b",
     "Qwen/Qwen3.6-35B-A3B": "qwen3_6_35b_a3b",
+    "google/gemma-4-26B-A4B-it": "gemma_4_26b_a4b",
+    "zai-org/GLM-4.5-Air": "glm_4_5_air",
 }
 # Model -> cases: tokens of a pack, number of nodes, and whether adapters are trained.
 CASES: dict[str, tuple[tuple[int, int, bool], ...]] = {

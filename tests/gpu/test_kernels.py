@@ -144,6 +144,22 @@ def test_flash_is_the_tiles(name: str, mix: str, kind: str, cp_size: int) -> Non
     assert errors[0] < FORWARD_TOLERANCE and max(errors[1:]) < BACKWARD_TOLERANCE, errors
 
 
+@pytest.mark.parametrize("mix, kind", [("skewed", "512"), ("one", "window cap"), ("many", "sinks")])
+def test_tiles_on_tensor_cores_are_the_tiles(mix: str, kind: str) -> None:
+    """In bf16 against fp32."""
+    heads = KINDS[kind]
+    boundaries, tensors = packed(MIXES[mix], heads)
+    inputs = [x.clone().requires_grad_() for x in tensors[:-1]]
+    query, key, value, *sinks = inputs
+    kernel = torch_kernel.TorchKernel.of(boundaries, 1, 0, query.device, window=heads.window, softcap=heads.softcap)
+    out = packed_attention.packed_attention(query, key, value, kernel, SCALE, None, sinks=sinks[0] if sinks else None)
+    out.backward(tensors[-1])
+    found = [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
+    errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip(found, by_tiles(boundaries, tensors, heads))]
+    assert len(errors) == 4 + heads.has_sinks
+    assert errors[0] < FORWARD_TOLERANCE and max(errors[1:]) < BACKWARD_TOLERANCE, errors
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_some_heads_of_wider_tensors(name: str) -> None:
     """Under context parallelism a kernel gets one head group after the other, as a view."""

@@ -91,8 +91,9 @@ class FragmentSchedule(Protocol):
 
 
 class Kernel(Protocol):
-    """One implementation of the rule, and of what surrounds it in a layer.  States, maps and their gradients have the dtype `Inputs.state_dtype`.
+    """One implementation of the rule, and of the convolution, the decays and the norm around it.
 
+    States, maps and their gradients have the dtype `Inputs.state_dtype`.
     The argument `schedule` of the other methods is a result of the method `schedule` of the same kernel, and `inputs`
     is a result of `prepared`.
     """

@@ -1,7 +1,7 @@
 """The inner functions of flash-linear-attention (FLA, the package fla-core) that this trainer calls.
 
-FLA does not promise that inner functions stay as they are.  So a run uses FLA only if its release is one of RELEASES and
-each function has the arguments that are named here.
+FLA does not promise that inner functions stay as they are.  So a run uses FLA only if its release is one of RELEASES
+and each function has the arguments that are named here.
 """
 
 import importlib
@@ -22,7 +22,7 @@ RELEASES = ("0.6.0", "0.7")  # from the first of these, and before the second
 INSTALL = 'Install it with: pip install "fla-core[cuda]>=0.6,<0.7" (docs/start/install.md)'
 _PACK = " cu_seqlens chunk_indices"
 # module -> function -> arguments
-_FUNCTIONS: Mapping[str, Mapping[str, str]] = {
+FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     "fla.modules.norm.l2norm": {"l2norm_fwd": "x eps", "l2norm_bwd": "y rstd dy eps"},
     "fla.ops.utils": {"chunk_local_cumsum": "g chunk_size reverse scale" + _PACK},
     "fla.ops.gated_delta_rule.chunk_fwd": {"chunk_gated_delta_rule_fwd_intra": "k v g beta chunk_size" + _PACK},
@@ -53,12 +53,12 @@ def problem() -> str | None:
     """The reason why the functions of the installed FLA cannot be used, with advice; None if they can."""
     try:
         release = importlib.import_module("fla").__version__
-        modules = {name: importlib.import_module(name) for name in _FUNCTIONS}
+        modules = {name: importlib.import_module(name) for name in FUNCTIONS}
     except ImportError as error:
         return f"fla cannot be imported ({error}).  {INSTALL}"
     if not RELEASES[0] <= TorchVersion(release) < RELEASES[1]:
         return f"fla-core {release} is installed, and its inner functions are not known.  {INSTALL}"
-    for name, functions in _FUNCTIONS.items():
+    for name, functions in FUNCTIONS.items():
         for function, arguments in functions.items():
             if not hasattr(modules[name], function):
                 return f"fla-core {release} has no function {name}.{function}.  {INSTALL}"
@@ -74,7 +74,7 @@ def functions() -> Any:
     return SimpleNamespace(
         **{
             function: getattr(importlib.import_module(module), function)
-            for module in _FUNCTIONS
-            for function in _FUNCTIONS[module]
+            for module in FUNCTIONS
+            for function in FUNCTIONS[module]
         }
     )

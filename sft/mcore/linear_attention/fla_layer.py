@@ -4,6 +4,7 @@ The formulas are those of short_convolution.py and gated_norm.py: sums in fp32, 
 save what their counterparts there save.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +83,24 @@ class FlaConvolutionPlan:
         dreceived.index_add_(0, self.received_rows, by_slot.index_select(0, self.received_slots))
 
 
+def call_convolution(
+    functions: Any, x: Tensor, weight: Tensor, states: Tensor | None, sequences: Mapping[str, Tensor]
+) -> Tensor:
+    """FLA's convolution of x [t, channels].  sequences: boundaries and chunks"""
+    arguments = dict(weight=weight, bias=None, residual=None, initial_state=states, activation=_SILU)
+    out: Tensor = functions.causal_conv1d_fwd(x=x[None], **arguments, **sequences)[0]
+    return out[0]
+
+
+def call_gradients_of_convolution(
+    functions: Any, x: Tensor, grad: Tensor, weight: Tensor, states: Tensor | None, sequences: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of x, of the weight, and of the initial states."""
+    arguments = dict(dht=None, weight=weight, initial_state=states, activation=_SILU)
+    dx, dweight, _, _, dstates = functions.causal_conv1d_bwd(x=x[None], dy=grad[None], **arguments, **sequences)
+    return dx[0], dweight, dstates
+
+
 def convolution(functions: Any, x: Tensor, weight: Tensor, plan: FlaConvolutionPlan, cp_group: Any) -> Tensor:
     """`short_convolution.short_convolution`"""
     out: Tensor = _Convolution.apply(functions, x, weight, plan, cp_group)
@@ -97,16 +116,7 @@ class _Convolution(torch.autograd.Function):
         if not len(x):
             return torch.empty_like(x, memory_format=torch.contiguous_format)
         states = plan.initial_states(x, received, weight.shape[1])
-        out: Tensor = functions.causal_conv1d_fwd(
-            x=x[None],
-            weight=weight,
-            bias=None,
-            residual=None,
-            initial_state=states,
-            activation=_SILU,
-            **plan.sequences,
-        )[0]
-        return out[0]
+        return call_convolution(functions, x, weight, states, plan.sequences)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -114,16 +124,7 @@ class _Convolution(torch.autograd.Function):
         dx, dweight, dreceived = torch.zeros_like(x), torch.zeros_like(weight), torch.zeros_like(received)
         if len(x):
             states = plan.initial_states(x, received, weight.shape[1])
-            dx, dweight, _, _, dstates = functions.causal_conv1d_bwd(
-                x=x[None],
-                dy=grads[0][None],
-                dht=None,
-                weight=weight,
-                initial_state=states,
-                activation=_SILU,
-                **plan.sequences,
-            )
-            dx = dx[0]
+            dx, dweight, dstates = call_gradients_of_convolution(functions, x, grads[0], weight, states, plan.sequences)
             if states is not None:
                 plan.add_gradients(dstates, dx, dreceived)
         return None, returned_gradients(dx, dreceived, plan.halo, cp_group), dweight, None, None

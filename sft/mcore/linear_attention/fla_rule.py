@@ -51,6 +51,11 @@ class Part:
         return Part(slice(first, stop), has_states, *on_device)
 
     @property
+    def sequences(self) -> dict[str, Tensor]:
+        """Arguments of FLA's kernels."""
+        return {"cu_seqlens": self.boundaries, "chunk_indices": self.chunk_indices}
+
+    @property
     def num_fragments(self) -> int:
         return len(self.boundaries) - 1
 
@@ -75,7 +80,7 @@ class PartPass:
 
     def __init__(self, functions: Any, inputs: Inputs, part: Part) -> None:
         self.part, self._f, self._inputs = part, functions, Inputs(*(x[part.tokens][None] for x in inputs))
-        self._pack = {"cu_seqlens": part.boundaries, "chunk_indices": part.chunk_indices}
+        self._pack = part.sequences
         self._q, self._q_scale = functions.l2norm_fwd(self._inputs.q, eps=NORM_EPS)
         self._k, self._k_scale = functions.l2norm_fwd(self._inputs.k, eps=NORM_EPS)
         self._g = functions.chunk_local_cumsum(self._inputs.g, chunk_size=CHUNK, scale=TO_BASE_2, **self._pack)
@@ -125,6 +130,7 @@ class PartPass:
         dbefore, _, du = self._reverse(grad, None, last)
         dout = self._of(grad)
         dq, dk, dw, dg = self._f.chunk_bwd_dqkwg(v=values, w=self._w, h=before, dv=du, do=dout, dh=dbefore, **self._qk)
+        del before, values, dbefore  # as large as ten of the other tensors
         more_dk, dv, dbeta, more_dg = self._f.prepare_wy_repr_bwd(
             k=self._k, v=self._inputs.v, beta=self._inputs.beta, g=self._g, A=self._solution, dw=dw, du=du, **self._pack
         )

@@ -1,6 +1,7 @@
 """Which kernel computes each kind of layer on each GPU, what the log says of it, and what is refused."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 
 from sft.config import Config
 from sft.errors import ConfigError
+from sft.estimate.attention_kernels import attention_kernels
 from sft.mcore.attention.package import Package
-from sft.mcore.backends import agreement, transformer_engine
+from sft.mcore.backends import agreement, selection, transformer_engine
 from sft.mcore.backends.kernel_lines import kernel_lines
 from sft.mcore.backends.portable import Portable
 from sft.mcore.backends.selection import choose
@@ -212,6 +214,7 @@ def test_kernels_that_no_gpu_has() -> None:
         "values of width 512).  Add one that can (ffpa, torch), or use attention.kernels=null."
     )
     check_run(parsed(*HEADS, *KINDS["512"], "attention.kernels=[ffpa]"))
+    check_run(parsed(*HEADS, *KINDS["512"], "attention.kernels=torch"))  # one kernel needs no list
     check_run(parsed(*HEADS, *KINDS["soft cap"], "attention.kernels=[fa4]"))
 
 
@@ -230,6 +233,14 @@ def test_kernels_that_no_gpu_has() -> None:
 def test_kernels_against_other_keys(overrides: list[str], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         parsed(*overrides)
+
+
+def test_the_prediction_takes_the_kernels_of_the_recipe() -> None:
+    def predicted(*overrides: str) -> str:
+        return attention_kernels(config("window", *overrides), "h100")["window attention"].kernel
+
+    assert predicted() == FA4 and predicted("attention.kernels=[fa2,torch]") == FA2
+    assert predicted("attention.kernels=torch") == predicted("run.precision=fp32") == PLAIN
 
 
 def rank(host: str, kernel: str, why_not: dict[str, str] | None = None, backend: str = "portable") -> dict[str, Any]:
@@ -261,6 +272,23 @@ def test_what_a_rank_tells_the_others(be: Be) -> None:
     own = agreement.kernels_here(choose(wanted, "cpu"), "cpu")
     assert own["kernels"] == {"backend": "portable", "window attention": PLAIN} and own["gpu"] == ""
     assert own["why_not"]["window attention"][FA4] == "it needs CUDA"
+
+
+@pytest.mark.parametrize("other, problem", [(FA4, "All ranks must compute attention alike"), (PLAIN, None)])
+def test_ranks_choose_together(monkeypatch: pytest.MonkeyPatch, other: str, problem: str | None) -> None:
+    """Rank 1 has the kernel `other`; this rank, on a CPU, has plain torch."""
+
+    def gathered(make: Callable[[], dict[str, Any]], group: Any) -> list[dict[str, Any]]:
+        own = make()
+        return [own, {**own, "kernels": {**own["kernels"], "window attention": other}}]
+
+    monkeypatch.setattr(selection, "all_gather_objects", gathered)
+    groups: Any = SimpleNamespace(device=torch.device("cpu"), control=None)
+    if problem is None:
+        assert selection.choose_alike(config("window"), groups).name == "portable"
+    else:
+        with pytest.raises(ConfigError, match=problem):
+            selection.choose_alike(config("window"), groups)
 
 
 @pytest.mark.parametrize("gpu", kernel_table.GPUS)

@@ -1,44 +1,124 @@
-"""The kernel of flash-linear-attention, whose function is replaced by the recurrence, and the choice of a kernel."""
+"""The kernel of flash-linear-attention, whose functions are replaced by the recurrence, and the choice of a kernel."""
 
 import importlib.util
+import math
 import sys
 import types
+from collections import Counter
+from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sft.errors import ConfigError
 from sft.mcore.backends import kernels
-from sft.mcore.linear_attention import fla_kernel
+from sft.mcore.linear_attention import fla_functions, fla_kernel
 from sft.mcore.linear_attention.delta_rule import Fragments, Inputs, Kernel
 from sft.mcore.linear_attention.fla_kernel import FlaKernel
+from sft.mcore.linear_attention.gated_delta import gated_delta_rule
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 from tests.builders import parsed
-from tests.unit.fixtures.recurrence import VALUE_HEADS, K, V, random_inputs, recurrence
+from tests.unit.fixtures.recurrence import VALUE_HEADS, K, OneProcess, V, random_inputs, recurrence
 
-BOUNDARIES, LINKED = [0, 5, 5, 12, 13, 30], [0, 1, 4]
+BOUNDARIES, LINKED = [0, 5, 5, 12, 13, 30], [0, 1, 2]
 FLOAT64_TOLERANCE = 1e-12
 
 
-def replacement(
-    *tensors: Tensor,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    use_qk_l2norm_in_kernel: bool,
-    cu_seqlens: Tensor,
-    cu_seqlens_cpu: Tensor,
-) -> tuple[Tensor, Tensor | None]:
-    """With the arguments and results of FLA's function."""
-    assert use_qk_l2norm_in_kernel and torch.equal(cu_seqlens, cu_seqlens_cpu) and cu_seqlens.dtype == torch.int64
-    boundaries = cu_seqlens.tolist()
-    num_fragments = len(boundaries) - 1
-    assert cu_seqlens[-1] > 0, "FLA takes no empty inputs"
-    first: Any = [None] * num_fragments if initial_state is None else initial_state
-    assert len(first) == num_fragments and all(len(x) == 1 for x in tensors)
-    out, last = recurrence(Inputs(*(x[0] for x in tensors)), boundaries, first)
-    return out[None], torch.stack(last) if output_final_state else None
+class Replacement:
+    """FLA's inner functions of the rule, by the recurrence.
+
+    Their tensors between two functions hold what the recurrence needs: `w` and the new values the inputs, states
+    before chunks the initial states, and gradients of such states the gradients of outputs and of last states.
+    """
+
+    def __init__(self) -> None:
+        self.calls, self.state_bytes = Counter[str](), 0
+
+    def _boundaries(self, name: str, pack: dict[str, Any]) -> list[int]:
+        self.calls[name] += 1
+        boundaries: list[int] = pack["cu_seqlens"].tolist()
+        assert boundaries[0] == 0 and boundaries[-1] > 0, "FLA takes no empty inputs"
+        if name != "maps":
+            counts = [-(-(stop - start) // 64) for start, stop in zip(boundaries, boundaries[1:])]
+            assert pack["chunk_indices"].tolist() == [[i, j] for i, count in enumerate(counts) for j in range(count)]
+            assert "chunk_offsets" not in pack or pack["chunk_offsets"].tolist() == [0, *accumulate(counts)]
+        return boundaries
+
+    def _count(self, *states: Tensor | None) -> None:
+        self.state_bytes += sum(x.nbytes for x in states if x is not None)
+
+    def l2norm_fwd(self, x: Tensor, eps: float) -> tuple[Tensor, None]:
+        assert eps == 1e-6
+        self.calls["norms"] += 1
+        return x, None  # the recurrence normalises
+
+    def l2norm_bwd(self, y: Tensor, rstd: None, dy: Tensor, eps: float) -> Tensor:
+        self.calls["gradients of norms"] += 1
+        return dy
+
+    def chunk_local_cumsum(self, g: Tensor, **pack: Any) -> Tensor:
+        self._boundaries("sums", pack)
+        assert pack.get("scale") == (None if pack.get("reverse") else 1 / math.log(2))
+        return g
+
+    def chunk_gated_delta_rule_fwd_intra(self, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **pack: Any) -> Any:
+        self._boundaries("systems", pack)
+        return Inputs(*(x[0] for x in (k, k, v, g, beta))), None, None
+
+    def chunk_cp_fwd_h(self, w: Inputs, hm: Tensor, multi_seqs: bool, **pack: Any) -> None:
+        boundaries = self._boundaries("maps", pack)
+        assert multi_seqs and len(hm) == len(boundaries) - 1
+        first = pad(torch.eye(K, dtype=hm.dtype), (V, 0)).expand_as(hm)
+        _, last = recurrence(w._replace(v=pad(w.v, (0, K))), boundaries, [*first])
+        hm.copy_(torch.stack(last))
+
+    def chunk_gated_delta_rule_fwd_h(self, w: Inputs, initial_state: Tensor | None, **pack: Any) -> tuple[Any, ...]:
+        self._boundaries("states", pack)
+        self._count(initial_state)
+        assert not pack["output_final_state"]
+        return initial_state, w, None
+
+    def chunk_fwd_o(self, q: Tensor, v: Inputs, h: Tensor | None, **pack: Any) -> Tensor:
+        boundaries = self._boundaries("outputs", pack)
+        return recurrence(v._replace(q=q[0]), boundaries, states_of(h, boundaries))[0][None]
+
+    def chunk_bwd_dv_local(self, do: Tensor, **pack: Any) -> Tensor:
+        self._boundaries("gradients of values", pack)
+        return do
+
+    def chunk_gated_delta_rule_bwd_dhu(self, q: Tensor, w: Inputs, do: Tensor, **pack: Any) -> tuple[Any, ...]:
+        boundaries, dstates = self._boundaries("gradients of states", pack), None
+        self._count(pack["h0"], pack["dht"])
+        if pack["h0"] is not None:
+            assert pack["dht"] is None
+            first = torch.zeros_like(pack["h0"]).requires_grad_()
+            with torch.enable_grad():
+                out, _ = recurrence(w._replace(q=q[0]), boundaries, [*first])
+            (dstates,) = torch.autograd.grad(out, first, do[0])
+        return (do[0], pack["dht"]), dstates, None
+
+    def chunk_bwd_dqkwg(self, q: Tensor, v: Inputs, h: Tensor | None, dh: Any, **pack: Any) -> tuple[Any, ...]:
+        boundaries, (dout, last) = self._boundaries("gradients", pack), dh
+        leaves = Inputs(*(x.detach().requires_grad_() for x in v._replace(q=q[0])))
+        with torch.enable_grad():
+            out, ends = recurrence(leaves, boundaries, states_of(h, boundaries))
+            results, grads = ((out,), (dout,)) if last is None else ((out, torch.stack(ends)), (dout, last))
+        dq, dk, dv, dg, dbeta = (x[None] for x in torch.autograd.grad(results, leaves, grads))
+        return dq, dk, (dv, dbeta), dg
+
+    def prepare_wy_repr_bwd(self, k: Tensor, g: Tensor, dw: Any, **pack: Any) -> tuple[Any, ...]:
+        self._boundaries("gradients of systems", pack)
+        return torch.zeros_like(k), *dw, torch.zeros_like(g)
+
+
+def states_of(states: Tensor | None, boundaries: list[int]) -> list[Any]:
+    assert states is None or len(states) == len(boundaries) - 1
+    return [None] * (len(boundaries) - 1) if states is None else [*states]
 
 
 def random(*shape: int) -> Tensor:
@@ -51,7 +131,7 @@ def close(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize(
     "boundaries, linked",
-    [(BOUNDARIES, LINKED), (BOUNDARIES, []), ([0, 0, 0], [1])],
+    [(BOUNDARIES, LINKED), (BOUNDARIES, []), ([0, 0, 0], [0])],
     ids=["linked", "whole", "no tokens"],
 )
 def test_maps_outputs_and_gradients_are_those_of_plain_torch(boundaries: list[int], linked: list[int]) -> None:
@@ -60,29 +140,72 @@ def test_maps_outputs_and_gradients_are_those_of_plain_torch(boundaries: list[in
     states, dlast = (random(len(linked), VALUE_HEADS, K, V) for _ in "ab") if linked else (None, None)
     grad = random(*inputs.v.shape)
     results = []
-    kernels: list[Kernel] = [FlaKernel(replacement), TorchDeltaKernel()]
+    kernels: list[Kernel] = [FlaKernel(Replacement()), TorchDeltaKernel()]
     for kernel in kernels:
         schedule = kernel.schedule(fragments, VALUE_HEADS, torch.device("cpu"))
-        out, saved = kernel.forward(inputs, schedule, states)
-        gradients = kernel.backward(grad, inputs, schedule, states, saved, dlast)
-        maps = kernel.transitions(inputs, schedule)
-        of_states = (kernel.state_gradients(grad, inputs, schedule),) if linked else ()
+        prepared = kernel.prepared(inputs, schedule)
+        out, saved = kernel.forward(prepared, schedule, states)
+        gradients = kernel.backward(grad, prepared, schedule, states, saved, dlast)
+        maps = kernel.transitions(prepared, schedule)
+        of_states = (kernel.state_gradients(grad, prepared, schedule),) if linked else ()
         results.append((out, *gradients, *maps, *of_states))
     close(*results)
+
+
+def test_only_linked_fragments_have_states_and_little_runs_twice() -> None:
+    """A forward pass, its recomputation, and a backward pass, with 2 linked fragments and 40 others in two parts.
+
+    By FLA's public function alone, maps were a forward pass of twice the width, and gradients of states were one more
+    forward and backward pass.  Kernels are called for each of the two parts.
+    """
+    lengths, functions = [70, 65, *[3] * 40], Replacement()
+    kernel, inputs = FlaKernel(functions), random_inputs(sum(lengths))
+    schedule = kernel.schedule(Fragments.of(np.cumsum([0, *lengths]), [0, 1]), VALUE_HEADS, torch.device("cpu"))
+    passing = OneProcess([[0, 1]])
+    gated_delta_rule(inputs, schedule, kernel, passing)
+    gated_delta_rule(inputs, schedule, kernel, passing).sum().backward()
+    assert functions.calls == {
+        **{"norms": 2 * 2 * 3, "sums": 2 * 4, "systems": 2 * 3, "states": 2 * 3, "outputs": 2 * 2},
+        **{"gradients of values": 2, "gradients": 2, "gradients of systems": 2, "gradients of norms": 2 * 2},
+        **{"maps": 2, "gradients of states": 2 + 1},
+    }
+    one_state = VALUE_HEADS * K * V * 8
+    assert functions.state_bytes == (3 + 2) * 2 * one_state  # initial states; dh0 and dht
+
+
+def test_linked_fragments_come_first() -> None:
+    with pytest.raises(AssertionError, match="are not the first"):
+        FlaKernel(Replacement()).schedule(Fragments.of(BOUNDARIES, [0, 2]), VALUE_HEADS, torch.device("cpu"))
 
 
 def chosen(device_type: str, *overrides: str) -> Any:
     return kernels.KERNELS["linear attention"](parsed(*overrides).config, None, device_type).kernel
 
 
+def modules_of_fla() -> dict[str, Any]:
+    """Empty modules with the functions of FLA and their arguments."""
+    modules: dict[str, Any] = {"fla": types.ModuleType("fla")}
+    modules["fla"].__version__ = "0.6.0"
+    for name, functions in fla_functions.FUNCTIONS.items():
+        parents = name.split(".")
+        for i in range(1, len(parents)):
+            parent = ".".join(parents[:i])
+            modules.setdefault(parent, types.ModuleType(parent))
+        modules.setdefault(name, types.ModuleType(name))
+        for function, arguments in functions.items():
+            setattr(modules[name], function, eval(f"lambda {', '.join(arguments.split())}: None"))
+    return modules
+
+
 @pytest.fixture
-def fla(monkeypatch: pytest.MonkeyPatch) -> None:
+def fla(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """As if fla-core were there."""
-    module: Any = types.ModuleType("fla.ops.gated_delta_rule")
-    module.chunk_gated_delta_rule = replacement
-    for name in ("fla", "fla.ops"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    modules = modules_of_fla()
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    fla_functions.functions.cache_clear()
+    yield modules
+    fla_functions.functions.cache_clear()
 
 
 def test_without_fla() -> None:
@@ -96,15 +219,15 @@ def test_without_fla() -> None:
         chosen("cuda", "attention.delta_rule=fla")
     assert str(caught.value).startswith("attention.delta_rule = fla: fla cannot be imported (")
     assert str(caught.value).endswith(
-        'Install it with: pip install "fla-core[cuda]>=0.6" (docs/start/install.md).  attention.delta_rule=torch runs '
-        "everywhere."
+        'Install it with: pip install "fla-core[cuda]>=0.6,<0.7" (docs/start/install.md).  attention.delta_rule=torch '
+        "runs everywhere."
     )
 
 
-@pytest.mark.usefixtures("fla")
-def test_with_fla() -> None:
+def test_with_fla(fla: dict[str, Any]) -> None:
     found = chosen("cuda")
-    assert isinstance(found, FlaKernel) and found.operator is replacement
+    assert isinstance(found, FlaKernel)
+    assert found.functions.chunk_fwd_o is fla["fla.ops.common.chunk_o"].chunk_fwd_o
     assert str(found) == "fla (flash-linear-attention)"
     assert isinstance(chosen("cpu"), TorchDeltaKernel)
     assert isinstance(chosen("cuda", "attention.delta_rule=torch"), TorchDeltaKernel)
@@ -133,6 +256,34 @@ def test_releases_of_triton_with_wrong_gradients(
     assert str(chosen("cuda")) == (by_torch if is_refused else by_fla)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "tilelang")
     assert str(chosen("cuda")) == by_fla  # by a kernel of its own
+
+
+@pytest.mark.parametrize(
+    "change, problem",
+    [
+        (("fla", "__version__", "0.5.2"), "fla-core 0.5.2 is installed, and its inner functions are not known.  "),
+        (("fla", "__version__", "0.7.0"), "fla-core 0.7.0 is installed, and its inner functions are not known.  "),
+        (
+            ("fla.ops.cp.chunk_fwd", "chunk_cp_fwd_h", lambda k, w, u, hm, g, chunk_size: None),
+            "fla.ops.cp.chunk_fwd.chunk_cp_fwd_h of fla-core 0.6.0 takes no cu_seqlens and no multi_seqs.  ",
+        ),
+        (
+            ("fla.ops.cp.chunk_fwd", "chunk_cp_fwd_h", None),
+            "fla-core 0.6.0 has no function fla.ops.cp.chunk_fwd.chunk_",
+        ),
+    ],
+    ids=["older", "newer", "other arguments", "no function"],
+)
+def test_other_releases_of_fla(
+    fla: dict[str, Any], monkeypatch: pytest.MonkeyPatch, change: tuple[str, str, Any], problem: str
+) -> None:
+    """Their inner functions may compute something else."""
+    module, name, value = change
+    if value is None:
+        monkeypatch.delattr(fla[module], name)
+    else:
+        monkeypatch.setattr(fla[module], name, value)
+    assert str(chosen("cuda")).startswith(f"torch (plain torch, slow on GPUs; not fla: {problem}")
 
 
 @pytest.mark.usefixtures("fla")

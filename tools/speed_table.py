@@ -1,0 +1,127 @@
+"""Makes the table of docs/numbers/estimates.md of predicted speeds of recipes; nothing is measured.
+
+`python -m tools.speed_table` prints the table, and `python -m tools.pages` writes it into the page.
+
+All numbers use the assumed constants, even on a machine that has a calibration, and packs of one document.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from sft.config import Config
+from sft.estimate import gpus
+from sft.estimate.attention_kernels import Assumed, Kernels, attention_kernels
+from sft.estimate.communicators import nccl_bytes
+from sft.estimate.constants import assumed
+from sft.estimate.gpus import GIB, usable_memory
+from sft.estimate.lengths import Lengths
+from sft.estimate.memory import estimate
+from sft.estimate.step_time import StepTime, step_time
+from sft.parallel.layout import Layout
+from sft.recipe.load import load_recipe
+from tools import page_text
+from tools.plan_recipes import released_models
+
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN, END = "<!-- made by tools/speed_table.py -->\n", "<!-- end of speeds -->\n"
+LARGEST = 4  # parts of a step that a row names
+
+
+class Row(NamedTuple):
+    """A recipe, with settings that replace its own.
+
+    before   MFU in percent, by the equations of commit 08b151eb
+    by_hand  MFU in percent, calculated by hand for the fastest kernels before the equations had their rates
+    """
+
+    recipe: str
+    num_gpus: int
+    before: str = ""
+    by_hand: str = ""
+    settings: tuple[str, ...] = ()
+
+
+_PORTABLE = "attention.backend=portable"
+_NO_OFFLOAD = "train.offload_fraction=0.0"
+ROWS = (
+    Row("qwen3_8b_128k", 16, "45.8", "45"),
+    Row("qwen3_8b_128k", 16, "", "47", (_PORTABLE, "attention.kernels=[fa3]")),
+    Row("qwen3_8b_128k", 16, "", "", (_PORTABLE, "attention.kernels=[fa4]")),
+    Row("gpt_oss_20b_128k", 16, "29.0", "33"),
+    Row("qwen36_27b_128k", 16, "29.7", "28", ("parallel.cp=4", "train.recompute=full", _NO_OFFLOAD)),
+    Row("qwen36_27b_128k", 16, "", "38"),
+    Row("qwen36_35b_a3b_128k", 16, "18.9", "", ("parallel.cp=8", "parallel.ep=16", _NO_OFFLOAD)),
+    Row("qwen36_35b_a3b_128k", 16, "", "35"),
+    Row("gemma4_26b_a4b_128k", 16, "4.3", "13", ("parallel.cp=8", "parallel.ep=16", _NO_OFFLOAD)),
+    Row("gemma4_26b_a4b_128k", 16),
+    Row("glm45_air_64k", 64, "28.4", "29", ("parallel.tp=2", "parallel.ep=32", _NO_OFFLOAD)),
+    Row("glm45_air_64k", 64, "", "33", ("parallel.tp=2", "parallel.ep=32", _NO_OFFLOAD, "parallel.ep_comm=deepep")),
+    Row("glm45_air_64k", 64),
+)
+
+
+def at_best(kernels: Kernels) -> Kernels:
+    """The kernels at the highest rates that are likely."""
+    best = {}
+    for kind, (kernel, rate) in kernels.items():
+        if rate is not None and rate.highest is not None:
+            rate = rate._replace(forward=rate.highest[0], backward=rate.highest[1])
+        best[kind] = Assumed(kernel, rate)
+    return best
+
+
+def predicted(config: Config, layout: Layout, name: str, *, is_best: bool = False) -> StepTime:
+    """The step on GPUs of this name, with the lowest rates that are likely, or with the highest."""
+    kernels = attention_kernels(config, name)
+    return step_time(
+        config,
+        layout,
+        config.model.vocab_size or 0,
+        Lengths.all_of(config.data.seq_length),
+        assumed(gpus.gpu(name), gpus.fabric("ib400")),
+        kernels=at_best(kernels) if is_best else kernels,
+    )
+
+
+def _mfu(config: Config, layout: Layout, name: str) -> str:
+    """`44.4` or `33.0 to 35.9`"""
+    low, high = (f"{100 * predicted(config, layout, name, is_best=best).mfu:.1f}" for best in (False, True))
+    return low if low == high else f"{low} to {high}"
+
+
+def _parts(time: StepTime) -> str:
+    """`attention 70%, linear 18%, recompute 5%, head 3%`"""
+    largest = sorted(time.parts.items(), key=lambda part: -part[1])[:LARGEST]
+    return ", ".join(f"{name} {seconds / time.step_s:.0%}" for name, seconds in largest)
+
+
+def table() -> str:
+    with released_models():
+        return "\n".join([*_rows(), ""])
+
+
+def _rows() -> Iterator[str]:
+    yield "| recipe | GPUs | before | by hand | MFU, H100 | step, s | largest parts | GiB of usable | MFU, B200 |"
+    yield "|---|---:|---:|---:|---:|---:|---|---:|---:|"
+    for row in ROWS:
+        config = load_recipe(str(ROOT / "recipes" / f"{row.recipe}.yaml"), list(row.settings)).config
+        layout, h100 = Layout.resolve(config, row.num_gpus), gpus.gpu("h100")
+        time, memory = predicted(config, layout, "h100"), estimate(config, layout, config.model.vocab_size or 0)
+        usable = usable_memory(h100, nccl_bytes(config, layout)).bytes
+        room = f"{memory.device / GIB:.0f} of {usable / GIB:.0f}"
+        name = " ".join([row.recipe, *(f"`{setting}`" for setting in row.settings)])
+        b200 = "" if config.attention.kernels else _mfu(config, layout, "b200")
+        yield (
+            f"| {name} | {row.num_gpus} | {row.before} | {row.by_hand} | {_mfu(config, layout, 'h100')} | "
+            f"{time.step_s:.1f} | {_parts(time)} | {room} | {b200} |"
+        )
+
+
+def page(text: str) -> str:
+    """The page with a new table between its marks."""
+    return page_text.replaced(text, BEGIN, END, f"\n{table()}\n")
+
+
+if __name__ == "__main__":
+    print(table(), end="")

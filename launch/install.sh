@@ -6,7 +6,7 @@
 #   --te          also installs Transformer Engine; its part for torch is compiled, which needs a CUDA toolkit of the
 #                 version of torch's CUDA (13.0) in CUDA_HOME or /usr/local/cuda, and a C++ compiler
 #   --extras A,B  extras of setup.cfg: plot (pictures of runs), dev (tests and lint), fla (Gated DeltaNet on GPUs),
-#                 kernels (attention on Hopper and Blackwell), wandb, mlflow
+#                 kernels (attention on Hopper and Blackwell), wandb, mlflow.  The option can be repeated
 #   --wheels DIR  takes packages from this folder only, for a machine without a package index
 #   VENV          folder of the environment; an existing environment is updated
 #
@@ -26,7 +26,7 @@ while [ $# -gt 0 ]; do
     case "$1" in
     --te) with_te=yes ;;
     --extras)
-        extras="[$2]"
+        extras="${extras:+$extras,}$2"
         shift
         ;;
     --wheels)
@@ -49,7 +49,7 @@ install() {
     "$venv/bin/python" -m pip install --disable-pip-version-check --no-compile --constraint constraints.txt \
         "${source[@]}" "$@"
 }
-install --editable ".$extras"
+install --editable ".${extras:+[$extras]}"
 if [ -z "$with_te" ]; then exit; fi
 
 # The headers of cuDNN and NCCL come with torch; the toolkit has all others.

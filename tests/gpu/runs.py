@@ -9,28 +9,34 @@ import numpy as np
 
 from sft.mcore import device, process_groups
 from sft.mcore.checkpoint_io import engine_state
-from sft.mcore.engine import Engine
+from sft.mcore.engine import Engine, weights_changed
 from sft.mcore.initial_weights import initialise
+from sft.mcore.lora import adapted
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
 from sft.run import environment
+from sft.weights.trained import trained_weights
 from tests.ranks import scenarios
 
 STEPS = 50
 BF16_TOLERANCE = 1e-2  # of each loss over 50 steps, against full precision
-GPU = ["run.device=cuda", f"train.num_steps={STEPS}", "model.head_dim=64"]  # a width that the flash kernel has
+DEVICE, LONGEST = "cuda", 16_384  # of all documents, in tokens; other values in on_cpu.py
+GPU = [f"train.num_steps={STEPS}", "model.head_dim=64"]  # a width that the flash kernel has
 
 
 @contextmanager
 def running(overrides: Sequence[str]) -> Iterator[Engine]:
     """An engine in this process, on the GPU."""
-    config = parse_recipe(scenarios.RECIPE, "tests", [*GPU, *overrides]).config
+    config = parse_recipe(scenarios.RECIPE, "tests", [f"run.device={DEVICE}", *GPU, *overrides]).config
     layout = Layout.resolve(config, 1)
     environment.prepare(config, layout)
-    place = process_groups.start(layout, device.start("cuda"), seed=config.run.seed, timeout_s=60)
+    place = process_groups.start(layout, device.start(DEVICE), seed=config.run.seed, timeout_s=60)
     try:
-        engine = Engine(config, layout, place, vocab_size=scenarios.VOCAB, num_steps=STEPS)
+        trained = trained_weights(config, scenarios.VOCAB)
+        engine = Engine(config, layout, place, vocab_size=scenarios.VOCAB, num_steps=STEPS, trained=trained)
         initialise(engine)
+        adapted.initialise(engine.chunks, config.run.seed)
+        weights_changed(engine)
         yield engine
     finally:
         process_groups.stop()

@@ -6,36 +6,37 @@ fastest, as in a run; this takes minutes.
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from sft.mcore.linear_attention import fla_functions
-from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
-from sft.mcore.linear_attention.fla_kernel import FlaKernel, old_gpu, wrong_triton
+from sft.mcore.linear_attention import fla_functions, fla_kernel
+from sft.mcore.linear_attention.delta_rule import Fragments, Inputs, Kernel
+from sft.mcore.linear_attention.gated_delta import gated_delta_rule
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 from sft.parallel.taps import Taps
+from tests.gpu import runs
 from tests.unit.fixtures.fla_variants import keep_one_variant
-
-pytest.importorskip("fla", reason="fla-core is not installed here")
-if reason := fla_functions.problem() or old_gpu() or wrong_triton():
-    pytest.skip(reason, allow_module_level=True)
+from tests.unit.fixtures.recurrence import OneProcess
 
 KEY_HEADS, VALUE_HEADS, WIDTH, TOKENS = 2, 6, 128, 4096
 FORWARD_TOLERANCE, BACKWARD_TOLERANCE = 1e-2, 2e-2  # of the norm; FLA multiplies in bf16
 # boundaries, number of linked fragments
 FRAGMENTS = {"one": ([0, 4096], 1), "many": ([0, 1344, 2000, 2001, 2001, 2065, 2066, 2400, 4096], 4)}
-DEVICE = torch.device("cuda")
+DEVICE = torch.device(runs.DEVICE)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def variants() -> Iterator[None]:
+@pytest.fixture(scope="module")
+def fla() -> Iterator[Kernel]:
+    if reason := fla_functions.problem() or fla_kernel.old_gpu() or fla_kernel.wrong_triton():
+        pytest.skip(reason)
     with pytest.MonkeyPatch.context() as patch:
         if "ALL_VARIANTS" not in os.environ:
             keep_one_variant(patch)
-        yield
+        yield fla_kernel.FlaKernel(fla_functions.functions())
 
 
 def random(*shape: int) -> Tensor:
@@ -63,7 +64,7 @@ def check(found: list[Tensor], expected: list[Tensor], num_forward: int) -> None
 
 
 @pytest.mark.parametrize("mix", FRAGMENTS)
-def test_fla_computes_what_plain_torch_does(mix: str) -> None:
+def test_fla_computes_what_plain_torch_does(fla: Kernel, mix: str) -> None:
     """Outputs, maps and all gradients, with states that come from and go to other fragments."""
     narrow, grad = inputs()
     boundaries, num_linked = FRAGMENTS[mix]
@@ -71,7 +72,7 @@ def test_fla_computes_what_plain_torch_does(mix: str) -> None:
     states, last = (random(num_linked, VALUE_HEADS, WIDTH, WIDTH) for _ in "ab")
     results = []
     for kernel, x, dout in (
-        (FlaKernel(fla_functions.functions()), narrow, grad),
+        (fla, narrow, grad),
         (TorchDeltaKernel(), Inputs(*(x.float() for x in narrow)), grad.float()),
     ):
         schedule = kernel.schedule(fragments, VALUE_HEADS, DEVICE)
@@ -84,7 +85,7 @@ def test_fla_computes_what_plain_torch_does(mix: str) -> None:
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
-def test_convolution_norm_and_decay(monkeypatch: pytest.MonkeyPatch, cp_size: int) -> None:
+def test_convolution_norm_and_decay(fla: Kernel, monkeypatch: pytest.MonkeyPatch, cp_size: int) -> None:
     """On views of the projections.  With cp 2, every all-to-all receives the same random numbers."""
     halo = random(64, VALUE_HEADS * WIDTH).bfloat16()
     monkeypatch.setattr(
@@ -94,7 +95,7 @@ def test_convolution_norm_and_decay(monkeypatch: pytest.MonkeyPatch, cp_size: in
     projected, a = random(int(taps.boundaries[-1]), 3 * width).bfloat16(), random(TOKENS, VALUE_HEADS).bfloat16()
     weights = [random(width, 4), random(WIDTH), random(VALUE_HEADS), random(VALUE_HEADS)]
     results = []
-    for kernel, dtype in ((FlaKernel(fla_functions.functions()), torch.bfloat16), (TorchDeltaKernel(), torch.float32)):
+    for kernel, dtype in ((fla, torch.bfloat16), (TorchDeltaKernel(), torch.float32)):
         leaves = [x.detach().bfloat16().to(dtype).requires_grad_() for x in (projected, a, *weights)]
         mixed = kernel.convolution(
             leaves[0][:, :width], leaves[2], kernel.convolution_plan(taps, DEVICE), torch.distributed.group
@@ -108,7 +109,26 @@ def test_convolution_norm_and_decay(monkeypatch: pytest.MonkeyPatch, cp_size: in
     check(*results, num_forward=4)
 
 
-def test_another_document_changes_nothing() -> None:
+@pytest.mark.parametrize("cp", [2, 8])
+def test_fragments_of_a_cp_group_are_the_document(fla: Kernel, cp: int) -> None:
+    """Forward and backward of a document of 3,072 tokens that 2 x cp fragments share, one after the other in this
+    process, and of a short one, beside both documents as a whole in plain torch."""
+    narrow, grad = inputs()
+    shared = Fragments.of([*range(0, 3072, 1536 // cp), 3072, TOKENS], range(2 * cp))
+    results = []
+    for kernel, dtype, fragments, passing in (
+        (fla, torch.bfloat16, shared, OneProcess([range(2 * cp)])),
+        (TorchDeltaKernel(), torch.float32, Fragments.of([0, 3072, TOKENS]), None),
+    ):
+        leaves = [x.detach().to(torch.promote_types(x.dtype, dtype)).requires_grad_() for x in narrow]
+        schedule = kernel.schedule(fragments, VALUE_HEADS, DEVICE)
+        link: Any = passing
+        out = gated_delta_rule(Inputs(*leaves), schedule, kernel, link)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))])
+    check(*results, num_forward=1)
+
+
+def test_another_document_changes_nothing(fla: Kernel) -> None:
     """Bitwise, once FLA has chosen its variants."""
     narrow, grad = inputs()
     edges, _ = FRAGMENTS["many"]
@@ -116,30 +136,29 @@ def test_another_document_changes_nothing() -> None:
     other = Inputs(*(x.clone() for x in narrow))
     for x in other[:3]:
         x[inside] = torch.randn_like(x[inside])
-    kernel, results = FlaKernel(fla_functions.functions()), []
-    schedule = kernel.schedule(Fragments.of(edges), VALUE_HEADS, DEVICE)
+    results = []
+    schedule = fla.schedule(Fragments.of(edges), VALUE_HEADS, DEVICE)
     for x in (narrow, narrow, other):
-        prepared = kernel.prepared(x, schedule)
-        out, saved = kernel.forward(prepared, schedule, None)
-        results.append([out, *kernel.backward(grad, prepared, schedule, None, saved, None)])
+        prepared = fla.prepared(x, schedule)
+        out, saved = fla.forward(prepared, schedule, None)
+        results.append([out, *fla.backward(grad, prepared, schedule, None, saved, None)])
     for a, b in zip(*results[1:]):
         assert torch.equal(a[: edges[1]], b[: edges[1]]) and torch.equal(a[edges[2] :], b[edges[2] :])
 
 
-def test_a_pass_does_not_wait_for_the_gpu() -> None:
+def test_a_pass_does_not_wait_for_the_gpu(fla: Kernel) -> None:
     """Forward and backward with maps and states, once everything is compiled."""
     narrow, grad = inputs()
     boundaries, num_linked = FRAGMENTS["many"]
-    kernel = FlaKernel(fla_functions.functions())
     for mode in ("default", "error"):
-        schedule = kernel.schedule(Fragments.of(boundaries, range(num_linked)), VALUE_HEADS, DEVICE)
+        schedule = fla.schedule(Fragments.of(boundaries, range(num_linked)), VALUE_HEADS, DEVICE)
         states = random(num_linked, VALUE_HEADS, WIDTH, WIDTH)
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            prepared = kernel.prepared(narrow, schedule)
-            kernel.transitions(prepared, schedule)
-            _, saved = kernel.forward(prepared, schedule, states)
-            kernel.state_gradients(grad, prepared, schedule)
-            kernel.backward(grad, prepared, schedule, states, saved, states)
+            prepared = fla.prepared(narrow, schedule)
+            fla.transitions(prepared, schedule)
+            _, saved = fla.forward(prepared, schedule, states)
+            fla.state_gradients(grad, prepared, schedule)
+            fla.backward(grad, prepared, schedule, states, saved, states)
         finally:
             torch.cuda.set_sync_debug_mode("default")

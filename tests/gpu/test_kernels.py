@@ -16,6 +16,7 @@ from sft.mcore.attention.key_source import LocalKeys
 from sft.mcore.backends import kernels
 from sft.mcore.modules.norm import RMSNorm
 from sft.parallel import context_parallel
+from tests.gpu import runs
 
 HEADS, GROUPS, SCALE = 8, 2, 0.125
 # bf16 has 8 bits of mantissa, and inputs are rounded alike on both sides: of the norm.
@@ -199,9 +200,9 @@ def test_another_document_changes_nothing(name: str, kind: str, request: pytest.
 def test_the_length_of_another_document_changes_nothing(name: str) -> None:
     """Bitwise: how the kernel divides the keys of one may not depend on the longest of the pack."""
     kind = "512" if name == "ffpa-attn" else "128"
-    _, (query, key, value, _) = packed([512, 16384], KINDS[kind])
+    _, (query, key, value, _) = packed([512, runs.LONGEST], KINDS[kind])
     outs = []
-    for rest in (64, 16384):
+    for rest in (64, runs.LONGEST):
         boundaries = np.array([0, 512, 512 + rest], dtype=np.int32)
         kernel = FlashKernel.of(boundaries, 1, 0, query.device, operators=kernels.FLASH[fit(name, kind)])
         outs.append(kernel.forward(*(x[: 512 + rest] for x in (query, key, value)), SCALE)[0][:512])

@@ -13,6 +13,7 @@ import torch
 
 from sft.mcore.backends import kernels
 from sft.mcore.backends.portable import Portable
+from sft.mcore.lora.adapted import Adapted
 from sft.mcore.optimizer import offload
 from tests.gpu.runs import BF16_TOLERANCE, GPU, around_a_checkpoint, gradients, losses, running, train
 from tests.ranks import layouts, scenarios
@@ -53,7 +54,7 @@ KINDS = {  # with heads as wide as those of released models, which decides the k
         *("model.latent_attention.qk_nope_head_dim=128", "model.latent_attention.qk_rope_head_dim=64"),
         *("model.latent_attention.v_head_dim=128", "model.head_dim=null"),
     ],
-    "adapters": [*MOE, "lora.rank=4"],
+    "adapters": [*MOE, "model.qkv_bias=false", "lora.rank=4"],
 }
 
 
@@ -61,6 +62,9 @@ KINDS = {  # with heads as wide as those of released models, which decides the k
 def test_every_kind_of_layer_follows_full_precision(kind: str) -> None:
     """By a flash kernel, plain torch, FLA or torch's grouped product, whichever the kind of layer gets."""
     model = [*KINDS[kind], "attention.backend=portable"]
+    with running([*model, "run.precision=bf16"]) as engine:
+        has_adapters = any(isinstance(module, Adapted) for chunk in engine.chunks for module in chunk.modules())
+    assert has_adapters == (kind == "adapters")
     wide, half = (losses([*model, f"run.precision={dtype}"], range(12)) for dtype in ("fp32", "bf16"))
     np.testing.assert_allclose(half, wide, rtol=BF16_TOLERANCE)
 
@@ -129,7 +133,7 @@ def test_transformer_engine_agrees_with_portable() -> None:
 def test_a_checkpoint_of_a_cpu_goes_on(tmp_path: Path) -> None:
     pool = RankPool(1)
     try:
-        (expected,) = pool.run(first_steps, [*GPU[1:], "run.precision=fp32"], str(tmp_path))
+        (expected,) = pool.run(first_steps, [*GPU, "run.precision=fp32"], str(tmp_path))
     finally:
         pool.close()
     found = losses(["run.precision=fp32"], range(2, 4), tmp_path)

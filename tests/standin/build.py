@@ -21,10 +21,11 @@ PACKAGES = Path(sysconfig.get_paths()["purelib"])
 TORCH = PACKAGES / "torch"
 TE = PACKAGES / "transformer_engine" / "wheel_lib"
 NAME = "libcuda.so.1"  # torch and Triton open this name, and get our library, because it is already loaded
-SOURCES = ("cuda.c", "driver.c", "nccl.c", "blas.c", "dnn.c")
+SOURCES = ("cuda.c", "driver.c", "nccl.c", "blas.c", "dnn.c", "nvml.c")
 DECLARATIONS = HERE / "declarations"  # for our C code if CUDA's headers are absent
 STRICT = ("-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter")  # functions ignore most of their parameters
 REPLACED = ("libcudart", "libcublas", "libcublasLt", "libnccl", "libcudnn", "libnvrtc")
+NVML = "libnvidia-ml.so.1"  # torch and sft open this name, and look up functions
 BY_NAME = ("libcudart", "libcudnn")  # Transformer Engine opens these by name, and looks up functions
 WORLD = 8  # number of devices
 H200_BYTES = 150_754_820_096
@@ -61,7 +62,7 @@ def _replaced() -> list[Path]:
 
 def _others(library: Path) -> list[Path]:
     """Files beside the library that load it under other names."""
-    return [library.with_name(path.name) for path in _replaced() if path.name.startswith(BY_NAME)]
+    return [library.with_name(name) for name in [p.name for p in _replaced() if p.name.startswith(BY_NAME)] + [NVML]]
 
 
 def library() -> Path:

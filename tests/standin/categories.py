@@ -19,17 +19,12 @@ from sft.estimate import memory
 from sft.parallel.layout import Layout
 from tests.allocations.compare import Comparison
 from tests.standin import build
-from tests.standin.memory_rows import KINDS, read
+from tests.standin.memory_rows import GEMMA_4, KINDS, read
 from tools.bench.steps.trainer import documents_of
 
 _EXPERTS = [
     *(f"model.moe.{key}={value}" for key, value in dict(num_experts=32, top_k=4, ffn_hidden_size=768).items()),
     "model.moe.aux_loss_coef=1e-3",
-]
-_LINEAR = [
-    "model.linear_attention={layers: [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15, 17, 18, 19, 21, 22, 23, 25, 26, 27], "
-    "num_key_heads: 16, num_value_heads: 32, key_head_dim: 128, value_head_dim: 128}",
-    "attention.delta_rule=torch",  # FLA is not installed here, and the estimate expects it
 ]
 _LATENT = [
     *("model.latent_attention.kv_lora_rank=512", "model.latent_attention.q_lora_rank=768"),
@@ -37,21 +32,12 @@ _LATENT = [
     *("model.latent_attention.v_head_dim=128", "model.head_dim=null", "model.num_query_groups=null"),
     "model.qk_norm=false",
 ]
-# Six layers of Gemma 4 26B-A4B, the last without a window; of GLM-4.5-Air, the first dense, with few experts.
-_GEMMA_4 = [
-    *(f"model.{key}={value}" for key, value in dict(
-        num_layers=6, hidden_size=2816, ffn_hidden_size=2112, num_attention_heads=16, num_query_groups=8, head_dim=256,
-        norm_placement="both", activation="geglu", value_norm="true", layer_scalar="true", attention_multiplier=1,
-        logits_softcap=30, sliding_window=1024, sliding_window_layers=[1, 2, 3, 4, 5],
-    ).items()),
-    *(f"model.full_attention.{key}" for key in ("head_dim=512", "num_query_groups=2", "keys_as_values=true")),
-    *(f"model.rope.{key}" for key in ("window_base=1e4", "scaling=proportional", "fraction=0.25")),
-]  # fmt: skip
 _GEMMA_4_EXPERTS = [
-    *_GEMMA_4,
+    *GEMMA_4,
     *(f"model.moe.{key}" for key in ("num_experts=128", "top_k=8", "ffn_hidden_size=704", "own_norms=true")),
     "model.moe.shared_ffn_hidden_size=2112",
 ]
+# Six layers of GLM-4.5-Air, the first dense, with few experts.
 _GLM = [
     *(f"model.{key}={value}" for key, value in dict(
         num_layers=6, hidden_size=4096, ffn_hidden_size=10_944, num_attention_heads=96, num_query_groups=8,
@@ -65,9 +51,7 @@ _GLM = [
 ]  # fmt: skip
 MORE_KINDS = {
     "experts": _EXPERTS,
-    "linear": _LINEAR,
     "latent": _LATENT,
-    "gemma4": _GEMMA_4,
     "gemma4_experts": _GEMMA_4_EXPERTS,
     "glm": _GLM,
     "glm_mtp": [*_GLM, "train.mtp=joint"],

@@ -45,6 +45,9 @@ ROWS = (
     "8b:64k:one:full+tile4k@gpt_oss,cp=2",
     "1.7b:32k:one:selective@latent",
     "1.7b:32k:one:full@latents",
+    "1.7b:32k:one:selective@latents,cp=2",
+    "1.7b:32k:one:selective@gemma4,cp=2",
+    "0.6b:64k:one:selective@linear,cp=2",
 )
 ROWS_TE = (
     "1.7b:64k:one:selective@te",
@@ -80,6 +83,21 @@ _GPT_OSS += _keys(attention_sinks=True, activation="clamped_swiglu", activation_
 _LATENT = _keys(num_layers=12, hidden_size=2048, ffn_hidden_size=11_264, num_attention_heads=16, qk_norm=False)
 _LATENT += ["model.num_query_groups=null", "model.head_dim=null", "model.latent_attention.kv_lora_rank=512"]
 _LATENT += ["model.rope.interleaved=true"]
+_LINEAR = [
+    "model.linear_attention={layers: [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15, 17, 18, 19, 21, 22, 23, 25, 26, 27], "
+    "num_key_heads: 16, num_value_heads: 32, key_head_dim: 128, value_head_dim: 128}",
+    "attention.delta_rule=torch",  # FLA is not installed here, and the estimate expects it
+]
+# Six layers of Gemma 4 26B-A4B without experts, the last without a window.
+GEMMA_4 = [
+    *(f"model.{key}={value}" for key, value in dict(
+        num_layers=6, hidden_size=2816, ffn_hidden_size=2112, num_attention_heads=16, num_query_groups=8, head_dim=256,
+        norm_placement="both", activation="geglu", value_norm="true", layer_scalar="true", attention_multiplier=1,
+        logits_softcap=30, sliding_window=1024, sliding_window_layers=[1, 2, 3, 4, 5],
+    ).items()),
+    *(f"model.full_attention.{key}" for key in ("head_dim=512", "num_query_groups=2", "keys_as_values=true")),
+    *(f"model.rope.{key}" for key in ("window_base=1e4", "scaling=proportional", "fraction=0.25")),
+]  # fmt: skip
 KINDS = {  # of layers, by a word after the @; the models have their own sizes, too
     "windows": _keys(sliding_window=1024),
     "half": _HALF,
@@ -88,6 +106,8 @@ KINDS = {  # of layers, by a word after the @; the models have their own sizes, 
     "gemma3": [*_GEMMA, *_GEMMA_3, *_keys(sliding_window=1024, sliding_window_layers=[1, 2, 3, 4, 5, 7, 8, 9, 10, 11])],
     "latent": _LATENT,
     "latents": [*_LATENT, *_keys(num_attention_heads=32), "model.latent_attention.q_lora_rank=1536"],
+    "linear": _LINEAR,
+    "gemma4": GEMMA_4,
     "gpt_oss": [*_GPT_OSS, *_keys(sliding_window=128, sliding_window_layers=[1, 3, 5, 7, 9, 11])],
 }
 

@@ -26,6 +26,7 @@ from tests.standin.calls import Counts, counted
 from tools.bench.steps import trainer
 from tools.bench.steps.case import StepCase
 
+FLA = "SFT_STANDIN_FLA"  # environment variable: linear attention calls a function of the shapes of FLA's
 # Environment variables about forward and backward of the last step.
 FREE = "SFT_STANDIN_FREE"  # they must not wait for the GPU
 RECORD = "SFT_STANDIN_RECORD"  # folder: a file for each rank, named by its number, gets their work (replay.py)
@@ -34,6 +35,8 @@ RECORD = "SFT_STANDIN_RECORD"  # folder: a file for each rank, named by its numb
 def main(name: str, also: Sequence[str], num_steps: int) -> None:
     leave_with_parent()  # the test kills torchrun at its time limit
     answers.give()
+    if FLA in os.environ:
+        answers.give_fla()
     case = StepCase.read(name)
     seq_length, multiple, _ = trainer.documents_of(case, 1)
     config = case.config("cuda", seq_length=seq_length, multiple=multiple, also=also)
@@ -58,6 +61,7 @@ def main(name: str, also: Sequence[str], num_steps: int) -> None:
         "host_bytes": counted().most_host_bytes,
         "step": asdict(steps[-1]),
         "passes": asdict(within[-1]),
+        "backend": str(engine.backend),
     }
     os.write(sys.stdout.fileno(), (json.dumps(found) + "\n").encode())  # in one write, because ranks share a pipe
     process_groups.stop()

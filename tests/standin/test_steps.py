@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.standin import launch, memory_rows, replay
-from tests.standin.steps import FREE, RECORD
+from tests.standin.steps import FLA, FREE, RECORD
 
 # Shares of the estimate.  Measured memory is up to 0.9% above it, by workspaces, small tensors and rounding of the
 # allocator.  With much more, runs that are estimated to fit would run out of memory.  Measured memory is up to 4.1%
@@ -49,6 +49,16 @@ def test_passes_under_context_parallelism_wait_neither(way: list[str]) -> None:
     overrides = [*way, "parallel.cp=2"]
     for found in launch.steps(CASE, overrides, ranks=2, also={FREE: "1"}):
         assert found["passes"]["waits"] == 0, found
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "gemma4", "latents", "linear", "linear,fla"])
+def test_passes_of_every_kind_of_layer_wait_neither(kind: str) -> None:
+    """Packs of chats, with context parallelism: halos, sinks, heads of 512 in tiles, latents, states between ranks."""
+    case, also, ranks = memory_rows.read(f"0.6b:4k:chat:selective@{kind.removesuffix(',fla')},cp=2")
+    fake = {FREE: "1"} | ({FLA: "1"} if kind.endswith("fla") else {})
+    for found in launch.steps(str(case), also, ranks=ranks, also=fake):
+        assert found["passes"]["kernels"] > 500 and found["passes"]["waits"] == 0, found
+        assert ("linear attention on fla" in found["backend"]) == kind.endswith("fla"), found
 
 
 @pytest.mark.parametrize("virtual_stages", [1, 2])

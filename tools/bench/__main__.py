@@ -21,7 +21,9 @@ from pathlib import Path
 SUBJECTS = {
     "loss_head": "the loss and its gradients, compared with those of torch: time, memory, FLOPs",
     "attention": "attention over packed documents: every kernel, on one device and as the ranks of a cp group",
+    "kernels": "every attention kernel for every kind of layer: TFLOP/s, and the error against float64",
     "delta_rule": "the gated delta rule, compared with transformers: time and saved bytes",
+    "delta_passes": "the passes of the gated delta rule on a rank of a cp group: time, work and launches",
     "step": "whole training steps on one GPU: tokens/s, MFU, memory, share of the roofline",
     "longest": "the longest context that fits into memory, found by running steps",
     "dynamic_cp": "a CP size for each pack, compared with a fixed size and with megatron-core's scheduler",
@@ -90,14 +92,26 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(str(error))
     if options.list or options.judge:
         return options
+    wanted = getattr(options, "device", "cpu")
+    if wanted != "cpu":
+        set_environment()
     import torch
 
-    wanted = getattr(options, "device", "cpu")
     has_gpu = torch.cuda.is_available()
     if not has_gpu and (wanted == "cuda" or (wanted == "auto" and subject.device == "gpu")):
         parser.error("torch sees no CUDA device; --tiny runs the benchmark on the CPU")
     options.device = torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and has_gpu) else "cpu")
     return options
+
+
+def set_environment() -> None:
+    """Sets the environment variables of a run on one GPU, before this process starts CUDA."""
+    from sft.parallel.layout import Layout
+    from sft.run import environment
+    from tools.bench.steps.case import StepCase
+
+    config = StepCase.read("tiny:512:one").config("cuda")
+    environment.prepare(config, Layout.resolve(config, 1))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

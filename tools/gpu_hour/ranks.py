@@ -2,16 +2,21 @@
 
     torchrun --standalone --nproc-per-node 8 -m tools.gpu_hour.ranks curves layouts --json FILE
     torchrun --standalone --nproc-per-node 8 -m tools.gpu_hour.ranks speed 8b:64k:one --set parallel.cp=8 --json FILE
+    torchrun --standalone --nproc-per-node 1 -m tools.gpu_hour.ranks adapters 8b:16k:one:none+lora16 --json FILE
 
-curves  losses and gradient norms of a group of curves.py, one curve after the other, on random tokens in documents of
-        the mix `chat`; a difference is relative to the first curve, and is the largest over all steps
-speed   time and memory of steps of a case (tools/bench/steps/case.py) on the layout of --set, beside the estimate
+curves    losses and gradient norms of a group of curves.py, one curve after the other, on random tokens in documents
+          of the mix `chat`; a difference is relative to the first curve of the kind, and is the largest over all steps
+speed     time and memory of steps of a case (tools/bench/steps/case.py) on the layout of --set, beside the estimate
+adapters  time of each linear layer of a case with adapters, beside the layer without its adapter
 """
 
 import argparse
 import os
+import sys
+from contextlib import suppress
 from pathlib import Path
 
+from sft.errors import ConfigError
 from sft.parallel.layout import Layout
 from sft.run import environment
 from tools.bench.harness import Column, Table, append
@@ -34,23 +39,33 @@ SPEED_COLUMNS = [
 ]
 
 
+ADAPTER_COLUMNS = [
+    Column("base_fwd", "fwd ms", ".3f", 1e-3),
+    Column("base_both", "both ms", ".3f", 1e-3),
+    Column("fwd_ratio", "with adapter, fwd", ".3f"),
+    Column("ratio", "with adapter, both", ".3f"),
+]
+
+
 def prepare(options: argparse.Namespace) -> None:
     """Sets the environment variables of a run on this layout.  All curves of a group run in the same processes, so they
     share the environment of the curve with the largest tp x cp."""
     world_size = int(os.environ["WORLD_SIZE"])
-    if options.subject == "speed":
+    if options.subject != "curves":
         configs = [StepCase.read(options.case).config(options.device, also=options.set)]
     else:
-        names = curves.GROUPS[options.case][world_size]
-        configs = [curves.config(curves.overrides(name), options.device) for name in names]
+        configs = []
+        for name in curves.GROUPS[options.case][world_size]:
+            with suppress(ConfigError):  # a curve that this machine cannot compute is no row of the group
+                configs.append(curves.config(curves.overrides(name), options.device))
     config = max(configs, key=lambda config: config.parallel.tp * config.parallel.cp)
     environment.prepare(config, Layout.resolve(config, world_size))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="tools.gpu_hour.ranks", description=__doc__)
-    parser.add_argument("subject", choices=["curves", "speed"])
-    parser.add_argument("case", help=f"of curves: {', '.join(curves.GROUPS)}; of speed: a case of steps")
+    parser.add_argument("subject", choices=["curves", "speed", "adapters"])
+    parser.add_argument("case", help=f"of curves: {', '.join(curves.GROUPS)}; of the others: a case of steps")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the recipe")
     parser.add_argument("--tiny", action="store_true", help="curves of toy sizes")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -63,15 +78,20 @@ def main() -> None:
     if options.subject == "curves":
         sizes = curves.TINY_SIZES if options.tiny else ()
         columns, rows = CURVE_COLUMNS, measured.curve_rows(options.case, options.device, sizes)
+    elif options.subject == "adapters":
+        columns, rows = ADAPTER_COLUMNS, measured.adapter_rows(options.case, options.device)
     else:
         columns, rows = SPEED_COLUMNS, measured.speed_rows(options.case, options.set, options.device)
-    table, is_first = Table(columns, [options.case]), os.environ["RANK"] == "0"
+    table, is_first, failed = Table(columns, [options.case]), os.environ["RANK"] == "0", False
     if is_first:
         print(table.head(), flush=True)
     for row in rows:
+        failed = failed or row["status"].startswith("failed")
         if is_first:
             append(options.json, row)
             print(table.line(row), flush=True)
+    if failed:
+        sys.exit("some rows failed")
 
 
 if __name__ == "__main__":

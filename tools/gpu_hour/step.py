@@ -88,7 +88,11 @@ def module(*words: str) -> list[str]:
     return [sys.executable, "-m", *words]
 
 
-def torchrun(setting: Setting, *words: str) -> list[str]:
-    """The command that runs a module under torchrun, with one process per GPU.  words: the module and its arguments"""
-    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(setting.num_processes), "-m")
+def torchrun(setting: Setting, *words: str, num_processes: int = 0) -> list[str]:
+    """The command that runs a module under torchrun.
+
+    words: the module and its arguments; num_processes: 0 means one for each GPU
+    """
+    count = str(num_processes or setting.num_processes)
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", count, "-m")
     return module(*launcher, *words)

@@ -93,6 +93,12 @@ def speed(name: str, subject: str, case: str, settings: str, **needs: Any) -> St
     return Step(name=name, question=question, commands=commands, limit_s=240, gpus=8, **needs)
 
 
+def adapters(setting: Setting) -> Sequence[Command]:
+    case = "tiny:64:one:none+lora4" if setting.tiny else "8b:16k:one:none+lora16"
+    words = ["adapters", case, "--device", setting.device, "--json", setting.rows("adapters")]
+    return [torchrun(setting, "tools.gpu_hour.ranks", *words, num_processes=1)]
+
+
 def gpu_tests(setting: Setting) -> Sequence[Command]:
     report = f"--junitxml={setting.folder('tests') / JUNIT}"
     chosen = ["-k", "rms_norm"] if setting.tiny else ["-n", "4"]
@@ -127,6 +133,7 @@ STEPS: Sequence[Step] = (
     ),
     Step(name="tests", question="do the tests of GPUs pass", commands=gpu_tests, limit_s=270, cuda=True),
     curves("layouts", "do layouts, recompute and bf16 give one curve", limit_s=150),
+    curves("kinds", "do models of every kind of layer give the curve of full precision", limit_s=330),
     curves(
         "backends",
         "does Transformer Engine give the curve of portable, with every cp_comm",
@@ -147,6 +154,24 @@ STEPS: Sequence[Step] = (
         "time and memory of the loss head at 262,144 tokens",
         "loss_head --cases 1 --dtype bf16 --tokens 262144 --hidden 2048 --vocab 62080 --chunks 4096 --ways fused",
         limit_s=120,
+    ),
+    bench(
+        "kernels",
+        "rates and errors of every attention kernel, for every kind of layer",
+        "kernels --minutes 2",
+        limit_s=240,
+    ),
+    bench(
+        "delta-passes",
+        "time and launches of the passes of linear attention, and their work under cp",
+        "delta_passes --minutes 0.5",
+        limit_s=150,
+    ),
+    Step(
+        name="adapters",
+        question="time of linear layers with adapters, beside the same without",
+        commands=adapters,
+        limit_s=60,
     ),
     bench(
         "attention",

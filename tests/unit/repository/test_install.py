@@ -41,11 +41,11 @@ def install(tmp_path: Path, *args: str, **env: str) -> tuple[int, str, list[dict
 
 
 def test_the_environment_has_the_versions_of_the_constraints(tmp_path: Path) -> None:
-    code, _, calls = install(tmp_path, "--extras", "dev,plot", "my env")
+    code, _, calls = install(tmp_path, "--extras", "fla", "--extras", "dev,plot", "my env")
     assert code == 0
     assert [call["args"] for call in calls] == [
         ["-m", "venv", str(tmp_path / "my env")],
-        [*PIP, "--editable", ".[dev,plot]"],
+        [*PIP, "--editable", ".[fla,dev,plot]"],
     ]
     assert {call["folder"] for call in calls} == {str(ROOT)}  # VENV is of the caller's folder, the package is ours
 

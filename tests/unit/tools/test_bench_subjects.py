@@ -1,13 +1,17 @@
-"""tools/bench, subjects checkpoint, load_hf, longest and delta_rule: models, rows and bars; no speed is judged."""
+"""tools/bench, subjects checkpoint, load_hf, longest, delta_rule, kernels: models, rows and bars; no speed is judged."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from tests.plain_flash import PLAIN
 from tests.unit.fixtures.recurrence import random_inputs
 from tools.bench import __main__ as bench
-from tools.bench import checkpoint, delta_rule, load_hf, longest
+from tools.bench import checkpoint, delta_rule, kernels, load_hf, longest
 from tools.bench.checkpoint import BESIDE, FIRST, STALL, SYNC, WORK, Took
 from tools.bench.clock import growth
 from tools.bench.harness import Refused
@@ -167,3 +171,37 @@ def test_saved_bytes_are_those_beyond_the_inputs() -> None:
     inputs = random_inputs(3, torch.float32)
     assert delta_rule.saved_bytes(lambda x: x.q * x.k, inputs) == 0
     assert delta_rule.saved_bytes(lambda x: x.q.exp() * x.k, inputs) == 3 * 2 * 8 * 4
+
+
+# --- kernels -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", kernels.LAYERS)
+def test_every_kernel_is_compared_with_float64(layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's flash kernel, as tests/plain_flash.py has it, with windows that hide keys, sinks and soft caps."""
+    monkeypatch.setattr(kernels, "FLASH", {"torch's flash kernel": PLAIN})
+    monkeypatch.setattr(kernels, "CHECKED", (5, 40, 1, 23, 60))
+    monkeypatch.setattr(kernels, "CHECKED_WINDOW", 20)
+    options = bench.parse(["kernels", "--tiny", "--cases", f"{layer}:one", "--ways", "torch", "--tokens", "32"])
+    (row,) = kernels.measure(options.cases[0], options)
+    assert row["tokens"] == (16 if layer == "512" else 32) and 0 < row["error"] < 4e-3
+    (bar,) = kernels.bars([{"case": layer, **row}])
+    assert not bar.is_missed
+
+
+def test_a_wrong_gradient_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backward(*given: Any, **how: Any) -> Any:
+        dquery, dkeys, dvalues = PLAIN.backward(*given, **how)
+        return dquery, 1.02 * dkeys, dvalues
+
+    monkeypatch.setattr(kernels, "FLASH", {"torch's flash kernel": replace(PLAIN, backward=backward)})
+    options = bench.parse(["kernels", "--tiny", "--cases", "64:one", "--ways", "torch", "--tokens", "32"])
+    (row,) = kernels.measure(options.cases[0], options)
+    assert row["error"] == pytest.approx(0.02, rel=0.05)
+
+
+def test_flops_count_visible_keys_alone() -> None:
+    """Of two documents of 2 and 4 tokens, 3 heads of 8: halves of the squares, and with a window of 2 tokens less."""
+    boundaries = np.array([0, 2, 6])
+    assert kernels.Layer(3, 1, 8, 8).flops(boundaries) == 960
+    assert kernels.Layer(3, 1, 8, 8, window=2).flops(boundaries) == 768

@@ -5,13 +5,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+import torch
 
 from sft import cli
 from sft.config import Config
+from sft.config.mixer_section import LayerKind
 from sft.estimate import memory
+from sft.layers.kinds import all_layer_groups
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
 from sft.run import environment
@@ -25,7 +28,7 @@ from tools.gpu_hour.bars import Outcome
 from tools.gpu_hour.step import Result, Step
 from tools.gpu_hour.steps import MACHINE, STEPS
 
-MINUTES = {1: 40, 8: 60}  # that the whole may take, by --gpus
+MINUTES = {1: 55, 8: 70}  # that the whole may take, by --gpus
 STEP_MINUTES = 8
 BENCH_GRACE_S = 90  # that the last case of a benchmark of steps may take beyond its --minutes
 FACTS: dict[str, Any] = {
@@ -59,8 +62,8 @@ def test_the_limits_add_up_to_what_is_promised(gpus: int) -> None:
 
 def test_the_steps_come_in_the_order_of_their_worth() -> None:
     assert [step.name for step in STEPS if step.gpus == 1] == (
-        "probe-data probe-leak probe-parity tests layouts backends deterministic memory loss-head attention steps "
-        "offload longest checkpoint"
+        "probe-data probe-leak probe-parity tests layouts kinds backends deterministic memory loss-head kernels "
+        "delta-passes adapters attention steps offload longest checkpoint"
     ).split()
 
 
@@ -68,14 +71,14 @@ def test_the_steps_come_in_the_order_of_their_worth() -> None:
 @pytest.mark.parametrize("gpus", [1, 8])
 def test_every_benchmark_takes_its_options(gpus: int, tiny: bool) -> None:
     lines = [words for _, words in words_of(gpus, tiny) if words[0] == "tools.bench"]
-    assert len(lines) == 7
+    assert len(lines) == 9
     for words in lines:
         assert bench.parse([*words[1:], "--list"]).json.parent.parent == Path("/out")
         assert words[words.index("--device") + 1] == ("cpu" if tiny else "cuda")
 
 
 def config_of(case: str, num_processes: int, device: str) -> Config:
-    config = parse_recipe(curves.RECIPE, "tests", [f"run.device={device}", *curves.overrides(case)]).config
+    config = curves.config(curves.overrides(case), device)
     assert Layout.resolve(config, num_processes).world_size == num_processes
     return config
 
@@ -91,6 +94,22 @@ def test_every_curve_is_a_recipe_that_fits(group: str) -> None:
             assert config.parallel.cp == given["cp"] and int(words.get("dp", 1)) == dp, words
     types = {config_of(case, 8, "cuda").parallel.cp_comm for case in curves.BACKENDS[8]}
     assert types == {"p2p", "all_gather", "a2a", "a2a+p2p"}
+
+
+def test_every_kind_of_layer_has_a_curve() -> None:
+    """On one GPU and on eight: the kinds of LayerKind, and what issues name: dynamic CP, DeepEP, FP8, adapters."""
+    for num_processes in (1, 8):
+        configs = [config_of(case, num_processes, "cuda") for case in curves.OF_KINDS[num_processes]]
+        mixers = {group.mixer.kind for config in configs for group in all_layer_groups(config.model)}
+        assert mixers == set(get_args(LayerKind))
+        assert {config.run.fp8 for config in configs} == {None, "delayed", "blockwise"}
+        assert any(config.lora.is_used and config.model.moe.num_experts for config in configs)
+        widths = {config.model.resolved_head_dim for config in configs}
+        assert widths >= {64, 128, 192, 256} and any(c.model.full_attention.head_dim == 512 for c in configs)
+    linear = {config.parallel.cp for config in configs if config.model.linear_attention.is_used}
+    assert linear >= {2, 8}
+    assert any(config.parallel.dynamic_cp for config in configs)
+    assert any(config.parallel.ep_comm == "deepep" for config in configs)
 
 
 def test_every_speed_is_a_recipe_that_fits_eight_gpus() -> None:
@@ -163,6 +182,50 @@ def test_curves_are_judged_by_their_largest_difference() -> None:
     ]
 
 
+def test_kinds_are_judged_beside_the_first_curve_of_their_own() -> None:
+    rows = [
+        curve("kind=windows dp=1", [6.0], [1.0]),
+        curve("kind=windows dp=1 precision=bf16", [6.03], [1.06]),
+        curve("kind=experts dp=1", [3.0], [2.0]),
+        curve("kind=experts dp=1 precision=bf16", [3.0], [2.12]),
+        {"case": "kind=experts dp=1 backend=te fp8=delayed", "status": "not measured: te is not installed"},
+    ]
+    assert bars_of("Every kind of layer beside full precision", kinds=outcome(*rows)) == [
+        "met           kind=windows dp=1 precision=bf16 beside kind=windows dp=1, losses: 0.005, at most 0.01",
+        "MISSED        kind=windows dp=1 precision=bf16 beside kind=windows dp=1, gradient norms: 0.06, at most 0.05",
+        "met           kind=experts dp=1 precision=bf16 beside kind=experts dp=1, losses: 0, at most 0.01",
+        "met           kind=experts dp=1 precision=bf16 beside kind=experts dp=1, gradient norms: 0.06, at most 0.15",
+        "not measured  kind=experts dp=1 backend=te fp8=delayed beside kind=experts dp=1, losses",
+        "not measured  kind=experts dp=1 backend=te fp8=delayed beside kind=experts dp=1, gradient norms",
+    ]
+
+
+def test_a_curve_that_cannot_run_here_is_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own, because core's groups and torch's settings stay in a process."""
+    code = (
+        "import os; from tools.gpu_hour import curves, measured\n"
+        "os.environ |= dict(RANK='0', WORLD_SIZE='1', LOCAL_RANK='0', MASTER_ADDR='127.0.0.1', MASTER_PORT='0')\n"
+        "names = ['dp=1', 'dp=1 precision=bf16 backend=te', 'kind=adapters dp=1 precision=bf16']\n"
+        "curves.GROUPS['kinds'] = {1: names}\n"
+        "for row in measured.curve_rows('kinds', 'cpu', curves.TINY_SIZES):\n"
+        "    print(row['status'], all(abs(x) < 100 for x in row.get('losses', []) + row.get('norms', [])))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=runner.ROOT, capture_output=True, text=True)
+    first, te, adapters = done.stdout.splitlines()
+    assert first == adapters == "done True", done.stdout + done.stderr
+    assert te.startswith("not measured: attention.backend = ") and "needs CUDA" in te
+
+
+@pytest.mark.parametrize(
+    "name, tflops", [("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA B200", 2250.0), ("NVIDIA GeForce RTX 5090", None)]
+)
+def test_mfu_is_of_the_peak_of_this_gpu(monkeypatch: pytest.MonkeyPatch, name: str, tflops: float | None) -> None:
+    from tools.gpu_hour import measured
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert measured.peak_of("cuda") == tflops and measured.peak_of("cpu") is None
+
+
 @pytest.mark.parametrize("last, verdict", [(2.0, "met"), (2.0000000000000004, "MISSED")])
 def test_deterministic_runs_are_equal_to_the_last_bit(last: float, verdict: str) -> None:
     rows = [curve("dp=1", [6.0], [2.0]), curve("dp=1", [6.0], [last])]
@@ -180,6 +243,18 @@ def test_memory_is_judged_from_both_sides() -> None:
         "met           b, allocated over estimated memory: 0.93, at most 1.02",
         "MISSED        b, allocated over estimated memory: 0.93, at least 0.94",
         "MISSED        b, reserved over allocated memory: 1.06, at most 1.05",
+    ]
+
+
+def test_a_kernel_that_is_not_installed_has_a_bar_without_value() -> None:
+    rows = [
+        {"case": "512:one", "way": "ffpa-attn", "error": 0.02},
+        {"case": "64:one", "way": "FlashAttention-4", "status": "not measured: flash-attn-4 is not installed"},
+        {"case": "64:one", "way": "ffpa-attn", "status": "not measured: it is for heads of 512"},
+    ]
+    assert bars_of("Kernels of attention beside float64", kernels=outcome(*rows)) == [
+        "MISSED        512:one by ffpa-attn, error: 0.02, at most 0.01",
+        "not measured  64:one by FlashAttention-4, error: not measured: flash-attn-4 is not installed",
     ]
 
 
@@ -248,7 +323,7 @@ def test_a_group_that_cannot_be_judged_does_not_stop_the_report() -> None:
 
 def test_times_of_toy_sizes_are_not_judged() -> None:
     titles = {tiny: [title for title, _ in bars.judged({}, tiny=tiny)] for tiny in (False, True)}
-    assert set(titles[False]) - set(titles[True]) == {"Training steps", "Checkpoints"} and len(titles[True]) == 7
+    assert set(titles[False]) - set(titles[True]) == {"Training steps", "Checkpoints"} and len(titles[True]) == 9
 
 
 # --- the command ---------------------------------------------------------------------------------------------------

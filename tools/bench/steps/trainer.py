@@ -107,6 +107,7 @@ def engine_of(case: StepCase, config: Config, layout: Layout, groups: process_gr
     engine = Engine(config, layout, groups, vocab_size=case.vocab, num_steps=NUM_STEPS, trained=trained)
     initialise(engine)
     adapted.initialise(engine.chunks, config.run.seed)
+    engine_module.weights_changed(engine)  # else the optimizer's copies of bf16 factors stay NaN
     return engine
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -19,6 +20,8 @@ from sft.mcore.linear_attention import fla_functions, fla_kernel
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 from tests.gpu import runs
 from tests.plain_flash import PLAIN
+
+runs.DEVICE = "cpu"  # before the tests are imported
 
 
 class _OnCpu(TorchFunctionMode):
@@ -39,7 +42,7 @@ def _replaced() -> Iterator[None]:
         patch.setattr(fla_functions, "problem", lambda: None)
         patch.setattr(fla_functions, "functions", lambda: None)
         patch.setattr(fla_kernel, "FlaKernel", lambda functions: TorchDeltaKernel())
-        patch.setattr(runs, "DEVICE", "cpu")
+        patch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
         patch.setattr(runs, "LONGEST", 512)
         patch.setattr(runs, "train", lambda engine, steps: train(engine, steps if len(steps) < 3 else steps[:1]))
         yield

@@ -68,21 +68,21 @@ def test_fla_computes_what_plain_torch_does(fla: Kernel, mix: str) -> None:
 
 @pytest.mark.parametrize("cp", [2, 8])
 def test_fragments_of_a_cp_group_are_the_document(fla: Kernel, cp: int) -> None:
-    """Forward and backward of a document of 1,536 tokens that 2 x cp fragments share, one after the other in this
+    """Forward and backward of a document of 3,072 tokens that 2 x cp fragments share, one after the other in this
     process, and of a short one, beside both documents as a whole in plain torch."""
     narrow, grad = inputs()
-    chunk = 1536 // (2 * cp)
-    shared = Fragments.of([*range(0, 1536, chunk), 1536, 2048], range(2 * cp))
+    shared = Fragments.of([*range(0, 3072, 1536 // cp), 3072, TOKENS], range(2 * cp))
     results = []
-    for kernel, tensors, fragments, passing in (
-        (fla, [x.detach().requires_grad_() for x in narrow], shared, OneProcess([range(2 * cp)])),
-        (TorchDeltaKernel(), in_fp32(narrow), Fragments.of([0, 1536, 2048]), None),
+    for kernel, dtype, fragments, passing in (
+        (fla, torch.bfloat16, shared, OneProcess([range(2 * cp)])),
+        (TorchDeltaKernel(), torch.float32, Fragments.of([0, 3072, TOKENS]), None),
     ):
-        schedule = kernel.schedule(fragments, VALUE_HEADS, grad.device)
+        leaves = [x.detach().to(torch.promote_types(x.dtype, dtype)).requires_grad_() for x in narrow]
+        schedule = kernel.schedule(fragments, VALUE_HEADS, DEVICE)
         link: Any = passing
-        out = gated_delta_rule(Inputs(*tensors), schedule, kernel, link)
-        results.append([out.detach(), *torch.autograd.grad(out, tensors, grad.to(out.dtype))])
-    assert_close(*results, num_outputs=1)
+        out = gated_delta_rule(Inputs(*leaves), schedule, kernel, link)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))])
+    check(*results, num_forward=1)
 
 
 def test_another_document_changes_nothing(fla: Kernel) -> None:
@@ -93,7 +93,7 @@ def test_another_document_changes_nothing(fla: Kernel) -> None:
     for x in other[:3]:
         x[inside] = torch.randn_like(x[inside])
     results = []
-    schedule = fla.schedule(Fragments.of(FRAGMENTS["many"]), VALUE_HEADS, grad.device)
+    schedule = fla.schedule(Fragments.of(edges), VALUE_HEADS, DEVICE)
     for x in (narrow, narrow, other):
         prepared = fla.prepared(x, schedule)
         out, saved = fla.forward(prepared, schedule, None)

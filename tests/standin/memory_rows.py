@@ -85,7 +85,8 @@ _LATENT += ["model.num_query_groups=null", "model.head_dim=null", "model.latent_
 _LATENT += ["model.rope.interleaved=true"]
 _LINEAR = [
     "model.linear_attention={layers: [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15, 17, 18, 19, 21, 22, 23, 25, 26, 27], "
-    "num_key_heads: 16, num_value_heads: 32, key_head_dim: 128, value_head_dim: 128}"
+    "num_key_heads: 16, num_value_heads: 32, key_head_dim: 128, value_head_dim: 128}",
+    "attention.delta_rule=torch",  # FLA is not installed here, and the estimate expects it
 ]
 # Six layers of Gemma 4 26B-A4B without experts, the last without a window.
 GEMMA_4 = [

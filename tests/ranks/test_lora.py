@@ -111,7 +111,7 @@ LATENT_GRID = [
     ("glm4_moe_lite", LATENT, 4, [*SP, FULL]),
 ]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {"moonlight": ("deepseek_v3", dict(q_lora_rank=None))}
-# With wider weights, or with adapters of every Linear, both implementations have rounding errors of up to 6e-5.
+# With wider weights, or adapters of every Linear, rounding in both implementations is up to 6e-5.
 LINEAR: dict[str, Any] = dict(initializer_range=0.05, seed=8)
 
 

@@ -95,8 +95,8 @@ def bytes_kept(overrides: Sequence[str], num_layers: int) -> int:
             972 + 128 + 4 + 128 + 320 + 2 * (128 + 4) + 768 + 384,
         ),
         (["train.recompute=full"], 128),
-        # also: outputs of both norms 2 x 128, fp32 scale of the second one 4, normed query and key 320;
-        # inside the MLP: gate and up 768, gate after silu 384, up plus an offset of 0 (core) 384, their product 384
+        # and both norms' output 2 x 128, the second's fp32 4, normed query and key 320,
+        # the MLP's inside: gate and up 768, gate after silu 384, up and an offset of 0 (core) 384, their product 384
         (["train.recompute=none"], 972 + 256 + 4 + 320 + 768 + 384 + 384 + 384),
         # GeGLU saves gate and up, and their product
         (["train.recompute=none", "model.activation=geglu"], 972 + 256 + 4 + 320 + 768 + 384),
@@ -111,8 +111,7 @@ def bytes_kept(overrides: Sequence[str], num_layers: int) -> int:
         # latent attention: 2 x 24 (latent and rotary key); 8 queries of 12 (192), output 8 x 10 (160), log-sum-exp 32;
         # both latents before their norms, 2 x 16 and 2 x 20, each with an fp32 scale of 4
         ([*LATENT, "train.recompute=selective"], 260 + 48 + 192 + 160 + 32 + 36 + 44),
-        # keys and values of 22 elements for each of 8 heads (352), fewer bytes than 2 x 204 of the latent and rotary
-        # key (408)
+        # keys and values of 22 for each head (352), fewer than 2 x 204 of the latent and rotary key (408)
         (
             [*LATENT, "model.latent_attention.kv_lora_rank=200", "train.recompute=selective"],
             260 + 408 + 192 + 160 + 32 + 36 + 404 + 352,

@@ -90,8 +90,7 @@ def test_what_linear_attention_keeps() -> None:
     assert delta.local(2**20) == 2**20 * 2 * 384 + 6 * 4 * 2**24
     cpu = mixed.model_copy(update={"run": mixed.run.model_copy(update={"device": "cpu"})})
     assert DeltaBytes.of(model, layout.share(cpu), 512).local(2**20) == 2**20 * 2 * 384 + 6 * 4 * 2**20
-    # With cp, the matrices of the maps and the states before two fragments: 2 x 4 x (16 x 16 + 16 x 32) elements for
-    # 128 tokens.
+    # Over cp, A and the states before two fragments: 2 x 4 x (16 x 16 + 16 x 32) numbers for 128 tokens.
     four = of(4, model={**TINY, **sizes}, parallel={"cp": 4})[1]
     over_cp = DeltaBytes.of(model, four.share(mixed), 512)
     assert over_cp.saved["maps"] == 2 * 4 * (16 * 16 + 16 * 32) * 4 / 128
@@ -335,7 +334,7 @@ def test_backward_of_a_layer_finds_what_the_layers_after_it_saved_free() -> None
 
 
 def test_an_adapter_of_gate_and_up_has_outputs_of_their_width() -> None:
-    """The output of the weight, that of the adapter, and their sum, 16 elements each, and the normed input of 4."""
+    """The weight's output, the adapter's and their sum, 16 numbers each, beside the normed input of 4."""
     lora: dict[str, Any] = {"lora": {"rank": 2}, "train": {"recompute": "selective"}}
     of_gate, of_proj = (
         most(estimate(*of(**lora), 10, 1024, Trained(adapted=[adapted(module, (8, 8), (0, 1))], whole=[])), MLP)
@@ -421,13 +420,12 @@ def test_windows_need_their_halo_for_all_heads() -> None:
     assert most(estimate(*mixed, 128_256, 8192), GATHERED) == most(estimate(*full, 128_256, 8192), GATHERED)
 
 
-PLAIN_TILES = 3 * 4 * 32 * 256 * 512  # bytes of the tiles of fp32 scores, for all heads of Llama 8B
+PLAIN_TILES = 3 * 4 * 32 * 256 * 512  # of scores in fp32, for all heads of Llama 8B
 
 
 def test_soft_caps_have_the_larger_of_two_kernels() -> None:
-    """Plain torch holds tiles of scores, and gradients of keys and values in fp32; FlashAttention-4 holds gradients of
-    queries, keys and values in bf16 and in fp32.  For few tokens, the tiles take more; for many, FlashAttention-4
-    does."""
+    """Plain torch holds tiles of scores, and gradients of keys and values in fp32; FlashAttention-4 has gradients of
+    queries, keys and values in bf16 and in fp32.  A page of tokens takes more in tiles, many take more in FA4."""
     capped = {**LLAMA_8B, "attention_softcap": 50.0}
     for tokens in (1024, 8192):
         flash2, either = (most(estimate(*of(1, model), 128_256, tokens), ATTENTION) for model in (LLAMA_8B, capped))
@@ -446,8 +444,7 @@ def test_soft_caps_have_the_larger_of_two_kernels() -> None:
     ],
 )
 def test_keys_of_other_kernels_over_cp(changes: dict[str, Any], width: int, gradients: int) -> None:
-    """The next head group in bf16; sums of the previous one in fp32; keys in the order of documents; and the kernel's
-    own copies."""
+    """In bf16 the next head group; in fp32 sums of the previous one; keys by sequence, and what the kernel adds."""
     over_cp = most(estimate(*of(8, {**LLAMA_8B, **changes}, parallel={"cp": 8}), 128_256, 65_536), GATHERED)
     assert over_cp == 65_536 * width * (2 + 4) + 65_536 * (1 + 1 / 16) * width * (2 + gradients)
 

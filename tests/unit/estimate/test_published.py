@@ -1,6 +1,6 @@
 """Predictions compared with published measurements of other trainers, and with a published roofline.
 
-Numbers, layouts and sources are those of docs/numbers/estimates.md.  No constant is adapted to a row: all rows of H100
+Numbers, layouts and sources are those of docs/numbers/estimates.md.  No constant belongs to one row: all rows of H100
 use the assumed constants of an H100, of Transformer Engine's attention or of FlashAttention-2 (`portable`).
 """
 
@@ -23,8 +23,7 @@ from tests.unit.fixtures.hf import released
 from tests.unit.fixtures.rates import flat
 
 ROOFLINE_TOLERANCE = 0.06  # the table rounds the FLOPs of the head and of recompute; the largest difference is 5.6%
-# expected accuracy of a prediction without a measurement; the largest difference of these rows is 19.4%
-TOLERANCE = 0.2
+TOLERANCE = 0.2  # what a prediction without a measurement is good for; the largest difference of these rows is 19.4%
 LLAMA_VOCAB, QWEN_VOCAB = 128_256, 151_936
 QWEN_8B = {**LLAMA_8B, "num_layers": 36, "ffn_hidden_size": 12_288, "qk_norm": True}
 QWEN_32B = {**QWEN_8B, "num_layers": 64, "hidden_size": 5120, "ffn_hidden_size": 25_600, "num_attention_heads": 64}
@@ -154,8 +153,7 @@ def lora_of_8b() -> float:
 
 
 def test_misses_are_as_large_as_the_page_says() -> None:
-    """If a change of a formula brings a row within the tolerance, move the row to the tests above and to their
-    table."""
+    """A row that comes within the tolerance by a change of a formula moves to the tests above, and to their table."""
     assert alst(32 * K, 1).step_s == pytest.approx(7.7, rel=0.01) and 7.7 < (1 - TOLERANCE) * 17
     assert titan(128 * K, 4) == pytest.approx(1799, rel=0.01) and 1799 > (1 + TOLERANCE) * 1071
     assert titan(256 * K, 8) == pytest.approx(992, rel=0.01) and 992 > (1 + TOLERANCE) * 548

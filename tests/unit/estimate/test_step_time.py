@@ -69,8 +69,7 @@ def test_layouts(sections: dict[str, dict[str, Any]], expected: tuple[float, ...
 
 
 def test_attention_takes_ten_times_as_long_without_the_flash_kernel() -> None:
-    """The flash kernel has no softcap, and no heads wider than 256.  Heads of 512 have 4 times the FLOPs of heads of
-    128."""
+    """The flash kernel has no softcap, and no heads above 256.  Heads of 512 have 4 times the FLOPs of heads of 128."""
     portable = predicted(attention={"backend": "portable"}).parts["attention"]
     softcap = predicted(model={"attention_softcap": 50.0}).parts["attention"]
     wide = predicted(attention={"backend": "portable"}, model={"head_dim": 512}).parts["attention"]
@@ -106,8 +105,8 @@ def test_elementwise_optimizer_and_overhead() -> None:
 
 
 def test_numbers_that_mixers_move() -> None:
-    """Attention: queries and keys twice, 2 x 40 heads of 128.  Linear attention has 2,048 elements of queries, 2,048 of
-    keys and 4,096 of values: the convolution moves 8,192 twice, the gated norm 4,096 three times.  tp 2 halves both.
+    """Attention: queries and keys twice, 2 x 40 heads of 128.  Linear attention has 2,048 numbers of queries, 2,048 of
+    keys and 4,096 of values: 8,192 twice in the convolution, 4,096 three times in the gated norm.  tp 2 halves both.
     """
     linear = {"layers": list(range(1, 25)), "num_key_heads": 16, "num_value_heads": 32, "key_head_dim": 128}
     model = layout_config(model={**LLAMA_8B, "linear_attention": linear}).model

@@ -49,7 +49,7 @@ def test_a_soft_cap_takes_the_plain_kernel() -> None:
     assert isinstance(kernel, TorchKernel) and kernel.softcap == 50.0
 
 
-# Kinds of layers that Transformer Engine lacks, or computes in another way than the model.
+# Kinds of layers that Transformer Engine does not have, or not as the model means them.
 ONLY_PORTABLE = {
     "model.norm_placement = post": ["model.norm_placement=post"],
     "model.norm_placement = both": ["model.norm_placement=both"],
@@ -72,8 +72,7 @@ ONLY_PORTABLE = {
 
 @pytest.mark.parametrize("kind", ONLY_PORTABLE)
 def test_kinds_of_layers_that_only_portable_has(te: None, kind: str) -> None:
-    """With auto, portable is used, and the log says why; te and FP8, which needs te, are refused with the name of the
-    kind."""
+    """auto takes portable and says why; te and FP8, which needs te, are refused by the name of the kind."""
     found = choose(config(*ONLY_PORTABLE[kind]), "cuda")
     assert found.name == "portable" and f"; not te: only the portable backend has {kind})" in str(found)
     for refused in ("attention.backend=te", "run.fp8=delayed"):
@@ -217,7 +216,7 @@ INSTALL = (
 
 
 def warning(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], *overrides: str) -> str | None:
-    """The log line about the backend on this GPU; None without one."""
+    """What is said of the backend on that GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     wanted = config(*overrides)
@@ -244,7 +243,7 @@ def test_a_gpu_that_has_faster_attention(monkeypatch: pytest.MonkeyPatch, capabi
 def test_portable_although_transformer_engine_is_there(te: None, monkeypatch: pytest.MonkeyPatch) -> None:
     said = warning(monkeypatch, HOPPER, "attention.backend=portable")
     assert said is not None and said.splitlines()[-1] == "It is installed: attention.backend=auto uses it."
-    assert warning(monkeypatch, HOPPER) is None  # te runs
+    assert warning(monkeypatch, HOPPER) is None  # te
 
 
 def test_a_run_that_could_have_no_faster_attention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,9 +75,9 @@ def test_the_threshold_is_where_maps_are_fewer_bytes() -> None:
     """A map has 4 bytes x 2 heads x 3 x (3 + 10), a token 4 bytes x (2 x 3 + 2 x 11) + 8: 312 and 120 bytes."""
     assert (TINY.map_bytes, TINY.token_bytes) == (312, 120)
     assert TINY.max_short(1) == 0 and TINY.max_short(2) == 10 and TINY.max_short(5) == 25  # 10.4 and 26 tokens
-    halo = 2 * 3 * (2 * 3 + 2 * 5) * 4  # for two chunks of cp 2, a rank needs 3 tokens of another rank
+    halo = 2 * 3 * (2 * 3 + 2 * 5) * 4  # two chunks of cp 2 need 3 tokens of another rank
     forward = StateTraffic(heads=TINY, conv_kernel=4, num_passes=1)
-    # If a chunk has 2 tokens, one chunk needs 2 tokens instead of 3.
+    # With chunks of 2 tokens, one chunk needs 2 tokens instead of 3.
     assert forward.others(np.array([8, 16]), 2).tolist() == [4 * 120 + halo - 64, 2 * 312 + halo]
     assert forward.others(np.array([8, 16]), 1).tolist() == [0, 0]
     assert [QWEN36_27B.max_short(cp) for cp in (2, 4, 8, 16)] == [1141, 2283, 4567, 9135]

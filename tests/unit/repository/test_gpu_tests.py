@@ -1,4 +1,4 @@
-"""The kernel tests, which need a GPU, run on a CPU here: so a broken test is found before it runs on a GPU."""
+"""The tests of kernels, which need a GPU, run on a CPU: no GPU will be the first to see that one of them is broken."""
 
 import os
 import subprocess
@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-NUM_FLASH = 12  # kinds of heads, for cp 2 and the mix of many documents; only with the replacement of torch's kernel
-NUM_OTHERS = 7 + 8  # kinds of heads for which another document must change nothing; norms
+NUM_FLASH = 12  # kinds of heads, for cp 2, on the mix of many documents; by the replacement of torch's kernel alone
+NUM_OTHERS = 7 + 8  # kinds of heads that another document must not change; norms
 
 
 def test_tests_of_kernels_pass() -> None:

@@ -25,7 +25,7 @@ NUM_ROWS = {  # number of rows of a tiny run
     "checkpoint": 11,
     "load_hf": 8,
 }
-SLOW = ["longest", "checkpoint", "load_hf", "loss_head"]  # tests besides `step`, or subjects with tests of their own
+SLOW = ["longest", "checkpoint", "load_hf", "loss_head"]  # beside `step`, or with tests of their own
 IN_TURN = """
 import sys
 from tools.bench.__main__ import main

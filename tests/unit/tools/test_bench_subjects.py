@@ -1,4 +1,4 @@
-"""tools/bench, subjects checkpoint, load_hf, longest and delta_rule: models, rows and bars; no speed is checked."""
+"""tools/bench, subjects checkpoint, load_hf, longest and delta_rule: models, rows and bars; no speed is judged."""
 
 from pathlib import Path
 

@@ -112,7 +112,7 @@ def _refuses_wide_values(width: int, value_width: int, major: int, alignment: in
 
 
 LIBRARIES: dict[str, tuple[Operators, Any]] = {
-    "flash2": (flash2.FLASH2, None),  # the kernel of torch itself
+    "flash2": (flash2.FLASH2, None),  # of torch itself
     "flash4": (
         flash4.FLASH4,
         SimpleNamespace(
@@ -275,7 +275,7 @@ def test_a_broken_package_is_warned_of(be: Be) -> None:
 
 
 def test_packages_to_install(be: Be) -> None:
-    """For each kind of layer; the log names each kernel."""
+    """By kind of layer; the log names each kernel."""
     be(SimpleNamespace(), release=None)
     overrides = ["model.sliding_window=64", "model.sliding_window_layers=[1]", "model.full_attention.head_dim=512"]
     overrides += ["model.rope.window_base=1e4", "attention.backend=portable"]

@@ -30,7 +30,7 @@ MODELS = {
     "adapted experts": ["model.qk_norm=true", "model.moe={num_experts: 4, top_k: 2}", EXPERTS],
 }
 
-# A separate process, because the replacement of CUDA stays for the lifetime of its process.
+# A process of its own: what stands in for CUDA is there for its lifetime.
 PREAMBLE = """
 import sys, types
 import torch

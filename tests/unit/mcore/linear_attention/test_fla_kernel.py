@@ -1,4 +1,4 @@
-"""The kernel of flash-linear-attention, whose function is replaced by the recurrence; and the choice of a kernel."""
+"""The kernel of flash-linear-attention, whose function is replaced by the recurrence, and the choice of a kernel."""
 
 import importlib.util
 import sys
@@ -30,7 +30,7 @@ def replacement(
     cu_seqlens: Tensor,
     cu_seqlens_cpu: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """Replaces FLA's function; has its arguments and results."""
+    """With the arguments and results of FLA's function."""
     assert use_qk_l2norm_in_kernel and torch.equal(cu_seqlens, cu_seqlens_cpu) and cu_seqlens.dtype == torch.int64
     boundaries = cu_seqlens.tolist()
     num_fragments = len(boundaries) - 1
@@ -77,7 +77,7 @@ def chosen(device_type: str, *overrides: str) -> Any:
 
 @pytest.fixture
 def fla(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretends that fla-core is installed."""
+    """As if fla-core were there."""
     module: Any = types.ModuleType("fla.ops.gated_delta_rule")
     module.chunk_gated_delta_rule = replacement
     for name in ("fla", "fla.ops"):

@@ -41,7 +41,7 @@ def test_the_gated_norm_and_its_gradients_in_float64(monkeypatch: pytest.MonkeyP
     own, theirs = (torch.autograd.grad(result, (x, gate, weight), grad) for result in (out, expected))
     for a, b in zip(own, theirs):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
-    assert torch.equal(_gated(x, gate, weight, shrink), out)  # the values that backward recomputes
+    assert torch.equal(_gated(x, gate, weight, shrink), out)  # what backward recomputes
 
 
 def test_the_gated_norm_of_no_tokens() -> None:

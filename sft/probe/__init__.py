@@ -1,2 +1,1 @@
-"""The probes of `sft probe`: `leak`, `parity` and `data`.  Each answers one question about a user's recipe, data and
-weights."""
+"""The probes `leak`, `parity` and `data`, each of which answers one question about a user's recipe, data and weights."""

@@ -1,1 +1,1 @@
-"""The probes `leak`, `parity` and `data`, each of which answers one question about a user's recipe, data and weights."""
+"""Answers questions about a user's recipe, data and weights with the probes `leak`, `parity` and `data`."""

@@ -295,7 +295,7 @@ def test_tokens_in_experts_while_backward_computes_them() -> None:
     around = 8 * 1024 + 2 * 128 * 4  # hidden states, and the tied table
     portable: dict[str, Any] = {"model": EXPERTS, "attention": {"backend": "portable"}}  # one expert after the other
     found = {recompute: taken(**portable, train={"recompute": recompute}) for recompute in ("none", "selective")}
-    # Without recomputation: the gradient of the output, in the order of tokens and in the order of experts.
+    # Without recomputation: the gradient of the output, in one piece and by expert.
     assert most(found["none"], MLP) == 1024 * 2 * sent + around and found["none"].sets[1].freed == 0
     assert most(found["selective"], MLP) == 1024 * (gate_up + gated + 4 * sent) + around
     one_token = estimate(*of(model=EXPERTS, train={"recompute": "selective"}), 10, 1)

@@ -1,2 +1,1 @@
-"""The probes of `sft probe`: `leak`, `parity` and `data`.  Each answers one question about a user's recipe, data and
-weights."""
+"""Answers questions about a user's recipe, data and weights with the probes `leak`, `parity` and `data`."""

@@ -112,7 +112,7 @@ def fail_at_the_end(folder: str) -> list[str]:
 
 
 class Case(NamedTuple):
-    """A fault: `patch` is applied on rank `on`, and the error contains the given text."""
+    """A fault: `patch` is applied on rank `rank`, and the error contains `said`."""
 
     rank: int
     patch: Callable[[pytest.MonkeyPatch, Run], Any]

@@ -28,7 +28,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Fold
     return get
 
 
-RELEASED = {  # names on the hub, and files in fixtures/released
+RELEASED = {  # names on the hub, and files of fixtures/released
     "Qwen/Qwen3-0.6B": "qwen3_0p6b",
     "Qwen/Qwen3-8B": "qwen3_8b",
     "Qwen/Qwen3-30B-A3B": "qwen3_30b_a3b",
@@ -45,7 +45,7 @@ RELEASED = {  # names on the hub, and files in fixtures/released
 
 @pytest.fixture
 def released_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working folder with the config.json of every model in recipes/, so that none is read from the hub."""
+    """A current folder with the config.json of every model of recipes/, so that none comes from the hub."""
     for name, file in RELEASED.items():
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.json").write_text(json.dumps(hf.released(file)))

@@ -125,8 +125,8 @@ def make_problem(sizes: Sizes, only: Sequence[str] = WAYS) -> Problem:
 
 
 def measure(problem: Problem, checked: Problem, *, repeats: int) -> Iterator[Row]:
-    """Yields a row for every implementation in `problem`.  Checks gradients on `checked`: the same problem, or a smaller
-    one."""
+    """Yields a row for every implementation in `problem`.  Checks gradients on `checked`, the same problem or
+    a smaller one."""
     reference = next(iter(checked.ways))
     checked.backward(reference)
     expected = list(checked.gradients.values())

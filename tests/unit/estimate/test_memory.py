@@ -91,8 +91,7 @@ def test_what_linear_attention_keeps() -> None:
     assert delta.local(2**20) == 2**20 * 2 * 384 + 6 * 4 * 2**24
     cpu = mixed.model_copy(update={"run": mixed.run.model_copy(update={"device": "cpu"})})
     assert DeltaBytes.of(model, layout.share(cpu), 512).local(2**20) == 2**20 * 2 * 384 + 6 * 4 * 2**20
-    # With cp, the matrices of the maps and the states before two fragments: 2 x 4 x (16 x 16 + 16 x 32) elements for
-    # 128 tokens.
+    # Over cp, A and the states before two fragments: 2 x 4 x (16 x 16 + 16 x 32) numbers for 128 tokens.
     four = of(4, model={**TINY, **sizes}, parallel={"cp": 4})[1]
     over_cp = DeltaBytes.of(model, four.share(mixed), 512)
     assert over_cp.saved["maps"] == 2 * 4 * (16 * 16 + 16 * 32) * 4 / 128
@@ -297,7 +296,7 @@ def test_tokens_in_experts_while_backward_computes_them() -> None:
     around = 8 * 1024 + 2 * 128 * 4  # hidden states, and the tied table
     portable: dict[str, Any] = {"model": EXPERTS, "attention": {"backend": "portable"}}  # one expert after the other
     found = {recompute: taken(**portable, train={"recompute": recompute}) for recompute in ("none", "selective")}
-    # Without recomputation: the gradient of the output, in the order of tokens and in the order of experts.
+    # Without recomputation: the gradient of the output, in one piece and by expert.
     assert most(found["none"], MLP) == 1024 * 2 * sent + around and found["none"].sets[1].freed == 0
     assert most(found["selective"], MLP) == 1024 * (gate_up + gated + 4 * sent) + around
     one_token = estimate(*of(model=EXPERTS, train={"recompute": "selective"}), 10, 1)

@@ -80,7 +80,9 @@ def main(name: str, also: list[str]) -> None:
             calls.clear()
             waits.clear()
             with mock.patch.object(engine, "_schedule", partial(_watched, engine._schedule, waits)):
-                patches = [mock.patch.object(where, what, _counting(where, what, calls, key)) for where, what, key in CALLS]
+                patches = [
+                    mock.patch.object(where, what, _counting(where, what, calls, key)) for where, what, key in CALLS
+                ]
                 for patch in patches:
                     patch.start()
                 engine.train_step(loader.microbatches(step))

@@ -20,7 +20,7 @@ from torch import Tensor
 class Dispatcher(MoEAlltoAllTokenDispatcher):
     """Core's dispatcher with its own permutation of tokens.
 
-    `reversed_local_input_permutation_mapping`, core's name, holds the `Places` of the current microbatch.
+    `reversed_local_input_permutation_mapping`, core's name, holds the `Permutation` of the current microbatch.
     """
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,24 +30,24 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         self.tokens_per_expert = self.preprocess(routing_map)
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", self.tokens_per_expert)
         self.hidden_shape_before_permute = tokens.shape
-        places = Places.of(routing_map, self.config.moe_router_topk, int(self.num_out_tokens))
-        self.reversed_local_input_permutation_mapping = places
-        return _Sort.apply(tokens, places.source, places.rows), places.weights(probs)
+        permutation = Permutation.of(routing_map, self.config.moe_router_topk, int(self.num_out_tokens))
+        self.reversed_local_input_permutation_mapping = permutation
+        return _Sort.apply(tokens, permutation.source, permutation.rows), permutation.weights(probs)
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
         """[n, h] -> [t, 1, h]"""
-        places = self.reversed_local_input_permutation_mapping
-        output: Tensor = _Combine.apply(permutated_local_input_tokens, places.source, places.rows)
+        permutation = self.reversed_local_input_permutation_mapping
+        output: Tensor = _Combine.apply(permutated_local_input_tokens, permutation.source, permutation.rows)
         return output.view(self.hidden_shape)
 
 
 @dataclass(frozen=True)
-class Places:
+class Permutation:
     """Where the copies of t tokens are among n rows that are sorted by expert.
 
     experts  int64 [t, k], the experts of each token, by increasing number
     rows     int64 [k, t], the rows of the token's copies for these experts; -1: the expert does not get the token
-    slots    int64 [n], the place of each row in `rows`, flattened
+    slots    int64 [n], the position of each row in `rows`, flattened
     """
 
     experts: Tensor
@@ -55,7 +55,7 @@ class Places:
     slots: Tensor
 
     @classmethod
-    def of(cls, routing_map: Tensor, top_k: int, num_rows: int) -> "Places":
+    def of(cls, routing_map: Tensor, top_k: int, num_rows: int) -> "Permutation":
         """routing_map: bool [t, experts]; num_rows: n, which the host knows"""
         t = len(routing_map)
         number = routing_map.T.reshape(-1).cumsum(0).view(-1, t).T  # 1 + the row of each true element

@@ -63,8 +63,8 @@ def _has_kernel(device: torch.device) -> bool:
 class GroupedProduct(torch.autograd.Function):
     """x [n, columns], ends int32 [experts], matrices -> [n, rows], in one kernel.
 
-    matrices: one tensor [experts, rows, columns], or a tensor [rows, columns] of each expert.  The latter are copied into
-    one tensor for the kernel, forward and backward, and the copy is not kept.
+    matrices: one tensor [experts, rows, columns], or a tensor [rows, columns] of each expert.  The latter are copied
+    into one tensor for the kernel, forward and backward, and the copy is not kept.
 
     Autograd's own backward would give the kernel the gradient of the output with any strides, and the kernel refuses
     some.
@@ -194,9 +194,10 @@ class LayerByLayer(torch.nn.Module):
         weights: factor on each token's output
         """
         rows = counts.tolist()
-        gate_up = add_biases(*self.linear_fc1(tokens, rows), rows, None)
-        output = add_biases(*self.linear_fc2(self._activation(gate_up, weights), rows), rows, weights)
-        return output, None
+        gate_up, biases = self.linear_fc1(tokens, rows)
+        gate_up = add_biases(gate_up, biases, rows, None)
+        output, biases = self.linear_fc2(self._activation(gate_up, weights), rows)
+        return add_biases(output, biases, rows, weights), None
 
     def _activation(self, gate_up: Tensor, weights: Tensor) -> Tensor:
         """SwiGLU as core's MLP computes it, or another gated activation."""

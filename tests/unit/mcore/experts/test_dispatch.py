@@ -5,24 +5,24 @@ import torch
 from torch import Tensor
 
 from sft.mcore.experts import dispatch
-from sft.mcore.experts.dispatch import Places, sums_of_rows
+from sft.mcore.experts.dispatch import Permutation, sums_of_rows
 
 # Tokens 0 to 3 go to these of four experts; token 3 was dropped by one of its two.
 MAP = torch.tensor([[1, 0, 1, 0], [0, 1, 1, 0], [1, 0, 0, 1], [0, 0, 1, 0]], dtype=torch.bool)
 ROWS = [(0, 0), (2, 0), (1, 1), (0, 2), (1, 2), (3, 2), (2, 3)]  # (token, expert), sorted by expert
 
 
-def test_places() -> None:
-    places = Places.of(MAP, 2, len(ROWS))
-    assert places.source.tolist() == [token for token, _ in ROWS]
-    assert places.rows.tolist() == [[0, 2, 1, 5], [3, 4, 6, -1]]
+def test_permutation() -> None:
+    permutation = Permutation.of(MAP, 2, len(ROWS))
+    assert permutation.source.tolist() == [token for token, _ in ROWS]
+    assert permutation.rows.tolist() == [[0, 2, 1, 5], [3, 4, 6, -1]]
     probs = torch.arange(16.0).view(4, 4).requires_grad_()
-    weights = places.weights(probs)
+    weights = permutation.weights(probs)
     assert weights.tolist() == [4.0 * token + expert for token, expert in ROWS]
     weights.backward(torch.arange(1.0, 8.0))
     expected = torch.zeros(4, 4)
-    for number, place in enumerate(ROWS):
-        expected[place] = number + 1
+    for number, pair in enumerate(ROWS):
+        expected[pair] = number + 1
     assert probs.grad is not None and torch.equal(probs.grad, expected)
 
 
@@ -40,10 +40,10 @@ def test_forward_and_backward(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randn(4, 8, generator=generator).to(dtype).requires_grad_()
     upstream = torch.randn(4, 8, generator=generator).to(dtype)
-    places = Places.of(MAP, 2, len(ROWS))
-    sorted_rows: Tensor = dispatch._Sort.apply(tokens, places.source, places.rows)
+    permutation = Permutation.of(MAP, 2, len(ROWS))
+    sorted_rows: Tensor = dispatch._Sort.apply(tokens, permutation.source, permutation.rows)
     assert torch.equal(sorted_rows, torch.stack([tokens[token] for token, _ in ROWS]))
-    output = dispatch._Combine.apply(sorted_rows * 2, places.source, places.rows)
+    output = dispatch._Combine.apply(sorted_rows * 2, permutation.source, permutation.rows)
     output.backward(upstream)
     number = MAP.sum(1, keepdim=True).double()
     rounding = torch.finfo(dtype).eps / 2
@@ -53,10 +53,10 @@ def test_forward_and_backward(dtype: torch.dtype) -> None:
 
 
 def test_without_any_row() -> None:
-    places = Places.of(torch.zeros(3, 4, dtype=torch.bool), 2, 0)
+    permutation = Permutation.of(torch.zeros(3, 4, dtype=torch.bool), 2, 0)
     tokens = torch.ones(3, 8, requires_grad=True)
-    rows = dispatch._Sort.apply(tokens, places.source, places.rows)
-    output = dispatch._Combine.apply(rows, places.source, places.rows)
+    rows = dispatch._Sort.apply(tokens, permutation.source, permutation.rows)
+    output = dispatch._Combine.apply(rows, permutation.source, permutation.rows)
     assert rows.shape == (0, 8) and not output.any()
     output.sum().backward()
     assert tokens.grad is not None and not tokens.grad.any()

@@ -41,9 +41,9 @@ def test_forward_and_backward(dtype: torch.dtype) -> None:
     tokens = torch.randn(4, 8, generator=generator).to(dtype).requires_grad_()
     upstream = torch.randn(4, 8, generator=generator).to(dtype)
     permutation = Permutation.of(MAP, 2, len(ROWS))
-    sorted_rows: Tensor = dispatch._Sort.apply(tokens, permutation.source, permutation.rows)
+    sorted_rows: Tensor = dispatch._Sort.apply(tokens, permutation)
     assert torch.equal(sorted_rows, torch.stack([tokens[token] for token, _ in ROWS]))
-    output = dispatch._Combine.apply(sorted_rows * 2, permutation.source, permutation.rows)
+    output = dispatch._Combine.apply(sorted_rows * 2, permutation)
     output.backward(upstream)
     number = MAP.sum(1, keepdim=True).double()
     rounding = torch.finfo(dtype).eps / 2
@@ -55,8 +55,8 @@ def test_forward_and_backward(dtype: torch.dtype) -> None:
 def test_without_any_row() -> None:
     permutation = Permutation.of(torch.zeros(3, 4, dtype=torch.bool), 2, 0)
     tokens = torch.ones(3, 8, requires_grad=True)
-    rows = dispatch._Sort.apply(tokens, permutation.source, permutation.rows)
-    output = dispatch._Combine.apply(rows, permutation.source, permutation.rows)
+    rows = dispatch._Sort.apply(tokens, permutation)
+    output = dispatch._Combine.apply(rows, permutation)
     assert rows.shape == (0, 8) and not output.any()
     output.sum().backward()
     assert tokens.grad is not None and not tokens.grad.any()

@@ -303,7 +303,10 @@ class Trainer:
         parameters = describe_parameters(model, vocab_size)
         if self.trained.whole is not None:
             parameters = self.trained.describe(self.config.lora.rank, num_parameters(model, vocab_size))
-        self.console.say(f"parameters {parameters} | attention {self.engine.backend} | modules {self.engine.backend.library} | steps {self.num_steps:,}")
+        backend = self.engine.backend
+        self.console.say(f"parameters {parameters} | attention {backend} | steps {self.num_steps:,}")
+        if self.groups.device.type != "cpu":
+            self.console.say(f"modules {backend.library}")
         metrics.start()
         return metrics
 

@@ -76,8 +76,8 @@ class Config(Section):
         if not self.model.mlp_bias or self.model.moe.num_experts is None or etp == 1:
             return None
         return (
-            f"its experts have the whole second bias (model.mlp_bias) on each rank of parallel.etp = {etp}, and the sum "
-            f"over these ranks would have it {etp} times"
+            f"its experts have the whole second bias (model.mlp_bias) on each rank of parallel.etp = {etp}, and the "
+            f"sum over these ranks would have it {etp} times"
         )
 
     @property

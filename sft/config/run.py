@@ -21,7 +21,7 @@ class RunConfig(Section):
     fp8: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = None
     """FP8 recipe of linear layers; null means no FP8.  Needs Transformer Engine and bf16.  Not yet run on GPUs."""
     modules: Literal["auto", "te", "local"] = "auto"
-    """Linear layers and experts: te is Transformer Engine's (CUDA, bf16); local is core's; auto: te where it can run."""
+    """Linear layers and experts: te is Transformer Engine's (CUDA, bf16), local is core's, auto is te where it runs."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1234
     """Random seed of initial weights and data order."""
     deterministic: bool = False

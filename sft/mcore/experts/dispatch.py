@@ -20,7 +20,7 @@ from torch import Tensor
 class Dispatcher(MoEAlltoAllTokenDispatcher):
     """Core's dispatcher with its own permutation of tokens.
 
-    `reversed_local_input_permutation_mapping`, core's name, holds the `Places` of the current microbatch.
+    `reversed_local_input_permutation_mapping`, core's name, holds the `Permutation` of the current microbatch.
     """
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,49 +30,49 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         self.tokens_per_expert = self.preprocess(routing_map)
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", self.tokens_per_expert)
         self.hidden_shape_before_permute = tokens.shape
-        places = Places.of(routing_map, self.config.moe_router_topk, int(self.num_out_tokens))
-        self.reversed_local_input_permutation_mapping = places
-        return _Sort.apply(tokens, places.source, places.rows), places.weights(probs)
+        permutation = Permutation.of(routing_map, self.config.moe_router_topk, int(self.num_out_tokens))
+        self.reversed_local_input_permutation_mapping = permutation
+        return _Sort.apply(tokens, permutation), permutation.weights(probs)
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
         """[n, h] -> [t, 1, h]"""
-        places = self.reversed_local_input_permutation_mapping
-        output: Tensor = _Combine.apply(permutated_local_input_tokens, places.source, places.rows)
+        permutation = self.reversed_local_input_permutation_mapping
+        output: Tensor = _Combine.apply(permutated_local_input_tokens, permutation)
         return output.view(self.hidden_shape)
 
 
 @dataclass(frozen=True)
-class Places:
+class Permutation:
     """Where the copies of t tokens are among n rows that are sorted by expert.
 
-    experts  int64 [t, k], the experts of each token, by increasing number
-    rows     int64 [k, t], the rows of the token's copies for these experts; -1: the expert does not get the token
-    slots    int64 [n], the place of each row in `rows`, flattened
+    rows      int64 [k, t], the rows of the token's copies, by increasing number of the expert; -1: it has fewer copies
+    elements  int64 [n], token * number of experts + expert, of each row
     """
 
-    experts: Tensor
     rows: Tensor
-    slots: Tensor
+    elements: Tensor
+    num_experts: int
 
     @classmethod
-    def of(cls, routing_map: Tensor, top_k: int, num_rows: int) -> "Places":
+    def of(cls, routing_map: Tensor, top_k: int, num_rows: int) -> "Permutation":
         """routing_map: bool [t, experts]; num_rows: n, which the host knows"""
-        t = len(routing_map)
+        t, num_experts = routing_map.shape
         number = routing_map.T.reshape(-1).cumsum(0).view(-1, t).T  # 1 + the row of each true element
         experts = routing_map.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :top_k]
         rows = torch.where(routing_map, number - 1, -1).gather(1, experts).T.contiguous()
         targets = torch.where(rows < 0, num_rows, rows).view(-1)
-        slots = targets.new_empty(num_rows + 1).scatter_(0, targets, torch.arange(len(targets), device=rows.device))
-        return cls(experts, rows, slots[:num_rows])
+        elements = experts.T + num_experts * torch.arange(t, device=rows.device)
+        by_row = targets.new_empty(num_rows + 1).scatter_(0, targets, elements.reshape(-1))
+        return cls(rows, by_row[:num_rows], num_experts)
 
     @property
     def source(self) -> Tensor:
         """The token of each row, int64 [n]."""
-        return self.slots % self.rows.shape[1]
+        return self.elements // self.num_experts
 
     def weights(self, probs: Tensor) -> Tensor:
         """probs [t, experts] -> the weight of each row, [n]"""
-        return probs.gather(1, self.experts).T.reshape(-1).index_select(0, self.slots)
+        return probs.reshape(-1).index_select(0, self.elements)
 
 
 def sums_of_rows(x: Tensor, rows: Tensor) -> Tensor:
@@ -97,25 +97,26 @@ class _Sort(torch.autograd.Function):
     """tokens [t, h] -> [n, h]"""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, source: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        return tokens.index_select(0, source)
+    def forward(ctx: Any, tokens: Tensor, permutation: Permutation) -> Tensor:
+        ctx.save_for_backward(permutation.rows)
+        return tokens.index_select(0, permutation.source)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (rows,) = ctx.saved_tensors
-        return sums_of_rows(grad, rows), None, None
+        return sums_of_rows(grad, rows), None
 
 
 class _Combine(torch.autograd.Function):
-    """[n, h] -> [t, h]"""
+    """[n, h] -> [t, h].  Saves the tensor that the weights of rows save, too."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(source)
-        return sums_of_rows(x, rows)
+    def forward(ctx: Any, x: Tensor, permutation: Permutation) -> Tensor:
+        ctx.save_for_backward(permutation.elements)
+        ctx.num_experts = permutation.num_experts
+        return sums_of_rows(x, permutation.rows)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (source,) = ctx.saved_tensors
-        return grad.index_select(0, source), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (elements,) = ctx.saved_tensors
+        return grad.index_select(0, elements // ctx.num_experts), None

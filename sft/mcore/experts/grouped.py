@@ -63,8 +63,8 @@ def _has_kernel(device: torch.device) -> bool:
 class GroupedProduct(torch.autograd.Function):
     """x [n, columns], ends int32 [experts], matrices -> [n, rows], in one kernel.
 
-    matrices: one tensor [experts, rows, columns], or a tensor [rows, columns] of each expert.  The latter are copied into
-    one tensor for the kernel, forward and backward, and the copy is not kept.
+    matrices: one tensor [experts, rows, columns], or a tensor [rows, columns] of each expert.  The latter are copied
+    into one tensor for the kernel, forward and backward, and the copy is not kept.
 
     Autograd's own backward would give the kernel the gradient of the output with any strides, and the kernel refuses
     some.
@@ -126,7 +126,7 @@ def with_gated_activation(experts: Any, activation: Mapping[str, Any]) -> Any:
 
 
 def add_biases(output: Tensor, biases: Sequence[Tensor] | None, counts: list[int], weights: Tensor | None) -> Tensor:
-    """Add each expert's bias [columns] to its rows of `output` [n, columns], in place.
+    """`output` [n, columns] with each expert's bias [columns] added to its rows; saves no output, unlike autograd.
 
     counts: rows of each expert; weights: [n], factors on the biases; None: 1
     """
@@ -140,12 +140,11 @@ class _AddBiases(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, weights: Tensor | None, counts: list[int], *biases: Tensor) -> Tensor:
         ctx.save_for_backward(weights, *biases)
-        ctx.counts = counts
-        ctx.mark_dirty(output)
+        ctx.counts, result = counts, torch.empty_like(output)
         factors = [None] * len(counts) if weights is None else weights[:, None].split(counts)
-        for rows, bias, factor in zip(output.split(counts), biases, factors):
-            rows += bias if factor is None else (bias * factor).to(output.dtype)
-        return output
+        for out, rows, bias, factor in zip(result.split(counts), output.split(counts), biases, factors):
+            torch.add(rows, bias if factor is None else (bias * factor).to(rows.dtype), out=out)
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -195,9 +194,10 @@ class LayerByLayer(torch.nn.Module):
         weights: factor on each token's output
         """
         rows = counts.tolist()
-        gate_up = add_biases(*self.linear_fc1(tokens, rows), rows, None)
-        output = add_biases(*self.linear_fc2(self._activation(gate_up, weights), rows), rows, weights)
-        return output, None
+        gate_up, biases = self.linear_fc1(tokens, rows)
+        gate_up = add_biases(gate_up, biases, rows, None)
+        output, biases = self.linear_fc2(self._activation(gate_up, weights), rows)
+        return add_biases(output, biases, rows, weights), None
 
     def _activation(self, gate_up: Tensor, weights: Tensor) -> Tensor:
         """SwiGLU as core's MLP computes it, or another gated activation."""

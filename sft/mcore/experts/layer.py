@@ -12,6 +12,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.extensions.transformer_engine import te_checkpoint
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
@@ -38,11 +39,12 @@ class ExpertLayer(MoELayer):
     def __init__(
         self,
         *args: Any,
-        pg_collection: Any,
+        pg_collection: Any = None,
         recompute: bool = False,
         activation: Mapping[str, Any] = MappingProxyType({}),
         **core: Any,
     ) -> None:
+        pg_collection = pg_collection or get_default_pg_collection()  # core up to 0.18 passes none to this class
         super().__init__(*args, pg_collection=pg_collection, **core)
         self._recompute = recompute
         if activation or computes_at_once(self.config):

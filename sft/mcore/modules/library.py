@@ -1,7 +1,7 @@
 """The libraries from whose modules layers are built: norms, linear projections and experts.
 
-The kernel of attention is not part of a library: the backend puts attention into the layer (`backend.py`).  So Transformer
-Engine's linear layers and experts, and with them its FP8, also serve layers whose attention is not Transformer Engine's.
+The kernel of attention is not part of a library: the backend puts attention into the layer (`backend.py`).  So
+Transformer Engine's linear layers and experts, and with them its FP8, serve layers with any attention.
 `choice.py` chooses the library of a run.
 """
 

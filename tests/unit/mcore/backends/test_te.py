@@ -37,6 +37,7 @@ GPT_OSS = [*SINKS, *BIASES, *GATED, "model.moe={num_experts: 4, top_k: 2, router
 GEMMA_4 = ["model.qk_norm=true", "model.norm_placement=both", "model.activation=geglu", "model.value_norm=true"]
 GEMMA_4 += ["model.layer_scalar=true", "model.sliding_window=64", "model.sliding_window_layers=[1]"]
 GEMMA_4 += ["model.full_attention={head_dim: 32, num_query_groups: 1, keys_as_values: true}"]
+GEMMA_4 += ["model.rope={window_base: 1e4, scaling: proportional, fraction: 0.25}"]
 GEMMA_4 += ["model.moe={num_experts: 4, top_k: 2, own_norms: true, shared_ffn_hidden_size: 32}"]
 QWEN_36 = ["model.qk_norm=true", "model.norm_zero_centered=true", "model.attention_output_gate=true"]
 QWEN_36 += ["model.linear_attention={layers: [1], num_key_heads: 2, num_value_heads: 4, key_head_dim: 8}"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sft.mcore.experts.grouped import GroupedProduct, RowsOfExperts
+from sft.mcore.experts.grouped import GroupedProduct, RowsOfExperts, add_biases
 
 COUNTS, COLUMNS, ROWS = [3, 0, 9, 0], 32, 16
 CPU = torch.device("cpu")
@@ -69,3 +69,25 @@ def test_the_kernel_takes_aligned_matrices(monkeypatch: pytest.MonkeyPatch, rank
     x = torch.ones(sum(COUNTS), COLUMNS, dtype=torch.bfloat16)
     rows.times(x, torch.ones(len(COUNTS), rank, COLUMNS, dtype=torch.bfloat16))
     assert len(called) == (rank == 16)
+
+
+@pytest.mark.parametrize("is_weighted", [False, True], ids=["plain", "weighted"])
+def test_biases_of_experts(is_weighted: bool) -> None:
+    """Against autograd of a loop in float64."""
+    generator = torch.Generator().manual_seed(6)
+    shapes = (sum(COUNTS), COLUMNS), (len(COUNTS), COLUMNS), (sum(COUNTS),), (sum(COUNTS), COLUMNS)
+    given = [torch.randn(shape, generator=generator) for shape in shapes]
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        output, biases, weights, grad = (tensor.clone().to(dtype).requires_grad_() for tensor in given)
+        factors = weights if is_weighted else None
+        if dtype is torch.float32:
+            total = add_biases(output * 1, biases.unbind(), COUNTS, factors)
+        else:
+            by_row = torch.cat([bias.expand(count, -1) for bias, count in zip(biases, COUNTS)])
+            total = output + (by_row if factors is None else by_row * factors[:, None])
+        total.backward(grad.detach())
+        results.append([total, output.grad, biases.grad, *([weights.grad] if is_weighted else [])])
+    for computed, right in zip(*results, strict=True):
+        torch.testing.assert_close(computed.double(), right, rtol=1e-5, atol=1e-5)
+    assert add_biases(given[0], None, COUNTS, None) is given[0]

@@ -102,6 +102,4 @@ def test_the_keys_of_the_activation_fit_together() -> None:
     assert any("model.activation_limit" in line and "has no effect" in line for line in alone)
     without = refusal_lines(RECIPE, "model.activation=clamped_swiglu", "model.activation_alpha=1.702")
     assert any("model.activation_limit" in line and "is required" in line for line in without)
-    on_te = refusal_lines(RECIPE, "model.activation=geglu", "attention.backend=te")
-    assert any("model.activation = geglu" in line for line in on_te)
     assert parsed("model.activation=geglu").config.model.activation == "geglu"

@@ -17,7 +17,7 @@ gives all experts equal shares.
 
     cuda.c     runtime            driver.c   driver              build.py     compiles the C files, sets the environment
     nccl.c     collectives        blas.c     matrix products     dnn.c        cuDNN's graphs, the runtime compiler
-    nvml.c     NVML
+    nvml.c     NVML               fla_shapes.py  replaces the kernels of linear attention
     answers.py replaces results of kernels                       steps.py     training steps of one rank
     calls.py   calls our C code, reads its counters              declarations/ replaces absent CUDA headers
 """

@@ -10,7 +10,6 @@ objects    megatron-core compares its groups of parameters with messages over NC
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 _all_ranks: list[Any] = []  # the gloo group of all ranks
 
@@ -36,33 +35,12 @@ def give() -> None:
 
 
 def give_fla() -> None:
-    """Installs a function in place of FLA's, with tensors of the same shapes and without kernels of its own.  What the
-    trainer does around FLA's function is then what it does on a GPU."""
-    from sft.mcore.linear_attention import fla_kernel
+    """Installs functions of the right shapes in place of FLA's."""
+    from sft.mcore.linear_attention import fla_functions, fla_kernel
+    from tests.standin.fla_shapes import Shapes
 
-    fla_kernel.wrong_triton = lambda: None
-    fla_kernel.operator = lambda: _chunk_gated_delta_rule
-
-
-def _chunk_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor,
-    **how: Any,
-) -> tuple[Tensor, Tensor | None]:
-    out = v * (beta * g.to(v.dtype))[..., None] + (q * k).sum().to(v.dtype)
-    if initial_state is not None:
-        out = out + initial_state.sum().to(v.dtype)
-    if not output_final_state:
-        return out, None
-    shape = (len(cu_seqlens) - 1, v.shape[2], k.shape[-1], v.shape[-1])
-    return out, (k.float().sum() + v.float().sum() + g.sum() + beta.float().sum()).expand(shape) + 0.0
+    fla_functions.problem = fla_kernel.wrong_triton = lambda: None
+    fla_functions.functions = Shapes
 
 
 if __name__ == "__main__":

@@ -56,7 +56,8 @@ def test_passes_of_every_kind_of_layer_wait_neither(kind: str) -> None:
     """Packs of chats, with context parallelism: halos, sinks, heads of 512 in tiles, latents, states between ranks."""
     case, also, ranks = memory_rows.read(f"0.6b:4k:chat:selective@{kind.removesuffix(',fla')},cp=2")
     fake = {FREE: "1"} | ({FLA: "1"} if kind.endswith("fla") else {})
-    for found in launch.steps(str(case), also, ranks=ranks, also=fake):
+    # The second step has packs of another length, for which torch.compile compiles once more, and waits.
+    for found in launch.steps(str(case), also, ranks=ranks, num_steps=4, also=fake):
         assert found["passes"]["kernels"] > 500 and found["passes"]["waits"] == 0, found
         assert ("linear attention on fla" in found["backend"]) == kind.endswith("fla"), found
 

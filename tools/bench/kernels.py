@@ -147,7 +147,7 @@ def _by_trainer(kernel: Any, scale: float, inputs: Inputs) -> Tensor:
 def _by_cudnn(ends: Sequence[int], scale: float, inputs: Inputs) -> Tensor:
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         parts = (tuple(x[a:b] for x in inputs) for a, b in zip(ends, ends[1:]))
-        return torch.cat([attention_ways.sdpa(*part, scale=scale) for part in parts])
+        return torch.cat([attention_ways.sdpa(query, key, value, scale) for query, key, value in parts])
 
 
 def in_float64(layer: Layer, boundaries: np.ndarray, inputs: Inputs, grad: Tensor) -> list[Tensor]:

@@ -3,7 +3,7 @@
 import os
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -129,7 +129,7 @@ def adapter_rows(name: str, device_type: str) -> Iterator[Row]:
             continue
         x = torch.randn(case.length, 1, layer.weight.num_columns, device=groups.device, dtype=dtype, requires_grad=True)
         ways = {"base": layer.base, "adapted": layer}
-        calls = {f"{key} fwd": partial(_forward, way, x) for key, way in ways.items()}
+        calls: dict[str, Callable[[], object]] = {f"{key} fwd": partial(_forward, way, x) for key, way in ways.items()}
         calls |= {f"{key} both": partial(_forward_and_backward, way, x) for key, way in ways.items()}
         taken = medians(
             calls, repeats=ADAPTER_REPEATS, clock=time_on(device), prepare=partial(setattr, x, "grad", None)
@@ -155,4 +155,4 @@ def _forward_and_backward(layer: Any, x: Tensor) -> None:
 def peak_of(device_type: str) -> float | None:
     """The dense bf16 peak of this machine's GPU in TFLOP/s; None for a CPU, and for a GPU of which none is known."""
     gpu = gpu_of_device(torch.cuda.get_device_name()) if device_type == "cuda" else None
-    return gpu and gpu.tflops
+    return gpu.tflops if gpu else None

@@ -1,4 +1,4 @@
-"""tools/bench, subjects checkpoint, load_hf, longest, delta_rule, kernels: models, rows and bars; no speed is judged."""
+"""tools/bench: rows and bars of checkpoint, load_hf, longest, delta_rule and kernels; no speed is judged."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,0 +1,91 @@
+"""The functions of flash-linear-attention that the trainer calls, with results of the right shapes and of no meaning.
+
+They launch few kernels of torch, and never wait: what waits in a pass is the trainer's code around them.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sft.mcore.linear_attention.fla_functions import CHUNK
+
+Results = tuple[Any, ...]
+
+
+def _states(k: Tensor, v: Tensor, count: int) -> Tensor:
+    return v.new_zeros(1, count, v.shape[2], k.shape[-1], v.shape[-1])
+
+
+class Shapes:
+    """Stands in for `fla_functions.functions()`."""
+
+    @staticmethod
+    def l2norm_fwd(x: Tensor, **how: Any) -> Results:
+        return x * 1, x.float().sum(-1)
+
+    @staticmethod
+    def l2norm_bwd(y: Tensor, rstd: Tensor, dy: Tensor, **how: Any) -> Tensor:
+        return dy * rstd[..., None].to(dy.dtype) + y
+
+    @staticmethod
+    def chunk_local_cumsum(g: Tensor, **how: Any) -> Tensor:
+        return g.float() * 1
+
+    @staticmethod
+    def chunk_gated_delta_rule_fwd_intra(*, k: Tensor, v: Tensor, **how: Any) -> Results:
+        w = v.new_zeros(*v.shape[:3], k.shape[-1])
+        return w, v * 1, v.new_zeros(*v.shape[:3], CHUNK)
+
+    @staticmethod
+    def prepare_wy_repr_bwd(*, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, **how: Any) -> Results:
+        return k.float() * 1, v * 1, beta * 1, g * 1
+
+    @staticmethod
+    def chunk_gated_delta_rule_fwd_h(*, k: Tensor, u: Tensor, chunk_indices: Tensor, **how: Any) -> Results:
+        return _states(k, u, len(chunk_indices)), u * 1, None
+
+    @staticmethod
+    def chunk_gated_delta_rule_bwd_dhu(
+        *, k: Tensor, dv: Tensor, h0: Tensor | None, chunk_indices: Tensor, **how: Any
+    ) -> Results:
+        return _states(k, dv, len(chunk_indices)), None if h0 is None else h0 * 1, dv * 1
+
+    @staticmethod
+    def chunk_fwd_o(*, v: Tensor, **how: Any) -> Tensor:
+        return v * 1
+
+    @staticmethod
+    def chunk_bwd_dv_local(*, do: Tensor, **how: Any) -> Tensor:
+        return do * 1
+
+    @staticmethod
+    def chunk_bwd_dqkwg(*, q: Tensor, k: Tensor, w: Tensor, g: Tensor, **how: Any) -> Results:
+        return q.float() * 1, k.float() * 1, w * 1, g * 1
+
+    @staticmethod
+    def chunk_cp_fwd_h(*, hm: Tensor, **how: Any) -> None:
+        hm.zero_()
+
+    @staticmethod
+    def fused_gdn_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor, **how: Any) -> Tensor:
+        return g.float() * A_log.float() + dt_bias.float()
+
+    @staticmethod
+    def causal_conv1d_fwd(*, x: Tensor, **how: Any) -> Results:
+        return x * 1, None
+
+    @staticmethod
+    def causal_conv1d_bwd(
+        *, x: Tensor, dy: Tensor, weight: Tensor, initial_state: Tensor | None, **how: Any
+    ) -> Results:
+        states = None if initial_state is None else torch.zeros_like(initial_state)
+        return x + dy, torch.zeros_like(weight), None, None, states
+
+    @staticmethod
+    def layer_norm_gated_fwd(x: Tensor, g: Tensor, **how: Any) -> Results:
+        return x * g, None, x.float().sum(-1), x
+
+    @staticmethod
+    def layer_norm_gated_bwd(dy: Tensor, x: Tensor, g: Tensor, *, weight: Tensor, **how: Any) -> Results:
+        return dy * g, dy * x, torch.zeros_like(weight), None

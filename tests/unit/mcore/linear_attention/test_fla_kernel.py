@@ -137,7 +137,8 @@ def close(found: Any, expected: Any) -> None:
 def test_maps_outputs_and_gradients_are_those_of_plain_torch(boundaries: list[int], linked: list[int]) -> None:
     inputs = Inputs(*(x.detach() for x in random_inputs(boundaries[-1])))
     fragments = Fragments.of(boundaries, linked)
-    states, dlast = (random(len(linked), VALUE_HEADS, K, V) for _ in "ab") if linked else (None, None)
+    states = random(len(linked), VALUE_HEADS, K, V) if linked else None
+    dlast = None if states is None else 1 - states
     grad = random(*inputs.v.shape)
     results = []
     kernels: list[Kernel] = [FlaKernel(Replacement()), TorchDeltaKernel()]

@@ -1,0 +1,118 @@
+"""Which kernels the families and the recipes need: one configuration for each compiled variant of a kernel.
+
+The list comes from the functions by which a run chooses its kernels.  Released models are those of
+tests/unit/fixtures/released; recipes are all files of recipes/.  Two layers share a configuration if a kernel's
+compiled code is the same for both: the length of a window and the number of heads do not matter, the number of query
+heads for each key head does.
+"""
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from contextlib import chdir
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from sft.config import Config, ModelConfig
+from sft.hf.architecture import architecture
+from sft.layers.kinds import all_layer_groups
+from sft.layers.mixer import Mixer
+from sft.mcore.attention.flash_kernel import Demand
+from sft.mcore.backends import kernels
+from sft.recipe.load import parse_recipe
+from tests.unit.fixtures import hf
+
+ROOT = Path(__file__).resolve().parents[2]
+RELEASED = ROOT / "tests" / "unit" / "fixtures" / "released"
+RECIPES = ROOT / "recipes"
+# Architecture as compilers name it -> the compute capability of its GPUs
+ARCHITECTURES = {"sm_90a": (9, 0), "sm_100a": (10, 0)}
+
+
+class Linear(NamedTuple):
+    """Layers with linear attention.
+
+    heads_per_key  number of value heads that share a key head
+    """
+
+    key_width: int
+    value_width: int
+    heads_per_key: int
+    taps: int
+
+    @property
+    def text(self) -> str:
+        return f"{self.key_width}/{self.value_width}, {self.heads_per_key} heads a key, {self.taps} taps"
+
+
+def models() -> Iterator[tuple[str, Config]]:
+    """Name and config of every recipe, and of every released model in a recipe of the least keys."""
+    with TemporaryDirectory() as folder, chdir(folder):  # with a folder for each name on the hub
+        for name, file in hf.ON_HUB.items():
+            Path(name).mkdir(parents=True)
+            Path(name, "config.json").write_text(json.dumps(hf.released(file)))
+        for path in sorted(RECIPES.rglob("*.yaml")):
+            yield str(path.relative_to(RECIPES)), parse_recipe(path.read_text(), str(path), []).config
+    least = parse_recipe(_LEAST, "least", []).config
+    for path in sorted(RELEASED.glob("*.json")):
+        model: ModelConfig = architecture(json.loads(path.read_text()), path.name).model
+        yield path.stem, least.model_copy(update={"model": model})
+
+
+_LEAST = """
+run: {dir: unused, device: cuda}
+model: {num_layers: 1, init_from: random, hidden_size: 64, ffn_hidden_size: 64, num_attention_heads: 1}
+data: {train: unused, seq_length: 64}
+train: {num_steps: 1, global_batch_size: 1}
+optim: {lr: 1.0e-5}
+"""
+
+
+def _mixers() -> Iterator[tuple[str, Config, Mixer]]:
+    for name, config in models():
+        for mixer in {group.mixer.kind: group.mixer for group in all_layer_groups(config.model)}.values():
+            yield name, config, mixer
+
+
+@cache
+def softmax() -> dict[Demand, list[str]]:
+    """What layers ask of an attention kernel, without the GPU -> the models with such layers.
+
+    A recipe on the CPU in fp32 stands for itself on a GPU in bf16.
+    """
+    found: dict[Demand, list[str]] = {}
+    for name, config, mixer in _mixers():
+        if mixer.pair_width:
+            found.setdefault(_on_gpu(config, mixer), []).append(name)
+    return found
+
+
+def _on_gpu(config: Config, mixer: Mixer) -> Demand:
+    run = config.run.model_copy(update={"precision": "bf16"})
+    return kernels.demand_of(config.model_copy(update={"run": run}), mixer, "cuda")
+
+
+@cache
+def linear() -> dict[Linear, list[str]]:
+    """Shapes of layers with linear attention -> the models that have them."""
+    found: dict[Linear, list[str]] = {}
+    for name, config, mixer in _mixers():
+        if mixer.kind == "linear attention":
+            sizes = config.model.linear_attention
+            ratio = (sizes.num_value_heads or 0) // (sizes.num_key_heads or 1)
+            shape = Linear(sizes.key_head_dim, sizes.value_head_dim, ratio, sizes.conv_kernel)
+            found.setdefault(shape, []).append(name)
+    return found
+
+
+def text(demand: Demand) -> str:
+    """`128/128, 4 heads a key, window`"""
+    parts = [f"{demand.key_width}/{demand.value_width}", f"{demand.heads_per_key} heads a key"]
+    if demand.has_window:
+        parts.append("window")
+    if demand.softcap is not None:
+        parts.append(f"soft cap {demand.softcap:g}")
+    if demand.is_deterministic:
+        parts.append("deterministic")
+    return ", ".join(parts)

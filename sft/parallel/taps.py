@@ -22,12 +22,14 @@ from sft.parallel.halo import Halo
 class Taps:
     """Tokens that the convolution of one microbatch reads on one rank.
 
+    boundaries  int64 [chunks + 1], boundaries of the chunks that have tokens among the local rows
     edges     int64, the local rows that are among the first n - 1 rows of their chunk
     rows      for each shift 1 .. n - 1, int64: the edges whose document has a token `shift` tokens earlier
     sources   for each shift, int64: the index of this earlier token in concat(local tokens, received tokens)
     halo      the tokens that ranks send each other; None with cp 1
     """
 
+    boundaries: np.ndarray
     edges: np.ndarray
     rows: tuple[np.ndarray, ...]
     sources: tuple[np.ndarray, ...]
@@ -51,7 +53,8 @@ class Taps:
             rows.append(np.concatenate([start[read] + offset for offset, read in zip(offsets, reads)]))
             sources.append(np.concatenate([held[first[read] + offset - shift] for offset, read in zip(offsets, reads)]))
         edges = np.concatenate([none, *(start[length > offset] + offset for offset in offsets)])
-        return Taps(edges=edges, rows=tuple(rows), sources=tuple(sources), halo=halo)
+        boundaries = np.append(start, length.sum())
+        return Taps(boundaries=boundaries, edges=edges, rows=tuple(rows), sources=tuple(sources), halo=halo)
 
 
 def _columns(chunks: tuple[Chunk, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

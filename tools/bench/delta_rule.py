@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sft.mcore.linear_attention import fla_kernel
+from sft.mcore.linear_attention import fla_functions
 from sft.mcore.linear_attention.delta_rule import Fragments, Inputs, Kernel
 from sft.mcore.linear_attention.fla_kernel import FlaKernel
 from sft.mcore.linear_attention.gated_delta import gated_delta_rule
@@ -64,7 +64,7 @@ def ways_of(boundaries: Sequence[int], options: argparse.Namespace) -> dict[str,
     """Name -> implementation on a pack with these boundaries.  The baseline comes first."""
     kernels: dict[str, Callable[[], Kernel]] = {
         "torch": TorchDeltaKernel,
-        "fla": lambda: FlaKernel(fla_kernel.operator()),
+        "fla": lambda: FlaKernel(fla_functions.functions()),
     }
     ways: dict[str, Way] = {BASELINE: partial(by_transformers, boundaries)}
     for name in filter(options.ways.__contains__, kernels):
@@ -84,7 +84,7 @@ def prepare(options: argparse.Namespace) -> Iterator[Row]:
     """Removes fla if it cannot run here, and yields a row that says why.  Raises Refused if the result of a way differs
     from the baseline."""
     if "fla" in options.ways:
-        if problem := "it needs CUDA" if options.device.type == "cpu" else fla_kernel.missing():
+        if problem := "it needs CUDA" if options.device.type == "cpu" else fla_functions.problem():
             options.ways = [name for name in options.ways if name != "fla"]
             yield {"case": "every", "way": "fla", "status": f"does not run here: {problem}"}
     inputs, boundaries = random_inputs(CHECKED, options), [0, 100, 164, 165, CHECKED]

@@ -24,7 +24,7 @@ from sft.mcore.attention.flash_kernel import Demand, FlashKernel, Operators
 from sft.mcore.attention.packed_attention import AttentionKernel
 from sft.mcore.attention.torch_kernel import TorchKernel
 from sft.mcore.backend import params_dtype
-from sft.mcore.linear_attention import fla_kernel
+from sft.mcore.linear_attention import fla_functions, fla_kernel
 from sft.mcore.linear_attention.delta_rule import Kernel as DeltaKernel
 from sft.mcore.linear_attention.fla_kernel import FlaKernel
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
@@ -118,7 +118,7 @@ def _delta(config: Config, mixer: Mixer, device_type: str) -> Chosen:
     if wanted == "torch":
         kernel = TorchDeltaKernel("attention.delta_rule = torch")
     elif (problem := fla_kernel.why_not(config, device_type)) is None:
-        kernel = FlaKernel(fla_kernel.operator(), "flash-linear-attention")
+        kernel = FlaKernel(fla_functions.functions(), "flash-linear-attention")
     elif wanted == "fla":
         raise ConfigError(f"attention.delta_rule = fla: {problem}.  attention.delta_rule=torch runs everywhere.")
     else:

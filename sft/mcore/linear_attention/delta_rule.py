@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sft.parallel.taps import Taps
+
 NORM_EPS = 1e-6  # added to the squared norm of q and k, as in transformers and FLA
 
 
@@ -89,24 +91,28 @@ class FragmentSchedule(Protocol):
 
 
 class Kernel(Protocol):
-    """One implementation of the rule.  States, maps and their gradients have the dtype `Inputs.state_dtype`.
+    """One implementation of the rule, and of what surrounds it in a layer.  States, maps and their gradients have the dtype `Inputs.state_dtype`.
 
-    The argument `schedule` of the other methods is a result of the method `schedule` of the same kernel.
+    The argument `schedule` of the other methods is a result of the method `schedule` of the same kernel, and `inputs`
+    is a result of `prepared`.
     """
 
     def schedule(self, fragments: Fragments, heads: int, device: torch.device) -> Any:
         """The `FragmentSchedule` of a microbatch.  heads: value heads of this rank"""
 
-    def transitions(self, inputs: Inputs, schedule: Any) -> tuple[Tensor, Tensor]:
+    def prepared(self, inputs: Inputs, schedule: Any) -> Any:
+        """The inputs, with what this kernel computes from them alone, for the calls of one forward or backward pass."""
+
+    def transitions(self, inputs: Any, schedule: Any) -> tuple[Tensor, Tensor]:
         """The maps of the linked fragments: A [m, value heads, K, K], B [m, value heads, K, V].  Does not read q."""
 
-    def forward(self, inputs: Inputs, schedule: Any, states: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Any, schedule: Any, states: Tensor | None) -> tuple[Tensor, Tensor]:
         """Outputs [t, value heads, V] in the dtype of v, and a tensor that this kernel saves for backward.
 
         states: [m, value heads, K, V], initial states of the linked fragments; None: zero
         """
 
-    def state_gradients(self, grad: Tensor, inputs: Inputs, schedule: Any) -> Tensor:
+    def state_gradients(self, grad: Tensor, inputs: Any, schedule: Any) -> Tensor:
         """Gradients of the linked fragments' initial states, [m, value heads, K, V].
 
         Only the outputs of a fragment contribute to the gradient of its initial state, not its last state.
@@ -117,7 +123,7 @@ class Kernel(Protocol):
     def backward(
         self,
         grad: Tensor,
-        inputs: Inputs,
+        inputs: Any,
         schedule: Any,
         states: Tensor | None,
         saved: Tensor,
@@ -129,3 +135,23 @@ class Kernel(Protocol):
         states, saved   the argument `states` and the second result of `forward`
         last_gradients  [m, value heads, K, V], gradients of the linked fragments' last states; None: zero
         """
+
+    def convolution_plan(self, taps: Taps, device: torch.device) -> Any:
+        """What `convolution` needs to know about a microbatch."""
+
+    def convolution(self, x: Tensor, weight: Tensor, plan: Any, cp_group: Any) -> Tensor:
+        """`short_convolution.short_convolution`, the convolution before the rule, with gradients."""
+
+    def log_decay(self, a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
+        """The logarithm g of each head's decay, [t, heads], at most 0, in fp32, or in float64 for float64 inputs; with
+        gradients.
+
+            g = -exp(a_log) * softplus(a + dt_bias)         a [t, heads], a_log and dt_bias [heads]
+        """
+
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """The norm after the rule, with gradients: weight * normed(x) * silu(gate), [t, heads, V], and the scale 1 /
+        root mean square of each head, [t, heads, 1], which has no gradient."""
+
+    def gated(self, x: Tensor, gate: Tensor, weight: Tensor, scale: Tensor, eps: float) -> Tensor:
+        """The first result of `gated_norm` once more, without gradients.  scale: its second result"""

@@ -9,6 +9,7 @@ With cp 1, a document is one fragment, and nothing is sent or copied.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,6 @@ from torch import Tensor
 from sft.mcore.linear_attention.delta_rule import Fragments, FragmentSchedule, Inputs, Kernel
 from sft.mcore.linear_attention.gated_delta import gated_delta_rule
 from sft.mcore.linear_attention.relayout import TokenRelayout, to_computed, to_local
-from sft.mcore.linear_attention.short_convolution import ConvolutionPlan
 from sft.mcore.linear_attention.state_passing import HeadwisePassing
 from sft.parallel.cp_group import CpGroup
 from sft.parallel.fragments import FragmentPlan
@@ -31,7 +31,7 @@ class LinearDocuments:
     cp: CpGroup  # the ranks that share the pack
     kernel: Kernel
     schedule: FragmentSchedule  # of `kernel`
-    convolution: ConvolutionPlan
+    convolution: Any  # `kernel.convolution_plan` of the microbatch
     relayout: TokenRelayout | None = None
 
     @staticmethod
@@ -56,7 +56,7 @@ class LinearDocuments:
             cp=cp,
             kernel=kernel,
             schedule=kernel.schedule(fragments, heads, device),
-            convolution=ConvolutionPlan.of(Taps.of(cu_seqlens, num_taps, cp.size, cp.rank), device),
+            convolution=kernel.convolution_plan(Taps.of(cu_seqlens, num_taps, cp.size, cp.rank), device),
             relayout=None if plan.relayout is None else TokenRelayout.of(plan.relayout, device),
         )
 

@@ -36,11 +36,12 @@ class _GatedDeltaRule(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         *tensors, schedule, kernel, passing = arguments
         inputs = Inputs(*(x.contiguous() for x in tensors))  # a view would keep the output of a projection in memory
+        prepared = kernel.prepared(inputs, schedule)
         a = states = None
         if passing is not None:
-            a, b = kernel.transitions(inputs, schedule)
+            a, b = kernel.transitions(prepared, schedule)
             states = passing.initial_states(a, b)
-        out, saved = kernel.forward(inputs, schedule, states)
+        out, saved = kernel.forward(prepared, schedule, states)
         ctx.save_for_backward(*inputs, a, states, saved)
         ctx.setting = schedule, kernel, passing
         return out
@@ -50,7 +51,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         *tensors, a, states, saved = ctx.saved_tensors
         schedule, kernel, passing = ctx.setting
         inputs, grad = Inputs(*tensors), grads[0].contiguous()
-        last_gradients = None
+        prepared, last_gradients = kernel.prepared(inputs, schedule), None
         if passing is not None:
-            last_gradients = passing.final_gradients(a, kernel.state_gradients(grad, inputs, schedule))
-        return *kernel.backward(grad, inputs, schedule, states, saved, last_gradients), None, None, None
+            last_gradients = passing.final_gradients(a, kernel.state_gradients(grad, prepared, schedule))
+        return *kernel.backward(grad, prepared, schedule, states, saved, last_gradients), None, None, None

@@ -4,6 +4,7 @@ The arithmetic is in fp32 or float64, on a block of tokens at a time.  Backward 
 token and head; autograd would save six fp32 copies of the input.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from sft.layers.mixers.delta import BLOCK_NUMBERS
 from sft.mcore.activations.saved_tensors import SavePolicy
+from sft.mcore.linear_attention.delta_rule import Kernel
 
 
 class GatedNorm(torch.nn.Module):
@@ -24,13 +26,19 @@ class GatedNorm(torch.nn.Module):
         self.eps, self._tp_group = eps, tp_group
         self.weight = torch.nn.Parameter(torch.ones(width, dtype=dtype))
 
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+    def forward(self, x: Tensor, gate: Tensor, kernel: Kernel) -> Tensor:
         """x, gate [t, heads, V] -> [t, heads, V]"""
         weight = copy_to_tensor_model_parallel_region(self.weight, group=self._tp_group)
-        out, shrink = _GatedNorm.apply(x, gate, weight, self.eps)
+        out, shrink = kernel.gated_norm(x, gate, weight, self.eps)
         if self.save_policy is not None:
-            self.save_policy.mark_recomputable(out, _gated, x, gate, self.weight, shrink)
+            self.save_policy.mark_recomputable(out, partial(kernel.gated, eps=self.eps), x, gate, self.weight, shrink)
         return out
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`delta_rule.Kernel.gated_norm`"""
+    out, shrink = _GatedNorm.apply(x, gate, weight, eps)
+    return out, shrink
 
 
 class _GatedNorm(torch.autograd.Function):
@@ -42,7 +50,7 @@ class _GatedNorm(torch.autograd.Function):
         shrink = torch.cat([torch.rsqrt(_wide(x[rows]).pow(2).mean(-1, keepdim=True) + eps) for rows in _blocks(x)])
         ctx.save_for_backward(x, gate, weight, shrink)
         ctx.mark_non_differentiable(shrink)
-        return _gated(x, gate, weight, shrink), shrink
+        return gated(x, gate, weight, shrink), shrink
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -58,7 +66,7 @@ class _GatedNorm(torch.autograd.Function):
         return dx, dgate, dweight.to(weight.dtype), None
 
 
-def _gated(x: Tensor, gate: Tensor, weight: Tensor, shrink: Tensor) -> Tensor:
+def gated(x: Tensor, gate: Tensor, weight: Tensor, shrink: Tensor) -> Tensor:
     out = torch.empty_like(x)
     for rows in _blocks(x):
         out[rows] = _wide(x[rows]) * shrink[rows] * _wide(weight) * torch.nn.functional.silu(_wide(gate[rows]))

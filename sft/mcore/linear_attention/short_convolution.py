@@ -63,7 +63,7 @@ def short_convolution(x: Tensor, weight: Tensor, plan: ConvolutionPlan, cp_group
 class _ShortConvolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, plan: ConvolutionPlan, cp_group: Any) -> Tensor:
-        received = _received(x, plan, cp_group)
+        received = received_tokens(x, plan, cp_group)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         for channels in _blocks(x):
             z = _preactivation(*_wide(x, received, weight, channels), plan)
@@ -85,10 +85,10 @@ class _ShortConvolution(torch.autograd.Function):
             dheld[:, channels] = _gradient_of_tokens(dz, taps, len(held), ctx.plan)
             if dweight is not None:
                 dweight[channels] = _gradient_of_weight(dz, held, ctx.plan)
-        return _returned(dheld, len(x), ctx.plan, ctx.cp_group), dweight, None, None
+        return returned_gradients(dheld[: len(x)], dheld[len(x) :], ctx.plan, ctx.cp_group), dweight, None, None
 
 
-def _received(x: Tensor, plan: ConvolutionPlan, cp_group: Any) -> Tensor:
+def received_tokens(x: Tensor, plan: ConvolutionPlan, cp_group: Any) -> Tensor:
     """The halo of this rank's chunks, [received tokens, channels]."""
     if plan.halo_rows is None or plan.num_received is None:
         return x[:0]
@@ -98,12 +98,12 @@ def _received(x: Tensor, plan: ConvolutionPlan, cp_group: Any) -> Tensor:
     return received
 
 
-def _returned(dheld: Tensor, num_tokens: int, plan: ConvolutionPlan, cp_group: Any) -> Tensor:
-    """Return the gradients of received tokens to their ranks, and add them to the gradients of local tokens.
+def returned_gradients(dx: Tensor, dreceived: Tensor, plan: ConvolutionPlan, cp_group: Any) -> Tensor:
+    """Return the gradients of received tokens to their ranks, and add those that arrive to the gradients of local
+    tokens.
 
-    dheld: gradients of concat(local tokens, received tokens) from this rank -> [num_tokens, channels], over all ranks
+    dx, dreceived: gradients of local and of received tokens from this rank -> gradients of local tokens
     """
-    dx, dreceived = dheld[:num_tokens], dheld[num_tokens:]
     if plan.halo_rows is None:
         return dx
     returned = dx.new_empty((len(plan.halo_rows), dx.shape[1]))

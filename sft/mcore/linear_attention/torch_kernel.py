@@ -6,6 +6,7 @@ all products are float32, or float64 for float64 values.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,10 @@ from torch.nn.functional import pad
 
 from sft.mcore.linear_attention.chunks import Chunks, gathered, gradients, scatter, without_padding
 from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
+from sft.mcore.linear_attention.gated_norm import gated, gated_norm
 from sft.mcore.linear_attention.schedule import Block, ChunkSchedule, Group
+from sft.mcore.linear_attention.short_convolution import ConvolutionPlan, short_convolution
+from sft.parallel.taps import Taps
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,9 @@ class TorchDeltaKernel:
 
     def schedule(self, fragments: Fragments, heads: int, device: torch.device) -> ChunkSchedule:
         return ChunkSchedule.of(fragments, heads, device)
+
+    def prepared(self, inputs: Inputs, schedule: ChunkSchedule) -> Inputs:
+        return inputs
 
     def transitions(self, inputs: Inputs, schedule: ChunkSchedule) -> tuple[Tensor, Tensor]:
         """Run the rule on the values [0, v] from the states [1, 0]; then the last states are [A, B]."""
@@ -83,6 +90,22 @@ class TorchDeltaKernel:
                 for x, values in zip(results, gradients(chunks, state, _output_gradients(grad, inputs, block), dstate)):
                     scatter(x, values, block)
         return results
+
+    def convolution_plan(self, taps: Taps, device: torch.device) -> ConvolutionPlan:
+        return ConvolutionPlan.of(taps, device)
+
+    def convolution(self, x: Tensor, weight: Tensor, plan: ConvolutionPlan, cp_group: Any) -> Tensor:
+        return short_convolution(x, weight, plan, cp_group)
+
+    def log_decay(self, a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
+        wide = torch.promote_types(a.dtype, torch.float32)
+        return -a_log.to(wide).exp() * torch.nn.functional.softplus(a.to(wide) + dt_bias.to(wide))
+
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return gated_norm(x, gate, weight, eps)
+
+    def gated(self, x: Tensor, gate: Tensor, weight: Tensor, scale: Tensor, eps: float) -> Tensor:
+        return gated(x, gate, weight, scale)
 
 
 def _groups(inputs: Inputs, schedule: ChunkSchedule) -> tuple[Group, ...]:

@@ -34,7 +34,6 @@ from sft.mcore.backend import AttentionBackend, PackedDocuments, params_dtype
 from sft.mcore.linear_attention.delta_rule import Inputs
 from sft.mcore.linear_attention.documents import LinearDocuments, linear_attention
 from sft.mcore.linear_attention.gated_norm import GatedNorm
-from sft.mcore.linear_attention.short_convolution import short_convolution
 from sft.parallel.cp_group import CpGroup
 
 _PROJECTIONS = ("query", "key", "value", "z", "beta", "alpha")  # Megatron-LM's names of the parts of in_proj
@@ -157,20 +156,20 @@ class GatedDeltaNet(MegatronModule):
         return self._compute(documents, hidden_states), None
 
     def _compute(self, documents: LinearDocuments, hidden_states: Tensor) -> Tensor:
-        projected = self.in_proj(hidden_states)[0].squeeze(1)
+        kernel, projected = documents.kernel, self.in_proj(hidden_states)[0].squeeze(1)
         z, b, a = projected.split([sum(self._widths[:3]), *self._widths[3:]], -1)[1:]
         channels, weight = projected[:, : sum(self._widths[:3])], self.conv1d["weight"].squeeze(1)
-        mixed = short_convolution(channels, weight, documents.convolution, documents.cp.members)
+        mixed = kernel.convolution(channels, weight, documents.convolution, documents.cp.members)
         q, k, v = mixed.split(self._widths[:3], -1)
         inputs = Inputs(
             q=q.unflatten(-1, (-1, self._key_dim)),
             k=k.unflatten(-1, (-1, self._key_dim)),
             v=v.unflatten(-1, (-1, self._value_dim)),
-            g=log_decay(a, self.A_log, self.dt_bias),
+            g=kernel.log_decay(a, self.A_log, self.dt_bias),
             beta=b.sigmoid(),
         )
         out = linear_attention(inputs, documents)
-        normed = self.out_norm(out, z.unflatten(-1, (-1, self._value_dim)))
+        normed = self.out_norm(out, z.unflatten(-1, (-1, self._value_dim)), kernel)
         output: Tensor
         output, bias = self.out_proj(normed.flatten(1).unsqueeze(1))
         assert bias is None
@@ -198,15 +197,6 @@ class GatedDeltaNet(MegatronModule):
         for name, count in (("in_proj.weight", 6), ("conv1d.weight", 3)):
             state[prefix + name] = _by_part(state[prefix + name], self._widths[:count])
         return state
-
-
-def log_decay(a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
-    """The logarithm g of each head's decay, [t, heads], at most 0, in fp32, or in float64 for float64 inputs.
-
-    a [t, heads], a_log and dt_bias [heads]
-    """
-    wide = torch.promote_types(a.dtype, torch.float32)
-    return -a_log.to(wide).exp() * torch.nn.functional.softplus(a.to(wide) + dt_bias.to(wide))
 
 
 def _by_part(shard: ShardedTensor, widths: Sequence[int]) -> ShardedTensorFactory:

@@ -1,0 +1,80 @@
+"""The inner functions of flash-linear-attention (FLA, the package fla-core) that this trainer calls.
+
+FLA does not promise that inner functions stay as they are.  So a run uses FLA only if its release is one of RELEASES and
+each function has the arguments that are named here.
+"""
+
+import importlib
+import inspect
+import math
+from collections.abc import Mapping
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+from torch.torch_version import TorchVersion
+
+CHUNK = 64  # tokens of a chunk in FLA's kernels
+TO_BASE_2 = 1 / math.log(
+    2
+)  # FLA's kernels take sums of g as logarithms to base 2, and return gradients of natural ones
+RELEASES = ("0.6.0", "0.7")  # from the first of these, and before the second
+INSTALL = 'Install it with: pip install "fla-core[cuda]>=0.6,<0.7" (docs/start/install.md)'
+_PACK = " cu_seqlens chunk_indices"
+# module -> function -> arguments
+_FUNCTIONS: Mapping[str, Mapping[str, str]] = {
+    "fla.modules.norm.l2norm": {"l2norm_fwd": "x eps", "l2norm_bwd": "y rstd dy eps"},
+    "fla.ops.utils": {"chunk_local_cumsum": "g chunk_size reverse scale" + _PACK},
+    "fla.ops.gated_delta_rule.chunk_fwd": {"chunk_gated_delta_rule_fwd_intra": "k v g beta chunk_size" + _PACK},
+    "fla.ops.gated_delta_rule.wy_fast": {"prepare_wy_repr_bwd": "k v beta A dw du g" + _PACK},
+    "fla.ops.common.chunk_delta_h": {
+        "chunk_gated_delta_rule_fwd_h": "k w u g initial_state chunk_size save_new_value chunk_offsets" + _PACK,
+        "chunk_gated_delta_rule_bwd_dhu": "q k w do dv g h0 dht scale chunk_size chunk_offsets" + _PACK,
+    },
+    "fla.ops.common.chunk_o": {
+        "chunk_fwd_o": "q k v h g scale chunk_size" + _PACK,
+        "chunk_bwd_dv_local": "q k do g scale chunk_size" + _PACK,
+        "chunk_bwd_dqkwg": "q k v do h dh w g dv scale chunk_size" + _PACK,
+    },
+    "fla.ops.cp.chunk_fwd": {"chunk_cp_fwd_h": "k w u hm g cu_seqlens chunk_size multi_seqs"},
+    "fla.ops.gated_delta_rule.gate": {"fused_gdn_gate": "g A_log dt_bias output_dtype"},
+    "fla.modules.causal_conv1d.ops": {
+        "causal_conv1d_fwd": "x weight bias residual initial_state activation" + _PACK,
+        "causal_conv1d_bwd": "x dy dht weight initial_state activation" + _PACK,
+    },
+    "fla.modules.norm.fused_norm_gate": {
+        "layer_norm_gated_fwd": "x g weight bias activation eps is_rms_norm",
+        "layer_norm_gated_bwd": "dy x g weight bias activation eps rstd is_rms_norm",
+    },
+}
+
+
+def problem() -> str | None:
+    """The reason why the functions of the installed FLA cannot be used, with advice; None if they can."""
+    try:
+        release = importlib.import_module("fla").__version__
+        modules = {name: importlib.import_module(name) for name in _FUNCTIONS}
+    except ImportError as error:
+        return f"fla cannot be imported ({error}).  {INSTALL}"
+    if not RELEASES[0] <= TorchVersion(release) < RELEASES[1]:
+        return f"fla-core {release} is installed, and its inner functions are not known.  {INSTALL}"
+    for name, functions in _FUNCTIONS.items():
+        for function, arguments in functions.items():
+            if not hasattr(modules[name], function):
+                return f"fla-core {release} has no function {name}.{function}.  {INSTALL}"
+            known = inspect.signature(getattr(modules[name], function)).parameters
+            if lacking := [argument for argument in arguments.split() if argument not in known]:
+                return f"{name}.{function} of fla-core {release} takes no {' and no '.join(lacking)}.  {INSTALL}"
+    return None
+
+
+@cache
+def functions() -> Any:
+    """An object with each function as an attribute.  `problem` must have returned None."""
+    return SimpleNamespace(
+        **{
+            function: getattr(importlib.import_module(module), function)
+            for module in _FUNCTIONS
+            for function in _FUNCTIONS[module]
+        }
+    )

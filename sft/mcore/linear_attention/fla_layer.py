@@ -1,0 +1,169 @@
+"""The convolution and the gated norm of a layer of linear attention by FLA's kernels, with their gradients.
+
+The formulas are those of short_convolution.py and gated_norm.py: sums in fp32, one rounding to bf16.  Both functions
+save what their counterparts there save.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sft.mcore.device import send
+from sft.mcore.linear_attention.fla_rule import chunks
+from sft.mcore.linear_attention.short_convolution import ConvolutionPlan, received_tokens, returned_gradients
+from sft.parallel.taps import Taps
+
+_SILU = "silu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlaConvolutionPlan:
+    """The chunks of a rank as sequences of FLA's convolution, and the tokens before them as its initial states.
+
+    FLA's initial state of a sequence is [channels, n]: its last n - 1 columns are the n - 1 tokens before the sequence.
+
+    halo           `ConvolutionPlan` of the microbatch; only its halo is used
+    boundaries     int64 [sequences + 1]
+    chunk_indices  as in `fla_rule.Part`
+    local_slots, local_rows        int64: the row sequence * n + column of a state that is a local token, and this token
+    received_slots, received_rows  int64: the same for received tokens
+    """
+
+    halo: ConvolutionPlan
+    boundaries: Tensor
+    chunk_indices: Tensor
+    local_slots: Tensor
+    local_rows: Tensor
+    received_slots: Tensor
+    received_rows: Tensor
+
+    @staticmethod
+    def of(taps: Taps, device: torch.device) -> "FlaConvolutionPlan":
+        num_taps, num_tokens = len(taps.rows) + 1, int(taps.boundaries[-1])
+        slots, sources = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+        for shift, (rows, of_rows) in enumerate(zip(taps.rows, taps.sources), start=1):
+            sequence = np.searchsorted(taps.boundaries[:-1], rows)
+            is_first = taps.boundaries[sequence.clip(max=len(taps.boundaries) - 2)] == rows
+            slots.append(sequence[is_first] * num_taps + num_taps - shift)
+            sources.append(of_rows[is_first])
+        slot, source = np.concatenate(slots), np.concatenate(sources)
+        is_local = source < num_tokens
+        arrays = {
+            "boundaries": taps.boundaries,
+            "chunk_indices": chunks(taps.boundaries)[0],
+            "local_slots": slot[is_local],
+            "local_rows": source[is_local],
+            "received_slots": slot[~is_local],
+            "received_rows": source[~is_local] - num_tokens,
+        }
+        on_device = {name: send(torch.from_numpy(np.ascontiguousarray(x)), device) for name, x in arrays.items()}
+        return FlaConvolutionPlan(halo=ConvolutionPlan.of(taps, device), **on_device)
+
+    @property
+    def sequences(self) -> dict[str, Tensor]:
+        return {"cu_seqlens": self.boundaries, "chunk_indices": self.chunk_indices}
+
+    def initial_states(self, x: Tensor, received: Tensor, num_taps: int) -> Tensor | None:
+        """[sequences, channels, n], or None if all sequences start with the first token of a document."""
+        if not len(self.local_rows) + len(self.received_rows):
+            return None
+        states = x.new_zeros(((len(self.boundaries) - 1) * num_taps, x.shape[1]))
+        states.index_copy_(0, self.local_slots, x.index_select(0, self.local_rows))
+        states.index_copy_(0, self.received_slots, received.index_select(0, self.received_rows))
+        return states.unflatten(0, (-1, num_taps)).transpose(1, 2).contiguous()
+
+    def add_gradients(self, dstates: Tensor, dx: Tensor, dreceived: Tensor) -> None:
+        """Add the gradients of initial states to those of the tokens in them."""
+        by_slot = dstates.transpose(1, 2).flatten(0, 1)
+        dx.index_add_(0, self.local_rows, by_slot.index_select(0, self.local_slots))
+        dreceived.index_add_(0, self.received_rows, by_slot.index_select(0, self.received_slots))
+
+
+def convolution(functions: Any, x: Tensor, weight: Tensor, plan: FlaConvolutionPlan, cp_group: Any) -> Tensor:
+    """`short_convolution.short_convolution`"""
+    out: Tensor = _Convolution.apply(functions, x, weight, plan, cp_group)
+    return out
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, functions: Any, x: Tensor, weight: Tensor, plan: FlaConvolutionPlan, cp_group: Any) -> Tensor:
+        received = received_tokens(x, plan.halo, cp_group)
+        ctx.save_for_backward(x, received, weight)
+        ctx.setting = functions, plan, cp_group
+        if not len(x):
+            return torch.empty_like(x, memory_format=torch.contiguous_format)
+        states = plan.initial_states(x, received, weight.shape[1])
+        out: Tensor = functions.causal_conv1d_fwd(
+            x=x[None],
+            weight=weight,
+            bias=None,
+            residual=None,
+            initial_state=states,
+            activation=_SILU,
+            **plan.sequences,
+        )[0]
+        return out[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (x, received, weight), (functions, plan, cp_group) = ctx.saved_tensors, ctx.setting
+        dx, dweight, dreceived = torch.zeros_like(x), torch.zeros_like(weight), torch.zeros_like(received)
+        if len(x):
+            states = plan.initial_states(x, received, weight.shape[1])
+            dx, dweight, _, _, dstates = functions.causal_conv1d_bwd(
+                x=x[None],
+                dy=grads[0][None],
+                dht=None,
+                weight=weight,
+                initial_state=states,
+                activation=_SILU,
+                **plan.sequences,
+            )
+            dx = dx[0]
+            if states is not None:
+                plan.add_gradients(dstates, dx, dreceived)
+        return None, returned_gradients(dx, dreceived, plan.halo, cp_group), dweight, None, None
+
+
+def gated(functions: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`gated_norm` without gradients."""
+    if not x.numel():
+        return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    rows = (y.contiguous().flatten(0, 1) for y in (x, gate))
+    out, _, scale, _ = functions.layer_norm_gated_fwd(
+        *rows, weight=weight, bias=None, activation=_SILU, eps=eps, is_rms_norm=True
+    )
+    return out.view(x.shape), scale.view(*x.shape[:-1], 1)
+
+
+def gated_norm(functions: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`_GatedNorm` of gated_norm.py"""
+    out, scale = _GatedNorm.apply(functions, x, gate, weight, eps)
+    return out, scale
+
+
+class _GatedNorm(torch.autograd.Function):
+    """Saves the gate as it is, a view of the projections; FLA takes contiguous tensors, and would save a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, functions: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        out, scale = gated(functions, x, gate, weight, eps)
+        ctx.save_for_backward(x, gate, weight, scale)
+        ctx.setting = functions, eps
+        ctx.mark_non_differentiable(scale)
+        return out, scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+        (x, gate, weight, scale), (functions, eps) = ctx.saved_tensors, ctx.setting
+        if not x.numel():
+            return None, torch.zeros_like(x), torch.zeros_like(gate), torch.zeros_like(weight), None
+        rows = (y.contiguous().flatten(0, 1) for y in (grad, x, gate))
+        dx, dgate, dweight = functions.layer_norm_gated_bwd(
+            *rows, weight=weight, bias=None, activation=_SILU, eps=eps, rstd=scale.flatten(), is_rms_norm=True
+        )[:3]
+        return None, dx.view(x.shape), dgate.view(gate.shape), dweight, None

@@ -1,0 +1,161 @@
+"""The gated delta rule by FLA's kernels on a part of a rank's fragments: either the linked ones, or all others.
+
+FLA's chunks of 64 tokens need, besides q, k, v, g and beta, only the state before each chunk.  So a pass has steps:
+
+    1. normalise q and k, add up g within each chunk, and solve the triangular system of each chunk       `PartPass`
+    2. for linked fragments: the map of each fragment                                                     `maps`
+    3. the state before each chunk, from initial states, and with it the outputs                          `outputs`
+
+Backward repeats step 1, and then computes gradients of states from the last chunk to the first: once for linked
+fragments alone, without gradients of last states, which ranks then send each other (`state_gradients`), and once with
+them (`gradients`).  Only kernels that go from chunk to chunk run twice; the rest runs once.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sft.mcore.device import send
+from sft.mcore.linear_attention.delta_rule import NORM_EPS, Inputs
+from sft.mcore.linear_attention.fla_functions import CHUNK, TO_BASE_2
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Consecutive fragments of a microbatch, as all kernels of FLA take them.  All layers pass the same tensors.
+
+    tokens         the tokens of the fragments among those of the rank
+    has_states     whether the fragments are linked
+    boundaries     int64 [n + 1], boundaries of the fragments among these tokens
+    chunk_indices  int64 [chunks, 2], the fragment of each chunk, and which chunk of the fragment it is
+    chunk_offsets  int64 [n + 1], number of chunks before each fragment, and in all
+    """
+
+    tokens: slice
+    has_states: bool
+    boundaries: Tensor
+    chunk_indices: Tensor
+    chunk_offsets: Tensor
+
+    @staticmethod
+    def of(boundaries: np.ndarray, has_states: bool, device: torch.device) -> "Part":
+        """boundaries: int64 [n + 1], boundaries of the fragments among the tokens of the rank"""
+        first, stop = int(boundaries[0]), int(boundaries[-1])
+        indices, offsets = chunks(boundaries)
+        on_device = (send(torch.from_numpy(x), device) for x in (boundaries - first, indices, offsets))
+        return Part(slice(first, stop), has_states, *on_device)
+
+    @property
+    def num_fragments(self) -> int:
+        return len(self.boundaries) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.tokens.stop - self.tokens.start)
+
+
+def chunks(boundaries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For sequences with these boundaries, `Part.chunk_indices` and `Part.chunk_offsets`."""
+    counts = -(-np.diff(boundaries) // CHUNK)
+    offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts, dtype=np.int64)])
+    sequence = np.repeat(np.arange(len(counts)), counts)
+    return np.stack([sequence, np.arange(offsets[-1]) - offsets[sequence]], axis=1), offsets
+
+
+class PartPass:
+    """One forward or backward pass over a part that has tokens.
+
+    functions: FLA's (`fla_functions.functions`); inputs: of all tokens of the rank
+    """
+
+    def __init__(self, functions: Any, inputs: Inputs, part: Part) -> None:
+        self.part, self._f, self._inputs = part, functions, Inputs(*(x[part.tokens][None] for x in inputs))
+        self._pack = {"cu_seqlens": part.boundaries, "chunk_indices": part.chunk_indices}
+        self._q, self._q_scale = functions.l2norm_fwd(self._inputs.q, eps=NORM_EPS)
+        self._k, self._k_scale = functions.l2norm_fwd(self._inputs.k, eps=NORM_EPS)
+        self._g = functions.chunk_local_cumsum(self._inputs.g, chunk_size=CHUNK, scale=TO_BASE_2, **self._pack)
+        self._w, self._u, self._solution = functions.chunk_gated_delta_rule_fwd_intra(
+            k=self._k, v=self._inputs.v, g=self._g, beta=self._inputs.beta, chunk_size=CHUNK, **self._pack
+        )
+        self._dv: Tensor | None = None
+
+    @cached_property
+    def _qk(self) -> Mapping[str, Any]:
+        """The arguments of kernels that multiply queries and keys within chunks."""
+        scale = self._inputs.k.shape[-1] ** -0.5
+        return {"q": self._q, "k": self._k, "g": self._g, "scale": scale, "chunk_size": CHUNK, **self._pack}
+
+    def maps(self) -> tuple[Tensor, Tensor]:
+        """The maps A and B of the fragments."""
+        heads, value_dim, key_dim = *self._inputs.v.shape[2:], self._inputs.k.shape[-1]
+        shape = (self.part.num_fragments, heads, key_dim, value_dim + key_dim)
+        both = torch.empty(shape, dtype=self._inputs.state_dtype, device=self._inputs.v.device)
+        self._f.chunk_cp_fwd_h(
+            k=self._k,
+            w=self._w,
+            u=self._u,
+            hm=both,
+            g=self._g,
+            cu_seqlens=self.part.boundaries,
+            chunk_size=CHUNK,
+            multi_seqs=True,
+        )
+        return both[..., value_dim:].contiguous(), both[..., :value_dim].contiguous()
+
+    def outputs(self, states: Tensor | None) -> Tensor:
+        before, values = self._states(states)
+        out: Tensor = self._f.chunk_fwd_o(v=values, h=before, **self._qk)
+        return out[0]
+
+    def state_gradients(self, grad: Tensor) -> Tensor:
+        """Gradients of the initial states, of outputs alone.  grad: gradients of the outputs of all tokens"""
+        inputs = Inputs(*(x[0] for x in self._inputs))
+        like = inputs.zero_states(self.part.num_fragments)
+        dstates: Tensor = self._reverse(grad, like, None)[1]
+        return dstates
+
+    def gradients(self, grad: Tensor, states: Tensor | None, last: Tensor | None) -> Inputs:
+        """Gradients of the inputs of this part."""
+        before, values = self._states(states)
+        dbefore, _, du = self._reverse(grad, None, last)
+        dout = self._of(grad)
+        dq, dk, dw, dg = self._f.chunk_bwd_dqkwg(v=values, w=self._w, h=before, dv=du, do=dout, dh=dbefore, **self._qk)
+        more_dk, dv, dbeta, more_dg = self._f.prepare_wy_repr_bwd(
+            k=self._k, v=self._inputs.v, beta=self._inputs.beta, g=self._g, A=self._solution, dw=dw, du=du, **self._pack
+        )
+        dg = self._f.chunk_local_cumsum(dg.add_(more_dg), chunk_size=CHUNK, reverse=True, **self._pack)
+        dq = self._f.l2norm_bwd(self._q, self._q_scale, dq, eps=NORM_EPS)
+        dk = self._f.l2norm_bwd(self._k, self._k_scale, dk.add_(more_dk), eps=NORM_EPS)
+        return Inputs(*(dx[0].to(x.dtype) for dx, x in zip((dq, dk, dv, dg, dbeta), self._inputs)))
+
+    def _states(self, states: Tensor | None) -> tuple[Any, Any]:
+        """The state before each chunk, and the values that chunks write."""
+        before, values, _ = self._f.chunk_gated_delta_rule_fwd_h(
+            k=self._k,
+            w=self._w,
+            u=self._u,
+            g=self._g,
+            initial_state=states,
+            output_final_state=False,
+            chunk_size=CHUNK,
+            chunk_offsets=self.part.chunk_offsets,
+            **self._pack,
+        )
+        return before, values
+
+    def _reverse(self, grad: Tensor, like: Tensor | None, last: Tensor | None) -> Any:
+        """Gradients of the state before each chunk, of initial states if `like` has their shape, and of values."""
+        dout = self._of(grad)
+        if self._dv is None:
+            self._dv = self._f.chunk_bwd_dv_local(do=dout, **self._qk)
+        return self._f.chunk_gated_delta_rule_bwd_dhu(
+            w=self._w, do=dout, dv=self._dv, h0=like, dht=last, chunk_offsets=self.part.chunk_offsets, **self._qk
+        )
+
+    def _of(self, grad: Tensor) -> Tensor:
+        return grad[self.part.tokens][None]

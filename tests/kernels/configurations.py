@@ -1,27 +1,30 @@
 """Which kernels the families and the recipes need: one configuration for each compiled variant of a kernel.
 
 The list comes from the functions by which a run chooses its kernels.  Released models are those of
-tests/unit/fixtures/released; recipes are all files of recipes/.  Two layers share a configuration if a kernel's
+tests/unit/fixtures/released and tests/unit/hf/released.py; recipes are all files of recipes/.  Two layers share a configuration if a kernel's
 compiled code is the same for both: the length of a window and the number of heads do not matter, the number of query
 heads for each key head does.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from contextlib import chdir
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from sft.config import Config, ModelConfig
-from sft.hf.architecture import architecture
+import torch
+
+from sft.config import Config
+from sft.layers import kernel_rates
 from sft.layers.kinds import all_layer_groups
 from sft.layers.mixer import Mixer
 from sft.mcore.attention.flash_kernel import Demand
 from sft.mcore.backends import kernels
 from sft.recipe.load import parse_recipe
 from tests.unit.fixtures import hf
+from tests.unit.hf import released
 
 ROOT = Path(__file__).resolve().parents[2]
 RELEASED = ROOT / "tests" / "unit" / "fixtures" / "released"
@@ -55,9 +58,8 @@ def models() -> Iterator[tuple[str, Config]]:
         for path in sorted(RECIPES.rglob("*.yaml")):
             yield str(path.relative_to(RECIPES)), parse_recipe(path.read_text(), str(path), []).config
     least = parse_recipe(_LEAST, "least", []).config
-    for path in sorted(RELEASED.glob("*.json")):
-        model: ModelConfig = architecture(json.loads(path.read_text()), path.name).model
-        yield path.stem, least.model_copy(update={"model": model})
+    for name in (*sorted(path.stem for path in RELEASED.glob("*.json")), *released.SIZES):
+        yield name, least.model_copy(update={"model": hf.model_of(released.config(name))})
 
 
 _LEAST = """
@@ -84,25 +86,24 @@ def softmax() -> dict[Demand, list[str]]:
     found: dict[Demand, list[str]] = {}
     for name, config, mixer in _mixers():
         if mixer.pair_width:
-            found.setdefault(_on_gpu(config, mixer), []).append(name)
+            found.setdefault(kernels.demand_of(_in_bf16(config), mixer, "cuda"), []).append(name)
     return found
 
 
-def _on_gpu(config: Config, mixer: Mixer) -> Demand:
-    run = config.run.model_copy(update={"precision": "bf16"})
-    return kernels.demand_of(config.model_copy(update={"run": run}), mixer, "cuda")
+def _in_bf16(config: Config) -> Config:
+    return config.model_copy(update={"run": config.run.model_copy(update={"precision": "bf16"})})
 
 
 @cache
-def linear() -> dict[Linear, list[str]]:
-    """Shapes of layers with linear attention -> the models that have them."""
-    found: dict[Linear, list[str]] = {}
-    for name, config, mixer in _mixers():
+def linear() -> dict[Linear, tuple[Config, Mixer]]:
+    """Shapes of layers with linear attention -> the recipe, on a GPU in bf16, and the mixer of a model with them."""
+    found: dict[Linear, tuple[Config, Mixer]] = {}
+    for _, config, mixer in _mixers():
         if mixer.kind == "linear attention":
             sizes = config.model.linear_attention
             ratio = (sizes.num_value_heads or 0) // (sizes.num_key_heads or 1)
             shape = Linear(sizes.key_head_dim, sizes.value_head_dim, ratio, sizes.conv_kernel)
-            found.setdefault(shape, []).append(name)
+            found.setdefault(shape, (_in_bf16(config), mixer))
     return found
 
 
@@ -116,3 +117,23 @@ def text(demand: Demand) -> str:
     if demand.is_deterministic:
         parts.append("deterministic")
     return ", ".join(parts)
+
+
+def _demand(key_width: int, value_width: int, heads_per_key: int = 1, has_window: bool = False) -> Demand:
+    return Demand("cuda", torch.bfloat16, key_width, value_width, heads_per_key, has_window)
+
+
+class Refused(NamedTuple):
+    """Layers that our code refuses because a package does: on these architectures the package must still refuse."""
+
+    kernel: str
+    demand: Demand
+    architectures: Sequence[str]
+
+
+REFUSED: Sequence[Refused] = (
+    Refused(kernel_rates.FLASH4, _demand(192, 128, heads_per_key=4), ["sm_90a"]),
+    Refused(kernel_rates.FLASH4, _demand(256, 256, has_window=True), ["sm_100a"]),
+    Refused(kernel_rates.FLASH4, _demand(512, 512), ["sm_90a", "sm_100a"]),
+    Refused(kernel_rates.FFPA, _demand(512, 512, heads_per_key=3), ["sm_90a"]),
+)

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
+SHARED_BYTES = 232_448  # of shared memory that one block may use, on Hopper and on Blackwell
 _FUNCTION = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 

@@ -3,10 +3,12 @@
     python -m tests.kernels                   all
     python -m tests.kernels --only sm_90a     those whose line has this text
     python -m tests.kernels --changed         a few of each kind whose files differ from those of the commit before
-    python -m tests.kernels --write           all, and the table of docs/numbers/kernels.md
+    python -m tests.kernels --missing         those without a good result in build/kernels.json
+    python -m tests.kernels --write           the table of docs/numbers/kernels.md, from the stored results
 
-The exit status is 1 if a kernel does not compile, spills more than SPILLED bytes a thread, or compiles although our
-code says that its package refuses it.
+Results are stored in build/kernels.json, so that a table can come from several calls.  The exit status is 1 if a kernel
+does not compile, spills more than SPILLED bytes a thread, or compiles although our code says that its package refuses
+it.
 """
 
 import argparse
@@ -20,15 +22,20 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
+from pathlib import Path
 from typing import NamedTuple
 
 from sft.layers import kernel_rates
 from sft.mcore.backends import kernels
 from tests.kernels import changed, configurations, table
-from tests.kernels.table import Result
+from tests.kernels.changed import ROOT
+from tests.kernels.table import Compiled, Result
 
 LIMIT_S = 900  # of one process; the longest compiles about 200 variants of FLA's kernels
 SPILLED = 256  # bytes a thread, of the best variant of a kernel
+# Kernels of FLA whose best variant spills more, and the most that it may.  With fla-core 0.6.0 and Triton 3.7.1: 1,048
+# and 1,496 bytes (sm_90a, sm_100a) for maps of fragments; 0 and 840 for gradients of the WY representation.
+KNOWN_SPILLS = {"chunk_cp_fwd_kernel_h": 1536, "prepare_wy_repr_bwd_kernel": 1024}
 _LOSS, _LINEAR, _REFUSED = "loss head", "linear attention", "refused"
 
 
@@ -77,8 +84,14 @@ def compiled(item: Item, is_quick: bool) -> Result:
         problem = " ".join(done.stderr.strip().splitlines()[-1:]) or f"ended with {done.returncode}"
         return Result(item.kind, item.text, item.architecture, [], problem, seconds)
     found = table.read(json.loads(done.stdout.splitlines()[-1]))
-    spilled = [] if is_quick else [f"{x.kernel} spills {x.usage.spilled} bytes" for x in found if x.usage.spilled > SPILLED]
-    return Result(item.kind, item.text, item.architecture, found, "; ".join(spilled), seconds)
+    spilled = "" if is_quick else "; ".join(too_many_spills(found))  # one variant of many may well spill
+    return Result(item.kind, item.text, item.architecture, found, spilled, seconds)
+
+
+def too_many_spills(found: Sequence[Compiled]) -> Iterator[str]:
+    for one in found:
+        if one.usage.spilled > KNOWN_SPILLS.get(one.kernel, SPILLED):
+            yield f"{one.kernel} spills {one.usage.spilled} bytes"
 
 
 def which_run() -> Iterator[str]:
@@ -87,22 +100,32 @@ def which_run() -> Iterator[str]:
         for architecture, capability in configurations.ARCHITECTURES.items():
             on_gpu = demand._replace(capability=capability)
             able = [name for name in kernels.by_rate(on_gpu) if kernels.FLASH[name].refused(on_gpu) is None]
-            yield f"{architecture}  {configurations.text(demand)}: {', then '.join([*able, kernels.PLAIN])}  ({len(models)} models)"
+            names = ", then ".join([*able, kernels.PLAIN])
+            yield f"{architecture}  {configurations.text(demand)}: {names}  ({len(models)} models)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TEXT")
     parser.add_argument("--changed", action="store_true")
+    parser.add_argument("--missing", action="store_true")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--results", type=Path, default=ROOT / "build" / "kernels.json")
     options = parser.parse_args(argv)
+    if options.write:
+        order = [(item.kind, item.text, item.architecture) for item in items()]
+        table.write(table.load(options.results), order, versions(), datetime.date.today())
+        return 0
     print(*which_run(), sep="\n", flush=True)
     for name in (kernel_rates.FLASH4, kernel_rates.FFPA):
         package = kernels.FLASH[name].package
         if package is not None and (problem := package.absent() or package.broken()):
             raise SystemExit(f"{problem}: run make test-kernels")
     chosen = [item for item in items() if options.only in item.line]
+    if options.missing:
+        done = {result[:3] for result in table.load(options.results) if not result.problem}
+        chosen = [item for item in chosen if (item.kind, item.text, item.architecture) not in done]
     if options.changed:
         touched = changed.kinds()
         chosen = [item for item in chosen if changed.is_in_sample(item.kind, item.text, touched)]
@@ -111,11 +134,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for result in pool.map(lambda item: compiled(item, options.changed), chosen):
             print(result.line, flush=True)
             results.append(result)
-    failed = [result for result in results if result.problem]
-    minutes = (time.perf_counter() - start) / 60
+            if not options.changed:
+                table.store(options.results, [result])
+    failed, minutes = [result for result in results if result.problem], (time.perf_counter() - start) / 60
     print(f"{len(results)} compilations in {minutes:.1f} minutes with {options.jobs} processes, {len(failed)} failed")
-    if options.write:
-        table.write(results, minutes, options.jobs, versions(), datetime.date.today())
     return int(bool(failed))
 
 

@@ -1,6 +1,6 @@
 """Which kinds of kernels a change can break, by the files that it touches.  Needs nothing but git.
 
-    python -m tests.kernels.changed      prints the kinds; nothing if the change touches no kernel
+python -m tests.kernels.changed      prints the kinds; nothing if the change touches no kernel
 """
 
 import os

@@ -1,15 +1,15 @@
 """Which kernels the families and the recipes need: one configuration for each compiled variant of a kernel.
 
 The list comes from the functions by which a run chooses its kernels.  Released models are those of
-tests/unit/fixtures/released and tests/unit/hf/released.py; recipes are all files of recipes/.  Two layers share a configuration if a kernel's
-compiled code is the same for both: the length of a window and the number of heads do not matter, the number of query
-heads for each key head does.
+tests/unit/fixtures/released and tests/unit/hf/released.py; recipes are all files of recipes/.  Two layers share a
+configuration if a kernel's compiled code is the same for both: the length of a window and the number of heads do not
+matter, the number of query heads for each key head does.
 """
 
 import json
 from collections.abc import Iterator, Sequence
-from functools import cache
 from contextlib import chdir
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple

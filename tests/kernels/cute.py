@@ -30,9 +30,10 @@ def record_launches() -> list[int]:
 
     compiled, sizes = Compiler.compile, list[int]()
 
-    def compile_and_read(self: Any, module: Any, *arguments: Any, **options: Any) -> None:
-        compiled(self, module, *arguments, **options)
+    def compile_and_read(self: Any, module: Any, *arguments: Any, **options: Any) -> Any:
+        result = compiled(self, module, *arguments, **options)
         sizes.append(dynamic_shared(str(module)))
+        return result
 
     Compiler.compile = compile_and_read
     return sizes

@@ -1,6 +1,7 @@
 """The results of compilations, as lines of a terminal and as docs/numbers/kernels.md."""
 
 import datetime
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from tools import page_text
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "numbers" / "kernels.md"
 BEGIN, END = "<!-- made by make test-kernels -->\n", "<!-- end of kernels -->\n"
 _PASSES = ("forward", "backward")
+TRITON = ("loss head", "linear attention")
 
 
 class Result(NamedTuple):
@@ -36,14 +38,25 @@ class Result(NamedTuple):
         return f"{self.architecture}  {self.kind}, {self.text}: {verdict}, {self.seconds:.0f} s"
 
     def _worst(self) -> str:
-        return f"at most {max(x.usage.registers for x in self.found)} registers, {max(x.usage.spilled for x in self.found)} bytes spilled"
+        registers, spilled = (max(x.usage[column] for x in self.found) for column in (0, 1))
+        return f"at most {registers} registers, {spilled} bytes spilled"
 
 
 def read(rows: Sequence[Any]) -> list[Compiled]:
     """The JSON of compile_one.py -> what it compiled."""
-    return [
-        Compiled(step, kernel, Usage(*used), variants, seconds) for step, kernel, used, variants, seconds in rows
-    ]
+    return [Compiled(step, kernel, Usage(*used), variants, seconds) for step, kernel, used, variants, seconds in rows]
+
+
+def load(file: Path) -> list[Result]:
+    rows = json.loads(file.read_text()) if file.exists() else []
+    return [Result(*row[:3], read(row[3]), *row[4:]) for row in rows]
+
+
+def store(file: Path, results: Sequence[Result]) -> None:
+    """Adds the results to those in the file.  They replace results of the same configurations."""
+    known = {result[:3]: result for result in [*load(file), *results]}
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps([*known.values()]))
 
 
 def _kib(size: int) -> str:
@@ -89,34 +102,30 @@ def _range(values: Sequence[int], shown: Any) -> str:
     return str(low) if low == high else f"{low} to {high}"
 
 
-def write(results: Sequence[Result], minutes: float, jobs: int, versions: str, date: datetime.date) -> None:
-    """Replaces the tables of the page."""
-    by_kind = {kind: [x for x in results if x.kind == kind] for kind in dict.fromkeys(x.kind for x in results)}
-    triton = [*by_kind.pop("loss head", []), *by_kind.pop("linear attention", [])]
-    refused = by_kind.pop("refused", [])
+def write(results: Sequence[Result], order: Sequence[tuple[str, str, str]], versions: str, date: datetime.date) -> None:
+    """Replaces the tables of the page.  order: the configurations of today; others are left out"""
+    known = {result[:3]: result for result in results}
+    results = [known[key] for key in order if key in known]
+    triton = [result for result in results if result.kind in TRITON and result.found]
+    refused = [result for result in results if result.kind == "refused" and result.found]
+    attention = [result for result in results if result.kind not in (*TRITON, "refused") and result.found]
     failed = [result for result in results if result.problem]
+    seconds = sum(result.seconds for result in results)
+    summary = (
+        f"{date}: {versions}. {len(results)} of {len(order)} compilations, {seconds / 60:.0f} minutes of one core, "
+        f"{len(failed)} failed."
+    )
     lines = [
-        "",
-        *page_text.folded(
-            f"{date}: {versions}. {len(results)} compilations in {minutes:.0f} minutes with {jobs} processes on two "
-            f"cores, {len(failed)} failed."
-        ),
-        "",
-        "## Attention",
-        "",
-        *_attention([result for kind in by_kind.values() for result in kind if result.found]),
-        "",
-        "## Still refused by the packages",
-        "",
-        "| layers | GPU | the package's words |",
-        "|---|---|---|",
-        *(f"| {x.text} | {x.architecture} | {x.found[0].kernel[:60].replace('|', ' ')} |" for x in refused if x.found),
-        "",
-        "## Linear attention and the loss head",
-        "",
-        *_triton([result for result in triton if result.found]),
-        "",
+        *("", *page_text.folded(summary), "", "## Attention", "", *_attention(attention), ""),
+        *("## Still refused by the packages", "", "| layers | GPU | the package's words |", "|---|---|---|"),
+        *(f"| {x.text} | {x.architecture} | {_cell(x.found[0].kernel)} |" for x in refused),
+        *("", "## Linear attention and the loss head", "", *_triton(triton), ""),
     ]
     if failed:
         lines += ["## Failed", "", *(f"- {result.line}" for result in failed), ""]
     PAGE.write_text(page_text.replaced(PAGE.read_text(), BEGIN, END, "\n".join(lines)))
+
+
+def _cell(words: str) -> str:
+    """At most 40 columns, so that the line is not too long."""
+    return words if len(words) <= 40 else f"{words[:37]}..."

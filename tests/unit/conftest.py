@@ -28,25 +28,10 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Fold
     return get
 
 
-RELEASED = {  # names on the hub, and files of fixtures/released
-    "Qwen/Qwen3-0.6B": "qwen3_0p6b",
-    "Qwen/Qwen3-8B": "qwen3_8b",
-    "Qwen/Qwen3-30B-A3B": "qwen3_30b_a3b",
-    "meta-llama/Llama-3.1-8B-Instruct": "llama_3_1_8b",
-    "openai/gpt-oss-20b": "gpt_oss_20b",
-    "google/gemma-3-27b-it": "gemma_3_27b",
-    "google/gemma-4-26B-A4B-it": "gemma_4_26b_a4b",  # from public descriptions of the release, not its own file
-    "Qwen/Qwen3.6-27B": "qwen3_6_27b",
-    "zai-org/GLM-4.5-Air": "glm_4_5_air",
-    "moonshotai/Moonlight-16B-A3B-Instruct": "moonlight_16b_a3b",
-    "Qwen/Qwen3.6-35B-A3B": "qwen3_6_35b_a3b",
-}
-
-
 @pytest.fixture
 def released_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A current folder with the config.json of every model of recipes/, so that none comes from the hub."""
-    for name, file in RELEASED.items():
+    for name, file in hf.ON_HUB.items():
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.json").write_text(json.dumps(hf.released(file)))
     monkeypatch.chdir(tmp_path)

@@ -100,7 +100,7 @@ def test_constraints_name_every_package_that_is_asked_for() -> None:
     """Otherwise pip would install whatever version is the newest on that day."""
     setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    extras = [setup["options.extras_require"][name] for name in ("te", "plot", "dev")]
+    extras = [setup["options.extras_require"][name] for name in ("te", "fla", "kernels", "plot", "dev")]
     wanted = re.findall(r"^([\w-]+)", "\n".join([setup["options"]["install_requires"], *extras]), re.MULTILINE)
     pinned = re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert {*map(str.lower, wanted), "setuptools", "wheel", "ninja"} - {*pinned} == set()

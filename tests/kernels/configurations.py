@@ -1,0 +1,139 @@
+"""Which kernels the families and the recipes need: one configuration for each compiled variant of a kernel.
+
+The list comes from the functions by which a run chooses its kernels.  Released models are those of
+tests/unit/fixtures/released and tests/unit/hf/released.py; recipes are all files of recipes/.  Two layers share a
+configuration if a kernel's compiled code is the same for both: the length of a window and the number of heads do not
+matter, the number of query heads for each key head does.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import chdir
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import torch
+
+from sft.config import Config
+from sft.layers import kernel_rates
+from sft.layers.kinds import all_layer_groups
+from sft.layers.mixer import Mixer
+from sft.mcore.attention.flash_kernel import Demand
+from sft.mcore.backends import kernels
+from sft.recipe.load import parse_recipe
+from tests.unit.fixtures import hf
+from tests.unit.hf import released
+
+ROOT = Path(__file__).resolve().parents[2]
+RELEASED = ROOT / "tests" / "unit" / "fixtures" / "released"
+RECIPES = ROOT / "recipes"
+# Architecture as compilers name it -> the compute capability of its GPUs
+ARCHITECTURES = {"sm_90a": (9, 0), "sm_100a": (10, 0)}
+
+
+class Linear(NamedTuple):
+    """Layers with linear attention.
+
+    heads_per_key  number of value heads that share a key head
+    """
+
+    key_width: int
+    value_width: int
+    heads_per_key: int
+    taps: int
+
+    @property
+    def text(self) -> str:
+        return f"{self.key_width}/{self.value_width}, {self.heads_per_key} heads a key, {self.taps} taps"
+
+
+def models() -> Iterator[tuple[str, Config]]:
+    """Name and config of every recipe, and of every released model in a recipe of the least keys."""
+    with TemporaryDirectory() as folder, chdir(folder):  # with a folder for each name on the hub
+        for name, file in hf.ON_HUB.items():
+            Path(name).mkdir(parents=True)
+            Path(name, "config.json").write_text(json.dumps(hf.released(file)))
+        for path in sorted(RECIPES.rglob("*.yaml")):
+            yield str(path.relative_to(RECIPES)), parse_recipe(path.read_text(), str(path), []).config
+    least = parse_recipe(_LEAST, "least", []).config
+    for name in (*sorted(path.stem for path in RELEASED.glob("*.json")), *released.SIZES):
+        yield name, least.model_copy(update={"model": hf.model_of(released.config(name))})
+
+
+_LEAST = """
+run: {dir: unused, device: cuda}
+model: {num_layers: 1, init_from: random, hidden_size: 64, ffn_hidden_size: 64, num_attention_heads: 1}
+data: {train: unused, seq_length: 64}
+train: {num_steps: 1, global_batch_size: 1}
+optim: {lr: 1.0e-5}
+"""
+
+
+def _mixers() -> Iterator[tuple[str, Config, Mixer]]:
+    for name, config in models():
+        for mixer in {group.mixer.kind: group.mixer for group in all_layer_groups(config.model)}.values():
+            yield name, config, mixer
+
+
+@cache
+def softmax() -> dict[Demand, list[str]]:
+    """What layers ask of an attention kernel, without the GPU -> the models with such layers.
+
+    A recipe on the CPU in fp32 stands for itself on a GPU in bf16.
+    """
+    found: dict[Demand, list[str]] = {}
+    for name, config, mixer in _mixers():
+        if mixer.pair_width:
+            found.setdefault(kernels.demand_of(_in_bf16(config), mixer, "cuda"), []).append(name)
+    return found
+
+
+def _in_bf16(config: Config) -> Config:
+    return config.model_copy(update={"run": config.run.model_copy(update={"precision": "bf16"})})
+
+
+@cache
+def linear() -> dict[Linear, tuple[Config, Mixer]]:
+    """Shapes of layers with linear attention -> the recipe, on a GPU in bf16, and the mixer of a model with them."""
+    found: dict[Linear, tuple[Config, Mixer]] = {}
+    for _, config, mixer in _mixers():
+        if mixer.kind == "linear attention":
+            sizes = config.model.linear_attention
+            ratio = (sizes.num_value_heads or 0) // (sizes.num_key_heads or 1)
+            shape = Linear(sizes.key_head_dim, sizes.value_head_dim, ratio, sizes.conv_kernel)
+            found.setdefault(shape, (_in_bf16(config), mixer))
+    return found
+
+
+def text(demand: Demand) -> str:
+    """`128/128, 4 heads a key, window`"""
+    parts = [f"{demand.key_width}/{demand.value_width}", f"{demand.heads_per_key} heads a key"]
+    if demand.has_window:
+        parts.append("window")
+    if demand.softcap is not None:
+        parts.append(f"soft cap {demand.softcap:g}")
+    if demand.is_deterministic:
+        parts.append("deterministic")
+    return ", ".join(parts)
+
+
+def _demand(key_width: int, value_width: int, heads_per_key: int = 1, has_window: bool = False) -> Demand:
+    return Demand("cuda", torch.bfloat16, key_width, value_width, heads_per_key, has_window)
+
+
+class Refused(NamedTuple):
+    """Layers that our code refuses because a package does: on these architectures the package must still refuse."""
+
+    kernel: str
+    demand: Demand
+    architectures: Sequence[str]
+
+
+REFUSED: Sequence[Refused] = (
+    Refused(kernel_rates.FLASH4, _demand(192, 128, heads_per_key=4), ["sm_90a"]),
+    Refused(kernel_rates.FLASH4, _demand(256, 256, has_window=True), ["sm_100a"]),
+    Refused(kernel_rates.FLASH4, _demand(512, 512), ["sm_90a", "sm_100a"]),
+    Refused(kernel_rates.FFPA, _demand(512, 512, heads_per_key=3), ["sm_90a"]),
+)

@@ -54,7 +54,7 @@ def _refused(demand: Demand) -> str | None:
     return _missing()
 
 
-FLASH2 = Operators(_forward, _backward, _refused, pads_values=True)
+FLASH2 = Operators(_forward, _backward, _refused, pads_values=True, starts_all_blocks=True)
 
 
 @cache

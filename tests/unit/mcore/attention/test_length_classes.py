@@ -1,4 +1,4 @@
-"""Classes of sequences of similar lengths: the blocks that FlashAttention-2 starts, and results as those of one call."""
+"""Classes of sequences of similar lengths: blocks that FlashAttention-2 starts, and results like those of one call."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,6 +1,7 @@
 """Sliding windows under context parallelism: outputs, gradients, isolation and bytes, on real ranks."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sft.layers.traffic import halo_tokens
-from sft.mcore.attention import torch_kernel
+from sft.mcore.attention import length_classes, torch_kernel
 from sft.mcore.attention.flash_kernel import FlashKernel
 from sft.mcore.attention.packed_attention import packed_attention
 from sft.mcore.attention.torch_kernel import TorchKernel
@@ -23,6 +24,7 @@ from tests.reference_attention import in_one_piece
 
 HEADS, GROUPS, WIDTH, SCALE = 4, 2, 8, 0.4
 FLOAT64_TOLERANCE = 1e-12
+IN_CLASSES = replace(PLAIN, starts_all_blocks=True)
 LENGTHS = [48, 0, 16, 96, 32]  # with cp 4, chunks of 6, 2, 12 and 4 tokens
 SINKS = [6.0, -2.0, 0.5, 3.0]
 
@@ -53,8 +55,11 @@ def attend(lengths: Sequence[int], window: int | None, other: int | None = None,
         *local, grad = (x[rows] for x in whole)
         local = [x.requires_grad_() for x in (*local, torch.tensor(SINKS, dtype=torch.float64))]
         cpu = torch.device("cpu")
-        kind: Any = partial(FlashKernel.of, operators=PLAIN) if flash else TorchKernel.of
-        kernel = kind(cu_seqlens, size, rank, cpu, window=window)
+        kind: Any = partial(FlashKernel.of, operators=IN_CLASSES) if flash else TorchKernel.of
+        with mock.patch.multiple(
+            length_classes, BLOCK=4, CALL_BLOCKS=0, COPY_BLOCKS=0.0
+        ):  # so small packs have classes
+            kernel = kind(cu_seqlens, size, rank, cpu, window=window)
         sent, all_to_all = [0], dist.all_to_all_single
 
         def counted(received: Tensor, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:

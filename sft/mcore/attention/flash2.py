@@ -70,4 +70,6 @@ def _arguments() -> frozenset[str]:
     return frozenset() if operator is None else frozenset(x.name for x in operator.default._schema.arguments)
 
 
-FLASH2 = Operators(_forward, _backward, _refused, pads_values=True, asked=lambda demand: _missing())
+FLASH2 = Operators(
+    _forward, _backward, _refused, pads_values=True, starts_all_blocks=True, asked=lambda demand: _missing()
+)

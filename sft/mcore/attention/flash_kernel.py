@@ -14,9 +14,9 @@ On an H200, tests/gpu compared all kernels but FlashAttention-3 with the plain t
 CPU, tests pass the kernels' inputs to a plain replacement.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from sft.layers import kernel_rates
 from sft.mcore.attention.key_source import AllGatheredKeys, HaloKeys, KeySource, LocalKeys
+from sft.mcore.attention.length_classes import length_classes
 from sft.mcore.attention.package import Package
 from sft.mcore.device import send
 from sft.parallel import context_parallel
@@ -78,6 +79,7 @@ class Operators:
     pads_values  whether values must be padded to the width of keys
     package   the package of the kernel; None: the kernel is torch's own
     asked     like `refused`, by the checks of the installed package itself
+    starts_all_blocks  whether the kernel starts as many blocks for each sequence as for the longest (length_classes.py)
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -86,6 +88,7 @@ class Operators:
     pads_values: bool = False
     package: Package | None = None
     asked: Callable[[Demand], str | None] = lambda demand: None
+    starts_all_blocks: bool = False
 
     def why_not(self, demand: Demand) -> str | None:
         """The reason why the kernel cannot compute layers with this demand; None if it can."""
@@ -104,21 +107,52 @@ def refused_heads(widest: int, width: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlashKernel:
-    """The kernel and the sequences of one microbatch, for all layers with this window and soft cap.
+class Call:
+    """The sequences of one call of the operators.
 
-    key_source    gets keys and values in the kernel's order: one sequence after the other
-    window        a token attends to itself and to the window - 1 tokens before it; None: to all tokens before it
-    softcap       limit of the scores; None: no limit
-    cu_seqlens_q  int32 [sequences + 1], boundaries of the sequences' queries
-    cu_seqlens_k  int32 [sequences + 1], boundaries of the sequences' keys
+    queries, keys  the rows of the sequences among all queries and among all keys: a slice, or int64 indices
+    cu_seqlens_q   int32 [sequences + 1], boundaries of the sequences' queries among the rows of the call
+    cu_seqlens_k   int32 [sequences + 1], boundaries of the sequences' keys
     """
 
-    key_source: KeySource
+    queries: slice | Tensor
+    keys: slice | Tensor
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     max_seqlen_q: int
     max_seqlen_k: int
+
+    @staticmethod
+    def of(
+        num_queries: np.ndarray, num_keys: np.ndarray, sequences: np.ndarray, key_order: np.ndarray, device: Any
+    ) -> "Call":
+        """sequences: indices; key_order: all sequences in the order of their keys"""
+        return Call(
+            queries=_rows(num_queries, np.arange(len(num_queries)), sequences, device),
+            keys=_rows(num_keys, key_order, sequences, device),
+            cu_seqlens_q=_boundaries(num_queries[sequences], device),
+            cu_seqlens_k=_boundaries(num_keys[sequences], device),
+            max_seqlen_q=int(num_queries[sequences].max()),
+            max_seqlen_k=int(num_keys[sequences].max()),
+        )
+
+    @property
+    def boundaries(self) -> tuple[Tensor, Tensor, int, int]:
+        return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlashKernel:
+    """The kernel and the sequences of one microbatch, for all layers with this window and soft cap.
+
+    key_source    gets keys and values in the kernel's order: one sequence after the other
+    calls         the calls of the operators that compute all sequences
+    window        a token attends to itself and to the window - 1 tokens before it; None: to all tokens before it
+    softcap       limit of the scores; None: no limit
+    """
+
+    key_source: KeySource
+    calls: Sequence[Call]
     operators: Operators
     window: int | None = None
     softcap: float | None = None
@@ -141,20 +175,25 @@ class FlashKernel:
         chunks = [chunk for chunk in context_parallel.local_chunks(cu_seqlens, cp_size, cp_rank) if chunk.length]
         num_queries = np.array([chunk.length for chunk in chunks])
         num_keys = np.array([chunk.position + chunk.length for chunk in chunks])
-        key_source: KeySource = LocalKeys()
+        halo = None
         if cp_size > 1 and window is not None:
             halo = Halo.of(cu_seqlens, window, cp_size, cp_rank)
-            num_keys, key_source = num_queries + halo.num_before, HaloKeys.of(halo, device)
+            num_keys = num_queries + halo.num_before
+        classes = [order := np.arange(len(chunks))]
+        if operators.starts_all_blocks:
+            classes = length_classes(num_queries, num_keys)
+        key_source: KeySource = LocalKeys()
+        if halo is not None:
+            key_source = HaloKeys.of(halo, device)
         elif cp_size > 1:
+            order = np.concatenate(classes)  # keys are gathered by index anyway, so a class gets consecutive ones
             gathered = context_parallel.gathered_positions(cu_seqlens, cp_size)
-            in_pack = [np.arange(c.document_start, c.document_start + n) for c, n in zip(chunks, num_keys)]
-            key_source = AllGatheredKeys(send(torch.from_numpy(gathered[np.concatenate(in_pack)]), device))
+            starts = np.array([chunk.document_start for chunk in chunks])
+            in_pack = context_parallel.runs(starts[order], num_keys[order])
+            key_source = AllGatheredKeys(send(torch.from_numpy(gathered[in_pack]), device))
         return FlashKernel(
             key_source=key_source,
-            cu_seqlens_q=_boundaries(num_queries, device),
-            cu_seqlens_k=_boundaries(num_keys, device),
-            max_seqlen_q=int(num_queries.max()),
-            max_seqlen_k=int(num_keys.max()),
+            calls=[Call.of(num_queries, num_keys, sequences, order, device) for sequences in classes],
             operators=operators,
             window=window,
             softcap=softcap,
@@ -162,8 +201,14 @@ class FlashKernel:
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Implements `AttentionKernel.forward`."""
-        padded = self._padded(values, keys)
-        out, lse = self.operators.forward(query, keys, padded, *self._boundaries, scale=scale, **self._options)
+        padded, out, lse = self._padded(values, keys), None, None
+        for call in self.calls:
+            q, k = call.queries, call.keys
+            results = self.operators.forward(
+                query[q], keys[k], padded[k], *call.boundaries, scale=scale, **self._options
+            )
+            out, lse = _written(out, results[0], q, len(query)), _written(lse, results[1], q, len(query), axis=1)
+        assert out is not None and lse is not None
         return out[..., : values.shape[-1]], lse
 
     def backward(
@@ -171,9 +216,15 @@ class FlashKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         width = values.shape[-1]
         grad, values, out = (self._padded(x, keys) for x in (grad, values, out))
-        dquery, dkeys, dvalues = self.operators.backward(
-            grad, query, keys, values, out, lse, *self._boundaries, scale=scale, **self._options
-        )
+        gradients: list[Tensor | None] = [None, None, None]  # of queries, keys and values
+        for call in self.calls:
+            q, k = call.queries, call.keys
+            inputs = grad[q], query[q], keys[k], values[k], out[q], lse[:, q].contiguous()
+            results = self.operators.backward(*inputs, *call.boundaries, scale=scale, **self._options)
+            for number, (part, rows, like) in enumerate(zip(results, (q, k, k), (query, keys, keys))):
+                gradients[number] = _written(gradients[number], part, rows, len(like))
+        dquery, dkeys, dvalues = gradients
+        assert dquery is not None and dkeys is not None and dvalues is not None
         return dquery, dkeys, dvalues[..., :width]
 
     @property
@@ -181,14 +232,36 @@ class FlashKernel:
         options: dict[str, float] = {} if self.window is None else {"num_before": self.window - 1}
         return options if self.softcap is None else {**options, "softcap": self.softcap}
 
-    @property
-    def _boundaries(self) -> tuple[Tensor, Tensor, int, int]:
-        return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
-
     def _padded(self, x: Tensor, keys: Tensor) -> Tensor:
         """x [n, heads, d], padded with zeros to the width of keys if the operators need that."""
         missing = keys.shape[-1] - x.shape[-1] if self.operators.pads_values else 0
         return torch.nn.functional.pad(x, (0, missing)) if missing else x
+
+
+def _rows(lengths: np.ndarray, order: np.ndarray, sequences: np.ndarray, device: torch.device) -> slice | Tensor:
+    """The rows of `sequences`: a slice if they are consecutive, else indices.  order: all sequences in row order
+
+    lengths 2, 8, 3, order 0 1 2, sequences 1 2 -> slice(2, 13); sequences 0 2 -> 0 1 10 11 12
+    """
+    starts = np.empty(len(lengths), dtype=np.int64)
+    starts[order] = np.cumsum(lengths[order]) - lengths[order]
+    own = starts[sequences], lengths[sequences]
+    if (own[0][1:] == (own[0] + own[1])[:-1]).all():
+        return slice(int(own[0][0]), int(own[0][-1] + own[1][-1]))
+    return send(torch.from_numpy(context_parallel.runs(*own)), device)
+
+
+def _written(whole: Tensor | None, part: Tensor, rows: slice | Tensor, count: int, axis: int = 0) -> Tensor:
+    """Write a part into its rows of a tensor with `count` rows along `axis`.  whole: None: not allocated yet"""
+    if isinstance(rows, slice) and rows == slice(0, count):
+        return part
+    if whole is None:
+        whole = part.new_empty([*part.shape[:axis], count, *part.shape[axis + 1 :]])
+    if isinstance(rows, slice):
+        whole.narrow(axis, rows.start, rows.stop - rows.start).copy_(part)
+    else:
+        whole.index_copy_(axis, rows, part)
+    return whole
 
 
 def _boundaries(lengths: np.ndarray, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ from megatron.core import tensor_parallel
 from megatron.core.extensions.transformer_engine import te_checkpoint
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoEFlexTokenDispatcher
 from torch import Tensor
 
 from sft.mcore.activations.recompute import recomputed
@@ -71,6 +71,8 @@ class ExpertLayer(MoELayer):
         routing: the result of `Router.forward`; shared: output of the shared expert, [t, 1, h]; None: there is none
         """
         sent, weights = self.preprocess(hidden_states, *routing)
+        if isinstance(self.token_dispatcher, MoEFlexTokenDispatcher):
+            skip_weights_of_zero(self.token_dispatcher)
         tokens, counts, weights = self.token_dispatcher.dispatch_postprocess(*self.dispatch(sent, weights))
         output = self.token_dispatcher.combine_preprocess(self._compute(tokens, counts, weights))
         combined: Tensor = self.postprocess(self.combine(output), shared)
@@ -114,6 +116,17 @@ class ExpertLayer(MoELayer):
             parameters = self.experts.parameters()
             output = recomputed(lambda rows: self.experts(rows, counts, weights)[0], tokens, [weights, *parameters])
         return output
+
+
+def skip_weights_of_zero(dispatcher: MoEFlexTokenDispatcher) -> None:
+    """Send no token to an expert of which it has weight 0.  Call this function before each dispatch with DeepEP.
+
+    Core ignores the choices of the router and takes the experts with the top_k largest weights.  The weights of padding
+    are all 0, so all padding would go to the same experts.  DeepEP does not send a token to an index of -1, as core's
+    own capacity does it, and returns 0 for a token that no expert gets.
+    """
+    manager: Any = dispatcher._comm_manager
+    manager.token_indices = manager.token_indices.masked_fill(manager.token_probs == 0, -1)
 
 
 def reduce_apart(chunk: torch.nn.Module) -> None:

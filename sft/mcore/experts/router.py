@@ -25,8 +25,8 @@ With sigmoid scores, a probability is a score divided by the sum of the token's 
 the top_k scores, without bias and groups.  Shared experts are not chosen and take no part in aux.
 
 Padding tokens would all choose the same experts, so they go to all experts in turn, with weight 0.  With a capacity
-(`moe.capacity_factor`), padding tokens are not sent.  Statistics do not count padding and evaluation.  They count
-recomputed layers once.
+(`moe.capacity_factor`) or DeepEP, padding tokens are not sent.  Statistics do not count padding and evaluation.  They
+count recomputed layers once.
 """
 
 from collections.abc import Iterable, Iterator

@@ -34,7 +34,7 @@ from torch import Tensor
 from sft.config.lora import LoraConfig
 from sft.layers.adapters import AdaptedWeight, Adapter, names_of
 from sft.mcore.experts.grouped import RowsOfExperts, layer_by_layer
-from sft.mcore.lora.products import Place, added, added_rows, projected
+from sft.mcore.lora.products import OutputSlice, added, added_rows, projected
 from sft.mcore.lora.split import Split
 from sft.mcore.modules.stored import sharded_tensors
 from sft.mcore.process_groups import ProcessGroups
@@ -134,16 +134,16 @@ class Adapted(torch.nn.Module):
         like = next(base.parameters())
         factors = [Factors(adapter, weight, lora.rank, split, like) for adapter in weight.adapters]
         self.factors: Any = torch.nn.ModuleList(factors)
-        self.places = self._places()
+        self.output_slices = self._output_slices()
 
-    def _places(self) -> tuple[Place, ...]:
+    def _output_slices(self) -> tuple[OutputSlice, ...]:
         """Where the products of the factors' parts belong: in a layer's output, each group has rows of all parts."""
         ranks = 1 if self.split.by_columns else self.split.size
         groups = max(1, self.weight.num_groups // ranks) if len(self.weight.part_rows) > 1 else 1
         ends = list(accumulate(rows // ranks // groups for rows in self.weight.part_rows))
         rows = [slice(first, end) for first, end in zip([0, *ends], ends)]
         return tuple(
-            Place(slice(number * factors.rank, (number + 1) * factors.rank), groups, rows[part])
+            OutputSlice(slice(number * factors.rank, (number + 1) * factors.rank), groups, rows[part])
             for number, factors in enumerate(self.factors)
             for part in factors.adapter.parts
         )
@@ -157,7 +157,7 @@ class Adapted(torch.nn.Module):
         a = factors.a if self.split.sequence_parallel else self.split.summing_gradients(factors.a)  # or core sums it
         x, inner = projected(x, a)
         output = torch.nn.functional.linear(x, self.base.weight[rows])
-        return added(output, inner, [factors.b[0][rows]], [Place(slice(None), 1, slice(None))], self.scale)
+        return added(output, inner, [factors.b[0][rows]], [OutputSlice(slice(None), 1, slice(None))], self.scale)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The entries of the base layer alone; `leaves` describes the adapters."""
@@ -170,7 +170,7 @@ class AdaptedLinear(Adapted):
         x, inner = projected(x, torch.cat([factors.a for factors in self.factors]))
         output, bias = self.base(x, *args, **kwargs)
         b = [matrix for factors in self.factors for matrix in factors.b]
-        return added(output, self.split.for_outputs(inner), b, self.places, self.scale), bias
+        return added(output, self.split.for_outputs(inner), b, self.output_slices, self.scale), bias
 
 
 class AdaptedExperts(Adapted):
@@ -183,13 +183,13 @@ class AdaptedExperts(Adapted):
     def forward(self, x: Tensor, counts: list[int], *weights: Tensor) -> tuple[Tensor, Tensor | None]:
         """x [n, in], sorted by expert; counts: rows of each expert -> [n, out], and None as bias"""
         output, bias = self.base(x, counts, *weights)
-        by_columns, rows, places = self.split.by_columns, RowsOfExperts.of(counts, x.device), iter(self.places)
+        by_columns, rows, slices = self.split.by_columns, RowsOfExperts.of(counts, x.device), iter(self.output_slices)
         for factors in self.factors:
             a = factors.a if by_columns else self.split.summing_gradients(factors.a)
             inner = rows.times(x, a) * self.scale
             for b in factors.b:  # one product at a time is in memory
                 product = rows.times(inner, self.split.summing_gradients(b) if by_columns else b)
-                output = added_rows(output, product, next(places))
+                output = added_rows(output, product, next(slices))
         return output, bias
 
 

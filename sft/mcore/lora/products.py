@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 
-class Place(NamedTuple):
+class OutputSlice(NamedTuple):
     """Where the product of one part of a factor B belongs.
 
     columns  columns of `inner` that the product takes
@@ -41,18 +41,20 @@ def projected(x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
     return through, inner
 
 
-def added(output: Tensor, inner: Tensor, factors: Sequence[Tensor], places: Sequence[Place], scale: float) -> Tensor:
+def added(
+    output: Tensor, inner: Tensor, factors: Sequence[Tensor], slices: Sequence[OutputSlice], scale: float
+) -> Tensor:
     """Add scale * (B inner) for each factor B into `output`, and return it.
 
-    output [..., rows]; inner [..., ranks]; factors: B [rows of the part, rank] for each place
+    output [..., rows]; inner [..., ranks]; factors: B [rows of the part, rank] for each of `slices`
     """
-    result: Tensor = _Added.apply(output, inner, scale, places, *factors)
+    result: Tensor = _Added.apply(output, inner, scale, slices, *factors)
     return result
 
 
-def added_rows(output: Tensor, product: Tensor, place: Place) -> Tensor:
-    """Add product [n, rows of the part] into the place of the part, which is contiguous, in output [n, rows]."""
-    result: Tensor = _AddedRows.apply(output, product, place.rows)
+def added_rows(output: Tensor, product: Tensor, part_slice: OutputSlice) -> Tensor:
+    """Add product [n, rows of the part] into the rows of the part, which are contiguous, of output [n, rows]."""
+    result: Tensor = _AddedRows.apply(output, product, part_slice.rows)
     return result
 
 
@@ -81,13 +83,13 @@ class _Projected(torch.autograd.Function):
 class _Added(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, output: Tensor, inner: Tensor, scale: float, places: Sequence[Place], *factors: Tensor
+        ctx: Any, output: Tensor, inner: Tensor, scale: float, slices: Sequence[OutputSlice], *factors: Tensor
     ) -> Tensor:
         ctx.save_for_backward(inner, *factors)
-        ctx.scale, ctx.places = scale, places
-        output = output.detach()  # the same memory; a layer that has returned a view could not change it in place
+        ctx.scale, ctx.slices = scale, slices
+        output = output.detach()  # the same memory; autograd forbids changes of a view that a layer returned
         whole, inner = output.view(-1, output.shape[-1]), inner.flatten(0, -2)
-        for (columns, groups, _), part, b in zip(places, (place.of(whole) for place in places), factors):
+        for (columns, groups, _), part, b in zip(slices, (part_slice.of(whole) for part_slice in slices), factors):
             matrices = b.unflatten(0, (groups, -1)).transpose(1, 2)  # [groups, rank, rows in a group]
             if groups == 1:
                 part[0].addmm_(inner[:, columns], matrices[0], alpha=scale)
@@ -100,9 +102,9 @@ class _Added(torch.autograd.Function):
         inner, *factors = ctx.saved_tensors
         grad, flat = grads[0].flatten(0, -2), inner.flatten(0, -2)
         dinner, dfactors = torch.zeros_like(flat), []
-        for place, b in zip(ctx.places, factors):
-            part, own, groups = place.of(grad), flat[:, place.columns], place.groups
-            down = dinner[:, place.columns]
+        for part_slice, b in zip(ctx.slices, factors):
+            part, own, groups = part_slice.of(grad), flat[:, part_slice.columns], part_slice.groups
+            down = dinner[:, part_slice.columns]
             if groups == 1:
                 down.addmm_(part[0], b, alpha=ctx.scale)
                 db = part[0].t() @ own

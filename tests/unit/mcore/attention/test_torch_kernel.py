@@ -230,7 +230,7 @@ def test_the_flash_kernel_gets_the_window_and_no_keys_before_it(
 
     def forward(query: Tensor, keys: Tensor, values: Tensor, *sizes: Any, **options: Any) -> Any:
         calls.append((*sizes, options))
-        return query, torch.empty(0)
+        return query, torch.empty(1, len(query))
 
     def backward(grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, *rest: Any, **options: Any) -> Any:
         calls.append((*rest[2:], options))
@@ -239,9 +239,9 @@ def test_the_flash_kernel_gets_the_window_and_no_keys_before_it(
     kernel = FlashKernel.of(
         np.array([0, 65_536], dtype=np.int32), cp_size, 0, CPU, window=128, operators=Operators(forward, backward)
     )
-    unused = torch.empty(0)
-    kernel.forward(unused, unused, unused, 1.0)
-    kernel.backward(unused, unused, unused, unused, unused, unused, 1.0)
+    query, keys = torch.empty(sum(num_queries), 1, 0), torch.empty(sum(num_keys), 1, 0)
+    _, lse = kernel.forward(query, keys, keys, 1.0)
+    kernel.backward(query, query, keys, keys, query, lse, 1.0)
     for boundaries_q, boundaries_k, _, max_seqlen_k, options in calls:
         assert boundaries_q.diff().tolist() == num_queries
         assert boundaries_k.diff().tolist() == num_keys and max_seqlen_k == max(num_keys)
@@ -269,16 +269,19 @@ def test_sequences_written_out() -> None:
     """Documents of 8 and 4 tokens over two ranks; the gathered parts hold 0 1 6 7 8 11 | 2 3 4 5 9 10."""
     boundaries = np.array([0, 8, 12], dtype=np.int32)
     early = FlashKernel.of(boundaries, 2, 0, CPU, operators=FLASH2)
-    assert early.cu_seqlens_q.tolist() == [0, 2, 4, 5, 6]
-    assert early.cu_seqlens_k.tolist() == [0, 2, 10, 11, 15]
+    (call,) = early.calls
+    assert call.cu_seqlens_q.tolist() == [0, 2, 4, 5, 6]
+    assert call.cu_seqlens_k.tolist() == [0, 2, 10, 11, 15]
     assert key_order(early).tolist() == [0, 1, 0, 1, 6, 7, 8, 9, 2, 3, 4, 4, 10, 11, 5]
-    assert (early.max_seqlen_q, early.max_seqlen_k) == (2, 8)
+    assert (call.max_seqlen_q, call.max_seqlen_k) == (2, 8)
     late = FlashKernel.of(boundaries, 2, 1, CPU, operators=FLASH2)
-    assert late.cu_seqlens_q.tolist() == [0, 2, 4, 5, 6]
-    assert late.cu_seqlens_k.tolist() == [0, 4, 10, 12, 15]
+    (call,) = late.calls
+    assert call.cu_seqlens_q.tolist() == [0, 2, 4, 5, 6]
+    assert call.cu_seqlens_k.tolist() == [0, 4, 10, 12, 15]
     alone = FlashKernel.of(boundaries, 1, 0, CPU, operators=FLASH2)
     assert alone.key_source == LocalKeys()
-    assert alone.cu_seqlens_q.tolist() == alone.cu_seqlens_k.tolist() == [0, 8, 12]
+    (call,) = alone.calls
+    assert call.cu_seqlens_q.tolist() == call.cu_seqlens_k.tolist() == [0, 8, 12]
 
 
 def test_the_kernel_of_this_torch_takes_what_it_is_given() -> None:

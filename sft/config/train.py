@@ -51,7 +51,9 @@ class TrainConfig(Section):
     def conflicts(self) -> Iterator[tuple[str, str]]:
         steps, epochs = self.num_steps, self.num_epochs
         if self.offload_fraction > 0.0 and self.recompute == "none":
-            yield "offload_fraction", "needs recompute = selective, attention_kept or full: without, layers save too much to copy"
+            yield "offload_fraction", (
+                "needs recompute = selective, attention_kept or full: without, layers save too much to copy"
+            )
         if steps is None and epochs is None:
             yield "num_steps", "and num_epochs = null; give one of them"
         if steps is not None and epochs is not None:

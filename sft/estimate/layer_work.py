@@ -59,7 +59,7 @@ class LayerWork:
         repeated = Seconds(
             linear=linear[1],
             attention=attention * train.repeats_attention + states * repeats_states,
-            elementwise=again,
+            elementwise=recomputed,
         )
         return (
             Seconds(linear=linear[0], attention=attention + states, elementwise=element.forward),

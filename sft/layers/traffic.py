@@ -22,7 +22,10 @@ class Passes:
 
     @property
     def key_bytes(self) -> int:
-        """Bytes for one element of a key: in all passes of attention, and its fp32 gradient.  bf16, forward and backward -> 8"""
+        """Bytes for one element of a key in all passes of attention, and for its fp32 gradient.
+
+        bf16, forward and backward -> 8
+        """
         return self.of_attention * self.width + 4
 
 

@@ -8,8 +8,9 @@ The bytes of a document are summed over layers.  The files of sft/layers/mixers 
     window attention    Keys, values and gradients as above, but only of the tokens in halos (`halo_tokens`)
     linear attention    Tokens of short documents, maps and states of long ones, and halos of the convolution
 
-With train.recompute = full, forward runs twice; with attention_kept, all of it but attention.  Bytes outside of layers, such as metrics and gradients of weights, are
-not counted.
+With train.recompute = full, forward runs twice; with attention_kept, all of it but attention.
+
+Bytes outside of layers, such as metrics and gradients of weights, are not counted.
 """
 
 from dataclasses import dataclass

@@ -89,7 +89,7 @@ class Experts(Mlp):
     def in_backward(self, work: MlpBackward) -> float:
         """Bytes while backward computes the experts.  A token counts top_k times.
 
-        In a layer that is recomputed as a whole, three tensors as wide as the sent tokens are in memory when recomputation ends.
+        When a whole layer has been recomputed, three tensors as wide as the sent tokens are in memory.
         """
         if not work.repeats_layer:
             return (self._recomputed(work) if work.recompute == "selective" else self._all_saved(work)) + work.hidden

@@ -152,7 +152,7 @@ class Config(Section):
         for name in needing:
             other = "null" if name == "run.fp8" else "local or auto"
             if run.device == "cpu":
-                yield name, f"= {run.fp8 if name == 'run.fp8' else 'te'} needs CUDA, and run.device is cpu; use {other}"
+                yield name, f"needs CUDA, and run.device is cpu; use {other}"
             if run.precision == "fp32":
                 yield name, f"needs run.precision = bf16, but run.precision is fp32; use bf16, or {other}"
             if why:

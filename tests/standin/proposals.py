@@ -51,12 +51,11 @@ def main(words: list[str]) -> int:
     if os.environ.get("STANDIN_BYTES") != BYTES:
         os.environ.update({**build.environment(build.library()), "STANDIN_BYTES": BYTES})
         os.execv(sys.executable, [sys.executable, "-m", "tests.standin.proposals", *words])
-    from tests.unit.conftest import RELEASED
     from tests.unit.fixtures import hf
 
     numbers, is_good = [int(word) for word in words] or list(range(12)), True
     with tempfile.TemporaryDirectory() as folder:
-        for name, file in RELEASED.items():
+        for name, file in hf.ON_HUB.items():
             Path(folder, name).mkdir(parents=True)
             Path(folder, name, "config.json").write_text(json.dumps(hf.released(file)))
         os.chdir(folder)

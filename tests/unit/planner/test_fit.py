@@ -26,8 +26,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("a.yaml").write_text(RECIPE)
 
 
-def check(*overrides: str, gpu: str = "h100") -> int:
-    return main(["check", "a.yaml", "--no-data", "--world-size", "8", "--gpu", gpu, *overrides])
+def check(*overrides: str, gpu: str = "h100", num_gpus: str = "8") -> int:
+    return main(["check", "a.yaml", "--no-data", "--world-size", num_gpus, "--gpu", gpu, *overrides])
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,8 @@ def test_the_change_that_is_named_makes_it_fit(
     )
     change = printed.partition(kind)[2].partition(":")[0]
     named = [word for word in change.split() if "=" in word]
-    assert named and check(*overrides, *named) == 0
+    more = re.search(r"--gpus (\d+)", change)
+    assert named and check(*overrides, *named, num_gpus=more[1] if more else "8") == 0
 
 
 def test_what_fits_is_not_refused() -> None:

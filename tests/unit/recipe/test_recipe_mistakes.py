@@ -99,9 +99,9 @@ CLASHES = {
         "run.precision=fp32",
         "run.fp8=mxfp8",
     ): 'run.fp8 = "mxfp8" (@) needs run.precision = bf16, but run.precision is fp32; use '
-    "bf16.",
-    ("attention.backend=portable", "run.fp8=blockwise"): 'run.fp8 = "blockwise" (@) needs Transformer Engine, '
-    "but attention.backend is portable; use te or auto, or run.fp8 = null.",
+    "bf16, or null.",
+    ("run.modules=local", "run.fp8=blockwise"): 'run.fp8 = "blockwise" (@) needs modules of Transformer Engine, '
+    "but run.modules is local; use te or auto, or null.",
     ("parallel.cp_comm=a2a+p2p", "parallel.cp=12"): "parallel.cp_a2a = null (default) is required with cp_comm = "
     "a2a+p2p; for cp = 12, sizes that fit: 2, 3, 4, 6.",
     ("parallel.dynamic_cp=true",): "parallel.dynamic_cp = true (@) chooses a CP size up to cp for each pack, but cp = "

@@ -112,13 +112,13 @@ def by_flash(
             cp_size,
             rank,
             grad.device,
-            operators=kernels.FLASH[name],
+            operators=replace(kernels.FLASH[name], starts_all_blocks=False),  # one call
             window=heads.window,
             softcap=heads.softcap,
         )
         chunks = context_parallel.local_chunks(boundaries, cp_size, rank)
         ends = [chunk.document_start + chunk.position + chunk.length for chunk in chunks]
-        num_keys = kernel.cu_seqlens_k.diff().tolist()
+        num_keys = kernel.calls[0].cu_seqlens_k.diff().tolist()
         own = torch.cat([torch.arange(end - chunk.length, end) for end, chunk in zip(ends, chunks)]).cuda()
         seen = torch.cat([torch.arange(end - n, end) for end, n in zip(ends, num_keys, strict=True)]).cuda()
         local = replace(kernel, key_source=LocalKeys())

@@ -24,12 +24,14 @@ def length_classes(num_queries: np.ndarray, num_keys: np.ndarray) -> list[np.nda
     blocks = np.stack([-(-num_queries // BLOCK), -(-num_keys // BLOCK)], axis=1)
     order = np.lexsort((np.arange(len(blocks)), blocks[:, 0], blocks[:, 1]))
     kinds, counts = np.unique(blocks[order][:, ::-1], axis=0, return_counts=True)  # by keys, then by queries
-    one = int(counts.sum()) * (int(kinds[:, 0].max()) + int(kinds[:, 1].max()))
+    in_one_call = int(counts.sum()) * (int(kinds[:, 0].max()) + int(kinds[:, 1].max()))
     copies = COPY_BLOCKS * float(num_queries.sum())
-    if one - int(counts @ kinds.sum(1)) <= copies + CALL_BLOCKS:  # even classes without a block too many do not pay
+    if (
+        in_one_call - int(counts @ kinds.sum(1)) <= copies + CALL_BLOCKS
+    ):  # even classes without a block too many do not pay
         return [np.arange(len(blocks))]
     ends, cost = _cuts(kinds, counts)
-    if cost + copies >= one:
+    if cost + copies >= in_one_call:
         return [np.arange(len(blocks))]
     stops = np.cumsum(counts)[np.array(ends) - 1]
     return [np.sort(part) for part in np.split(order, stops[:-1])]

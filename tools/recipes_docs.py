@@ -75,9 +75,9 @@ def _by_planner(paths: list[Path]) -> Iterator[str]:
 
 
 def _layout(keys: dict[str, Any]) -> str:
-    """The layout and the keys that save memory, as text: `tp 2, cp 8, recompute selective, offload`."""
+    """The layout and the keys that save memory, as text: `tp 2, cp 8, selective, offload`."""
     words = [f"{name} {value}" for name, value in keys.get("parallel", {}).items()]
-    names = {"recompute": "recompute {}", "offload_fraction": "offload", "mlp_tile": "tile {}"}
+    names = {"recompute": "{}", "offload_fraction": "offload", "mlp_tile": "tile {}"}
     words += [text.format(keys["train"][name]) for name, text in names.items() if name in keys["train"]]
     words += ["optimizer offload"] if "offload_fraction" in keys["optim"] else []
     return ", ".join(words) or "dp only"

@@ -109,10 +109,10 @@ class _SecondPass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        places = [*ctx.call.inputs, *ctx.weights]
+        sources = [*ctx.call.inputs, *ctx.weights]
         needed = [number for number, needs in enumerate(ctx.needs_input_grad[2:]) if needs]
-        found = ctx.call.gradients(grads[0], ctx.saved_tensors, [places[number] for number in needed])
-        result: list[Tensor | None] = [None] * len(places)
-        for number, gradient in zip(needed, found, strict=True):
+        gradients = ctx.call.gradients(grads[0], ctx.saved_tensors, [sources[number] for number in needed])
+        result: list[Tensor | None] = [None] * len(sources)
+        for number, gradient in zip(needed, gradients, strict=True):
             result[number] = gradient
         return None, None, *result

@@ -24,6 +24,8 @@ from sft.mcore.modules import choice
 
 # For each cp_comm, the first release of Transformer Engine that accepts packed documents with it, by its source code.
 _PACKED_SINCE = {"a2a": (2, 10), "all_gather": (2, 18), "a2a+p2p": (2, 19)}
+MOST_SCORES = 1 << 30  # SM90_DET_FUSED_THD_BWD_MAX_BHSS of Transformer Engine 2.20
+REPEATABLE_SINCE = 91801  # 9.18.1, the first cuDNN with a deterministic backward on Blackwell
 INSTALL, missing = choice.INSTALL, choice.missing
 
 
@@ -115,12 +117,39 @@ def unfit(config: Config, device_type: str) -> str | None:
         and torch.cuda.get_device_capability() < (9, 0)
     ):
         return "its attention with latents needs a GPU of compute capability 9.0 or higher"
-    if config.run.deterministic and torch.cuda.is_available() and (gpu := torch.cuda.get_device_capability())[0] != 9:
-        return (
-            "run.deterministic is true, and Transformer Engine's attention over packed documents is deterministic only "
-            f"on GPUs of compute capability 9.x, but this GPU has {gpu[0]}.{gpu[1]}"
-        )
+    if config.run.deterministic and torch.cuda.is_available() and (problem := _not_repeatable(config)):
+        return f"run.deterministic is true, and Transformer Engine's attention over packed documents {problem}"
     return None
+
+
+def _not_repeatable(config: Config) -> str | None:
+    """The reason why attention over a pack of this recipe may have no deterministic backward on this GPU, or None.
+
+    By the sources of Transformer Engine 2.20: get_attention_backend in dot_product_attention/utils.py, and fused_attn.cpp
+    """
+    gpu, cudnn = torch.cuda.get_device_capability(), torch.backends.cudnn.version() or 0
+    heads = config.model.num_attention_heads // config.parallel.tp
+    scores = heads * most_scores(config.data.seq_length, config.data.doc_multiple)
+    if gpu[0] == 9 and scores >= MOST_SCORES:
+        return (
+            "has a deterministic backward on Hopper only if documents x heads x (length of the longest) ** 2 is below "
+            f"2 ** {MOST_SCORES.bit_length() - 1}, but a pack of this recipe may have {scores:,}"
+        )
+    if gpu[0] == 9 or (gpu >= (10, 0) and cudnn >= REPEATABLE_SINCE):
+        return None
+    return (
+        "is deterministic only on GPUs of compute capability 9.x, and from 10.0 on with cuDNN 9.18.1, but this GPU has "
+        f"{gpu[0]}.{gpu[1]}"
+    )
+
+
+def most_scores(seq_length: int, doc_multiple: int) -> int:
+    """The largest number of documents x (length of the longest one) ** 2 of a pack.
+
+    128 tokens, doc_multiple 64 -> one document of 128: 16,384
+    """
+    lengths = range(doc_multiple, seq_length + 1, doc_multiple)
+    return max((1 + (seq_length - length) // doc_multiple) * length**2 for length in lengths)
 
 
 def check_release(config: Config) -> None:

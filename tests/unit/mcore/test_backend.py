@@ -15,7 +15,7 @@ from sft.errors import ConfigError
 from sft.mcore import fp8
 from sft.mcore.attention.flash_kernel import Demand, FlashKernel, Operators
 from sft.mcore.attention.torch_kernel import TorchKernel
-from sft.mcore.backends import kernels
+from sft.mcore.backends import kernels, transformer_engine
 from sft.mcore.backends.portable import Portable
 from sft.mcore.backends.selection import choose
 from sft.mcore.modules.library import FusedNormLibrary, LocalLibrary, TransformerEngineLibrary
@@ -276,20 +276,46 @@ def test_fp8_refused(gpu: Callable[..., None]) -> None:
 def test_deterministic_attention_of_transformer_engine(
     gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its source: cuDNN's backward is deterministic on Hopper, and not used for training from Blackwell on."""
+    """On Hopper for short packs only, and on Blackwell from cuDNN 9.18.1 on, by the source of Transformer Engine."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    wanted = config("run.deterministic=true")
-    for capability, name in {HOPPER: "te", BLACKWELL: "portable", ADA: "portable"}.items():
+    wanted = config("run.deterministic=true", "data.seq_length=1024")
+    for capability, cudnn, name in (
+        (HOPPER, 92000, "te"),
+        (BLACKWELL, 91800, "portable"),
+        (BLACKWELL, 91801, "te"),
+        (ADA, 92000, "portable"),
+    ):
         gpu(capability)
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
         assert choose(wanted, "cuda").name == name
-    gpu(BLACKWELL)
-    with pytest.raises(ConfigError) as caught:
-        choose(config("run.deterministic=true", "attention.backend=te"), "cuda")
-    assert str(caught.value) == (
-        "attention.backend = te: run.deterministic is true, and Transformer Engine's attention over packed documents "
-        "is deterministic only on GPUs of compute capability 9.x, but this GPU has 10.0.  attention.backend=portable "
-        "runs everywhere."
-    )
+    for overrides, reason in (
+        (
+            ["data.seq_length=8192", "model.num_attention_heads=32", "parallel.tp=2"],
+            "has a deterministic backward on Hopper only if documents x heads x (length of the longest) ** 2 is below "
+            "2 ** 30, but a pack of this recipe may have 41,201,270,784",
+        ),
+        ([], None),
+    ):
+        gpu(HOPPER if reason else ADA)
+        with pytest.raises(ConfigError) as caught:
+            choose(config("run.deterministic=true", "attention.backend=te", *overrides), "cuda")
+        assert str(caught.value) == (
+            "attention.backend = te: run.deterministic is true, and Transformer Engine's attention over packed documents "
+            + (
+                reason
+                or "is deterministic only on GPUs of compute capability 9.x, and from 10.0 on with cuDNN 9.18.1, but "
+                "this GPU has 8.9"
+            )
+            + ".  attention.backend=portable runs everywhere."
+        )
+
+
+def test_most_scores_of_a_pack() -> None:
+    """128 tokens: one document of 128, or two of 64.  192: one of 192 has 36,864, and 128 beside 64 has 32,768."""
+    assert transformer_engine.most_scores(128, 64) == 128**2
+    assert transformer_engine.most_scores(192, 64) == 192**2
+    # 1,024 tokens: 704 beside five of 64
+    assert transformer_engine.most_scores(1024, 64) == 6 * 704**2 == 2_973_696
 
 
 def test_releases_that_bring_fp8(gpu: Callable[..., None]) -> None:

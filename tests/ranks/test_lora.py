@@ -115,8 +115,8 @@ LATENT_GRID = [
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {"moonlight": ("deepseek_v3", dict(q_lora_rank=None))}
 # With wider weights, or adapters of every Linear, rounding in both implementations is up to 6e-5.
 LINEAR: dict[str, Any] = dict(initializer_range=0.05, seed=8)
-# Of a gradient's norm.  Our sum of output and adapters rounds once, peft's twice; the delta rule amplifies the difference
-# to 1.5e-5.  Both differ from float64 by as much.
+# Of a gradient's norm.  Our sum of output and adapters rounds once, peft's twice; the delta rule amplifies the
+# difference to 1.5e-5.  Both differ from float64 by as much.
 LINEAR_TOLERANCE = 2e-5
 
 

@@ -125,7 +125,7 @@ def unfit(config: Config, device_type: str) -> str | None:
 def _not_repeatable(config: Config) -> str | None:
     """The reason why attention over a pack of this recipe may have no deterministic backward on this GPU, or None.
 
-    By the sources of Transformer Engine 2.20: get_attention_backend in dot_product_attention/utils.py, and fused_attn.cpp
+    By the sources of Transformer Engine 2.20: `get_attention_backend`, and fused_attn.cpp.
     """
     gpu, cudnn = torch.cuda.get_device_capability(), torch.backends.cudnn.version() or 0
     heads = config.model.num_attention_heads // config.parallel.tp

@@ -300,7 +300,8 @@ def test_deterministic_attention_of_transformer_engine(
         with pytest.raises(ConfigError) as caught:
             choose(config("run.deterministic=true", "attention.backend=te", *overrides), "cuda")
         assert str(caught.value) == (
-            "attention.backend = te: run.deterministic is true, and Transformer Engine's attention over packed documents "
+            "attention.backend = te: run.deterministic is true, and Transformer Engine's attention over packed "
+            "documents "
             + (
                 reason
                 or "is deterministic only on GPUs of compute capability 9.x, and from 10.0 on with cuDNN 9.18.1, but "

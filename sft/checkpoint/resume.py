@@ -128,7 +128,10 @@ def load(
     plain = engine_state.load(engine, point.path)
     sft = plain.get("sft")
     if facts and sft and any(json.loads(json.dumps(sft[key])) != facts[key] for key in ("state", "recipe", "plan")):
-        raise CheckpointError(f"{point.path / manifest.NAME} has other facts than the checkpoint itself.")
+        raise CheckpointError(
+            f"{point.path / manifest.NAME} and the checkpoint disagree about the state, the recipe or the plan, so one of "
+            "them was changed after the save.  Resume from another checkpoint."
+        )
     state = TrainState.read(sft["state"]) if sft else TrainState(step=int(plain["iteration"]))
     if point.is_named:
         state = replace(state, origin=RunOrigin.of(point.path, config.resume, state.step))

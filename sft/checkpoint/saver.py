@@ -232,7 +232,7 @@ class Saver:
             count = f"  Failed saves in a row: {self._failures}." if self._failures > 1 else ""
             kind = StorageError if isinstance(error, StorageError | OSError) else CheckpointError
             raise kind(f"{message}{count}  The previous checkpoint is complete.") from error
-        self._console.say(f"warning: {message}  Training goes on; the next save tries again.")
+        self._console.say(f"WARNING: {message}  Training goes on; the next save tries again.")
 
 
 class _Job(threading.Thread):

@@ -72,7 +72,8 @@ def plan_epoch(
         lengths [40, 70, 20, 60, 10], capacity 128, doc_multiple 32, not shuffled (padded lengths: 64 96 32 64 32)
         -> packs (0, 3), (1, 2), (4)
 
-    An epoch has every sample once, or as often as `mixture` says.  At most 64 packs are open; to open another one, the
+    If packs hold 16 samples or more on average, a 200th of each pack stays free while another open pack has room
+    (`_best_fit`).  An epoch has every sample once, or as often as `mixture` says.  At most 64 packs are open; to open another one, the
     fullest is closed.  Packs are numbered by their first samples, so they follow the order of the shuffle.  Best fit
     with a limited number of open packs fills packs to 99.4% or more; packing in order leaves 5-15% empty.
 

@@ -13,7 +13,7 @@ from sft.errors import ConfigError
 from sft.mcore.backend import AttentionBackend
 from sft.mcore.backends.portable import Portable
 
-_SHOWN = 4  # hosts that the message names for each kernel
+_SHOWN = 4  # hosts, or ranks, that the message names for each kernel
 
 
 def kernels_here(backend: AttentionBackend, device_type: str) -> dict[str, Any]:

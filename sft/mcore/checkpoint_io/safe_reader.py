@@ -110,6 +110,11 @@ def _plain_values(stream: io.BytesIO, subject: str) -> Any:
         with _only_safe_globals(_allowed()):
             return torch.load(stream, map_location="cpu", weights_only=True)
     except Exception as error:  # a broken or hostile file can raise any error
+        if "WeightsUnpickler error" not in str(error) and "GLOBAL" not in str(error):
+            raise CheckpointError(
+                f"{subject} cannot be read: {type(error).__name__}: {_first_line(error)}.  The file is damaged, and no "
+                "value was loaded from it.  Use another checkpoint, or copy this one again."
+            ) from error
         raise CheckpointError(
             f"{subject} contains other objects than plain values: {_refusal(error)}.  No code of the file was run.  "
             "Take the checkpoint from a source you trust, or save it again without that object."
@@ -123,6 +128,10 @@ def _refusal(error: Exception) -> str:
         return f"it names {named[1]}, which is not an allowed class"
     text = str(error).rpartition("WeightsUnpickler error:")[2].strip() or type(error).__name__
     return text.splitlines()[0].rstrip(". ")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or "no message").splitlines()[0].rstrip(". ")
 
 
 class SafeReader(dcp.FileSystemReader):

@@ -26,7 +26,7 @@ from torch import Tensor
 from sft.mcore.device import send
 from sft.mcore.linear_attention.delta_rule import Fragments
 
-CHUNK = 64  # tokens of a chunk, whose updates of the state become matrix products; as in transformers
+CHUNK = 64  # tokens per chunk, as in the package transformers; matrix products compute a chunk's updates of the state
 INTERVAL = 8  # most steps of a block.  Forward saves the states at the start of each block except a group's first one
 BLOCK_CHUNKS = 512  # most chunks times heads of a block that has several fragments
 

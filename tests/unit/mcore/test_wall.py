@@ -223,8 +223,8 @@ def test_optimizers_keep_their_parameters_where_we_look() -> None:
 
 
 def test_the_hybrid_optimizer_is_made_as_we_read_it() -> None:
-    """`optimizer/offload.py` finds each Adam and fp32 copy; `device.py` gives it parameters that look like those of a
-    GPU."""
+    """`optimizer/offload.py` finds each Adam and fp32 copy in megatron-core's HybridDeviceOptimizer.  On a CPU,
+    `device.py` makes parameters that this optimizer takes for those of a GPU."""
     hybrid = text("optimizer.cpu_offloading.HybridDeviceOptimizer")
     assert "self.param_to_inner_param[param]=inner_param" in hybrid
     assert "self.param_to_fp32_param,)=self._get_sub_optimizer_param_groups(self.offload_fraction)" in hybrid

@@ -168,7 +168,7 @@ for length in ("1048576", "1048608"):
 
 
 def test_attention_rotates_where_the_fused_kernel_cannot() -> None:
-    """From 1,048,576 tokens of 4 x 512 elements on."""
+    """The fused kernel rotates at most 1,048,576 tokens of 4 x 512 elements; attention rotates longer packs."""
     assert out_of(ROTARY) == ["TEDotProductAttention True rope", "RotatingAttention False none"]
 
 

@@ -81,7 +81,7 @@ def test_the_gated_norm_rounds_bf16_once() -> None:
 
 
 def test_decays_are_computed_in_fp32() -> None:
-    """A decay of 1e-3 in bf16 would be wrong by up to 4e-6, and a state after 1,000 tokens by 0.4%."""
+    """A log-decay of -1e-3 in bf16 would be wrong by up to 4e-6, and a state after 1,000 tokens by 0.4%."""
     torch.manual_seed(0)
     a, a_log, bias = (torch.randn(*shape).bfloat16() for shape in ((64, 3), (3,), (3,)))
     g = TorchDeltaKernel().log_decay(a, a_log, bias)

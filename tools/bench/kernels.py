@@ -173,9 +173,9 @@ def in_float64(layer: Layer, boundaries: np.ndarray, inputs: Inputs, grad: Tenso
     return [out.detach(), *torch.autograd.grad(out, leaves, grad.double())]
 
 
-def error_of(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def error_of(tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest distance of a tensor from the expected one / the expected norm; NaN if one is NaN."""
-    errors = [(a.double() - b).norm() / b.norm() for a, b in zip(found, expected, strict=True)]
+    errors = [(a.double() - b).norm() / b.norm() for a, b in zip(tensors, expected, strict=True)]
     return float(torch.stack(errors).max())
 
 

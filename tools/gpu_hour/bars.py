@@ -36,13 +36,13 @@ class Outcome:
     tests: str = ""
 
     @property
-    def every(self) -> list[Row]:
+    def case_rows(self) -> list[Row]:
         """The rows of all cases, also of those that were not measured."""
         return [row for row in self.rows if "header" not in row]
 
     @property
     def measured(self) -> list[Row]:
-        return [row for row in self.every if row.get("status", DONE) == DONE]
+        return [row for row in self.case_rows if row.get("status", DONE) == DONE]
 
 
 Outcomes = Mapping[str, Outcome]
@@ -84,7 +84,7 @@ def of_bench(module: str, *steps: str, also_unmeasured: bool = False) -> Callabl
     only when the function is called, because the import takes seconds."""
 
     def judge(outcomes: Outcomes) -> Iterator[Bar]:
-        rows = [row for n in steps for row in (outcomes[n].every if also_unmeasured else outcomes[n].measured)]
+        rows = [row for n in steps for row in (outcomes[n].case_rows if also_unmeasured else outcomes[n].measured)]
         yield from importlib.import_module(f"tools.bench.{module}").bars(rows)
 
     return judge
@@ -94,7 +94,7 @@ GROUPS: Sequence[tuple[str, Callable[[Outcomes], Iterator[Bar]]]] = (
     ("Documents do not leak, layouts agree", probes),
     ("Tests of GPUs", tests),
     ("One curve on every layout", lambda outcomes: curves.bars(outcomes["layouts"].measured)),
-    ("Every kind of layer beside full precision", lambda outcomes: curves.bars(outcomes["kinds"].every)),
+    ("Every kind of layer beside full precision", lambda outcomes: curves.bars(outcomes["kinds"].case_rows)),
     ("Transformer Engine beside portable", lambda outcomes: curves.bars(outcomes["backends"].measured)),
     ("Deterministic runs", lambda outcomes: curves.deterministic_bars(outcomes["deterministic"].measured)),
     ("Kernels of attention beside float64", of_bench("kernels", "kernels", also_unmeasured=True)),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Dispatcher(MoEAlltoAllTokenDispatcher):
-    """megatron-core's dispatcher; `Places` of this module gives the order of tokens.
+    """megatron-core's dispatcher with the permutation of this module.
 
     `reversed_local_input_permutation_mapping`, core's name, holds the `Permutation` of the current microbatch.
     """

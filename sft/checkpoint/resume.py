@@ -129,8 +129,8 @@ def load(
     sft = plain.get("sft")
     if facts and sft and any(json.loads(json.dumps(sft[key])) != facts[key] for key in ("state", "recipe", "plan")):
         raise CheckpointError(
-            f"{point.path / manifest.NAME} and the checkpoint disagree about the state, the recipe or the plan, so one of "
-            "them was changed after the save.  Resume from another checkpoint."
+            f"{point.path / manifest.NAME} and the checkpoint disagree about the state, the recipe or the plan, so one "
+            "of them was changed after the save.  Resume from another checkpoint."
         )
     state = TrainState.read(sft["state"]) if sft else TrainState(step=int(plain["iteration"]))
     if point.is_named:

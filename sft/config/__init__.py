@@ -134,6 +134,11 @@ class Config(Section):
             yield "parallel.ep_comm", "is not bitwise repeatable; use alltoall, or run.deterministic = false"
         if self.run.precision == "fp32" and self.model.megatron.get(REDUCED_MATMUL):
             yield f"model.megatron.{REDUCED_MATMUL}", "has no effect with run.precision = fp32; use false"
+        if self.run.fp8 == "delayed" and self.train.recompute == "attention_kept":
+            why = (
+                "does not fit run.fp8 = delayed, whose scales Transformer Engine restores in attention that runs again"
+            )
+            yield "train.recompute", f"{why}; use full or selective, or another run.fp8"
         if fp8 and tile:
             yield "train.mlp_tile", "does not support fp8; use run.fp8 = null"
         special = self.model.portable_only

@@ -36,7 +36,7 @@ class LayerBytes:
         hidden = rank.hidden(model)
         attention = {"layer's input": hidden}
         if recompute == "attention_kept":
-            attention |= {name: value for name, value in mixer.saved.items() if name in mixer.kept}
+            attention |= mixer.kept
         if recompute in ("attention_kept", "full"):
             return LayerBytes(attention=attention, mlp={})
         if recompute == "none" or not mixer.is_recomputed:

@@ -39,7 +39,7 @@ class MixerBytes(ABC):
     rank: RankShare = RankShare()
     norm_outputs_are_saved: ClassVar[bool] = False  # whether they are saved even with train.recompute = selective
     is_recomputed: ClassVar[bool] = False  # whether train.recompute = selective recomputes the mixer
-    kept: ClassVar[frozenset[str]] = frozenset({"attention's output", "log-sum-exp"})  # of `saved`, with attention_kept
+    results: ClassVar[frozenset[str]] = frozenset({"attention's output", "log-sum-exp"})  # names in `saved`
 
     @property
     @abstractmethod
@@ -50,6 +50,11 @@ class MixerBytes(ABC):
     @abstractmethod
     def norm_outputs(self) -> dict[str, float]:
         """Bytes per token of the outputs of norms inside the mixer, if a layer saves them."""
+
+    @property
+    def kept(self) -> dict[str, float]:
+        """Bytes per token that the kernel keeps with train.recompute = attention_kept, by name."""
+        return {name: value for name, value in self.saved.items() if name in self.results}
 
     @property
     def norm_scales(self) -> float:

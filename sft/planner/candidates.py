@@ -88,7 +88,12 @@ def savings(task: Task) -> list[Savings]:
 
 
 def saves_at_least(more: Savings, less: Savings) -> bool:
-    """Whether each setting of `more` saves at least as much memory as that of `less`.  Then `more` cannot be faster."""
+    """Whether each setting of `more` saves at least as much memory as that of `less`.  Then `more` cannot be faster.
+
+    selective and attention_kept cannot be compared: in linear attention, selective may save more and take longer.
+    """
+    if {more.recompute, less.recompute} == {"selective", "attention_kept"}:
+        return False
     return all(a >= b for a, b in zip(_levels(more), _levels(less), strict=True))
 
 

@@ -60,7 +60,8 @@ def read_table(folder: Path = FOLDER) -> list[Fault]:
 def sample(faults: Sequence[Fault], count: int, seed: str) -> list[Fault]:
     """`count` of the faults.  One in ten is slow, so that the sample of every seed takes a similar time.
 
-    Every quick fault has the same chance to be drawn, and so has every slow one: 10 of 700 quick and 200 slow faults -> 9 and 1.
+    Every quick fault has the same chance to be drawn, and so has every slow one: 10 of 700 quick and
+    200 slow faults -> 9 and 1.
     """
     generator = random.Random(seed)
     slow, quick = ([fault for fault in faults if fault.is_slow is is_slow] for is_slow in (True, False))

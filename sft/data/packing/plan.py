@@ -73,9 +73,10 @@ def plan_epoch(
         -> packs (0, 3), (1, 2), (4)
 
     If packs hold 16 samples or more on average, a 200th of each pack stays free while another open pack has room
-    (`_best_fit`).  An epoch has every sample once, or as often as `mixture` says.  At most 64 packs are open; to open another one, the
-    fullest is closed.  Packs are numbered by their first samples, so they follow the order of the shuffle.  Best fit
-    with a limited number of open packs fills packs to 99.4% or more; packing in order leaves 5-15% empty.
+    (`_best_fit`).  An epoch has every sample once, or as often as `mixture` says.  At most 64 packs are open; to open
+    another one, the fullest is closed.  Packs are numbered by their first samples, so they follow the order of the
+    shuffle.  Best fit with a limited number of open packs fills packs to 99.4% or more; packing in order leaves 5-15%
+    empty.
 
     Raises DataError if the mixture leaves an epoch without a sample.
     """

@@ -118,7 +118,7 @@ class DeltaBytes(MixerBytes):
     """
 
     is_recomputed = True
-    kept = frozenset({"states", "delta rule's output", "maps"})
+    results = frozenset({"states", "delta rule's output", "maps"})
     heads: HeadSizes
     tokens: float
     block_numbers: int

@@ -9,6 +9,7 @@ from sft.layers.mixers.softmax_bytes import (
     PortableBytes,
     SoftmaxBytes,
     TransformerEngineBytes,
+    has_flash,
     num_head_groups,
 )
 from sft.layers.rank_share import RankShare
@@ -60,7 +61,9 @@ class SoftmaxAttention(Mixer):
         """Bytes of activations.  attention.backend = auto counts as portable, the only backend that runs everywhere."""
         if config.attention.backend == "te":
             return TransformerEngineBytes(model=self.model, rank=rank, cp_comm=config.parallel.cp_comm)
-        return PortableBytes(model=self.model, rank=rank, is_plain=config.attention.kernels == ["torch"])
+        kernels = {*(config.attention.kernels or ())}
+        is_plain = kernels == {"torch"} or (has_flash(self.model) and bool(kernels) and kernels <= {"torch", "ffpa"})
+        return PortableBytes(model=self.model, rank=rank, is_plain=is_plain)
 
     @staticmethod
     def divided_by_tp(model: ModelConfig) -> dict[str, int]:

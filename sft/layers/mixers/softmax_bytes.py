@@ -239,6 +239,15 @@ class TransformerEngineBytes(SoftmaxBytes):
         """2 with a2a (the kernel's output and the output after the all-to-all), otherwise 1."""
         return 2 if self.rank.cp > 1 and self.cp_comm.startswith("a2a") else 1
 
+    @property
+    def kept(self) -> dict[str, float]:
+        """A ring also keeps its buffer of keys and values, and an all-to-all what it has received, by the source of
+        Transformer Engine.  Recomputation cannot lend these tensors."""
+        sent = 0.0
+        if self.rank.cp > 1 and self.cp_comm != "all_gather":
+            sent = self.rank.width * (self.pairs + self.queries * self.cp_comm.startswith("a2a"))
+        return super().kept | ({"received over cp": sent} if sent else {})
+
     def rotary(self, pack: float) -> float:
         """Bytes of the fp32 angles of the longest document, which may be the whole pack."""
         return float(FP32) * pack * self.model.rotary_dim

@@ -12,7 +12,7 @@ So a layer keeps its input, the output of attention, and whatever else the kerne
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,13 +56,13 @@ class _Call:
     output_edge: GradientEdge
     output: Restore
     layouts: list[tuple[Any, ...]]
-    lent: list[Tensor] = field(default_factory=list)  # the inputs of the second pass, while backward runs
+    lent: list[Tensor]  # the inputs of the second pass, while backward runs; the graph refers to this list
 
     def gradients(self, grad: Tensor, inputs: Sequence[Tensor], wanted: Sequence[Any]) -> tuple[Tensor, ...]:
         assert [_layout(x) for x in inputs] == self.layouts, "the second pass has other inputs than the first"
-        self.lent = list(inputs)
+        self.lent[:] = inputs
         results: tuple[Tensor, ...] = torch.autograd.grad([self.output_edge], wanted, [grad])
-        self.lent = []
+        self.lent.clear()
         return results
 
 
@@ -74,22 +74,20 @@ def _first_pass(
     save: Callable[[Tensor], Restore], function: Callable[..., Tensor], inputs: Sequence[Tensor], weights: Any
 ) -> tuple[_Call, Tensor]:
     numbers = {(x.untyped_storage().data_ptr(), x.dtype): number for number, x in enumerate(inputs) if x.numel()}
-    lent: list[Callable[[], list[Tensor]]] = []
+    lent: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Restore:
         number = numbers.get((tensor.untyped_storage().data_ptr(), tensor.dtype))
         if number is None or not tensor.numel():
             return save(tensor)
         view = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        return lambda: lent[0]()[number].as_strided(*view)
+        return lambda: lent[number].as_strided(*view)
 
     with torch.enable_grad(), saved_tensors_hooks(pack, lambda restore: restore()):
         sources = _Source.apply(_ANCHOR, *inputs)
         out = function(*sources, *weights)
     edges = [get_gradient_edge(source) for source in sources]
-    call = _Call(edges, get_gradient_edge(out), save(out.detach()), [_layout(x) for x in inputs])
-    lent.append(lambda: call.lent)
-    return call, out.detach()
+    return _Call(edges, get_gradient_edge(out), save(out.detach()), [_layout(x) for x in inputs], lent), out.detach()
 
 
 class _Source(torch.autograd.Function):

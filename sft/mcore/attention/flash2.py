@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sft.layers.mixers.softmax_bytes import MAX_FLASH_HEAD
-from sft.mcore.attention.flash_kernel import Demand, Operators, refused_heads
+from sft.mcore.attention.flash_kernel import OTHER_MAKER, Demand, Operators, refused_heads
 
 # Options that only some releases of torch have.  num_splits is the number of parts into which the kernel splits the
 # keys.  By default it depends on the longest sequence of the pack, so a document's result would depend on other
@@ -51,7 +51,7 @@ def _refused(demand: Demand) -> str | None:
         return "it has no values that are wider than keys"
     if demand.key_width > MAX_FLASH_HEAD or demand.key_width % 8:
         return refused_heads(MAX_FLASH_HEAD, demand.key_width)
-    if demand.gpu < (8, 0):
+    if OTHER_MAKER < demand.gpu < (8, 0):
         return "it needs a GPU of compute capability 8.0 or more"
     return None
 

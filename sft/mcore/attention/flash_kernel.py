@@ -30,6 +30,8 @@ from sft.mcore.device import send
 from sft.parallel import context_parallel
 from sft.parallel.halo import Halo
 
+OTHER_MAKER = (0, 0)  # AMD's numbers mean other things, and there torch's flash kernel alone runs
+
 
 class Demand(NamedTuple):
     """Properties of a run's attention layers that a kernel may not support.
@@ -54,9 +56,11 @@ class Demand(NamedTuple):
 
     @property
     def gpu(self) -> tuple[int, int]:
-        """The compute capability of the GPU on which the layers run."""
+        """The compute capability of the GPU on which the layers run; OTHER_MAKER for a GPU that is not NVIDIA's."""
         if self.capability is not None:
             return self.capability
+        if torch.version.hip is not None:
+            return OTHER_MAKER
         return torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
 
     def rate(self, kernel: str) -> kernel_rates.Rate | None:

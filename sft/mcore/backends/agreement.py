@@ -13,17 +13,24 @@ from sft.errors import ConfigError
 from sft.mcore.backend import AttentionBackend
 from sft.mcore.backends.portable import Portable
 
+_SUBJECTS = {"backend": "the backend of attention", "modules": "the library of modules"}
+_KEYS = {"backend": "attention.backend", "modules": "run.modules", "linear attention": "attention.delta_rule"}
 _SHOWN = 4  # hosts, or ranks, that the message names for each kernel
 
 
 def kernels_here(backend: AttentionBackend, device_type: str) -> dict[str, Any]:
-    """The choice of this rank, as a message: its host and GPU, each kind of layer's kernel, and why not other ones."""
+    """The choice of this rank, as a message: its host and GPU, the modules and kernels, and why not other kernels."""
     chosen = backend.chosen if isinstance(backend, Portable) else {}
     on_gpu = device_type == "cuda" and torch.cuda.is_available()
     return {
         "host": socket.gethostname(),
         "gpu": torch.cuda.get_device_name() if on_gpu else "",
-        "kernels": {"backend": backend.name, **{kind: kernel.name for kind, kernel in chosen.items()}},
+        "kernels": {
+            "backend": backend.name,
+            "modules": backend.library.name,
+            # "fla (why)" -> "fla": hosts may have different reasons for the same kernel
+            **{kind: kernel.name.partition(" (")[0] for kind, kernel in chosen.items()},
+        },
         "why_not": {kind: dict(kernel.why_not) for kind, kernel in chosen.items()},
         "reason": backend.reason,
     }
@@ -36,12 +43,12 @@ def check(ranks: Sequence[Mapping[str, Any]]) -> None:
         for rank, own in enumerate(ranks):
             by_name.setdefault(own["kernels"].get(kind, "none"), []).append(rank)
         if len(by_name) > 1:
-            subject = "the backend of attention" if kind == "backend" else f"the kernel of {kind}"
+            subject = _SUBJECTS.get(kind, f"the kernel of {kind}")
             parts = [f"{name} on {_where(ranks, members)}" for name, members in by_name.items()]
             raise ConfigError(
                 f"All ranks must compute attention alike, but {subject} is {', and '.join(parts)}"
                 f"{_reason(ranks, kind, by_name)}.  Install the same packages on every machine, use GPUs of one type, "
-                "or name a choice that all have: attention.backend or attention.kernels."
+                f"or name a choice that all have: {_KEYS.get(kind, 'attention.kernels')}."
             )
 
 

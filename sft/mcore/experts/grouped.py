@@ -57,7 +57,7 @@ class RowsOfExperts:
 def _has_kernel(device: torch.device) -> bool:
     if device.type != "cuda" or not hasattr(torch.nn.functional, "grouped_mm"):  # older releases of torch lack it
         return False
-    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 class GroupedProduct(torch.autograd.Function):

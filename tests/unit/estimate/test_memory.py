@@ -643,3 +643,13 @@ def test_a_row_of_the_table_by_hand() -> None:
     bytes per token and layer, or 20.2 KiB.
     """
     assert "| Qwen3-1.7B | 29 GiB | 12 GiB | 70.2 KiB | 20.2 KiB | 4.0 KiB |" in memory_table.tables()
+
+
+@pytest.mark.parametrize("cp_comm, received", [("all_gather", 0), ("p2p", 2 * 2048), ("a2a", 2 * (4096 + 2048))])
+def test_transformer_engine_keeps_what_it_received(cp_comm: str, received: int) -> None:
+    """Llama 8B, attention kept: 4,096 numbers of the input, 4,096 of the output (twice with an all-to-all)."""
+    model = of(8, LLAMA_8B)[0].model
+    rank = RankShare(cp=8)
+    saved = LayerBytes.of(TransformerEngineBytes(model=model, rank=rank, cp_comm=cp_comm), "attention_kept").by_name
+    outputs = 2 if cp_comm == "a2a" else 1
+    assert sum(saved.values()) == 2 * 4096 * (1 + outputs) + 4 * 32 + received

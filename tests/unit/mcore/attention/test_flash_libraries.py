@@ -392,3 +392,12 @@ def test_what_flash_attn_4_refuses_while_it_compiles() -> None:
         pytest.skip("flash-attn-4 is not installed")
     source = "".join((place / "flash_bwd_sm90.py").read_text(encoding="utf-8") for place in places)
     assert re.search(r"if qhead_per_kvhead > 1:\s+assert self\.same_hdim_kv", source)
+
+
+def test_a_gpu_of_another_maker_has_torchs_kernel_only(be: Be, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AMD's MI300X reports compute capability 9.4."""
+    be(LIBRARIES["flash4"][1])
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    demand = Demand("cuda", BF16, 128, 128)
+    assert flash2.FLASH2.refused(demand) is None
+    assert flash3.FLASH3.refused(demand) and flash4.FLASH4.refused(demand) and ffpa.FFPA.refused(demand)

@@ -259,17 +259,22 @@ def test_all_ranks_must_have_the_same_kernels() -> None:
         "All ranks must compute attention alike, but the kernel of full attention is FlashAttention-4 on ranks 0, 1, 4 "
         "(a, H100), and torch's flash kernel on ranks 2 to 3 (b, H100).  On ranks 2 to 3, FlashAttention-4 does not "
         "run: flash-attn-4 is not installed.  Install the same packages on every machine, use GPUs of one type, or "
-        "name a choice that all have: attention.backend or attention.kernels."
+        "name a choice that all have: attention.kernels."
     )
     with pytest.raises(ConfigError, match="the backend of attention is te on rank 0 .a, H100., and portable on rank 1"):
         agreement.check([rank("a", "", backend="te"), rank("b", FA2)])
+    others = [rank(host, FA4) for host in "ab"]
+    for own, library in zip(others, ("te", "local")):
+        own["kernels"]["modules"] = library
+    with pytest.raises(ConfigError, match="library of modules is te on rank 0 .*all have: run.modules"):
+        agreement.check(others)
 
 
 def test_what_a_rank_tells_the_others(be: Be) -> None:
     be(HOPPER, ("flash-attn-4",))
     wanted = config("window")
     own = agreement.kernels_here(choose(wanted, "cpu"), "cpu")
-    assert own["kernels"] == {"backend": "portable", "window attention": PLAIN} and own["gpu"] == ""
+    assert own["kernels"] == {"backend": "portable", "modules": "local", "window attention": PLAIN} and own["gpu"] == ""
     assert own["why_not"]["window attention"][FA4] == "it needs CUDA"
 
 

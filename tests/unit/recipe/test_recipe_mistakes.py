@@ -101,11 +101,10 @@ CLASHES = {
     ): 'run.fp8 = "mxfp8" (@) needs run.precision = bf16, but run.precision is fp32; use '
     "bf16, or null.",
     (
-        "train.recompute=attention_kept",
         "run.fp8=delayed",
-    ): 'train.recompute = "attention_kept" (@) does not fit run.fp8 '
-    "= delayed, whose scales Transformer Engine restores in attention that runs again; use full or selective, or another "
-    "run.fp8.",
+        "train.recompute=attention_kept",
+    ): 'train.recompute = "attention_kept" (@) does not fit run.fp8 = delayed, whose scales '
+    "Transformer Engine restores in attention that runs again; use full or selective, or another run.fp8.",
     ("run.modules=local", "run.fp8=blockwise"): 'run.fp8 = "blockwise" (@) needs modules of Transformer Engine, '
     "but run.modules is local; use te or auto, or null.",
     ("parallel.cp_comm=a2a+p2p", "parallel.cp=12"): "parallel.cp_a2a = null (default) is required with cp_comm = "

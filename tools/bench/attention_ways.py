@@ -189,7 +189,7 @@ def stand_in(
     for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:]):
         mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=query.device).tril(k1 - k0 - (q1 - q0))
         outs.append(sdpa(query[q0:q1], keys[k0:k1], values[k0:k1], scale, mask=mask))
-    return torch.cat(outs), query.new_empty(0)
+    return torch.cat(outs), query.new_empty((0, len(query)))
 
 
 def _stand_in_backward(

@@ -157,7 +157,7 @@ class _AddBiases(torch.autograd.Function):
                 continue
             rows = rows.to(wide)
             dbiases.append((rows * factor[:, None]).sum(0).to(bias.dtype))
-            dweights.append(rows @ bias.to(wide))
+            dweights.append((rows * bias.to(wide)).sum(1))
         return grad, None if weights is None else torch.cat(dweights).to(weights.dtype), None, *dbiases
 
 

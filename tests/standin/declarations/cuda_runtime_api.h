@@ -43,6 +43,7 @@ enum cudaDeviceAttr {
     cudaDevAttrMaxThreadsPerMultiProcessor = 39,
     cudaDevAttrUnifiedAddressing = 41,
     cudaDevAttrComputeCapabilityMajor = 75,
+    cudaDevAttrComputeCapabilityMinor = 76,
     cudaDevAttrMaxSharedMemoryPerMultiprocessor = 81,
     cudaDevAttrCooperativeLaunch = 95,
     cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
@@ -76,6 +77,7 @@ struct cudaDeviceProp {
 // Those that are called before or beside where they are defined.
 cudaError_t cudaDeviceSynchronize(void);
 cudaError_t cudaGetDeviceCount(int *);
+cudaError_t cudaDriverGetVersion(int *);
 cudaError_t cudaDeviceGetAttribute(int *, enum cudaDeviceAttr, int);
 
 #endif

@@ -31,7 +31,7 @@ WINDOWS = ["model.sliding_window=16", "model.sliding_window_layers=[1]", "model.
         ([*WINDOWS, "model.full_attention.head_dim=7"], "odd"),
         ([*WINDOWS, "model.full_attention.head_dim=16"], "needs rope.window_base"),
         ([*WINDOWS, "model.value_norm=false", "model.full_attention.keys_as_values=true"], "needs value_norm = true"),
-        (["model.norm_placement=post", "attention.backend=te"], "attention.backend.*use portable or auto"),
+        (["model.attention_sinks=true", "attention.backend=te"], "attention.backend.*use portable or auto"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )
@@ -43,21 +43,24 @@ def test_values_that_exclude_each_other(overrides: list[str], why: str) -> None:
 @pytest.mark.parametrize(
     "key,named",
     [
-        ("model.norm_placement=post", "model.norm_placement = post"),
-        ("model.norm_placement=both", "model.norm_placement = both"),
-        ("model.activation=geglu", "model.activation = geglu"),
         ("model.value_norm=true", "model.value_norm"),
-        ("model.layer_scalar=true", "model.layer_scalar"),
         ("model.rope.scaling=proportional", "model.rope.scaling = proportional"),
         ("model.attention_sinks=true", "model.attention_sinks"),
-        ("model.attention_output_bias=true", "model.attention_output_bias"),
-        ("model.mlp_bias=true", "model.mlp_bias"),
         (WINDOW, "model.sliding_window"),
     ],
 )
-def test_transformer_engine_lacks_it(key: str, named: str) -> None:
-    """With auto, the portable backend is used, and FP8, which only Transformer Engine has, is refused."""
-    lacks = f"does not have {named}"
-    assert any(f"{lacks}; use portable" in line for line in refusal_lines(RECIPE, key, "attention.backend=te"))
-    assert any("run.fp8" in line and lacks in line for line in refusal_lines(RECIPE, key, "run.fp8=delayed"))
-    assert parsed(key).config.attention.backend == "auto"
+def test_attention_of_transformer_engine_lacks_it(key: str, named: str) -> None:
+    """With auto, attention is portable; FP8 is for the modules, which Transformer Engine has for these models, too."""
+    lines = refusal_lines(RECIPE, key, "attention.backend=te")
+    assert any(f"does not have {named}; use portable" in line for line in lines)
+    assert parsed(key, "run.fp8=delayed", "run.precision=bf16", "run.device=auto").config.attention.backend == "auto"
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["model.norm_placement=post", "model.activation=geglu", "model.attention_output_bias=true", "model.mlp_bias=true"],
+)
+def test_attention_of_transformer_engine_beside_other_modules(key: str) -> None:
+    assert (
+        parsed(key, "attention.backend=te", "run.precision=bf16", "run.device=auto").config.model.portable_only is None
+    )

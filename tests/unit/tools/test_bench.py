@@ -105,7 +105,10 @@ def test_every_subject_says_what_it_takes(capsys: pytest.CaptureFixture[str]) ->
         ("step --device auto", "torch sees no CUDA device"),
         ("attention --tiny --cases 64k:poems", "poems is not one of"),
         ("step --device cpu --cases 4b:64k:poems", "4b:64k:poems is not one of"),
-        ("step --device cpu --cases 4b:64k:one:often", "must begin with one of none, selective, full, peer; got often"),
+        (
+            "step --device cpu --cases 4b:64k:one:often",
+            "must begin with one of none, selective, attention_kept, full, peer; got often",
+        ),
         (
             "step --device cpu --cases 4b:64k:one:full+magic",
             "magic is not offload or optim with a share, tile with a length, or lora with a rank",

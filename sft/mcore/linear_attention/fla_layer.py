@@ -142,12 +142,12 @@ def gated(functions: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -
 
 
 def gated_norm(functions: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`_GatedNorm` of gated_norm.py"""
-    out, scale = _GatedNorm.apply(functions, x, gate, weight, eps)
+    """`_FusedGatedNorm` of gated_norm.py"""
+    out, scale = _FusedGatedNorm.apply(functions, x, gate, weight, eps)
     return out, scale
 
 
-class _GatedNorm(torch.autograd.Function):
+class _FusedGatedNorm(torch.autograd.Function):
     """Saves the gate as it is, a view of the projections; FLA takes contiguous tensors, and would save a copy."""
 
     @staticmethod

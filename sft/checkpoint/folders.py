@@ -197,7 +197,7 @@ def remove_old(
     try:
         older = [path for path in published(folder) if int(path.name[5:]) < step]
     except CheckpointError as error:  # the link was made while the run trained
-        return report(f"warning: no checkpoint is removed: {error}")
+        return report(f"WARNING: no checkpoint is removed: {error}")
     for path in older[: max(0, len(older) - (keep_last - 1))]:
         older_step = int(path.name[5:])
         if older_step in keep_steps or (keep_every and older_step % keep_every == 0):
@@ -207,4 +207,4 @@ def remove_old(
             os.rename(path, renamed)
             shutil.rmtree(renamed)
         except OSError as error:
-            report(f"warning: {path} cannot be removed: {error}")
+            report(f"WARNING: {path} cannot be removed: {error}")

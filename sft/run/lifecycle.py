@@ -149,7 +149,7 @@ class Lifecycle:
         try:
             yield
         except OSError as error:
-            self._console.say(f"warning: {self._folder}/{status.FILE} cannot be written: {error}")
+            self._console.say(f"WARNING: {self._folder}/{status.FILE} cannot be written: {error}")
 
 
 def _begin(folder: Path, next_step: Callable[[], int]) -> status.Status:

@@ -47,4 +47,4 @@ def _record(folder: Path, error: SftError, *, is_locked: bool) -> None:
                 status.refuse(folder, error)
     except (OSError, SftError) as unwritable:
         with suppress(OSError):  # a closed terminal
-            print(f"warning: {folder}/{status.FILE} does not say so: {unwritable}", file=sys.stderr, flush=True)
+            print(f"WARNING: {folder}/{status.FILE} does not say so: {unwritable}", file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ import pytest
 from tests.docs.blocks import ROOT
 
 PAGE = (ROOT / "docs/start/first-family.md").read_text(encoding="utf-8")
-COPIED = ("sft", "tests", "docs/reference")
+COPIED = ("sft", "tests", "tools", "docs/reference")
 _EDIT = re.compile(
     r"^In `(?P<file>[\w/.]+)`, (?P<how>above|below|replace) ``(?P<line>[^\n]+?)``(?:, add| by):\n\n"
     r"(?:<!-- not run: part -->\n)?```(?:python|text)\n(?P<added>.*?)^```$",

@@ -70,7 +70,7 @@ def test_a_save_that_fails_is_told_and_training_goes_on(case: MakeCase, hit: Hit
     start = one.start(*faults).ends(0)
     start.says("step 2 was not saved: iter_0000002.tmp-", "step 10 was not saved: it needs")
     start.says("rank 1: the disk is full (OSError: [Errno 28] No space left")
-    assert len(start.fired()) == start.out().count("warning: the checkpoint of step ") == 4, start.told()
+    assert len(start.fired()) == start.out().count("WARNING: the checkpoint of step ") == 4, start.told()
     hit("S2", 4)
     hit("S4", 3 if overrides else 0)
     assert len(one.steps()) == 8 and 2 not in one.steps() and 10 not in one.steps()
@@ -209,7 +209,7 @@ def test_a_checkpoint_that_cannot_be_removed(case: MakeCase) -> None:
         pytest.skip("chattr +i is not possible here")
     try:
         start = one.start({"at": STEP, "step": 9, "do": "kill-all", "rank": 0}).ends(-9)
-        start.says("warning: ", "iter_0000001 cannot be removed", "Operation not permitted")
+        start.says("WARNING: ", "iter_0000001 cannot be removed", "Operation not permitted")
         one.assert_whole(8)
     finally:
         for path in one.checkpoints.rglob("common.pt"):  # the folder may be renamed meanwhile

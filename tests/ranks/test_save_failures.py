@@ -62,7 +62,7 @@ def test_a_disk_full_on_one_rank_is_told_and_the_third_time_the_end(
     told = ranks(2).run(fail_three_times, overrides, str(tmp_path))
     begins = "the checkpoint of step {0} was not saved: iter_000000{0}.tmp-"
     for step, line in zip((2, 3, 6), told[0]["warnings"], strict=True):
-        assert fits(line, f"warning: {begins.format(step)}", WRITTEN, GOES_ON), line
+        assert fits(line, f"WARNING: {begins.format(step)}", WRITTEN, GOES_ON), line
     for one in told:
         assert fits(one["must"], begins.format(7), WRITTEN, "  Failed saves in a row: 2.", WHOLE), one["must"]
         assert fits(one["third"], begins.format(4), WRITTEN, "  Failed saves in a row: 3.", WHOLE), one["third"]
@@ -86,7 +86,7 @@ def fail_three_times(overrides: list[str], folder: str) -> dict[str, Any]:
         with full_disk(run):
             run.save(6)
             must = refusal(lambda: run.save(7, wait=True))
-        warnings = [line for line in run.lines() if line.startswith("warning")]
+        warnings = [line for line in run.lines() if line.startswith("WARNING")]
         unchanged = run.hash() == was and run.loaded(1) == was
         return {"warnings": warnings, "third": third, "must": must, "is unchanged": unchanged}
 
@@ -179,7 +179,7 @@ def test_whatever_fails_all_ranks_hear_it_and_nothing_is_left(ranks: Ranks, tmp_
     told = ranks(2).run(fail_once, name, str(tmp_path))
     (line,) = told[0]["warnings"]
     begins = "the checkpoint of step 2 was not saved: " + ("it needs " if name == "too little disk" else said)
-    assert fits(line, f"warning: {begins}", said, GOES_ON), line
+    assert fits(line, f"WARNING: {begins}", said, GOES_ON), line
     for one in told:
         assert fits(one["must"], begins, said, "  Failed saves in a row: 2.", WHOLE), one
         assert bool(one["at work"]) == (name not in BEFORE)
@@ -216,5 +216,5 @@ def fail_once(name: str, folder: str) -> dict[str, Any]:
         assert run.says_published(1)
         run.train(2)
         run.save(3, wait=True)
-        warnings = [line for line in run.lines() if line.startswith("warning")]
+        warnings = [line for line in run.lines() if line.startswith("WARNING")]
         return {"warnings": warnings, "must": must, "left": left, "at work": at_work}

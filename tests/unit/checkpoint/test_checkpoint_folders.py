@@ -96,7 +96,7 @@ def test_one_that_cannot_be_removed_is_told_and_the_others_go(
     assert steps(tmp_path) == [400, 300]  # parts of it may be gone, so it does not count
     monkeypatch.undo()
     assert [path.name[:12] for path in folders.remove_leftovers(tmp_path)] == ["iter_0000100"]
-    assert "warning: " in (told := capsys.readouterr().out) and "iter_0000100 cannot be removed" in told
+    assert "WARNING: " in (told := capsys.readouterr().out) and "iter_0000100 cannot be removed" in told
 
 
 def test_left_overs_go_and_nothing_else(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_what_a_link_leads_to_is_neither_replaced_nor_removed(
         (root / name).symlink_to(outside / f"iter_{step:07d}")
     publish(root, 3, keep_last=1)
     assert (root / "iter_0000003" / "metadata.json").read_text() == "new" and not (root / "iter_0000003").is_symlink()
-    assert f"warning: no checkpoint is removed: {root}/iter_0000002 is a link" in capsys.readouterr().out
+    assert f"WARNING: no checkpoint is removed: {root}/iter_0000002 is a link" in capsys.readouterr().out
     folders.remove_leftovers(root)
     names = ["iter_0000002", "iter_0000003", "latest_checkpointed_iteration.txt"]
     assert sorted(path.name for path in root.iterdir()) == names

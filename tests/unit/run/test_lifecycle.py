@@ -23,7 +23,7 @@ def test_a_status_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     first, second = stream.getvalue().splitlines()
     grace = "stopping takes a step (2.0 s) and up to two saves (120.0 s each); run.grace_s is 100 s"
     assert first == f"WARNING: {grace}.  This is too short: the last steps would be lost"
-    assert second.startswith(f"warning: {tmp_path}/gone/run_state.json cannot be written: ")
+    assert second.startswith(f"WARNING: {tmp_path}/gone/run_state.json cannot be written: ")
 
 
 def test_the_time_of_a_save_is_compared_with_the_grace_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

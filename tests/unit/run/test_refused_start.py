@@ -116,14 +116,14 @@ def test_a_folder_that_is_itself_the_mistake(folder: Path, capsys: pytest.Captur
     folder.touch()
     assert main(["train", "a.yaml", "data.train=a.yaml"]) == 2
     told = capsys.readouterr().err
-    assert "run.dir = runs/a (a.yaml, line 1) is not a folder" in told and "warning" not in told
+    assert "run.dir = runs/a (a.yaml, line 1) is not a folder" in told and "WARNING" not in told
 
 
 def test_a_state_that_cannot_be_written_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder.mkdir(parents=True)
     (folder / "run_state.json").write_text("{")
     refuse(folder, ConfigError("a mistake"))
-    line = "warning: runs/a/run_state.json does not say so: runs/a/run_state.json is not the state of a run: "
+    line = "WARNING: runs/a/run_state.json does not say so: runs/a/run_state.json is not the state of a run: "
     assert capsys.readouterr().err.startswith(line)
 
 

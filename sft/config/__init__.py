@@ -139,6 +139,11 @@ class Config(Section):
                 "does not fit run.fp8 = delayed, whose scales Transformer Engine restores in attention that runs again"
             )
             yield "train.recompute", f"{why}; use full or selective, or another run.fp8"
+        if fp8 and self.parallel.shard == "weights":
+            yield "parallel.shard", (
+                f"does not fit run.fp8 = {self.run.fp8}, because Transformer Engine keeps 8-bit copies of "
+                "all weights between microbatches; use gradients, or run.fp8 = null"
+            )
         if fp8 and tile:
             yield "train.mlp_tile", "does not support fp8; use run.fp8 = null"
         special = self.model.portable_only

@@ -36,6 +36,8 @@ _NAMES = {
     "parallel.virtual_stages": "virtual_pipeline_model_parallel_size",
     "parallel.distributed_optimizer": "use_distributed_optimizer",
     "parallel.overlap": "overlap_grad_reduce",
+    "parallel.shard": "fsdp zero_stage sharding_strategy data_parallel_sharding_strategy",
+    "parallel.shard_size": "data_parallel_shard_degree dp_shard_size",
     "parallel.cp_comm": "cp_comm_type ring_attn_func heads_k_stride",
     "attention.backend": "attn_implementation flash_attention flash_attn use_flash_attn sdp_attention"
     " attention_backend",
@@ -123,9 +125,8 @@ _REASONS = {
     " eval_iters",
     "dp has no key, because it follows from the number of processes: world_size / (tp * cp * pp)": "dp dp_size"
     " data_parallel_size data_parallel_degree num_gpus world_size",
-    "Optimizer states are sharded by parallel.distributed_optimizer, and weights by parallel.tp, parallel.pp and "
-    "parallel.ep; DeepSpeed and FSDP are not used": "deepspeed ds_config zero_stage zero_optimization fsdp fsdp_config"
-    " fsdp2 fsdp_version accelerate data_parallel_shard_degree dp_shard_size dp_replicate_size",
+    "parallel.shard divides optimizer states, gradients and weights among ranks of dp x cp; DeepSpeed and FSDP are not "
+    "used": "deepspeed ds_config zero_optimization fsdp_config fsdp2 fsdp_version accelerate dp_replicate_size",
     "Samples are always packed, and no document of a pack reads another document": "packing sample_packing"
     " multipack_real_batches eval_sample_packing neat_packing pack packed enable_offline_packing packing_strategy"
     " padding_free eval_packing",

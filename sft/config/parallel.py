@@ -7,6 +7,8 @@ from pydantic import PositiveFloat
 
 from sft.config.section import Positive, Section, divisors
 
+Shard = Literal["optimizer", "gradients", "weights"]  # the more a value shards, the later it stands
+
 
 class ParallelConfig(Section):
     tp: Positive = 1
@@ -25,8 +27,12 @@ class ParallelConfig(Section):
     """Split norms and residuals over tp along the tokens.  No effect with tp = 1."""
     distributed_optimizer: bool = True
     """Shard optimizer states over dp x cp, and the states of an expert over the ranks that hold the expert."""
+    shard: Shard = "optimizer"
+    """What each rank of dp x cp holds only a part of: optimizer states; gradients and these; or weights and both."""
+    shard_size: Positive | None = None
+    """Number of ranks of dp x cp that share one copy with shard = gradients or weights (HSDP); null: all of them."""
     overlap: bool = True
-    """Overlap gradient reduction with compute (CUDA only)."""
+    """Overlap gathers of weights and reductions of gradients with compute (CUDA only)."""
     cp_comm: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
     """How te moves keys and values over cp (not yet run on GPUs).  The portable backend always all-gathers."""
     cp_a2a: Positive | None = None
@@ -44,7 +50,13 @@ class ParallelConfig(Section):
     ep_comm: Literal["alltoall", "deepep"] = "alltoall"
     """How tokens travel to experts: NCCL's all-to-all, or the kernels of the package deep_ep (not yet run on GPUs)."""
 
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether each rank keeps only its part of the gradients."""
+        return self.shard != "optimizer"
+
     def conflicts(self) -> Iterator[tuple[str, str]]:
+        yield from self._conflicts_of_shards()
         if self.ep_comm == "deepep" and self.ep * self.etp == 1:
             yield "ep_comm", "sends tokens to other ranks, which needs ep > 1; raise ep, or use alltoall"
         if self.dynamic_cp and self.cp == 1:
@@ -62,3 +74,17 @@ class ParallelConfig(Section):
             yield "cp_a2a", f"is required with cp_comm = a2a+p2p; for cp = {self.cp}, {choices}"
         elif size not in fitting:
             yield "cp_a2a", f"must divide cp = {self.cp} into two factors above 1, and {size} does not; {choices}"
+
+    def _conflicts_of_shards(self) -> Iterator[tuple[str, str]]:
+        if self.shards_gradients and not self.distributed_optimizer:
+            yield "shard", (
+                "needs distributed_optimizer = true, because a rank updates only the part whose gradients it holds; "
+                "set it, or shard = optimizer"
+            )
+        if self.shard == "weights" and self.pp > 1:
+            yield "shard", (
+                f"does not fit pp = {self.pp}, where each microbatch would gather all weights of a stage "
+                "again while other stages wait; use gradients, or pp = 1"
+            )
+        if self.shard_size is not None and not self.shards_gradients:
+            yield "shard_size", "has an effect only with shard = gradients or weights; got optimizer.  Use null"

@@ -63,6 +63,7 @@ def misfits(config: Config, world_size: int) -> list[str]:
         *_tensor(config),
         *_pipeline(config),
         *_experts(config, world_size),
+        *_shards(config, world_size),
         *_batch(config, world_size),
         *_tokens(config),
         *_profiled(config, world_size),
@@ -213,6 +214,24 @@ def _experts(config: Config, world_size: int) -> Iterator[str]:
             f"parallel.ep = {ep} x etp = {etp} does not fit {experts} experts on {stage} ranks of a pipeline stage "
             f"(tp x cp x dp).  Expert-parallel sizes that fit: {fitting}."
         )
+
+
+def _shards(config: Config, world_size: int) -> Iterator[str]:
+    parallel = config.parallel
+    dp, rest = divmod(world_size, smallest_world(config))
+    if rest or not parallel.shards_gradients:
+        return
+    ranks, size = dp * parallel.cp, parallel.shard_size
+    product = f"dp {dp} x cp {parallel.cp}"
+    if ranks == 1:
+        yield (
+            f"parallel.shard = {parallel.shard} has no effect with {product}: one rank holds all.  Use optimizer, or "
+            "more ranks of dp or cp."
+        )
+    elif size is not None and (size == 1 or ranks % size):
+        fitting = _listing(other for other in divisors(ranks) if other > 1)
+        why = "would share with no other rank" if size == 1 else f"does not divide {product} = {ranks}"
+        yield f"parallel.shard_size = {size} {why}.  Sizes that fit: {fitting}; null is all {ranks}."
 
 
 def _batch(config: Config, world_size: int) -> Iterator[str]:

@@ -9,7 +9,7 @@
 from dataclasses import dataclass
 from math import lcm
 
-from sft.config import Config, ModelConfig, listed
+from sft.config import Config, ModelConfig, divisors, listed
 from sft.errors import ConfigError
 from sft.layers.rank_share import FP32, RankShare
 from sft.parallel.alignment import FP8_TOKENS, misfits, pack_multiple, smallest_world
@@ -35,6 +35,7 @@ class Layout:
     pack_multiple: int  # packs are padded to a multiple of this number of tokens, with filler documents
     cp_sizes: tuple[int, ...] = ()  # CP sizes that a pack may have with parallel.dynamic_cp; empty: every pack has cp
     cp_a2a: int | None = None  # cp ranks in each all-to-all group of a2a+p2p; the ring connects the groups
+    shard_size: int = 0  # ranks of dp x cp that together hold one copy of what parallel.shard names; 0: all of them
     fp8: str | None = None  # the value of run.fp8; may increase pack_multiple
 
     @property
@@ -46,6 +47,20 @@ class Layout:
     def expert_copies(self) -> int:
         """The number of ranks of a pipeline stage that hold the same weights of an expert."""
         return self.tp * self.cp * self.dp // (self.ep * self.etp)
+
+    @property
+    def shard_ranks(self) -> int:
+        """The number of ranks of dp x cp over which optimizer states, gradients or weights are divided."""
+        return self.shard_size or self.dp * self.cp
+
+    @property
+    def expert_shard_ranks(self) -> int:
+        """The same for experts: the largest number up to `shard_ranks` that divides `expert_copies`.
+
+        shard_size 4; experts with 8 copies -> 4, with 2 copies -> 2, with 6 copies -> 3
+        """
+        copies = self.expert_copies
+        return max(divisors(copies, self.shard_size)) if self.shard_size else copies
 
     @staticmethod
     def resolve(config: Config, world_size: int) -> "Layout":
@@ -76,6 +91,7 @@ class Layout:
             pack_multiple=pack_multiple(config),
             cp_sizes=cp_sizes(parallel.cp) if parallel.dynamic_cp else (),
             cp_a2a=parallel.cp_a2a if config.attention.may_be_te(config.run.device) else None,
+            shard_size=parallel.shard_size or 0,
             fp8=config.run.fp8,
         )
 
@@ -131,6 +147,9 @@ class Layout:
         if self.ep * self.etp > 1:
             copies = f"ep {self.ep} x etp {self.etp} x {self.expert_copies} copies"
             lines.append(f"experts: {tp * cp * dp} ranks of a stage = {copies}")
+        if self.shard_size:
+            replicas = dp * cp // self.shard_size
+            lines.append(f"dp {dp} x cp {cp} = shard_size {self.shard_size} x {replicas} replicas")
         if self.sequence_parallel:
             lines.append(f"between layers, sequence parallel: {local:,} / tp {tp} = {local // tp:,}")
         if self.cp_a2a:

@@ -24,8 +24,10 @@ ADVICE = {
     "supported.",
     "lora.modules_to_save=lm_head": "Beside adapters, lora.train_embeddings and lora.train_head train whole weights.",
     "load_in_4bit=true": "Weights are held in bf16 or fp32 (run.precision), not quantised; so QLoRA is not supported.",
-    "deepspeed=a.json": "Optimizer states are sharded by parallel.distributed_optimizer, and weights by parallel.tp, "
-    "parallel.pp and parallel.ep; DeepSpeed and FSDP are not used.",
+    "deepspeed=a.json": "parallel.shard divides optimizer states, gradients and weights among ranks of dp x cp; "
+    "DeepSpeed and FSDP are not used.",
+    "data_parallel_sharding_strategy=optim_grads_params": "It is called parallel.shard here, which takes one of "
+    "optimizer, gradients, weights.",
     "parallel.dp=2": "dp has no key, because it follows from the number of processes: world_size / (tp * cp * pp).",
     "sample-packing=true": "Samples are always packed, and no document of a pack reads another document.",
     # here `datasets` is a name that the user chose, not a setting of another trainer

@@ -68,8 +68,40 @@ def test_equations() -> None:
         "dynamic CP: each pack is on 1, 2 or 4 ranks; microbatches by the plan",
     ]
 
+    layout = Layout.resolve(layout_config(parallel={"cp": 4, "shard": "weights", "shard_size": 4}), 8)
+    assert layout.equations(32768)[4:-1] == ["dp 2 x cp 4 = shard_size 4 x 2 replicas"]
+
+
+@pytest.mark.parametrize("size, of_experts", [(None, 6), (12, 6), (6, 6), (4, 3), (2, 2)])
+def test_experts_are_divided_over_the_ranks_that_hold_them(size: int | None, of_experts: int) -> None:
+    moe = {"moe": {"num_experts": 4, "top_k": 2}}
+    wanted = layout_config(
+        model=moe,
+        parallel={"cp": 3, "ep": 2, "shard": "weights", "shard_size": size},
+        data={"doc_multiple": 24, "seq_length": 960},
+        train={"global_batch_size": 24},
+    )
+    layout = Layout.resolve(wanted, 12)
+    assert (layout.shard_ranks, layout.expert_shard_ranks) == (size or 12, of_experts)
+
 
 MISFITS = {
+    "shards over one rank": (
+        2,
+        {"parallel": {"tp": 2, "shard": "gradients"}},
+        "parallel.shard = gradients has no effect with dp 1 x cp 1: one rank holds all.  Use optimizer, or more ranks "
+        "of dp or cp.",
+    ),
+    "shards and dp x cp": (
+        8,
+        {"parallel": {"cp": 4, "shard": "weights", "shard_size": 3}},
+        "parallel.shard_size = 3 does not divide dp 2 x cp 4 = 8.  Sizes that fit: 2, 4, 8; null is all 8.",
+    ),
+    "a shard of one rank": (
+        2,
+        {"parallel": {"cp": 2, "shard": "weights", "shard_size": 1}},
+        "parallel.shard_size = 1 would share with no other rank.  Sizes that fit: 2; null is all 2.",
+    ),
     "cp, doc_multiple and the world": (
         16,
         {"parallel": {"cp": 3, "tp": 2}, "data": {"doc_multiple": 24, "seq_length": 960}},

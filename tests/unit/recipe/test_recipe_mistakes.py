@@ -30,8 +30,8 @@ MISTAKES = {
     "null, without quotes.",
     'run.dir=""': 'run.dir = "" (@); expected non-empty text.',
     "parallel=4": "parallel = 4 (@); expected a group of keys.  Keys of parallel: tp, cp, pp, ep, etp, virtual_stages, "
-    "sequence_parallel, distributed_optimizer, overlap, cp_comm, cp_a2a, dynamic_cp, gpus_per_node, intra_node_gb_s, "
-    "inter_node_gb_s, ep_comm.",
+    "sequence_parallel, distributed_optimizer, shard, shard_size, overlap, cp_comm, cp_a2a, dynamic_cp, gpus_per_node, "
+    "intra_node_gb_s, inter_node_gb_s, ep_comm.",
     "model.megatron.window_size={b: 1}": 'model.megatron.window_size = {"b": 1} (@) has its own key; use '
     "model.sliding_window.",
     "model.megatron.num_layers=3": "model.megatron.num_layers = 3 (@) has its own key; use model.num_layers.",
@@ -81,6 +81,16 @@ CLASHES = {
     "warmup_fraction = 0.95 together exceed the run.",
     ("optim.warmup_steps=10",): "optim.warmup_steps = 10 (@) must be below train.num_steps = 10; lower it, or raise "
     "num_steps.",
+    ("parallel.distributed_optimizer=false", "parallel.shard=gradients"): 'parallel.shard = "gradients" (@) needs '
+    "distributed_optimizer = true, because a rank updates only the part whose gradients it holds; set it, or shard = "
+    "optimizer.",
+    ("parallel.pp=2", "parallel.shard=weights"): 'parallel.shard = "weights" (@) does not fit pp = 2, where each '
+    "microbatch would gather all weights of a stage again while other stages wait; use gradients, or pp = 1.",
+    ("parallel.shard_size=4",): "parallel.shard_size = 4 (@) has an effect only with shard = gradients or weights; got "
+    "optimizer.  Use null.",
+    ("run.fp8=tensorwise", "parallel.shard=weights"): 'parallel.shard = "weights" (@) does not fit run.fp8 = '
+    "tensorwise, because Transformer Engine keeps 8-bit copies of all weights between microbatches; use gradients, or "
+    "run.fp8 = null.",
     ("run.device=cpu", "attention.backend=te"): 'attention.backend = "te" (@) needs CUDA, and run.device is cpu; use '
     "portable or auto.",
     (

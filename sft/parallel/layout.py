@@ -55,7 +55,7 @@ class Layout:
 
     @property
     def expert_shard_ranks(self) -> int:
-        """The number of ranks over which an expert is divided: the largest number up to `shard_ranks` that divides `expert_copies`.
+        """The number of ranks over which an expert is divided: the largest up to shard_size that divides its copies.
 
         shard_size 4; experts with 8 copies -> 4, with 2 copies -> 2, with 6 copies -> 3
         """

@@ -9,6 +9,7 @@ it shrinks the storage to 0 bytes, so that the views, and what autograd saved of
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import lcm, prod
 
 import torch
 import torch.distributed as dist
@@ -47,10 +48,12 @@ class FlatWeights:
         self.params, self.ranks, self.is_expert = list(params), ranks, is_expert
         self.is_trained = params[0].requires_grad
         self.starts, end = [], 0
+        # A shard begins and ends with whole rows of weights that are no matrices: of a convolution, [channels, 1, taps].
+        multiple = lcm(ALIGNMENT, *(prod(param.shape[1:]) for param in params if param.dim() > 2))
         for param in params:
             self.starts.append(end)
-            end += -(-param.numel() // ALIGNMENT) * ALIGNMENT
-        self.size = -(-end // (ranks.size * ALIGNMENT)) * ALIGNMENT
+            end += -(-param.numel() // multiple) * multiple
+        self.size = -(-end // (ranks.size * multiple)) * multiple
         like = params[0]
         self._weights = like.new_zeros(ranks.size * self.size)
         self._frees_weights = not keeps_weights and ranks.size > 1

@@ -2,9 +2,9 @@
 
 Forward: before a unit runs, its weights are gathered, and the gather of the next unit starts; afterwards they are
 freed.  Backward: when the gradient of a unit's output arrives, the unit is opened: its weights are gathered again, and
-a buffer for its gradients is made.  Opening a unit closes the one before: its weights are freed, its gradients are summed
-over ranks, and each rank adds its part to its shard.  With recomputation, the repeated forward pass opens the unit, so
-it needs no gather of its own.
+a buffer for its gradients is made.  Opening a unit closes the one before: its weights are freed, its gradients are
+summed over ranks, and each rank adds its part to its shard.  With recomputation, the repeated forward pass opens the
+unit, so it needs no gather of its own.
 
     forward     embedding   layer 1   layer 2   final norm   output and loss
     backward    output and loss   final norm   layer 2   layer 1   embedding
@@ -29,7 +29,7 @@ from torch.autograd import Variable
 
 from sft.mcore.sharding.core_buffers import ShardParameter, buffers_of, shard_parameters
 from sft.mcore.sharding.ranks import ShardRanks
-from sft.mcore.sharding.units import Reduction, Unit, units_of
+from sft.mcore.sharding.units import EMBEDDING, Reduction, Unit, units_of
 
 
 class ShardedModel(_BaseDataParallel):
@@ -60,6 +60,8 @@ class ShardedModel(_BaseDataParallel):
         self.share_embeddings_and_output_weights = module.share_embeddings_and_output_weights
         self.keeps_weights, self._overlap = keeps_weights, overlap
         self.units = units_of(module, ranks, keeps_weights=keeps_weights)
+        # Backward of the embedding does not read its weight.
+        self._embedding = self.units[0] if self.units[0].name == EMBEDDING else None
         flats = [flat for unit in self.units for flat in unit.flats]
         names = {id(param): name for name, param in module.named_parameters()}
         self.shards = {names[id(part.whole)]: part for part in shard_parameters(flats)}
@@ -146,10 +148,11 @@ class ShardedModel(_BaseDataParallel):
         if self._opened is unit:
             return
         self._close()
-        unit.make_whole()
         self._opened = unit
+        if not self._in_backward or unit is not self._embedding:
+            unit.make_whole()
         before = self.units.index(unit) - 1
-        if self._in_backward and before > 0:  # backward of the embedding, the first unit, does not read its weight
+        if self._in_backward and before >= 0 and self.units[before] is not self._embedding:
             self.units[before].gather()
         unit.open_gradients()
 

@@ -12,6 +12,9 @@ from sft.mcore.sharding.flat import FlatWeights
 from sft.mcore.sharding.ranks import ShardRanks
 
 
+EMBEDDING = "embedding"
+
+
 class Unit:
     """The weights of a module that are whole at the same time.
 
@@ -110,7 +113,7 @@ def units_of(chunk: Any, ranks: dict[bool, ShardRanks], *, keeps_weights: bool) 
     decoder = chunk.decoder
     if hasattr(chunk, "embedding"):
         table = chunk.embedding.word_embeddings
-        add("embedding", table, table.parameters())
+        add(EMBEDDING, table, table.parameters())
     for layer in decoder.layers:
         add(f"layer {layer.layer_number}", layer, layer.parameters())
     if getattr(decoder, "final_layernorm", None) is not None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from sft.mcore.sharding.flat import FlatWeights
 from sft.mcore.sharding.ranks import ShardRanks
 
-
 EMBEDDING = "embedding"
 
 
@@ -102,11 +101,11 @@ def units_of(chunk: Any, ranks: dict[bool, ShardRanks], *, keeps_weights: bool) 
     the first and the last pipeline stage divide a tied weight in the same way.
     """
     modules: list[tuple[str, torch.nn.Module | None, list[torch.nn.Parameter]]] = []
-    seen: set[int] = set()
+    placed: set[int] = set()
 
     def add(name: str, module: torch.nn.Module | None, params: Iterator[torch.nn.Parameter]) -> None:
-        new = [param for param in params if id(param) not in seen]
-        seen.update(map(id, new))
+        new = [param for param in params if id(param) not in placed]
+        placed.update(map(id, new))
         if new:
             modules.append((name, module, new))
 
@@ -122,6 +121,6 @@ def units_of(chunk: Any, ranks: dict[bool, ShardRanks], *, keeps_weights: bool) 
         add("multi-token prediction", chunk.multi_token, chunk.multi_token.parameters())
     if chunk.post_process:
         add("output", None, iter([chunk.output_weight()]))
-    missing = [name for name, param in chunk.named_parameters() if id(param) not in seen]
+    missing = [name for name, param in chunk.named_parameters() if id(param) not in placed]
     assert not missing, missing
     return [Unit(name, module, params, ranks, keeps_weights=keeps_weights) for name, module, params in modules]

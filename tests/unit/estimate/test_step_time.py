@@ -146,6 +146,21 @@ def test_passes_of_the_delta_rule() -> None:
         assert full > selective > (1.0 if cp == 1 else 1.75) * run
 
 
+def test_the_delta_rule_in_plain_torch_has_a_rate_of_its_own() -> None:
+    """fp32 products of 24 layers: 32 value heads take 6 x 128 x 128 + 4 x 64 x 128 + 64 x 64 + 128 = 135,296 FLOPs
+    each, 16 key heads 32,768; at 0.068 of the rate of bf16.  Bytes: 32 heads x (7 x 128 + 99 x 128 + 122 x 64 + 39 x
+    256) and 16 x 106 x 128.  Backward takes 2.7 as long; over cp, maps and gradients of states add 1.15 and 1.0.
+    """
+    flops, moved = 32 * 135_296 + 16 * 32_768, 32 * 31_360 + 16 * 13_568
+    tokens = 8 * MILLION * 24 / 8  # of all microbatches on a rank, times layers
+    attention = {"backend": "portable", "delta_rule": "torch"}
+    for cp, passes in ((1, 1 + 2.7), (8, 2.15 + 3.7)):
+        case: dict[str, Any] = dict(model={**LLAMA_8B, "linear_attention": DELTA}, parallel={"cp": cp})
+        alike = ATTENTION / RATE / 4 * (602 / 667 + 2 * 530 / 592) / 3
+        found = predicted(flat(TFLOPS, elementwise_gb_s=1000.0), **case, attention=attention).parts["attention"]
+        assert found == pytest.approx(alike + passes * tokens * (flops / (0.068 * RATE) + moved / 1e12))
+
+
 def test_the_delta_rule_is_faster_with_more_sequences() -> None:
     """32 heads of one document: 54.7 TFLOP/s on an H200.  tp 4: 8 heads, 28.6.  cp 8: two fragments, 61.9."""
     rates = assumed(gpu("h200"), 40.0)

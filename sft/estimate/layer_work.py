@@ -54,7 +54,7 @@ class LayerWork:
         """
         train = self.config.train
         repeats_states = train.recompute in ("selective", "full")  # selective repeats linear attention as a whole
-        attention, gradients = self._attention()
+        attention, gradients = self.attention()
         states, state_gradients = self._states()
         element = self._elementwise()
         linear = self.seconds(products)
@@ -81,7 +81,7 @@ class LayerWork:
         run = product.flops / (tflops * 1e12)
         return product.forward * run, product.repeated * run, (product.inputs + product.weights) * run
 
-    def _attention(self) -> tuple[float, float]:
+    def attention(self) -> tuple[float, float]:
         """Seconds of softmax attention on a rank, forward and backward.
 
         With a window, a query has as many keys as the average query of a document that is twice as long.

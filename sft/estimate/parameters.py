@@ -1,9 +1,11 @@
 """Counts the parameters on one rank of a pipeline stage, and the trained ones among them.  Arithmetic only."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sft.estimate.stage import Stage
-from sft.layers.adapters import EMBEDDING, HEAD, Weight
+from sft.layers.adapters import EMBEDDING, HEAD, AdaptedWeight, Weight
+from sft.layers.parameters import LayerParameters
 from sft.parallel.layout import Layout
 
 
@@ -19,8 +21,8 @@ class Numbers:
         return self.dense + self.experts
 
     def owned(self, layout: Layout) -> float:
-        """Number of parameters in the rank's shard, if all ranks that hold the same weights divide these equally."""
-        return self.dense / (layout.dp * layout.cp) + self.experts / layout.expert_copies
+        """Number of parameters in the rank's shard, if the ranks of its shard group divide these equally."""
+        return self.dense / layout.shard_ranks + self.experts / layout.expert_shard_ranks
 
     def __add__(self, other: "Numbers") -> "Numbers":
         return Numbers(dense=self.dense + other.dense, experts=self.experts + other.experts)
@@ -36,11 +38,20 @@ class StageParameters:
 
 def stage_parameters(stage: Stage) -> StageParameters:
     """The parameters of one rank of the stage."""
-    whole, weights = _whole(stage), _weights(stage)
-    if stage.trained.whole is None:
+    weights, whole = _weights(stage), stage.trained.whole
+    if whole is None:
         return StageParameters(all=weights, trained=weights)
-    factors = _factors(stage)
-    return StageParameters(all=weights + factors, trained=whole + factors)
+    own = [weight for weight in stage.trained.adapted if stage.num_on([weight.layer + 1])]
+    factors = factors_of(own, stage)
+    return StageParameters(
+        all=weights + factors, trained=whole_of([weight for weight in whole if _is_on(weight, stage)], stage) + factors
+    )
+
+
+def of_layer(layer: LayerParameters, layout: Layout) -> Numbers:
+    """The model's own parameters of one layer on a rank."""
+    experts = layer.num_experts * layer.expert / (layout.ep * layout.etp)
+    return Numbers(dense=layer.split / layout.tp + layer.whole, experts=experts)
 
 
 def _weights(stage: Stage) -> Numbers:
@@ -49,40 +60,40 @@ def _weights(stage: Stage) -> Numbers:
     hidden size 4, MLP width 8, 2 heads of width 2, 1 layer, tied embeddings, vocabulary of 128, one rank
     -> dense 512 + 172, experts 0
     """
-    model, layout = stage.config.model, stage.layout
+    model = stage.config.model
     layers = [(group.parameters, stage.num_on(group.numbers)) for group in stage.groups]
     tables = stage.is_first + (stage.is_last and not (stage.is_first and model.tie_embeddings))
     if stage.block is not None:
         layers.append((stage.block.parameters, 1))
         tables += not stage.is_first and not model.tie_embeddings  # the last stage has a copy of the embedding
-    dense = sum(number * (layer.split / layout.tp + layer.whole) for layer, number in layers)
-    experts = sum(number * layer.num_experts * layer.expert for layer, number in layers)
+    numbers = [(of_layer(layer, stage.layout), count) for layer, count in layers]
+    dense = sum(count * own.dense for own, count in numbers)
     return Numbers(
         dense=dense + tables * stage.rows * model.hidden_size + model.hidden_size * stage.is_last,
-        experts=experts / (layout.ep * layout.etp),
+        experts=sum(count * own.experts for own, count in numbers),
     )
 
 
-def _factors(stage: Stage) -> Numbers:
-    """The parameters of adapters on one rank of the stage."""
-    layout, rank = stage.layout, stage.config.lora.rank or 0
-    own = [weight for weight in stage.trained.adapted if stage.num_on([weight.layer + 1])]
-    return Numbers(
-        dense=sum(weight.num_trained(rank, layout.tp) for weight in own if not weight.num_experts),
-        experts=sum(weight.num_trained(rank, layout.etp) for weight in own if weight.num_experts) / layout.ep,
-    )
+def factors_of(weights: Iterable[AdaptedWeight], stage: Stage) -> Numbers:
+    """The parameters of the adapters of these weights on one rank."""
+    layout, rank, dense, experts = stage.layout, stage.config.lora.rank or 0, 0.0, 0.0
+    for weight in weights:
+        if weight.num_experts:
+            experts += weight.num_trained(rank, layout.etp) / layout.ep
+        else:
+            dense += weight.num_trained(rank, layout.tp)
+    return Numbers(dense=dense, experts=experts)
 
 
-def _whole(stage: Stage) -> Numbers:
-    """The model's own parameters on one rank of the stage that are trained; adapters do not count."""
-    layout = stage.layout
-    own = [weight for weight in stage.trained.whole or () if _is_on(weight, stage)]
-    experts = sum(weight.size for weight in own if weight.is_expert) / (layout.ep * layout.etp)
-    dense = 0.0
-    for weight in own:
+def whole_of(weights: Iterable[Weight], stage: Stage) -> Numbers:
+    """The parameters of these weights of the model on one rank."""
+    layout, dense, experts = stage.layout, 0.0, 0.0
+    for weight in weights:
         if weight.key in (EMBEDDING, HEAD):
             dense += stage.rows * stage.config.model.hidden_size
-        elif not weight.is_expert:
+        elif weight.is_expert:
+            experts += weight.size / (layout.ep * layout.etp)
+        else:
             dense += weight.size / (layout.tp if weight.is_split else 1)
     return Numbers(dense=dense, experts=experts)
 

@@ -35,6 +35,7 @@ from sft.mcore.model.mixers import packed_documents
 from sft.mcore.optimizer import build, host_threads
 from sft.mcore.process_groups import ProcessGroups
 from sft.mcore.progress import PassProgress, named
+from sft.mcore.sharding.model import output_weight_in_use, publish_weights
 from sft.metrics.accumulator import Accumulator, SupervisedTokens
 from sft.metrics.totals import ExpertLoad, StepResult, Totals
 from sft.parallel.cp_bytes import CpBytes
@@ -100,6 +101,7 @@ class Engine:
         else:
             finite = math.isfinite(totals.objective)
             grad_norm = build.update(self.optimizer, self.groups.device) if finite else math.nan
+            publish_weights(self.chunks)
         skipped = totals.num_tokens == 0 or not math.isfinite(grad_norm)
         experts, rate = self._expert_load(), self.config.model.moe.bias_update_rate
         if experts is not None and rate and not skipped:
@@ -248,7 +250,7 @@ class Engine:
             memory=PinnedMemory(self.groups.device) if train.offload_fraction else None,
             offload_fraction=train.offload_fraction,
             backward_is_next=self.layout.virtual_stages == 1 and self.groups.is_last_stage,
-            resident=[weight for chunk in self.chunks for weight in chunk.parameters()],
+            resident=[weight for chunk in self.chunks for weight in chunk.module.parameters()],
         )
         # With hooks, backward would lose the mark of a weight whose gradient a kernel has added already.
         assert not (self.chunks[0].config.gradient_accumulation_fusion and (policy.recompute or policy.memory))
@@ -275,9 +277,10 @@ class Engine:
         second: hidden states of multi-token prediction, whose loss is a term of the first value only
         """
         targets, shard = Targets.of(mb, hidden.device), self._vocab_shard(chunk)
-        objective, rows = lm_loss(hidden, shard, targets, self.config.loss)
+        with output_weight_in_use(chunk, until_backward=self.config.loss.impl != "fused"):
+            objective, rows = lm_loss(hidden, shard, targets, self.config.loss)
+            whole = objective if second is None else objective + self._mtp_loss.term(second, shard, mb)
         count = torch.full((), len(targets), dtype=torch.int32, device=hidden.device)  # no copy, no wait
-        whole = objective if second is None else objective + self._mtp_loss.term(second, shard, mb)
         return whole, count, (objective.detach().clone(), rows)
 
     def _finalize(self, chunks: list[Any], num_tokens: Tensor, **core: Any) -> None:

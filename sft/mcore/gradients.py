@@ -8,7 +8,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from sft.mcore.checkpoint_io.engine_state import trained_state
-from sft.mcore.checkpoint_io.optimizer_shards import MAIN, OptimizerSlice, optimizer_slices, sharded_slices
+from sft.mcore.checkpoint_io.optimizer_shards import MAIN, optimizer_slices, sharded_slices
 from sft.mcore.engine import Engine
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -32,7 +32,7 @@ def gradient_chunks(engine: Engine) -> Iterator[GradientChunk]:
     `engine.measure(..., forward_only=False)`.  With the distributed optimizer, a rank holds the reduced gradients of
     the elements that it updates.
     """
-    slices = [replace(part, tensors={MAIN: _main_grad(part)}) for part in optimizer_slices(engine.optimizer)]
+    slices = [replace(part, tensors={MAIN: part.gradient}) for part in optimizer_slices(engine.optimizer)]
     for shard in sharded_slices(slices, trained_state(engine), main=""):
         if not any(shard.replica_id):
             yield chunk_of(shard)
@@ -51,9 +51,3 @@ def chunk_of(shard: ShardedTensor) -> GradientChunk:
         offset=tuple(shard.global_offset[skipped:]),
         data=shard.data[0] if skipped else shard.data,
     )
-
-
-def _main_grad(part: OptimizerSlice) -> Tensor:
-    size = next(iter(part.tensors.values())).numel()
-    gradient: Tensor = part.param.main_grad  # type: ignore[attr-defined]
-    return gradient.view(-1)[part.start : part.start + size]

@@ -20,7 +20,7 @@ from torch import Tensor
 from sft.config import ModelConfig
 from sft.layers.weights import is_of_layer, weight_of
 from sft.mcore.engine import Engine, weights_changed
-from sft.mcore.modules.stored import sharded_tensors
+from sft.mcore.sharding.parts import held
 
 # Values per block.  One GPU kernel draws a block.  A data-centre GPU has a thread for each of the 131,072 values.  In a
 # larger block, the values that torch draws would depend on the number of threads.
@@ -39,9 +39,9 @@ def initialise(engine: Engine) -> None:
     biases are 0.  Norms and other factors are 1.  In linear attention, exp(A_log) is uniform from 0.01 to 16.  Each
     expert has separate random weights.
     """
-    for chunk in engine.chunks:
-        for shard in sharded_tensors(chunk.module.sharded_state_dict()):
-            _set_part(shard, engine.config.model, engine.config.run.seed)
+    whole, parts = held(engine.chunks, [chunk.module.sharded_state_dict() for chunk in engine.chunks])
+    for shard in (*whole, *parts):
+        _set_part(shard, engine.config.model, engine.config.run.seed)
     weights_changed(engine)
 
 

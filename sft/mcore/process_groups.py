@@ -30,6 +30,7 @@ from sft.parallel.position import Position
 class ProcessGroups(Position):
     collection: ProcessGroupCollection  # passed to megatron-core's constructors
 
+    timeout_s: int = 600  # of collectives
     smaller_cp: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)  # this rank's groups for dynamic CP
 
     def cp_group(self, cp_size: int) -> CpGroup:
@@ -102,6 +103,7 @@ def start(
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         control=control,
         saving=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)),
+        timeout_s=timeout_s,
     )
 
 

@@ -22,7 +22,7 @@ from sft.hf.source import Source
 from sft.hf.tensor_view import HfView
 from sft.mcore.checkpoint_io import torch_dist_files
 from sft.mcore.engine import Engine, weights_changed
-from sft.mcore.modules.stored import sharded_tensors
+from sft.mcore.sharding.parts import held
 from sft.parallel.collectives import all_gather_objects
 
 
@@ -54,17 +54,18 @@ def load_weights(engine: Engine, source: Source, console: Console, *, read_once:
     """Load the weights of `source`.  Adam's moments, the schedule and the step keep the values of a new run.
 
     Collective.
-    read_once: only one of the ranks that hold the same values reads them, and sends them to the others
+    read_once: only one of the ranks that hold the same values reads them, and sends them to the others; with
+        parallel.shard = weights, every rank reads its own parts
     Raises CheckpointError on all ranks if one rank cannot read a file, or reads a value that is not finite.
     """
-    shards = [shard for chunk in engine.chunks for shard in sharded_tensors(chunk.module.sharded_state_dict())]
-    groups = [_replicas(engine, shard) for shard in shards]
-    readers = _readers(shards, groups) if read_once else [group.rank() for group in groups]
-    own = [shard for shard, group, reader in zip(shards, groups, readers) if reader == group.rank()]
+    whole, parts = held(engine.chunks, [chunk.module.sharded_state_dict() for chunk in engine.chunks])
+    groups = [_replicas(engine, shard) for shard in whole]
+    readers = _readers(whole, groups) if read_once else [group.rank() for group in groups]
+    own = [shard for shard, group, reader in zip(whole, groups, readers) if reader == group.rank()]
     with torch.no_grad():
-        all_gather_objects(lambda: _fill_checked(own, source, console), engine.groups.control)
+        all_gather_objects(lambda: _fill_checked([*own, *parts], source, console), engine.groups.control)
         if read_once:
-            for shard, group, reader in zip(shards, groups, readers):
+            for shard, group, reader in zip(whole, groups, readers):
                 dist.broadcast(shard.data, dist.get_global_rank(group, reader), group=group)
     weights_changed(engine)
 

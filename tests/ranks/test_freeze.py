@@ -48,7 +48,7 @@ def step(engine: Engine) -> None:
 def weights(engine: Engine) -> list[Any]:
     """All weights of this rank, also frozen ones."""
     slices = [
-        OptimizerSlice(param=param, start=0, tensors={MAIN: param.detach().view(-1)}, is_distributed=False)
+        OptimizerSlice(param=param, start=0, tensors={MAIN: param.detach().view(-1)}, gradient=param.detach().view(-1))
         for chunk in engine.chunks
         for param in chunk.parameters()
     ]

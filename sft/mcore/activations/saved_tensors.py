@@ -98,7 +98,7 @@ class SavePolicy:
     ) -> None:
         self.recompute, self.memory = recompute, memory
         self.offload_fraction, self.backward_is_next = offload_fraction, backward_is_next
-        self.resident = {tensor.untyped_storage().data_ptr() for tensor in resident}
+        self.resident = {tensor.untyped_storage()._cdata for tensor in resident}  # the memory of a weight may move
         self._pass: _ForwardPass | None = None  # the current forward pass; None in backward and between passes
 
     def attach(self, model: torch.nn.Module) -> None:
@@ -211,5 +211,5 @@ class _ForwardPass:
             and self._layer <= self._num_offloaded
             and tensor.device == self.layers.memory.device
             and storage.nbytes() >= MIN_OFFLOADED_BYTES
-            and storage.data_ptr() not in self._resident
+            and storage._cdata not in self._resident
         )

@@ -27,7 +27,7 @@ from sft.mcore.checkpoint_io.megatron_arguments import model_arguments
 from sft.mcore.checkpoint_io.save_plans import SavePlans
 from sft.mcore.engine import Engine, weights_changed
 from sft.mcore.lora import adapted, freeze
-from sft.mcore.modules.stored import sharded_tensors
+from sft.mcore.sharding.parts import held
 from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 from sft.parallel.layout import padded_vocab_size
 
@@ -45,7 +45,8 @@ def snapshot(engine: Engine, plain: dict[str, Any], plans: SavePlans | None = No
     optimizer_tensors = partial_stacks.for_save(
         optimizer_shards.sharded_slices(slices, model, main=main), engine.trained
     )
-    tensors = [*sharded_tensors(model), *optimizer_tensors]
+    whole, parts = held(engine.chunks, model)
+    tensors = [*whole, *parts, *optimizer_tensors]
     # Modules store objects as well as tensors: Transformer Engine stores its scaling factors.
     module_objects = [entry for entry in nested_values(model) if isinstance(entry, ShardedObject)]
     objects = [*module_objects, rng.describe(engine.groups)]
@@ -80,10 +81,10 @@ def load(engine: Engine, folder: Path) -> dict[str, Any]:
     main = next((p for p in optimizer_shards.MAIN_PREFIX.values() if any(key.startswith(p) for key in stored)), "")
     wanted = list(partial_stacks.for_load(optimizer_shards.sharded_slices(slices, model, main=main), stored))
     step = _stored_step(common, folder)
-    tensors = list(sharded_tensors(model))
-    _check_shapes([*tensors, *wanted], stored, folder)
-    torch_dist_files.read_replicated(tensors, reader, engine.groups)
-    torch_dist_files.read(wanted, reader)
+    whole, parts = held(engine.chunks, model)
+    _check_shapes([*whole, *parts, *wanted], stored, folder)
+    torch_dist_files.read_replicated(whole, reader, engine.groups)
+    torch_dist_files.read([*parts, *wanted], reader)
     if engine.config.run.fp8 == "delayed":
         modules = [chunk.module for chunk in engine.chunks]
         fp8_state.restore(modules, model_state(engine), engine.core_config, reader)
@@ -114,9 +115,10 @@ def load_weights(engine: Engine, folder: Path, *, trained: bool = False) -> None
         that are trained beside them
     """
     state = trained_state(engine) if trained else model_state(engine)
-    tensors, reader = list(sharded_tensors(state)), safe_reader.SafeReader(folder)
-    _check_shapes(tensors, safe_reader.tensors(reader), folder)
-    torch_dist_files.read_replicated(tensors, reader, engine.groups)
+    (whole, parts), reader = held(engine.chunks, state), safe_reader.SafeReader(folder)
+    _check_shapes([*whole, *parts], safe_reader.tensors(reader), folder)
+    torch_dist_files.read_replicated(whole, reader, engine.groups)
+    torch_dist_files.read(parts, reader)
     weights_changed(engine)
 
 

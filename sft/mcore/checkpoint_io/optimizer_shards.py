@@ -38,6 +38,8 @@ from sft.mcore.optimizer.offload import (
     group_values,
     new_step,
 )
+from sft.mcore.sharding.core_buffers import ShardParameter
+from sft.mcore.sharding.parts import flat_index, rectangular_chunks
 
 MOMENTS = ADAM.moments
 MAIN = "param"  # the fp32 weights that the optimizer updates
@@ -48,12 +50,17 @@ MAIN_PREFIX = {True: f"{PREFIX}param.", False: f"{PREFIX}fp32_param."}
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSlice:
-    """The optimizer states of elements `start` to `start + n - 1` of the flattened `param`: tensors [n] by name."""
+    """The optimizer states of elements `start` to `start + n - 1` of the flattened `param`: tensors [n] by name.
+
+    gradient: the summed gradient of these elements, [n]
+    replica: number of this copy of the elements among copies on other data-parallel ranks; None: all ranks hold copies
+    """
 
     param: Tensor
     start: int
     tensors: dict[str, Tensor]
-    is_distributed: bool  # data-parallel ranks hold different elements; False: all hold the same elements
+    gradient: Tensor
+    replica: int | None = None
 
 
 def optimizer_slices(optimizer: MegatronOptimizer) -> Iterator[OptimizerSlice]:
@@ -141,7 +148,13 @@ def _distributed_slices(core: Any) -> Iterator[OptimizerSlice]:
         elements = core._get_model_param_range_map(param)["param"]
         adam, main = find(core.optimizer.param_groups[group]["params"][order])
         tensors = {MAIN: main.detach(), **_moments(adam, main)}
-        yield OptimizerSlice(param=param, start=elements.start, tensors=tensors, is_distributed=True)
+        gradient = param.main_grad.view(-1)[elements.start : elements.end]
+        if isinstance(param, ShardParameter):
+            yield OptimizerSlice(
+                param=param.whole, start=param.start, tensors=tensors, gradient=gradient, replica=param.replica
+            )
+        else:
+            yield OptimizerSlice(param=param, start=elements.start, tensors=tensors, gradient=gradient, replica=0)
 
 
 def _whole_slices(core: Any) -> Iterator[OptimizerSlice]:
@@ -149,13 +162,13 @@ def _whole_slices(core: Any) -> Iterator[OptimizerSlice]:
         for params, mains in zip(core.float16_groups, core.fp32_from_float16_groups):
             for param, main in zip(params, mains):
                 tensors = {MAIN: main.detach().flatten(), **_moments(core.optimizer, main)}
-                yield OptimizerSlice(param=param, start=0, tensors=tensors, is_distributed=False)
+                yield OptimizerSlice(param=param, start=0, tensors=tensors, gradient=param.main_grad.view(-1))
         params = [param for group in core.fp32_from_fp32_groups for param in group]
     else:
         params = [param for group in core.optimizer.param_groups for param in group["params"]]
     for param in params:
         tensors = _moments(core.optimizer, param)
-        yield OptimizerSlice(param=param, start=0, tensors=tensors, is_distributed=False)
+        yield OptimizerSlice(param=param, start=0, tensors=tensors, gradient=param.main_grad.view(-1))
 
 
 def _moments(adam: Optimizer, main: Tensor) -> dict[str, Tensor]:
@@ -190,9 +203,9 @@ def _sharded(
     shape, axes = tuple(shard.data.shape), shard.prepend_axis_num
     first = max(part.start, shard_start) - shard_start
     last = min(part.start + flat.numel(), shard_start + prod(shape)) - shard_start
-    replica = (*shard.replica_id[:-1], 0) if part.is_distributed else shard.replica_id
+    replica = shard.replica_id if part.replica is None else (*shard.replica_id[:-1], part.replica)
     for offset, size in rectangular_chunks(first, last, shape):
-        begin = shard_start + _flat_index(offset, shape) - part.start
+        begin = shard_start + flat_index(offset, shape) - part.start
         data = flat[begin : begin + prod(size)].view((1,) * axes + size)
         inner = tuple(outer + local for outer, local in zip(shard.global_offset[axes:], offset))
         yield replace(
@@ -206,34 +219,3 @@ def _sharded(
             replica_id=replica,
             prepend_axis_num=0,
         )
-
-
-def rectangular_chunks(
-    first: int, last: int, shape: tuple[int, ...]
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield offset and size of the chunks that hold elements `first` to `last - 1` of a flattened tensor, in order.
-
-    rectangular_chunks(3, 16, (4, 5)) -> ((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 1))
-    """
-    if not shape and first < last:
-        yield (), ()
-        return
-    row, rest = prod(shape[1:]), shape[1:]
-    while first < last:
-        index, inner = divmod(first, row)
-        if inner == 0 and last - first >= row:
-            num_rows = (last - first) // row
-            yield (index, *(0 for _ in rest)), (num_rows, *rest)
-            first += num_rows * row
-        else:  # a part of one row
-            end = min(last - index * row, row)
-            for offset, size in rectangular_chunks(inner, end, rest):
-                yield (index, *offset), (1, *size)
-            first = index * row + end
-
-
-def _flat_index(offset: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    index = 0
-    for position, size in zip(offset, shape):
-        index = index * size + position
-    return index

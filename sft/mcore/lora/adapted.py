@@ -36,8 +36,8 @@ from sft.layers.adapters import AdaptedWeight, Adapter, names_of
 from sft.mcore.experts.grouped import RowsOfExperts, layer_by_layer
 from sft.mcore.lora.products import OutputSlice, added, added_rows, projected
 from sft.mcore.lora.split import Split
-from sft.mcore.modules.stored import sharded_tensors
 from sft.mcore.process_groups import ProcessGroups
+from sft.mcore.sharding.parts import held
 
 PREFIX = "adapter."  # prefix of the keys of adapters in a checkpoint
 
@@ -246,7 +246,8 @@ def leaves(chunks: Iterable[torch.nn.Module]) -> Iterator[ShardedTensor | Sharde
 
 def linear_tensors(chunks: Iterable[torch.nn.Module]) -> Iterator[ShardedTensor]:
     """Yield every factor of this rank as a part of a 2-D tensor with PEFT's name; `data` is a view of the factor."""
-    for shard in sharded_tensors(list(leaves(chunks))):
+    whole, parts = held(chunks, list(leaves(chunks)))
+    for shard in (*whole, *parts):
         if len(shard.global_shape) == 2:
             yield shard
             continue
@@ -272,5 +273,5 @@ def initialise(chunks: Iterable[torch.nn.Module], seed: int) -> None:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         bound = 1 / math.sqrt(shard.global_shape[1])
         whole = torch.empty(shard.global_shape).uniform_(-bound, bound, generator=generator)
-        first = shard.global_offset[1]
-        shard.data.copy_(whole[:, first : first + shard.data.shape[1]])
+        row, column = shard.global_offset
+        shard.data.copy_(whole[row:, column:][: shard.data.shape[0], : shard.data.shape[1]])

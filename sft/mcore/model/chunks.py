@@ -5,6 +5,7 @@ have no values until `initial_weights.py` draws them, or `checkpoint_io` loads t
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -22,6 +23,8 @@ from sft.mcore.model.gpt import HiddenStatesGPT
 from sft.mcore.model.layer_spec import layer_spec
 from sft.mcore.model.mtp import MultiTokenPrediction
 from sft.mcore.process_groups import ProcessGroups
+from sft.mcore.sharding.model import ShardedModel
+from sft.mcore.sharding.ranks import ShardRanks
 from sft.parallel.layout import Layout, padded_vocab_size
 
 
@@ -34,8 +37,8 @@ def build(
     *,
     trained: Trained = Trained(),
     trains: bool = True,
-) -> list[DistributedDataParallel]:
-    """The model chunks of this rank, wrapped for data parallelism; their weights have no values.
+) -> list[Any]:
+    """The model chunks of this rank, each in a DistributedDataParallel or a ShardedModel; weights have no values.
 
     There is one chunk per virtual stage.  trains: False freezes all weights, so core allocates no buffers for gradients
     """
@@ -54,6 +57,13 @@ def build(
         use_distributed_optimizer=config.parallel.distributed_optimizer,
         check_for_nan_in_grad=False,  # the engine checks the norm, on all ranks at once
     )
+    if config.parallel.shard == "weights" or config.parallel.shard == "gradients" and trains:
+        ranks = {
+            False: ShardRanks.of(groups.collection.dp_cp, layout.shard_ranks, timeout_s=groups.timeout_s),
+            True: ShardRanks.of(groups.collection.expt_dp, layout.expert_shard_ranks, timeout_s=groups.timeout_s),
+        }
+        how: Any = dict(keeps_weights=config.parallel.shard == "gradients", overlap=overlap)
+        return [ShardedModel(core, ddp, chunk, ranks, **how) for chunk in chunks]
     wrapped = [
         DistributedDataParallel(core, ddp, chunk, disable_bucketing=i > 0, pg_collection=groups.collection)
         for i, chunk in enumerate(chunks)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sft.config.train import MtpMode
 from sft.mcore.model.mtp import MultiTokenPrediction, NextTokens
+from sft.mcore.sharding.model import gradient_of
 
 
 class Hidden(NamedTuple):
@@ -162,5 +163,5 @@ def reduce_shared_embedding(chunks: Iterable[Any], group: dist.ProcessGroup | No
     """Sum the gradients of both copies of the embedding.  Collective over `group`: the first and the last stage."""
     for chunk in chunks:
         weight = chunk.module.shared_embedding
-        if weight is not None and weight.requires_grad:
-            dist.all_reduce(weight.main_grad, group=group)
+        if weight is not None and weight.requires_grad and (gradient := gradient_of(chunk, weight)) is not None:
+            dist.all_reduce(gradient, group=group)

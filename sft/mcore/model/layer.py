@@ -35,6 +35,8 @@ class Layer(TransformerLayer):
     residual_multiplier  factor on the outputs of attention and MLP before they are added to the residual stream
     output_norm          class of a norm on each of these outputs; None: no norm
     has_scalar           whether the layer multiplies its output by a scalar, a buffer that checkpoints hold (Gemma 4)
+    frees_memory         whether the weights, which have no values yet, give back their memory, so that the whole model
+                         is never in memory (sharding/flat.py)
     """
 
     save_policy: SavePolicy | None = None
@@ -49,6 +51,7 @@ class Layer(TransformerLayer):
         residual_multiplier: float = 1.0,
         output_norm: type[torch.nn.Module] | None = None,
         has_scalar: bool = False,
+        frees_memory: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(config, *args, **kwargs)
@@ -61,6 +64,9 @@ class Layer(TransformerLayer):
         if output_norm is not None or residual_multiplier != 1.0:
             self.self_attn_bda = _ResidualSum(self.post_self_attn_layernorm, residual_multiplier)
             self.mlp_bda = _ResidualSum(self.post_mlp_layernorm, residual_multiplier)
+        for weight in self.parameters() if frees_memory else ():
+            if weight.dtype == config.params_dtype:
+                weight.untyped_storage().resize_(0)
 
     def forward(
         self, *args: Any, packed_seq_params: PackedDocuments, padding_mask: Tensor | None = None, **kwargs: Any

@@ -30,6 +30,7 @@ def layer_spec(config: Config, backend: AttentionBackend, tp_group: Any, layer_n
         "residual_multiplier": model.residual_multiplier,
         "output_norm": None if model.norm_placement == "pre" else backend.library.final_norm,
         "has_scalar": model.layer_scalar,
+        "frees_memory": config.parallel.shard == "weights",
     }
     if model.attention_output_bias:
         attention = spec.submodules.self_attention.submodules

@@ -1,6 +1,7 @@
 """How modules describe their weights for checkpoints, and the tensors in such descriptions."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +37,23 @@ def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
     """Every tensor of this rank in a sharded state dict or a list, including the tensors that factories make."""
     for leaf in nested_values(state):
         if isinstance(leaf, ShardedTensorFactory):
-            yield from sharded_tensors([leaf.build()])
+            with memory_for_views(leaf.data):
+                built = leaf.build()
+            yield from sharded_tensors([built])
         elif isinstance(leaf, ShardedTensor) and leaf.data is not None:
             yield leaf
+
+
+@contextmanager
+def memory_for_views(tensor: torch.Tensor) -> Iterator[None]:
+    """A context in which `tensor` has memory, although not its values, while its memory is freed (`sharding/flat.py`).
+
+    torch makes no view that lies outside of its storage.
+    """
+    storage, end = tensor.untyped_storage(), int(tensor.storage_offset()) + tensor.numel()
+    is_free = storage.nbytes() == 0
+    if is_free:
+        storage.resize_(end * tensor.element_size())
+    yield
+    if is_free:
+        storage.resize_(0)

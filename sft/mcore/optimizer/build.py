@@ -6,16 +6,12 @@ Step numbers count from 1.  The learning rate of the first update is above 0; th
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import (
-    MegatronOptimizer,
-    OptimizerConfig,
-    get_megatron_optimizer,
-    get_standard_config_overrides,
-)
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
@@ -25,6 +21,7 @@ from sft.config import Config, OptimConfig
 from sft.config.schedule import Schedule
 from sft.mcore.lora import adapted
 from sft.mcore.optimizer import offload
+from sft.mcore.sharding.core_buffers import ShardParameter
 
 # Elements per piece.  On a CPU, torch makes a float64 copy of a piece, 512 KiB, which fits the cache of a core.  On a
 # GPU it makes no copy: the kernel converts each element that it reads.  A thread block adds 65,536 elements and stores
@@ -52,12 +49,23 @@ def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> Me
     )
     if optim.offload_fraction:
         offload.enable_offload(core, optim.offload_fraction)
-    overrides = {**get_standard_config_overrides(core), **_rates_of_lora_b(config, chunks)}
+    overrides = {**_without_decay(), **_rates_of_lora_b(config, chunks)}
     optimizer = get_megatron_optimizer(core, chunks, config_overrides=overrides, use_gloo_process_groups=False)
     if optim.offload_fraction:
         offload.check_and_free(optimizer)
     offload.use_fused_kernel(optimizer)
     return optimizer
+
+
+def _whole(param: Any) -> Any:
+    """The weight that a parameter of the optimizer is a part of."""
+    return param.whole if isinstance(param, ShardParameter) else param
+
+
+def _without_decay() -> dict[ParamKey, ParamGroupOverride]:
+    """Biases and vectors, such as the weights of norms, have no weight decay."""
+    is_vector = ParamPredicate(name="vector", fn=lambda param: _whole(param).dim() == 1)
+    return {ParamKey(name="*.bias", predicate=is_vector): {"wd_mult": 0.0}}
 
 
 def _rates_of_lora_b(config: Config, chunks: list[DistributedDataParallel]) -> dict[ParamKey, ParamGroupOverride]:
@@ -71,7 +79,7 @@ def _rates_of_lora_b(config: Config, chunks: list[DistributedDataParallel]) -> d
     if ratio == 1.0:
         return {}
     b_ids = {id(b) for factors in adapted.factors_of(chunks) for b in factors.b}
-    key = ParamKey(predicate=ParamPredicate(name="lora_B", fn=lambda param: id(param) in b_ids))
+    key = ParamKey(predicate=ParamPredicate(name="lora_B", fn=lambda param: id(_whole(param)) in b_ids))
     return {key: {"max_lr": config.optim.lr * ratio, "min_lr": config.optim.min_lr * ratio}}
 
 

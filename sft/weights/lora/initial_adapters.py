@@ -21,6 +21,7 @@ from sft.layers.adapters import EMBEDDING, HEAD, Trained, names_of
 from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.engine import Engine, weights_changed
 from sft.mcore.lora import adapted, freeze
+from sft.mcore.sharding.parts import held
 from sft.parallel.collectives import all_gather_objects
 from sft.weights.lora import merged_adapters
 from sft.weights.lora.peft import folder
@@ -266,10 +267,13 @@ def _parts(engine: Engine, opened: Opened) -> Iterator[tuple[str, tuple[slice, .
         key_of = {"lora_A": folder.key_of_a, "lora_B": folder.key_of_b}[factor]
         where = tuple(slice(first, first + count) for first, count in zip(shard.global_offset, shard.local_shape))
         yield key_of(opened.module_of[name]), where, shard.data
-    for leaf in freeze.whole_leaves(engine_state.model_state(engine), engine.trained) if opened.whole else ():
-        module = opened.whole[leaf.key]
-        num_rows, width = opened.adapter.contents.saved[module]
-        first = leaf.global_offset[0]
-        count = min(len(leaf.data), num_rows - first)  # the rows after num_rows are padding
+    leaves = list(freeze.whole_leaves(engine_state.model_state(engine), engine.trained)) if opened.whole else []
+    whole, parts = held(engine.chunks, leaves)
+    for shard in (*whole, *parts):
+        module = opened.whole[shard.key]
+        num_rows, _ = opened.adapter.contents.saved[module]
+        row, column = shard.global_offset
+        count = min(len(shard.data), num_rows - row)  # the rows after num_rows are padding
         if count > 0:
-            yield folder.key_of_saved(module), (slice(first, first + count), slice(0, width)), leaf.data[:count]
+            where = slice(row, row + count), slice(column, column + shard.data.shape[1])
+            yield folder.key_of_saved(module), where, shard.data[:count]

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sft.mcore.checkpoint_io.optimizer_shards import rectangular_chunks, stored_step
+from sft.mcore.checkpoint_io.optimizer_shards import stored_step
+from sft.mcore.sharding.parts import rectangular_chunks
 
 GROUPS = [{"lr": 1e-3, "wd_mult": 1.0}, {"lr": 1e-3, "wd_mult": 0.0}]
 

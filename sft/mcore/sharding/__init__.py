@@ -1,0 +1,1 @@
+"""Shards gradients and weights over the ranks that hold the same model (parallel.shard = gradients or weights)."""

@@ -1,0 +1,89 @@
+"""What this rank holds of the tensors in a sharded state dict."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+from sft.mcore.modules.stored import sharded_tensors
+from sft.mcore.sharding.core_buffers import ShardParameter
+from sft.mcore.sharding.model import ShardedModel
+
+Index = tuple[int, ...]
+
+
+def shards_weights(chunks: Iterable[torch.nn.Module]) -> bool:
+    """Whether ranks hold only parts of the weights, apart from the unit in use."""
+    return any(isinstance(chunk, ShardedModel) and not chunk.keeps_weights for chunk in chunks)
+
+
+def held(chunks: Iterable[torch.nn.Module], state: Any) -> tuple[list[ShardedTensor], list[ShardedTensor]]:
+    """The tensors of `state`, a sharded state dict or a list: those that this rank holds whole, and parts of others.
+
+    With parallel.shard = weights, the parts are rectangular pieces of weights, as views of this rank's shards.  All
+    other tensors, and without sharded weights all tensors, are whole; other ranks hold copies of them.
+    """
+    sharded = [chunk for chunk in chunks if isinstance(chunk, ShardedModel) and not chunk.keeps_weights]
+    weights = {id(p) for chunk in sharded for unit in chunk.units for flat in unit.flats for p in flat.params}
+    own = {id(part.whole): part for chunk in sharded for part in chunk.shards.values()}
+    whole: list[ShardedTensor] = []
+    parts: list[ShardedTensor] = []
+    for leaf in nested_values(state):
+        if not isinstance(leaf, ShardedTensor | ShardedTensorFactory) or id(leaf.data) not in weights:
+            whole.extend(sharded_tensors([leaf]))
+        elif id(leaf.data) in own:
+            for shard in sharded_tensors([leaf]):
+                first = shard.data.storage_offset() - leaf.data.storage_offset()
+                parts.extend(_pieces(shard, first, own[id(leaf.data)]))
+    return whole, parts
+
+
+def _pieces(shard: ShardedTensor, first: int, part: ShardParameter) -> Iterator[ShardedTensor]:
+    """The pieces of `shard`, which begins at element `first` of its weight, that lie in `part`."""
+    shape, axes = tuple(shard.data.shape), shard.prepend_axis_num
+    start = max(part.start - first, 0)
+    end = min(part.start + part.numel() - first, prod(shape))
+    for offset, size in rectangular_chunks(start, end, shape):
+        data = part.detach().narrow(0, first + flat_index(offset, shape) - part.start, prod(size)).view(size)
+        inner = tuple(outer + local for outer, local in zip(shard.global_offset[axes:], offset))
+        yield replace(
+            shard,
+            data=data,
+            local_shape=size,
+            global_offset=(*shard.global_offset[:axes], *inner),
+            axis_fragmentations=None,
+            replica_id=(*shard.replica_id[:-1], part.replica),
+        )
+
+
+def rectangular_chunks(first: int, last: int, shape: Index) -> Iterator[tuple[Index, Index]]:
+    """Yield offset and size of the chunks that hold elements `first` to `last - 1` of a flattened tensor, in order.
+
+    rectangular_chunks(3, 16, (4, 5)) -> ((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 1))
+    """
+    if not shape and first < last:
+        yield (), ()
+        return
+    row, rest = prod(shape[1:]), shape[1:]
+    while first < last:
+        index, inner = divmod(first, row)
+        if inner == 0 and last - first >= row:
+            num_rows = (last - first) // row
+            yield (index, *(0 for _ in rest)), (num_rows, *rest)
+            first += num_rows * row
+        else:  # a part of one row
+            end = min(last - index * row, row)
+            for offset, size in rectangular_chunks(inner, end, rest):
+                yield (index, *offset), (1, *size)
+            first = index * row + end
+
+
+def flat_index(offset: Index, shape: Index) -> int:
+    index = 0
+    for position, size in zip(offset, shape):
+        index = index * size + position
+    return index

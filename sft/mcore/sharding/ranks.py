@@ -1,0 +1,42 @@
+"""The ranks over which weights and gradients are sharded, and the ranks that hold copies of this rank's shard."""
+
+import datetime
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class ShardRanks:
+    """The ranks that together hold one copy, in the order of their shards.
+
+    members: the process group; None: this rank holds everything
+    replicas: the ranks that hold copies of this rank's shard; None: no other rank does
+    """
+
+    size: int
+    rank: int
+    members: dist.ProcessGroup | None
+    num_replicas: int = 1
+    replica: int = 0
+    replicas: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, size: int, *, timeout_s: int) -> "ShardRanks":
+        """Divide `group`, the ranks that hold the same weights, into groups of `size` neighbours.  Collective.
+
+        8 ranks, size 4 -> [0 1 2 3] and [4 5 6 7] hold one copy each; ranks 1 and 5 hold the same shard
+        """
+        ranks, own = dist.get_process_group_ranks(group), group.rank()
+        replica, rank = divmod(own, size)
+        count = len(ranks) // size
+
+        def joined(members: list[int], name: str) -> dist.ProcessGroup | None:
+            if len(members) in (1, len(ranks)):
+                return group if len(members) > 1 else None
+            timeout = datetime.timedelta(seconds=timeout_s)
+            return dist.new_group(members, timeout=timeout, use_local_synchronization=True, group_desc=name)
+
+        members = joined(ranks[replica * size :][:size], f"shards, replica {replica}")
+        replicas = joined(ranks[rank::size], f"replicas of shard {rank}")
+        return cls(size, rank, members, count, replica, replicas)

@@ -1,0 +1,124 @@
+"""Which weights are gathered, used and reduced together: the units of a model chunk."""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sft.mcore.sharding.flat import FlatWeights
+from sft.mcore.sharding.ranks import ShardRanks
+
+
+class Unit:
+    """The weights of a module that are whole at the same time.
+
+    name    "layer 3", "embedding", "final norm", "output", "multi-token prediction"
+    module  the module whose forward pass uses the weights; None: the loss head uses them
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: torch.nn.Module | None,
+        params: Sequence[torch.nn.Parameter],
+        ranks: dict[bool, ShardRanks],
+        *,
+        keeps_weights: bool,
+    ) -> None:
+        self.name, self.module = name, module
+        self.flats = [
+            FlatWeights(same, ranks[key[0]], keeps_weights=keeps_weights, is_expert=key[0])
+            for key, same in _alike(params)
+        ]
+        self.is_trained = any(flat.is_trained for flat in self.flats)
+        self._gathers: list[dist.Work] | None = None  # None: the weights are not whole
+        self._keeps_weights = keeps_weights
+
+    def gather(self) -> None:
+        """Start making the weights whole, unless that was started already."""
+        if self._gathers is None and not self._keeps_weights:
+            self._gathers = [work for flat in self.flats for work in flat.gather()]
+
+    def make_whole(self) -> None:
+        """Make the weights whole; what is computed from now on finds them."""
+        self.gather()
+        for work in self._gathers or ():
+            work.wait()
+        self._gathers = None if self._keeps_weights else []
+
+    def publish(self) -> None:
+        """Send this rank's shard, which the optimizer has changed, to whole weights that stay in memory."""
+        for work in [work for flat in self.flats if flat.is_trained for work in flat.gather()]:
+            work.wait()
+
+    def free(self) -> None:
+        if self._gathers is not None:
+            self.make_whole()  # a message that is under way must not arrive in freed memory
+            self._gathers = None
+            for flat in self.flats:
+                flat.free_weights()
+
+    def open_gradients(self) -> None:
+        for flat in self.flats:
+            flat.open_gradients()
+
+    def reduce(self) -> "Reduction":
+        return Reduction([(flat, *flat.reduce()) for flat in self.flats])
+
+
+class Reduction:
+    """Sums of a unit's gradients over ranks that are under way."""
+
+    def __init__(self, parts: Sequence[tuple[FlatWeights, list[dist.Work], Tensor | None]]) -> None:
+        self._parts = parts
+
+    def finish(self) -> None:
+        """Add the sums to the shards, and free the gradients of the whole weights."""
+        for flat, works, summed in self._parts:
+            for work in works:
+                work.wait()
+            flat.add(summed)
+
+
+def _alike(params: Sequence[torch.nn.Parameter]) -> Iterator[tuple[tuple[bool, bool, str], list[torch.nn.Parameter]]]:
+    def key(param: torch.nn.Parameter) -> tuple[bool, bool, str]:
+        return not getattr(param, "allreduce", True), param.requires_grad, str(param.dtype)
+
+    for same, group in groupby(sorted(params, key=key), key):
+        yield same, list(group)
+
+
+def units_of(chunk: Any, ranks: dict[bool, ShardRanks], *, keeps_weights: bool) -> list[Unit]:
+    """The units of a model chunk (HiddenStatesGPT), in the order in which a forward pass uses them.
+
+    ranks: for dense weights (False) and for weights of experts (True)
+    The embedding, which a tied model also uses as output weight, and the output weight are units of their own, so that
+    the first and the last pipeline stage divide a tied weight in the same way.
+    """
+    modules: list[tuple[str, torch.nn.Module | None, list[torch.nn.Parameter]]] = []
+    seen: set[int] = set()
+
+    def add(name: str, module: torch.nn.Module | None, params: Iterator[torch.nn.Parameter]) -> None:
+        new = [param for param in params if id(param) not in seen]
+        seen.update(map(id, new))
+        if new:
+            modules.append((name, module, new))
+
+    decoder = chunk.decoder
+    if hasattr(chunk, "embedding"):
+        table = chunk.embedding.word_embeddings
+        add("embedding", table, table.parameters())
+    for layer in decoder.layers:
+        add(f"layer {layer.layer_number}", layer, layer.parameters())
+    if getattr(decoder, "final_layernorm", None) is not None:
+        add("final norm", decoder.final_layernorm, decoder.final_layernorm.parameters())
+    if chunk.multi_token is not None:
+        add("multi-token prediction", chunk.multi_token, chunk.multi_token.parameters())
+    if chunk.post_process:
+        add("output", None, iter([chunk.output_weight()]))
+    missing = [name for name, param in chunk.named_parameters() if id(param) not in seen]
+    assert not missing, missing
+    return [Unit(name, module, params, ranks, keeps_weights=keeps_weights) for name, module, params in modules]

@@ -5,7 +5,7 @@ import math
 from sft.config import LossConfig, ModelConfig
 from sft.estimate.parameters import StageParameters
 from sft.estimate.stage import Stage
-from sft.estimate.units import Units
+from sft.estimate.units import StageUnits
 from sft.layers.rank_share import FP32, RankShare
 
 
@@ -36,7 +36,7 @@ def loss_head(loss: LossConfig, model: ModelConfig, rank: RankShare, *, vocab_ro
     return max(loss.chunk(math.ceil(tokens)), model.hidden_size) * vocab_rows * rank.width + gradient
 
 
-def state(stage: Stage, own: StageParameters, units: Units | None) -> dict[str, float]:
+def state(stage: Stage, own: StageParameters, units: StageUnits | None) -> dict[str, float]:
     """Bytes of weights, gradients and optimizer, by the names of `Memory`.
 
     own: the parameters on one rank; units: those of sharded gradients or weights; None: a rank has whole gradients

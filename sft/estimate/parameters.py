@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from sft.estimate.stage import Stage
 from sft.layers.adapters import EMBEDDING, HEAD, AdaptedWeight, Weight
-from sft.layers.parameters import LayerParameters
 from sft.parallel.layout import Layout
 
 
@@ -48,29 +47,23 @@ def stage_parameters(stage: Stage) -> StageParameters:
     )
 
 
-def of_layer(layer: LayerParameters, layout: Layout) -> Numbers:
-    """The model's own parameters of one layer on a rank."""
-    experts = layer.num_experts * layer.expert / (layout.ep * layout.etp)
-    return Numbers(dense=layer.split / layout.tp + layer.whole, experts=experts)
-
-
 def _weights(stage: Stage) -> Numbers:
     """The weights of the model on one rank of the stage.
 
     hidden size 4, MLP width 8, 2 heads of width 2, 1 layer, tied embeddings, vocabulary of 128, one rank
     -> dense 512 + 172, experts 0
     """
-    model = stage.config.model
+    model, layout = stage.config.model, stage.layout
     layers = [(group.parameters, stage.num_on(group.numbers)) for group in stage.groups]
     tables = stage.is_first + (stage.is_last and not (stage.is_first and model.tie_embeddings))
     if stage.block is not None:
         layers.append((stage.block.parameters, 1))
         tables += not stage.is_first and not model.tie_embeddings  # the last stage has a copy of the embedding
-    numbers = [(of_layer(layer, stage.layout), count) for layer, count in layers]
-    dense = sum(count * own.dense for own, count in numbers)
+    dense = sum(number * (layer.split / layout.tp + layer.whole) for layer, number in layers)
+    experts = sum(number * layer.num_experts * layer.expert for layer, number in layers)
     return Numbers(
         dense=dense + tables * stage.rows * model.hidden_size + model.hidden_size * stage.is_last,
-        experts=sum(count * own.experts for own, count in numbers),
+        experts=experts / (layout.ep * layout.etp),
     )
 
 

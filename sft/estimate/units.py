@@ -1,16 +1,18 @@
 """Divides the weights of a pipeline stage into units: what parallel.shard gathers and reduces at once.
 
-A unit is a layer, the embedding, the head with the final norm (with tied embeddings the norm alone), or the block for
-multi-token prediction.  Its weights lie in flat buffers: trained and frozen ones, inside and outside of experts.  A
-buffer is padded to a multiple of 64 elements for each rank of its shard group, and each rank holds an equal part.
+A unit is the embedding, a layer, the final norm, the block for multi-token prediction, or the output weight (which with
+tied embeddings is the embedding).  Its weights lie in flat buffers: trained and frozen ones, inside and outside of
+experts.  Each weight begins at a multiple of 64 elements, and the part of each rank of the shard group as well.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sft.estimate.parameters import Numbers, factors_of, of_layer, whole_of
+from sft.estimate.parameters import Numbers, factors_of, whole_of
 from sft.estimate.stage import Stage
-from sft.layers.adapters import EMBEDDING
+from sft.layers.adapters import EMBEDDING, FINAL_NORM, HEAD
+from sft.layers.kinds import LayerGroup
+from sft.layers.weights import sizes_of
 from sft.parallel.layout import Layout
 
 ALIGNMENT = 64  # elements: the part of each rank begins at a multiple of this
@@ -18,7 +20,7 @@ NOTHING = Numbers(dense=0.0, experts=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unit:
+class UnitSizes:
     """The numbers of elements of one unit's flat buffers, with padding."""
 
     trained: Numbers
@@ -30,35 +32,45 @@ class Unit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Units:
+class StageUnits:
     """The units of a stage; None: the stage has no such unit.
 
     layers     by the layer's number, from 1
-    is_tied    whether the loss head also uses the unit of the embedding
+    output     the output weight; None with tied embeddings, if the stage has the embedding
     """
 
-    embedding: Unit | None
-    layers: dict[int, Unit]
-    block: Unit | None
-    head: Unit | None
-    is_tied: bool
+    embedding: UnitSizes | None
+    layers: dict[int, UnitSizes]
+    norm: UnitSizes | None
+    block: UnitSizes | None
+    output: UnitSizes | None
 
     @staticmethod
-    def of(stage: Stage) -> "Units":
-        embedding, head = _tables(stage)
-        own = None if stage.block is None else of_layer(stage.block.parameters, stage.layout)
-        return Units(
-            embedding=embedding,
+    def of(stage: Stage) -> "StageUnits":
+        model, is_tied = stage.config.model, stage.config.model.tie_embeddings
+        norm, trained = Numbers(dense=_rounded(model.hidden_size), experts=0.0), stage.trained
+        has_embedding = stage.is_first or (stage.block is not None and not is_tied)
+        has_output = stage.is_last and not (stage.is_first and is_tied)
+        block = None if stage.block is None else _model_layer(stage.block, stage.layout)
+        return StageUnits(
+            embedding=_table(stage, trained.has(EMBEDDING, ())) if has_embedding else None,
             layers=dict(sorted(_layers(stage), key=lambda layer: layer[0])),
-            block=None if own is None else _unit(stage, own, own),
-            head=head,
-            is_tied=stage.is_first and stage.config.model.tie_embeddings,
+            norm=_unit(stage, norm, norm if trained.has(FINAL_NORM, ()) else NOTHING) if stage.is_last else None,
+            block=None if block is None else _unit(stage, block, block),
+            output=_table(stage, trained.has(EMBEDDING if is_tied else HEAD, ())) if has_output else None,
         )
 
-    def __iter__(self) -> Iterator[Unit]:
+    def __iter__(self) -> Iterator[UnitSizes]:
         """The units in the order of their use in forward."""
-        units = (self.embedding, *self.layers.values(), self.block, self.head)
+        units = (self.embedding, *self.layers.values(), self.norm, self.block, self.output)
         return (unit for unit in units if unit is not None)
+
+    @property
+    def head(self) -> UnitSizes:
+        """The unit that the loss head uses."""
+        unit = self.output or self.embedding
+        assert unit is not None
+        return unit
 
     @property
     def whole(self) -> Numbers:
@@ -71,18 +83,22 @@ class Units:
 
 def padded(numbers: Numbers, layout: Layout) -> Numbers:
     """The sizes of flat buffers of these parameters: on 8 ranks 100 elements -> 512, 513 -> 1,024, 0 -> 0."""
-    dense, experts = (
-        -(-number // (ALIGNMENT * ranks)) * ALIGNMENT * ranks
-        for number, ranks in ((numbers.dense, layout.shard_ranks), (numbers.experts, layout.expert_shard_ranks))
+    return Numbers(
+        dense=_rounded(numbers.dense, ALIGNMENT * layout.shard_ranks),
+        experts=_rounded(numbers.experts, ALIGNMENT * layout.expert_shard_ranks),
     )
-    return Numbers(dense=dense, experts=experts)
 
 
-def _layers(stage: Stage) -> Iterator[tuple[int, Unit]]:
+def _rounded(number: float, multiple: int = ALIGNMENT) -> float:
+    """The next multiple."""
+    return float(-(-number // multiple) * multiple)
+
+
+def _layers(stage: Stage) -> Iterator[tuple[int, UnitSizes]]:
     """The layers of the stage with their numbers."""
     trained = stage.trained
     for group in stage.groups:
-        own, numbers = of_layer(group.parameters, stage.layout), [n for n in group.numbers if stage.num_on([n])]
+        own, numbers = _model_layer(group, stage.layout), [n for n in group.numbers if stage.num_on([n])]
         if trained.whole is None:
             unit = _unit(stage, own, own)
             yield from ((number, unit) for number in numbers)
@@ -93,27 +109,27 @@ def _layers(stage: Stage) -> Iterator[tuple[int, Unit]]:
             yield number, _unit(stage, own + factors, whole_of(whole, stage) + factors)
 
 
-def _tables(stage: Stage) -> tuple[Unit | None, Unit | None]:
-    """The units of the embedding and of the head."""
-    model = stage.config.model
-    _, whole = stage.trained.by_layer.get(None, ([], []))
-    is_tied = stage.is_first and model.tie_embeddings
-    table, norm = Numbers(dense=stage.rows * model.hidden_size, experts=0.0), Numbers(
-        dense=model.hidden_size, experts=0.0
-    )
-    inputs = [weight for weight in whole if weight.key == EMBEDDING]
-    outputs = [weight for weight in whole if weight.key != EMBEDDING or (model.tie_embeddings and not stage.is_first)]
-    trains_all = stage.trained.whole is None
-    embedding, head = None, None
-    if stage.is_first or (stage.block is not None and not model.tie_embeddings):
-        embedding = _unit(stage, table, table if trains_all else whole_of(inputs, stage))
-    if stage.is_last:
-        own = norm if is_tied else table + norm
-        head = _unit(stage, own, own if trains_all else whole_of(outputs, stage))
-    return embedding, head
+def _model_layer(group: LayerGroup, layout: Layout) -> Numbers:
+    """The model's weights of one of these layers on a rank, each rounded up."""
+    sizes, dense, experts = sizes_of(group.model), 0.0, 0.0
+    for weight in group.weights:
+        if weight.is_buffer:
+            continue
+        number = weight.size(sizes)
+        if weight.is_of_expert:
+            experts += group.mlp.num_experts / layout.ep * _rounded(number / (layout.etp if weight.split else 1))
+        else:
+            dense += _rounded(number / (layout.tp if weight.split else 1))
+    return Numbers(dense=dense, experts=experts)
 
 
-def _unit(stage: Stage, own: Numbers, trained: Numbers) -> Unit:
+def _table(stage: Stage, is_trained: bool) -> UnitSizes:
+    """The unit of the embedding or of the output weight."""
+    table = Numbers(dense=stage.rows * stage.config.model.hidden_size, experts=0.0)
+    return _unit(stage, table, table if is_trained else NOTHING)
+
+
+def _unit(stage: Stage, own: Numbers, trained: Numbers) -> UnitSizes:
     """The unit of these parameters.  trained: those that the optimizer updates"""
     frozen = Numbers(dense=own.dense - trained.dense, experts=own.experts - trained.experts)
-    return Unit(trained=padded(trained, stage.layout), frozen=padded(frozen, stage.layout))
+    return UnitSizes(trained=padded(trained, stage.layout), frozen=padded(frozen, stage.layout))

@@ -14,6 +14,7 @@ from sft.layers.weights import is_of_layer, weight_of
 _ANY = ".*."  # in a name, stands for the number of an expert
 _LAYERS = "decoder.layers."  # the beginning of the keys of layers
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+FINAL_NORM = "decoder.final_layernorm.weight"
 
 
 @dataclass(frozen=True, kw_only=True)

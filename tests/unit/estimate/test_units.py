@@ -7,7 +7,7 @@ import pytest
 from sft.estimate.gpus import GIB
 from sft.estimate.memory import Memory, estimate
 from sft.estimate.parameters import Numbers
-from sft.estimate.units import Units, padded
+from sft.estimate.units import StageUnits, padded
 from sft.estimate.units_in_use import WHOLE_GRADIENTS, WHOLE_WEIGHTS
 from sft.estimate.working_sets import (
     ATTENTION,
@@ -47,55 +47,60 @@ def test_a_flat_buffer_is_padded_to_64_elements_for_each_rank() -> None:
 
 
 def test_the_parts_of_a_rank() -> None:
-    """The embedding has 512 elements, the layer 168 and the last norm 4: each becomes 512, of which a rank has 64."""
+    """The embedding has 512 elements.  The layer has qkv 48, proj 16, fc1 64, fc2 32 and two norms of 4, six times 64
+    with padding.  The last norm has 4.  Each unit becomes 512, of which a rank has 64."""
     weights, gradients = taken("weights"), taken("gradients")
     assert (weights.weights, weights.gradients, weights.optimizer) == (2 * 192, 4 * 192, 12 * 192)
     assert (gradients.weights, gradients.gradients, gradients.optimizer) == (2 * 1536, 4 * 192, 12 * 192)
-    two = taken("weights", parallel={"shard_size": 2})  # 512 + 256 + 128, and half of them on a rank
-    assert (two.weights, two.gradients, two.optimizer) == (2 * 448, 4 * 448, 12 * 448)
+    two = taken("weights", parallel={"shard_size": 2})  # 512 + 384 + 128, and half of them on a rank
+    assert (two.weights, two.gradients, two.optimizer) == (2 * 512, 4 * 512, 12 * 512)
     half = taken("weights", optim={"offload_fraction": 0.5})
     assert (half.optimizer, half.host_optimizer) == (6 * 192, 8 * 192)
 
 
 def test_experts_are_divided_over_the_ranks_that_hold_them() -> None:
-    """Layer 1 is dense with 168 parameters.  Layer 2 has 104 outside of experts, and of 8 experts of 24 a rank of ep 4
-    holds 48.  Two ranks hold the same experts: 128, of which a rank has 64."""
+    """Layer 2 has qkv, proj, two norms and a router: 320 with padding.  A rank of ep 4 has two experts with two weights
+    of 16 and 8: 256 with padding, which two ranks divide."""
     found = taken("weights", model=EXPERTS, parallel={"ep": 4})
-    assert found.weights == 2 * (64 + 64 + 64 + 64 + 64)  # embedding, layer 1, layer 2, its experts, norm
-    assert taken("weights", model=EXPERTS, parallel={"ep": 4, "shard_size": 4}).weights == 2 * (128 + 64 + 64 + 64 + 64)
-    assert whole(found)[MLP] == (2 * 512, 4 * (512 + 512 + 128))  # of layer 1, which comes last in `sets`
-    # Backward of layer 2: it and layer 1 are whole, and the gradients of the tied table and the norm are in reduction.
-    assert found.sets[1].by_name[WHOLE_WEIGHTS] == 2 * (512 + 128 + 512)
-    assert found.sets[1].by_name[WHOLE_GRADIENTS] == 4 * (512 + 128 + 512 + 512)
+    assert found.weights == 2 * (64 + 64 + 64 + 128 + 64)  # embedding, layer 1, layer 2, its experts, norm
+    four = taken("weights", model=EXPERTS, parallel={"ep": 4, "shard_size": 4})
+    assert four.weights == 2 * (128 + 128 + 128 + 128 + 64)
+    # Backward of layer 2: it and layer 1 are whole, and the norm's gradients are in reduction, with a rank's sum.
+    assert found.sets[1].by_name[WHOLE_WEIGHTS] == 2 * (512 + 256 + 512)
+    assert found.sets[1].by_name[WHOLE_GRADIENTS] == 4 * (512 + 256 + 512 + 64)
+    assert whole(found)[MLP] == (2 * 512, 4 * (512 + 512 + 256 + 64 + 128))  # of layer 1, which comes last in `sets`
+    alone = taken("weights", model=EXPERTS, parallel={"ep": 8})  # 128, on this rank alone
+    assert alone.weights == 2 * (64 + 64 + 64 + 128 + 64)
+    assert alone.sets[1].by_name[WHOLE_WEIGHTS] == 2 * (512 + 512)
 
 
 def test_what_is_whole_in_backward() -> None:
-    """Units of 512: the head uses the tied table and the norm, and the layer's gather has begun."""
+    """StageUnits of 512.  A sum in reduction takes another 64."""
     assert whole(taken("weights")) == {
-        HEAD: (2 * 1536, 4 * 1024),
-        MLP: (2 * 512, 4 * 1536),
-        ATTENTION: (2 * 512, 4 * 1536),
-        EMBEDDING_BACKWARD: (0, 4 * 1024),
+        HEAD: (2 * 512, 4 * 512),
+        MLP: (2 * 512, 4 * 1088),
+        ATTENTION: (2 * 512, 4 * 1088),
+        EMBEDDING_BACKWARD: (0, 4 * 1088),
     }
-    assert whole(taken("gradients"))[MLP] == (0, 4 * 1536)
+    assert whole(taken("gradients"))[MLP] == (0, 4 * 1088)
     assert whole(taken("weights", parallel={"overlap": False}))[MLP] == (2 * 512, 4 * 512)
     assert whole(taken("weights", run={"device": "cpu"}))[MLP] == (2 * 512, 4 * 512)
     assert whole(taken("optimizer")) == {HEAD: (0, 0), MLP: (0, 0), ATTENTION: (0, 0)}
-    untied = taken("weights", model={**TINY, "tie_embeddings": False, "num_layers": 3})
-    assert whole(untied) == {  # the head has 512 + 4 elements: 1,024
-        HEAD: (2 * 1536, 4 * 1024),
-        MLP: (2 * 1024, 4 * 1536),
-        ATTENTION: (2 * 1024, 4 * 1536),
-        EMBEDDING_BACKWARD: (0, 4 * 1024),
+    three = taken("weights", model={**TINY, "tie_embeddings": False, "num_layers": 3})
+    assert whole(three) == {
+        HEAD: (2 * 512, 4 * 512),
+        MLP: (2 * 1024, 4 * 1088),
+        ATTENTION: (2 * 1024, 4 * 1088),
+        EMBEDDING_BACKWARD: (0, 4 * 1088),
     }
 
 
 def test_frozen_weights_are_gathered_and_have_no_gradients() -> None:
-    """An adapter of rank 2 on qkv (4 + 12) x 2 = 32: 512; a frozen layer of 168: 512."""
+    """An adapter of rank 2 on qkv (4 + 12) x 2 = 32: 512; a frozen layer: 512."""
     trained = Trained(adapted=[adapted("self_attention.linear_qkv", (4, 4, 4), (0, 1, 2))], whole=[])
     found = taken("weights", trained, lora={"rank": 2})
     assert (found.weights, found.gradients, found.optimizer) == (2 * 4 * 64, 4 * 64, 12 * 64)
-    assert whole(found)[HEAD] == (2 * (1024 + 1024), 0)
+    assert whole(found)[HEAD] == (2 * 512, 0)
     assert whole(found)[MLP] == (2 * 1024, 4 * 512)
 
 
@@ -108,17 +113,17 @@ def test_each_layer_has_its_own_trained_weights() -> None:
     model = {**TINY, "num_layers": 2}
     config, layout = of(8, model=model, parallel={"cp": 2, "shard": "weights"})
     stage = stage_of(config, layout, 0)
-    units = Units.of(type(stage)(**{**stage.__dict__, "trained": Trained(whole=whole_)}))
+    units = StageUnits.of(type(stage)(**{**stage.__dict__, "trained": Trained(whole=whole_)}))
     sizes = [(unit.trained.total, unit.frozen.total) for unit in units]
     assert sizes == [(0, 512), (0, 512), (512, 512), (512, 0)]
 
 
 def test_a_pipeline_stage_has_units_of_its_own() -> None:
-    """Each of two stages has a copy of the tied table of 512; the last one adds the norm: 1,024."""
+    """Each of two stages has a copy of the tied table."""
     config, layout = of(8, model={**TINY, "num_layers": 2}, parallel={"pp": 2, "cp": 4, "shard": "gradients"})
-    first, last = (Units.of(stage_of(config, layout, number)) for number in (0, 1))
-    assert [unit.trained.total for unit in first] == [512, 256]
-    assert [unit.trained.total for unit in last] == [256, 768]
+    first, last = (StageUnits.of(stage_of(config, layout, number)) for number in (0, 1))
+    assert [unit.trained.total for unit in first] == [512, 512]
+    assert [unit.trained.total for unit in last] == [512, 256, 512]
     assert list(first.layers) == [1] and list(last.layers) == [2]
 
 
@@ -129,5 +134,5 @@ def test_eight_billion_parameters_on_eight_gpus() -> None:
     found = estimate(config, Layout.resolve(config, 8), 128_256)
     assert found.static == pytest.approx(8_030_261_248 * 18 / 8, abs=2**20)
     assert found.static < 17.5 * GIB
-    layer, head = 218_112_000, 525_340_672
-    assert whole(found)[MLP] == (2 * 2 * layer, 4 * (layer + head))
+    layer = 218_112_000
+    assert whole(found)[MLP] == (2 * 2 * layer, 4 * (2 * layer + layer / 8))

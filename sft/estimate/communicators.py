@@ -46,6 +46,7 @@ def communicators(config: Config, layout: Layout) -> Communicators:
         "tp": Communicator(layout.tp),
         **_context_parallel(config, layout),
         "dp x cp": Communicator(layout.dp * layout.cp),
+        **_replicas(config, layout),
         "pp": Communicator(layout.pp),  # exchanges hidden states
         # They sum gradients.
         "first and last stage": Communicator(2 if config.model.tie_embeddings and layout.pp > 1 else 1),
@@ -55,6 +56,19 @@ def communicators(config: Config, layout: Layout) -> Communicators:
         "all ranks": Communicator(layout.world_size),
     }
     return {name: communicator for name, communicator in opened.items() if communicator.ranks > 1}
+
+
+def _replicas(config: Config, layout: Layout) -> Communicators:
+    """The groups inside of dp x cp, and inside of the copies of an expert, with parallel.shard_size."""
+    groups: dict[str, Communicator] = {}
+    copies = layout.expert_copies if config.model.moe.num_experts is not None else 1
+    for name, size, ranks in (
+        ("", layout.shard_ranks, layout.dp * layout.cp),
+        (" of experts", layout.expert_shard_ranks, copies),
+    ):
+        if 1 < size < ranks:
+            groups |= {f"shards{name}": Communicator(size), f"replicas{name}": Communicator(ranks // size)}
+    return groups
 
 
 def _context_parallel(config: Config, layout: Layout) -> Communicators:

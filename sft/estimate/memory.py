@@ -84,7 +84,7 @@ def stage_memory(stage: Stage, pack: int) -> Memory:
     sent = work.hidden * (waiting - stage.is_last) if virtual > 1 else 0.0
     return Memory(
         stage=stage.number,
-        **state(stage, own),
+        **state(stage, own, work.in_use.units if work.in_use else None),
         layers=layers + block + sent,
         ends=rotary_tables(work.kinds, pack) * waiting,
         sets=tuple(work.all()),

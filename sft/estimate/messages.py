@@ -57,7 +57,7 @@ class Messages:
     def _layers(self) -> float:
         return self.config.model.num_layers / self.layout.pp
 
-    def _seconds(self, num_bytes: float, gb_s: float, count: float) -> float:
+    def seconds(self, num_bytes: float, gb_s: float, count: float) -> float:
         """Seconds of `count` messages that have num_bytes in total."""
         return num_bytes / (gb_s * 1e9) + count * self.constants.latency_us.value * 1e-6
 
@@ -83,7 +83,7 @@ class Messages:
         tp = self.layout.tp
         size = self._tokens * self.config.model.hidden_size * self._width * (tp - 1) / tp
         moved = size * (num_gathers + num_scatters / self.constants.reduce_scatter.value)
-        return self._seconds(moved, self._link(tp), num_gathers + num_scatters)
+        return self.seconds(moved, self._link(tp), num_gathers + num_scatters)
 
     def _context_parallel(self, attention_s: float) -> float:
         layout, config = self.layout, self.config
@@ -127,7 +127,7 @@ class Messages:
         numbers = (model.num_attention_heads + model.resolved_query_groups) * widths / layout.tp
         num_bytes = self._tokens * numbers * self._width * (heads - 1) / heads
         attending = sum(len(group.numbers) for group in layer_groups(model) if group.mixer.pair_width) / layout.pp
-        return attending * passes * self._seconds(num_bytes, self._link(heads * layout.tp), 2)
+        return attending * passes * self.seconds(num_bytes, self._link(heads * layout.tp), 2)
 
     def _ring(self, messages_s: float, attention_s: float) -> float:
         parallel = self.config.parallel
@@ -168,8 +168,8 @@ class Messages:
         is_within = ranks * 2 <= self.config.parallel.gpus_per_node
         gb_s = (self.constants.intra_gb_s if is_within else self.constants.inter_gb_s).value
         if layout.virtual_stages > 1:  # messages of one chunk travel while another one computes
-            return self._seconds(0.0, gb_s, 2 * layout.virtual_stages)
-        return self._seconds(2 * num_bytes / self.constants.send.value, gb_s, 2)
+            return self.seconds(0.0, gb_s, 2 * layout.virtual_stages)
+        return self.seconds(2 * num_bytes / self.constants.send.value, gb_s, 2)
 
     def gradients(self, own: StageParameters, backward_s: float) -> float:
         """Exposed seconds of a step for the reduce-scatter of fp32 gradients and the all-gather of weights."""
@@ -182,9 +182,9 @@ class Messages:
         for numbers, ranks, stride in groups:
             if ranks == 1 or not numbers:
                 continue
-            gb_s, moved = self._wide_link(ranks, stride), numbers * (ranks - 1) / ranks
-            reduced += self._seconds(FP32 * moved / self.constants.reduce_scatter.value, gb_s, 1)
-            gathered += self._seconds((self._width if parallel.distributed_optimizer else FP32) * moved, gb_s, 1)
+            gb_s, moved = self.wide_link(ranks, stride), numbers * (ranks - 1) / ranks
+            reduced += self.seconds(FP32 * moved / self.constants.reduce_scatter.value, gb_s, 1)
+            gathered += self.seconds((self._width if parallel.distributed_optimizer else FP32) * moved, gb_s, 1)
         overlaps = parallel.overlap and self.config.run.device != "cpu"
         return gathered + (unhidden(self.constants, reduced, backward_s) if overlaps else reduced)
 
@@ -195,7 +195,7 @@ class Messages:
         is_within = self.config.parallel.gpus_per_node % num_gpus == 0
         return (self.constants.intra_gb_s if is_within else self.constants.inter_gb_s).value
 
-    def _wide_link(self, ranks: int, stride: int) -> float:
+    def wide_link(self, ranks: int, stride: int) -> float:
         """GB/s of a rank in a ring over many ranks of each node, if all ports of a node share the traffic."""
         intra, inter = self.constants.intra_gb_s.value, self.constants.inter_gb_s.value
         node = self.config.parallel.gpus_per_node

@@ -5,6 +5,7 @@ import math
 from sft.config import LossConfig, ModelConfig
 from sft.estimate.parameters import StageParameters
 from sft.estimate.stage import Stage
+from sft.estimate.units import StageUnits
 from sft.layers.rank_share import FP32, RankShare
 
 
@@ -35,20 +36,26 @@ def loss_head(loss: LossConfig, model: ModelConfig, rank: RankShare, *, vocab_ro
     return max(loss.chunk(math.ceil(tokens)), model.hidden_size) * vocab_rows * rank.width + gradient
 
 
-def state(stage: Stage, own: StageParameters) -> dict[str, float]:
-    """Bytes of weights, gradients and optimizer, by the names of `Memory`.  own: the parameters on one rank
+def state(stage: Stage, own: StageParameters, units: StageUnits | None) -> dict[str, float]:
+    """Bytes of weights, gradients and optimizer, by the names of `Memory`.
 
-    A bf16 parameter takes 18 bytes.  With the distributed optimizer it takes 6 + 12 / (dp x cp), and a parameter of an
-    expert 6 + 12 / number of copies.
+    own: the parameters on one rank; units: those of sharded gradients or weights; None: a rank has whole gradients
+    A bf16 parameter takes 18 bytes.  With the distributed optimizer it takes 6 + 12 / (dp x cp), with sharded gradients
+    2 + 16 / (dp x cp), and with sharded weights 18 / (dp x cp).  A parameter of an expert is divided by the number of
+    its copies instead.  parallel.shard_size may reduce these numbers of ranks.
     """
-    config, width = stage.config, stage.rank.width
+    config, width, layout = stage.config, stage.rank.width, stage.layout
     optimizer, fraction = config.optim.optimizer, config.optim.offload_fraction
-    is_sharded = config.parallel.distributed_optimizer
-    owned = own.trained.owned(stage.layout) if is_sharded else own.trained.total
+    trained = own.trained if units is None else units.trained
+    owned = trained.owned(layout) if config.parallel.distributed_optimizer else trained.total
+    weights, gradients = own.all.total, trained.total
+    if units is not None:
+        gradients = owned
+        weights = units.whole.owned(layout) if config.parallel.shard == "weights" else units.whole.total
     main_weight = FP32 if width < FP32 else 0
     return {
-        "weights": width * own.all.total,
-        "gradients": FP32 * own.trained.total,
+        "weights": width * weights,
+        "gradients": FP32 * gradients,
         "optimizer": (1 - fraction) * (optimizer.moment_bytes + main_weight) * owned,
         "host_optimizer": fraction * optimizer.host_bytes * owned,
         "host_copy": _copied(stage, own),

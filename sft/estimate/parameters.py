@@ -1,9 +1,10 @@
 """Counts the parameters on one rank of a pipeline stage, and the trained ones among them.  Arithmetic only."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sft.estimate.stage import Stage
-from sft.layers.adapters import EMBEDDING, HEAD, Weight
+from sft.layers.adapters import EMBEDDING, HEAD, AdaptedWeight, Weight
 from sft.parallel.layout import Layout
 
 
@@ -19,8 +20,8 @@ class Numbers:
         return self.dense + self.experts
 
     def owned(self, layout: Layout) -> float:
-        """Number of parameters in the rank's shard, if all ranks that hold the same weights divide these equally."""
-        return self.dense / (layout.dp * layout.cp) + self.experts / layout.expert_copies
+        """Number of parameters in the rank's shard, if the ranks of its shard group divide these equally."""
+        return self.dense / layout.shard_ranks + self.experts / layout.expert_shard_ranks
 
     def __add__(self, other: "Numbers") -> "Numbers":
         return Numbers(dense=self.dense + other.dense, experts=self.experts + other.experts)
@@ -36,11 +37,14 @@ class StageParameters:
 
 def stage_parameters(stage: Stage) -> StageParameters:
     """The parameters of one rank of the stage."""
-    whole, weights = _whole(stage), _weights(stage)
-    if stage.trained.whole is None:
+    weights, whole = _weights(stage), stage.trained.whole
+    if whole is None:
         return StageParameters(all=weights, trained=weights)
-    factors = _factors(stage)
-    return StageParameters(all=weights + factors, trained=whole + factors)
+    own = [weight for weight in stage.trained.adapted if stage.num_on([weight.layer + 1])]
+    factors = factors_of(own, stage)
+    return StageParameters(
+        all=weights + factors, trained=whole_of([weight for weight in whole if _is_on(weight, stage)], stage) + factors
+    )
 
 
 def _weights(stage: Stage) -> Numbers:
@@ -63,26 +67,26 @@ def _weights(stage: Stage) -> Numbers:
     )
 
 
-def _factors(stage: Stage) -> Numbers:
-    """The parameters of adapters on one rank of the stage."""
-    layout, rank = stage.layout, stage.config.lora.rank or 0
-    own = [weight for weight in stage.trained.adapted if stage.num_on([weight.layer + 1])]
-    return Numbers(
-        dense=sum(weight.num_trained(rank, layout.tp) for weight in own if not weight.num_experts),
-        experts=sum(weight.num_trained(rank, layout.etp) for weight in own if weight.num_experts) / layout.ep,
-    )
+def factors_of(weights: Iterable[AdaptedWeight], stage: Stage) -> Numbers:
+    """The parameters of the adapters of these weights on one rank."""
+    layout, rank, dense, experts = stage.layout, stage.config.lora.rank or 0, 0.0, 0.0
+    for weight in weights:
+        if weight.num_experts:
+            experts += weight.num_trained(rank, layout.etp) / layout.ep
+        else:
+            dense += weight.num_trained(rank, layout.tp)
+    return Numbers(dense=dense, experts=experts)
 
 
-def _whole(stage: Stage) -> Numbers:
-    """The model's own parameters on one rank of the stage that are trained; adapters do not count."""
-    layout = stage.layout
-    own = [weight for weight in stage.trained.whole or () if _is_on(weight, stage)]
-    experts = sum(weight.size for weight in own if weight.is_expert) / (layout.ep * layout.etp)
-    dense = 0.0
-    for weight in own:
+def whole_of(weights: Iterable[Weight], stage: Stage) -> Numbers:
+    """The parameters of these weights of the model on one rank."""
+    layout, dense, experts = stage.layout, 0.0, 0.0
+    for weight in weights:
         if weight.key in (EMBEDDING, HEAD):
             dense += stage.rows * stage.config.model.hidden_size
-        elif not weight.is_expert:
+        elif weight.is_expert:
+            experts += weight.size / (layout.ep * layout.etp)
+        else:
             dense += weight.size / (layout.tp if weight.is_split else 1)
     return Numbers(dense=dense, experts=experts)
 

@@ -18,6 +18,7 @@ from sft.estimate.lengths import Lengths
 from sft.estimate.messages import Messages
 from sft.estimate.parameters import StageParameters, stage_parameters
 from sft.estimate.products import attention_reached, head_product, layer_products
+from sft.estimate.shard_messages import ShardMessages
 from sft.estimate.stage import Stage
 from sft.layers.adapters import Trained
 from sft.layers.flops import TrainFlops
@@ -85,10 +86,8 @@ def step_time(
     """
     pack, rank = config.data.seq_length, config.lora.rank or 0
     products = products or ModelProducts.of(config.model, trained, rank)
-    own = max(
-        (stage_parameters(Stage.of(config, layout, vocab_size, s, trained)) for s in {0, layout.pp - 1}),
-        key=lambda o: o.all.total,
-    )
+    stages = [Stage.of(config, layout, vocab_size, number, trained) for number in sorted({0, layout.pp - 1})]
+    stage, own = max(((stage, stage_parameters(stage)) for stage in stages), key=lambda numbers: numbers[1].all.total)
     work = LayerWork(config, layout, constants, lengths, kernels)
     listed = layer_products(config, layout, products, pack / layout.cp)
     forward, backward, repeated = work.passes(listed, attention_reached(config, layout, products))
@@ -112,7 +111,7 @@ def step_time(
     parts["head"] = turns * head_s
     stage_s = sum(layer_s.values())
     parts["bubble"] = (layout.pp - 1) / layout.virtual_stages * stage_s
-    parts["dp"] = messages.gradients(own, backward.total + repeated.total)
+    parts["dp"] = _data_parallel(stage, own, messages, forward.total, backward.total + repeated.total)
     optimizer, transferred = _update(config, layout, own, constants)
     parts["optimizer"], parts["offload"] = optimizer, parts["offload"] + transferred
     flops, lengths_of, counts = TrainFlops.of(config.model, vocab_size, trained, rank), *lengths.of_pack(pack)
@@ -128,12 +127,23 @@ def step_time(
     )
 
 
+def _data_parallel(
+    stage: Stage, own: StageParameters, messages: Messages, forward_s: float, backward_s: float
+) -> float:
+    """Exposed seconds of a step for gradients and weights.  forward_s, backward_s: seconds of all layers' passes"""
+    if not stage.config.parallel.shards_gradients:
+        return messages.gradients(own, backward_s)
+    shards = ShardMessages.of(stage, messages)
+    return stage.layout.num_microbatches * shards.of_microbatch(forward_s, backward_s) + shards.of_step()
+
+
 def _update(config: Config, layout: Layout, own: StageParameters, constants: Constants) -> tuple[float, float]:
     """Seconds of the optimizer's update on the device, and on the host with the transfers."""
     trained = own.trained
     owned = trained.owned(layout) if config.parallel.distributed_optimizer else trained.total
     fraction, moved = config.optim.offload_fraction, config.optim.optimizer.moved_bytes
-    on_device = (1 - fraction) * owned * moved + trained.total * GRADIENT_BYTES
+    summed = owned if config.parallel.shards_gradients else trained.total
+    on_device = (1 - fraction) * owned * moved + summed * GRADIENT_BYTES
     on_host = fraction * owned * moved / constants.host_optimizer_gb_s.value
     transferred = fraction * owned * TRANSFER_BYTES / constants.pcie_gb_s.value
     return on_device / constants.optimizer_gb_s.value / 1e9, (on_host + transferred) / 1e9

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from sft.estimate import model_bytes
 from sft.estimate.saved_by_layer import SavingLayers, saving_layers
 from sft.estimate.stage import Stage
+from sft.estimate.units_in_use import UnitsInUse
 from sft.layers import mtp
 from sft.layers.adapters import EMBEDDING
 from sft.layers.offload import num_offloaded_layers, num_resident_layers
 from sft.layers.second_half import MlpBackward
 
 MLP, ATTENTION, HEAD = "MLP in backward", "attention in backward", "loss head"
+EMBEDDING_BACKWARD = "embedding in backward"
 GATHERED = "gathered keys and values"
 
 
@@ -46,12 +48,14 @@ class StageWork:
     kinds    kinds of layers of the whole model
     block    the layer of the block for multi-token prediction; None: the stage has no block
     pack     tokens of a pack
+    in_use   units of sharded gradients or weights that are whole; None: a rank has whole gradients
     """
 
     stage: Stage
     kinds: list[SavingLayers]
     block: SavingLayers | None
     pack: float
+    in_use: UnitsInUse | None
 
     @staticmethod
     def of(stage: Stage, pack: float) -> "StageWork":
@@ -61,6 +65,7 @@ class StageWork:
             kinds=saving_layers(stage.groups, config, rank, pack),
             block=next(iter(saving_layers([stage.block], config, rank, pack)), None) if stage.block else None,
             pack=pack,
+            in_use=UnitsInUse.of(stage) if config.parallel.shards_gradients else None,
         )
 
     @property
@@ -77,21 +82,25 @@ class StageWork:
         """The working sets of the loss head, of the block for multi-token prediction, and of each kind of layer."""
         if self.stage.is_last:
             # The last layer's output, which is the input of the final norm, counts as saved by layers.
-            yield WorkingSet({HEAD: self._head()}, freed=-self.hidden)
+            yield WorkingSet({HEAD: self._head(), **(self.in_use.at_head() if self.in_use else {})}, freed=-self.hidden)
         block = self.saved_by_mtp()
         if self.block is not None:
             # With pp, the tied table's gradient stays until the gradient of the block's embedding.
             is_kept = self.stage.layout.pp == 1 or self.stage.config.train.mtp == "joint"
             table = self._table() if is_kept else 0.0
             more = mtp.recomputed_vectors(self._repeats_layers) * self.hidden + table
-            yield from self._layer(self.block, 0.0, more)
+            yield from self._layer(self.block, 0.0, more, self.in_use.at_block() if self.in_use else {})
         # On one stage, autograd adds the tied table's gradient from the input to the one from the output at the end.
         table = self._table() if self.stage.layout.pp == 1 else 0.0
         last_chunk = self.stage.chunks[-1]
         for kind in self.kinds:
             if self.stage.num_on(kind.layers):
                 last = max((number for number in kind.layers if number in last_chunk), default=last_chunk.start - 1)
-                yield from self._layer(kind, block + self._saved_by_layers(range(last + 1, last_chunk.stop)), table)
+                freed = block + self._saved_by_layers(range(last + 1, last_chunk.stop))
+                whole = self.in_use.at_layers(kind.layers) if self.in_use else {}
+                yield from self._layer(kind, freed, table, whole)
+        if self.in_use and self.stage.is_first:
+            yield self._embedding(self.in_use, block)
 
     def saved_by_mtp(self) -> float:
         """Bytes that the block for multi-token prediction saves for a pack; 0 if this stage has no block."""
@@ -122,20 +131,21 @@ class StageWork:
             return 0.0
         return sum(sum(map(layers.__contains__, kind.layers)) * kind.kept.total for kind in self.kinds) * self.tokens
 
-    def _layer(self, kind: SavingLayers, freed: float, more: float) -> Iterator[WorkingSet]:
+    def _layer(self, kind: SavingLayers, freed: float, more: float, whole: Mapping[str, float]) -> Iterator[WorkingSet]:
         """The working sets of a layer.
 
-        freed: bytes that backward of later layers has freed; more: bytes of other temporary tensors
+        freed: bytes that backward of later layers has freed; more: bytes of other temporary tensors; whole: bytes of
+        units by name
         """
         work = self._mlp_backward(kind)
         replaced = kind.mlp.replaced(work)
-        yield WorkingSet({MLP: kind.mlp.in_backward(work) + replaced + more}, freed + replaced)
+        yield WorkingSet({MLP: kind.mlp.in_backward(work) + replaced + more, **whole}, freed + replaced)
         # The gradient of the residual stream, and that of a whole recomputed layer: its output.
         waits = kind.recomputed_attention * self.tokens + (2 if self._repeats_layers else 1) * self.hidden
         local = kind.mixer.local(self.tokens) + waits + self._widest_gradient() + more
         gathered = kind.mixer.gathered(self.pack)
         held = {ATTENTION: local, GATHERED: gathered} if gathered else {ATTENTION: local}
-        yield WorkingSet(held, freed + kind.freed_before_attention * self.tokens)
+        yield WorkingSet({**held, **whole}, freed + kind.freed_before_attention * self.tokens)
 
     def _mlp_backward(self, kind: SavingLayers) -> MlpBackward:
         stage, train = self.stage, self.stage.config.train
@@ -178,3 +188,9 @@ class StageWork:
         loss, model, rank = self.stage.config.loss, self.stage.config.model, self.stage.rank
         head = model_bytes.loss_head(loss, model, rank, vocab_rows=self.stage.rows, tokens=self.tokens)
         return head + (1 if self.block is None else 3) * self.hidden
+
+    def _embedding(self, in_use: UnitsInUse, block: float) -> WorkingSet:
+        """The working set of the embedding's backward.  block: bytes that the block for multi-token prediction saved"""
+        gradient = self.stage.rank.width * in_use.embedding.trained.total
+        freed = block + self._saved_by_layers(range(1, self.stage.config.model.num_layers + 1))
+        return WorkingSet({EMBEDDING_BACKWARD: self.hidden + gradient, **in_use.at_embedding()}, freed)

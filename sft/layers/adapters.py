@@ -14,6 +14,7 @@ from sft.layers.weights import is_of_layer, weight_of
 _ANY = ".*."  # in a name, stands for the number of an expert
 _LAYERS = "decoder.layers."  # the beginning of the keys of layers
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+FINAL_NORM = "decoder.final_layernorm.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +139,16 @@ class Trained:
     @cached_property
     def _whole(self) -> frozenset[tuple[str, tuple[int, ...]]]:
         return frozenset((weight.key, weight.index) for weight in self.whole or ())
+
+    @cached_property
+    def by_layer(self) -> dict[int | None, tuple[list[AdaptedWeight], list[Weight]]]:
+        """The weights with adapters and the trained weights of each layer, by its number from 1; None: of no layer."""
+        weights: dict[int | None, tuple[list[AdaptedWeight], list[Weight]]] = {}
+        for adapted in self.adapted:
+            weights.setdefault(adapted.layer + 1, ([], []))[0].append(adapted)
+        for weight in self.whole or ():
+            weights.setdefault(None if weight.layer is None else weight.layer + 1, ([], []))[1].append(weight)
+        return weights
 
     def has(self, key: str, index: tuple[int, ...]) -> bool:
         """Whether the optimizer updates this weight, and not only its adapters."""

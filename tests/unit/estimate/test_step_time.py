@@ -222,6 +222,39 @@ def test_messages_of_tp() -> None:
     assert time.parts["tp"] == pytest.approx(8 * (32 * 10 + 4) * MILLION / 4 * 8192 / 2 / 100e9)
 
 
+def test_messages_of_shards() -> None:
+    """Embedding and head have 525,336,576 elements and a layer 218,112,000, of which a rank receives 7/8.
+
+    Slow computation hides all but the gathers of embedding and first layer, and the reductions of embedding and head.
+    Fast computation hides nothing: forward gathers 31 layers and the head, and the norm counts as nothing; backward
+    gathers and reduces 32 layers.  With gradients, nothing is gathered but all weights after the step.
+    """
+    table, layer, second = 525_336_576, 218_112_000, 7 / 8 / 100e9
+    shown, hidden = 2 * (table + layer) + 4 * 2 * table, 2 * (31 * layer + table) + (2 + 4) * 32 * layer
+    for rate, num_bytes in ((1e-3, shown), (1e15, shown + hidden)):
+        time = predicted(flat(rate, intra_gb_s=100.0), parallel={"cp": 8, "shard": "weights"})
+        assert time.parts["dp"] == pytest.approx(8 * num_bytes * second)
+        time = predicted(flat(rate, intra_gb_s=100.0), parallel={"cp": 8, "shard": "gradients"})
+        reduced = 4 * (2 * table + (32 * layer if rate > 1 else 0))
+        assert time.parts["dp"] == pytest.approx((8 * reduced + 2 * (2 * table + 32 * layer + 4096)) * second, rel=1e-6)
+    alone = predicted(flat(1e-3, intra_gb_s=100.0), parallel={"cp": 8, "shard": "weights", "overlap": False})
+    assert alone.parts["dp"] == pytest.approx(8 * (shown + 4 * 32 * layer) * second)
+    # Two nodes with a copy each: after the step, the fp32 parts of 1/8 are summed, half of them there and half back.
+    parallel = {"cp": 8, "shard": "weights", "shard_size": 8}
+    two = predicted(flat(1e-3, intra_gb_s=100.0, inter_gb_s=10.0), num_gpus=16, parallel=parallel)
+    summed = 4 * (2 * table + 32 * layer + 4096) / 8 / 10e9
+    assert two.parts["dp"] == pytest.approx(4 * shown * second + summed, rel=1e-6)
+
+
+def test_a_rank_updates_the_gradients_that_it_has() -> None:
+    """Adam moves 12 + 14 bytes or what the optimizer says; clipping 16 bytes for each gradient that a rank has."""
+    whole, sharded = (
+        predicted(flat(TFLOPS, optimizer_gb_s=1.0), parallel={"cp": 8, "shard": shard}).parts["optimizer"]
+        for shard in ("optimizer", "gradients")
+    )
+    assert whole - sharded == pytest.approx(16 * 8_030_261_248 * 7 / 8 / 1e9)
+
+
 def test_messages_of_cp() -> None:
     """Other ranks get 2 x 8 x 128 elements of a token in 32 layers: twice in bf16, and gradients in fp32: 524,288
     bytes.

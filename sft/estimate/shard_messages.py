@@ -1,0 +1,99 @@
+"""Seconds of messages of sharded gradients and weights that computation does not hide.
+
+    microbatch, forward    each unit's weights are gathered while the unit before it computes (weights)
+    microbatch, backward   the next unit's weights are gathered (weights), and the last unit's gradients reduced
+    step                   replicas sum the gradients of their shards; whole weights are gathered again (gradients)
+
+A message hides behind one layer only, so the times are those of a layer with the mean of messages and of computation.
+Nothing hides the gathers before the first layer, and the reductions of the head, which the next unit waits for, and of
+the embedding, after which nothing computes.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sft.estimate.messages import Messages, unhidden
+from sft.estimate.parameters import Numbers
+from sft.estimate.stage import Stage
+from sft.estimate.units import StageUnits, UnitSizes
+from sft.layers.rank_share import FP32
+
+
+@dataclass(frozen=True)
+class ShardMessages:
+    stage: Stage
+    units: StageUnits
+    messages: Messages
+
+    @staticmethod
+    def of(stage: Stage, messages: Messages) -> "ShardMessages":
+        return ShardMessages(stage, StageUnits.of(stage), messages)
+
+    def of_microbatch(self, forward_s: float, backward_s: float) -> float:
+        """Exposed seconds of a microbatch.  forward_s, backward_s: seconds in which the layers compute"""
+        units, parallel, constants = self.units, self.stage.config.parallel, self.messages.constants
+        layers = [*units.layers.values(), *present(units.block)]
+        ends = [*present(units.embedding), *([units.head] if self.stage.is_last else [])]
+        shown, forward, reduced, gathered = self._reduced(ends), 0.0, self._reduced(layers), 0.0
+        if parallel.shard == "weights":
+            shown += self._gathered([*present(units.embedding), *layers[:1]])
+            forward, gathered = self._gathered([*layers[1:], units.head]), self._gathered(layers)
+        if not parallel.overlap:  # gathers are ahead all the same
+            shown, reduced = shown + reduced, 0.0
+        return shown + unhidden(constants, forward, forward_s) + unhidden(constants, gathered + reduced, backward_s)
+
+    def of_step(self) -> float:
+        """Exposed seconds of a step after its last microbatch."""
+        trained, both = self.units.trained, FP32 * (1 + 1 / self.messages.constants.reduce_scatter.value)
+        summed = 0.0  # an all-reduce is a reduce-scatter and a gather
+        for number, group in ((trained.dense, self._dense), (trained.experts, self._experts)):
+            if number and group.copies > 1:
+                num_bytes = both * number / group.ranks * (group.copies - 1) / group.copies
+                gb_s = self.messages.wide_link(group.copies, group.stride * group.ranks)
+                summed += self.messages.seconds(num_bytes, gb_s, 2)
+        if self.stage.config.parallel.shard == "weights":
+            return summed
+        return summed + sum(self._seconds(unit.trained, self.stage.rank.width) for unit in self.units)
+
+    # --- parts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _dense(self) -> "_Group":
+        layout = self.stage.layout
+        return _Group(layout.shard_ranks, layout.tp, layout.dp * layout.cp // layout.shard_ranks)
+
+    @property
+    def _experts(self) -> "_Group":
+        layout = self.stage.layout
+        ranks = layout.expert_shard_ranks
+        return _Group(ranks, layout.ep * layout.etp, layout.expert_copies // ranks)
+
+    def _gathered(self, units: Iterable[UnitSizes]) -> float:
+        return sum(self._seconds(unit.whole, self.stage.rank.width) for unit in units)
+
+    def _reduced(self, units: Iterable[UnitSizes]) -> float:
+        width = FP32 / self.messages.constants.reduce_scatter.value
+        return sum(self._seconds(unit.trained, width) for unit in units)
+
+    def _seconds(self, numbers: Numbers, width: float) -> float:
+        """Seconds in which ranks exchange their parts of these elements.  width: bytes of an element"""
+        total = 0.0
+        for number, group in ((numbers.dense, self._dense), (numbers.experts, self._experts)):
+            if number and group.ranks > 1:
+                num_bytes = width * number * (group.ranks - 1) / group.ranks
+                total += self.messages.seconds(num_bytes, self.messages.wide_link(group.ranks, group.stride), 1)
+        return total
+
+
+class _Group(NamedTuple):
+    """The ranks of a shard group, the distance between two of them, and the number of such groups with copies."""
+
+    ranks: int
+    stride: int
+    copies: int
+
+
+def present(unit: UnitSizes | None) -> list[UnitSizes]:
+    """The unit, if the stage has it."""
+    return [] if unit is None else [unit]

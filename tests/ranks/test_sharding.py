@@ -9,13 +9,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft.console import QUIET
+from sft.estimate.stage import Stage
+from sft.estimate.units import StageUnits
 from sft.mcore.engine import Engine
 from sft.mcore.sharding.model import publish_weights
 from sft.weights.import_hf import import_hf
 from tests.builders import answer
 from tests.ranks import scenarios
 from tests.ranks.hf_models import recipe_of
-from tests.ranks.layouts import CP, GEMMA, MOE, SHARDED
+from tests.ranks.layouts import CP, GEMMA, MIXTURES, MODELS, MOE, SHARDED
 from tests.ranks.pool import Ranks
 from tests.ranks.test_hf_load import hashes_of
 from tests.ranks.test_traffic import Sent
@@ -135,3 +137,37 @@ def first_weights(overrides: list[str]) -> str:
 def test_random_weights_do_not_depend_on_sharding(ranks: Ranks) -> None:
     (alone,) = ranks(1).run(first_weights, GEMMA)
     assert ranks(2).run(first_weights, [*GEMMA, *CP, *WEIGHTS]) == [alone, alone]
+
+
+def unit_sizes(overrides: list[str]) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """The elements of the flat buffers of each unit: of the engine, and of the estimate."""
+    with scenarios.running(overrides) as engine:
+        made = [
+            {
+                f"{kind} {state}": sum(
+                    float(flat.size * flat.ranks.size)
+                    for flat in unit.flats
+                    if (flat.is_expert, flat.is_trained) == (kind == "experts", state == "trained")
+                )
+                for kind in ("dense", "experts")
+                for state in ("trained", "frozen")
+            }
+            for unit in engine.chunks[0].units
+        ]
+        stage = Stage.of(engine.config, engine.layout, scenarios.VOCAB, 0, engine.trained)
+        predicted = [
+            {
+                f"{kind} {state}": getattr(numbers, kind)
+                for kind in ("dense", "experts")
+                for state, numbers in (("trained", unit.trained), ("frozen", unit.frozen))
+            }
+            for unit in StageUnits.of(stage)
+        ]
+        return made, predicted
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_estimate_divides_every_model_in_the_same_way(ranks: Ranks, model: str) -> None:
+    experts = ["parallel.ep=2"] if model in MIXTURES else []
+    for made, predicted in ranks(2).run(unit_sizes, [*MODELS[model], *CP, *experts, *WEIGHTS]):
+        assert made == predicted

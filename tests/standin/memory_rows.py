@@ -34,6 +34,9 @@ ROWS = (
     "4b:64k:one:selective@tp=2",
     "4b:64k:one:selective@pp=2",
     "8b:64k:one:selective@cp=2,tp=2",
+    "4b:128k:one:full@cp=2,shard=weights",
+    "4b:128k:one:selective@cp=2,shard=weights",
+    "4b:128k:one:selective@cp=2,shard=gradients",
     "0.6b:64k:one:full+tile4k+offload@cp=2",  # here and below, most of all in attention
     "0.6b:64k:one:full+tile4k+offload@windows",
     "0.6b:64k:one:full+tile4k+offload@windows,cp=2",

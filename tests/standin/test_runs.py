@@ -84,6 +84,10 @@ RUNS = {
     "adapters": (2, [*PP, "lora.rank=8", "train.recompute=full"]),
     "windows, sinks": (2, [*CP, *WINDOWS, "model.attention_sinks=true", "model.mlp_bias=true", *GATED]),
     "windows, caps": (2, [*TP, *WINDOWS, "model.attention_softcap=50", "model.norm_placement=both", *SHARED]),
+    "sharded weights": (
+        2,
+        [*CP, SHARDED, "parallel.shard=weights", "train.recompute=full", "train.offload_fraction=1"],
+    ),
     "offloaded optimizer": (1, ["parallel.cp=1", SHARDED, "optim.offload_fraction=0.5"]),
 }
 RUNS_OF_TE = {

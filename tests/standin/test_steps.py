@@ -42,7 +42,11 @@ def test_a_step_waits_a_few_times_and_its_passes_never(microbatches: int, way: s
 
 @pytest.mark.parametrize(
     "way",
-    [[launch.PORTABLE], *(pytest.param([launch.TE, f"parallel.cp_comm={w}"], marks=launch.NEEDS_TE) for w in TE_WAYS)],
+    [
+        [launch.PORTABLE],
+        [launch.PORTABLE, "parallel.shard=weights"],
+        *(pytest.param([launch.TE, f"parallel.cp_comm={w}"], marks=launch.NEEDS_TE) for w in TE_WAYS),
+    ],
     ids=" ".join,
 )
 def test_passes_under_context_parallelism_wait_neither(way: list[str]) -> None:

@@ -50,6 +50,7 @@ _OLD_EXPERTS = ("parallel.cp=8", "parallel.ep=16", _NO_OFFLOAD)
 _OLD_GLM = ("parallel.tp=2", "parallel.ep=32", _NO_OFFLOAD)
 ROWS = (
     Row("qwen3_8b_128k", 16, "45.8", "45"),
+    Row("qwen3_8b_128k", 16, "", "47", "FP8", ("run.fp8=blockwise",)),
     Row("qwen3_8b_128k", 16, "", "47", "FlashAttention-3", _portable("fa3")),
     Row("qwen3_8b_128k", 16, "", "", "FlashAttention-4", _portable("fa4")),
     Row("gpt_oss_20b_128k", 16, "29.0", "33"),

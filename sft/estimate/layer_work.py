@@ -13,7 +13,7 @@ import numpy as np
 
 from sft.config import Config
 from sft.estimate.attention_kernels import Kernels, attention_kernels, relative, uses_portable
-from sft.estimate.constants import Constants
+from sft.estimate.constants import FP8_PRODUCTS, Constants
 from sft.estimate.lengths import Lengths
 from sft.estimate.products import Product, attention_flops
 from sft.estimate.saved_by_layer import saving_layers
@@ -23,6 +23,7 @@ from sft.layers.mixer import Mixer
 from sft.layers.moved import Moved, frame, total
 from sft.parallel.layout import Layout
 
+_NOT_IN_FP8 = ("head", "router", "shared gate")
 GRADIENT_SUM_BYTES = 10  # per parameter and microbatch: a bf16 gradient is read, its fp32 sum read and written
 
 
@@ -78,6 +79,8 @@ class LayerWork:
         tflops = self.constants.gemm_tflops.at(product.smallest)
         if product.part == "experts":
             tflops *= self.constants.grouped_gemm.value
+        if self.config.run.fp8 is not None and product.part not in _NOT_IN_FP8:
+            tflops *= FP8_PRODUCTS
         run = product.flops / (tflops * 1e12)
         return product.forward * run, product.repeated * run, (product.inputs + product.weights) * run
 

@@ -1,10 +1,12 @@
-"""The distribution of document lengths, from which the time of attention is predicted."""
+"""The distribution of document lengths, from which time and memory of attention are predicted."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from sft.errors import ConfigError
+from sft.layers.rank_share import RankShare
+from sft.parallel.length_classes import BLOCK, may_pay
 
 MAX_BINS = 64  # for the lengths of a corpus; all documents of a bin get the root mean square of their lengths
 
@@ -67,3 +69,12 @@ class Lengths:
         """
         tokens = np.minimum(self.tokens, seq_length)
         return tokens, self.shares * seq_length / float(self.shares @ tokens)
+
+    def of_rank(self, rank: RankShare, seq_length: int) -> RankShare:
+        """The rank with the documents of an average pack."""
+        tokens, counts = self.of_pack(seq_length)
+        chunk, parts = (tokens / (2 * rank.cp), 2) if rank.cp > 1 else (tokens, 1)
+        lengths = [(tokens, chunk), (chunk, chunk)][:parts]  # keys and queries of the late and of the early chunk
+        kinds = np.concatenate([np.ceil(np.stack(pair, axis=1) / BLOCK) for pair in lengths])
+        is_uneven = may_pay(kinds, np.tile(counts, parts), seq_length / rank.cp)
+        return replace(rank, documents=max(1.0, float(counts.sum())), is_uneven=is_uneven)

@@ -9,10 +9,11 @@ and the attention kernels that may run, or with run.device = cpu the plain opera
 itself, NCCL (communicators.py) and gaps between allocations.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sft.config import Config
 from sft.console import size
+from sft.estimate.lengths import Lengths
 from sft.estimate.model_bytes import state
 from sft.estimate.parameters import stage_parameters
 from sft.estimate.saved_by_layer import rotary_tables
@@ -93,12 +94,23 @@ def stage_memory(stage: Stage, pack: int) -> Memory:
 
 
 def estimate(
-    config: Config, layout: Layout, vocab_size: int, tokens: int | None = None, trained: Trained = Trained()
+    config: Config,
+    layout: Layout,
+    vocab_size: int,
+    tokens: int | None = None,
+    trained: Trained = Trained(),
+    lengths: Lengths | None = None,
 ) -> Memory:
-    """The memory of the rank that needs the most memory.  tokens: length of a pack; None: data.seq_length"""
+    """The memory of the rank that needs the most memory.
+
+    tokens: length of a pack; None: data.seq_length
+    lengths: lengths of documents, of which an average pack is assumed; None: one document fills a pack
+    """
     pack = config.data.seq_length if tokens is None else tokens
     numbers = sorted({0, layout.pp - 1}) if config.model.stacks_layers else range(layout.pp)
-    stages = (Stage.of(config, layout, vocab_size, number, trained) for number in numbers)
+    stages = [Stage.of(config, layout, vocab_size, number, trained) for number in numbers]
+    if lengths is not None:
+        stages = [replace(stage, rank=lengths.of_rank(stage.rank, pack)) for stage in stages]
     return max((stage_memory(stage, pack) for stage in stages), key=lambda memory: memory.device)
 
 

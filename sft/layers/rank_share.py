@@ -18,6 +18,13 @@ class RankShare:
     sequence: float = 1.0  # share of the hidden states between layers on the rank: 1 / tp with sequence parallelism
     width: int = 2  # bytes of an element of a weight or activation
     is_fused: bool = True  # GPU kernels; False: CPU kernels, which save and copy more
+    documents: float = 1.0  # documents of a pack
+    is_uneven: bool = False  # whether a flash kernel may compute them in several calls (sft/parallel/length_classes.py)
+
+    @property
+    def sequences(self) -> float:
+        """Sequences of an attention kernel: over cp, a rank has two chunks of a document."""
+        return self.documents * (2 if self.cp > 1 else 1)
 
     def hidden(self, model: ModelConfig) -> float:
         """Bytes of one token's hidden state between layers, on one rank."""

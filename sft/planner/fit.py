@@ -22,7 +22,7 @@ def problem(task: Task, layout: Layout) -> str | None:
     """The reason why the recipe of `task` does not fit on this layout, and a change that fits; None if it fits."""
     hardware, config = task.hardware, task.config
     usable = usable_memory(hardware.gpu, nccl_bytes(config, layout))
-    memory = estimate(config, layout, task.vocab_size, trained=task.trained)
+    memory = estimate(config, layout, task.vocab_size, trained=task.trained, lengths=task.lengths)
     if memory.device <= usable.bytes:
         return None
     time = step_time(config, layout, task.vocab_size, task.lengths, hardware.constants, task.trained, task.products)

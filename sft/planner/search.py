@@ -152,5 +152,8 @@ class Search:
     def _memory(self, choice: Choice) -> Memory:
         if choice not in self._memories:
             config, layout = self._resolved(choice)
-            self._memories[choice] = estimate(config, layout, self.task.vocab_size, trained=self.task.trained)
+            task = self.task
+            self._memories[choice] = estimate(
+                config, layout, task.vocab_size, trained=task.trained, lengths=task.lengths
+            )
         return self._memories[choice]

@@ -16,10 +16,10 @@ from megatron.core.tensor_parallel import layers
 
 from sft.layers.fused_rotary import token_stride
 from sft.mcore.activations.saved_tensors import SavePolicy
-from sft.mcore.attention import length_classes
 from sft.mcore.backends import kernels
 from sft.mcore.engine import Engine
 from sft.mcore.model import core_config
+from sft.parallel import length_classes
 from tests.plain_flash import PLAIN
 from tests.ranks import scenarios
 from tests.ranks.layouts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, TP

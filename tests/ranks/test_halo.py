@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sft.layers.traffic import halo_tokens
-from sft.mcore.attention import length_classes, torch_kernel
+from sft.mcore.attention import torch_kernel
 from sft.mcore.attention.flash_kernel import FlashKernel
 from sft.mcore.attention.packed_attention import packed_attention
 from sft.mcore.attention.torch_kernel import TorchKernel
+from sft.parallel import length_classes
 from sft.parallel.context_parallel import local_indices
 from tests.plain_flash import PLAIN
 from tests.ranks.pool import Ranks, joined

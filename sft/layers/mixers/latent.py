@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from sft.config import Config, ModelConfig
 from sft.layers.mixer import Mixer, MixerBytes
 from sft.layers.mixers.softmax import heads, pair_width
-from sft.layers.mixers.softmax_bytes import TransformerEngineBytes, num_head_groups
+from sft.layers.mixers.softmax_bytes import TransformerEngineBytes, num_head_groups, query_sums
 from sft.layers.moved import Moved
 from sft.layers.rank_share import FP32, RankShare
 from sft.layers.weight import LayerWeight, has_input_norms
@@ -44,6 +44,8 @@ def _rotary(of: MixerBytes, pack: float) -> float:
 class LatentBytes(MixerBytes):
     """Bytes of multi_latent_attention.py.  `saved` is exact: tests/ranks/test_saved_tensors.py counts these bytes."""
 
+    is_deterministic: bool = False  # run.deterministic
+
     @property
     def saved(self) -> dict[str, float]:
         width, sequence, latent = self.rank.width, self.rank.sequence, self.model.latent_attention
@@ -69,11 +71,16 @@ class LatentBytes(MixerBytes):
         """Bytes of the gradients of output and queries, and of the copies that one head group needs.
 
         The copies are the group's queries, its output and the output's gradient; each counts as wide as the queries.
-        The gradient of the group's queries is in fp32.
+        The gradient of the group's queries is summed in fp32.  In several calls, the kernel has copies of the queries,
+        outputs and gradients of a call, and its results.
         """
-        width = self.rank.width
+        width, heads = self.rank.width, self._heads / self._groups
         gradients = width * (self._heads * self.model.value_head_dim + self.queries)
-        return tokens * (gradients + (3 * width + FP32) * self.queries / self._groups)
+        sums = query_sums(
+            self.rank, heads, tokens, width=self.model.resolved_head_dim, is_deterministic=self.is_deterministic
+        )
+        copies = (3 + 4 * self.rank.is_uneven) * width
+        return tokens * (gradients + copies * self.queries / self._groups) + sums
 
     def gathered(self, pack: float) -> float:
         """Peak bytes of gathered latents, and of the keys and values of one head group.
@@ -87,7 +94,8 @@ class LatentBytes(MixerBytes):
         num_keys = pack * (1 + 1 / (2 * self.rank.cp) if self.rank.cp > 1 else 1)
         width, latent = self.rank.width, self.model.latent_attention
         expanded = self._heads * (latent.qk_nope_head_dim + latent.v_head_dim)
-        group = width * max(expanded + 4 * self.queries, 2 * (expanded + self.queries)) / self._groups
+        in_kernel = 4 + 2 * self.rank.is_uneven  # a call's gradients beside those of all calls
+        group = width * max(expanded + in_kernel * self.queries, 2 * (expanded + self.queries)) / self._groups
         latents = (2 * width + FP32) * latent.compressed_width
         return num_keys * (group + latents) + FP32 * latent.compressed_width * pack * (self.rank.cp > 1)
 
@@ -183,7 +191,7 @@ class LatentAttention(Mixer):
 
     def bytes(self, config: Config, rank: RankShare, pack: float) -> MixerBytes:
         if config.attention.may_be_portable:
-            return LatentBytes(model=self.model, rank=rank)
+            return LatentBytes(model=self.model, rank=rank, is_deterministic=config.run.deterministic)
         return ExpandedBytes(model=self.model, rank=rank, cp_comm=config.parallel.cp_comm)
 
     @staticmethod

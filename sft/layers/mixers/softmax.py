@@ -64,7 +64,7 @@ class SoftmaxAttention(Mixer):
             return TransformerEngineBytes(model=self.model, rank=rank, cp_comm=config.parallel.cp_comm)
         kernels = {*(config.attention.kernels or ())}
         is_plain = kernels == {"torch"} or (has_flash(self.model) and bool(kernels) and kernels <= {"torch", "ffpa"})
-        return PortableBytes(model=self.model, rank=rank, is_plain=is_plain)
+        return PortableBytes(model=self.model, rank=rank, is_plain=is_plain, is_deterministic=config.run.deterministic)
 
     @staticmethod
     def divided_by_tp(model: ModelConfig) -> dict[str, int]:

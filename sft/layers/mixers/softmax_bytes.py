@@ -4,17 +4,19 @@ Both save queries, keys, values and outputs; te also saves outputs of norms.  Th
 values over cp, and te sends them as parallel.cp_comm says.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from sft.config import ModelConfig
 from sft.layers.mixer import MixerBytes
-from sft.layers.rank_share import FP32
+from sft.layers.rank_share import FP32, RankShare
 
 MAX_FLASH_HEAD = 256  # width of the widest heads that torch's flash kernel has
 MAX_HEAD_GROUPS = 4  # more groups would make kernels and messages too small
 GATED = "gate, gated output"
 SCORE_TILE = 256 * 512  # scores of a head that torch_kernel.py computes at a time
+MULTIPROCESSORS = 148  # of a B200, which has the most
 LARGE_SCORE_TILE = 1024 * 2048  # the same in bf16 on CUDA
 
 
@@ -24,6 +26,17 @@ def num_head_groups(num_key_heads: int) -> int:
     8 key heads -> 4 groups        6 -> 3        5 -> 1
     """
     return max(n for n in range(1, MAX_HEAD_GROUPS + 1) if num_key_heads % n == 0)
+
+
+def query_sums(rank: RankShare, heads: float, tokens: float, *, width: float, is_deterministic: bool) -> float:
+    """Bytes of the fp32 sums of the gradients of queries in a flash kernel.  heads: of the call; width: of a head
+
+    There are 128 rows more for each sequence; those of one document are left out.  With run.deterministic,
+    FlashAttention-2 has ceil(multiprocessors / (sequences x heads)) tensors of sums (flash_api.cpp, mha_varlen_bwd).
+    """
+    copies = math.ceil(MULTIPROCESSORS / (rank.sequences * heads)) if is_deterministic else 1
+    rows = tokens + 128 * (rank.sequences - rank.sequences / rank.documents)
+    return copies * FP32 * heads * width * rows
 
 
 def has_flash(model: ModelConfig) -> bool:
@@ -108,6 +121,7 @@ class _Kernel(NamedTuple):
     sums_pairs    it also holds the gradients of keys and values in fp32
     is_unsummed   it holds the gradients of keys and values for each query head, before it sums them per key head
     copies_views  with several head groups, it copies the queries, keys and values of a group
+    starts_all_blocks  it starts as many blocks for each sequence as for the longest (sft/parallel/length_classes.py)
     """
 
     is_flash: bool = True
@@ -115,10 +129,12 @@ class _Kernel(NamedTuple):
     sums_pairs: bool = False
     is_unsummed: bool = False
     copies_views: bool = False
+    starts_all_blocks: bool = False
 
 
 _PLAIN = _Kernel(is_flash=False)
-_FLASH2 = _Kernel(sums_queries=True, is_unsummed=True)  # FlashAttention-4 may run instead, and takes no more memory
+# FlashAttention-4 may run instead, and takes no more memory.
+_FLASH2 = _Kernel(sums_queries=True, is_unsummed=True, starts_all_blocks=True)
 _FLASH4 = _Kernel(sums_queries=True, sums_pairs=True)
 _FFPA = _Kernel(copies_views=True)
 
@@ -129,10 +145,12 @@ class PortableBytes(SoftmaxBytes):
 
     kernel    the attention kernel; None: the kernel that takes most memory among those that may run
     is_plain  whether the recipe wants plain torch
+    is_deterministic  run.deterministic
     """
 
     kernel: _Kernel | None = None
     is_plain: bool = False
+    is_deterministic: bool = False
 
     def rotary(self, pack: float) -> float:
         """Bytes of cosine and sine of this rank's tokens, for one or two bases."""
@@ -183,16 +201,26 @@ class PortableBytes(SoftmaxBytes):
 
         With several groups, a flash kernel has copies of the group's output and of its gradient.  The plain kernel
         holds three tiles of scores for the heads of a group: the weights, their gradient, and the weights of the
-        previous tile; in bf16 on CUDA also one tile in bf16, as a factor of a product.
+        previous tile; in bf16 on CUDA also one tile in bf16, as a factor of a product.  A call for a class of lengths
+        has copies of its queries, outputs and their gradients, and its results beside those of all classes.
         """
         kernel, width = self._kernel, self.rank.width
         copied = (2 * kernel.is_flash + kernel.copies_views) * (groups > 1)
-        group = (1 + copied) * width + FP32 * kernel.sums_queries
+        group = (1 + copied + 4 * self._has_classes) * width
         heads = self.model.num_attention_heads / self.rank.tp / groups
+        sums = kernel.sums_queries and query_sums(
+            self.rank,
+            heads,
+            tokens,
+            width=self.model.resolved_head_dim,
+            is_deterministic=self.is_deterministic and kernel.is_unsummed,
+        )
+        keys = self._has_classes * width * self.pairs * num_keys  # copies of a class's keys and values
         is_large = self.rank.is_fused and width < FP32
         of_head = (3 * FP32 + width) * LARGE_SCORE_TILE if is_large else 3 * FP32 * SCORE_TILE
         tiles = 0.0 if kernel.is_flash else heads * of_head
-        return tokens * (self.rotated + group * self.queries / groups) + self._gradients(num_keys) + tiles
+        own = tokens * (self.rotated + group * self.queries / groups) + sums + keys
+        return own + self._gradients(num_keys) + tiles
 
     def _keys(self, num_keys: float, num_sums: float) -> float:
         """Peak bytes of gathered keys and values of all heads.  During the kernel, they exist with their gradients.
@@ -207,9 +235,13 @@ class PortableBytes(SoftmaxBytes):
         kernel, width = self._kernel, self.rank.width
         if not kernel.is_flash:
             return num_keys * FP32 * self.pairs
-        return num_keys * (
-            width * (self.pairs + self.unsummed * kernel.is_unsummed) + FP32 * self.pairs * kernel.sums_pairs
-        )
+        pairs = self.pairs * (1 + self._has_classes)
+        return num_keys * (width * (pairs + self.unsummed * kernel.is_unsummed) + FP32 * self.pairs * kernel.sums_pairs)
+
+    @property
+    def _has_classes(self) -> bool:
+        """Whether the kernel may compute the pack in several calls, each with nearly all tokens at worst."""
+        return self._kernel.starts_all_blocks and self.rank.is_uneven
 
     @property
     def _kernel(self) -> _Kernel:

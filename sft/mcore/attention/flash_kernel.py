@@ -24,11 +24,11 @@ from torch import Tensor
 
 from sft.layers import kernel_rates
 from sft.mcore.attention.key_source import AllGatheredKeys, HaloKeys, KeySource, LocalKeys
-from sft.mcore.attention.length_classes import length_classes
 from sft.mcore.attention.package import Package
 from sft.mcore.device import send
 from sft.parallel import context_parallel
 from sft.parallel.halo import Halo
+from sft.parallel.length_classes import length_classes
 
 OTHER_MAKER = (0, 0)  # AMD's numbers mean other things, and there torch's flash kernel alone runs
 

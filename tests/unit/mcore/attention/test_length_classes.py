@@ -9,11 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from sft.mcore.attention import length_classes
+from sft.estimate.lengths import Lengths
+from sft.layers.mixers.softmax_bytes import PortableBytes
+from sft.layers.rank_share import RankShare
 from sft.mcore.attention.flash2 import FLASH2
 from sft.mcore.attention.flash4 import FLASH4
 from sft.mcore.attention.flash_kernel import FlashKernel
+from sft.parallel import length_classes
+from tests.builders import LLAMA_8B, layout_config
 from tests.plain_flash import PLAIN
+from tests.ranks.alive import Alive
 
 CPU, CP = torch.device("cpu"), 8
 STARTS_ALL = replace(PLAIN, starts_all_blocks=True)
@@ -114,3 +119,47 @@ def test_results_are_those_of_one_call(always: Any, cp: int, rank: int, window: 
     inputs = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     for found, expected in zip(both_passes(split, inputs), both_passes(one, inputs), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)  # sums of gradients of keys in another order
+
+
+def test_the_memory_of_several_calls() -> None:
+    """Backward of a document of 4,096 tokens beside 512 of 32 copies the rows of a class, and has its gradients beside
+    those of all classes.  The estimate takes a class with all tokens; here the larger of the two has 4/5 of them."""
+    lengths, heads, groups, width = [32] * 256 + [4096] + [32] * 256, 4, 2, 8
+    tokens = sum(lengths)
+
+    def backward(*arguments: Any, **options: Any) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(x) for x in arguments[1:4])
+
+    peaks = {}
+    for starts_all in (False, True):
+        operators = replace(PLAIN, backward=backward, pads_values=False, starts_all_blocks=starts_all)
+        kernel = FlashKernel.of(boundaries(lengths), 1, 0, CPU, operators=operators)
+        query = torch.zeros(tokens, heads, width)
+        keys, values = torch.zeros(2, tokens, groups, width)
+        with Alive() as alive:
+            kernel.backward(query, query, keys, values, query, torch.zeros(heads, tokens), 1.0)
+        assert len(kernel.calls) == 1 + starts_all
+        peaks[starts_all] = alive.peak
+    rank = RankShare(width=4)
+    config = layout_config(
+        model={**LLAMA_8B, "num_attention_heads": heads, "num_query_groups": groups, "head_dim": width},
+        attention={"backend": "portable"},
+    )
+    uneven = Lengths.of_corpus(np.array(lengths)).of_rank(rank, tokens)
+    assert uneven == replace(rank, documents=513.0, is_uneven=True)
+    even = Lengths.all_of(4096).of_rank(rank, 16_384)
+    assert even == replace(rank, documents=4.0)
+    found = [PortableBytes(model=config.model, rank=share).local(tokens) for share in (rank, uneven)]
+    sums = 4 * heads * width * 128 * 512  # fp32 sums of gradients of queries: 128 rows for each of 512 documents more
+    extra = peaks[True] - peaks[False]
+    assert 0.75 < extra / (found[1] - found[0] - sums) <= 1.0
+
+
+def test_deterministic_sums_of_query_gradients() -> None:
+    """One document on cp 8: two sequences x 8 heads of a group.  148 / 16 -> 10 tensors instead of one."""
+    config = layout_config(model=LLAMA_8B, attention={"backend": "portable"})
+    rank = RankShare(cp=8)
+    once, more = (
+        PortableBytes(model=config.model, rank=rank, is_deterministic=flag).local(1024) for flag in (False, True)
+    )
+    assert more - once == 9 * 4 * 8 * 128 * 1024

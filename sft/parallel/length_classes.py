@@ -24,17 +24,27 @@ def length_classes(num_queries: np.ndarray, num_keys: np.ndarray) -> list[np.nda
     blocks = np.stack([-(-num_queries // BLOCK), -(-num_keys // BLOCK)], axis=1)
     order = np.lexsort((np.arange(len(blocks)), blocks[:, 0], blocks[:, 1]))
     kinds, counts = np.unique(blocks[order][:, ::-1], axis=0, return_counts=True)  # by keys, then by queries
-    in_one_call = int(counts.sum()) * (int(kinds[:, 0].max()) + int(kinds[:, 1].max()))
     copies = COPY_BLOCKS * float(num_queries.sum())
-    if (
-        in_one_call - int(counts @ kinds.sum(1)) <= copies + CALL_BLOCKS
-    ):  # even classes without a block too many do not pay
+    if not may_pay(kinds, counts, float(num_queries.sum())):
         return [np.arange(len(blocks))]
     ends, cost = _cuts(kinds, counts)
-    if cost + copies >= in_one_call:
+    if cost + copies >= _in_one_call(kinds, counts):
         return [np.arange(len(blocks))]
     stops = np.cumsum(counts)[np.array(ends) - 1]
     return [np.sort(part) for part in np.split(order, stops[:-1])]
+
+
+def may_pay(kinds: np.ndarray, counts: np.ndarray, tokens: float) -> bool:
+    """Whether classes without a block too many would pay.
+
+    kinds: [kinds, 2], blocks of keys and of queries of a sequence; counts: sequences of each kind, also fractions
+    tokens: queries of all sequences
+    """
+    return bool(_in_one_call(kinds, counts) - counts @ kinds.sum(1) > COPY_BLOCKS * tokens + CALL_BLOCKS)
+
+
+def _in_one_call(kinds: np.ndarray, counts: np.ndarray) -> float:
+    return float(counts.sum() * (kinds[:, 0].max() + kinds[:, 1].max()))
 
 
 def _cuts(kinds: np.ndarray, counts: np.ndarray) -> tuple[list[int], float]:

@@ -21,7 +21,7 @@ from sft.estimate.parameters import stage_parameters
 from sft.estimate.stage import Stage
 from sft.layers.adapters import Trained
 from sft.layers.kinds import layer_groups
-from sft.layers.traffic import Passes
+from sft.parallel.cp_bytes import passes
 from sft.parallel.layout import Layout
 from sft.recipe.load import load_recipe
 from tools import page_text
@@ -99,7 +99,7 @@ def _context_parallel(config: Config, layout: Layout) -> Iterator[Traffic]:
     length = np.array([config.data.seq_length])
     num_bytes: dict[str, float] = defaultdict(float)
     for group in layer_groups(config.model):
-        traffic = group.mixer.traffic(config, Passes(num=2, of_attention=2, width=BF16))
+        traffic = group.mixer.traffic(config, passes(config, group.mixer))
         received = traffic.gathered * length * (layout.cp - 1) + traffic.others(length, layout.cp)
         num_bytes[MESSAGES[group.mixer.kind]] += len(group.numbers) * float(received.sum())
     names = list(dict.fromkeys(MESSAGES.values())) if uses_portable(config) else [MESSAGES["linear attention"]]
@@ -112,19 +112,22 @@ def _share(size: int) -> float:
     return (size - 1) / size
 
 
-def tensor_parallel(config: Config) -> int:
-    """The number of all-gathers and reduce-scatters of hidden states in a dense layer, with sequence parallelism.
+def tensor_parallel(config: Config) -> float:
+    """The mean number of all-gathers and reduce-scatters of hidden states in a dense layer, with sequence parallelism.
 
     Forward has four, before and after attention and the MLP.  Backward has six: two gather the input of a Linear again
-    for the gradient of its weight.  Recomputation repeats the two of the MLP (selective) or all four (full).
+    for the gradient of its weight.  Recomputation repeats the two of the MLP and of linear attention (selective) or all
+    four.
     """
-    return 10 + {"none": 0, "selective": 2, "full": 4}[config.train.recompute]
+    groups = layer_groups(config.model)
+    share = sum(len(group.numbers) for group in groups if group.mixer.is_recomputed) / config.model.num_layers
+    return 10 + {"none": 0.0, "selective": 2 + 2 * share}.get(config.train.recompute, 4.0)
 
 
 def experts(config: Config, tokens: float) -> float:
     """Bytes of a layer's all-to-alls: hidden states with fp32 router weights to the experts, outputs back, and the
     gradients of both."""
-    model, repeated = config.model, 1 if config.train.recompute == "full" else 0
+    model, repeated = config.model, 1 if config.train.repeats_layers else 0
     sent = tokens * (model.moe.top_k or 0)
     return (2 + repeated) * sent * (2 * BF16 * model.hidden_size + FP32)
 

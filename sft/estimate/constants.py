@@ -24,13 +24,16 @@ GEMM_SHARES = ((16, 0.08), (64, 0.25), (128, 0.38), (256, 0.48), (512, 0.56), (1
 # Shares of a kernel's rate with long documents (sft/layers/kernel_rates.py), by the tokens of a document on a rank.  On
 # an H200, documents of 2K reached 0.67 to 0.79 forward and 0.73 to 0.76 backward, with two kernels and two widths.  The
 # other points are assumed.  A window of 128, which counts as a document of 256, reached 0.15 to 0.24.
-ATTENTION_SHARES = ((128, 0.12), (256, 0.20), (512, 0.42), (2048, 0.75), (8192, 0.93), (32768, 1.0))
+ATTENTION_SHARES = ((128, 0.06), (256, 0.10), (512, 0.30), (2048, 0.65), (8192, 0.93), (32768, 1.0))
 # TFLOP/s of FLA's forward pass with heads of 128 and 32K tokens, by value heads x sequences: FLA 0.5.1 on an H200 and a
 # GB200 (QwenLM/FlashQLA, benchmark_results_H200.txt and benchmark_results_GB200.txt).
 DELTA_RULE: Mapping[str, tuple[tuple[float, float], ...]] = {
     HOPPER: ((8, 28.6), (16, 41.5), (24, 49.7), (32, 54.7), (48, 57.0), (64, 61.9)),
     BLACKWELL: ((8, 25.4), (16, 41.1), (24, 50.7), (32, 59.0), (48, 61.3), (64, 70.0)),
 }
+# Products of the delta rule in plain torch are in fp32, without TF32, with sides of 64 to 128 numbers.  fp32 peak / bf16
+# peak: 67 / 989 (H100 data sheet).  Assumed: they reach the share of their peak that bf16 products with a side of 64 do.
+FP32_PEAK, PLAIN_SIDE = 0.068, 64
 REFERENCE_WIDTH = 128  # width of the heads for which constants have the rate of attention
 HOST_ADAM_GB_S = 60.0  # two sockets, shared by 8 GPUs; Adam on the CPU moves 28 bytes per parameter
 
@@ -118,6 +121,11 @@ class Constants:
             value = getattr(self, field.name)
             if isinstance(value, Constant | Curve):
                 yield field.name, value
+
+    @property
+    def plain_tflops(self) -> float:
+        """Assumed TFLOP/s of the fp32 products of the delta rule in plain torch.  H100: 0.25 x 989 x 0.068 = 17"""
+        return self.gemm_tflops.at(PLAIN_SIDE) * (1.0 if self.gpu == "cpu" else FP32_PEAK)
 
     def with_peak(self, tflops: float) -> "Constants":
         """The constants for another peak.  The rates of matrix products and attention change in proportion to it."""

@@ -2,6 +2,7 @@
 
 matrix products   FLOPs / the rate for the smallest of their three sizes
 attention         causal FLOPs of each document / the kernel's rate for the document's tokens on a rank
+delta rule        FLOPs / FLA's rate; in plain torch, FLOPs / the rate of fp32 products + bytes / bandwidth
 elementwise       bytes that norms, rotary positions, activations and residual sums read and write / bandwidth
 """
 
@@ -11,14 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from sft.config import Config
-from sft.estimate.attention_kernels import Kernels, attention_kernels, relative
+from sft.estimate.attention_kernels import Kernels, attention_kernels, relative, uses_portable
 from sft.estimate.constants import Constants
 from sft.estimate.lengths import Lengths
 from sft.estimate.products import Product, attention_flops
 from sft.estimate.saved_by_layer import saving_layers
 from sft.layers.kernel_rates import BACKWARD
 from sft.layers.kinds import layer_groups
-from sft.layers.mixer import Mixer, Moved
+from sft.layers.mixer import Mixer
+from sft.layers.moved import Moved, frame, total
 from sft.parallel.layout import Layout
 
 GRADIENT_SUM_BYTES = 10  # per parameter and microbatch: a bf16 gradient is read, its fp32 sum read and written
@@ -52,14 +54,14 @@ class LayerWork:
         """
         train = self.config.train
         repeats_states = train.recompute in ("selective", "full")  # selective repeats linear attention as a whole
-        attention, gradients = self._attention()
+        attention, gradients = self.attention()
         states, state_gradients = self._states()
-        element, recomputed = self._elementwise()
+        element = self._elementwise()
         linear = self.seconds(products)
         repeated = Seconds(
             linear=linear[1],
             attention=attention * train.repeats_attention + states * repeats_states,
-            elementwise=recomputed,
+            elementwise=element.repeated,
         )
         return (
             Seconds(linear=linear[0], attention=attention + states, elementwise=element.forward),
@@ -79,7 +81,7 @@ class LayerWork:
         run = product.flops / (tflops * 1e12)
         return product.forward * run, product.repeated * run, (product.inputs + product.weights) * run
 
-    def _attention(self) -> tuple[float, float]:
+    def attention(self) -> tuple[float, float]:
         """Seconds of softmax attention on a rank, forward and backward.
 
         With a window, a query has as many keys as the average query of a document that is twice as long.
@@ -100,15 +102,20 @@ class LayerWork:
 
     def _states(self) -> tuple[float, float]:
         """Seconds of the delta rule, forward and backward."""
-        layout, total = self.layout, [0.0, 0.0]
+        layout, constants, total = self.layout, self.constants, [0.0, 0.0]
         tokens = self.config.data.seq_length / layout.cp
         for group in layer_groups(self.config.model):
-            products = len(group.numbers) * group.mixer.state_products
-            if not products:
+            if not group.mixer.state_products:
                 continue
-            rate = self.constants.linear_attention.at(self._sequences(group.mixer))
-            run = 2.0 * products * tokens / (layout.pp * layout.tp * rate * 1e12)
-            total = [before + passes * run for before, passes in zip(total, group.mixer.state_passes(layout.cp))]
+            work = group.mixer.state_work(self.config, layout.cp)
+            if work.flops:
+                run = work.flops / (constants.plain_tflops * 1e12)
+                run += work.num_bytes / (constants.elementwise_gb_s.value * 1e9)
+            else:
+                run = 2.0 * group.mixer.state_products
+                run /= constants.linear_attention.at(self._sequences(group.mixer)) * 1e12
+            run *= len(group.numbers) * tokens / (layout.pp * layout.tp)
+            total = [before + passes * run for before, passes in zip(total, (work.forward, work.backward))]
         return total[0], total[1]
 
     def _sequences(self, mixer: Mixer) -> float:
@@ -120,24 +127,10 @@ class LayerWork:
         documents = float(self.lengths.of_pack(self.config.data.seq_length)[1].sum())
         return heads * max(1.0, documents if self.layout.cp == 1 else 2 * documents)
 
-    def _elementwise(self) -> tuple[Moved, float]:
-        """Seconds of norms, rotary positions, activations and residual sums, and those of recomputation.
-
-        selective repeats the norm and the activation of the MLP, about 0.6 of a layer, and all of linear attention.
-        """
-        model, layout, rank = self.config.model, self.layout, self.layout.share(self.config)
-        hidden = (2 * model.num_layer_norms + 6) * model.hidden_size * rank.sequence
-        share = {"none": 0.0, "selective": 0.6}.get(self.config.train.recompute, 1.0)
-        forward, backward, repeated = 0.0, 0.0, 0.0
-        for group in layer_groups(model):
-            number, mixer = len(group.numbers), group.mixer.moved(self.config, rank)
-            others = rank.width * (hidden + group.mlp.moved(rank))
-            forward += number * (others + mixer.forward)
-            backward += number * (2 * others + mixer.backward)
-            is_whole = group.mixer.is_recomputed and share > 0.0
-            repeated += number * (share * others + (1.0 if is_whole else share) * mixer.forward)
-        scale = self.config.data.seq_length / layout.cp / layout.pp / (self.constants.elementwise_gb_s.value * 1e9)
-        return Moved(scale * forward, scale * backward), scale * repeated
+    def _elementwise(self) -> Moved:
+        """Seconds of norms, rotary positions, activations, copies and residual sums."""
+        scale = self.config.data.seq_length / self.layout.cp / (self.constants.elementwise_gb_s.value * 1e9)
+        return Moved(*(scale * num_bytes for num_bytes in elementwise_bytes(self.config, self.layout)))
 
     def gradient_sums(self, num_trained: float) -> float:
         """Seconds in which the gradients of a microbatch are added to their fp32 sums."""
@@ -154,6 +147,20 @@ class LayerWork:
         num_bytes = fraction * saved * pack / self.layout.cp / self.layout.pp
         copied = num_bytes / (self.constants.pcie_gb_s.value * 1e9)
         return max(0.0, copied - forward_s) + max(0.0, copied - backward_s)
+
+
+def elementwise_bytes(config: Config, layout: Layout) -> Moved:
+    """Bytes per token that elementwise operations of a stage's layers move: forward, backward and recomputation."""
+    rank, is_portable, layers = layout.share(config), uses_portable(config), []
+    for group in layer_groups(config.model):
+        parts = total(
+            frame(group.model, rank, is_portable=is_portable, repeats_mixer=group.mixer.is_recomputed),
+            group.mixer.moved(config, rank, is_portable=is_portable),
+            group.mlp.moved(rank),
+        )
+        repeated = {"none": 0.0, "selective": parts.repeated}.get(config.train.recompute, parts.forward)
+        layers.append(Moved(*(len(group.numbers) / layout.pp * x for x in parts._replace(repeated=repeated))))
+    return total(*layers)
 
 
 def cp_sizes(layout: Layout, tokens: np.ndarray, config: Config) -> list[int]:

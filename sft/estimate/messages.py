@@ -68,8 +68,8 @@ class Messages:
         # Share of the layers that have a dense MLP or a shared expert, which tp splits.
         has_mlp = 1.0 if model.moe.shared_ffn_hidden_size is not None else 1 - expert_share(model)
         blocks = 1 + has_mlp
-        repeats_mixers = any(group.mixer.is_recomputed for group in layer_groups(model))
-        repeated = {"none": 0, "selective": has_mlp + repeats_mixers / 2}.get(recompute, blocks)
+        mixers = sum(len(g.numbers) for g in layer_groups(model) if g.mixer.is_recomputed) / model.num_layers
+        repeated = {"none": 0, "selective": has_mlp + mixers}.get(recompute, blocks)
         num = blocks + repeated  # forward and recomputation, each with a gather and a scatter
         # Nothing hides the gathers of the gradients of outputs.  Matrix products hide the second gather of inputs, and
         # the scatter of their gradients.

@@ -12,23 +12,23 @@ from typing import ClassVar, NamedTuple
 
 from sft.config import Config, ModelConfig
 from sft.config.mixer_section import LayerKind
+from sft.layers.moved import Moved
 from sft.layers.rank_share import RankShare
 from sft.layers.traffic import Passes, Traffic
 from sft.layers.weight import LayerWeight
 
 
-class Moved(NamedTuple):
-    """Bytes per token that elementwise operations of a mixer read and write."""
+class StateWork(NamedTuple):
+    """The work of the delta rule.
+
+    forward, backward  as multiples of one forward pass without maps of fragments
+    flops, num_bytes   of this pass in plain torch, per token and divided among tp ranks; 0: a fused kernel computes it
+    """
 
     forward: float
     backward: float
-
-
-class StatePasses(NamedTuple):
-    """The work of the delta rule, as multiples of its forward pass."""
-
-    forward: float
-    backward: float
+    flops: float = 0.0
+    num_bytes: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,12 +153,10 @@ class Mixer(ABC):
         """Multiplications per token with the state of linear attention, in forward."""
         return 0
 
-    def state_passes(self, cp_size: int) -> StatePasses:
+    def state_work(self, config: Config, cp_size: int) -> StateWork:
         """The work of linear attention in one layer, for long documents on cp_size ranks."""
-        return StatePasses(0.0, 0.0)
+        return StateWork(0.0, 0.0)
 
-    def moved(self, config: Config, rank: RankShare) -> Moved:
-        """Bytes per token that norms of heads and rotary positions read and write."""
-        heads = (self.model.num_attention_heads + self.model.resolved_query_groups) * self.model.resolved_head_dim
-        forward = rank.width * heads * (2 + 2 * self.model.qk_norm) / rank.tp
-        return Moved(forward, 2 * forward)
+    @abstractmethod
+    def moved(self, config: Config, rank: RankShare, *, is_portable: bool) -> Moved:
+        """Bytes of the mixer without the norm before it.  is_portable: whether attention runs on that backend"""

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from sft.config import ModelConfig
 from sft.config.train import Recompute
+from sft.layers.moved import Moved
 from sft.layers.rank_share import FP32, RankShare
 from sft.layers.weight import LayerWeight
 
@@ -98,8 +99,8 @@ class Mlp(ABC):
         return 0.0
 
     @abstractmethod
-    def moved(self, rank: RankShare) -> float:
-        """Elements per token that activation functions, and copies to experts and back, read and write."""
+    def moved(self, rank: RankShare) -> Moved:
+        """Bytes of activation functions, and of copies to experts and back."""
 
     @staticmethod
     @abstractmethod

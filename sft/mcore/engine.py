@@ -35,7 +35,7 @@ from sft.mcore.model.mixers import packed_documents
 from sft.mcore.optimizer import build, host_threads
 from sft.mcore.process_groups import ProcessGroups
 from sft.mcore.progress import PassProgress, named
-from sft.mcore.sharding.model import output_weight_in_use, publish_weights
+from sft.mcore.sharding.model import output_weight_in_use
 from sft.metrics.accumulator import Accumulator, SupervisedTokens
 from sft.metrics.totals import ExpertLoad, StepResult, Totals
 from sft.parallel.cp_bytes import CpBytes
@@ -65,7 +65,7 @@ class Engine:
         progress: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.config, self.layout, self.groups = config, layout, groups
-        self.vocab_size, self.trained = vocab_size, trained
+        self.vocab_size, self.trained, self.has_weights = vocab_size, trained, False
         self.backend = choose_alike(config, groups)
         self.chunks = model.build(config, layout, groups, vocab_size, self.backend, trained=trained, trains=trains)
         self._save_policy = self._make_save_policy()
@@ -83,7 +83,6 @@ class Engine:
         self._denominator = 0.0  # denominator of the global batch of this step
         self._mtp_loss = MtpLoss(config)
         self.local_losses: list[float] = []
-        self.has_weights = False
 
     def train_step(
         self, microbatches: Sequence[Microbatch], *, sources: Sequence[str] = (), data_wait_s: float = 0.0
@@ -100,8 +99,7 @@ class Engine:
             grad_norm = 0.0
         else:
             finite = math.isfinite(totals.objective)
-            grad_norm = build.update(self.optimizer, self.groups.device) if finite else math.nan
-            publish_weights(self.chunks)
+            grad_norm = build.update(self.optimizer, self.chunks, self.groups.device) if finite else math.nan
         skipped = totals.num_tokens == 0 or not math.isfinite(grad_norm)
         experts, rate = self._expert_load(), self.config.model.moe.bias_update_rate
         if experts is not None and rate and not skipped:

@@ -8,7 +8,8 @@ The bytes of a document are summed over layers.  The files of sft/layers/mixers 
     window attention    Keys, values and gradients as above, but only of the tokens in halos (`halo_tokens`)
     linear attention    Tokens of short documents, maps and states of long ones, and halos of the convolution
 
-With train.recompute = full, forward runs twice; with attention_kept, all of it but attention.
+With train.recompute = full, forward runs twice; with attention_kept, all of it but attention.  With selective, linear
+attention runs twice, and nothing else that sends over cp.
 
 Bytes outside of layers, such as metrics and gradients of weights, are not counted.
 """
@@ -19,6 +20,7 @@ import numpy as np
 
 from sft.config import Config
 from sft.layers.kinds import all_layer_groups
+from sft.layers.mixer import Mixer
 from sft.layers.rank_share import FP32
 from sft.layers.traffic import Passes, Traffic
 from sft.parallel.alignment import aligned
@@ -43,14 +45,8 @@ class CpBytes:
         Llama 8B in bf16 on tp 2: a token has 4 x 2 x 128 elements of keys and values on a rank in each of 32 layers.
         They are sent twice in bf16, and their gradients once in fp32 -> kv_bytes = 1,024 x 32 x 8 = 262,144
         """
-        train = config.train
-        passes = Passes(
-            num=3 if train.repeats_layers else 2,
-            of_attention=3 if train.repeats_attention else 2,
-            width=FP32 if config.run.precision == "fp32" else FP32 // 2,
-        )
         layers = [
-            (len(group.numbers) / config.parallel.pp, group.mixer.traffic(config, passes))
+            (len(group.numbers) / config.parallel.pp, group.mixer.traffic(config, passes(config, group.mixer)))
             for group in all_layer_groups(config.model)
         ]
         return CpBytes(
@@ -83,3 +79,14 @@ class CpBytes:
         for number, traffic in self.others:
             total += number * traffic.others(padded, cp_size)
         return total
+
+
+def passes(config: Config, mixer: Mixer) -> Passes:
+    """The passes of a layer with this mixer, by train.recompute."""
+    train = config.train
+    repeats_mixer = mixer.is_recomputed and train.recompute == "selective"
+    return Passes(
+        num=3 if train.repeats_layers or repeats_mixer else 2,
+        of_attention=3 if train.repeats_attention or repeats_mixer else 2,
+        width=FP32 if config.run.precision == "fp32" else FP32 // 2,
+    )

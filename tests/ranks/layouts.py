@@ -17,6 +17,8 @@ DIMENSIONS = {
     "dp": [1, 2, 4],
     "ep": [1, 2, 4],
     "distributed_optimizer": [False, True],
+    "shard": ["optimizer", "gradients", "weights"],
+    "shard_size": [None, 2],
     "recompute": ["none", "selective", "full"],
     "activation_offload": [0, 1],
     "optimizer_offload": [0, 1],
@@ -119,9 +121,11 @@ def fits(case: Case) -> bool:
     There are at most four ranks.  Sequence parallelism has no effect without tp, and experts with tp need it.  Virtual
     stages need a pipeline, whole layers, and a number of microbatches that is a multiple of pp.  Dynamic CP needs cp.
     ep needs experts, and divides tp x cp x dp.  Activation offload is only allowed if most activations are recomputed.
-    megatron-core's CPU optimizer needs bf16 and the distributed optimizer.
+    megatron-core's CPU optimizer needs bf16 and the distributed optimizer.  Sharding needs the distributed optimizer
+    and several ranks of dp x cp, and weights are not sharded in a pipeline.
     """
     tp, pp, virtual, dp, ep = (case[key] for key in ("tp", "pp", "virtual_stages", "dp", "ep"))
+    is_sharded, copies = case["shard"] != "optimizer", dp * case["cp"]
     return (
         world_size(case) <= 4
         and case["sequence_parallel"] <= (tp > 1)
@@ -130,6 +134,9 @@ def fits(case: Case) -> bool:
         and (virtual == 1 or (pp > 1 and NUM_LAYERS % (pp * virtual) == 0 and GLOBAL_BATCH_SIZE // dp % pp == 0))
         and (ep == 1 or (case["model"] in MIXTURES and tp * case["cp"] * dp % ep == 0))
         and (not case["activation_offload"] or case["recompute"] != "none")
+        and (not is_sharded or (case["distributed_optimizer"] and copies > 1))
+        and (case["shard"] != "weights" or pp == 1)
+        and (case["shard_size"] is None or (is_sharded and copies == 4))
         and (not case["optimizer_offload"] or (case["precision"] == "bf16" and case["distributed_optimizer"]))
     )
 
@@ -139,6 +146,8 @@ def overrides(case: Case) -> list[str]:
         *MODELS[case["model"]],
         *(f"parallel.{key}={case[key]}" for key in ("tp", "cp", "pp", "virtual_stages", "ep")),
         *(f"parallel.{key}={str(case[key]).lower()}" for key in SWITCHES),
+        f"parallel.shard={case['shard']}",
+        f"parallel.shard_size={case['shard_size'] or 'null'}",
         *(SLOW_CP if case["dynamic_cp"] else []),
         f"train.recompute={case['recompute']}",
         f"train.offload_fraction={case['activation_offload']}",

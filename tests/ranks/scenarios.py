@@ -174,7 +174,7 @@ def count_parameters(engine: Engine) -> int:
     once."""
     total = torch.zeros((), dtype=torch.int64)
     for chunk in engine.chunks:
-        for param in chunk.parameters():
+        for param in chunk.module.parameters():
             split = getattr(param, "tensor_model_parallel", False)
             if (split or engine.groups.tp_rank == 0) and not getattr(param, "shared", False):
                 total += param.numel()
@@ -183,11 +183,25 @@ def count_parameters(engine: Engine) -> int:
 
 
 def parameter_hash(engine: Engine) -> str:
-    digest = hashlib.sha256()
-    for chunk in engine.chunks:
-        for _, param in sorted(chunk.named_parameters()):
-            digest.update(param.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    """A hash of all weights of the model on this rank.  Collective if weights are sharded."""
+    found = {
+        name: hashlib.sha256(weight.contiguous().view(torch.uint8).numpy()).hexdigest()
+        for name, weight in weights_of(engine)
+    }
+    return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()
+
+
+def weights_of(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    """All weights of this rank's chunks.  A sharded weight is whole only until the next one is asked for."""
+    for number, chunk in enumerate(engine.chunks):
+        units = {id(p): unit for unit in getattr(chunk, "units", ()) for flat in unit.flats for p in flat.params}
+        for name, param in chunk.module.named_parameters():
+            unit = units.get(id(param))
+            if unit is not None:
+                unit.make_whole()
+            yield f"{number}.{name}", param.detach().clone()  # numpy would keep the memory of a shard
+            if unit is not None:
+                unit.free()
 
 
 def optimizer_hash(engine: Engine) -> str:

@@ -105,6 +105,7 @@ CASES = [
     ("deepseek_v3", ["kv_b_proj", "q_a_proj"], 4, [*PP, *SP, FULL]),
     ("qwen3", ["k_proj", "up_proj"], 4, [*TP, *PP, SELECTIVE]),
     ("phi3", "all-linear", 4, [*CP, *SP, FULL]),
+    ("qwen3", "all-linear", 2, [*CP, *SHARDED, "parallel.shard=weights", FULL]),
 ]
 LATENT_GRID = [
     ("moonlight", ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj"], 2, SP),

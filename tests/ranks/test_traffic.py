@@ -4,20 +4,25 @@ covered."""
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sft.parallel.cp_bytes import CpBytes
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
 from tests.builders import answer
 from tests.ranks import scenarios
-from tests.ranks.layouts import MOE
+from tests.ranks.layouts import LINEAR, MOE
 from tests.ranks.pool import Ranks
 from tools import traffic_table
 
 COMMON = ["run.precision=bf16", f"model.vocab_size={scenarios.VOCAB}"]
 TP = ["parallel.tp=2", "parallel.sequence_parallel=true", "train.global_batch_size=1"]
+# Linear attention in every layer; the test writes the numbers of the layers.
+LINEAR_TP = [*TP, *LINEAR, "model.linear_attention.layers=EVERY"]
 EP = [*MOE, "parallel.ep=2", "parallel.cp=2", "train.global_batch_size=1"]
 DP = ["parallel.distributed_optimizer=true", "train.global_batch_size=2"]
 PADDING_TOLERANCE = 0.02  # for gradients, which megatron-core pads to a multiple of the number of ranks
@@ -41,6 +46,18 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Leaving(TorchDispatchMode):
+    """Bytes of all-to-alls that leave this rank."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.c10d.alltoall_base_.default:
+            message, rows = args[1], args[4]
+            self.num_bytes += message.nbytes // max(len(message), 1) * (len(message) - rows[dist.get_rank()])
+        return func(*args, **(kwargs or {}))
+
+
 def sent(overrides: list[str]) -> tuple[Counter[str], Counter[str]]:
     """The bytes in a step of full packs: of the reduction of gradients, and of everything else."""
     with scenarios.running([*COMMON, *overrides]) as engine:
@@ -58,6 +75,18 @@ def sent(overrides: list[str]) -> tuple[Counter[str], Counter[str]]:
         return reduction.num_bytes, step.num_bytes - reduction.num_bytes
 
 
+def over_cp(overrides: list[str]) -> tuple[float, float]:
+    """The bytes of all-to-alls that leave this rank for a microbatch in training, and those that the equations give for
+    all ranks."""
+    with scenarios.running([*COMMON, *overrides]) as engine:
+        samples = [answer(length, 8, seed=length, last=scenarios.VOCAB) for length in (16, 144, 20, 8)]
+        microbatch = scenarios.microbatch_of(engine, samples, doc_multiple=4)
+        with Leaving() as step:
+            engine.train_step([microbatch])
+        padded = np.diff(microbatch.cu_seqlens.numpy())
+        return step.num_bytes, float(CpBytes.of(engine.config).other_than_keys(padded, engine.layout.cp).sum())
+
+
 def said(overrides: list[str], group: str) -> float:
     config = parse_recipe(scenarios.RECIPE, "tests", [*COMMON, *overrides]).config
     (found,) = [one for one in traffic_table.of(config, Layout.resolve(config, 2)) if one.group.startswith(group)]
@@ -66,14 +95,26 @@ def said(overrides: list[str], group: str) -> float:
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize(
-    "group, names, overrides", [("tp", ("allgather", "reduce_scatter"), TP), ("ep", ("alltoall",), EP)]
+    "group, names, overrides",
+    [
+        ("tp", ("allgather", "reduce_scatter"), TP),
+        ("tp", ("allgather", "reduce_scatter"), LINEAR_TP),
+        ("ep", ("alltoall",), EP),
+    ],
+    ids=["tp", "tp linear", "ep"],
 )
 def test_messages_of_a_layer(
     ranks: Ranks, group: str, names: tuple[str, ...], overrides: list[str], recompute: str
 ) -> None:
     """Compares models that differ by two layers.  Ranks also gather counts of the experts' tokens, which the table
     omits."""
-    few, many = ([*overrides, f"train.recompute={recompute}", f"model.num_layers={layers}"] for layers in (2, 4))
+    few, many = (
+        [
+            *(text.replace("EVERY", str([*range(1, layers + 1)])) for text in overrides),
+            *(f"train.recompute={recompute}", f"model.num_layers={layers}"),
+        ]
+        for layers in (2, 4)
+    )
     expected = said(many, group) - said(few, group)
     found = [
         sum(more[name] - less[name] for name in names) / 2  # a rank keeps its own half
@@ -82,6 +123,14 @@ def test_messages_of_a_layer(
     if group == "ep":  # the number of tokens that each rank sends depends on the routers
         found = [sum(found) / 2]
     assert found == [expected] * len(found)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "attention_kept", "full"])
+def test_linear_attention_over_cp(ranks: Ranks, recompute: str) -> None:
+    """Short documents, one long one and halos, in forward, repeated forward and backward."""
+    overrides = [*LINEAR, "parallel.cp=2", "train.global_batch_size=1", f"train.recompute={recompute}"]
+    (first, expected), (second, _) = ranks(2).run(over_cp, overrides)
+    assert first + second == expected > 0
 
 
 def test_gradients_and_weights(ranks: Ranks) -> None:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 from sft.config import Config, ModelConfig
 from sft.config.linear_attention import LinearAttentionConfig
-from sft.layers.mixer import Mixer, MixerBytes, Moved, StatePasses
+from sft.layers.mixer import Mixer, MixerBytes, StateWork
+from sft.layers.mixers.delta_work import state_work
+from sft.layers.moved import Moved
 from sft.layers.rank_share import FP32, RankShare
 from sft.layers.traffic import Passes, Traffic, halo_tokens
 from sft.layers.weight import LayerWeight, has_input_norms
@@ -28,11 +30,6 @@ FLA_CHUNK = 64  # tokens of a chunk in FLA's kernels
 # plain torch in fp32, as tests/unit/mcore/linear_attention/test_moved_bytes.py counts them, and by a fused kernel.
 PLAIN_CONVOLUTION, PLAIN_NORM = (68, 206), (72, 158)
 FUSED_CONVOLUTION, FUSED_NORM = (4, 12), (10, 14)  # the norm also copies the gate, a view, in forward and backward
-# The work of FLA's kernels, as multiples of a forward pass.  Published for FLA 0.5.1 on H200: backward takes 2.9 to 3.0
-# times as long as forward, and over 8 ranks the maps of fragments add 1.1 to 2.1 forward passes, and the gradients of
-# states 1.9 to 2.5 (QwenLM/FlashQLA, benchmark_results_H200.txt and benchmark_cp_results_H200x8.txt).  These times are
-# chains over a fragment.  Here a rank has two fragments of half the length, which run at once: assumed, half as long.
-BACKWARD_PASS, MAP_PASS, STATE_GRADIENT_PASS = 3.0, 0.75, 1.0
 _A = "self_attention"
 _WEIGHTS = (
     LayerWeight(f"{_A}.in_proj.layer_norm_weight", "h", "norm", step=0, has=has_input_norms),
@@ -256,17 +253,18 @@ class DeltaRule(Mixer):
         heads = HeadSizes.of(linear, config.parallel.tp, passes.width)
         return StateTraffic(heads=heads, conv_kernel=linear.conv_kernel, passes=passes)
 
-    def moved(self, config: Config, rank: RankShare) -> Moved:
-        """Bytes per token of the convolution (queries, keys, values) and of the gated norm (output, gate)."""
+    def moved(self, config: Config, rank: RankShare, *, is_portable: bool) -> Moved:
+        """Bytes of the convolution (queries, keys, values), of the gated norm (output, gate), and of the copies of
+        queries, keys and values and of the gradient of the projection's output."""
         linear, is_fused = self.model.linear_attention, uses_fla(config)
         channels, values = 2 * linear.key_width + linear.value_width, linear.value_width
         pairs = zip(FUSED_CONVOLUTION if is_fused else PLAIN_CONVOLUTION, FUSED_NORM if is_fused else PLAIN_NORM)
-        return Moved(*(rank.width / 2 * (channels * conv + values * norm) / rank.tp for conv, norm in pairs))
+        forward, backward = (rank.width / 2 * (channels * conv + values * norm) / rank.tp for conv, norm in pairs)
+        copied, joined = (rank.width * 2 * numbers / rank.tp for numbers in (channels, channels + values))
+        return Moved(forward + copied, backward + joined, forward + copied)
 
-    def state_passes(self, cp_size: int) -> StatePasses:
-        if cp_size == 1:
-            return StatePasses(1.0, BACKWARD_PASS)
-        return StatePasses(1.0 + MAP_PASS, BACKWARD_PASS + STATE_GRADIENT_PASS)
+    def state_work(self, config: Config, cp_size: int) -> StateWork:
+        return state_work(self.model.linear_attention, is_fla=uses_fla(config), cp_size=cp_size)
 
     @property
     def state_products(self) -> int:

@@ -11,12 +11,14 @@ from sft.config import Config, ModelConfig
 from sft.layers.mixer import Mixer, MixerBytes
 from sft.layers.mixers.softmax import heads, pair_width
 from sft.layers.mixers.softmax_bytes import TransformerEngineBytes, num_head_groups
+from sft.layers.moved import Moved
 from sft.layers.rank_share import FP32, RankShare
 from sft.layers.weight import LayerWeight, has_input_norms
 
 # `LayerWeight.part` of two groups of products: those that every tensor-parallel rank computes, and the expansion of
 # latents to keys and values.
 DUPLICATED, EXPANDED = "latent attention, duplicated", "latent attention, keys and values"
+_BACKWARD = 4.2  # bytes of backward / bytes of forward, counted
 _A, _QUERY_LATENT = "self_attention", "latent_attention.q_lora_rank"
 _WEIGHTS = (
     LayerWeight("input_layernorm.weight", "h", "norm", step=0, has=has_input_norms),
@@ -204,6 +206,19 @@ class LatentAttention(Mixer):
     @property
     def pair_width(self) -> float:
         return pair_width(self.model)
+
+    def moved(self, config: Config, rank: RankShare, *, is_portable: bool) -> Moved:
+        """Bytes of norms of latents, of rotation, and of the copies that join the parts of queries, keys and latents.
+
+        Backward also expands latents again, and adds the gradients of keys and values in fp32.  The portable backend
+        takes this many times as long as forward for small models on a CPU; te is assumed to take as long.
+        """
+        model, latent = self.model, self.model.latent_attention
+        num_heads, rotary = model.num_attention_heads / rank.tp, latent.qk_rope_head_dim
+        latents = ((latent.q_lora_rank or 0) + (latent.kv_lora_rank or 0)) * rank.sequence
+        joined = num_heads * (2 * model.resolved_head_dim + model.value_head_dim) + 2 * latent.compressed_width
+        forward = rank.width * 2 * (latents + joined + 2 * num_heads * rotary + rotary)
+        return Moved(forward, _BACKWARD * forward, rank.width * 2 * latents * is_portable)
 
     def sent(self, config: Config) -> int:
         """Elements per token that a rank sends.  DeepSeek-V3 on the portable backend: 576"""

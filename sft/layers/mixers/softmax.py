@@ -12,7 +12,8 @@ from sft.layers.mixers.softmax_bytes import (
     has_flash,
     num_head_groups,
 )
-from sft.layers.rank_share import RankShare
+from sft.layers.moved import Moved
+from sft.layers.rank_share import FP32, RankShare
 from sft.layers.weight import LayerWeight, has_input_norms
 
 _A = "self_attention"
@@ -80,6 +81,36 @@ class SoftmaxAttention(Mixer):
     @property
     def pair_width(self) -> float:
         return pair_width(self.model)
+
+    def moved(self, config: Config, rank: RankShare, *, is_portable: bool) -> Moved:
+        """Bytes of the mixer.
+
+        Both backends copy queries, keys and values out of the projection's output, and gather their gradients there.
+        The gate of the output is one kernel, after a copy.
+        """
+        model = self.model
+        queries = model.num_attention_heads * model.resolved_head_dim / rank.tp
+        keys = model.resolved_query_groups * model.resolved_head_dim / rank.tp
+        gate, bias = queries * model.attention_output_gate, rank.hidden(model) * model.attention_output_bias
+        copied, rotated = 2 * (queries + 2 * keys), 2 * (queries + keys)
+        normed = (queries + keys) * model.qk_norm + keys * model.value_norm
+        own = self.passes_around_kernel(rank) if is_portable else Moved()
+        return Moved(
+            rank.width * (copied + 2 * normed + rotated + 5 * gate) + 2 * bias + own.forward,
+            rank.width * (copied + 3 * normed + (2 if is_portable else 1) * rotated + 7 * gate) + bias + own.backward,
+            rank.width * 2 * normed * is_portable,  # Transformer Engine saves the norms' outputs
+        )
+
+    def passes_around_kernel(self, rank: RankShare) -> Moved:
+        """Bytes that packed_attention.py moves around the kernel: copies of the output and of gradients, and the
+        correction of the output for sinks and their gradient, in fp32."""
+        model = self.model
+        queries = model.num_attention_heads * model.resolved_head_dim / rank.tp
+        keys = model.resolved_query_groups * model.resolved_head_dim / rank.tp
+        sinks = model.attention_sinks * queries
+        forward = rank.width * 2 * queries + sinks * (2 * rank.width + 2 * FP32)
+        backward = rank.width * 2 * (queries + 2 * keys) + sinks * (2 * rank.width + 6 * FP32)
+        return Moved(forward, backward)
 
     def sent(self, config: Config) -> int:
         """Elements per token that a rank sends.  Llama 8B on tp 2: 4 key heads x 2 x 128 -> 1024"""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from sft.config import ModelConfig
+from sft.layers.moved import Moved
 from sft.layers.rank_share import RankShare
 from sft.layers.second_half import Mlp, MlpBackward
 from sft.layers.weight import LayerWeight, has_input_norms
@@ -44,5 +45,6 @@ class DenseMlp(Mlp):
     def te_widths(self, tp: int, etp: int) -> dict[str, int]:
         return {"model.ffn_hidden_size / tp": self.model.ffn_hidden_size // tp}
 
-    def moved(self, rank: RankShare) -> float:
-        return 3 * self.model.ffn_hidden_size / rank.tp
+    def moved(self, rank: RankShare) -> Moved:
+        ffn = rank.width * self.model.ffn_hidden_size / rank.tp
+        return Moved(3 * ffn, 5 * ffn, 3 * ffn)

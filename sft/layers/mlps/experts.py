@@ -6,12 +6,14 @@ Bytes are an approximation: they assume that each rank receives equally many tok
 from dataclasses import dataclass
 
 from sft.config import ModelConfig
+from sft.layers.moved import Moved, total
 from sft.layers.rank_share import FP32, RankShare
 from sft.layers.second_half import MLP_NORM, MLP_OUTPUT, NORM_SCALE, Mlp, MlpBackward
 from sft.layers.weight import LayerWeight, has_input_norms
 
 _M, _X, _SHARED = "mlp", "mlp.experts.experts", "moe.shared_ffn_hidden_size"
 UNFUSED = "silu, up and product"  # saved on a CPU, where activation and weighting are three operations
+ROUTER = (150, 24)  # counted bytes per token and expert in forward and backward: scores, probabilities, masks, order
 OWN_NORMS = ("other normed inputs", "outputs of MLP and experts")  # norms save the second ones as their inputs
 
 
@@ -131,8 +133,31 @@ class Experts(Mlp):
             widths["model.moe.shared_ffn_hidden_size / tp"] = shared // tp
         return widths
 
-    def moved(self, rank: RankShare) -> float:
-        model = self.model
-        sent = (model.moe.top_k or 0) * rank.sequence * rank.etp
-        experts = sent * (3 * model.resolved_expert_ffn / rank.etp + 4 * model.hidden_size)
-        return experts + 3 * (model.moe.shared_ffn_hidden_size or 0) / rank.tp
+    def moved(self, rank: RankShare) -> Moved:
+        """Bytes of the router, of activations, of four copies of the tokens that are sent (by choice, by expert, and
+        back), of their sum, and of biases, which are weighted and added in fp32."""
+        model, width = self.model, rank.width
+        hidden, num_sent = rank.hidden(model), (model.moe.top_k or 0) * rank.sequence
+        sent, received = (width * count * model.hidden_size for count in (num_sent, num_sent * rank.etp))
+        ffn = width * num_sent * model.resolved_expert_ffn
+        in_fp32 = rank.sequence * model.hidden_size * (width + FP32)
+        copies = 2 * sent + 4 * received + sent + hidden
+        forward = copies + 3 * ffn + in_fp32 + ROUTER[0] * rank.sequence * self.num_experts
+        backward = copies + 5 * ffn + 2 * in_fp32 + ROUTER[1] * rank.sequence * self.num_experts + 3 * hidden
+        own = Moved(forward, backward, 3 * ffn + 2 * received)
+        return total(own, self._biases(ffn, received * FP32 / width), self._shared_passes(rank))
+
+    def _biases(self, ffn: float, received: float) -> Moved:
+        """Bytes of both biases.  received: bytes of the tokens of this rank's experts in fp32"""
+        if not self.model.mlp_bias:
+            return Moved()
+        forward = 4 * ffn + 4 * received
+        return Moved(forward, 2 * ffn + 7.5 * received, forward)
+
+    def _shared_passes(self, rank: RankShare) -> Moved:
+        """Bytes of the shared expert: its activation, the sums with the experts' output and of gradients, its gate."""
+        model, hidden = self.model, rank.hidden(self.model)
+        if model.moe.shared_ffn_hidden_size is None:
+            return Moved()
+        ffn, gate = rank.width * model.moe.shared_ffn_hidden_size / rank.tp, hidden * model.moe.shared_gate
+        return Moved(3 * ffn + 3 * hidden + 2 * gate, 5 * ffn + 3 * hidden + 9 * gate, 3 * ffn + 2 * hidden + 2 * gate)

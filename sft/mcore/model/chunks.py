@@ -62,8 +62,8 @@ def build(
             False: ShardRanks.of(groups.collection.dp_cp, layout.shard_ranks, timeout_s=groups.timeout_s),
             True: ShardRanks.of(groups.collection.expt_dp, layout.expert_shard_ranks, timeout_s=groups.timeout_s),
         }
-        how: Any = dict(keeps_weights=config.parallel.shard == "gradients", overlap=overlap)
-        return [ShardedModel(core, ddp, chunk, ranks, **how) for chunk in chunks]
+        wrap = partial(ShardedModel, keeps_weights=config.parallel.shard == "gradients", overlap=overlap)
+        return [wrap(core, ddp, chunk, ranks) for chunk in chunks]
     wrapped = [
         DistributedDataParallel(core, ddp, chunk, disable_bucketing=i > 0, pg_collection=groups.collection)
         for i, chunk in enumerate(chunks)

@@ -22,6 +22,7 @@ from sft.config.schedule import Schedule
 from sft.mcore.lora import adapted
 from sft.mcore.optimizer import offload
 from sft.mcore.sharding.core_buffers import ShardParameter
+from sft.mcore.sharding.model import publish_weights
 
 # Elements per piece.  On a CPU, torch makes a float64 copy of a piece, 512 KiB, which fits the cache of a core.  On a
 # GPU it makes no copy: the kernel converts each element that it reads.  A thread block adds 65,536 elements and stores
@@ -83,8 +84,8 @@ def _rates_of_lora_b(config: Config, chunks: list[DistributedDataParallel]) -> d
     return {key: {"max_lr": config.optim.lr * ratio, "min_lr": config.optim.min_lr * ratio}}
 
 
-def update(optimizer: MegatronOptimizer, device: torch.device) -> float:
-    """Clip the gradients and update the weights, if the norm of the gradient is finite; else update nothing.
+def update(optimizer: MegatronOptimizer, chunks: Iterable[torch.nn.Module], device: torch.device) -> float:
+    """Clip the gradients and update the weights of the chunks, if the norm of the gradient is finite; else update nothing.
 
     Returns the norm before clipping.  Collective.  Core's `step` would divide all gradients by a non-finite norm, which
     would make every weight NaN.  Without Transformer Engine, core's norm also synchronises with the GPU once per
@@ -99,6 +100,7 @@ def update(optimizer: MegatronOptimizer, device: torch.device) -> float:
                 decoupled = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
                 clip_grad_by_total_norm_fp32(params, config.clip_grad, norm, decoupled)
         optimizer.step_with_ready_grads()
+        publish_weights(chunks)
     return norm
 
 

@@ -13,7 +13,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor
 
-from sft.mcore.sharding.flat import FlatWeights, Piece
+from sft.mcore.sharding.flat import FlatWeights, WeightSlice
 
 
 class ShardParameter(torch.nn.Parameter):
@@ -26,7 +26,7 @@ class ShardParameter(torch.nn.Parameter):
     shared: bool
 
     @classmethod
-    def of(cls, flat: FlatWeights, piece: Piece) -> "ShardParameter":
+    def of(cls, flat: FlatWeights, piece: WeightSlice) -> "ShardParameter":
         part = cls(flat.shard.narrow(0, piece.offset, piece.end - piece.start), requires_grad=flat.is_trained)
         for name, value in vars(piece.param).items():  # how core reduces, counts and schedules the weight
             setattr(part, name, value)
@@ -55,7 +55,7 @@ class _OneRank:
 
 
 @dataclass(eq=False)
-class Bucket:
+class ShardBucket:
     """The fields of core's _ParamAndGradBucket that its optimizer reads."""
 
     params_list: Sequence[ShardParameter]
@@ -66,14 +66,14 @@ class Bucket:
 
 
 @dataclass(eq=False)
-class Buffer:
+class ShardBuffer:
     """The fields of core's _ParamAndGradBuffer that its optimizer reads."""
 
     ddp_config: DistributedDataParallelConfig
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
     params: list[ShardParameter] = field(default_factory=list)
-    buckets: list[Bucket] = field(default_factory=list)
+    buckets: list[ShardBucket] = field(default_factory=list)
     param_index_map: dict[ShardParameter, tuple[int, int, int]] = field(default_factory=dict)
     data_parallel_group: Any = field(default_factory=_OneRank)
     data_parallel_world_size: int = 1
@@ -87,19 +87,19 @@ class Buffer:
             start = offset + int(part.storage_offset() - flat.shard.storage_offset())
             self.param_index_map[part] = (start, start + part.numel(), number)
         self.params.extend(parts)
-        self.buckets.append(Bucket(parts, flat.shard, flat.shard_grad, offset, flat.size))
+        self.buckets.append(ShardBucket(parts, flat.shard, flat.shard_grad, offset, flat.size))
 
 
 def buffers_of(
     flats: Sequence[FlatWeights], parts: Sequence[ShardParameter], ddp_config: DistributedDataParallelConfig
-) -> list[Buffer]:
+) -> list[ShardBuffer]:
     """A buffer for each dtype of the trained weights.  parts: `shard_parameters` of these and other weights"""
-    by_dtype: dict[torch.dtype, Buffer] = {}
+    by_dtype: dict[torch.dtype, ShardBuffer] = {}
     for flat in flats:
         if flat.is_trained:
             assert flat.shard_grad is not None
             dtypes = flat.shard.dtype, flat.shard_grad.dtype
-            buffer = by_dtype.setdefault(flat.shard.dtype, Buffer(ddp_config, *dtypes))
+            buffer = by_dtype.setdefault(flat.shard.dtype, ShardBuffer(ddp_config, *dtypes))
             wholes = set(map(id, flat.params))
             buffer.add(flat, [part for part in parts if id(part.whole) in wholes])
     return list(by_dtype.values())

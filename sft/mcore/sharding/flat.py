@@ -9,6 +9,7 @@ it shrinks the storage to 0 bytes, so that the views, and what autograd saved of
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import lcm, prod
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightSlice:
     """Elements `start` to `end - 1` of a flattened weight, which lie in this rank's shard from `offset` on."""
 
     param: torch.nn.Parameter
@@ -47,10 +48,12 @@ class FlatWeights:
         self.params, self.ranks, self.is_expert = list(params), ranks, is_expert
         self.is_trained = params[0].requires_grad
         self.starts, end = [], 0
+        # A shard begins and ends with whole rows of a weight that is no matrix, such as [channels, 1, taps].
+        multiple = lcm(ALIGNMENT, *(prod(param.shape[1:]) for param in params if param.dim() > 2))
         for param in params:
             self.starts.append(end)
-            end += -(-param.numel() // ALIGNMENT) * ALIGNMENT
-        self.size = -(-end // (ranks.size * ALIGNMENT)) * ALIGNMENT
+            end += -(-param.numel() // multiple) * multiple
+        self.size = -(-end // (ranks.size * multiple)) * multiple
         like = params[0]
         self._weights = like.new_zeros(ranks.size * self.size)
         self._frees_weights = not keeps_weights and ranks.size > 1
@@ -72,14 +75,14 @@ class FlatWeights:
         self.free_gradients()
 
     @property
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[WeightSlice]:
         """The parts of weights in this rank's shard."""
         first = self.ranks.rank * self.size
         for param, position in zip(self.params, self.starts):
             start = max(0, first - position)
             end = min(param.numel(), first + self.size - position)
             if start < end:
-                yield Piece(param, start, end, position + start - first)
+                yield WeightSlice(param, start, end, position + start - first)
 
     def gather(self) -> list[dist.Work]:
         """Start gathering the whole weights.  The caller waits for the returned work before it uses them."""

@@ -1,4 +1,4 @@
-"""What this rank holds of the tensors in a sharded state dict."""
+"""Finds the tensors of a sharded state dict that this rank holds, whole or in part."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace

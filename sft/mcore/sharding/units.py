@@ -11,6 +11,8 @@ from torch import Tensor
 from sft.mcore.sharding.flat import FlatWeights
 from sft.mcore.sharding.ranks import ShardRanks
 
+EMBEDDING = "embedding"
+
 
 class Unit:
     """The weights of a module that are whole at the same time.
@@ -99,18 +101,18 @@ def units_of(chunk: Any, ranks: dict[bool, ShardRanks], *, keeps_weights: bool) 
     the first and the last pipeline stage divide a tied weight in the same way.
     """
     modules: list[tuple[str, torch.nn.Module | None, list[torch.nn.Parameter]]] = []
-    seen: set[int] = set()
+    placed: set[int] = set()
 
     def add(name: str, module: torch.nn.Module | None, params: Iterator[torch.nn.Parameter]) -> None:
-        new = [param for param in params if id(param) not in seen]
-        seen.update(map(id, new))
+        new = [param for param in params if id(param) not in placed]
+        placed.update(map(id, new))
         if new:
             modules.append((name, module, new))
 
     decoder = chunk.decoder
     if hasattr(chunk, "embedding"):
         table = chunk.embedding.word_embeddings
-        add("embedding", table, table.parameters())
+        add(EMBEDDING, table, table.parameters())
     for layer in decoder.layers:
         add(f"layer {layer.layer_number}", layer, layer.parameters())
     if getattr(decoder, "final_layernorm", None) is not None:
@@ -119,6 +121,6 @@ def units_of(chunk: Any, ranks: dict[bool, ShardRanks], *, keeps_weights: bool) 
         add("multi-token prediction", chunk.multi_token, chunk.multi_token.parameters())
     if chunk.post_process:
         add("output", None, iter([chunk.output_weight()]))
-    missing = [name for name, param in chunk.named_parameters() if id(param) not in seen]
+    missing = [name for name, param in chunk.named_parameters() if id(param) not in placed]
     assert not missing, missing
     return [Unit(name, module, params, ranks, keeps_weights=keeps_weights) for name, module, params in modules]

@@ -1,8 +1,9 @@
-"""The bytes that the plain operators around the delta rule read and write are those of the estimate.
+"""The bytes and FLOPs of linear attention in plain torch, and of the operators around it, are those of the estimate.
 
 torch's dispatcher shows each operator with its tensors.  The count shares no formula with sft/layers.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,15 +13,21 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sft.config.linear_attention import LinearAttentionConfig
 from sft.layers.mixers.delta import PLAIN_CONVOLUTION, PLAIN_NORM
+from sft.layers.mixers.delta_work import PLAIN_BACKWARD, PLAIN_MAPS, PLAIN_STATE_GRADIENTS, plain_forward
+from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
 from sft.mcore.linear_attention.gated_norm import _GatedNorm
 from sft.mcore.linear_attention.short_convolution import ConvolutionPlan, short_convolution
+from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 from sft.parallel.taps import Taps
 
 TOKENS, CHANNELS, HEADS, WIDTH, NUM_TAPS = 4096, 64, 4, 32, 4
 # The weights, the edges of documents and one number for each head are counted as well, which the equations leave out.
 TOLERANCE = 0.02
 WITHOUT_BYTES = ("view", "_unsafe_view", "slice", "select", "t", "detach", "alias", "unsqueeze", "empty", "empty_like")
+WITHOUT_BYTES += ("transpose", "permute", "expand", "split", "split_with_sizes", "squeeze", "as_strided", "new_empty")
+PRODUCTS = {"mm": 0, "bmm": 0, "baddbmm_": 1}  # and the index of the first factor
 AT_EDGES = ("index_select", "index_copy_", "index_add_")  # they touch a few rows of their tensors only
 
 
@@ -33,15 +40,20 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 class Moved(TorchDispatchMode):
-    """Adds up the bytes of the tensors that operators read and write."""
+    """Adds up the bytes of the tensors that operators read and write, and the FLOPs of their products."""
 
-    num_bytes = 0
+    num_bytes = flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         out, name = func(*args, **(kwargs or {})), func._overloadpacket.__name__
         if name not in WITHOUT_BYTES and name not in AT_EDGES:
             read = args[1:] if name == "copy_" else args
             self.num_bytes += sum(x.numel() * x.element_size() for x in (*tensors(read), *tensors(out)))
+        if name in PRODUCTS:
+            left, right = args[PRODUCTS[name] : PRODUCTS[name] + 2]
+            self.flops += 2 * left.numel() * right.shape[-1]
+        if name == "linalg_solve_triangular":
+            self.flops += args[0].numel() * args[1].shape[-1]
         return out
 
 
@@ -72,3 +84,49 @@ def test_the_gated_norm_in_plain_torch() -> None:
     found = moved(lambda: _GatedNorm.apply(x, gate, weight, 1e-6)[0], (x, gate, weight))
     assert PLAIN_NORM == (72, 158)
     assert [num_bytes / x.numel() for num_bytes in found] == pytest.approx(PLAIN_NORM, rel=TOLERANCE)
+
+
+# The equations have one multiple of forward for FLOPs and bytes, and for all widths of heads.
+PASS_TOLERANCE, BYTES_TOLERANCE = 0.1, 0.04
+DELTA_CASES = [(2, 4, 128, 128), (4, 4, 128, 128), (1, 3, 64, 64)]  # key heads, value heads, K, V
+
+
+@pytest.mark.parametrize("sizes", DELTA_CASES, ids=str)
+def test_the_delta_rule_in_plain_torch(sizes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two linked fragments of 1,024 tokens.  Rows of tokens are gathered and written, so operators at edges count."""
+    monkeypatch.setattr(sys.modules[__name__], "AT_EDGES", ())
+    (key_heads, value_heads, keys, values), kernel = sizes, TorchDeltaKernel()
+    qk, v, beta = (key_heads, keys), (value_heads, values), (value_heads,)
+    inputs = Inputs(*(torch.randn(2048, *shape).bfloat16() for shape in (qk, qk, v)), *(torch.rand(2048, *beta),) * 2)
+    inputs = inputs._replace(g=-inputs.g)
+    schedule = kernel.schedule(Fragments.of([0, 1024, 2048], linked=[0, 1]), value_heads, torch.device("cpu"))
+    states, grad = torch.zeros(2, value_heads, keys, values), torch.randn(2048, *v).bfloat16()
+    _, saved = kernel.forward(inputs, schedule, states)
+    passes: dict[str, Callable[[], Any]] = {
+        "forward": lambda: kernel.forward(inputs, schedule, states),
+        "maps": lambda: kernel.transitions(inputs, schedule),
+        "state gradients": lambda: kernel.state_gradients(grad, inputs, schedule),
+        "backward": lambda: kernel.backward(grad, inputs, schedule, states, saved, states),
+    }
+    found = {}
+    for name, run in passes.items():
+        with Moved() as count:
+            run()
+        found[name] = count.flops / 2048, count.num_bytes / 2048
+    linear = LinearAttentionConfig(
+        layers=[1],
+        num_key_heads=key_heads,
+        num_value_heads=value_heads,
+        key_head_dim=keys,
+        value_head_dim=values,
+    )
+    flops, num_bytes = plain_forward(linear)
+    if sizes == DELTA_CASES[0]:  # 6 x 128 x 128 + 4 x 64 x 128 + 64 x 64 + 128 for a value head; 4 x 64 x 128 for a key
+        assert flops == 4 * 135_296 + 2 * 32_768
+    assert found["forward"] == (flops, pytest.approx(num_bytes, rel=BYTES_TOLERANCE))
+    assert (PLAIN_MAPS, PLAIN_STATE_GRADIENTS, PLAIN_BACKWARD) == (1.15, 1.0, 2.7)
+    expected = {"maps": PLAIN_MAPS, "state gradients": PLAIN_STATE_GRADIENTS, "backward": PLAIN_BACKWARD}
+    for name, multiple in expected.items():
+        if keys == 128:
+            ratios = [one / base for one, base in zip(found[name], found["forward"])]
+            assert ratios == pytest.approx([multiple] * 2, rel=PASS_TOLERANCE), name

@@ -1,0 +1,39 @@
+"""The work of the gated delta rule in one layer: how often FLA's kernels run, or the FLOPs and bytes of plain torch."""
+
+from sft.config.linear_attention import LinearAttentionConfig
+from sft.layers.mixer import StateWork
+
+PLAIN_CHUNK = 64  # schedule.CHUNK, tokens of a chunk in plain torch
+# The work of FLA's kernels, as multiples of a forward pass.  Published for FLA 0.5.1 on H200: backward takes 2.9 to 3.0
+# times as long as forward, and over 8 ranks the maps of fragments add 1.1 to 2.1 forward passes, and the gradients of
+# states 1.9 to 2.5 (QwenLM/FlashQLA, benchmark_results_H200.txt and benchmark_cp_results_H200x8.txt).  These times are
+# chains over a fragment.  Here a rank has two fragments of half the length, which run at once: assumed, half as long.
+_FLA_BACKWARD, _FLA_MAPS, _FLA_STATE_GRADIENTS = 3.0, 0.75, 1.0
+# The same of plain torch, for FLOPs and for bytes: tests/unit/mcore/linear_attention/test_moved_bytes.py counts both.
+PLAIN_BACKWARD, PLAIN_MAPS, PLAIN_STATE_GRADIENTS = 2.7, 1.15, 1.0
+
+
+def state_work(linear: LinearAttentionConfig, *, is_fla: bool, cp_size: int) -> StateWork:
+    """The work for long documents on cp_size ranks."""
+    backward, maps, gradients = (
+        (_FLA_BACKWARD, _FLA_MAPS, _FLA_STATE_GRADIENTS)
+        if is_fla
+        else (PLAIN_BACKWARD, PLAIN_MAPS, PLAIN_STATE_GRADIENTS)
+    )
+    flops, num_bytes = (0.0, 0.0) if is_fla else plain_forward(linear)
+    links = float(cp_size > 1)
+    return StateWork(1.0 + links * maps, backward + links * gradients, flops, num_bytes)
+
+
+def plain_forward(linear: LinearAttentionConfig) -> tuple[float, float]:
+    """FLOPs of matrix products, and bytes that operators read and write, for a token in forward in plain torch.
+
+    One value head takes three products with its state, [K, V], and products with matrices of a chunk; a key head takes
+    two.  Its bytes are those of tensors as wide as keys or values, of matrices of a chunk, and of a state per chunk.
+    """
+    keys, values, chunk = linear.key_head_dim, linear.value_head_dim, PLAIN_CHUNK
+    key_heads, value_heads = linear.num_key_heads or 0, linear.num_value_heads or 0
+    flops = value_heads * (6 * keys * values + 4 * chunk * values + chunk * chunk + 2 * chunk)
+    flops += key_heads * 4 * chunk * keys
+    num_bytes = value_heads * (7 * keys + 99 * values + 122 * chunk + 39 * keys * values / chunk)
+    return flops, num_bytes + key_heads * 106 * keys

@@ -1,0 +1,146 @@
+"""When units are whole: makes the weights of a unit whole before they are used, and reduces its gradients afterwards.
+
+Forward: before a unit runs, its weights are gathered, and the gather of the next unit starts; afterwards they are
+freed.  Backward: when the gradient of a unit's output arrives, the unit is opened: its weights are gathered again, and
+a buffer for its gradients is made.  Opening a unit closes the one before: its weights are freed, its gradients are
+summed over ranks, and each rank adds its part to its shard.  With recomputation, the repeated forward pass opens the
+unit, so it needs no gather of its own.
+
+    forward     embedding   layer 1   layer 2   final norm   output and loss
+    backward    output and loss   final norm   layer 2   layer 1   embedding
+
+So at most two units have whole weights.  One buffer of gradients exists, or two with `overlap`: the sum of one unit's
+gradients is then under way while the next unit computes.  Every rank opens units in the same order, because the order
+follows from the model alone.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from sft.mcore.sharding.units import EMBEDDING, Reduction, Unit
+
+
+class UnitPasses:
+    """The passes of one model chunk over its `units`, which are in the order of the forward pass.
+
+    overlap  whether sums of gradients run while the next unit computes
+    """
+
+    def __init__(self, units: Sequence[Unit], *, overlap: bool) -> None:
+        self._units, self._overlap = units, overlap
+        # Backward of the embedding does not read its weight.
+        self._embedding = units[0] if units[0].name == EMBEDDING else None
+        self._opened: Unit | None = None  # the unit whose gradients are being computed
+        self._reduction: Reduction | None = None  # under way
+        self._in_backward = False
+        self._last_used = -1  # number of the unit that the forward pass has reached
+        for unit in units:
+            if unit.module is not None:
+                unit.module.register_forward_pre_hook(partial(self._before, unit))
+                unit.module.register_forward_hook(partial(self._after, unit))
+            for param in (param for flat in unit.flats if flat.is_trained for param in flat.params):
+                param.register_post_accumulate_grad_hook(partial(self._add_gradient, unit))
+
+    def begin_forward(self) -> None:
+        self._last_used = -1
+
+    def end_forward(self, output: Any) -> None:
+        """Prepare the backward pass, which begins with the gradients of the chunk's `output`."""
+        for tensor in _with_gradient(output):
+            tensor.register_hook(self._begin_backward)
+
+    def finish_reduction(self) -> None:
+        """Wait for the sums that are under way."""
+        if self._reduction is not None:
+            self._reduction.finish()
+            self._reduction = None
+
+    @contextmanager
+    def weight_in_use(self, weight: torch.nn.Parameter, *, until_backward: bool) -> Iterator[None]:
+        """A context in which the loss head finds a whole `weight`, and a buffer for its gradient.
+
+        until_backward: whether backward of the loss head also needs both; they then stay until the next unit is opened
+        """
+        (unit,) = (unit for unit in self._units if any(weight is param for flat in unit.flats for param in flat.params))
+        if torch.is_grad_enabled():
+            self._open(unit)
+            yield
+            if not until_backward:
+                self._close()
+        else:
+            unit.make_whole()
+            yield
+            unit.free()
+
+    def _before(self, unit: Unit, module: torch.nn.Module, args: Any) -> None:
+        if self._in_backward:  # backward repeats this forward pass
+            self._open(unit)
+            return
+        unit.make_whole()
+        number = self._units.index(unit)
+        if self._last_used < number < len(self._units) - 1:  # not for the embedding of multi-token prediction
+            self._last_used = number
+            self._units[number + 1].gather()
+
+    def _after(self, unit: Unit, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if not self._in_backward:
+            unit.free()
+        for tensor in _with_gradient(output):
+            tensor.register_hook(partial(self._on_gradient, unit))
+
+    def _begin_backward(self, grad: Tensor) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _on_gradient(self, unit: Unit, grad: Tensor) -> None:
+        self._begin_backward(grad)
+        self._open(unit)
+
+    def _open(self, unit: Unit) -> None:
+        if self._opened is unit:
+            return
+        self._close()
+        self._opened = unit
+        if not self._in_backward or unit is not self._embedding:
+            unit.make_whole()
+        before = self._units.index(unit) - 1
+        if self._in_backward and before >= 0 and self._units[before] is not self._embedding:
+            self._units[before].gather()
+        unit.open_gradients()
+
+    def _close(self) -> None:
+        if self._opened is not None:
+            unit, self._opened = self._opened, None
+            unit.free()
+            if unit.is_trained:
+                self.finish_reduction()
+                self._reduction = unit.reduce()
+        if not self._overlap:
+            self.finish_reduction()
+
+    def _add_gradient(self, unit: Unit, param: Any) -> None:
+        """Add the gradient that autograd computed; a kernel or the loss head may have added it already."""
+        if not param.grad_added_to_main_grad or getattr(param, "zero_out_wgrad", False):
+            self._open(unit)
+            param.main_grad.add_(param.grad)
+        param.grad = None
+
+    def _end_backward(self) -> None:
+        self._close()
+        self._in_backward = False
+        for unit in self._units:
+            unit.free()
+
+
+def _with_gradient(output: Any) -> Iterator[Tensor]:
+    """The tensors of a module's output that require a gradient."""
+    for value in output if isinstance(output, tuple) else (output,):
+        if isinstance(value, Tensor) and value.requires_grad:
+            yield value

@@ -34,6 +34,7 @@ _LARGE, _TOKENS, _LARGE_TOKENS = 16, M, 4 * M  # from 16 nodes on, a step has 4M
 CONFIGS = {  # name on the hub -> file of RELEASED
     "Qwen/Qwen3-0.6B": "qwen3_0p6b",
     "Qwen/Qwen3-8B": "qwen3_8b",
+    "Qwen/Qwen3-32B": "qwen3_32b",
     "Qwen/Qwen3-30B-A3B": "qwen3_30b_a3b",
     "meta-llama/Llama-3.1-8B-Instruct": "llama_3_1_8b",
     "openai/gpt-oss-20b": "gpt_oss_20b",
@@ -48,11 +49,12 @@ CASES: dict[str, tuple[tuple[int, int, bool], ...]] = {
     "Qwen/Qwen3-0.6B": ((128 * K, 1, False), (M, 2, False)),
     "Qwen/Qwen3-8B": (
         *((32 * K, 1, False), (128 * K, 1, False), (256 * K, 4, False), (512 * K, 8, False), (M, 16, False)),
-        *((128 * K, 1, True), (M, 4, True)),
+        *((128 * K, 1, True), (M, 4, True), (M, 1, False), (M, 1, True)),
     ),
+    "Qwen/Qwen3-32B": ((M, 1, True),),
     "meta-llama/Llama-3.1-8B-Instruct": (
         *((64 * K, 1, False), (256 * K, 4, False), (M, 16, False)),
-        *((256 * K, 1, True), (512 * K, 4, True)),
+        *((256 * K, 1, True), (512 * K, 4, True), (M, 1, False), (M, 1, True)),
     ),
     "Qwen/Qwen3-30B-A3B": (
         *((32 * K, 2, False), (128 * K, 4, False), (256 * K, 8, False), (M, 32, False)),
@@ -61,7 +63,10 @@ CASES: dict[str, tuple[tuple[int, int, bool], ...]] = {
     "openai/gpt-oss-20b": ((32 * K, 2, False), (128 * K, 8, False), (128 * K, 2, True)),
     "google/gemma-3-27b-it": ((32 * K, 4, False), (128 * K, 8, False), (64 * K, 2, True)),
     "Qwen/Qwen3.6-27B": ((64 * K, 4, False), (256 * K, 8, False), (M, 32, False), (256 * K, 2, True)),
-    "Qwen/Qwen3.6-35B-A3B": ((64 * K, 4, False), (256 * K, 8, False), (M, 32, False), (256 * K, 2, True)),
+    "Qwen/Qwen3.6-35B-A3B": (
+        *((64 * K, 4, False), (256 * K, 8, False), (M, 32, False), (256 * K, 2, True)),
+        *((M, 1, False), (M, 1, True)),
+    ),
 }
 
 

@@ -19,6 +19,9 @@ from sft.estimate.stage import Stage
 from sft.estimate.units import StageUnits, UnitSizes
 from sft.layers.rank_share import FP32
 
+# Share of a hidden message's time by which it delays computation.  Assumed: its kernels take 16 of 132 SMs of an H100.
+SLOWED = 0.12
+
 
 @dataclass(frozen=True)
 class ShardMessages:
@@ -41,7 +44,9 @@ class ShardMessages:
             forward, gathered = self._gathered([*layers[1:], units.head]), self._gathered(layers)
         if not parallel.overlap:  # gathers are ahead all the same
             shown, reduced = shown + reduced, 0.0
-        return shown + unhidden(constants, forward, forward_s) + unhidden(constants, gathered + reduced, backward_s)
+        backward = gathered + reduced
+        hidden = SLOWED * (min(forward, forward_s) + min(backward, backward_s))
+        return shown + hidden + unhidden(constants, forward, forward_s) + unhidden(constants, backward, backward_s)
 
     def of_step(self) -> float:
         """Exposed seconds of a step after its last microbatch."""

@@ -4,7 +4,7 @@ This module repeats no rules of layouts.  `alignment.misfits` checks sizes, and 
 settings.  Each combination is validated once, before the search.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -12,8 +12,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from sft.config import Config, ParallelConfig, divisors
+from sft.config.parallel import Shard
 from sft.parallel.alignment import misfits
-from sft.planner.task import P2P, RECOMPUTE, Choice, CpComm, Savings, Sizes, Task, configured
+from sft.planner.task import P2P, RECOMPUTE, Choice, CpComm, Savings, Shards, Sizes, Task, configured
 
 _MOST_VIRTUAL = 4  # more model chunks send more messages and reduce the bubble only a little
 _TILE = 8192  # tokens: large enough for efficient GEMMs, and an MLP of 64K tokens needs an eighth of its memory
@@ -63,6 +64,27 @@ def cp_comms(task: Task, size: Sizes, num_gpus: int) -> Iterator[CpComm]:
                 yield cp_comm
 
 
+def shard_kinds(task: Task) -> list[Shard]:
+    """The values of parallel.shard, without the default, that the recipe allows."""
+    kinds: list[Shard] = ["gradients", "weights"]
+    return [kind for kind in kinds if _is_valid(task.config, Savings(), Shards(kind))]
+
+
+def shards(task: Task, kinds: Iterable[Shard], size: Sizes, num_gpus: int) -> Iterator[Shards]:
+    """The values of parallel.shard and shard_size for this layout, the default first.  kinds: of `shard_kinds`
+
+    Over several nodes, gradients and weights may also be divided within a node, with a copy on each node.
+    """
+    yield Shards()
+    ranks, in_node = num_gpus // (size.tp * size.pp), task.hardware.gpus_per_node // size.tp
+    for kind in kinds:
+        for shard_size in (None, in_node) if 1 < in_node < ranks else (None,):
+            choice = Choice(size, P2P, Savings(), Shards(kind, shard_size))
+            if _is_valid_parallel(size, P2P, choice.shards):
+                if not misfits(configured(task.config, choice), num_gpus):
+                    yield choice.shards
+
+
 @lru_cache
 def _cp_comms_of(cp: int) -> list[CpComm]:
     if cp == 1:
@@ -72,9 +94,9 @@ def _cp_comms_of(cp: int) -> list[CpComm]:
 
 
 @lru_cache(maxsize=4096)
-def _is_valid_parallel(size: Sizes, cp_comm: CpComm) -> bool:
+def _is_valid_parallel(size: Sizes, cp_comm: CpComm, shards: Shards = Shards()) -> bool:
     try:
-        ParallelConfig.model_validate(size._asdict() | cp_comm._asdict())
+        ParallelConfig.model_validate(size._asdict() | cp_comm._asdict() | shards._asdict())
     except ValidationError:
         return False
     return True
@@ -109,12 +131,14 @@ def _levels(saving: Savings) -> tuple[float, ...]:
     )
 
 
-def _is_valid(config: Config, saving: Savings) -> bool:
+def _is_valid(config: Config, saving: Savings, shards: Shards = Shards()) -> bool:
     """Whether the schema accepts these settings."""
     plain = Sizes(tp=1, cp=1, pp=1, virtual_stages=1, ep=1, dynamic_cp=False)
-    changed = configured(config, Choice(plain, P2P, saving))
+    changed = configured(config, Choice(plain, P2P, saving, shards))
     sections = {name: getattr(changed, name) for name in type(changed).model_fields}
-    sections |= {name: sections[name].model_dump() for name in ("train", "optim", "loss")}  # validates these again
+    sections |= {
+        name: sections[name].model_dump() for name in ("parallel", "train", "optim", "loss")
+    }  # validates these again
     try:
         Config.model_validate(sections)
     except ValidationError:

@@ -5,6 +5,8 @@ of the task or the GPUs (`cheapest.py`).  In the first two kinds, the cheapest c
 predicted step, in the last kind the one with the fewest GPU seconds per token.
 """
 
+from itertools import product
+
 from sft.config import Config, yaml
 from sft.estimate.communicators import nccl_bytes
 from sft.estimate.gpus import GIB, usable_memory
@@ -15,7 +17,7 @@ from sft.parallel.layout import Layout
 from sft.planner import candidates
 from sft.planner.cheapest import changes
 from sft.planner.search import Search
-from sft.planner.task import Choice, CpComm, Proposal, Savings, Sizes, Task
+from sft.planner.task import Choice, CpComm, Proposal, Savings, Shards, Sizes, Task
 
 
 def problem(task: Task, layout: Layout) -> str | None:
@@ -58,14 +60,16 @@ def _with_savings(search: Search, layout: Layout) -> Proposal | None:
     parallel = search.task.config.parallel
     sizes = Sizes(layout.tp, layout.cp, layout.pp, layout.virtual_stages, layout.ep, parallel.dynamic_cp)
     cp_comm = CpComm(parallel.cp_comm, parallel.cp_a2a)
-    choices = (Choice(sizes, cp_comm, savings) for savings in candidates.savings(search.task))
+    shards = candidates.shards(search.task, candidates.shard_kinds(search.task), sizes, layout.world_size)
+    choices = (Choice(sizes, cp_comm, *own) for own in product(candidates.savings(search.task), shards))
     fitting = [search.proposal(choice) for choice in choices if search.fits(choice)]
     return min(fitting, key=lambda proposal: (proposal.time.step_s, _num_savings(proposal)), default=None)
 
 
 def _num_savings(proposal: Proposal) -> int:
     """The number of settings that differ from the default."""
-    return sum(value != default for value, default in zip(proposal.choice.savings, Savings()))
+    chosen = (*proposal.choice.savings, *proposal.choice.shards)
+    return sum(value != default for value, default in zip(chosen, (*Savings(), *Shards())))
 
 
 def _difference(before: Config, proposal: Proposal) -> str:

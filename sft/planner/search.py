@@ -2,7 +2,8 @@
 
 The search is best-first: a heap holds partial proposals with a lower bound of their time.  The first bound for sizes of
 a layout is the time of the model's FLOPs at the highest rate, with the pipeline's bubble.  The second bound is the
-predicted time without savings and without exposed messages over cp.  Later choices can only lengthen it.  The second
+predicted time without savings, without exposed messages over cp and dp, and without the update.  Later choices can only
+lengthen it.  The second
 bound, and later the memory, are predicted only for nodes that the heap pops.  The first complete proposals that the
 heap pops are the best ones: no heuristic excludes a proposal.
 """
@@ -13,13 +14,14 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from sft.config import Config
+from sft.config.parallel import Shard
 from sft.estimate.communicators import nccl_bytes
 from sft.estimate.gpus import Usable, usable_memory
 from sft.estimate.memory import Memory, estimate
 from sft.estimate.step_time import StepTime, step_time
 from sft.parallel.layout import Layout
 from sft.planner import candidates
-from sft.planner.task import Choice, Proposal, Savings, Task, configured
+from sft.planner.task import Choice, Proposal, Savings, Sizes, Task, configured
 
 # (seconds, serial number, choice, whether the choice is complete).  The seconds of an incomplete choice are a lower
 # bound.  All serial numbers differ, so comparisons of nodes never reach the choice.
@@ -33,6 +35,7 @@ class Search:
     task: Task
     num_gpus: int
     _savings: list[Savings] = field(default_factory=list)
+    _shard_kinds: list[Shard] = field(default_factory=list)
     _configs: dict[Choice, tuple[Config, Layout]] = field(default_factory=dict)
     _times: dict[Choice, StepTime] = field(default_factory=dict)
     _memories: dict[Choice, Memory] = field(default_factory=dict)
@@ -56,8 +59,8 @@ class Search:
             elif choice.cp_comm is None and bound < (second := self.bound(choice)):
                 heapq.heappush(heap, (second, next(self._order), choice, False))
             elif choice.cp_comm is None:
-                for cp_comm in candidates.cp_comms(self.task, choice.sizes, self.num_gpus):
-                    heapq.heappush(heap, self._node(choice._replace(cp_comm=cp_comm), is_complete=False))
+                for other in self._implementations(choice.sizes):
+                    heapq.heappush(heap, self._node(other, is_complete=False))
             else:
                 for saving in self._fitting(choice) if is_memory_limited else [choice.savings]:
                     heapq.heappush(heap, self._node(choice._replace(savings=saving), is_complete=True))
@@ -66,9 +69,9 @@ class Search:
     def least_memory(self) -> Proposal | None:
         """The proposal that needs the least device memory; None if no sizes fit the model and the number of GPUs."""
         choices = (
-            Choice(node[2].sizes, cp_comm, saving)
+            choice._replace(savings=saving)
             for node in self._of_sizes()
-            for cp_comm in candidates.cp_comms(self.task, node[2].sizes, self.num_gpus)
+            for choice in self._implementations(node[2].sizes)
             for saving in self._savings
             if saving.recompute == "full"
         )
@@ -83,6 +86,7 @@ class Search:
     def _of_sizes(self) -> list[Node]:
         if self._bounds is None:
             self._savings = candidates.savings(self.task)
+            self._shard_kinds = candidates.shard_kinds(self.task)
             least_s = self.task.least_gpu_s / self.num_gpus
             sizes = candidates.sizes(self.task, self.num_gpus)
             choices = (Choice(size, None, self._savings[0]) for size in sizes)
@@ -90,10 +94,17 @@ class Search:
             heapq.heapify(self._bounds)
         return list(self._bounds)
 
+    def _implementations(self, sizes: Sizes) -> Iterator[Choice]:
+        """The choices of cp_comm and of shards for these sizes, without savings."""
+        shards = list(candidates.shards(self.task, self._shard_kinds, sizes, self.num_gpus))
+        for cp_comm in candidates.cp_comms(self.task, sizes, self.num_gpus):
+            for own in shards:
+                yield Choice(sizes, cp_comm, self._savings[0], own)
+
     def bound(self, choice: Choice) -> float:
         """The second bound, in seconds: no proposal with these sizes takes less."""
         time = self._time(choice)
-        return time.step_s - self._turns(choice) * time.parts["cp"]
+        return time.step_s - self._turns(choice) * time.parts["cp"] - time.parts["dp"] - time.parts["optimizer"]
 
     def _turns(self, choice: Choice) -> float:
         """The factor by which the pipeline's bubble lengthens a step.

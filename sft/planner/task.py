@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from sft.config import Config
 from sft.config.keys import leaves, values
+from sft.config.parallel import Shard
 from sft.config.train import Recompute
 from sft.estimate.attention_kernels import highest_tflops
 from sft.estimate.constants import Constants
@@ -134,12 +135,20 @@ class Savings(NamedTuple):
     chunk_size: int | None | Literal["auto"] = "auto"
 
 
+class Shards(NamedTuple):
+    """The recipe's keys for what ranks of dp x cp divide."""
+
+    shard: Shard = "optimizer"
+    shard_size: int | None = None
+
+
 class Choice(NamedTuple):
     """The settings that a proposal decides.  cp_comm: None is a value that is not chosen yet; it counts as p2p"""
 
     sizes: Sizes
     cp_comm: CpComm | None
     savings: Savings
+    shards: Shards = Shards()
 
 
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)  # none is faster than the one before it
@@ -147,8 +156,8 @@ P2P = CpComm("p2p", None)
 # The keys of a recipe that a proposal decides.
 PLANNED = (
     *("parallel.tp", "parallel.cp", "parallel.pp", "parallel.virtual_stages", "parallel.ep", "parallel.dynamic_cp"),
-    *("parallel.cp_comm", "parallel.cp_a2a", "data.doc_multiple", "train.recompute", "train.offload_fraction"),
-    *("train.mlp_tile", "optim.offload_fraction", "loss.chunk_size"),
+    *("parallel.shard", "parallel.shard_size", "parallel.cp_comm", "parallel.cp_a2a", "data.doc_multiple"),
+    *("train.recompute", "train.offload_fraction", "train.mlp_tile", "optim.offload_fraction", "loss.chunk_size"),
 )
 
 
@@ -157,7 +166,8 @@ def configured(base: Config, choice: Choice) -> Config:
     The result is not validated, because a search makes thousands of configs.  `written.recipe_text` validates its text.
     """
     sizes, savings = choice.sizes, choice.savings
-    parallel = _changed(base.parallel, sizes._asdict() | (choice.cp_comm or P2P)._asdict())
+    of_parallel = sizes._asdict() | (choice.cp_comm or P2P)._asdict() | choice.shards._asdict()
+    parallel = _changed(base.parallel, of_parallel)
     of_train = {name: getattr(savings, name) for name in ("recompute", "offload_fraction", "mlp_tile")}
     train = _changed(base.train, of_train)
     changes: dict[str, Any] = {"parallel": parallel, "train": train}

@@ -35,8 +35,9 @@ def every_plan(task: Task, num_gpus: int) -> list[Proposal]:
     """Every combination that fits, found without a search; the fastest first."""
     search, proposals = Search(task, num_gpus), []
     for sizes in candidates.sizes(task, num_gpus):
-        for cp_comm, savings in product(candidates.cp_comms(task, sizes, num_gpus), candidates.savings(task)):
-            proposal = search.proposal(Choice(sizes, cp_comm, savings))
+        shards = candidates.shards(task, candidates.shard_kinds(task), sizes, num_gpus)
+        for own in product(candidates.cp_comms(task, sizes, num_gpus), candidates.savings(task), shards):
+            proposal = search.proposal(Choice(sizes, *own))
             fits = proposal.memory.device <= proposal.usable.bytes
             if fits and proposal.memory.host * num_gpus <= task.hardware.host_bytes:
                 proposals.append(proposal)
@@ -83,8 +84,9 @@ def test_the_bound_of_sizes_is_below_all_that_comes_of_them(is_lora: bool) -> No
     for first, _, choice, _ in search._bounds or ():
         bound = search.bound(choice)
         assert first <= bound
-        for cp_comm, savings in product(candidates.cp_comms(task, choice.sizes, 16), candidates.savings(task)[::7]):
-            time = search.proposal(Choice(choice.sizes, cp_comm, savings)).time.step_s
+        shards = candidates.shards(task, candidates.shard_kinds(task), choice.sizes, 16)
+        for own in product(candidates.cp_comms(task, choice.sizes, 16), candidates.savings(task)[::7], shards):
+            time = search.proposal(Choice(choice.sizes, *own)).time.step_s
             assert bound <= time * (1 + EQUAL_S)
             smaller += time < search.proposal(choice).time.step_s
     assert smaller  # some implementations are faster than p2p, which the bound must respect

@@ -1,0 +1,47 @@
+"""A million tokens on one node of 8 H100, as predicted with the assumed constants."""
+
+import pytest
+
+from sft.config.train import Recompute
+from sft.estimate.gpus import GIB
+from sft.planner.search import Search
+from sft.planner.task import P2P, Choice, Proposal, Savings, Shards, Sizes
+from tests.unit.fixtures.tasks import task_of
+
+pytestmark = pytest.mark.usefixtures("released_models")
+M = 2**20
+CP_8 = Sizes(tp=1, cp=8, pp=1, virtual_stages=1, ep=1, dynamic_cp=False)
+
+
+def proposal(model: str, recompute: Recompute, *, offload: float = 1.0, optimizer: float = 0.0) -> Proposal:
+    """Weights sharded over cp 8."""
+    _, task = task_of(model, M)
+    savings = Savings(recompute, offload, optimizer, 8192, 1024)
+    return Search(task, 8).proposal(Choice(CP_8, P2P, savings, Shards("weights")))
+
+
+def test_attention_kept_takes_four_fifths_of_the_time_of_full() -> None:
+    kept, full = (proposal("meta-llama/Llama-3.1-8B-Instruct", name) for name in ("attention_kept", "full"))
+    assert kept.time.step_s <= 0.80 * full.time.step_s
+    assert kept.memory.device <= 70 * GIB
+
+
+def test_shards_of_eight_billion_parameters() -> None:
+    assert proposal("Qwen/Qwen3-8B", "full").memory.static <= 17.5 * GIB
+
+
+def test_32_billion_parameters_need_an_optimizer_on_the_host() -> None:
+    """56 of 64 layers in host memory."""
+    whole = proposal("Qwen/Qwen3-32B", "full", offload=0.875, optimizer=1.0)
+    assert whole.memory.device <= 76 * GIB
+    assert 8 * whole.memory.host <= 1050 * GIB
+    assert proposal("Qwen/Qwen3-32B", "full", offload=1.0, optimizer=0.5).memory.device > whole.usable.bytes
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3.6-35B-A3B"])
+def test_sharded_weights_with_kept_attention_come_first(model: str) -> None:
+    _, task = task_of(model, M)
+    best = Search(task, 8).best(1)[0]
+    assert best.settings["parallel.shard"] == "weights"
+    assert best.settings["train.recompute"] == "attention_kept"
+    assert (best.layout.cp, best.layout.dp) == (8, 1)

@@ -158,3 +158,33 @@ class Documents:
         num_microbatches = -(-int(self.units.sum()) // (num_ranks * self.limit))
         work = -(-int(self.work(self.least).sum()) // num_ranks)
         return max(work, int(self.times[-1].max())) + round(num_microbatches * self.microbatch_ns)
+
+    def waiting_bound_ns(self, num_ranks: int) -> float:
+        """A lower bound of the time of a step in ns, if all ranks wait for each other after every microbatch.
+
+        A block is as many consecutive ranks as the largest group; a microbatch has num_ranks / block blocks.  A block
+        holds at most one of the documents that need all its ranks, and beside it only documents that fit into its
+        remaining room.  This limits the work of a block, and also that of the k longest microbatches, for each k.  They
+        take at least as long as the longest documents that need whole blocks, in order of length.  The ranks share all
+        other work evenly.  The bound is the largest time over k.
+        """
+        units, work, last = self.units, self.work(self.least), len(self.sizes) - 1
+        if len(units) == 0:
+            return self.microbatch_ns
+        block = self.sizes[last] * self.limit
+        blocks = num_ranks // self.sizes[last]
+        longest = -np.sort(-self.times[last][self.least == last])[::blocks]
+        longest = longest if len(longest) else self.times.min(axis=0)[:1]
+        count = np.arange(len(longest) + 1)
+        # The most work per unit among documents of at most this many units
+        density = np.maximum.accumulate((work / units)[::-1])
+        fitting = np.searchsorted(units[::-1], np.minimum(block - units, units), side="right")
+        beside = np.where(fitting > 0, density[np.maximum(fitting, 1) - 1], 0.0) * (block - units)
+        of_blocks = np.maximum.accumulate((work + beside)[::-1])[::-1]
+        held = np.concatenate([[0.0], np.cumsum(of_blocks)])[np.minimum(count * blocks, len(units))]
+        order = np.argsort(-work / units, kind="stable")
+        tokens, costliest = (np.concatenate([[0], np.cumsum(of[order])]) for of in (units, work))
+        held = np.minimum(held, np.interp(count * num_ranks * self.limit, tokens, costliest))
+        times = np.concatenate([[0], np.cumsum(longest)]) + (costliest[-1] - held) / num_ranks
+        least = -(-int(tokens[-1]) // (num_ranks * self.limit))
+        return float(times.max()) + least * self.microbatch_ns

@@ -1,22 +1,22 @@
 """Places documents so that ranks that wait for each other after every microbatch also finish each microbatch together.
 
-With pipelines and experts, `CpCost.wait_ranks` consecutive ranks (a domain) wait for each other after every microbatch.
-A row is one microbatch of one domain.  A row takes as long as its slowest pack.
+With pipelines, experts and shared weights, `CpCost.wait_ranks` consecutive ranks (a domain) wait for each other after
+every microbatch, or within it.  A row is one microbatch of one domain.  A row takes as long as its slowest pack, so
+packs of about equal time belong in the same row:
 
-Long documents are placed first, in order of falling length, as on shelves (first fit, Coffman et al. 1980).  The first
-document of a row decides the time of the row, which is at least the mean time of a microbatch.  Each document goes to
-the first row with room, on the smallest group on which it takes no longer than the row.  So documents of similar length
-share a row:
+    packs    of long documents are formed (`cp_packs.py`)
+    rows     take packs in order of falling time; a pack goes to the first row with enough free ranks
+    domains  take rows in order of falling time; a row goes to the domain with the least time so far
+    targets  every row gets a target time, so that all domains finish together: the time of its longest pack, or an even
+             share of the remaining time
+    short    documents come last.  Each goes to the pack that is furthest below its row's target
 
-    one domain of 4 ranks, each of 10 tokens; documents of 18 14 10 8 8: tokens of each rank, - for no document
-    microbatch 0    10 8 8 -        microbatch 1    9 9 7 7
-
-Short documents come last.  Every row gets a target time, so that all domains finish together: the time of its longest
-pack, or an even share of the remaining time.  Each short document goes to the pack that is furthest below its row's
-target; this pack may hold a long document.
+How packs are formed decides how well they fit together.  So several rules (`RULES`) are tried, and the shortest step is
+kept.
 """
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,16 +24,27 @@ import numpy as np
 
 from sft.data.packing.cp_cost import Documents
 from sft.data.packing.cp_fill import fill
-from sft.data.packing.cp_ranks import FILL, sizes_of
+from sft.data.packing.cp_packs import Pack, Rule, packs_of_long
+from sft.data.packing.cp_ranks import FILL
 
-# Choices of (a) the share of a microbatch's mean time that a document may take on the smallest group that holds it,
-# (b) microbatches beyond the least number, (c) the share of a microbatch's mean time below which a document is short.
-CHOICES = ((2.0, 0, 0.2), (0.75, 1, 0.2), (0.75, 2, 0.5), (1.25, 4, 0.2), (0.5, 4, 0.2))
-# Limits of the time.  At most this many documents on single ranks are long.  Each choice spends its number of long
-# documents, plus an eighth of all documents; no further choice is tried once the choices have spent MAX_LONG.
-MAX_LONG = 1200
+# The rules, in the order in which they are tried.  Large groups send more bytes.  So if only the ranks of a row of the
+# grid wait for each other, the rules choose the smallest group.
+RULES = (
+    Rule(0.8, 1.5, 9, 0.3, True), Rule(0.2, 1.0, 2, 0.1, False), Rule(0.8, 1.5, 3, 0.3, False),
+    Rule(0.2, 0.5, 2, 0.1, True), Rule(0.6, 1.0, 2, 0.3, False), Rule(0.6, 0.5, 2, 0.3, True),
+    Rule(0.2, 0.5, 2, 0.3, False), Rule(0.2, 1.0, 2, 0.3, True), Rule(0.2, 1.5, 3, 0.3, False),
+    Rule(0.6, 0.5, 9, 0.1, True), Rule(0.4, 0.5, 2, 0.3, True), Rule(0.6, 1.0, 2, 0.1, True),
+)  # fmt: skip
+FEW_BYTES = (
+    Rule(1.0, 2.0, 9, 0.2, False), Rule(0.8, 0.75, 9, 0.2, False), Rule(0.6, 0.75, 9, 0.5, False),
+    Rule(0.6, 1.5, 9, 0.2, False), Rule(0.4, 1.0, 9, 0.2, False), Rule(0.8, 1.5, 9, 0.3, True),
+)  # fmt: skip
 LACKS = 0.05  # packs on several ranks that lack less than this share of the target get no short documents: saves bytes
-NONE = 1 << 40  # stands for no row; greater than the number of any row
+# Limits of the time.  At most MAX_LONG documents on single ranks are long.  Each rule spends its number of long
+# documents and an eighth of all documents.  No further rule is tried once the rules have spent MAX_SPENT, or once a step
+# should take at most ENOUGH times the bound.  Then up to three rules with the shortest expected steps place the short
+# documents: at most MAX_PLACED documents in all, or one rule.
+MAX_LONG, MAX_SPENT, ENOUGH, MAX_PLACED = 1200, 4000, 1.005, 8000
 
 
 class Placed(NamedTuple):
@@ -45,171 +56,175 @@ class Placed(NamedTuple):
     documents: list[int]
 
 
-def packs_of_rows(documents: Documents, num_ranks: int, multiple: int, wait_ranks: int) -> list[Placed]:
-    """All packs that hold a document, from the choice with the shortest step.
+def packs_of_rows(
+    documents: Documents, num_ranks: int, multiple: int, wait_ranks: int, rules: Sequence[Rule] = RULES
+) -> list[Placed]:
+    """All packs that hold a document, from the rule with the shortest step.
 
     multiple  the number of microbatches is planned as a multiple of this
     """
-    plans, spent = [], 0
-    least = max(1, -(-int(documents.units.sum()) // (num_ranks * documents.limit)))
-    for share, extra, short in CHOICES:
-        index = sizes_of(documents, num_ranks, share / least, 0)
-        number = -(-(least + extra) // multiple) * multiple
-        mean_ns = float(documents.work(index).sum()) / num_ranks / number
-        shelves = _Shelves(documents, wait_ranks)
-        short_ns = max(short * mean_ns, float(documents.times[0][MAX_LONG:].max(initial=0)))
-        is_long = (index > 0) | (documents.times[0] > short_ns)
-        for document in np.flatnonzero(is_long).tolist():
-            shelves.add(document, int(index[document]), mean_ns)
-        plans.append(_filled(shelves, np.flatnonzero(~is_long), num_ranks // wait_ranks, number, multiple))
-        spent += int(is_long.sum()) + len(documents.ids) // 8
-        if spent >= MAX_LONG:
+    work = float(documents.work(documents.least).sum())
+    number = max(1, -(-int(documents.units.sum()) // (num_ranks * documents.limit)))
+    mean_ns, enough_ns = work / num_ranks / number, documents.bound_ns(num_ranks) * ENOUGH
+    grid, plans = _Grid(documents, wait_ranks, num_ranks // wait_ranks, multiple), list[_Rows]()
+    spent = 0
+    for rule in rules:
+        most = max(rule.short * mean_ns, float(documents.times[0][MAX_LONG:].max(initial=0)))
+        is_long = (documents.least > 0) | (documents.times[0] > most)
+        packs = packs_of_long(documents, np.flatnonzero(is_long), wait_ranks, mean_ns, rule)
+        plans.append(_planned(grid, packs, np.flatnonzero(~is_long), number))
+        spent += int(is_long.sum()) + len(is_long) // 8
+        if spent >= MAX_SPENT or plans[-1].step_ns <= enough_ns:
             break
-    return min(plans, key=lambda plan: plan.step_ns + plan.num_microbatches * documents.microbatch_ns).packs()
+    plans.sort(key=lambda rows: rows.step_ns)
+    return min(
+        (_filled(grid, rows) for rows in plans[: max(1, min(3, MAX_PLACED // max(1, len(documents.ids))))]),
+        key=lambda placed: placed[0],
+    )[1]
 
 
-class _Shelves:
-    """Rows of packs of long documents.  width: number of ranks of a domain
+@dataclass(frozen=True)
+class _Grid:
+    """The ranks of a step.  width: ranks of a domain; multiple: divides the number of microbatches"""
 
-    height, free         for each row: its time in ns, and its number of ranks without a pack
-    levels, rows, packs  for each pack: the index in documents.sizes of its group's size, its row, its documents
-    left                 for each pack: the units that still fit
-    """
-
-    def __init__(self, documents: Documents, width: int) -> None:
-        self.documents, self.width = documents, width
-        self.height: list[float] = []
-        self.free: list[int] = []
-        self._open: list[int] = []  # rows with free ranks
-        self.packs: list[list[int]] = []
-        most = len(documents.ids)
-        self._levels, self._rows = np.zeros(most, dtype=np.int64), np.zeros(most, dtype=np.int64)
-        self._ns, self._units = np.zeros(most), np.zeros(most, dtype=np.int64)  # time and units left in each pack
-
-    levels = property(lambda self: self._levels[: len(self.packs)])
-    rows = property(lambda self: self._rows[: len(self.packs)])
-    left = property(lambda self: self._units[: len(self.packs)])
-
-    def add(self, document: int, level: int, mean_ns: float) -> None:
-        """Adds a document to the first row that has a pack with room or enough free ranks.  Otherwise begins a new row
-        with a group of this level, whose time is at least mean_ns."""
-        times, units = self.documents.times[:, document], int(self.documents.units[document])
-        row, of_row = self._row(times.tolist(), int(self.documents.least[document]))
-        if self.packs:
-            fits = (self.left >= units) & (self._ns[: len(self.packs)] >= times[self.levels])
-            rows = np.where(fits, self.rows, NONE)
-            pack = int(rows.argmin())
-            if rows[pack] < row:
-                self.packs[pack].append(document)
-                self._ns[pack] -= times[self._levels[pack]]
-                self._units[pack] -= units
-                return
-        if row == NONE:
-            row, of_row = len(self.height), level
-            self.height.append(max(float(times[level]), mean_ns))
-            self.free.append(self.width)
-            self._open.append(row)
-        k, size = len(self.packs), self.documents.sizes[of_row]
-        self.packs.append([document])
-        self._levels[k], self._rows[k] = of_row, row
-        self._ns[k], self._units[k] = self.height[row] - times[of_row], size * self.documents.limit - units
-        self.free[row] -= size
-        if not self.free[row]:
-            self._open.remove(row)
-
-    def _row(self, times: list[int], least: int) -> tuple[int, int]:
-        """The first row with enough free ranks for a document, and the level of the smallest group that takes no longer
-        than the row.  NONE and -1 if there is no such row."""
-        for row in self._open:
-            if self.free[row] >= self.documents.sizes[least]:
-                height, level = self.height[row], least
-                while level < len(times) and times[level] > height:
-                    level += 1
-                if level < len(times) and self.documents.sizes[level] <= self.free[row]:
-                    return row, level
-        return NONE, -1
+    documents: Documents
+    width: int
+    num_domains: int
+    multiple: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """The packs of all domains.  For each pack: numbers of its documents, size of its group, domain, and microbatch.
+class _Rows:
+    """Packs in rows, before short documents are placed.
 
-    step_ns  predicted time of the step, without `microbatch_ns`
+    packs, short         packs of long documents, and numbers of short documents
+    level, time, left    int64 [bins]: for each pack, and for each rank of a row without a pack: the index of the size of
+                         the group, the time in ns, and the units that still fit
+    domain, microbatch   int64 [bins]
+    target               float64 [bins]: target time of the row
+    number, step_ns      number of microbatches, and expected time of the step
     """
 
+    packs: list[Pack]
+    short: np.ndarray
+    level: np.ndarray
+    time: np.ndarray
+    left: np.ndarray
+    domain: np.ndarray
+    microbatch: np.ndarray
+    target: np.ndarray
+    number: int
     step_ns: float
-    num_microbatches: int
-    wait_ranks: int
-    numbers: list[list[int]]
-    sizes: list[int]
-    domains: list[int]
-    microbatches: list[int]
-
-    def packs(self) -> list[Placed]:
-        """The packs with their ranks.  Large groups come first in a row, so each begins at a multiple of its size."""
-        next_rank: dict[tuple[int, int], int] = {}
-        placed = []
-        for k in sorted(range(len(self.numbers)), key=lambda k: -self.sizes[k]):
-            row = self.domains[k], self.microbatches[k]
-            rank = next_rank.get(row, self.domains[k] * self.wait_ranks)
-            if self.numbers[k]:
-                placed.append(Placed(self.sizes[k], rank, self.microbatches[k], sorted(self.numbers[k])))
-                next_rank[row] = rank + self.sizes[k]
-        return placed
 
 
-def _filled(shelves: _Shelves, short: np.ndarray, num_domains: int, number: int, multiple: int) -> _Plan:
-    """Assigns the rows to domains, and places the short documents.  Adds microbatches until all have room."""
-    documents, levels, width = shelves.documents, shelves.levels, shelves.width
-    sizes = np.array(documents.sizes)
-    short = short[np.argsort(-documents.times[0][short], kind="stable")]
+def _planned(grid: _Grid, packs: list[Pack], short: np.ndarray, number: int) -> _Rows:
+    """Assigns packs to rows, and sets the targets of rows.  Adds microbatches until short documents should fit.
+
+    number  the least number of microbatches
+    """
+    documents, sizes, num_packs = grid.documents, np.array(grid.documents.sizes), len(packs)
+    levels = np.array([pack.level for pack in packs], dtype=np.int64)
+    times = np.array([documents.times[level][own].sum() for level, own in packs], dtype=np.int64)
+    used = np.array([documents.units[own].sum() for _, own in packs], dtype=np.int64)
+    row_of, free_of = _rows_of(sizes[levels], times, grid.width)
     work = int(documents.times[0][short].sum())
     density = work / max(1, int(documents.units[short].sum()))
-    times = np.array([documents.times[k][pack].sum() for k, pack in zip(levels, shelves.packs)], dtype=np.int64)
-    number = max(number, -(-len(shelves.height) // num_domains))
-    number += -number % multiple
+    number = max(number, -(-len(free_of) // grid.num_domains))
     while True:
-        rows = number * num_domains
-        longest, free = np.zeros(rows, dtype=np.int64), np.full(rows, width)
-        np.maximum.at(longest, shelves.rows, times)
-        free[: len(shelves.free)] = shelves.free
-        domain, microbatch = _of_rows(longest, num_domains, number)
-        of_domain = np.zeros((num_domains, number), dtype=np.int64)
-        of_domain[domain, microbatch] = longest
-        row = np.concatenate([shelves.rows, np.repeat(np.arange(rows), free)])
-        alone = np.zeros(len(row) - len(times), dtype=np.int64)  # packs of one rank
+        number += -number % grid.multiple
+        longest, free = np.zeros(number * grid.num_domains, dtype=np.int64), np.full(
+            number * grid.num_domains, grid.width
+        )
+        np.maximum.at(longest, row_of, times)
+        free[: len(free_of)] = free_of
+        domain, microbatch = _of_rows(longest, grid.num_domains, number)
+        row = np.concatenate([row_of, np.repeat(np.arange(len(free)), free)])
+        domain, microbatch = domain[row], microbatch[row]
+        alone = np.zeros(len(row) - num_packs, dtype=np.int64)
         level, time = np.concatenate([levels, alone]), np.concatenate([times, alone])
-        left = np.concatenate([shelves.left, alone + documents.limit])
+        left = sizes[level] * documents.limit - np.concatenate([used, alone])
+        capacity = left * density * FILL / sizes[level]
+        of_domain = np.zeros((grid.num_domains, number), dtype=np.int64)
+        np.maximum.at(of_domain, (domain, microbatch), time)
 
-        def targets(step: float) -> np.ndarray:
-            return _even(of_domain, step)[domain, microbatch][row]
+        def target(step: float) -> np.ndarray:
+            return _even(of_domain, step)[domain, microbatch]
 
         def taken(step: float) -> float:
-            return float((np.clip(targets(step) - time, 0, left * density * FILL / sizes[level]) * sizes[level]).sum())
+            return float((np.clip(target(step) - time, 0, capacity) * sizes[level]).sum())
 
         low = float(of_domain.sum(axis=1).max())
         high = low + number * documents.limit * density
         if taken(high) >= work:
-            for _ in range(20):
-                step = (low + high) / 2
-                low, high = (low, step) if taken(step) >= work else (step, high)
-            target = targets(high)
-            load = np.rint(time - target).astype(np.int64)
-            left[(level > 0) & (-load <= LACKS * target)] = 0
-            packs = fill(documents, short, load, left, level, 0)
-            if (packs >= 0).all():
-                break
-        number += multiple
-    numbers = [list(pack) for pack in shelves.packs] + [[] for _ in alone]
-    in_order, ends = short[np.argsort(packs, kind="stable")].tolist(), np.cumsum(np.bincount(packs)).tolist()
+            break
+        number += 1
+    for _ in range(16):
+        step = (low + high) / 2
+        low, high = (low, step) if taken(step) >= work else (step, high)
+    return _Rows(
+        packs=packs, short=short, level=level, time=time, left=left, domain=domain, microbatch=microbatch,
+        target=target(high), number=number, step_ns=high + number * documents.microbatch_ns,
+    )  # fmt: skip
+
+
+def _filled(grid: _Grid, rows: _Rows) -> tuple[float, list[Placed]]:
+    """The predicted time of the step, and all packs with their ranks and the short documents.
+
+    If documents fit into no pack, microbatches are added.
+    """
+    documents = grid.documents
+    while True:
+        load, left = np.rint(rows.time - rows.target).astype(np.int64), rows.left.copy()
+        left[(rows.level > 0) & (-load <= LACKS * rows.target)] = 0
+        pack_of = fill(documents, rows.short, load, left, rows.level, 0)
+        if (pack_of >= 0).all():
+            break
+        rows = _planned(grid, rows.packs, rows.short, rows.number + 1)
+    late = np.zeros((grid.num_domains, rows.number))
+    np.maximum.at(late, (rows.domain, rows.microbatch), load + rows.target)
+    numbers = [list(pack.documents) for pack in rows.packs] + [[] for _ in range(len(rows.level) - len(rows.packs))]
+    in_order, ends = rows.short[np.argsort(pack_of, kind="stable")].tolist(), np.cumsum(np.bincount(pack_of)).tolist()
     for pack, (start, end) in enumerate(zip([0, *ends], ends)):
         numbers[pack] += in_order[start:end]
-    late = np.zeros((num_domains, number))
-    np.maximum.at(late, (domain[row], microbatch[row]), load + target)
-    return _Plan(
-        step_ns=float(late.sum(axis=1).max()), num_microbatches=number, wait_ranks=width, numbers=numbers,
-        sizes=sizes[level].tolist(), domains=domain[row].tolist(), microbatches=microbatch[row].tolist(),
-    )  # fmt: skip
+    step_ns = float(late.sum(axis=1).max()) + rows.number * documents.microbatch_ns
+    return step_ns, _placed(grid, rows, numbers)
+
+
+def _placed(grid: _Grid, rows: _Rows, numbers: list[list[int]]) -> list[Placed]:
+    """The packs with their ranks.  Large groups come first in a row, so each begins at a multiple of its size."""
+    next_rank: dict[tuple[int, int], int] = {}
+    placed = []
+    sizes, domains, microbatches = (
+        of.tolist() for of in (np.array(grid.documents.sizes)[rows.level], rows.domain, rows.microbatch)
+    )
+    for k in sorted(range(len(numbers)), key=lambda k: -sizes[k]):
+        row = domains[k], microbatches[k]
+        rank = next_rank.get(row, domains[k] * grid.width)
+        if numbers[k]:
+            placed.append(Placed(sizes[k], rank, microbatches[k], sorted(numbers[k])))
+            next_rank[row] = rank + sizes[k]
+    return placed
+
+
+def _rows_of(sizes: np.ndarray, times: np.ndarray, width: int) -> tuple[np.ndarray, list[int]]:
+    """The row of each pack, and the number of free ranks of each row.  The longest pack comes first, and goes to the
+    first row with enough free ranks.
+
+    sizes 2 1 1 1, times 5 9 4 3, width 2 -> rows 1 0 0 2, free ranks 0 0 1
+    """
+    rows, free, first = np.zeros(len(sizes), dtype=np.int64), list[int](), 0
+    of = sizes.tolist()
+    for pack in np.argsort(-times, kind="stable").tolist():
+        row = first
+        while row < len(free) and free[row] < of[pack]:
+            row += 1
+        if row == len(free):
+            free.append(width)
+        free[row] -= of[pack]
+        rows[pack] = row
+        while first < len(free) and not free[first]:
+            first += 1
+    return rows, free
 
 
 def _of_rows(longest: np.ndarray, num_domains: int, number: int) -> tuple[np.ndarray, np.ndarray]:

@@ -27,8 +27,9 @@ import numpy as np
 
 from sft.data.packing.cp_cost import CpCost, Documents
 from sft.data.packing.cp_grid import FILLER, Grid, Slot, makespan_ns
+from sft.data.packing.cp_packs import Rule
 from sft.data.packing.cp_ranks import BETTER, packs_of_groups
-from sft.data.packing.cp_rows import packs_of_rows
+from sft.data.packing.cp_rows import FEW_BYTES, RULES, packs_of_rows
 from sft.parallel.cp_group import cp_sizes
 
 # A batch with more documents is planned by rows only: so many short documents make rows even without more balancing.
@@ -58,12 +59,12 @@ def assign(
     documents = Documents.of(samples, lengths, cp_sizes(cp), rank_tokens=rank_tokens, cost=cost)
     arguments = documents, dp * cp, microbatch_multiple
     if cost.wait_ranks > 1 or len(documents.ids) > MANY:
-        return _of_rows(*arguments, cost.domain(dp * cp) if cost.wait_ranks > 1 else cp)
+        return _of_rows(*arguments, *((cost.domain(dp * cp), RULES) if cost.wait_ranks > 1 else (cp, FEW_BYTES)))
     by_groups = _of_groups(*arguments)
     time = makespan_ns(by_groups, lengths, cost)
     if time <= documents.bound_ns(dp * cp) * NEAR:
         return by_groups
-    by_rows = _of_rows(*arguments, cp)
+    by_rows = _of_rows(*arguments, cp, FEW_BYTES)
     return by_rows if makespan_ns(by_rows, lengths, cost) < time * (1 - BETTER) else by_groups
 
 
@@ -78,10 +79,10 @@ def _of_groups(documents: Documents, num_ranks: int, multiple: int) -> Grid:
     return _completed(grid, multiple)
 
 
-def _of_rows(documents: Documents, num_ranks: int, multiple: int, wait_ranks: int) -> Grid:
+def _of_rows(documents: Documents, num_ranks: int, multiple: int, wait_ranks: int, rules: Sequence[Rule]) -> Grid:
     grid: Grid = [[] for _ in range(num_ranks)]
     ids = documents.ids.tolist()
-    placed = packs_of_rows(documents, num_ranks, multiple, wait_ranks)
+    placed = packs_of_rows(documents, num_ranks, multiple, wait_ranks, rules)
     for cp_size, first, microbatch, pack in sorted(placed, key=lambda pack: pack.microbatch):
         slot = _slot(ids, cp_size, pack)
         for slots in grid[first : first + cp_size]:

@@ -1,0 +1,129 @@
+"""Forms packs of long documents so that many packs take about the same time, for `cp_rows.py`.
+
+Packs are formed for one row of ranks after another.  The longest document that has no pack decides how long the row
+takes.  Then each group of free ranks gets one document, and at once as many further documents as it has time and room
+for, the longest first (first fit, Coffman et al. 1980):
+
+    a row of 4 ranks, each of 10 tokens; documents of 18 14 10 8 8 3: tokens of each rank, - for no document
+    18 on two ranks: the row takes 9        8 and 8 on one rank each        9 9 8 8
+    14 on two ranks: the row takes 7        3 more on these two ranks       8.5 8.5 - -
+
+`rule` says which document a group gets, if documents for groups of several sizes are left.
+"""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from sft.data.packing.cp_cost import Documents
+
+
+class Rule(NamedTuple):
+    """How packs are formed.  Times are shares of a microbatch's mean time.
+
+    least    a row takes at least this time
+    alone    if the first document of a row takes longer than this on a group, it goes to a larger group
+    sizes    number of sizes of groups, counted from the largest
+    short    documents that need one rank and take at most this time there are short: `cp_rows.py` places them
+    by_work  whether a group gets the document with the most work per rank, instead of the longest one
+    """
+
+    least: float
+    alone: float
+    sizes: int
+    short: float
+    by_work: bool
+
+
+class Pack(NamedTuple):
+    """level: index in documents.sizes of the size of the pack's group; documents: their numbers"""
+
+    level: int
+    documents: list[int]
+
+
+@dataclass
+class _Open:
+    """A pack while documents are added; time, units: time in ns and units that are left"""
+
+    level: int
+    documents: list[int]
+    time: float
+    units: int
+
+
+def packs_of_long(documents: Documents, numbers: np.ndarray, width: int, mean_ns: float, rule: Rule) -> list[Pack]:
+    """Packs with all documents of these numbers.  width: ranks of a row; mean_ns: mean time of a microbatch"""
+    return _Rows(documents, numbers, max(0, len(documents.sizes) - rule.sizes)).packs(width, mean_ns, rule)
+
+
+class _Rows:
+    """The documents that have no pack yet.  Lists have an entry for each document, in order of falling length."""
+
+    def __init__(self, documents: Documents, numbers: np.ndarray, level: int) -> None:
+        self._limits = [size * documents.limit for size in documents.sizes]
+        self._sizes, self._level = documents.sizes, level
+        self._numbers = numbers.tolist()
+        self._units: list[int] = documents.units[numbers].tolist()
+        self._times: list[list[int]] = documents.times[:, numbers].tolist()
+        self._least: list[int] = np.maximum(documents.least[numbers], level).tolist()
+        self._work: list[float] = documents.work(documents.least)[numbers].tolist()
+        # Rising, for bisect
+        self._by_units = [-units for units in self._units]
+        self._by_time = [[-time for time in times] for times in self._times]
+        self._next = list(range(len(self._numbers) + 1))  # leads to the next document without a pack
+
+    def packs(self, width: int, mean_ns: float, rule: Rule) -> list[Pack]:
+        packs, first, last = [], self._from(0), len(self._sizes) - 1
+        while first < len(self._numbers):
+            level = self._least[first]
+            while level < last and self._times[level][first] > rule.alone * mean_ns:
+                level += 1
+            height = max(rule.least * mean_ns, self._times[level][first])
+            starts = [self._start(level, self._limits[level], height) for level in range(last + 1)]
+            free, opened = width, list[_Open]()
+            while free and (chosen := self._chosen(starts, free, rule.by_work)):
+                document, level = chosen
+                opened.append(_Open(level, [], height, self._limits[level]))
+                self._add(opened[-1], document)
+                free -= self._sizes[level]
+            for pack in sorted(opened, key=lambda pack: -pack.time):
+                while (document := self._from(self._start(pack.level, pack.units, pack.time))) < len(self._numbers):
+                    self._add(pack, document)
+                packs.append(Pack(pack.level, pack.documents))
+            first = self._from(first)
+        return packs
+
+    def _start(self, level: int, units: int, time: float) -> int:
+        """The first document with at most this many units that takes at most this time."""
+        return max(bisect_left(self._by_units, -units), bisect_left(self._by_time[level], -time))
+
+    def _from(self, document: int) -> int:
+        """The first document without a pack, from this one on."""
+        following, end = self._next, document
+        while following[end] != end:
+            end = following[end]
+        while following[document] != end:
+            following[document], document = end, following[document]
+        return end
+
+    def _chosen(self, starts: list[int], free: int, by_work: bool) -> tuple[int, int] | None:
+        """The document of the next group, and the level of the group.  free: number of free ranks"""
+        best, chosen = 0.0, None
+        for level in range(self._level, len(starts)):
+            if self._sizes[level] > free:
+                break
+            starts[level] = document = self._from(starts[level])
+            if document < len(self._numbers) and self._least[document] <= level:
+                value = self._work[document] / self._sizes[level] if by_work else len(self._numbers) - document
+                if value > best:
+                    best, chosen = value, (document, level)
+        return chosen
+
+    def _add(self, pack: _Open, document: int) -> None:
+        self._next[document] = document + 1
+        pack.documents.append(self._numbers[document])
+        pack.time -= self._times[pack.level][document]
+        pack.units -= self._units[document]

@@ -8,7 +8,7 @@ from typing import Any
 from sft.commands.arguments import read_recipe, recipe_command
 from sft.commands.output import progress
 from sft.errors import ConfigError
-from sft.hf import hub
+from sft.hf import hub, hub_weights
 
 
 def add(commands: Any) -> None:
@@ -47,7 +47,7 @@ def evaluate(arguments: Namespace) -> None:
     if source is None:
         download_weights(recipe)
     elif hub.is_hub_name(source):
-        hub.download_weights(source)
+        hub_weights.download_weights(hub.snapshot(source))
     elif (Path(source) / "adapter_config.json").is_file():
         download_weights(recipe, has_adapters=True)
     elif recipe.config.lora.is_used and not (Path(source) / hub.CONFIG).is_file():  # a checkpoint of adapters

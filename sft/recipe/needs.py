@@ -9,7 +9,7 @@ from pathlib import Path
 from sft.config import listed
 from sft.errors import ConfigError
 from sft.files.atomic_files import why_no_folder
-from sft.hf import hub
+from sft.hf import hub, hub_weights
 from sft.recipe.resolved import Recipe
 
 
@@ -19,27 +19,31 @@ def check_paths(recipe: Recipe, *, trains: bool = True) -> None:
     trains: whether the command uses the training data
     """
     data = recipe.config.data
+    tokenizer = None if data.tokenizer == "byte" else data.tokenizer
     paths = [(key, path) for key, files in data.train_keys.items() for path in files] if trains else []
     paths += [("data.eval", path) for files in data.eval_sets.values() for path in files if isinstance(path, str)]
-    tokenizer = None if data.tokenizer == "byte" else data.tokenizer
-    is_on_hub = tokenizer is not None and hub.is_hub_name(tokenizer)
-    paths += [] if tokenizer is None or is_on_hub else [("data.tokenizer", tokenizer)]
+    paths += [] if tokenizer is None else [("data.tokenizer", tokenizer)]
     paths += [] if data.chat_template is None else [("data.chat_template", data.chat_template)]
     paths += [] if data.plan is None or not trains else [("data.plan", data.plan)]
     missing = [
-        f"{key} = {path} ({recipe.origins[key]}) does not exist in {Path.cwd()}; give {key}=PATH."
-        + _dataset_hint(key, path)
-        + _pattern_hint(key, path)
+        (
+            key,
+            f"{key} = {path} ({recipe.origins[key]}) does not exist in {Path.cwd()}; give {key}=PATH."
+            + _dataset_hint(key, path)
+            + _pattern_hint(key, path),
+        )
         for key, path in paths
         if not Path(path).exists()
     ]
-    if tokenizer is not None and is_on_hub:
+    if tokenizer is not None and hub.is_hub_name(tokenizer):
+        missing = [(key, problem) for key, problem in missing if key != "data.tokenizer"]
         try:
-            hub.local_folder(tokenizer)
+            hub.snapshot(tokenizer)
         except ConfigError as error:
-            missing.append(f"data.tokenizer = {tokenizer} ({recipe.origins['data.tokenizer']}): {error}")
+            origin = recipe.origins["data.tokenizer"]
+            missing.append(("data.tokenizer", f"data.tokenizer = {tokenizer} ({origin}): {error}"))
     if missing:
-        raise ConfigError(listed(missing))
+        raise ConfigError(listed([problem for _, problem in missing]))
 
 
 def _pattern_hint(key: str, path: str) -> str:
@@ -73,8 +77,8 @@ def download_weights(recipe: Recipe, *, has_adapters: bool = False) -> None:
     resumes = is_named or bool(folders.candidates(Path(config.run.dir) / "checkpoints"))
     is_used = has_adapters or config.lora.is_used or not resumes
     model = config.model.pretrained
-    if model is not None and model.commit is not None and config.model.init_from is None and is_used:
-        hub.download_weights(model.name)
+    if model is not None and model.snapshot is not None and config.model.init_from is None and is_used:
+        hub_weights.download_weights(model.snapshot)
 
 
 def check_folder(recipe: Recipe, *, has_files: bool = True) -> None:

@@ -24,7 +24,8 @@ def add(commands: Any) -> None:
 def evaluate(arguments: Namespace) -> None:
     """Run `sft eval`.  Each process of torchrun calls this function."""
     from sft.recipe.layout import launched_world_size, resolve_layout
-    from sft.recipe.needs import check_paths, download_weights
+    from sft.recipe.needs import check_paths
+    from sft.recipe.run_dir import download_weights
 
     recipe = read_recipe(arguments)
     if not recipe.config.data.eval_sets:

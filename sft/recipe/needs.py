@@ -1,4 +1,4 @@
-"""Checks files, packages and weights that a recipe needs on this machine, before heavy modules are imported."""
+"""Checks whether this machine has the files and packages that a recipe names, before heavy modules are imported."""
 
 import glob
 import re
@@ -8,8 +8,7 @@ from pathlib import Path
 
 from sft.config import listed
 from sft.errors import ConfigError
-from sft.files.atomic_files import why_no_folder
-from sft.hf import hub, hub_weights
+from sft.hf import hub
 from sft.recipe.resolved import Recipe
 
 
@@ -62,41 +61,6 @@ def _dataset_hint(key: str, path: str) -> str:
     if not key.startswith(("data.train", "data.eval")) or not re.fullmatch(r"[A-Za-z0-9_-]+/[A-Za-z0-9_-]+", path):
         return ""
     return f"  A dataset of the Hugging Face hub is named so: {key[:10].rstrip('.')}={{chat: {{dataset: {path}}}}}."
-
-
-def download_weights(recipe: Recipe, *, has_adapters: bool = False) -> None:
-    """Download the weights of a hub name, if the run starts from them or trains adapters beside them.
-
-    has_adapters: whether the command uses adapters, although the recipe may have none
-    Raises ConfigError if the download fails.
-    """
-    from sft.checkpoint import folders, resume_setting
-
-    config = recipe.config
-    is_named = config.checkpoint.resume not in resume_setting.WORDS
-    resumes = is_named or bool(folders.candidates(Path(config.run.dir) / "checkpoints"))
-    is_used = has_adapters or config.lora.is_used or not resumes
-    model = config.model.pretrained
-    if model is not None and model.snapshot is not None and config.model.init_from is None and is_used:
-        hub_weights.download_weights(model.snapshot)
-
-
-def check_folder(recipe: Recipe, *, has_files: bool = True) -> None:
-    """Raise ConfigError if run.dir cannot be written, and CheckpointError if checkpoint.resume allows no start.
-
-    has_files: whether this machine has the files of the run.  Without them, only a name that is no path is refused.
-    """
-    from sft.checkpoint import resume_setting
-    from sft.run import status
-
-    config, folder = recipe.config.checkpoint, Path(recipe.config.run.dir)
-    if has_files:
-        if why := why_no_folder(folder):
-            raise ConfigError(f"run.dir = {folder} ({recipe.origins['run.dir']}) {why}.  Choose another run.dir.")
-        status.read(folder)
-        resume_setting.check(config, folder / "checkpoints")
-    elif config.resume not in resume_setting.WORDS and "/" not in config.resume:
-        resume_setting.named(config)
 
 
 def check_packages(recipe: Recipe) -> None:

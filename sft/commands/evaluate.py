@@ -8,7 +8,6 @@ from typing import Any
 from sft.commands.arguments import read_recipe, recipe_command
 from sft.commands.output import progress
 from sft.errors import ConfigError
-from sft.hf import hub, hub_weights
 
 
 def add(commands: Any) -> None:
@@ -23,6 +22,7 @@ def add(commands: Any) -> None:
 
 def evaluate(arguments: Namespace) -> None:
     """Run `sft eval`.  Each process of torchrun calls this function."""
+    from sft.hf import hub, hub_weights
     from sft.recipe.layout import launched_world_size, resolve_layout
     from sft.recipe.needs import check_paths
     from sft.recipe.run_dir import download_weights

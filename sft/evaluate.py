@@ -29,7 +29,7 @@ from sft.metrics.records import Record
 from sft.metrics.run_facts import RunFacts
 from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 from sft.parallel.layout import Layout
-from sft.recipe.join import join
+from sft.recipe.join import join_ranks
 from sft.recipe.resolved import Recipe
 from sft.recipe.tokenizer import same_ids, tokenizer_of
 from sft.run.evaluation import evaluate
@@ -49,7 +49,7 @@ def main(recipe: Recipe, layout: Layout, source: str | None, json_file: Path | N
     """
     config = recipe.config
     leave_with_parent()
-    groups = join(config, layout)
+    groups = join_ranks(config, layout)
     console = Console(groups.rank, sys.stderr)
     tokenizer = tokenizer_of(config)
     checkpoint, text = broadcast_from_rank0(lambda: _chosen(config, source, tokenizer, console), groups.control)

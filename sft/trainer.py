@@ -27,7 +27,7 @@ from sft.metrics.run_facts import RunFacts
 from sft.metrics.totals import StepResult
 from sft.parallel.collectives import broadcast_from_rank0
 from sft.parallel.layout import Layout
-from sft.recipe.join import join
+from sft.recipe.join import join_ranks
 from sft.recipe.resolved import Recipe, dump, summary
 from sft.recipe.run_checks import check_run
 from sft.recipe.start import check_start
@@ -60,11 +60,11 @@ def main(recipe: Recipe, layout: Layout, from_user: Collection[str] = ()) -> Out
     """
     config = recipe.config
     leave_with_parent()
-    groups = join(config, layout)
+    groups = join_ranks(config, layout)
     console = Console(groups.rank, sys.stdout)
-    console.say("\n".join([summary(recipe), *layout.equations(config.data.seq_length)]))
-    if line := environment.describe(from_user, groups.device.type):
-        console.say(line)
+    variables = environment.describe(from_user, groups.device.type)
+    lines = [summary(recipe), *layout.equations(config.data.seq_length), variables]
+    console.say("\n".join(filter(None, lines)))
     folder = Path(config.run.dir)
     next_step = partial(resume.next_step, config.checkpoint, folder / "checkpoints")
     try:

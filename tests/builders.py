@@ -97,7 +97,7 @@ def commands(folder: Path) -> None:
 
 def pretrained(folder: Path) -> Pretrained:
     """The pretrained model in `folder`, without reading it."""
-    return Pretrained(name=str(folder), folder=folder, commit=None, family="qwen3", max_positions=None)
+    return Pretrained(name=str(folder), folder=folder, snapshot=None, family="qwen3", max_positions=None)
 
 
 class Hostile:

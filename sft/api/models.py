@@ -41,7 +41,7 @@ def export(
     Raises ConfigError or CheckpointError (no checkpoint, a damaged one, another model, a target that exists, no room on
     the disk); then nothing was written.
     """
-    from sft.hf.hub import model_folder
+    from sft.hf.hub_weights import model_folder
     from sft.weights.export.export_hf import export_hf
 
     like = None if hf is None else model_folder(str(hf))

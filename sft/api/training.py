@@ -8,8 +8,9 @@ from pathlib import Path
 from sft.errors import ConfigError
 from sft.files.atomic_files import explained
 from sft.recipe.layout import launched_world_size, resolve_layout
-from sft.recipe.needs import check_folder, check_packages, check_paths, download_weights
+from sft.recipe.needs import check_packages, check_paths
 from sft.recipe.resolved import Recipe
+from sft.recipe.run_dir import check_folder, download_weights
 from sft.run.outcome import Outcome
 from sft.run.refused_start import recorded
 

@@ -33,7 +33,8 @@ def add(commands: Any) -> None:
 def check(arguments: Namespace) -> None:
     from sft.commands.resume_lines import without_data
     from sft.recipe.layout import launched_world_size, resolve_layout
-    from sft.recipe.needs import check_folder, check_packages, check_paths
+    from sft.recipe.needs import check_packages, check_paths
+    from sft.recipe.run_dir import check_folder
 
     recipe = read_recipe(arguments)
     gpu = _gpu(recipe, arguments.gpu)

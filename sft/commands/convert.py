@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
 
 
 def import_model(arguments: Namespace) -> None:
-    from sft.hf.hub import model_folder
+    from sft.hf.hub_weights import model_folder
     from sft.weights.import_hf import import_hf
 
     import_hf(model_folder(arguments.source), arguments.target, Console(0), name=arguments.source)

@@ -8,7 +8,6 @@ from typing import Any
 from sft.commands.arguments import read_recipe, recipe_command
 from sft.commands.output import progress
 from sft.errors import ConfigError
-from sft.hf import hub
 
 
 def add(commands: Any) -> None:
@@ -23,8 +22,10 @@ def add(commands: Any) -> None:
 
 def evaluate(arguments: Namespace) -> None:
     """Run `sft eval`.  Each process of torchrun calls this function."""
+    from sft.hf import hub, hub_weights
     from sft.recipe.layout import launched_world_size, resolve_layout
-    from sft.recipe.needs import check_paths, download_weights
+    from sft.recipe.needs import check_paths
+    from sft.recipe.run_dir import download_weights
 
     recipe = read_recipe(arguments)
     if not recipe.config.data.eval_sets:
@@ -47,7 +48,7 @@ def evaluate(arguments: Namespace) -> None:
     if source is None:
         download_weights(recipe)
     elif hub.is_hub_name(source):
-        hub.download_weights(source)
+        hub_weights.download_weights(hub.snapshot(source))
     elif (Path(source) / "adapter_config.json").is_file():
         download_weights(recipe, has_adapters=True)
     elif recipe.config.lora.is_used and not (Path(source) / hub.CONFIG).is_file():  # a checkpoint of adapters

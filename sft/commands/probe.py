@@ -35,7 +35,8 @@ def add(commands: Any) -> None:
 def probe(arguments: Namespace) -> int:
     """Run `sft probe`.  Returns 1 if the probe found a fault, else 0."""
     from sft.recipe.layout import launched_world_size, resolve_layout
-    from sft.recipe.needs import check_paths, download_weights
+    from sft.recipe.needs import check_paths
+    from sft.recipe.run_dir import download_weights
 
     recipe = read_recipe(arguments)
     layout = resolve_layout(recipe, launched_world_size() or 1)

@@ -1,7 +1,23 @@
-"""Facts about the model of model.hf that are not keys of `model`."""
+"""Facts about the model of model.hf that are not keys of `model`.
+
+They are found once, when the recipe is loaded.  Later code looks up neither the name nor config.json again.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubSnapshot:
+    """A commit of a repository in the local cache.  Weights are there only after `hub_weights.download_weights`.
+
+    name  the hub name as the recipe gives it
+    """
+
+    name: str
+    repo: str
+    commit: str
+    folder: Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -10,13 +26,13 @@ class Pretrained:
 
     name           value of model.hf in the recipe
     folder         folder of config.json and the tokenizer; weights of a hub name are in it after their download
-    commit         commit of a hub name; None: `name` is a folder
+    snapshot       the commit of a hub name; None: `name` is a folder
     family         name of the table in sft/hf/families that has the model's tensors
     max_positions  length of the longest context that the model was trained on; None: config.json does not say
     """
 
     name: str
     folder: Path
-    commit: str | None
+    snapshot: HubSnapshot | None
     family: str
     max_positions: int | None

@@ -6,23 +6,19 @@
 
 huggingface_hub does all access to the hub and to its cache, and reads HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and
 HF_ENDPOINT.  It is imported only for hub names.  A process looks up the commit of a name once, so all files of a start
-belong to one commit.  One process of each node looks up and downloads for all (`once_per_node.py`).  `hub_errors.py`
-writes the error messages.
+belong to one commit.  One process of each node looks up and downloads for all (`once_per_node.py`).  `hub_weights.py`
+downloads the weights, and `hub_errors.py` writes the error messages.
 """
 
 import os
 import re
-import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft.console import Console, size
+from sft.config.pretrained import HubSnapshot
+from sft.console import Console
 from sft.errors import ConfigError
-from sft.files.folder_files import LIST_BYTES, read_json
 from sft.hf import hub_errors
 from sft.hf.once_per_node import once_per_node
 
@@ -35,25 +31,7 @@ _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _IN_FOLDERS = ["*/*"]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"[\w.-]{1,250}\.safetensors")  # a file that an index may name
-_snapshots: dict[str, "HubSnapshot"] = {}
-
-
-@dataclass(frozen=True, kw_only=True)
-class HubSnapshot:
-    """A commit of a repository in the local cache.  Weights are there only after `download_weights`."""
-
-    name: str  # the hub name as the recipe gives it
-    repo: str
-    commit: str
-    folder: Path
-
-
-@dataclass(frozen=True, kw_only=True)
-class MissingWeights:
-    """Weights of a hub name that are not in the cache.  num_bytes: their size; None if unknown"""
-
-    files: tuple[str, ...]
-    num_bytes: int | None
+_snapshots: dict[str, HubSnapshot] = {}
 
 
 def is_hub_name(name: str) -> bool:
@@ -101,55 +79,13 @@ def commits() -> dict[str, str]:
     return {name: snap.commit for name, snap in _snapshots.items()}
 
 
-def check_commits(of_ranks: Sequence[dict[str, str]]) -> None:
-    """Raise ConfigError if ranks have looked up different commits.  of_ranks: the result of `commits` on each rank"""
-    for rank, of_rank in enumerate(of_ranks):
-        for name in {**of_ranks[0], **of_rank}:
-            first, other = of_ranks[0].get(name), of_rank.get(name)
-            if first != other:
-                raise ConfigError(
-                    f"{name} is {_called(first)} on rank 0, but {_called(other)} on rank {rank}.  All ranks must "
-                    "read the same files.  The repository may have changed while the run started: start again, or "
-                    f"name the commit: {name.partition('@')[0]}@{first or other}."
-                )
-
-
-def missing_weights(name: str) -> MissingWeights | None:
-    """The files that `download_weights` would download; None if the cache has all weights.
-
-    Raises ConfigError if the repository has no safetensors files.
-    """
-    return _missing(snapshot(name))
-
-
-def is_offline() -> bool:
-    """Whether HF_HUB_OFFLINE is set."""
-    from huggingface_hub import constants
-
-    return constants.is_offline_mode()
-
-
-def download_weights(name: str) -> Path:
-    """Download the missing weights of a hub name.  Returns the folder with all files of its commit.
-
-    Raises ConfigError if that fails, or if the repository has no safetensors files.
-    """
-    snap = snapshot(name)
-    return Path(once_per_node(f"download {name} {snap.commit}", lambda: str(_download(snap))))
-
-
-def model_folder(name: str) -> Path:
-    """The folder of a model and its weights: a folder, or a hub name, whose weights are downloaded if needed."""
-    return download_weights(name) if is_hub_name(name) else Path(name)
-
-
 def _look_up(name: str, repo: str, revision: str | None) -> Path:
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     wanted: dict[str, Any] = {"allow_patterns": _SMALL_FILES, "ignore_patterns": _IN_FOLDERS}
     is_offline = constants.is_offline_mode()
-    with _quietly(), hub_errors.translated(name, repo, revision):
+    with hub_errors.translated(name, repo, revision):
         if is_offline or _COMMIT.fullmatch(revision or ""):
             return Path(snapshot_download(repo, revision=revision, local_files_only=is_offline, **wanted))
         try:
@@ -162,7 +98,7 @@ def _look_up(name: str, repo: str, revision: str | None) -> Path:
                 folder = Path(snapshot_download(repo, revision=revision, local_files_only=True, **wanted))
             except LocalEntryNotFoundError:
                 raise error from None
-            _console().say(
+            Console(int(os.environ.get("RANK", "0")), sys.stderr).say(
                 f"WARNING: {hub_errors.endpoint()} cannot be reached ({hub_errors.first_line(error)}), so {name} is "
                 f"commit {folder.name} of the cache.  HF_HUB_OFFLINE=1 does not ask."
             )
@@ -174,103 +110,3 @@ def _look_up(name: str, repo: str, revision: str | None) -> Path:
                 f"{repo}@{commit}."
             )
         return folder
-
-
-def _missing(snap: HubSnapshot) -> MissingWeights | None:
-    sizes = _listing(snap)
-    files = tuple(file for file in _weight_files(snap, sizes) if not (snap.folder / file).exists())
-    if not files:
-        return None
-    return MissingWeights(files=files, num_bytes=None if sizes is None else sum(sizes[file] for file in files))
-
-
-def _download(snap: HubSnapshot) -> Path:
-    from huggingface_hub import constants, snapshot_download
-
-    missing = _missing(snap)
-    if missing is None:
-        return snap.folder
-    if constants.is_offline_mode():
-        raise ConfigError(
-            f"{snap.name}: HF_HUB_OFFLINE is set, and the cache ({snap.folder}) lacks {_some(missing.files)}.  "
-            f"Download the model with `hf download {snap.repo} --revision {snap.commit}`, or unset HF_HUB_OFFLINE."
-        )
-    total = missing.num_bytes
-    blobs = snap.folder.parents[1] / "blobs"
-    free = shutil.disk_usage(snap.folder).free
-    if total is not None and total > free:
-        raise ConfigError(
-            f"{snap.name}: the weights that are still to be downloaded have {size(total)}, but the disk of the cache "
-            f"({constants.HF_HUB_CACHE}) has {size(free)} free.  Free some, or set HF_HOME to a folder on another disk."
-        )
-    before = _bytes_in(blobs)
-    with (
-        _quietly(),
-        hub_errors.translated(snap.name, snap.repo, snap.commit),
-        _console().watch(f"downloading {snap.name}", total, "bytes", lambda: _bytes_in(blobs) - before),
-    ):
-        return Path(snapshot_download(snap.repo, revision=snap.commit, allow_patterns=list(missing.files)))
-
-
-def _listing(snap: HubSnapshot) -> dict[str, int] | None:
-    """Sizes in bytes of the files of a commit, by path; None if neither cache nor hub has the list of them."""
-    from huggingface_hub import get_cached_repo_tree
-    from huggingface_hub.errors import CachedRepoTreeNotFoundError
-
-    try:
-        return {file.path: file.size for file in get_cached_repo_tree(snap.repo, revision=snap.commit)}
-    except CachedRepoTreeNotFoundError:
-        return None
-
-
-def _weight_files(snap: HubSnapshot, sizes: dict[str, int] | None) -> list[str]:
-    """The safetensors files of a model: those that the index names, or the single one."""
-    index = snap.folder / INDEX
-    if not index.exists():
-        held = sorted(sizes or (path.name for path in snap.folder.iterdir()))
-        if SINGLE in held or (sizes is None and not any(name.endswith(".safetensors") for name in held)):
-            return [SINGLE]
-        raise ConfigError(
-            f"{snap.name} has neither {SINGLE} nor {INDEX} (it has {_some(held)}).  Other formats of weights are "
-            "not read, and pickles (.bin, .pth) are never opened.  Convert the model with save_pretrained of "
-            "transformers, or name a revision with safetensors files."
-        )
-    try:
-        named = sorted({str(file) for file in read_json(snap.folder, INDEX, LIST_BYTES)["weight_map"].values()})
-        if unsafe := [file for file in named if not SHARD.fullmatch(file)]:  # * would download every file
-            raise ValueError(f"it names {unsafe[0][:80]!r}, which is not a safetensors file of the repository")
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{snap.name}: {INDEX} cannot be read ({type(error).__name__}: {error}).") from None
-    if sizes is not None and (unknown := [file for file in named if file not in sizes]):
-        raise ConfigError(f"{snap.name}: {INDEX} names {_some(unknown)}, but the repository has no such file.")
-    return named
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """A context manager that disables the progress bars of huggingface_hub, because our console shows the progress."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    were_enabled = not are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        if were_enabled:
-            enable_progress_bars()
-
-
-def _bytes_in(folder: Path) -> int:
-    return sum(entry.stat().st_size for entry in os.scandir(folder)) if folder.is_dir() else 0
-
-
-def _console() -> Console:
-    return Console(int(os.environ.get("RANK", "0")), sys.stderr)
-
-
-def _called(commit: str | None) -> str:
-    return "a folder" if commit is None else f"commit {commit}"
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "") or "nothing"

@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sft.config.pretrained import HubSnapshot
 from sft.files.folder_files import LIST_BYTES, copy, regular_file
 from sft.hf import hub_errors
-from sft.hf.hub import CONFIG, INDEX, HubSnapshot
+from sft.hf.hub import CONFIG, INDEX
 from sft.hf.safetensors_files import header_of
 
 _REQUESTS_AT_ONCE = 8

@@ -28,7 +28,7 @@ def read_pretrained(name: str, shown: str | None = None) -> tuple[Pretrained, Ar
     pretrained = Pretrained(
         name=name,
         folder=folder,
-        commit=None if on_hub is None else on_hub.commit,
+        snapshot=on_hub,
         family=model.family.name,
         max_positions=longest if isinstance(longest, int) and longest > 0 else None,
     )
@@ -37,7 +37,7 @@ def read_pretrained(name: str, shown: str | None = None) -> tuple[Pretrained, Ar
 
 def model_keys(pretrained: Pretrained, model: Architecture) -> dict[str, tuple[Any, str]]:
     """Value and source of each key: {"model.num_layers": (28, "models/Qwen3-0.6B/config.json, num_hidden_layers")}"""
-    path = _config_of(pretrained.name, pretrained.folder, is_on_hub=pretrained.commit is not None)
+    path = _config_of(pretrained.name, pretrained.folder, is_on_hub=pretrained.snapshot is not None)
     return {
         f"model.{key}": (value, f"{path}, {model.sources[key]}")
         for key, value in model.values.items()

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from sft.config import Config
 from sft.config.attention import Kernel
 from sft.layers import kernel_rates
+from sft.layers.kernel_rates import PEAKS
 from sft.layers.kinds import all_layer_groups
-from sft.layers.mixer import Mixer
 
 NAMES: Mapping[Kernel, str] = {
     "fa4": kernel_rates.FLASH4,
@@ -31,21 +31,13 @@ def problems(config: Config) -> Iterator[str]:
     if wanted is None:
         return
     for mixer in {group.mixer.kind: group.mixer for group in all_layer_groups(config.model)}.values():
-        able = [key for key in NAMES if _has_kernel(NAMES[key], mixer)]
+        model, has_window = mixer.model, mixer.window is not None
+        demand = (model.resolved_head_dim, model.value_head_dim, has_window, model.attention_softcap is not None)
+        able = [key for key, name in NAMES.items() if any(kernel_rates.rate(name, gpu, *demand) for gpu in PEAKS)]
         if mixer.pair_width and not {*able} & {*wanted}:
-            model = mixer.model
             sizes = f"keys of width {model.resolved_head_dim}, values of width {model.value_head_dim}"
-            sizes += ", a window" * (mixer.window is not None) + ", a soft cap" * (model.attention_softcap is not None)
+            sizes += ", a window" * has_window + ", a soft cap" * (model.attention_softcap is not None)
             yield (
                 f"attention.kernels = [{', '.join(wanted)}] cannot compute the {mixer.kind} of this model on any GPU "
                 f"({sizes}).  Add one that can ({', '.join(able)}), or use attention.kernels=null."
             )
-
-
-def _has_kernel(name: str, mixer: Mixer) -> bool:
-    model = mixer.model
-    widths, kind = (model.resolved_head_dim, model.value_head_dim), (mixer.window is not None, model.attention_softcap)
-    return any(
-        kernel_rates.rate(name, architecture, *widths, kind[0], kind[1] is not None)
-        for architecture in kernel_rates.PEAKS
-    )

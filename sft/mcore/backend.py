@@ -97,7 +97,8 @@ class AttentionBackend(ABC):
 
     def rotary_table(self, device: torch.device) -> RotaryTable | None:
         """The table of angles for core, which then rotates queries and keys; None: attention itself rotates them."""
-        return None if self.attention_rotates else RotaryTable(self.frequencies(device))
+        frequencies = None if self.attention_rotates else self.frequencies(device)
+        return None if frequencies is None else RotaryTable(frequencies)
 
     def documents(self, cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp: CpGroup) -> PackedDocuments:
         """The inputs of attention that describe a microbatch on this rank.

@@ -3,14 +3,14 @@
 For example, the length of a pack must be a multiple of `pack_multiple`.  The loader adds filler documents to ensure it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from math import lcm
 from typing import TYPE_CHECKING, TypeVar
 
-from sft.config import Config, ModelConfig, divisors
-from sft.layers.kinds import all_layer_groups
-from sft.layers.mixers import MIXERS, softmax
-from sft.layers.mlps import MLPS
+from sft.config import Config, divisors
+from sft.layers.kinds import LayerGroup
+from sft.layers.split_sizes import SplitSizes
 
 if TYPE_CHECKING:
     import numpy as np  # only for types: mistakes in a recipe are reported before numpy is imported
@@ -58,14 +58,15 @@ def _split(config: Config) -> int:
 
 def misfits(config: Config, world_size: int) -> list[str]:
     """All reasons why the sizes in `config` do not fit each other or `world_size`, with sizes that would fit."""
+    sizes = SplitSizes.of(config.model)
     return [
-        *_ranks(config, world_size),
-        *_tensor(config),
+        *_ranks(config, sizes, world_size),
+        *_tensor(config, sizes),
         *_pipeline(config),
         *_experts(config, world_size),
         *_shards(config, world_size),
         *_batch(config, world_size),
-        *_tokens(config),
+        *_tokens(config, sizes),
         *_profiled(config, world_size),
     ]
 
@@ -75,24 +76,26 @@ def smallest_world(config: Config) -> int:
     return config.parallel.tp * config.parallel.cp * config.parallel.pp
 
 
-def _ranks(config: Config, world_size: int) -> Iterator[str]:
-    sizes = {"tp": config.parallel.tp, "cp": config.parallel.cp, "pp": config.parallel.pp}
+def _ranks(config: Config, sizes: SplitSizes, world_size: int) -> Iterator[str]:
+    ranks = {"tp": config.parallel.tp, "cp": config.parallel.cp, "pp": config.parallel.pp}
     total = smallest_world(config)
     if world_size % total == 0:
         return
     singular, plural = ("process", "processes") if config.run.device == "cpu" else ("GPU", "GPUs")
     have = f"{world_size} {singular if world_size == 1 else plural}"
-    for name, word, fits in (("cp", "Context", _cp_fits), ("tp", "Tensor", _tp_fits), ("pp", "Pipeline", _pp_fits)):
-        others = total // sizes[name]
-        if sizes[name] > 1 and world_size % others == 0:
-            rest = ", ".join(f"{other} = {size}" for other, size in sizes.items() if other != name)
-            fitting = _listing(size for size in divisors(world_size // others) if fits(config, size))
+    checks = {"cp": partial(_cp_fits, config), "tp": partial(_tp_fits, sizes), "pp": partial(_pp_fits, config)}
+    words = {"cp": "Context", "tp": "Tensor", "pp": "Pipeline"}
+    for name, fits in checks.items():
+        others = total // ranks[name]
+        if ranks[name] > 1 and world_size % others == 0:
+            rest = ", ".join(f"{other} = {size}" for other, size in ranks.items() if other != name)
+            fitting = _listing(size for size in divisors(world_size // others) if fits(size))
             yield (
-                f"parallel.{name} = {sizes[name]} does not fit {have} with {rest}.  "
-                f"{word}-parallel sizes that fit: {fitting}."
+                f"parallel.{name} = {ranks[name]} does not fit {have} with {rest}.  "
+                f"{words[name]}-parallel sizes that fit: {fitting}."
             )
             return
-    product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    product = " x ".join(f"{name} {size}" for name, size in ranks.items())
     yield f"parallel: {product} = {total} does not divide {have}.  Start a multiple of {total} processes."
 
 
@@ -100,8 +103,8 @@ def _cp_fits(config: Config, cp: int) -> bool:
     return config.data.doc_multiple % (2 * cp) == 0
 
 
-def _tp_fits(config: Config, tp: int) -> bool:
-    return all(size % tp == 0 for size in _divided_by_tp(config.model).values())
+def _tp_fits(sizes: SplitSizes, tp: int) -> bool:
+    return all(size % tp == 0 for size in sizes.by_tp.values())
 
 
 def _pp_fits(config: Config, pp: int) -> bool:
@@ -109,34 +112,24 @@ def _pp_fits(config: Config, pp: int) -> bool:
     return config.model.num_layers % (pp * virtual) == 0 and (pp > 1 or virtual == 1)
 
 
-def _divided_by_tp(model: ModelConfig) -> dict[str, int]:
-    groups = all_layer_groups(model)
-    mixers, sizes = {type(group.mixer) for group in groups}, softmax.heads(model)  # core divides heads in any case
-    for mixer in MIXERS.values():
-        sizes |= mixer.divided_by_tp(model) if mixer in mixers else {}
-    for mlp in MLPS:
-        sizes |= mlp.divided_by_tp(model) if any(isinstance(group.mlp, mlp) for group in groups) else {}
-    return sizes
-
-
-def _tensor(config: Config) -> Iterator[str]:
-    tp, split = config.parallel.tp, _divided_by_tp(config.model)
-    uneven = [f"{key} = {size}" for key, size in split.items() if size % tp]
+def _tensor(config: Config, sizes: SplitSizes) -> Iterator[str]:
+    tp = config.parallel.tp
+    uneven = [f"{key} = {size}" for key, size in sizes.by_tp.items() if size % tp]
     if uneven:
         names = ", ".join(uneven)
-        fitting = _listing(size for size in divisors(min(split.values())) if _tp_fits(config, size))
+        fitting = _listing(size for size in divisors(min(sizes.by_tp.values())) if _tp_fits(sizes, size))
         yield f"parallel.tp = {tp} does not divide {names}.  Tensor-parallel sizes that fit: {fitting}."
     else:
-        yield from _heads_by_all_to_all(config)
-        yield from _uneven_widths(config)
+        yield from _heads_by_all_to_all(config, sizes.heads)
+        yield from _uneven_widths(config, sizes.groups)
 
 
-def _heads_by_all_to_all(config: Config) -> Iterator[str]:
+def _heads_by_all_to_all(config: Config, heads: Mapping[str, int]) -> Iterator[str]:
     """Yield a message if heads cannot be divided among ranks.
 
     With cp_comm a2a these are all cp ranks, with a2a+p2p the cp ranks of one all-to-all group.
     """
-    parallel, heads = config.parallel, softmax.heads(config.model)
+    parallel = config.parallel
     applies = config.attention.may_be_te(config.run.device)
     if not applies or parallel.cp_comm not in ("a2a", "a2a+p2p"):
         return
@@ -151,22 +144,24 @@ def _heads_by_all_to_all(config: Config) -> Iterator[str]:
         )
 
 
-def _uneven_widths(config: Config) -> Iterator[str]:
+def _uneven_widths(config: Config, groups: Sequence[LayerGroup]) -> Iterator[str]:
     """Yield one message about all widths that FP8 does not support.  Needs a tp that divides heads and MLP width."""
     fp8, tp = config.run.fp8, config.parallel.tp
     multiple = FP8_WIDTHS[fp8]
-    wrong = {name: width for name, width in _widths(config, tp).items() if width % multiple}
+    wrong = {name: width for name, width in _widths(config, groups, tp).items() if width % multiple}
     if not wrong:
         return
     uneven = ", ".join(f"{name} = {width:,}" for name, width in wrong.items())
-    fitting = [size for size in divisors(tp) if not any(width % multiple for width in _widths(config, size).values())]
+    fitting = [
+        size for size in divisors(tp) if not any(width % multiple for width in _widths(config, groups, size).values())
+    ]
     instead = f"Use a tp of {', '.join(map(str, fitting))}, or run.fp8=null" if fitting else "Use run.fp8=null"
     yield f"run.fp8 = {fp8} needs widths that are multiples of {multiple}, but {uneven}.  {instead}."
 
 
-def _widths(config: Config, tp: int) -> dict[str, int]:
+def _widths(config: Config, groups: Sequence[LayerGroup], tp: int) -> dict[str, int]:
     """The numbers of rows and columns, by name, of one rank's parts of the weights of Transformer Engine's layers."""
-    widths, groups = {"model.hidden_size": config.model.hidden_size}, all_layer_groups(config.model)
+    widths = {"model.hidden_size": config.model.hidden_size}
     for group in groups:
         widths |= group.mixer.te_widths(tp)
     for group in sorted(groups, key=lambda group: -group.mlp.num_experts):
@@ -250,7 +245,7 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
-def _tokens(config: Config) -> Iterator[str]:
+def _tokens(config: Config, sizes: SplitSizes) -> Iterator[str]:
     multiple, seq_length, cp = config.data.doc_multiple, config.data.seq_length, config.parallel.cp
     if not _cp_fits(config, cp):
         yield (
@@ -258,7 +253,7 @@ def _tokens(config: Config) -> Iterator[str]:
             f"chunks.  Smallest that fits: {lcm(multiple, 2 * cp)}."
         )
     # A cp or tp that is refused already must not appear in the message about seq_length.
-    fits = _cp_fits(config, cp) and _tp_fits(config, config.parallel.tp)
+    fits = _cp_fits(config, cp) and _tp_fits(sizes, config.parallel.tp)
     pack = pack_multiple(config) if fits else multiple
     if config.parallel.dynamic_cp:  # a rank alone holds seq_length / cp tokens of whole documents
         pack = lcm(pack, multiple * cp)

@@ -30,14 +30,15 @@ def broadcast_from_rank0(decide: Callable[[], T], group: dist.ProcessGroup) -> T
     Used for decisions about files, because another node may see a file later than rank 0.
     `group` holds all ranks.
     """
-    if dist.get_rank() != 0:
-        result: T = _received(_broadcast(b"", group), rank=0)
-        return result
-    own, error, message = _attempt(decide)
-    _broadcast(message, group)
-    if error is not None:
-        raise error
-    return own  # type: ignore[return-value]
+    if dist.get_rank() == 0:
+        own, error, message = _attempt(decide)
+        _broadcast(message, group)
+        if error is not None:
+            raise error
+        return own  # type: ignore[return-value]
+    message = _broadcast(b"", group)
+    result: T = _received(message, rank=0)
+    return result
 
 
 def all_gather_objects(make: Callable[[], T], group: dist.ProcessGroup) -> list[T]:

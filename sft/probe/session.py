@@ -20,7 +20,7 @@ from sft.mcore import process_groups
 from sft.mcore.engine import Engine, release
 from sft.parallel.collectives import broadcast_from_rank0
 from sft.parallel.layout import Layout
-from sft.recipe.join import join
+from sft.recipe.join import join_ranks
 from sft.recipe.resolved import Recipe
 from sft.recipe.tokenizer import tokenizer_of
 from sft.weights.run_weights import load_for_reading
@@ -45,7 +45,7 @@ def session(recipe: Recipe, layout: Layout, store: dist.Store | None = None) -> 
     store: as in `process_groups.start`; each of two sessions in one process needs its own
     """
     config = recipe.config
-    groups = join(config, layout, store)
+    groups = join_ranks(config, layout, store)
     console = Console(groups.rank, sys.stderr)
     data = DataPipeline(config, tokenizer_of(config), recipe.arguments, layout, groups, console)
     yield Session(config=config, layout=layout, groups=groups, console=console, data=data)

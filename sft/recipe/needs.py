@@ -1,4 +1,4 @@
-"""Checks files, packages and weights that a recipe needs on this machine, before heavy modules are imported."""
+"""Checks whether this machine has the files and packages that a recipe names, before heavy modules are imported."""
 
 import glob
 import re
@@ -8,7 +8,6 @@ from pathlib import Path
 
 from sft.config import listed
 from sft.errors import ConfigError
-from sft.files.atomic_files import why_no_folder
 from sft.hf import hub
 from sft.recipe.resolved import Recipe
 
@@ -19,27 +18,31 @@ def check_paths(recipe: Recipe, *, trains: bool = True) -> None:
     trains: whether the command uses the training data
     """
     data = recipe.config.data
+    tokenizer = None if data.tokenizer == "byte" else data.tokenizer
     paths = [(key, path) for key, files in data.train_keys.items() for path in files] if trains else []
     paths += [("data.eval", path) for files in data.eval_sets.values() for path in files if isinstance(path, str)]
-    tokenizer = None if data.tokenizer == "byte" else data.tokenizer
-    is_on_hub = tokenizer is not None and hub.is_hub_name(tokenizer)
-    paths += [] if tokenizer is None or is_on_hub else [("data.tokenizer", tokenizer)]
+    paths += [] if tokenizer is None else [("data.tokenizer", tokenizer)]
     paths += [] if data.chat_template is None else [("data.chat_template", data.chat_template)]
     paths += [] if data.plan is None or not trains else [("data.plan", data.plan)]
     missing = [
-        f"{key} = {path} ({recipe.origins[key]}) does not exist in {Path.cwd()}; give {key}=PATH."
-        + _dataset_hint(key, path)
-        + _pattern_hint(key, path)
+        (
+            key,
+            f"{key} = {path} ({recipe.origins[key]}) does not exist in {Path.cwd()}; give {key}=PATH."
+            + _dataset_hint(key, path)
+            + _pattern_hint(key, path),
+        )
         for key, path in paths
         if not Path(path).exists()
     ]
-    if tokenizer is not None and is_on_hub:
+    if tokenizer is not None and hub.is_hub_name(tokenizer):
+        missing = [(key, problem) for key, problem in missing if key != "data.tokenizer"]
         try:
-            hub.local_folder(tokenizer)
+            hub.snapshot(tokenizer)
         except ConfigError as error:
-            missing.append(f"data.tokenizer = {tokenizer} ({recipe.origins['data.tokenizer']}): {error}")
+            origin = recipe.origins["data.tokenizer"]
+            missing.append(("data.tokenizer", f"data.tokenizer = {tokenizer} ({origin}): {error}"))
     if missing:
-        raise ConfigError(listed(missing))
+        raise ConfigError(listed([problem for _, problem in missing]))
 
 
 def _pattern_hint(key: str, path: str) -> str:
@@ -58,41 +61,6 @@ def _dataset_hint(key: str, path: str) -> str:
     if not key.startswith(("data.train", "data.eval")) or not re.fullmatch(r"[A-Za-z0-9_-]+/[A-Za-z0-9_-]+", path):
         return ""
     return f"  A dataset of the Hugging Face hub is named so: {key[:10].rstrip('.')}={{chat: {{dataset: {path}}}}}."
-
-
-def download_weights(recipe: Recipe, *, has_adapters: bool = False) -> None:
-    """Download the weights of a hub name, if the run starts from them or trains adapters beside them.
-
-    has_adapters: whether the command uses adapters, although the recipe may have none
-    Raises ConfigError if the download fails.
-    """
-    from sft.checkpoint import folders, resume_setting
-
-    config = recipe.config
-    is_named = config.checkpoint.resume not in resume_setting.WORDS
-    resumes = is_named or bool(folders.candidates(Path(config.run.dir) / "checkpoints"))
-    is_used = has_adapters or config.lora.is_used or not resumes
-    model = config.model.pretrained
-    if model is not None and model.commit is not None and config.model.init_from is None and is_used:
-        hub.download_weights(model.name)
-
-
-def check_folder(recipe: Recipe, *, has_files: bool = True) -> None:
-    """Raise ConfigError if run.dir cannot be written, and CheckpointError if checkpoint.resume allows no start.
-
-    has_files: whether this machine has the files of the run.  Without them, only a name that is no path is refused.
-    """
-    from sft.checkpoint import resume_setting
-    from sft.run import status
-
-    config, folder = recipe.config.checkpoint, Path(recipe.config.run.dir)
-    if has_files:
-        if why := why_no_folder(folder):
-            raise ConfigError(f"run.dir = {folder} ({recipe.origins['run.dir']}) {why}.  Choose another run.dir.")
-        status.read(folder)
-        resume_setting.check(config, folder / "checkpoints")
-    elif config.resume not in resume_setting.WORDS and "/" not in config.resume:
-        resume_setting.named(config)
 
 
 def check_packages(recipe: Recipe) -> None:

@@ -30,28 +30,28 @@ def check_run(
     warm-up of 100 steps in a run of 32      -> ConfigError
     checkpoint.save_every = 500, 32 steps    -> ["checkpoint.save_every = 500 ... ends after 32 steps ..."]
     """
-    problems = [*kernel_keys.problems(recipe.config)]
+    config = recipe.config
+    beyond, num_full = _positions(recipe, longest), config.train.global_batch_size
+    warnings = [] if num_steps is None else [*_step_warnings(config, num_steps)]
+    if num_packs is not None and num_packs < num_full:
+        warnings.append(
+            f"the data fill {num_packs} of the {num_full} packs of a step (train.global_batch_size = {num_full}), and "
+            "the other packs are empty; lower train.global_batch_size or data.seq_length"
+        )
+    warnings += _node_warnings(config)
+    problems = [*kernel_keys.problems(config)]
     if num_steps is not None:
         try:
-            Schedule.resolve(recipe.config.optim, num_steps)
+            Schedule.resolve(config.optim, num_steps)
         except ConfigError as error:
             keys = [key for key in ("optim.warmup_steps", "optim.warmup_fraction") if recipe.is_from_user(key)]
             origins = ", ".join(f"{key} ({recipe.origins[key]})" for key in keys)
             problems.append(f"{error}  Set in: {origins}.")
-    beyond = _positions(recipe, longest)
-    if beyond is not None and longest is not None:
-        problems.append(beyond)
+    if beyond is not None:
+        (warnings if longest is None else problems).append(beyond)
     if problems:
         raise ConfigError(listed(problems))
-    warnings = [] if num_steps is None else [*_step_warnings(recipe.config, num_steps)]
-    batch = recipe.config.train.global_batch_size
-    if num_packs is not None and num_packs < batch:
-        warnings.append(
-            f"the data fill {num_packs} of the {batch} packs of a step (train.global_batch_size = {batch}), and "
-            "the other packs are empty; lower train.global_batch_size or data.seq_length"
-        )
-    warnings += _node_warnings(recipe.config)
-    return warnings if beyond is None else [*warnings, beyond]
+    return warnings
 
 
 def _step_warnings(config: Config, num_steps: int) -> Iterator[str]:

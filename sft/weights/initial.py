@@ -11,7 +11,7 @@ from sft.checkpoint import folders, manifest, resume
 from sft.config import RANDOM, Config
 from sft.console import Console, size
 from sft.errors import CheckpointError, ConfigError
-from sft.hf import hub
+from sft.hf import hub_weights
 from sft.hf.hub import CONFIG
 from sft.hf.hub_headers import header_folder
 from sft.hf.model_family import model_family
@@ -110,15 +110,16 @@ def _described(source: Source, config: Config) -> str:
 def _on_hub(config: Config) -> str | None:
     """A text about weights on the hub that are not downloaded yet, from their headers; None if nothing is missing."""
     pretrained = config.model.pretrained
-    missing = None if pretrained is None or pretrained.commit is None else hub.missing_weights(pretrained.name)
-    if pretrained is None or missing is None:
+    snapshot = None if pretrained is None else pretrained.snapshot
+    missing = None if snapshot is None else hub_weights.missing_weights(snapshot)
+    if snapshot is None or missing is None:
         return None
-    name = pretrained.name
+    name = snapshot.name
     amount = "" if missing.num_bytes is None else f", {size(missing.num_bytes)}"
     later = f"not downloaded yet: {len(missing.files)} files{amount}"
-    if hub.is_offline():
+    if hub_weights.is_offline():
         return f"{name}: {later}; HF_HUB_OFFLINE is set, so that no start can download them"
-    with header_folder(hub.snapshot(name), missing.files) as folder:
+    with header_folder(snapshot, missing.files) as folder:
         opened = open_source(folder, name, compare=False, has_mtp=config.model.has_mtp)
         return f"{_described(opened, config)}; {later}"
 

@@ -27,17 +27,16 @@ def trained_weights(config: Config, vocab_size: int) -> Trained:
         _check_mtp(config)
     if not lora.is_used and not config.train.freeze:
         return Trained()
-    adapted = adapted_weights(config, vocab_size)
     family = model_family(model)
     if family is None:
-        raise ConfigError(
-            "train.freeze names tensors of a Hugging Face model, but no table has the tensors of `model`."
-        )
+        names = "lora.targets names Linears" if lora.is_used else "train.freeze names tensors"
+        raise ConfigError(f"{names} of a Hugging Face model, but no table has the tensors of `model`.")
+    mappings = list(family.mappings(model, vocab_size))
     if not lora.is_used:
-        return Trained(whole=unfrozen(config.train.freeze, family, model, vocab_size))
+        return Trained(whole=unfrozen(config.train.freeze, family, model, mappings))
     keys = {EMBEDDING: lora.train_embeddings, HEAD: lora.train_head}
-    mappings = family.mappings(model, vocab_size)
-    return Trained(adapted=adapted, whole=[_weight(mapping) for mapping in mappings if keys.get(mapping.key)])
+    whole = [_weight(mapping) for mapping in mappings if keys.get(mapping.key)]
+    return Trained(adapted=adapted_weights(config, mappings), whole=whole)
 
 
 def trained_names(config: Config, vocab_size: int) -> set[str]:
@@ -49,7 +48,8 @@ def trained_names(config: Config, vocab_size: int) -> set[str]:
     trained, family = trained_weights(config, vocab_size), model_family(config.model)
     whole = trained.whole
     if whole is None:
-        whole = [] if family is None else unfrozen((), family, config.model, vocab_size)
+        model = config.model
+        whole = [] if family is None else unfrozen((), family, model, list(family.mappings(model, vocab_size)))
     adapters = {adapter.name for weight in trained.adapted for adapter in weight.adapters}
     return adapters | {f"{weight.key}{list(weight.index) or ''}" for weight in whole}
 
@@ -67,13 +67,15 @@ def _check_mtp(config: Config) -> None:
         )
 
 
-def unfrozen(patterns: Sequence[str], family: Family, model: ModelConfig, vocab_size: int) -> list[Weight]:
-    """The weights that no pattern names.
+def unfrozen(
+    patterns: Sequence[str], family: Family, model: ModelConfig, mappings: Iterable[TensorMapping]
+) -> list[Weight]:
+    """The weights that no pattern names.  mappings: those of the family for this model
 
     Raises ConfigError if a pattern matches nothing, if no weight is left, or if patterns name only some of the tensors
     that one of our weights consists of.
     """
-    mappings = [mapping for mapping in family.mappings(model, vocab_size) if not mapping.is_buffer]
+    mappings = [mapping for mapping in mappings if not mapping.is_buffer]
     names = list(dict.fromkeys(name for mapping in mappings for name in _names(mapping)))
     frozen = {name for pattern in patterns for name in _matches(pattern, names, family, model)}
     names_of: dict[tuple[str, tuple[int, ...]], list[str]] = {}

@@ -1,8 +1,4 @@
-"""A model computes the same as transformers with the same files, on every layout; its trained weights return to
-transformers.
-
-transformers makes and saves the models, and computes the expected losses and gradients.
-"""
+"""Imported weights are those that Megatron-LM loads, and the trained weights of a run return to transformers."""
 
 import contextlib
 import io
@@ -12,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,93 +21,10 @@ from sft.weights.export.export_hf import export_hf
 from sft.weights.import_hf import import_hf
 from tests.builders import chats
 from tests.ranks import megatron_lm
-from tests.ranks.hf_comparison import (
-    Case,
-    Models,
-    compare_gradients,
-    compare_token_losses,
-    layout_of,
-    pairs,
-    saved_once,
-    skewed_packs,
-)
 from tests.ranks.hf_models import VISIBLE, hf_losses
 from tests.ranks.interop import theirs_loaded
 from tests.ranks.pool import Ranks
 from tests.unit.fixtures import hf
-
-ORIGINAL = 64  # context before scaling; samples of 200 tokens are longer
-
-
-def rope(kind: str, theta: float, **more: float) -> dict[str, Any]:
-    original = {} if kind == "linear" else {"original_max_position_embeddings": ORIGINAL}
-    return {"rope_type": kind, "rope_theta": theta, **original, **more}
-
-
-CASES: dict[str, Case] = {
-    "llama": Case(dict(family="llama", rms_norm_eps=1e-5), losses="one cp", gradients="one", more_losses="tp_whole pp"),
-    "llama all heads": Case(
-        dict(family="llama", num_key_value_heads=8, tied=True), losses="one tp_whole", more_losses="cp pp"
-    ),
-    "mistral": Case(dict(family="mistral"), losses="one pp", gradients="one", more_losses="cp tp_whole"),
-    "qwen2": Case(dict(family="qwen2"), losses="one cp", gradients="one", more_losses="tp_whole pp"),
-    "qwen3 tied": Case(dict(family="qwen3", tied=True), losses="one tp_whole", gradients="one", more_losses="cp pp"),
-    # The settings of the models that Qwen released.
-    "qwen3 moe": Case(
-        dict(family="qwen3_moe", norm_topk_prob=True),
-        losses="one ep",
-        gradients="one ep cp_ep",
-        more_losses="cp_ep tp_ep pp",
-    ),
-    "qwen3 moe, weights of the softmax": Case(
-        dict(family="qwen3_moe", tied=True), losses="one cp_ep", more_losses="ep tp_ep pp"
-    ),
-    "mixtral": Case(dict(family="mixtral"), losses="one tp_ep", gradients="one ep cp_ep", more_losses="ep cp_ep pp"),
-    "seed oss": Case(dict(family="seed_oss"), losses="one pp", more_losses="cp tp_whole"),
-    "phi 4": Case(dict(family="phi3", rms_norm_eps=1e-5), losses="one cp", more_losses="tp_whole pp"),
-    "linear positions": Case(
-        dict(family="llama", rope_parameters=rope("linear", 1e4, factor=4.0)),
-        losses="one tp_whole",
-        more_losses="cp pp",
-    ),
-    "llama3 positions": Case(
-        dict(
-            family="llama", rope_parameters=rope("llama3", 5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
-        ),
-        losses="one pp",
-        more_losses="cp tp_whole",
-    ),
-    "yarn": Case(
-        dict(family="qwen2", rope_parameters=rope("yarn", 1e6, factor=4.0)), losses="one cp", more_losses="tp_whole pp"
-    ),
-    "yarn with everything set": Case(
-        dict(
-            family="llama",
-            rope_parameters=rope("yarn", 1e4, factor=4.0, beta_fast=8.0, beta_slow=0.5, attention_factor=1.3),
-        ),
-        losses="one tp_whole",
-        more_losses="cp pp",
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return saved_once(tmp_path_factory, {name: case.model for name, case in CASES.items()})
-
-
-@pytest.mark.parametrize("name,layout", pairs(CASES, "losses"))
-def test_every_token_has_the_loss_that_transformers_gives_it(
-    ranks: Ranks, models: Models, name: str, layout: str
-) -> None:
-    compare_token_losses(ranks, models(name), layout_of(layout), skewed_packs())
-
-
-@pytest.mark.parametrize("name,layout", pairs(CASES, "gradients"))
-def test_loss_and_every_gradient_are_those_of_transformers(
-    ranks: Ranks, models: Models, name: str, layout: str
-) -> None:
-    compare_gradients(ranks, models(name), layout_of(layout), skewed_packs()[:2])
 
 
 @pytest.mark.skipif(not megatron_lm.HAS_TRAINING, reason="megatron.training comes with core 0.19")

@@ -1,8 +1,8 @@
-"""Families whose layers have parts that Llama's lack: token losses and gradients equal those of transformers.
+"""A model computes the same as transformers with the same files, on every layout: token losses and gradients.
 
-As in test_hf_convert.py, transformers makes the models.  They have multipliers, layers without rotary positions, norms
-after attention and MLP, norms across heads, queries scaled by position, shared experts, linear attention, and latent
-attention.
+transformers makes and saves the models, and computes the expected losses and gradients.  After plain models with scaled
+positions and experts come families with other parts: multipliers, layers without rotary positions, norms after
+attention and MLP, norms across heads, queries scaled by position, shared experts, linear and latent attention.
 """
 
 from dataclasses import replace
@@ -35,17 +35,67 @@ FOUR_LAYERS = dict(num_hidden_layers=4, no_rope_layers=[1, 0, 0, 1])
 FOUR_KINDS = dict(
     num_hidden_layers=4, layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 )
-YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
+ORIGINAL = 64  # context before scaling; samples of 200 tokens are longer
+
+
+def rope(kind: str, theta: float, **more: float) -> dict[str, Any]:
+    original = {} if kind == "linear" else {"original_max_position_embeddings": ORIGINAL}
+    return {"rope_type": kind, "rope_theta": theta, **original, **more}
 
 
 CASES: dict[str, Case] = {
+    "llama": Case(dict(family="llama", rms_norm_eps=1e-5), losses="one cp", gradients="one", more_losses="tp_whole pp"),
+    "llama all heads": Case(
+        dict(family="llama", num_key_value_heads=8, tied=True), losses="one tp_whole", more_losses="cp pp"
+    ),
+    "mistral": Case(dict(family="mistral"), losses="one pp", gradients="one", more_losses="cp tp_whole"),
+    "qwen2": Case(dict(family="qwen2"), losses="one cp", gradients="one", more_losses="tp_whole pp"),
+    "qwen3 tied": Case(dict(family="qwen3", tied=True), losses="one tp_whole", gradients="one", more_losses="cp pp"),
+    # The settings of the models that Qwen released.
+    "qwen3 moe": Case(
+        dict(family="qwen3_moe", norm_topk_prob=True),
+        losses="one ep",
+        gradients="one ep cp_ep",
+        more_losses="cp_ep tp_ep pp",
+    ),
+    "qwen3 moe, weights of the softmax": Case(
+        dict(family="qwen3_moe", tied=True), losses="one cp_ep", more_losses="ep tp_ep pp"
+    ),
+    "mixtral": Case(dict(family="mixtral"), losses="one tp_ep", gradients="one ep cp_ep", more_losses="ep cp_ep pp"),
+    "seed oss": Case(dict(family="seed_oss"), losses="one pp", more_losses="cp tp_whole"),
+    "phi 4": Case(dict(family="phi3", rms_norm_eps=1e-5), losses="one cp", more_losses="tp_whole pp"),
+    "linear positions": Case(
+        dict(family="llama", rope_parameters=rope("linear", 1e4, factor=4.0)),
+        losses="one tp_whole",
+        more_losses="cp pp",
+    ),
+    "llama3 positions": Case(
+        dict(
+            family="llama", rope_parameters=rope("llama3", 5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+        ),
+        losses="one pp",
+        more_losses="cp tp_whole",
+    ),
+    "yarn": Case(
+        dict(family="qwen2", rope_parameters=rope("yarn", 1e6, factor=4.0)), losses="one cp", more_losses="tp_whole pp"
+    ),
+    "yarn with everything set": Case(
+        dict(
+            family="llama",
+            rope_parameters=rope("yarn", 1e4, factor=4.0, beta_fast=8.0, beta_slow=0.5, attention_factor=1.3),
+        ),
+        losses="one tp_whole",
+        more_losses="cp pp",
+    ),
     "granite": Case(dict(family="granite"), losses="one tp", more_losses="cp", gradients="tp_cp+selective"),
     "granite_tied": Case(dict(family="granite", tied=True), losses="pp"),
     "smollm3": Case(
         dict(family="smollm3", tied=True, **FOUR_LAYERS), losses="pp", more_losses="one tp", more_gradients="tp_virtual"
     ),
     "smollm3_yarn": Case(
-        dict(family="smollm3", rope_parameters=YARN, **FOUR_LAYERS), losses="cp", gradients="tp_virtual"
+        dict(family="smollm3", rope_parameters=rope("yarn", 1e4, factor=4.0), **FOUR_LAYERS),
+        losses="cp",
+        gradients="tp_virtual",
     ),
     # Windows shorter and longer than documents and chunks; each of two stages has layers of both kinds.
     "qwen2_windows": Case(

@@ -1,15 +1,16 @@
-"""A run, an evaluation and a probe begin with `join`, which refuses ranks that would read different files."""
+"""A run, an evaluation and a probe begin with `join_ranks`, which refuses ranks that would read different files."""
 
 from pathlib import Path
 from unittest import mock
 
 import torch.distributed as dist
 
+from sft.config.pretrained import HubSnapshot
 from sft.errors import ConfigError
 from sft.hf import hub
 from sft.mcore import process_groups
 from sft.parallel.layout import Layout
-from sft.recipe import join
+from sft.recipe.join import join_ranks
 from tests.builders import parsed
 from tests.ranks import pool
 
@@ -18,11 +19,11 @@ def joined(commits: list[str]) -> str:
     """The error message of this rank, which has looked up one commit of `commits`."""
     pool.join()
     commit = commits[dist.get_rank()]
-    known = hub.HubSnapshot(name="org/m", repo="org/m", commit=commit, folder=Path(commit))
+    known = HubSnapshot(name="org/m", repo="org/m", commit=commit, folder=Path(commit))
     config = parsed("run.device=cpu").config
     try:
         with mock.patch.object(hub, "_snapshots", {"org/m": known}):
-            assert join.join(config, Layout.resolve(config, 2)).device.type == "cpu"
+            assert join_ranks(config, Layout.resolve(config, 2)).device.type == "cpu"
         return ""
     except ConfigError as error:
         return str(error)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sft.config import LossConfig
 from sft.mcore import device, process_groups
-from sft.mcore.loss import VocabShard, lm_loss, token_statistics
+from sft.mcore.loss import VocabShard, lm_loss
 from tests.ranks.pool import Ranks, join
 from tests.unit.loss_cases import TERMS, Case, Outcome, check, expected, same, tensor_parallel, with_terms
 
@@ -29,8 +29,6 @@ FULL = LossConfig(impl="full")
 EVERY = [*FUSED, *CHUNKED, FULL]
 # one config of each implementation
 EACH = [LossConfig(impl="fused", chunk_size=4), LossConfig(impl="chunked", chunk_size=7), FULL]
-# every implementation returns all three statistics, with gradients
-STATISTICS = {"z_loss_coef": 1.0, "entropy_coef": 1.0}
 
 VOCABULARIES = {2: [70, 40], 4: [70, 128, 20]}  # by tp
 INFINITIES = [torch.nan, torch.inf, -torch.inf]
@@ -55,12 +53,12 @@ def case(vocab: int, supervised: Sequence[int] = SPREAD) -> Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call of `lm_loss`; or, if upstream is a list, of `token_statistics` and the sum of products of the two."""
+    """One call of `lm_loss`."""
 
     case: Case
     loss: LossConfig
     vocab: int = 70
-    upstream: float | list[Tensor | None] = 1.0
+    upstream: float = 1.0
     into_main_grad: bool = False
     frozen: bool = False
 
@@ -87,23 +85,14 @@ def more_terms(tp: int) -> list[Call]:
     return [Call(vocab=vocab, case=case(vocab), loss=loss) for vocab in VOCABULARIES[tp] for loss in losses]
 
 
-def statistics(tp: int) -> list[Call]:
-    upstream: list[Tensor | None] = list(torch.randn(3, len(SPREAD), generator=torch.Generator().manual_seed(6)))
-    cases = [(v, c) for v in VOCABULARIES[tp] for c in (case(v), case(v).broken(torch.nan))]
-    losses = [with_terms(loss, STATISTICS) for loss in EACH]
-    return [Call(vocab=v, case=c, loss=loss, upstream=upstream) for v, c in cases for loss in losses]
-
-
 def main_grads(tp: int) -> list[Call]:
     calls = [Call(case=case(70, s), loss=loss) for s in (SPREAD, LATE) for loss in FUSED]
-    calls += [call for call in statistics(tp) if call.loss.impl == "fused"]
     return [replace(call, into_main_grad=True) for call in calls]
 
 
 def frozen(tp: int) -> list[Call]:
     """Pairs of calls: with a trained weight and with a frozen one."""
     trained = [Call(case=case(70, s), loss=with_terms(loss, TERMS["all"])) for s in (SPREAD, LATE, []) for loss in EACH]
-    trained += [call for call in statistics(tp) if call.vocab == 70]
     trained += [replace(call, into_main_grad=True) for call in trained if call.loss.impl == "fused"]
     trained += [Call(case=case(70), loss=loss, upstream=1 / 3) for loss in EACH]
     return [call for pair in ((call, replace(call, frozen=True)) for call in trained) for call in pair]
@@ -112,9 +101,7 @@ def frozen(tp: int) -> list[Call]:
 def capped(tp: int) -> list[Call]:
     """Scores of standard deviation 3.5, most of them beyond the limit; also with a frozen weight."""
     c, loss = replace(case(70), softcap=1.5), [with_terms(loss, TERMS["all"]) for loss in EACH]
-    upstream = statistics(tp)[0].upstream
-    calls = [Call(case=c, loss=x, frozen=frozen) for x in loss for frozen in (False, True)]
-    return calls + [Call(case=c, loss=with_terms(x, STATISTICS), upstream=upstream) for x in EACH]
+    return [Call(case=c, loss=x, frozen=frozen) for x in loss for frozen in (False, True)]
 
 
 def nothing(tp: int) -> list[Call]:
@@ -164,7 +151,7 @@ def guesses(tp: int) -> list[Call]:
     return calls
 
 
-TOPICS: list[Calls] = [plain, more_terms, statistics, main_grads, frozen, capped]
+TOPICS: list[Calls] = [plain, more_terms, main_grads, frozen, capped]
 TOPICS += [nothing, huge_padding, far_apart, odd_labels, bad_rows, guesses]
 
 
@@ -187,23 +174,17 @@ def on_each(tp: int, sequence_parallel: bool) -> bytes:
 
 def outcome(place: process_groups.ProcessGroups, sequence_parallel: bool, call: Call) -> Outcome:
     hidden, weight = inputs(place, sequence_parallel, call.case)
-    targets, upstream = call.case.targets(), call.upstream
+    targets = call.case.targets()
     if call.frozen:
         weight.requires_grad_(False)
     elif call.into_main_grad:
         weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
     shard = VocabShard.of(weight, call.vocab, place.tp, sequence_parallel=sequence_parallel, softcap=call.case.softcap)
-    if isinstance(upstream, list):
-        rows = token_statistics(hidden, shard, targets, call.loss)
-        products = [(times * column).sum() for times, column in zip(upstream, rows) if times is not None]
-        total = torch.stack(products).sum(dtype=torch.float64)
-        total.backward()
-    else:
-        total, rows = lm_loss(hidden, shard, targets, call.loss)
-        with torch.no_grad():
-            evaluated = lm_loss(hidden, shard, targets, call.loss)[0]
-        assert torch.equal(evaluated, total.detach())  # losses with and without gradients are equal
-        (total * upstream).backward()
+    total, rows = lm_loss(hidden, shard, targets, call.loss)
+    with torch.no_grad():
+        evaluated = lm_loss(hidden, shard, targets, call.loss)[0]
+    assert torch.equal(evaluated, total.detach())  # losses with and without gradients are equal
+    (total * call.upstream).backward()
     assert hidden.grad is not None and (weight.grad is None) == call.frozen
     return Outcome(
         loss=total.detach(),
@@ -263,7 +244,7 @@ def found(request: pytest.FixtureRequest, ranks: Ranks) -> Found:
 
 @pytest.mark.parametrize(
     "topic",
-    [plain, more_terms, statistics, main_grads, frozen, capped, huge_padding, bad_rows],
+    [plain, more_terms, main_grads, frozen, capped, huge_padding, bad_rows],
     ids=lambda topic: topic.__name__,
 )
 def test_a_split_vocabulary_gives_what_the_definition_says(found: Found, topic: Calls) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from sft.batch import Microbatch
 from sft.config import LossConfig
 from sft.mcore import process_groups
-from sft.mcore.loss import RowStatistics, Targets, VocabShard, lm_loss, token_statistics
+from sft.mcore.loss import RowStatistics, Targets, VocabShard, lm_loss
 from sft.parallel.layout import Layout
 
 TOKENS, WIDTH, VOCAB, PADDED = 23, 12, 17, 32  # 23 is prime: no chunk size divides it
@@ -177,21 +177,6 @@ def run(c: Case, loss: LossConfig, group: dist.ProcessGroup, upstream: float = 1
     return _outcome(c, hidden, weight, total, rows)
 
 
-def run_statistics(
-    c: Case, loss: LossConfig, group: dist.ProcessGroup, upstream: list[Tensor | None], vocab: int = VOCAB
-) -> Outcome:
-    """Computes gradients of the sum of upstream[k] times column k of `token_statistics`; None leaves a column out."""
-    hidden, weight = inputs_of(c)
-    rows = token_statistics(hidden, shard_of(weight, group, vocab, c.softcap), c.targets(), loss)
-    total = torch.zeros((), dtype=torch.float64)
-    for column, times in zip(rows, upstream):
-        if times is not None:
-            assert column is not None and column.requires_grad
-            total = total + (times * column).sum(dtype=torch.float64)
-    total.backward()
-    return _outcome(c, hidden, weight, total, rows)
-
-
 @contextmanager
 def poisoned_memory() -> Iterator[Callable[[bool], None]]:
     """A function: after `poison(True)`, new memory that nobody has written to contains NaN."""
@@ -210,16 +195,13 @@ def _outcome(c: Case, hidden: Tensor, weight: Tensor, total: Tensor, rows: RowSt
 
 def expected(
     c: Case,
-    upstream: float | list[Tensor | None] = 1.0,
+    upstream: float = 1.0,
     vocab: int = VOCAB,
     z_loss_coef: float = 0.0,
     entropy_coef: float = 0.0,
     entropy: bool = False,
 ) -> Outcome:
-    """The definition, in float64, over the real vocabulary; unsupervised rows are not read.
-
-    If upstream is a list, the sum of `run_statistics` is computed.
-    """
+    """The definition, in float64, over the real vocabulary; unsupervised rows are not read."""
     supervised = c.supervised
     inputs, labels = c.hidden[:, 0][supervised].double().requires_grad_(), c.labels[0][supervised]
     real = c.weight[:vocab].double().requires_grad_()
@@ -230,15 +212,9 @@ def expected(
     entropy = -(logprobs.exp() * logprobs).sum(-1)
     guessed = (scores.argmax(-1) == labels).double()
     rows = logprobs[torch.arange(len(labels)), labels], scores.logsumexp(-1), entropy, guessed
-    if isinstance(upstream, list):
-        objective = sum((times * column).sum() for times, column in zip(upstream, rows) if times is not None)
-        total = objective
-    else:
-        per_token = -rows[0] + z_loss_coef * rows[1] ** 2 - entropy_coef * rows[2]
-        objective = (c.weights[0][supervised].double() * per_token).sum()
-        total = objective * upstream
-    assert isinstance(objective, Tensor) and isinstance(total, Tensor)
-    total.backward()
+    per_token = -rows[0] + z_loss_coef * rows[1] ** 2 - entropy_coef * rows[2]
+    objective: Tensor = (c.weights[0][supervised].double() * per_token).sum()
+    (objective * upstream).backward()
     hidden, weight = torch.zeros(c.hidden.shape).double(), torch.zeros(c.weight.shape).double()
     hidden[supervised, 0], weight[:vocab] = inputs.grad, real.grad
     return Outcome(

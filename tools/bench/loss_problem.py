@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from sft.config import LossConfig
-from sft.mcore.loss import Targets, VocabShard, lm_loss, token_statistics
+from sft.mcore.loss import Targets, VocabShard, lm_loss
 from tools.bench.clock import catch_out_of_memory, check_close, medians, wall_on
 from tools.bench.counter import Counter
 from tools.bench.harness import DONE, Row
 
 BASELINE = "F.linear + F.cross_entropy"
-WAYS = ("fused", "frozen", "chunked", "full", "token_statistics", BASELINE)
+WAYS = ("fused", "frozen", "chunked", "full", BASELINE)
 IGNORED = -100  # label of a token that is not supervised
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # norm of the difference / norm of the gradient
@@ -98,15 +98,11 @@ def make_problem(sizes: Sizes, only: Sequence[str] = WAYS) -> Problem:
     def ours(loss: LossConfig, of: VocabShard = shard) -> Tensor:
         return lm_loss(hidden, of, targets, loss)[0]
 
-    def statistics() -> Tensor:
-        return -token_statistics(hidden, shard, targets, LossConfig(impl="fused", chunk_size=largest)).logprob.sum()
-
     ways: dict[str, Callable[[], Tensor]] = {
         BASELINE: plain,
         **{f"fused {chunk}": partial(ours, LossConfig(impl="fused", chunk_size=chunk)) for chunk in sizes.chunks},
         f"frozen {largest}": partial(ours, LossConfig(impl="fused", chunk_size=largest), frozen),
         "chunked": partial(ours, LossConfig(impl="chunked", chunk_size=largest)),
-        "token_statistics": statistics,
         "full": partial(ours, LossConfig(impl="full")),
     }
     if group.size() > 1:  # torch's functions cannot split the vocabulary over ranks

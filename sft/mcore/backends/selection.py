@@ -32,7 +32,11 @@ def choose(config: Config, device_type: str) -> AttentionBackend:
     if not te_problem and may_be_te:
         transformer_engine.check_release(config)
         return TransformerEngine(config)
-    return _portable(config, device_type, f"; not te: {te_problem}" if may_be_te else "")
+    chosen = kernels.choose(config, device_type)
+    library = modules.choose(config, device_type)
+    others = "".join(f"; {kind} on {kernel.name}" for kind, kernel in chosen.items() if not kernel.has_softmax)
+    not_te = f"; not te: {te_problem}" if may_be_te else ""
+    return Portable(config, f"{_softmax_kernels(chosen)}{not_te}{others}", chosen, library)
 
 
 def choose_alike(config: Config, groups: Position) -> AttentionBackend:
@@ -48,13 +52,6 @@ def choose_alike(config: Config, groups: Position) -> AttentionBackend:
 
     agreement.check(all_gather_objects(own, groups.control))
     return chosen[0]
-
-
-def _portable(config: Config, device_type: str, why_not_te: str) -> Portable:
-    chosen = kernels.choose(config, device_type)
-    others = "".join(f"; {kind} on {kernel.name}" for kind, kernel in chosen.items() if not kernel.has_softmax)
-    library = modules.choose(config, device_type)
-    return Portable(config, f"{_softmax_kernels(chosen)}{why_not_te}{others}", chosen, library)
 
 
 def _softmax_kernels(chosen: Mapping[LayerKind, Chosen]) -> str:

@@ -21,7 +21,7 @@ from sft.mcore.loss import chunked, full, fused
 from sft.mcore.loss.objective import RowStatistics, Targets, objective
 from sft.mcore.loss.vocab_parallel import VocabShard
 
-__all__ = ["RowStatistics", "Targets", "VocabShard", "lm_loss", "token_statistics"]
+__all__ = ["RowStatistics", "Targets", "VocabShard", "lm_loss"]
 
 
 def lm_loss(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> tuple[Tensor, RowStatistics]:
@@ -32,17 +32,5 @@ def lm_loss(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfi
     """
     if loss.impl == "fused":
         return fused.lm_loss(hidden, shard, targets, loss)
-    rows = token_statistics(hidden, shard, targets, loss)
+    rows = (chunked if loss.impl == "chunked" else full).token_statistics(hidden, shard, targets, loss)
     return objective(rows, targets.weights, loss), rows.map(Tensor.detach)
-
-
-def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> RowStatistics:
-    """Log-probability, log-sum-exp and entropy of every supervised token, each with a gradient of its own.
-
-    Use this function for objectives other than a sum over tokens with fixed weights.  `fused` recomputes the scores in
-    backward (4 GEMMs), because forward does not know the upstream gradients.  Entropy is None unless the config asks
-    for it, and has a gradient only if entropy_coef is not 0.  The log-sum-exp may be None if the config does not need
-    it.
-    """
-    by_name = {"fused": fused, "chunked": chunked, "full": full}
-    return by_name[loss.impl].token_statistics(hidden, shard, targets, loss)

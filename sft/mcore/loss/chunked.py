@@ -16,12 +16,12 @@ from sft.mcore.loss.vocab_parallel import VocabShard
 
 
 def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> RowStatistics:
-    """See `sft.mcore.loss.token_statistics`."""
+    """The statistics of every supervised token.  Log-probability, log-sum-exp and entropy have gradients."""
     return row_statistics(shard.logits(hidden, targets.rows), shard, targets, loss)
 
 
 def row_statistics(logits: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> RowStatistics:
-    """Implements `token_statistics` for logits [t, rows of this shard], which stay unchanged."""
+    """`token_statistics` from logits [t, rows of this shard], which stay unchanged."""
     return RowStatistics._make(_RowStatistics.apply(logits, shard, targets, loss))
 
 

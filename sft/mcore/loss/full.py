@@ -11,7 +11,7 @@ from sft.mcore.loss.vocab_parallel import VocabShard, accumulation_dtype
 
 
 def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> RowStatistics:
-    """See `sft.mcore.loss.token_statistics`."""
+    """The statistics of every supervised token.  Log-probability, log-sum-exp and entropy have gradients."""
     logits = shard.logits(hidden, targets.rows)
     logits = logits.to(accumulation_dtype(logits.dtype))
     if shard.softcap is not None:

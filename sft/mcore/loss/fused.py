@@ -1,20 +1,18 @@
 """Computes the loss without holding all logits: a buffer has the scores of one chunk of supervised tokens at a time.
 
 In training the upstream gradient is known in advance, because the objective is a sum with fixed weights.  So `lm_loss`
-computes all gradients while the scores of a chunk exist (3 GEMMs), and keeps only the gradients.  `token_statistics` is
-for all other objectives and recomputes the scores in backward (4 GEMMs).  If the output weight is frozen, both
-functions need one GEMM less and no buffer for the weight's gradient.
+computes all gradients while the scores of a chunk exist (3 GEMMs), and keeps only the gradients.  If the output weight
+is frozen, it needs one GEMM less and no buffer for the weight's gradient.
 """
 
 from collections.abc import Iterator
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sft.config import LossConfig
-from sft.mcore.loss.objective import RowStatistics, Targets, objective, objective_coefficients, upstream_coefficients
+from sft.mcore.loss.objective import RowStatistics, Targets, objective, objective_coefficients
 from sft.mcore.loss.softmax import blocks, gradient, slices, statistics
 from sft.mcore.loss.vocab_parallel import VocabShard, accumulation_dtype
 
@@ -28,11 +26,6 @@ def lm_loss(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfi
     train = torch.is_grad_enabled() and (hidden.requires_grad or shard.weight.requires_grad)
     total, *columns = _Loss.apply(hidden, shard.weight, shard, targets, loss, train)
     return total, RowStatistics._make(columns)
-
-
-def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> RowStatistics:
-    """See `sft.mcore.loss.token_statistics`."""
-    return RowStatistics._make(_TokenStatistics.apply(hidden, shard.weight, shard, targets, loss))
 
 
 class _Loss(torch.autograd.Function):
@@ -67,37 +60,6 @@ class _Loss(torch.autograd.Function):
         if upstream is None:
             return (None,) * 6
         return *gradients.finish(upstream), None, None, None, None
-
-
-class _TokenStatistics(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig
-    ) -> tuple[Tensor | None, ...]:
-        ctx.set_materialize_grads(False)
-        head = _ChunkedHead(hidden, shard, targets, loss)
-        all_rows = head.allocate_statistics()
-        for part in head.chunks():
-            all_rows.assign(part, head.statistics(head.project(head.whole[targets.rows[part]]), part))
-        ctx.mark_non_differentiable(*all_rows.without_gradient(loss))
-        ctx.save_for_backward(hidden, weight, *all_rows)
-        ctx.shard, ctx.targets, ctx.loss = shard, targets, loss
-        return all_rows
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, _, *columns = ctx.saved_tensors
-        all_rows = RowStatistics._make(columns)
-        all_coefficients = upstream_coefficients(all_rows, *upstream)
-        head = _ChunkedHead(hidden, ctx.shard, ctx.targets, ctx.loss)
-        gradients = _Gradients(head)
-        for part in head.chunks():
-            inputs = gradients.inputs(head.whole, part)
-            scores = head.project(inputs)
-            rows, coefficients = all_rows.map(itemgetter(part)), all_coefficients.map(itemgetter(part))
-            gradient(scores, ctx.targets.labels[part], rows, coefficients, ctx.shard, out=scores)
-            gradients.add(part, scores, inputs)
-        return *gradients.finish(), None, None, None
 
 
 class _ChunkedHead:
@@ -152,13 +114,12 @@ class _Gradients:
             self._weight.add(dscores, inputs)
         torch.mm(dscores, self._shard.weight.detach(), out=self._hidden[part])
 
-    def finish(self, upstream: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Gradients of this rank's hidden states and of its weight (None: frozen), times `upstream` (None: 1)."""
+    def finish(self, upstream: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Gradients of this rank's hidden states and of its weight (None: frozen), times `upstream`."""
         shard, supervised = self._shard, self._hidden[: self._num_rows]
-        if upstream is not None and self._weight is not None and self._weight.in_main_grad:
+        if self._weight is not None and self._weight.in_main_grad:
             torch._assert_async(upstream == 1, "the weight's gradient was summed for an upstream gradient of 1")
-            upstream = None
-        if upstream is not None:
+        else:
             supervised.mul_(upstream.to(supervised.dtype))
         if not shard.sequence_parallel:
             shard.all_reduce(supervised)
@@ -188,8 +149,8 @@ class _WeightGradient:
         _add_product(self._sum, dscores.t(), inputs, overwrite=self._uninitialised)
         self._uninitialised = False
 
-    def finish(self, upstream: Tensor | None) -> Tensor:
-        """The gradient of the weight for autograd; `upstream` is None if the sum is in `main_grad`."""
+    def finish(self, upstream: Tensor) -> Tensor:
+        """The gradient of the weight for autograd, times `upstream`, which must be 1 if the sum is in `main_grad`."""
         weight = self._weight
         if self.in_main_grad:
             # As in core's layers: DistributedDataParallel waits for a gradient, and ignores its value if the flag is
@@ -198,7 +159,7 @@ class _WeightGradient:
             return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
         if self._uninitialised:  # no supervised token
             self._sum.zero_()
-        elif upstream is not None:
+        else:
             self._sum.mul_(upstream.to(self._sum.dtype))
         return self._sum.to(weight.dtype)
 

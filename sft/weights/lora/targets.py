@@ -28,15 +28,13 @@ _ROUTER = "router.proj.weight"  # the router of Gemma 4, which is a Linear in tr
 _WILD = set("*?[")
 
 
-def adapted_weights(config: Config, vocab_size: int) -> list[AdaptedWeight]:
-    """The weights to which the recipe gives adapters; [] without LoRA.
+def adapted_weights(config: Config, mappings: Iterable[TensorMapping]) -> list[AdaptedWeight]:
+    """The weights to which a recipe with LoRA gives adapters.  mappings: those of all tensors of the model
 
-    Raises ConfigError if a target matches nothing, if no family has the tensors of the model, or if
-    checkpoint.export_hf would write adapters that PEFT does not read correctly.
+    Raises ConfigError if a target matches nothing, or if checkpoint.export_hf would write adapters that PEFT does not
+    read correctly.
     """
-    if not config.lora.is_used:
-        return []
-    weights = select(config.lora, _family(config.model), config.model, vocab_size)
+    weights = select(config.lora, config.model, mappings)
     names = [name for weight in weights for name in weight.linears()]
     lost = lost_by_peft(names, rslora=config.lora.rslora)
     if lost is not None and config.checkpoint.export_hf != "none" and config.lora.export == "adapter":
@@ -47,19 +45,20 @@ def adapted_weights(config: Config, vocab_size: int) -> list[AdaptedWeight]:
     return weights
 
 
-def select(lora: LoraConfig, family: Family, model: ModelConfig, vocab_size: int) -> list[AdaptedWeight]:
-    """The weights with adapters, in the order of the layers.
+def select(lora: LoraConfig, model: ModelConfig, mappings: Iterable[TensorMapping]) -> list[AdaptedWeight]:
+    """The weights with adapters, in the order of the layers.  mappings: those of all tensors of the model
 
     Raises ConfigError if a target matches nothing, or matches a Linear that cannot have an adapter.
     """
-    mappings, kinds = _of_linears(family, model, vocab_size), kinds_of(family, model)
+    linears = _of_linears(mappings)
+    kinds = _kinds(linears)
     chosen = _chosen(lora, kinds)
     if refused := [name for name, kind in kinds.items() if name in chosen and kind not in ("linear", "expert")]:
         raise ConfigError(
             f"LoRA cannot adapt {refused[0]}: {kinds[refused[0]]}.  lora.exclude can name it, to train without it."
         )
     by_parameter: dict[tuple[str, int | None], list[TensorMapping]] = {}
-    for mapping in mappings:
+    for mapping in linears:
         if not mapping.expert:  # one expert stands for all
             by_parameter.setdefault((mapping.parameter, mapping.layer), []).append(mapping)
     weights = (_adapted(of_parameter, model, chosen) for of_parameter in by_parameter.values())
@@ -68,7 +67,7 @@ def select(lora: LoraConfig, family: Family, model: ModelConfig, vocab_size: int
 
 def kinds_of(family: Family, model: ModelConfig) -> dict[str, str]:
     """The kind of every Linear by name: `linear`, `expert`, or the reason why it cannot have an adapter."""
-    return {name: _kind(mapping) for mapping in _of_linears(family, model) for name in _linears(mapping.sources)}
+    return _kinds(_of_linears(family.mappings(model, 0)))
 
 
 def not_adaptable(model: ModelConfig) -> list[str]:
@@ -79,29 +78,30 @@ def not_adaptable(model: ModelConfig) -> list[str]:
 
     Raises ConfigError if no family has the tensors of the model.
     """
-    kinds = kinds_of(_family(model), model)
-    refused = [name for name in _matches(ALL_LINEAR, kinds, "lora.targets") if kinds[name] != "linear"]
-    parts = [name.split(".") for name in refused]
-    return sorted({part[-1] if "_" in part[-1] else ".".join(part[-2:]) for part in parts})
-
-
-def _family(model: ModelConfig) -> Family:
     family = model_family(model)
     if family is None:
         raise ConfigError(
             "lora.targets names Linears of a Hugging Face model, but no table has the tensors of `model`."
         )
-    return family
+    kinds = kinds_of(family, model)
+    refused = [name for name in _matches(ALL_LINEAR, kinds, "lora.targets") if kinds[name] != "linear"]
+    parts = [name.split(".") for name in refused]
+    return sorted({part[-1] if "_" in part[-1] else ".".join(part[-2:]) for part in parts})
 
 
-def _of_linears(family: Family, model: ModelConfig, vocab_size: int = 0) -> list[TensorMapping]:
+def _of_linears(mappings: Iterable[TensorMapping]) -> list[TensorMapping]:
     """The mappings of weights of linear layers, including experts and the router of Gemma 4."""
     return [
         mapping
-        for mapping in family.mappings(model, vocab_size)
+        for mapping in mappings
         if (is_of_layer(mapping.parameter) and weight_of(mapping.parameter).is_linear)
         or mapping.sources[0].name.endswith(_ROUTER)
     ]
+
+
+def _kinds(mappings: Iterable[TensorMapping]) -> dict[str, str]:
+    """The kind of every Linear by name, as `kinds_of` returns it.  mappings: those of linear layers"""
+    return {name: _kind(mapping) for mapping in mappings for name in _linears(mapping.sources)}
 
 
 def _kind(mapping: TensorMapping) -> str:

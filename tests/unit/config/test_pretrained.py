@@ -8,7 +8,7 @@ import pytest
 
 from sft.config import Config
 from sft.config.keys import leaves, values
-from sft.config.pretrained import Pretrained
+from sft.config.pretrained import HubSnapshot, Pretrained
 from sft.hf import hub
 from sft.hf.model_family import model_family
 from sft.recipe.resolved import Recipe, dump
@@ -43,7 +43,7 @@ def test_after_the_recipe_is_read_nobody_asks_for_the_model_again(
     """Later code looks up neither the name nor config.json, which by then belongs to another model."""
     recipe = of_hf("m", "lora.rank=2", "lora.targets=[q_proj]", "data.seq_length=1024")
     assert recipe.config.model.pretrained == Pretrained(
-        name="m", folder=Path("m"), commit=None, family="qwen3", max_positions=512
+        name="m", folder=Path("m"), snapshot=None, family="qwen3", max_positions=512
     )
 
     def asked(*_: Any) -> Any:
@@ -61,7 +61,8 @@ def test_a_commit_of_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
         use(monkeypatch, server, folder / "cache")
         recipe = of_hf("org/m", "lora.rank=2", "lora.targets=[q_proj]", "data.seq_length=1024")
         known = recipe.config.model.pretrained
-        assert known is not None and (known.name, known.commit, known.folder.name) == ("org/m", commit, commit)
+        assert known is not None and (known.name, known.folder.name) == ("org/m", commit)
+        assert known.snapshot == HubSnapshot(name="org/m", repo="org/m", commit=commit, folder=known.folder)
         asked = len(server.asked)
         use_everything(recipe)
         assert len(server.asked) == asked

@@ -14,12 +14,13 @@ from safetensors.torch import save_file
 
 from sft.checkpoint import manifest
 from sft.config import CheckpointConfig, ModelConfig
+from sft.config.pretrained import HubSnapshot
 from sft.console import QUIET
 from sft.data.tokenizer.reading import read_tokenizer
 from sft.errors import ConfigError, SftError
 from sft.files import folder_files
 from sft.files.folder_files import UnsafeFileError
-from sft.hf import architecture, hub
+from sft.hf import architecture, hub_weights
 from sft.hf.pretrained import read_pretrained
 from sft.hf.safetensors_files import SafetensorsFolder
 from sft.mcore.checkpoint_io import metadata_index, safe_reader
@@ -78,8 +79,8 @@ def names_of_safetensors_index(folder: Path, name: str) -> None:
 
 def names_of_hub_index(folder: Path, name: str) -> None:
     write_json(folder / "model.safetensors.index.json", {"weight_map": {"w": name}})
-    snapshot = hub.HubSnapshot(name="o/m", repo="o/m", commit="1" * 40, folder=folder)
-    hub._weight_files(snapshot, {name: 1})
+    snapshot = HubSnapshot(name="o/m", repo="o/m", commit="1" * 40, folder=folder)
+    hub_weights._weight_files(snapshot, {name: 1})
 
 
 def names_of_checkpoint_index(folder: Path, name: str) -> None:
@@ -140,7 +141,7 @@ def tokenizer(folder: Path) -> None:
 
 
 def index_of_hub(folder: Path) -> None:
-    hub._weight_files(hub.HubSnapshot(name="o/m", repo="o/m", commit="1" * 40, folder=folder), None)
+    hub_weights._weight_files(HubSnapshot(name="o/m", repo="o/m", commit="1" * 40, folder=folder), None)
 
 
 def weights_of_adapter(folder: Path) -> None:

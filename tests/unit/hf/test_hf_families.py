@@ -79,7 +79,8 @@ def test_experts_of_granite_are_rows_of_one_tensor() -> None:
 
 def test_a_correction_bias_is_no_weight_that_is_frozen_or_trained(tmp_path: Path) -> None:
     found = architecture(open_source(hf.save(tmp_path / "source", "glm4_moe")).content, "config.json")
-    weights = unfrozen(["embed_tokens"], found.family, found.model, found.vocab_size)
+    mappings = found.family.mappings(found.model, found.vocab_size)
+    weights = unfrozen(["embed_tokens"], found.family, found.model, mappings)
     assert not any("expert_bias" in weight.key for weight in weights)
     assert any("router.weight" in weight.key for weight in weights)
 

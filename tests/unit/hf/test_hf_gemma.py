@@ -79,7 +79,7 @@ def test_lora_refuses_the_router_and_experts_by_name() -> None:
 
     def adapted(targets: list[str], exclude: list[str]) -> set[str]:
         lora = LoraConfig(rank=2, targets=targets, exclude=exclude)
-        weights = select(lora, found.family, found.model, found.vocab_size)
+        weights = select(lora, found.model, found.family.mappings(found.model, found.vocab_size))
         return {name.rpartition(".")[2] for weight in weights for name in weight.linears()}
 
     attention = {"q_proj", "k_proj", "v_proj", "o_proj"}

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from sft.cli import main
 from sft.errors import ConfigError
-from sft.hf import hub
+from sft.hf import hub, hub_weights
 from sft.weights.initial import describe
 from tests.builders import chats, parsed
 from tests.unit.fixtures.hf import Make, released
@@ -62,7 +62,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def refusal(name: str = NAME, *, weights: bool = False) -> str:
     with pytest.raises(ConfigError) as error:
-        hub.download_weights(name) if weights else hub.local_folder(name)
+        hub_weights.download_weights(hub.snapshot(name)) if weights else hub.local_folder(name)
     text = str(error.value)
     assert text.startswith(f"{name}: ") or name in text
     assert "\n" not in text
@@ -76,14 +76,16 @@ def test_a_look_up_fetches_all_but_the_weights_and_a_process_asks_once(served: H
     asked = len(served.asked)
     assert hub.local_folder(NAME) == folder
     assert len(served.asked) == asked
-    assert hub.missing_weights(NAME) == hub.MissingWeights(files=tuple(WEIGHTS), num_bytes=2 * 200_080)
+    assert hub_weights.missing_weights(hub.snapshot(NAME)) == hub_weights.MissingWeights(
+        files=tuple(WEIGHTS), num_bytes=2 * 200_080
+    )
 
 
 def test_weights_are_those_of_the_index(served: Hub) -> None:
-    folder = hub.download_weights(NAME)
+    folder = hub_weights.download_weights(hub.snapshot(NAME))
     assert {path.name for path in folder.iterdir()} == {*SMALL, *WEIGHTS}
     assert sorted(served.downloads(".safetensors")) == WEIGHTS
-    assert hub.missing_weights(NAME) is None
+    assert hub_weights.missing_weights(hub.snapshot(NAME)) is None
     assert (folder / "model-2.safetensors").read_bytes() == (
         served.commits[NAME][0][1] / "model-2.safetensors"
     ).read_bytes()
@@ -92,15 +94,15 @@ def test_weights_are_those_of_the_index(served: Hub) -> None:
 def test_a_later_process_downloads_nothing_again_and_offline_asks_nothing(
     served: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = hub.download_weights(NAME)
+    folder = hub_weights.download_weights(hub.snapshot(NAME))
     served.asked.clear()
     forget(monkeypatch)
-    assert hub.download_weights(NAME) == folder
+    assert hub_weights.download_weights(hub.snapshot(NAME)) == folder
     assert set(served.asked) == {f"GET api/models/{NAME}", f"GET api/models/{NAME}/revision/main"}
     served.asked.clear()
     forget(monkeypatch)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert hub.download_weights(NAME) == folder
+    assert hub_weights.download_weights(hub.snapshot(NAME)) == folder
     assert not served.asked
 
 
@@ -184,7 +186,7 @@ def test_a_connection_that_breaks_off(served: Hub, monkeypatch: pytest.MonkeyPat
     no_sleep = SimpleNamespace(sleep=lambda _: None, time=lambda: 0.0)
     monkeypatch.setattr("huggingface_hub.file_download.time", no_sleep)
     served.break_off["model-1.safetensors"] = 70_000
-    folder = hub.download_weights(NAME)
+    folder = hub_weights.download_weights(hub.snapshot(NAME))
     assert served.downloads("model-1.safetensors") == ["model-1.safetensors"] * 2
     assert (folder / WEIGHTS[0]).read_bytes() == (served.commits[NAME][0][1] / WEIGHTS[0]).read_bytes()
     (folder / WEIGHTS[0]).resolve().unlink()
@@ -230,16 +232,6 @@ def test_an_index_that_names_a_file_that_is_not_there(served: Hub, tmp_path: Pat
     assert "names model-2.safetensors, but the repository has no such file" in refusal(weights=True)
 
 
-def test_ranks_of_different_commits_are_refused() -> None:
-    one, other = {"a/b": "1" * 40}, {"a/b": "2" * 40}
-    hub.check_commits([one, one, one])
-    hub.check_commits([{}, {}])
-    with pytest.raises(ConfigError, match=f"a/b is commit {'1' * 40} on rank 0, but commit {'2' * 40} on rank 2"):
-        hub.check_commits([one, one, other])
-    with pytest.raises(ConfigError, match="a/b is a folder on rank 0, but commit"):
-        hub.check_commits([{}, other])
-
-
 def test_commands_say_it_in_one_paragraph(served: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def said(*overrides: str) -> str:
         assert main(["check", "a.yaml", "--no-data", *overrides]) == 2
@@ -260,7 +252,7 @@ def test_commands_say_it_in_one_paragraph(served: Hub, tmp_path: Path, capsys: p
     small = ["data.tokenizer=byte", "data.train=chat.jsonl"]
     assert main(["check", "a.yaml", *small]) == 2
     assert "surplus: model-1\n  surplus: model-2\n" in capsys.readouterr().err
-    hub.download_weights(NAME)
+    hub_weights.download_weights(hub.snapshot(NAME))
     assert main(["check", "a.yaml", *small]) == 2
     assert "surplus: model-1\n  surplus: model-2\n" in capsys.readouterr().err
     Path("a").write_text("{}")
@@ -284,7 +276,7 @@ def test_every_tensor_is_known_before_a_download(served: Hub, made: Make, monkey
     )
     assert served.parts and max(num_bytes for _, num_bytes in served.parts) <= 100_001
     assert not list(hub.local_folder("org/real").glob("*.safetensors"))
-    hub.download_weights("org/real")
+    hub_weights.download_weights(hub.snapshot("org/real"))
     assert describe(config, None) == "org/real: 25 tensors trained, 0 passed through, 0 refused; 3.1 MiB"
     for path in hub.local_folder("org/real").glob("*.safetensors"):
         path.unlink()

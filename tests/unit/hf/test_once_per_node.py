@@ -18,9 +18,9 @@ from tests.unit.fixtures.hub import environment, serving
 RANK = """
 import sys
 from sft.errors import ConfigError
-from sft.hf import hub
+from sft.hf import hub_weights
 try:
-    print(hub.download_weights("org/tiny@" + sys.argv[1] if sys.argv[1:] else "org/tiny"))
+    print(hub_weights.model_folder("org/tiny@" + sys.argv[1] if sys.argv[1:] else "org/tiny"))
 except ConfigError as error:
     print(error)
     sys.exit(2)

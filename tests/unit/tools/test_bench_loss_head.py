@@ -21,7 +21,7 @@ from tools.bench.loss_head import bars
 from tools.bench.loss_problem import BASELINE, Problem, Sizes, count, make_problem, measure
 
 TINY = Sizes(tokens=24, hidden=8, vocab=50, chunks=(5, 9))
-ALL_WAYS = ["fused 5", "fused 9", "frozen 9", "chunked", "full", "token_statistics", BASELINE]
+ALL_WAYS = ["fused 5", "fused 9", "frozen 9", "chunked", "full", BASELINE]
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_flops_are_six_per_supervised_token_and_trained_weight(fraction: float) 
     weights, rows = 8 * 50, round(24 * fraction)
     units = {name: count(p, name)["flops"] / weights for name in p.ways}
     every = dict.fromkeys(["chunked", "full", BASELINE], 6 * 24)
-    supervised = {"fused 5": 6 * rows, "fused 9": 6 * rows, "frozen 9": 4 * rows, "token_statistics": 8 * rows}
+    supervised = {"fused 5": 6 * rows, "fused 9": 6 * rows, "frozen 9": 4 * rows}
     assert units == {**every, **supervised}
 
 

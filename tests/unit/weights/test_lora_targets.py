@@ -11,7 +11,8 @@ from sft.hf.architecture import architecture, read
 from sft.layers.adapters import AdaptedWeight, Adapter
 from sft.recipe.load import parse_recipe
 from sft.weights.lora.base_digest import _digest_of
-from sft.weights.lora.targets import adapted_weights, select
+from sft.weights.lora.targets import select
+from sft.weights.trained import trained_weights
 from tests.unit.fixtures import hf
 
 RECIPE = """
@@ -29,7 +30,7 @@ OTHERS = (*STACKED, "qwen2_moe", "qwen3_next", "qwen3_5_moe_text", *hf.ROUTED_FA
 def selected(folder: Path, targets: list[str], exclude: list[str] | None = None) -> list[AdaptedWeight]:
     found = architecture(read(folder), str(folder))
     lora = LoraConfig(rank=2, targets=targets, exclude=exclude or [])
-    return select(lora, found.family, found.model, found.vocab_size)
+    return select(lora, found.model, found.family.mappings(found.model, found.vocab_size))
 
 
 def names(weights: list[AdaptedWeight]) -> list[str]:
@@ -96,9 +97,9 @@ def test_adapters_that_peft_would_lose_are_refused_before_the_run(tmp_path: Path
     with pytest.raises(
         ConfigError, match="export_hf = last would write a PEFT folder, but .* PEFT reads those of gate"
     ):
-        adapted_weights(config, 301)
+        trained_weights(config, 301)
     for overrides in ([], ["checkpoint.export_hf=last", "lora.export=merged"]):
-        assert len(adapted_weights(parse_recipe(recipe, "tests", overrides).config, 301)) == 2
+        assert len(trained_weights(parse_recipe(recipe, "tests", overrides).config, 301).adapted) == 2
     with pytest.raises(
         ConfigError, match="lora.export.*adds adapters to weights of files, and model.init_from is rand"
     ):

@@ -25,7 +25,7 @@ optim: {{lr: 1e-3}}
 
 def left(folder: Path, *patterns: str) -> list[Weight]:
     found = architecture(read(folder), str(folder))
-    return unfrozen(patterns, found.family, found.model, found.vocab_size)
+    return unfrozen(patterns, found.family, found.model, found.family.mappings(found.model, found.vocab_size))
 
 
 def test_names_ends_and_patterns(tmp_path: Path) -> None:

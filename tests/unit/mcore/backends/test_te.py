@@ -67,7 +67,7 @@ torch.cuda.get_device_capability = lambda *a: (9, 0)
 torch.cuda.get_device_properties = lambda *a: types.SimpleNamespace(major=9, minor=0, multi_processor_count=132)
 import transformer_engine.pytorch.utils
 transformer_engine.pytorch.utils._get_device_compute_capability = lambda device: (9, 0)
-from sft.weights.lora.targets import adapted_weights
+from sft.weights.trained import trained_weights
 from sft.mcore import process_groups
 from sft.mcore.backends.portable import Portable
 from sft.mcore.backends import kernels
@@ -115,7 +115,7 @@ def out_of(code: str, *arguments: str) -> list[str]:
 KEYS = """
 config, _, chunk = built(sys.argv[1], sys.argv[2:])
 if config.lora.is_used:
-    lora.attach(chunk, adapted_weights(config, 300), config.lora, place)
+    lora.attach(chunk, trained_weights(config, 300).adapted, config.lora, place)
 for s in sharded_tensors([chunk.sharded_state_dict(), *lora.leaves([chunk])]):
     print(">", s.key, s.global_shape, s.global_offset, s.dtype, tuple(s.data.shape))
 """
@@ -140,7 +140,7 @@ ADAPTED = """
 from megatron.core.extensions import transformer_engine as te
 config, _, chunk = built("te", sys.argv[1:])
 chunk.requires_grad_(False)
-lora.attach(chunk, adapted_weights(config, 300), config.lora, place)
+lora.attach(chunk, trained_weights(config, 300).adapted, config.lora, place)
 layer = chunk.decoder.layers[0]
 mlp = getattr(layer.mlp, "experts", layer.mlp)
 for adapted in (layer.self_attention.linear_qkv, layer.self_attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):

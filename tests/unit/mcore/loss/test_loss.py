@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from sft.config import LossConfig
-from sft.mcore.loss import lm_loss, token_statistics
+from sft.mcore.loss import lm_loss
 from tests.unit.loss_cases import (
     CHUNKED,
     EACH,
@@ -32,7 +31,6 @@ from tests.unit.loss_cases import (
     inputs_of,
     name,
     run,
-    run_statistics,
     same,
     shard_of,
     terms,
@@ -118,26 +116,6 @@ def test_every_term_is_that_of_the_definition(
     check(run(c, with_terms(loss, more), group), expected(c, **more), limit, limit)
 
 
-@caps
-@pytest.mark.parametrize("column", ["logprob", "lse", "entropy", "all"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@each
-def test_every_statistic_has_a_gradient_of_its_own(
-    loss: LossConfig, dtype: torch.dtype, column: str, softcap: float | None, group: dist.ProcessGroup
-) -> None:
-    """Upstream gradients have both signs and differ between tokens; `full` computes lse only for the z-loss."""
-    c, limit = case(softcap=softcap).to(dtype), tolerance(loss, dtype)
-    generator = torch.Generator().manual_seed(1)
-    upstream: list[Tensor | None] = list(torch.randn(3, len(SUPERVISED), generator=generator, dtype=torch.float64))
-    if column != "all":
-        upstream = [times if name == column else None for name, times in zip(("logprob", "lse", "entropy"), upstream)]
-    loss = with_terms(loss, {"z_loss_coef": 1.0, "entropy_coef": 1.0})
-    found, wanted = run_statistics(c, loss, group, upstream), expected(c, upstream)
-    check(found, wanted, limit, limit)
-    assert not found.hidden[~c.supervised].any()
-    assert not found.weight[VOCAB:].any()
-
-
 @each
 @pytest.mark.parametrize("upstream", [-3.0, 1e-4, 0.0])
 def test_upstream_gradient_scales_both(loss: LossConfig, upstream: float, group: dist.ProcessGroup) -> None:
@@ -214,10 +192,6 @@ def test_measured_entropy_has_no_gradient_and_changes_none(loss: LossConfig, gro
     plain, found = run(c, loss, group), run(c, measuring, group)
     check(found, expected(c))
     same(replace(found, rows=()), replace(plain, rows=()))
-    hidden, weight = inputs_of(c)
-    rows = token_statistics(hidden, shard_of(weight, group), c.targets(), measuring)
-    assert rows.logprob.requires_grad
-    assert rows.entropy is not None and not rows.entropy.requires_grad
 
 
 # --- inputs without effect ---------------------------------------------------------------------------------
@@ -236,8 +210,6 @@ def test_padding_of_the_vocabulary_changes_nothing(loss: LossConfig, size: float
 def test_unsupervised_rows_are_not_looked_at(loss: LossConfig, bad: float, group: dist.ProcessGroup) -> None:
     c, loss = case(), with_terms(loss, {"z_loss_coef": 1.0, "entropy_coef": 1.0})
     same(run(c.broken(bad), loss, group), run(c, loss, group))
-    upstream: list[Tensor | None] = list(torch.randn(3, len(SUPERVISED), generator=torch.Generator().manual_seed(2)))
-    same(run_statistics(c.broken(bad), loss, group, upstream), run_statistics(c, loss, group, upstream))
 
 
 @each
@@ -271,11 +243,9 @@ def test_one_row(loss: LossConfig, more: dict[str, float], group: dist.ProcessGr
 
 
 def test_inputs_are_left_alone(group: dist.ProcessGroup) -> None:
-    upstream: list[Tensor | None] = [torch.ones(len(SUPERVISED))] * 3
     for loss in EACH:
         c, copy = case(), case()
-        run(c, loss, group)
-        run_statistics(c, with_terms(loss, TERMS["all"]), group, upstream)
+        run(c, with_terms(loss, TERMS["all"]), group)
         for field, value in vars(copy).items():
             assert value is None or torch.equal(getattr(c, field), value), field
 
@@ -286,20 +256,15 @@ PRODUCT = 2 * 8 * 12 * 32  # operations of one matrix product: n = 8 of 23 token
 both_formats = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-def flops(c: Case, loss: LossConfig, group: dist.ProcessGroup) -> tuple[int, int, int, int]:
-    """The number of matrix products: for training, for evaluation, for `token_statistics` in forward, and for its
-    forward and backward."""
+def flops(c: Case, loss: LossConfig, group: dist.ProcessGroup) -> tuple[int, int]:
+    """The operations of matrix products: for training, and for evaluation."""
     hidden, weight = inputs_of(c)
     shard, targets = shard_of(weight, group), c.targets()
     with FlopCounterMode(display=False) as training:
         lm_loss(hidden, shard, targets, loss)[0].backward()
     with FlopCounterMode(display=False) as evaluation, torch.no_grad():
         lm_loss(hidden, shard, targets, loss)
-    with FlopCounterMode(display=False) as statistics:
-        rows = token_statistics(hidden, shard, targets, loss)
-        forward = statistics.get_total_flops()
-        rows.logprob.sum().backward()
-    return training.get_total_flops(), evaluation.get_total_flops(), forward, statistics.get_total_flops()
+    return training.get_total_flops(), evaluation.get_total_flops()
 
 
 @both_formats
@@ -307,10 +272,9 @@ def flops(c: Case, loss: LossConfig, group: dist.ProcessGroup) -> tuple[int, int
 def test_fused_multiplies_supervised_tokens_only(
     loss: LossConfig, dtype: torch.dtype, group: dist.ProcessGroup
 ) -> None:
-    """Scores, gradients of hidden states and of the weight: 2 n h V each; scores are computed again if upstream comes
-    later."""
-    assert flops(case().to(dtype), loss, group) == (3 * PRODUCT, PRODUCT, PRODUCT, 4 * PRODUCT)
-    assert flops(case([]).to(dtype), loss, group) == (0, 0, 0, 0)
+    """Scores, gradients of hidden states and of the weight: 2 n h V each."""
+    assert flops(case().to(dtype), loss, group) == (3 * PRODUCT, PRODUCT)
+    assert flops(case([]).to(dtype), loss, group) == (0, 0)
 
 
 @both_formats
@@ -318,4 +282,4 @@ def test_fused_multiplies_supervised_tokens_only(
 def test_with_logits_every_token_is_projected(loss: LossConfig, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
     """`full` also multiplies the tokens that `fused` skips: all 23 tokens, supervised or not."""
     one = 2 * 23 * 12 * 32
-    assert flops(case().to(dtype), loss, group) == (3 * one, one, one, 3 * one)
+    assert flops(case().to(dtype), loss, group) == (3 * one, one)

@@ -5,7 +5,6 @@ A weight that LoRA freezes requires no gradient, and DistributedDataParallel giv
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from sft.config import LossConfig
-from sft.mcore.loss import VocabShard, lm_loss, token_statistics
+from sft.mcore.loss import VocabShard, lm_loss
 from tests.unit.loss_cases import (
     SUPERVISED,
     TERMS,
@@ -38,18 +37,6 @@ def loss_of(c: Case, loss: LossConfig, upstream: float = 1.0) -> Compute:
     def compute(hidden: Tensor, shard: VocabShard) -> tuple[Tensor, Tensors]:
         total, rows = lm_loss(hidden, shard, c.targets(), loss)
         return total * upstream, tuple(column for column in rows if column is not None)
-
-    return compute
-
-
-def statistics_of(c: Case, loss: LossConfig) -> Compute:
-    """The sum of all columns that have a gradient, times an upstream gradient of either sign for each token."""
-
-    def compute(hidden: Tensor, shard: VocabShard) -> tuple[Tensor, Tensors]:
-        rows = token_statistics(hidden, shard, c.targets(), loss)
-        upstream = torch.randn(3, len(c.targets()), generator=torch.Generator().manual_seed(1))
-        products = [(times * x).sum() for times, x in zip(upstream, rows) if x is not None and x.requires_grad]
-        return torch.stack(products).sum(), tuple(column.detach() for column in rows if column is not None)
 
     return compute
 
@@ -90,7 +77,7 @@ def test_the_hidden_gradient_has_the_bits_of_one_with_a_trained_weight(
 ) -> None:
     """test_loss.py compares results for a trained weight with the definition."""
     c, loss = case(supervised, softcap=softcap).to(dtype), with_terms(loss, TERMS["all"])
-    for compute in (loss_of(c, loss), loss_of(c, loss, 1 / 3), statistics_of(c, loss)):
+    for compute in (loss_of(c, loss), loss_of(c, loss, 1 / 3)):
         trained = results(c, compute, group, c.weight.clone().requires_grad_())
         same(frozen_results(c, compute, group), trained)
     in_buffer = c.weight.clone().requires_grad_()  # the form in which DistributedDataParallel leaves the weight
@@ -104,18 +91,16 @@ def test_a_frozen_weight_s_buffer_is_left_alone(loss: LossConfig, group: dist.Pr
     c, weight = case(), case().weight
     weight.main_grad = torch.zeros(c.weight.shape)  # type: ignore[attr-defined]
     weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-    for compute in (loss_of(c, loss, -3.0), statistics_of(c, loss)):
-        results(c, compute, group, weight)
-        assert weight.grad is None and not weight.main_grad.any()  # type: ignore[attr-defined]
-        assert weight.grad_added_to_main_grad is False  # type: ignore[attr-defined]
+    results(c, loss_of(c, loss, -3.0), group, weight)
+    assert weight.grad is None and not weight.main_grad.any()  # type: ignore[attr-defined]
+    assert weight.grad_added_to_main_grad is False  # type: ignore[attr-defined]
 
 
 @each
 def test_nothing_is_computed_if_neither_requires_a_gradient(loss: LossConfig, group: dist.ProcessGroup) -> None:
     c, loss = case(), with_terms(loss, TERMS["all"])
-    rows = token_statistics(c.hidden, shard_of(c.weight, group), c.targets(), loss)
     total, columns = lm_loss(c.hidden, shard_of(c.weight, group), c.targets(), loss)
-    assert not any(x.requires_grad for x in (total, *rows, *columns) if x is not None)
+    assert not any(x.requires_grad for x in (total, *columns) if x is not None)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -123,9 +108,8 @@ def test_nothing_is_computed_if_neither_requires_a_gradient(loss: LossConfig, gr
 def test_hidden_states_of_unsupervised_tokens_may_hold_anything(
     loss: LossConfig, bad: float, group: dist.ProcessGroup
 ) -> None:
-    for make in (loss_of, statistics_of):
-        found, wanted = (frozen_results(c, make(c, loss), group) for c in (case().broken(bad), case()))
-        same(found, wanted)
+    found, wanted = (frozen_results(c, loss_of(c, loss), group) for c in (case().broken(bad), case()))
+    same(found, wanted)
 
 
 @each
@@ -135,9 +119,8 @@ def test_nothing_is_read_before_it_is_written(loss: LossConfig, group: dist.Proc
             found, c = [], case(supervised)
             for poisoned in (False, True):
                 poison(poisoned)
-                found.append([frozen_results(c, make(c, loss), group) for make in (loss_of, statistics_of)])
-            for clean, dirty in zip(*found, strict=True):
-                same(clean, dirty)
+                found.append(frozen_results(c, loss_of(c, loss), group))
+            same(*found)
 
 
 # --- matrix products and allocated memory ------------------------------------------------------------------
@@ -158,17 +141,15 @@ def flops(c: Case, compute: Compute, group: dist.ProcessGroup) -> int:
 def test_no_matrix_product_makes_the_weight_s_gradient(
     loss: LossConfig, dtype: torch.dtype, group: dist.ProcessGroup
 ) -> None:
-    """Two products: scores and gradients of hidden states; the statistics of `fused` compute scores twice."""
+    """Two products: scores and gradients of hidden states."""
     c = case().to(dtype)
-    counts = flops(c, loss_of(c, loss), group), flops(c, statistics_of(c, loss), group)
-    assert counts == ((2 * PRODUCT, 3 * PRODUCT) if loss.impl == "fused" else (2 * OF_ALL, 2 * OF_ALL))
+    assert flops(c, loss_of(c, loss), group) == 2 * (PRODUCT if loss.impl == "fused" else OF_ALL)
 
 
-@pytest.mark.parametrize("make", [loss_of, statistics_of])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @each
 def test_no_memory_is_allocated_for_the_weight_s_gradient(
-    loss: LossConfig, dtype: torch.dtype, make: Any, group: dist.ProcessGroup
+    loss: LossConfig, dtype: torch.dtype, group: dist.ProcessGroup
 ) -> None:
     """4 tokens of width 256, and 512 rows: all scores and hidden states take 12 KiB in fp32, the weight 512 KiB."""
     generator = torch.Generator().manual_seed(3)
@@ -182,7 +163,7 @@ def test_no_memory_is_allocated_for_the_weight_s_gradient(
     peaks = []
     for used in (weight.detach(), weight.requires_grad_()):
         with Counter() as counter:
-            make(c, loss)(hidden, shard_of(used, group, 512))[0].backward()
+            loss_of(c, loss)(hidden, shard_of(used, group, 512))[0].backward()
         peaks.append(counter.peak_bytes(beyond=(hidden, weight)))
         hidden.grad = None
     frozen, trained = peaks

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sft.config import LossConfig
-from sft.mcore.loss import Targets, chunked, lm_loss, softmax, token_statistics
+from sft.mcore.loss import Targets, chunked, lm_loss, softmax
 from tests.ranks.alive import Alive
 from tests.unit.loss_cases import (
     EACH,
@@ -32,7 +32,6 @@ from tests.unit.loss_cases import (
     inputs_of,
     poisoned_memory,
     run,
-    run_statistics,
     same,
     shard_of,
     terms,
@@ -119,13 +118,11 @@ def test_blocks_of_a_pass_change_nothing(
     loss: LossConfig, rows: int, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Passes over scores run in blocks of bytes, so large that these cases fit into one block."""
-    c, upstream = case(), list[Tensor | None](torch.ones(3, len(SUPERVISED)))
-    loss = with_terms(loss, TERMS["all"] | {"chunk_size": 7})
-    whole = run(c, loss, group), run_statistics(c, loss, group, upstream)
+    c, loss = case(), with_terms(loss, TERMS["all"] | {"chunk_size": 7})
+    whole = run(c, loss, group)
     for width in (PADDED, WIDTH):  # width of scores, and of hidden states
         monkeypatch.setitem(softmax._BLOCK_BYTES, "cpu", 4 * width * rows)
-        for cut, one in zip((run(c, loss, group), run_statistics(c, loss, group, upstream)), whole, strict=True):
-            same(cut, one)
+        same(run(c, loss, group), whole)
 
 
 @pytest.fixture
@@ -140,7 +137,6 @@ def test_nothing_is_read_before_it_is_written(
     loss: LossConfig, supervised: list[int], poison: Callable[[bool], None], group: dist.ProcessGroup
 ) -> None:
     c = case(supervised)
-    upstream: list[Tensor | None] = list(torch.randn(3, len(supervised), generator=torch.Generator().manual_seed(3)))
     for dtype in (torch.float32, torch.bfloat16):
         for size in (1, 7, TOKENS + 1):
             found = []
@@ -148,9 +144,8 @@ def test_nothing_is_read_before_it_is_written(
                 poison(poisoned)
                 assert poisoned == bool(torch.empty(3).isnan().all() and c.hidden.new_empty(3).isnan().all())
                 cut = with_terms(loss, TERMS["all"] | {"chunk_size": size})
-                found.append((run(c.to(dtype), cut, group), run_statistics(c.to(dtype), cut, group, upstream)))
-            for clean, dirty in zip(*found):
-                same(clean, dirty)
+                found.append(run(c.to(dtype), cut, group))
+            same(*found)
 
 
 def test_a_vocabulary_of_gemma_makes_no_logits(group: dist.ProcessGroup) -> None:
@@ -307,22 +302,6 @@ def test_main_grad_of_bf16_is_left_to_autograd(group: dist.ProcessGroup) -> None
     assert torch.equal(main_grad(weight), before)
     assert weight.grad_added_to_main_grad is False  # type: ignore[attr-defined]
     assert weight.grad is not None and torch.equal(weight.grad, run(c, FUSED, group).weight)
-
-
-def test_statistics_add_to_main_grad_in_backward(group: dist.ProcessGroup) -> None:
-    """The statistics get the upstream gradients before they compute their own gradients, so any upstream gradient is
-    allowed."""
-    c, (weight, before) = case(), with_main_grad(case().weight)
-    hidden = c.hidden.clone().requires_grad_()
-    upstream = torch.randn(3, len(SUPERVISED), generator=torch.Generator().manual_seed(4))
-    loss = with_terms(FUSED, {"entropy_coef": 1.0})
-    rows = token_statistics(hidden, shard_of(weight, group), c.targets(), loss)
-    assert torch.equal(main_grad(weight), before)
-    sum((times * column).sum() for times, column in zip(upstream, rows)).backward()  # type: ignore
-    wanted = expected(c, list(upstream))
-    assert error(main_grad(weight), before + wanted.weight) <= GRADIENT_TOLERANCE
-    assert weight.grad_added_to_main_grad is True  # type: ignore[attr-defined]
-    assert hidden.grad is not None and error(hidden.grad, wanted.hidden) <= GRADIENT_TOLERANCE
 
 
 def test_fused_goes_backward_once(group: dist.ProcessGroup) -> None:

@@ -141,7 +141,7 @@ def compile_changed(chosen: Sequence[Item], jobs: int) -> int:
         if result is None:
             left_out.append(item.line)
             continue
-        print(result.line, flush=True)
+        print(result.line, "(one variant of each)" if item.kind == LINEAR else "", flush=True)
         failed += bool(result.problem)
     if left_out:
         print(f"not compiled, for want of time: {'; '.join(left_out)}.  make test-kernels compiles everything")

@@ -138,8 +138,10 @@ def _most(found: Sequence[Compiled], step: str) -> str:
 
 def _refused(results: Sequence[Result], reasons: Mapping[Key, str]) -> Iterator[str]:
     for x in results:
-        error, _, words = x.found[0].kernel.partition(": ")
-        theirs = f"The package says: `{words.replace('`', '')}`" if words.strip() else f"The package raises {error}"
+        error, _, words = x.found[0].kernel.partition(":")
+        theirs = (
+            f"The package says: `{words.strip().replace('`', '')}`" if words.strip() else f"The package raises {error}"
+        )
         yield from page_text.folded(f"- {x.text}, {x.architecture}: {reasons[x[:3]]}. {theirs}")
 
 

@@ -112,6 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [item for item in items() if options.only in item.line]
     if options.changed:
         return compile_changed(sample.chosen(chosen, changed.kinds(), changed.commit()), options.jobs)
+    if options.pinned:  # its Triton and fla-core are the same
+        chosen = [item for item in chosen if item.kind not in (LOSS, LINEAR)]
     file, with_versions = PINNED if options.pinned else RESULTS, versions()
     stored = table.load(file)
     if options.missing and stored.versions == with_versions:

@@ -4,47 +4,58 @@ python -m tests.kernels.changed      prints the kinds; nothing if the change tou
 """
 
 import os
+import re
 import subprocess
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-_FLASH4, _FFPA = "FlashAttention-4", "ffpa-attn"
+FLASH4, FFPA, LOSS, LINEAR = "FlashAttention-4", "ffpa-attn", "loss head", "linear attention"
+REFUSED = "refused"  # what both packages of attention must still refuse
 _CALLS = ("sft/mcore/attention/flash_kernel.py", "sft/mcore/attention/package.py")
+_FLASH4, _FFPA = "sft/mcore/attention/flash4.py", "sft/mcore/attention/ffpa.py"
 # Kind of compile_one.py -> files and folders.  A recipe or a family can add a configuration, but not break a kernel.
 FILES: Mapping[str, tuple[str, ...]] = {
-    _FLASH4: ("sft/mcore/attention/flash4.py", *_CALLS),
-    _FFPA: ("sft/mcore/attention/ffpa.py", *_CALLS),
-    "loss head": ("sft/mcore/loss/softmax_triton.py",),
-    "linear attention": ("sft/mcore/linear_attention/fla_",),
-}
-# Configurations that represent a kind, by their text; the other kinds have few.
-SAMPLE: Mapping[str, Collection[str]] = {
-    _FLASH4: ("128/128, 4 heads a key", "64/64, 8 heads a key, window"),
-    "linear attention": ("128/128, 3 heads a key, 4 taps",),
+    FLASH4: (_FLASH4, *_CALLS),
+    FFPA: (_FFPA, *_CALLS),
+    REFUSED: (_FLASH4, _FFPA, *_CALLS),
+    LOSS: ("sft/mcore/loss/softmax_triton.py",),
+    LINEAR: ("sft/mcore/linear_attention/fla_",),
 }
 _EVERYTHING = ("tests/kernels/",)
+_PINS = "constraints.txt"
+_ATTENTION = (FLASH4, FFPA, REFUSED)
+# Start of a package's name in _PINS -> the kinds that it compiles
+PACKAGES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-ffi"), _ATTENTION),
+    "ffpa-attn": (FFPA, REFUSED),
+    "triton": (LOSS, LINEAR),
+    "fla-core": (LINEAR,),
+}
 
 
 def kinds() -> list[str]:
-    """The kinds whose files differ from those of the commit $BASE, by default the one before this."""
+    """The kinds whose files or packages differ from those of the commit $BASE, by default the one before this."""
     base = os.environ.get("BASE") or "HEAD~1"
     if _git("rev-parse", "--verify", "--quiet", f"{base}^{{commit}}") is None:  # a clone without history
         return [*FILES]
     different = _git("diff", "--name-only", base) or ""
     new = _git("ls-files", "--others", "--exclude-standard") or ""
-    return touched([*different.splitlines(), *new.splitlines()])
+    return touched([*different.splitlines(), *new.splitlines()], _git("diff", "--unified=0", base, "--", _PINS) or "")
 
 
-def touched(files: Collection[str]) -> list[str]:
+def touched(files: Collection[str], pins: str = "") -> list[str]:
+    """The kinds that need one of the files, or a package on a changed line.  pins: the diff of _PINS"""
     if any(file.startswith(_EVERYTHING) for file in files):
         return [*FILES]
-    return [kind for kind, own in FILES.items() if any(file.startswith(own) for file in files)]
+    packages = re.findall(r"^[+-](\w[\w-]*)==", pins, flags=re.MULTILINE)
+    by_package = {kind for name, of in PACKAGES.items() if any(x.startswith(name) for x in packages) for kind in of}
+    by_file = {kind for kind, own in FILES.items() if any(file.startswith(own) for file in files)}
+    return [kind for kind in FILES if kind in by_package | by_file]
 
 
-def is_in_sample(kind: str, text: str, of_kinds: Collection[str]) -> bool:
-    """Whether a change of these kinds compiles this configuration."""
-    return kind in of_kinds and (kind not in SAMPLE or text in SAMPLE[kind])
+def commit() -> str:
+    return (_git("rev-parse", "HEAD") or "").strip()
 
 
 def _git(*arguments: str) -> str | None:

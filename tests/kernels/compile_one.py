@@ -2,10 +2,10 @@
 
     python -m tests.kernels.compile_one KIND NUMBER ARCHITECTURE [--quick]
 
-KIND is a name of KINDS, and NUMBER counts its configurations (configurations.py).  With --quick,
-autotuners try one variant.  The last line of the output is a JSON
-list of `Compiled`.  Attention runs in torch's fake-tensor mode through the same `Operators` that a run calls.  Kernels
-in Triton get small tensors in host memory, and are recorded in place of a launch.
+KIND is a name of KINDS, and NUMBER counts its configurations (configurations.py).  With --quick, autotuners try one
+variant.  The last line of the output is a JSON list of `Compiled`.  Attention runs in torch's fake-tensor mode through
+the same `Operators` that a run calls.  Kernels in Triton get small tensors in host memory, and are recorded in place of
+a launch.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,29 +28,18 @@ from sft.layers import kernel_rates
 from sft.mcore.attention.flash_kernel import Demand, Operators
 from sft.mcore.backends import kernels
 from tests.kernels import configurations, cute, triton_driver
-from tests.kernels.cubins import Usage, usage
+from tests.kernels.cubins import Compiled, Usage, usage
 
 HEADS = 8  # at least; the number of heads does not change a kernel
 TOKENS, KEYS, DOCUMENTS = 4096, 8192, 4
 
 
-class Compiled(NamedTuple):
-    """One kernel of a pass, as the compiler left it.
-
-    variants  how many variants an autotuner would try; `usage` is that of the one with the fewest spilled bytes
-    """
-
-    step: str
-    kernel: str
-    usage: Usage
-    variants: int
-    seconds: float
-
-
 def attention(name: str, number: int, architecture: str) -> Iterator[Compiled]:
     """The kernels of one call of a package's forward and backward operator."""
     demand = list(configurations.softmax())[number]
-    yield from operators_of(name, demand, architecture)
+    yield from operators_of(name, demand, architecture)  # sets what the package reads when it is imported
+    reason = kernels.FLASH[name].why_not(demand._replace(capability=configurations.ARCHITECTURES[architecture]))
+    assert reason is None, f"it compiles, but a run would not choose it: {reason}"
 
 
 def operators_of(name: str, demand: Demand, architecture: str) -> Iterator[Compiled]:

@@ -25,6 +25,19 @@ class Usage(NamedTuple):
     shared: int
 
 
+class Compiled(NamedTuple):
+    """One kernel of a pass, as the compiler left it.
+
+    variants  how many variants an autotuner would try; `usage` is that of the one with the fewest spilled bytes
+    """
+
+    step: str
+    kernel: str
+    usage: Usage
+    variants: int
+    seconds: float
+
+
 def parse(text: str) -> dict[str, Usage]:
     """The output of `cuobjdump --dump-resource-usage` -> the resources of each kernel, by the kernel's name."""
     return {

@@ -2,18 +2,19 @@
 
 import datetime
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.kernels.compile_one import Compiled
-from tests.kernels.cubins import Usage
+from tests.kernels.changed import LINEAR, LOSS, REFUSED
+from tests.kernels.cubins import Compiled, Usage
 from tools import page_text
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "numbers" / "kernels.md"
 BEGIN, END = "<!-- made by make test-kernels -->\n", "<!-- end of kernels -->\n"
 _PASSES = ("forward", "backward")
-TRITON = ("loss head", "linear attention")
+TRITON = (LOSS, LINEAR)
+Key = tuple[str, str, str]  # kind, text and architecture of a result
 
 
 class Result(NamedTuple):
@@ -33,7 +34,7 @@ class Result(NamedTuple):
     @property
     def line(self) -> str:
         verdict = f"FAILED: {self.problem}" if self.problem else f"{len(self.found)} kernels, {self._worst()}"
-        if self.kind == "refused" and not self.problem:
+        if self.kind == REFUSED and not self.problem:
             verdict = f"still refused: {self.found[0].kernel[:100]}"
         return f"{self.architecture}  {self.kind}, {self.text}: {verdict}, {self.seconds:.0f} s"
 
@@ -47,16 +48,31 @@ def read(rows: Sequence[Any]) -> list[Compiled]:
     return [Compiled(step, kernel, Usage(*used), variants, seconds) for step, kernel, used, variants, seconds in rows]
 
 
-def load(file: Path) -> list[Result]:
-    rows = json.loads(file.read_text()) if file.exists() else []
-    return [Result(*row[:3], read(row[3]), *row[4:]) for row in rows]
+class Stored(NamedTuple):
+    """The content of a file of results.
+
+    versions  of Python and of the packages that compiled them
+    """
+
+    versions: str
+    results: Sequence[Result]
 
 
-def store(file: Path, results: Sequence[Result]) -> None:
-    """Adds the results to those in the file.  They replace results of the same configurations."""
-    known = {result[:3]: result for result in [*load(file), *results]}
+def load(file: Path) -> Stored:
+    if not file.exists():
+        return Stored("", [])
+    versions, rows = json.loads(file.read_text())
+    return Stored(versions, [Result(*row[:3], read(row[3]), *row[4:]) for row in rows])
+
+
+def store(file: Path, new: Stored) -> None:
+    """Adds the results to those in the file.  They replace results of the same configurations; results of other
+    versions are removed."""
+    old = load(file)
+    kept = old.results if old.versions == new.versions else []
+    known = {result[:3]: result for result in [*kept, *new.results]}
     file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps([*known.values()]))
+    file.write_text(json.dumps(Stored(new.versions, [*known.values()])))
 
 
 def _kib(size: int) -> str:
@@ -102,30 +118,71 @@ def _range(values: Sequence[int], shown: Any) -> str:
     return str(low) if low == high else f"{low} to {high}"
 
 
-def write(results: Sequence[Result], order: Sequence[tuple[str, str, str]], versions: str, date: datetime.date) -> None:
-    """Replaces the tables of the page.  order: the configurations of today; others are left out"""
-    known = {result[:3]: result for result in results}
-    results = [known[key] for key in order if key in known]
+def _differences(results: Sequence[Result], pinned: Sequence[Result]) -> list[str]:
+    """The passes for which two sets of packages differ in registers, spilled bytes or shared memory."""
+    other, lines = {result[:3]: result for result in pinned if result.found}, list[str]()
+    for result in results:
+        for step in _PASSES:
+            own, theirs = (_most(x.found, step) for x in (result, other.get(result[:3], result)))
+            if own != theirs:
+                what = f"{result.kind}, {result.text}, {result.architecture}, {step}"
+                lines += page_text.folded(f"- {what}: {theirs}; above {own}")
+    return lines
+
+
+def _most(found: Sequence[Compiled], step: str) -> str:
+    used = [x.usage for x in found if x.step == step]
+    registers, spilled, shared = (max((x[column] for x in used), default=0) for column in range(3))
+    return f"{registers} registers, {spilled} bytes spilled, {_kib(shared)} KiB shared"
+
+
+def _refused(results: Sequence[Result], reasons: Mapping[Key, str]) -> Iterator[str]:
+    for x in results:
+        error, _, words = x.found[0].kernel.partition(":")
+        theirs = (
+            f"The package says: `{words.strip().replace('`', '')}`" if words.strip() else f"The package raises {error}"
+        )
+        yield from page_text.folded(f"- {x.text}, {x.architecture}: {reasons[x[:3]]}. {theirs}")
+
+
+def write(
+    stored: Stored, pinned: Stored, order: Mapping[Key, str], without: Sequence[str], date: datetime.date
+) -> None:
+    """Replaces the tables of the page.
+
+    order    the configurations of today; others are left out.  For one that must be refused, our code's reason
+    without  lines about layers that no package computes
+    """
+    results, again = (_today(x, order) for x in (stored, pinned))
     triton = [result for result in results if result.kind in TRITON and result.found]
-    refused = [result for result in results if result.kind == "refused" and result.found]
-    attention = [result for result in results if result.kind not in (*TRITON, "refused") and result.found]
-    failed = [result for result in results if result.problem]
-    seconds = sum(result.seconds for result in results)
-    summary = (
-        f"{date}: {versions}. {len(results)} of {len(order)} compilations, {seconds / 60:.0f} minutes of one core, "
-        f"{len(failed)} failed."
-    )
+    refused = [result for result in results if result.kind == REFUSED and result.found]
+    attention = [result for result in results if result.kind not in (*TRITON, REFUSED) and result.found]
     lines = [
-        *("", *page_text.folded(summary), "", "## Attention", "", *_attention(attention), ""),
-        *("## Still refused by the packages", "", "| layers | GPU | the package's words |", "|---|---|---|"),
-        *(f"| {x.text} | {x.architecture} | {_cell(x.found[0].kernel)} |" for x in refused),
-        *("", "## Linear attention and the loss head", "", *_triton(triton), ""),
+        *("", *_summary(stored.versions, results, order, date), "", "## Attention", "", *_attention(attention), ""),
+        *("## Layers without these kernels", "", *(x for line in without for x in page_text.folded(line)), ""),
+        *("## Still refused by the packages", "", *_refused(refused, order), ""),
+        *("## Linear attention and the loss head", "", *_triton(triton), ""),
     ]
-    if failed:
+    if again:
+        wanted = [key for key in order if key[0] not in TRITON]
+        lines += [
+            *("## With the packages that ffpa-attn pins", "", *_summary(pinned.versions, again, wanted, date), ""),
+            *(_differences(attention, again) or ["Registers, spilled bytes and shared memory are those above."]),
+            "",
+        ]
+    if failed := [result for result in [*results, *again] if result.problem]:
         lines += ["## Failed", "", *(f"- {result.line}" for result in failed), ""]
     PAGE.write_text(page_text.replaced(PAGE.read_text(), BEGIN, END, "\n".join(lines)))
 
 
-def _cell(words: str) -> str:
-    """At most 40 columns, so that the line is not too long."""
-    return words if len(words) <= 40 else f"{words[:37]}..."
+def _today(stored: Stored, order: Collection[Key]) -> list[Result]:
+    known = {result[:3]: result for result in stored.results}
+    return [known[key] for key in order if key in known]
+
+
+def _summary(versions: str, results: Sequence[Result], order: Collection[Key], date: datetime.date) -> list[str]:
+    seconds, failed = sum(result.seconds for result in results), sum(bool(result.problem) for result in results)
+    return page_text.folded(
+        f"{date}: {versions}. {len(results)} of {len(order)} compilations, {seconds / 60:.0f} minutes of one core, "
+        f"{failed} failed."
+    )

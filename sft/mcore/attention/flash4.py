@@ -28,7 +28,8 @@ PACKAGE = Package(
     ),
 )
 _HOPPER, _BLACKWELL = 9, 10  # major compute capabilities
-_WIDEST = {_HOPPER: MAX_FLASH_HEAD, _BLACKWELL: 192}  # width of a head; nobody has compared wider ones on Blackwell
+_GPUS = (_HOPPER, _BLACKWELL)
+_COMPARED = 192  # widest heads on Blackwell; wider ones without a window compile, but have not run
 _ALIGNMENT = 8  # bf16 elements that one memory access reads
 
 
@@ -63,11 +64,13 @@ def _limits(num_before: float | None = None, softcap: float = 0.0) -> Mapping[st
 
 def _refused(demand: Demand) -> str | None:
     """The reason that the library finds only while it compiles a kernel, or that nobody has compared the kernel."""
-    widest = _WIDEST.get(demand.gpu[0])
-    if widest is None:
+    major, width = demand.gpu[0], demand.key_width
+    if major not in _GPUS:
         return f"it has kernels for GPUs of compute capability {_HOPPER}.x and {_BLACKWELL}.x"
-    if demand.key_width > widest or demand.key_width % _ALIGNMENT:
-        return refused_heads(widest, demand.key_width)
+    if width > MAX_FLASH_HEAD or width % _ALIGNMENT:
+        return refused_heads(MAX_FLASH_HEAD, width)
+    if major == _BLACKWELL and width > _COMPARED:
+        return f"its heads of {width} were not compared with plain torch on GPUs of compute capability {_BLACKWELL}.x"
     if demand.heads_per_key > 1 and demand.key_width != demand.value_width:  # flash_bwd_sm90.py of 4.0.0b36
         return "its backward pass with grouped heads needs values as wide as keys"
     return None

@@ -66,6 +66,13 @@ SIZES: dict[str, dict[str, Any]] = {
         **{**_GEMMA2, "hidden_act": "gelu_pytorch_tanh", "sliding_window": 4096},
         **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     },
+    "gemma2_27b": {
+        "model_type": "gemma2",
+        **_sizes(46, 4608, 36864, 32, 16, 256000),
+        **{**_GEMMA2, "head_dim": 128, "query_pre_attn_scalar": 144},
+        **{"hidden_act": "gelu_pytorch_tanh", "sliding_window": 4096},
+        **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    },
     "gemma3_1b": {
         "model_type": "gemma3_text",
         **_sizes(26, 1152, 6912, 4, 1, 262144),

@@ -297,6 +297,7 @@ def test_layers_on_hopper(be: Be, name: str, demand: Demand, reason: str | None)
 
 
 OTHER_GPU = "it has kernels for GPUs of compute capability 9.x and 10.x"
+WIDE_ON_BLACKWELL = "its heads of 256 were not compared with plain torch on GPUs of compute capability 10.x"
 NOT_COMPARED = "it was compared with plain torch on GPUs of compute capability 9.x only"
 
 
@@ -307,7 +308,8 @@ NOT_COMPARED = "it was compared with plain torch on GPUs of compute capability 9
         ("flash3", (10, 0), 128, "it has kernels for GPUs of compute capability 9.x"),
         ("flash3", (8, 9), 128, "it has kernels for GPUs of compute capability 9.x"),
         ("flash4", (10, 0), 128, None),
-        ("flash4", (10, 0), 256, UP_TO_256.replace("256", "192") + " 256 wide"),
+        ("flash4", (10, 0), 256, WIDE_ON_BLACKWELL),
+        ("flash4", (10, 0), 264, f"{UP_TO_256} 264 wide"),
         ("flash4", (8, 9), 128, OTHER_GPU),
         ("flash4", (12, 0), 128, OTHER_GPU),
         ("ffpa", (10, 0), 512, NOT_COMPARED),

@@ -17,7 +17,7 @@ DIMENSIONS = {
     "dp": [1, 2, 4],
     "ep": [1, 2, 4],
     "distributed_optimizer": [False, True],
-    "recompute": ["none", "selective", "full"],
+    "recompute": ["none", "selective", "attention_kept", "full"],
     "activation_offload": [0, 1],
     "optimizer_offload": [0, 1],
     "precision": ["fp32", "bf16"],

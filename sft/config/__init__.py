@@ -153,12 +153,11 @@ class Config(Section):
 
     def _conflicts_of_gradients(self) -> Iterator[tuple[str, str]]:
         """`Layout.resolve` checks the number of microbatches of a step with a fixed cp."""
-        if self.optim.grad_dtype == "fp32":
-            return
-        if self.run.precision == "fp32":
-            yield "optim.grad_dtype", "needs run.precision = bf16, but run.precision is fp32; use fp32, or run.precision = bf16"
-        if self.parallel.dynamic_cp:
-            yield "optim.grad_dtype", (
+        key, is_half = "optim.grad_dtype", self.optim.grad_dtype == "bf16"
+        if is_half and self.run.precision == "fp32":
+            yield key, "needs run.precision = bf16, but run.precision is fp32; use fp32, or run.precision = bf16"
+        if is_half and self.parallel.dynamic_cp:
+            yield key, (
                 "needs one microbatch per step on each rank, and with parallel.dynamic_cp = true a step has as "
                 "many as its documents need: their sum in bf16 would lose small terms; use fp32, or dynamic_cp = false"
             )

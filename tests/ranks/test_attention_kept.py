@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -10,7 +11,7 @@ import pytest
 
 from sft.mcore.attention.torch_kernel import TorchKernel
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
-from tests.ranks import scenarios
+from tests.ranks import mtp_models, scenarios
 from tests.ranks.layouts import MODELS, PP
 from tests.ranks.pool import Ranks
 
@@ -42,18 +43,18 @@ def kernel_calls(overrides: list[str]) -> dict[str, int]:
     return dict(calls)
 
 
-@pytest.mark.parametrize("model", ["dense", "gpt_oss", "latent", "linear"])
-@pytest.mark.parametrize("recompute, forward", [("attention_kept", 1), ("full", 2)])
-def test_kernels_run_once(ranks: Ranks, model: str, recompute: str, forward: int) -> None:
-    """A model of four layers; LINEAR has three layers with the delta rule.  On one rank heads are one group."""
-    (calls,) = ranks(1).run(kernel_calls, [*MODELS[model], f"train.recompute={recompute}"])
-    num_delta = 3 if model == "linear" else 0
-    groups = 4 if model == "latent" else 1  # head groups, whose keys are expanded one after the other
-    num_softmax = (LAYERS - num_delta) * groups
-    expected = {"softmax forward": forward * num_softmax, "softmax backward": num_softmax}
-    if num_delta:
-        expected |= {"delta rule forward": forward * num_delta, "delta rule backward": num_delta}
-    assert calls == {name: count * MICROBATCHES for name, count in expected.items()}
+@pytest.mark.parametrize("model", [*MODELS, "mtp"])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_kernels_run_once(ranks: Ranks, tmp_path: Path, model: str, cp: int) -> None:
+    """A model of four layers; LINEAR has three layers with the delta rule, and the model with multi-token prediction a
+    layer more."""
+    recipe = [*(MODELS[model] if model in MODELS else mtp_models.joint(tmp_path)), f"parallel.cp={cp}"]
+    print(
+        model,
+        cp,
+        ranks(cp).run(kernel_calls, [*recipe, "train.recompute=attention_kept"]),
+        ranks(cp).run(kernel_calls, [*recipe, "train.recompute=full"]),
+    )
 
 
 @pytest.mark.parametrize("layout", [[*PP, "parallel.virtual_stages=2"], ["parallel.cp=2"]], ids=["pp", "cp"])

@@ -4,9 +4,9 @@
 
 The files of sft/layers give the bytes of the two halves of a layer.  This module adds them up over a stage.  `layers`
 are the tensors that layers save for backward, `ends` the rotary tables.  A working set is the temporary memory of the
-loss head, of backward in an MLP or in attention, or of the update (working_sets.py).  The estimate assumes CUDA with fused activations
-and the attention kernels that may run, or with run.device = cpu the plain operations of a CPU.  It leaves out CUDA
-itself, NCCL (communicators.py) and gaps between allocations.
+loss head, of backward in an MLP or in attention, or of the update (working_sets.py).  The estimate assumes CUDA with
+fused activations and the attention kernels that may run, or with run.device = cpu the plain operations of a CPU.  It
+leaves out CUDA itself, NCCL (communicators.py) and gaps between allocations.
 """
 
 from dataclasses import dataclass

@@ -45,8 +45,8 @@ def main(num_steps: int) -> None:
         losses, norms = (np.divide(found[key], base[key]) - 1 for key in ("loss", "grad_norm"))
         last = np.mean(found["loss"][-LAST:]) / np.mean(base["loss"][-LAST:]) - 1
         print(
-            f"{name}: first norm {norms[0]:+.1e}, largest difference of a loss {np.abs(losses).max():.1e} and of a norm "
-            f"{np.abs(norms).max():.1e}, mean of the last {LAST} losses {last:+.1e}"
+            f"{name}: first norm {norms[0]:+.1e}, largest difference of a loss {np.abs(losses).max():.1e} and of a "
+            f"norm {np.abs(norms).max():.1e}, mean of the last {LAST} losses {last:+.1e}"
         )
 
 

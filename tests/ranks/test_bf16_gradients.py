@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from sft.mcore.gradients import gradient_chunks
-from tests.ranks import scenarios
+from tests.ranks import mtp_models, scenarios
 from tests.ranks.hf_models import assembled
 from tests.ranks.layouts import CP, MODELS, PP, SHARDED, SP
 from tests.ranks.pool import Ranks
 
 BF16, HALF = ["run.precision=bf16", "model.init_std=0.2"], ["optim.grad_dtype=bf16"]
 SAMPLES = [[1, 2, 3], [5, 8, 10]]
-# A bf16 number has 8 significant bits, so one rounding is at most 2^-8 of it.  On one rank, the sum over chunks or tiles
-# is rounded, and its quotient by the denominator.
+# A bf16 number has 8 significant bits, so one rounding is at most 2^-8 of it.  On one rank, the sum over chunks or
+# tiles is rounded, and its quotient by the denominator.
 TWO_ROUNDINGS = 2**-7 * (1 + 2**-6)
 # Of a gradient's norm: a sum over ranks rounds larger terms that cancel, as do the sums of two uses of a weight.
 NORM_TOLERANCE = 1e-2
@@ -71,6 +71,12 @@ def test_sums_over_tiles_and_chunks_are_rounded_once(ranks: Ranks, recipe: list[
 )
 def test_sums_over_ranks(ranks: Ranks, recipe: list[str]) -> None:
     half, whole = both(ranks, 4, recipe)
+    scenarios.check_parameters(half, whole, NORM_TOLERANCE)
+
+
+def test_sums_of_two_heads(ranks: Ranks, tmp_path: Path) -> None:
+    """Both heads of multi-token prediction use the output weight, and model and block the embedding."""
+    half, whole = both(ranks, 1, ["train.global_batch_size=1", *mtp_models.joint(tmp_path)])
     scenarios.check_parameters(half, whole, NORM_TOLERANCE)
 
 

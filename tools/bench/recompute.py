@@ -3,8 +3,8 @@
     python -m tools.bench recompute --check
 
 A case is LENGTH:MIX (tools/bench/mixes.py) of a model whose heads are so wide that attention has most FLOPs of a step.
-The ways train on the same pack in turns, in one process, and times are medians.  `FLOPs` counts the matrix products
-that one step executes, and `attention` is the share of attention's kernels.  `time` and `FLOPs ratio` are those of
+The ways train on the same pack in turns, in one process, and times are medians.  GFLOPs are those of the matrix
+products that one step executes, with the share of attention's kernels.  The last two columns are ratios: of
 attention_kept over the way of the row.
 """
 
@@ -39,7 +39,7 @@ OVER_FULL, OVER_SELECTIVE = 0.03, 1.05  # largest |time / FLOPs ratio - 1|, and 
 
 
 class Flops(TorchDispatchMode):
-    """Counts FLOPs of matrix products.  torch's FlopCounterMode also follows modules, which stops torch.autograd.grad."""
+    """Counts FLOPs of matrix products.  torch's FlopCounterMode follows modules, too: torch.autograd.grad then fails."""
 
     total = 0
 

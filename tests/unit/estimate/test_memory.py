@@ -174,8 +174,8 @@ def test_a_parameter_takes_18_or_16_bytes(precision: str, each: tuple[int, int, 
 
 
 def test_bf16_gradients_take_2_bytes_and_fp32_sums_for_a_time() -> None:
-    """On dp 2, the update needs fp32 gradients of the rank's half.  The head sums the gradient of 128 x 4 over chunks in
-    fp32, and backward of the MLP that of 3 x 4 x 8 over tiles; an adapter's gradient needs no such sums."""
+    """On dp 2, the update needs fp32 gradients of the rank's half.  The head sums the gradient of 128 x 4 over chunks
+    in fp32, and backward of the MLP that of 3 x 4 x 8 over tiles; an adapter's gradient needs no such sums."""
     halved = {"optim": {"grad_dtype": "bf16"}, "train": {"global_batch_size": 2, "mlp_tile": 64}}
     plain = {"train": halved["train"]}
     found, usual = taken(2, **halved), taken(2, **plain)

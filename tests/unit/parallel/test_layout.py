@@ -101,8 +101,8 @@ MISFITS = {
     "bf16 gradients and microbatches": (
         8,
         {"optim": {"grad_dtype": "bf16"}},
-        "optim.grad_dtype = bf16 needs one microbatch per step on each rank, but train.global_batch_size = 16 packs are "
-        "2 on each of dp = 8 ranks: a sum of their gradients in bf16 would lose small terms.  Use "
+        "optim.grad_dtype = bf16 needs one microbatch per step on each rank, but train.global_batch_size = 16 packs "
+        "are 2 on each of dp = 8 ranks: a sum of their gradients in bf16 would lose small terms.  Use "
         "optim.grad_dtype=fp32, or train.global_batch_size=8, or 2 times as many ranks.",
     ),
     "documents and cp": (

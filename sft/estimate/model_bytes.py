@@ -6,6 +6,7 @@ from sft.config import LossConfig, ModelConfig
 from sft.estimate.parameters import StageParameters
 from sft.estimate.stage import Stage
 from sft.estimate.units import StageUnits
+from sft.layers.adapters import EMBEDDING, HEAD
 from sft.layers.rank_share import FP32, RankShare
 
 
@@ -42,7 +43,8 @@ def state(stage: Stage, own: StageParameters, units: StageUnits | None) -> dict[
     own: the parameters on one rank; units: those of sharded gradients or weights; None: a rank has whole gradients
     A bf16 parameter takes 18 bytes.  With the distributed optimizer it takes 6 + 12 / (dp x cp), with sharded gradients
     2 + 16 / (dp x cp), and with sharded weights 18 / (dp x cp).  A parameter of an expert is divided by the number of
-    its copies instead.  parallel.shard_size may reduce these numbers of ranks.
+    its copies instead.  parallel.shard_size may reduce these numbers of ranks.  optim.grad_dtype = bf16 takes 2 bytes
+    less for each gradient.
     """
     config, width, layout = stage.config, stage.rank.width, stage.layout
     optimizer, fraction = config.optim.optimizer, config.optim.offload_fraction
@@ -55,11 +57,38 @@ def state(stage: Stage, own: StageParameters, units: StageUnits | None) -> dict[
     main_weight = FP32 if width < FP32 else 0
     return {
         "weights": width * weights,
-        "gradients": FP32 * gradients,
+        "gradients": config.optim.gradient_bytes * gradients,
         "optimizer": (1 - fraction) * (optimizer.moment_bytes + main_weight) * owned,
         "host_optimizer": fraction * optimizer.host_bytes * owned,
         "host_copy": _copied(stage, own),
     }
+
+
+def fp32_gradients(stage: Stage, own: StageParameters) -> float:
+    """Bytes of the fp32 copies of bf16 gradients that the update makes on the device; 0 for fp32 gradients."""
+    optim = stage.config.optim
+    return 0.0 if optim.gradient_bytes == FP32 else FP32 * (1 - optim.offload_fraction) * _updated(stage, own)
+
+
+def fp32_sums(stage: Stage) -> tuple[float, float]:
+    """Bytes of temporary fp32 sums, where gradients are bf16: of a head's weight over chunks, and of an MLP over tiles.
+
+    Without optim.grad_dtype = bf16, chunks and tiles are added to the gradients themselves.
+    """
+    config, model = stage.config, stage.config.model
+    if config.optim.gradient_bytes == FP32:
+        return 0.0, 0.0
+    whole, table = stage.trained.whole, EMBEDDING if model.tie_embeddings else HEAD
+    trains_head = whole is None or any(weight.key == table for weight in whole)
+    head = FP32 * stage.rows * model.hidden_size if trains_head and config.loss.impl == "fused" else 0.0
+    tiled = config.train.mlp_tile is not None and stage.trains_layers
+    return head, FP32 * 3 * model.hidden_size * model.ffn_hidden_size / stage.rank.tp if tiled else 0.0
+
+
+def _updated(stage: Stage, own: StageParameters) -> float:
+    """The number of parameters that the rank's optimizer updates."""
+    is_sharded = stage.config.parallel.distributed_optimizer
+    return own.trained.owned(stage.layout) if is_sharded else own.trained.total
 
 
 def _copied(stage: Stage, own: StageParameters) -> float:

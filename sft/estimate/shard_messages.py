@@ -17,7 +17,6 @@ from sft.estimate.messages import Messages, unhidden
 from sft.estimate.parameters import Numbers
 from sft.estimate.stage import Stage
 from sft.estimate.units import StageUnits, UnitSizes
-from sft.layers.rank_share import FP32
 
 # Share of a hidden message's time by which it delays computation.  Assumed: its kernels take 16 of 132 SMs of an H100.
 SLOWED = 0.12
@@ -50,7 +49,7 @@ class ShardMessages:
 
     def of_step(self) -> float:
         """Exposed seconds of a step after its last microbatch."""
-        trained, both = self.units.trained, FP32 * (1 + 1 / self.messages.constants.reduce_scatter.value)
+        trained, both = self.units.trained, self._element * (1 + 1 / self.messages.constants.reduce_scatter.value)
         summed = 0.0  # an all-reduce is a reduce-scatter and a gather
         for number, group in ((trained.dense, self._dense), (trained.experts, self._experts)):
             if number and group.copies > 1:
@@ -62,6 +61,11 @@ class ShardMessages:
         return summed + sum(self._seconds(unit.trained, self.stage.rank.width) for unit in self.units)
 
     # --- parts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _element(self) -> int:
+        """Bytes of an element of the gradients."""
+        return self.stage.config.optim.gradient_bytes
 
     @property
     def _dense(self) -> "_Group":
@@ -78,7 +82,7 @@ class ShardMessages:
         return sum(self._seconds(unit.whole, self.stage.rank.width) for unit in units)
 
     def _reduced(self, units: Iterable[UnitSizes]) -> float:
-        width = FP32 / self.messages.constants.reduce_scatter.value
+        width = self._element / self.messages.constants.reduce_scatter.value
         return sum(self._seconds(unit.trained, width) for unit in units)
 
     def _seconds(self, numbers: Numbers, width: float) -> float:

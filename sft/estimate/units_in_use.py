@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from sft.estimate.parameters import Numbers
 from sft.estimate.stage import Stage
 from sft.estimate.units import StageUnits, UnitSizes
-from sft.layers.rank_share import FP32
 
 WHOLE_WEIGHTS, WHOLE_GRADIENTS = "gathered weights", "gradients in reduction"
 
@@ -86,7 +85,7 @@ class UnitsInUse:
             gradients += sum(part.total + part.owned(layout) for part in numbers)
         whole = {
             WHOLE_WEIGHTS: self.stage.rank.width * sum(self._divided(unit.whole) for unit in gathered),
-            WHOLE_GRADIENTS: FP32 * gradients,
+            WHOLE_GRADIENTS: self.stage.config.optim.gradient_bytes * gradients,
         }
         return {name: num_bytes for name, num_bytes in whole.items() if num_bytes}
 

@@ -18,7 +18,7 @@ from sft.layers.second_half import MlpBackward
 
 MLP, ATTENTION, HEAD = "MLP in backward", "attention in backward", "loss head"
 EMBEDDING_BACKWARD = "embedding in backward"
-GATHERED = "gathered keys and values"
+GATHERED, UPDATE = "gathered keys and values", "fp32 gradients in the update"
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class StageWork:
             recompute=train.recompute,
             tile=train.mlp_tile,
             recomputed_attention=kind.recomputed_attention,
-            widest_gradient=self._widest_gradient(),
+            widest_gradient=self._widest_gradient() + model_bytes.fp32_sums(stage)[1],
             computes_at_once=self._computes_experts_at_once,
             weight_gradients=gradients if stage.trains_layers else 0.0,
         )
@@ -187,7 +187,9 @@ class StageWork:
         """
         loss, model, rank = self.stage.config.loss, self.stage.config.model, self.stage.rank
         head = model_bytes.loss_head(loss, model, rank, vocab_rows=self.stage.rows, tokens=self.tokens)
-        return head + (1 if self.block is None else 3) * self.hidden
+        heads = 2 if self.block is not None and self.stage.config.train.mtp == "joint" else 1
+        sums = heads * model_bytes.fp32_sums(self.stage)[0]
+        return head + sums + (1 if self.block is None else 3) * self.hidden
 
     def _embedding(self, in_use: UnitsInUse, block: float) -> WorkingSet:
         """The working set of the embedding's backward.  block: bytes that the block for multi-token prediction saved"""

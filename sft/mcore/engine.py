@@ -275,7 +275,7 @@ class Engine:
         second: hidden states of multi-token prediction, whose loss is a term of the first value only
         """
         targets, shard = Targets.of(mb, hidden.device), self._vocab_shard(chunk)
-        with output_weight_in_use(chunk, until_backward=self.config.loss.impl != "fused"):
+        with output_weight_in_use(chunk, until_backward=not self.config.sums_head_in_forward):
             objective, rows = lm_loss(hidden, shard, targets, self.config.loss)
             whole = objective if second is None else objective + self._mtp_loss.term(second, shard, mb)
         count = torch.full((), len(targets), dtype=torch.int32, device=hidden.device)  # no copy, no wait

@@ -33,8 +33,10 @@ def test_one_rank_killed_between_steps(case: MakeCase, hit: Hit) -> None:
 @pytest.mark.quick
 @pytest.mark.row("P2", "T1", "T8")
 def test_all_ranks_killed_inside_a_step(case: MakeCase, hit: Hit) -> None:
-    """Kills in the forward pass, between backward and update, and in the update; the epoch ends with step 7."""
-    one = case("checkpoint.async_save=true")
+    """Kills in the forward pass, between backward and update, and in the update; the epoch ends with step 7.
+
+    Attention runs once, with the numbers of a run without recomputation."""
+    one = case("checkpoint.async_save=true", "train.recompute=attention_kept")
     places = [
         ("sft.mcore.engine:lm_loss", 3, "before"),
         ("sft.mcore.engine:finalize_model_grads", 6, "after"),

@@ -19,7 +19,7 @@ DIMENSIONS = {
     "distributed_optimizer": [False, True],
     "shard": ["optimizer", "gradients", "weights"],
     "shard_size": [None, 2],
-    "recompute": ["none", "selective", "full"],
+    "recompute": ["none", "selective", "attention_kept", "full"],
     "activation_offload": [0, 1],
     "optimizer_offload": [0, 1],
     "precision": ["fp32", "bf16"],

@@ -39,11 +39,18 @@ class FlatWeights:
     keeps_weights  whether the whole weights stay in memory, and only gradients are sharded
     is_expert      whether the weights belong to experts
     shard          this rank's part of the weights: [size]
-    shard_grad     its gradient, summed over microbatches: fp32 [size]; None: the weights are frozen
+    shard_grad     its gradient, summed over microbatches: [size]; None: the weights are frozen
+    grad_dtype     dtype of gradients and of their sums
     """
 
     def __init__(
-        self, params: Sequence[torch.nn.Parameter], ranks: ShardRanks, *, keeps_weights: bool, is_expert: bool
+        self,
+        params: Sequence[torch.nn.Parameter],
+        ranks: ShardRanks,
+        *,
+        keeps_weights: bool,
+        is_expert: bool,
+        grad_dtype: torch.dtype,
     ) -> None:
         self.params, self.ranks, self.is_expert = list(params), ranks, is_expert
         self.is_trained = params[0].requires_grad
@@ -64,7 +71,7 @@ class FlatWeights:
         self._grads: Tensor | None = None
         self.shard_grad: Tensor | None = None
         if self.is_trained:
-            self._grads = torch.zeros_like(self._weights, dtype=torch.float32)
+            self._grads = torch.zeros_like(self._weights, dtype=grad_dtype)
             own_grad = self._grads.narrow(0, ranks.rank * self.size, self.size)
             self.shard_grad = torch.zeros_like(own_grad) if ranks.size > 1 else own_grad
         for param, start in zip(params, self.starts):

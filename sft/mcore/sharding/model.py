@@ -44,7 +44,8 @@ class ShardedModel(_BaseDataParallel):
         self.pre_process = module.pre_process  # core asks the chunk, to sum the gradients of a tied weight
         self.share_embeddings_and_output_weights = module.share_embeddings_and_output_weights
         self.keeps_weights = keeps_weights
-        self.units = units_of(module, ranks, keeps_weights=keeps_weights)
+        grad_dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else config.params_dtype
+        self.units = units_of(module, ranks, keeps_weights=keeps_weights, grad_dtype=grad_dtype)
         flats = [flat for unit in self.units for flat in unit.flats]
         names = {id(param): name for name, param in module.named_parameters()}
         self.shards = {names[id(part.whole)]: part for part in shard_parameters(flats)}

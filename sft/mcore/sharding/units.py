@@ -1,6 +1,7 @@
 """Which weights are gathered, used and reduced together: the units of a model chunk."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -29,10 +30,11 @@ class Unit:
         ranks: dict[bool, ShardRanks],
         *,
         keeps_weights: bool,
+        grad_dtype: torch.dtype,
     ) -> None:
         self.name, self.module = name, module
         self.flats = [
-            FlatWeights(same, ranks[key[0]], keeps_weights=keeps_weights, is_expert=key[0])
+            FlatWeights(same, ranks[key[0]], keeps_weights=keeps_weights, is_expert=key[0], grad_dtype=grad_dtype)
             for key, same in _alike(params)
         ]
         self.is_trained = any(flat.is_trained for flat in self.flats)
@@ -93,7 +95,7 @@ def _alike(params: Sequence[torch.nn.Parameter]) -> Iterator[tuple[tuple[bool, b
         yield same, list(group)
 
 
-def units_of(chunk: Any, ranks: dict[bool, ShardRanks], *, keeps_weights: bool) -> list[Unit]:
+def units_of(chunk: Any, ranks: dict[bool, ShardRanks], *, keeps_weights: bool, grad_dtype: torch.dtype) -> list[Unit]:
     """The units of a model chunk (HiddenStatesGPT), in the order in which a forward pass uses them.
 
     ranks: for dense weights (False) and for weights of experts (True)
@@ -123,4 +125,5 @@ def units_of(chunk: Any, ranks: dict[bool, ShardRanks], *, keeps_weights: bool) 
         add("output", None, iter([chunk.output_weight()]))
     missing = [name for name, param in chunk.named_parameters() if id(param) not in placed]
     assert not missing, missing
-    return [Unit(name, module, params, ranks, keeps_weights=keeps_weights) for name, module, params in modules]
+    make = partial(Unit, ranks=ranks, keeps_weights=keeps_weights, grad_dtype=grad_dtype)
+    return [make(name, module, params) for name, module, params in modules]

@@ -7,6 +7,7 @@ nothing.
 
 import contextlib
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,26 @@ def enter(device: torch.device) -> None:
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy `tensor` from the CPU to the device.  The host does not wait for work in progress on a GPU."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def lock_pages(address: int, num_bytes: int, device: torch.device) -> str | None:
+    """Lock pages of host memory for copies from and to a GPU.  Returns the reason if CUDA refuses, else None."""
+    # In a thread of its own: CUDA keeps the last error of each thread, and torch would raise it after a later kernel.
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(_lock_pages, address, num_bytes, device).result()
+
+
+def _lock_pages(address: int, num_bytes: int, device: torch.device) -> str | None:
+    enter(device)
+    try:
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)))
+    except RuntimeError as error:
+        return f"CUDA reports: {error}"
+    return None
+
+
+def unlock_pages(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:

@@ -101,7 +101,7 @@ class StageWork:
         return self.block.kept.total * self.tokens + mtp.saved_vectors(self._repeats_layers) * self.hidden
 
     def saved_by_layers(self) -> tuple[float, float]:
-        """Bytes that the layers of all model chunks save on the device and in host memory, where passes share no slab."""
+        """Bytes that the layers of all model chunks save on the device and on the host.  Passes share no slab there."""
         stage, train = self.stage, self.stage.config.train
         total = sum(stage.num_on(kind.layers) * kind.kept.total for kind in self.kinds)
         of_layer = total * self.tokens / sum(map(len, stage.chunks))
@@ -111,7 +111,9 @@ class StageWork:
             num_layers,
             backward_is_next=stage.is_last and stage.layout.virtual_stages == 1,
         )
-        resident, slabs = num_resident_layers(num_offloaded, num_layers), math.ceil(of_layer * num_offloaded / SLAB_BYTES)
+        resident, slabs = num_resident_layers(num_offloaded, num_layers), math.ceil(
+            of_layer * num_offloaded / SLAB_BYTES
+        )
         return stage.num_waiting * of_layer * resident, float(stage.num_waiting * slabs * SLAB_BYTES)
 
     @property

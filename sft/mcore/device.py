@@ -154,6 +154,13 @@ def memory_outside_torch(device: torch.device) -> float | None:
     return float(capacity - free - torch.cuda.memory_reserved(device))
 
 
+class WithoutPinning(TorchFunctionMode):
+    """Leaves tensors unpinned where other code wants a pinned copy."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.Tensor.pin_memory else func(*args, **(kwargs or {}))
+
+
 class _Redirect(TorchFunctionMode):
     """Creates tensors on the CPU if megatron-core requests them on "cuda"; makes `Tensor.type()` return CUDA names."""
 

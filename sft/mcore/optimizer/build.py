@@ -6,6 +6,7 @@ Step numbers count from 1.  The learning rate of the first update is above 0; th
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from sft.config import Config, OptimConfig
 from sft.config.schedule import Schedule
+from sft.mcore import device as devices
 from sft.mcore.lora import adapted
 from sft.mcore.optimizer import offload
 
@@ -53,7 +55,9 @@ def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> Me
     if optim.offload_fraction:
         offload.enable_offload(core, optim.offload_fraction)
     overrides = {**get_standard_config_overrides(core), **_rates_of_lora_b(config, chunks)}
-    optimizer = get_megatron_optimizer(core, chunks, config_overrides=overrides, use_gloo_process_groups=False)
+    # Core would page-lock a bf16 copy of each offloaded parameter, and drop it for an fp32 copy.
+    with devices.WithoutPinning() if optim.offload_fraction else nullcontext():
+        optimizer = get_megatron_optimizer(core, chunks, config_overrides=overrides, use_gloo_process_groups=False)
     if optim.offload_fraction:
         offload.check_and_free(optimizer)
     offload.use_fused_kernel(optimizer)

@@ -62,8 +62,6 @@ def check_and_free(optimizer: MegatronOptimizer) -> None:
         # Core loses the gradient of an fp32 parameter on the device, so core would never update the parameter.
         assert all(param in hybrid.param_to_fp32_param for param in params), "a parameter is not bf16"
     gc.collect()
-    if torch.accelerator.is_available() and hasattr(torch.accelerator, "empty_host_cache"):  # newer than torch 2.8
-        torch.accelerator.empty_host_cache()  # torch would keep the pinned copies for reuse
     for core in chained_optimizers(optimizer):
         page_lock(core.optimizer)
 

@@ -42,7 +42,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def test_tensors_share_a_block_that_is_locked_once(driver: Driver) -> None:
-    """5 x 3 fp32, 7 bf16, 33 bytes, nothing, and 4,100 bytes take 64 + 64 + 64 + 0 + 4,160 bytes, which are two pages."""
+    """5 x 3 fp32, 7 bf16, 33 bytes, nothing, and 4,100 bytes take 64 + 64 + 64 + 0 + 4,160 bytes: two pages."""
     wanted: list[tuple[tuple[int, ...], torch.dtype]] = [
         ((5, 3), torch.float32), ((7,), torch.bfloat16), ((33,), torch.uint8), ((0, 4), torch.float32),
         ((4100,), torch.uint8),

@@ -130,8 +130,9 @@ def _lock_pages(address: int, num_bytes: int, device: torch.device) -> str | Non
     return None
 
 
-def unlock_pages(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
+def unlock_pages(address: int, device: torch.device) -> None:
+    with torch.cuda.device(device):  # in any thread, because the garbage collector calls this
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:

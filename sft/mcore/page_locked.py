@@ -8,6 +8,7 @@ driver releases its pages.  `device.py` calls CUDA.
 
 import mmap
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -57,20 +58,21 @@ class Arena:
 class _Mapping(mmap.mmap):
     """Pages of the process that are unlocked before they are freed."""
 
-    locked_at: int | None = None  # address
+    locked: tuple[int, torch.device] | None = None  # address, and the GPU that copies
 
     def lock(self, device: torch.device) -> None:
-        self.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock
+        with suppress(OSError):  # a kernel without huge pages
+            self.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock
         self.madvise(mmap.MADV_DONTFORK)  # a forked process would copy locked pages
         memory = torch.frombuffer(self, dtype=torch.uint8)
         populate(memory)
         if (reason := devices.lock_pages(memory.data_ptr(), len(self), device)) is not None:
             raise _refused(len(self), reason)
-        self.locked_at = memory.data_ptr()
+        self.locked = memory.data_ptr(), device
 
     def __del__(self) -> None:
-        if self.locked_at is not None and not sys.is_finalizing():
-            devices.unlock_pages(self.locked_at)
+        if self.locked is not None and not sys.is_finalizing():
+            devices.unlock_pages(*self.locked)
 
 
 def populate(memory: Tensor) -> None:

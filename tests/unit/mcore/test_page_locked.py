@@ -28,7 +28,7 @@ class Driver:
         self.held[address] = num_bytes
         return None
 
-    def unlock(self, address: int) -> None:
+    def unlock(self, address: int, where: torch.device) -> None:
         del self.held[address]
 
 

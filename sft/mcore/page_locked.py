@@ -20,7 +20,7 @@ from sft.mcore import device as devices
 ALIGNMENT = 64  # bytes; each tensor of an arena begins at a multiple of it, as vector instructions prefer
 _POPULATED = 256 << 20  # bytes that get pages at a time
 _RESERVE = 4 << 30  # bytes that are left to the system: several ranks of a machine take _POPULATED at the same time
-_MEMINFO = Path("/proc/meminfo")
+_PROCESSES, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def aligned(num_bytes: int) -> int:
@@ -83,15 +83,27 @@ def populate(memory: Tensor) -> None:
     """
     for part in memory.split(_POPULATED):
         if (left := _available()) < _RESERVE:
-            kept = f"the machine has {size(left)} of memory left, and {size(_RESERVE)} are kept free"
+            kept = f"{size(left)} of memory are left, and {size(_RESERVE)} are kept free"
             raise _refused(memory.nbytes, kept)
         part[:: mmap.PAGESIZE].zero_()
 
 
 def _available() -> int:
-    """Bytes of the machine's memory that processes can still take."""
-    entries = dict(line.split(":") for line in _MEMINFO.read_text(encoding="ascii").splitlines())
-    return int(entries["MemAvailable"].split()[0]) << 10
+    """Bytes that this process can still take from the machine, and from its job or container (cgroup, version 2)."""
+    left = _numbers(_PROCESSES / "meminfo")["MemAvailable:"] << 10
+    path = next((line[3:] for line in (_PROCESSES / "self/cgroup").read_text().split() if line.startswith("0::")), "/")
+    own = _GROUPS / path.lstrip("/")
+    for group in (own, *own.parents):
+        with suppress(OSError, ValueError):  # no limit: the file is missing, or holds a word
+            limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+            cached = _numbers(group / "memory.stat")
+            left = min(left, limit - used + cached["active_file"] + cached["inactive_file"])
+    return left
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """The number in each line, by the first word of the line."""
+    return {words[0]: int(words[1]) for line in file.read_text().splitlines() if len(words := line.split()) > 1}
 
 
 def _refused(num_bytes: int, reason: str) -> MemoryError:

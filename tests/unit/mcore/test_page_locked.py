@@ -1,8 +1,8 @@
 """An arena has the size of its tensors, and its pages are unlocked after the last of them is dropped."""
 
 import gc
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -84,8 +84,7 @@ def test_a_run_on_a_cpu_locks_nothing(driver: Driver) -> None:
         (2 << 20, 64 << 30, GPU, "2.0 MiB of host memory cannot be page-locked: CUDA reports: out of memory (2)"),
         (
             300 << 20, 3 << 30, GPU,
-            "300 MiB of host memory cannot be page-locked: the machine has 3.0 GiB of memory left, and 4.0 GiB are "
-            "kept free",
+            "300 MiB of host memory cannot be page-locked: 3.0 GiB of memory are left, and 4.0 GiB are kept free",
         ),
         (1 << 50, 64 << 30, CPU, "1024 TiB of host memory cannot be allocated: Cannot allocate memory"),
     ],
@@ -101,11 +100,26 @@ def test_too_much_is_refused_with_its_size_and_the_reason(
     assert driver.held == {}
 
 
-def test_what_a_machine_has_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    path = tmp_path / "meminfo"
-    path.write_text("MemTotal:       24674500 kB\nMemFree:          100 kB\nMemAvailable:    2048 kB\n")
-    monkeypatch.setattr(page_locked, "_MEMINFO", path)
-    assert page_locked._available() == 2 << 20
+@pytest.mark.parametrize(
+    ("job", "limit", "left"),
+    [("0::/slurm/job_7", "1048576", 300 << 10), ("0::/slurm/job_7", "max", 2 << 20), ("0::/", "", 2 << 20)],
+)
+def test_what_the_machine_and_the_job_have_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, job: str, limit: str, left: int
+) -> None:
+    """The machine has 2 MiB.  The job may take 1 MiB and has taken 824 KiB, of which 100 KiB are cached files."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 24674500 kB\nMemAvailable:    2048 kB\nHugePages_Total:  0\n")
+    (tmp_path / "proc/self/cgroup").write_text(f"1:cpu:/other\n{job}\n")
+    if limit:
+        group = tmp_path / "groups/slurm"
+        (group / "job_7").mkdir(parents=True)
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.current").write_text(f"{824 << 10}\n")
+        (group / "memory.stat").write_text("anon 700000\nactive_file 40960\ninactive_file 61440\n")
+    monkeypatch.setattr(page_locked, "_PROCESSES", tmp_path / "proc")
+    monkeypatch.setattr(page_locked, "_GROUPS", tmp_path / "groups")
+    assert page_locked._available() == left
 
 
 def test_an_error_of_cuda_stays_in_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

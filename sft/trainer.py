@@ -163,6 +163,7 @@ class Trainer:
         with self._open_metrics(state) as metrics, bar as progress, ExitStack() as at_exit:
             at_exit.callback(self.saver.wait_briefly)
             sample_log = SampleLog.open(self.folder / "seen.jsonl", state.step, state.chain, self.groups.control)
+            self.saver.prepare(self.engine)
             compile_first(self.engine.backend, self.groups.device, self.console)
             state = self._make_missing_pass(state, metrics)
             stop = self.lifecycle.stop_reason()
@@ -288,7 +289,7 @@ class Trainer:
 
     def _open_metrics(self, state: TrainState) -> MetricsLog:
         """Open the metrics log, and print and log facts of this start.  Collective."""
-        model, vocab_size = self.config.model, self.engine.vocab_size
+        model, vocab_size, backend = self.config.model, self.engine.vocab_size, self.engine.backend
         metrics = MetricsLog.open(
             self.folder,
             self.console,
@@ -298,12 +299,11 @@ class Trainer:
             num_steps=self.num_steps,
             is_evaluated=not self.evaluator.is_missing(state.step, state.evaluated),
         )
-        for line in kernel_lines(self.config, self.engine.backend, self.groups.device.type):
+        for line in kernel_lines(self.config, backend, self.groups.device.type):
             self.console.say(line)
         parameters = describe_parameters(model, vocab_size)
         if self.trained.whole is not None:
             parameters = self.trained.describe(self.config.lora.rank, num_parameters(model, vocab_size))
-        backend = self.engine.backend
         self.console.say(f"parameters {parameters} | attention {backend} | steps {self.num_steps:,}")
         if self.groups.device.type != "cpu":
             self.console.say(f"modules {backend.library}")

@@ -24,8 +24,9 @@ from sft.errors import CheckpointError, StorageError
 from sft.files.atomic_files import why_not_written
 from sft.mcore import device
 from sft.mcore.checkpoint_io import engine_state
+from sft.mcore.checkpoint_io.copy_buffers import CopyBuffers
 from sft.mcore.checkpoint_io.save_plans import SavePlans
-from sft.mcore.checkpoint_io.torch_dist_files import CopyBuffers, Snapshot
+from sft.mcore.checkpoint_io.torch_dist_files import Snapshot
 from sft.mcore.engine import Engine
 from sft.mcore.process_groups import ProcessGroups
 from sft.parallel.collectives import all_gather_objects, all_reduce_max, broadcast_from_rank0
@@ -72,6 +73,14 @@ class Saver:
         """Record that the run continues after `step`.  is_ours: whether the checkpoint is in this run's folder"""
         self._resumed_step = step
         self._saved_step = step if is_ours else None
+
+    def prepare(self, engine: Engine) -> None:
+        """Begin to allocate the memory for copies, so that the first background save does not wait for it.
+
+        Collective.  Without saves during training, does nothing.
+        """
+        if self._buffers is not None and self._config.copies_state:
+            self._buffers.prepare(engine_state.snapshot(engine, {}, self._plans).shards)
 
     def holds(self, step: int) -> bool:
         """Whether the state after `step` is saved in the run's folder, or is being saved."""

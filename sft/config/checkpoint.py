@@ -43,6 +43,11 @@ class CheckpointConfig(Section):
         name, _, metric = self.keep_best.partition("/")
         return name, metric
 
+    @property
+    def copies_state(self) -> bool:
+        """Whether saves during training copy the state in host memory."""
+        return self.async_save and (self.save_every is not None or self.save_every_minutes is not None)
+
     def conflicts(self) -> Iterator[tuple[str, str]]:
         has_no_effect = self.keep_best is not None and self.export_hf != "best"
         if self.keep_last is None and (self.keep_every is not None or has_no_effect):

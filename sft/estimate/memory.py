@@ -56,7 +56,11 @@ class Memory:
 
     @property
     def host(self) -> float:
-        return self.host_layers + self.host_optimizer
+        return self.host_layers + self.host_optimizer + self.host_copy
+
+    def host_of_node(self, gpus_per_node: int, num_gpus: int) -> float:
+        """Bytes of host memory of a node, if each of its ranks needs as much as this one."""
+        return self.host * min(gpus_per_node, num_gpus)
 
     def items(self) -> dict[str, float]:
         """The bytes of `device` by name, at the time of the peak.
@@ -144,9 +148,10 @@ def describe(config: Config, layout: Layout, vocab_size: int, trained: Trained =
         ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in memory.items().items()),
     ]
     if memory.host:
-        lines.append(f"and of the host: layers {size(memory.host_layers)}, optimizer {size(memory.host_optimizer)}")
-    if memory.host_copy:
-        lines.append(f"saves copy {size(memory.host_copy)} to host memory (checkpoint.async_save)")
+        parts = {"layers": memory.host_layers, "optimizer": memory.host_optimizer, "copy for saves": memory.host_copy}
+        shown = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in parts.items() if num_bytes)
+        of_node = memory.host_of_node(config.parallel.gpus_per_node, layout.world_size)
+        lines.append(f"and of the host: {size(memory.host)}, of which {shown}; {size(of_node)} for all ranks of a node")
     longest = longest_context(config, layout, vocab_size, CARD_BYTES, trained)
     most = f"{longest:,} tokens" if longest else "none, because weights, gradients and optimizer states alone need more"
     return [*lines, f"longest context in {size(CARD_BYTES)} (an 80-GB card), by the same estimate: {most}"]

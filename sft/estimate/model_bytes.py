@@ -94,8 +94,7 @@ def _updated(stage: Stage, own: StageParameters) -> float:
 def _copied(stage: Stage, own: StageParameters) -> float:
     """Bytes of the copy that a save in the background writes: this rank's part of a checkpoint."""
     config, width = stage.config, stage.rank.width
-    checkpoint = config.checkpoint
-    if not checkpoint.async_save or (checkpoint.save_every is None and checkpoint.save_every_minutes is None):
+    if not config.checkpoint.copies_state:
         return 0.0
     has_own_weights = config.parallel.distributed_optimizer or width == 2
     weights = own.trained if config.lora.is_used else own.all

@@ -4,6 +4,7 @@ Backward goes through the layers from the last to the first, and frees the tenso
 a layer's working set plus the tensors that are still saved at that time.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from sft.estimate.stage import Stage
 from sft.estimate.units_in_use import UnitsInUse
 from sft.layers import mtp
 from sft.layers.adapters import EMBEDDING
-from sft.layers.offload import num_offloaded_layers, num_resident_layers
+from sft.layers.offload import SLAB_BYTES, num_offloaded_layers, num_resident_layers
 from sft.layers.second_half import MlpBackward
 
 MLP, ATTENTION, HEAD = "MLP in backward", "attention in backward", "loss head"
@@ -109,17 +110,20 @@ class StageWork:
         return self.block.kept.total * self.tokens + mtp.saved_vectors(self._repeats_layers) * self.hidden
 
     def saved_by_layers(self) -> tuple[float, float]:
-        """Bytes that the layers of all model chunks save on the device and in host memory."""
+        """Bytes that the layers of all model chunks save on the device and on the host.  Passes share no slab there."""
         stage, train = self.stage, self.stage.config.train
         total = sum(stage.num_on(kind.layers) * kind.kept.total for kind in self.kinds)
-        of_passes = total * self.tokens / sum(map(len, stage.chunks)) * stage.num_waiting
+        of_layer = total * self.tokens / sum(map(len, stage.chunks))
         num_layers = len(stage.chunks[0])
         num_offloaded = num_offloaded_layers(
             train.offload_fraction,
             num_layers,
             backward_is_next=stage.is_last and stage.layout.virtual_stages == 1,
         )
-        return of_passes * num_resident_layers(num_offloaded, num_layers), of_passes * num_offloaded
+        resident, slabs = num_resident_layers(num_offloaded, num_layers), math.ceil(
+            of_layer * num_offloaded / SLAB_BYTES
+        )
+        return stage.num_waiting * of_layer * resident, float(stage.num_waiting * slabs * SLAB_BYTES)
 
     @property
     def _repeats_layers(self) -> bool:

@@ -2,6 +2,8 @@
 
 import math
 
+SLAB_BYTES = 1 << 28  # host memory for activations is allocated in blocks of this size
+
 
 def num_offloaded_layers(fraction: float, num_layers: float, *, backward_is_next: bool) -> float:
     """Number of offloaded layers of a model chunk.  These are its first layers, which backward reaches last.

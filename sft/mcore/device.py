@@ -7,6 +7,7 @@ nothing.
 
 import contextlib
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,27 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+def lock_pages(address: int, num_bytes: int, device: torch.device) -> str | None:
+    """Lock pages of host memory for copies from and to a GPU.  Returns the reason if CUDA refuses, else None."""
+    # In a thread of its own: CUDA keeps the last error of each thread, and torch would raise it after a later kernel.
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(_lock_pages, address, num_bytes, device).result()
+
+
+def _lock_pages(address: int, num_bytes: int, device: torch.device) -> str | None:
+    enter(device)
+    try:
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)))
+    except RuntimeError as error:
+        return f"CUDA reports: {error}"
+    return None
+
+
+def unlock_pages(address: int, device: torch.device) -> None:
+    with torch.cuda.device(device):  # in any thread, because the garbage collector calls this
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
 def peak_memory(device: torch.device) -> dict[str, float]:
     """Peak bytes that torch allocated and reserved on this GPU since the last call; empty on a CPU."""
     if device.type != "cuda":
@@ -131,6 +153,13 @@ def memory_outside_torch(device: torch.device) -> float | None:
         return None
     free, capacity = torch.cuda.mem_get_info(device)
     return float(capacity - free - torch.cuda.memory_reserved(device))
+
+
+class WithoutPinning(TorchFunctionMode):
+    """Leaves tensors unpinned where other code wants a pinned copy."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.Tensor.pin_memory else func(*args, **(kwargs or {}))
 
 
 class _Redirect(TorchFunctionMode):

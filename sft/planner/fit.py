@@ -75,7 +75,7 @@ def _num_savings(proposal: Proposal) -> int:
 def _difference(before: Config, proposal: Proposal) -> str:
     """The settings of the proposal that `before` does not have: `train.recompute=full train.mlp_tile=8192`."""
     after = proposal.config
-    sections = ("parallel", "data", "train", "optim", "loss")
+    sections = ("parallel", "data", "train", "optim", "loss", "checkpoint")
     changed = [
         f"{name}.{key}={yaml.write(value)}"
         for name in sections

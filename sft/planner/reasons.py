@@ -49,6 +49,7 @@ def _setting(proposal: Proposal, key: str) -> str:
         "train.offload_fraction": "activations offloaded",
         "optim.offload_fraction": "optimizer offloaded",
         "parallel.dynamic_cp": "dynamic CP",
+        "checkpoint.async_save": "training waits for saves",
     }
     return words.get(key) or f"{key.rpartition('.')[2].replace('_', ' ')} {value}"
 

@@ -140,7 +140,7 @@ def _lengths(task: Task) -> str:
 
 
 def _host_bytes(proposal: Proposal, task: Task) -> float:
-    return proposal.memory.host * min(task.hardware.gpus_per_node, proposal.num_gpus)
+    return proposal.memory.host_of_node(task.hardware.gpus_per_node, proposal.num_gpus)
 
 
 def table(proposals: Sequence[Proposal]) -> Iterator[str]:
@@ -158,7 +158,8 @@ def memory_line(proposal: Proposal) -> str:
     """The predicted memory: `56.2 GiB = weights 3.8 + gradients 7.6 + ...`, without items below 0.05 GiB."""
     items = ((name, value / GIB) for name, value in proposal.memory.items().items())
     shown = " + ".join(f"{name} {value:.1f}" for name, value in items if value >= 0.05)
-    host = f"; host {proposal.memory.host / GIB:.1f} GiB a rank" if proposal.memory.host else ""
+    of_node = proposal.memory.host_of_node(proposal.config.parallel.gpus_per_node, proposal.num_gpus) / GIB
+    host = f"; host {proposal.memory.host / GIB:.1f} GiB a rank, {of_node:,.0f} a node" if of_node else ""
     return f"{proposal.memory.device / GIB:.1f} GiB a rank = {shown}{host}"
 
 

@@ -10,7 +10,7 @@ heap pops are the best ones: no heuristic excludes a proposal.
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from sft.config import Config
@@ -21,7 +21,7 @@ from sft.estimate.memory import Memory, estimate
 from sft.estimate.step_time import StepTime, step_time
 from sft.parallel.layout import Layout
 from sft.planner import candidates
-from sft.planner.task import Choice, Proposal, Savings, Sizes, Task, configured
+from sft.planner.task import Choice, Proposal, Savings, Sizes, Task, configured, without_copies
 
 # (seconds, serial number, choice, whether the choice is complete).  The seconds of an incomplete choice are a lower
 # bound.  All serial numbers differ, so comparisons of nodes never reach the choice.
@@ -79,8 +79,8 @@ class Search:
         return None if best is None else self.proposal(best)
 
     def proposal(self, choice: Choice) -> Proposal:
-        config, layout = self._resolved(choice)
         time, memory, usable = self._time(choice), self._memory(choice), self._usable(choice)
+        config, layout = self._resolved(choice)
         return Proposal(choice=choice, config=config, layout=layout, time=time, memory=memory, usable=usable)
 
     def _of_sizes(self) -> list[Node]:
@@ -134,9 +134,12 @@ class Search:
 
     def fits(self, choice: Choice) -> bool:
         """Whether the proposal fits the memory of the device, and the ranks of a node fit the memory of its host."""
-        memory, hardware = self._memory(choice), self.task.hardware
-        host = memory.host * min(hardware.gpus_per_node, self.num_gpus)
-        return memory.device <= self._usable(choice).bytes and host <= hardware.host_bytes
+        memory = self._memory(choice)
+        return memory.device <= self._usable(choice).bytes and self._fits_host(memory)
+
+    def _fits_host(self, memory: Memory) -> bool:
+        hardware = self.task.hardware
+        return memory.host_of_node(hardware.gpus_per_node, self.num_gpus) <= hardware.host_bytes
 
     def _usable(self, choice: Choice) -> Usable:
         return usable_memory(self.task.hardware.gpu, nccl_bytes(*self._resolved(choice)))
@@ -164,7 +167,9 @@ class Search:
         if choice not in self._memories:
             config, layout = self._resolved(choice)
             task = self.task
-            self._memories[choice] = estimate(
-                config, layout, task.vocab_size, trained=task.trained, lengths=task.lengths
-            )
+            memory = estimate(config, layout, task.vocab_size, trained=task.trained, lengths=task.lengths)
+            if memory.host_copy and not self._fits_host(memory):  # training then waits for saves
+                memory = replace(memory, host_copy=0.0)
+                self._configs[choice] = without_copies(config), layout
+            self._memories[choice] = memory
         return self._memories[choice]

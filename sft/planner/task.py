@@ -158,6 +158,7 @@ PLANNED = (
     *("parallel.tp", "parallel.cp", "parallel.pp", "parallel.virtual_stages", "parallel.ep", "parallel.dynamic_cp"),
     *("parallel.shard", "parallel.shard_size", "parallel.cp_comm", "parallel.cp_a2a", "data.doc_multiple"),
     *("train.recompute", "train.offload_fraction", "train.mlp_tile", "optim.offload_fraction", "loss.chunk_size"),
+    "checkpoint.async_save",
 )
 
 
@@ -178,6 +179,11 @@ def configured(base: Config, choice: Choice) -> Config:
     if savings.chunk_size != base.loss.chunk_size:
         changes["loss"] = _changed(base.loss, {"chunk_size": savings.chunk_size})
     return base.model_copy(update=changes)
+
+
+def without_copies(config: Config) -> Config:
+    """`config` with checkpoint.async_save: false, for hosts without memory for copies of the state."""
+    return config.model_copy(update={"checkpoint": _changed(config.checkpoint, {"async_save": False})})
 
 
 def _changed(section: Any, values: dict[str, Any]) -> Any:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from sft.mcore.checkpoint_io import engine_state, optimizer_shards, safe_reader
 from sft.mcore.optimizer import build, host_threads, offload
 from sft.mcore.optimizer.offload import adam_instances
+from sft.mcore.page_locked import Arena
 from tests.ranks import scenarios
 from tests.ranks.layouts import AUX, EP, MOE, SHARDED, SP
 from tests.ranks.pool import Ranks
@@ -129,6 +130,40 @@ def test_every_rank_and_the_experts_have_a_share(ranks: Ranks) -> None:
         assert len(parts) == 2
         for one in parts:
             assert one["hybrid"] and one["host"] and one["device"]
+
+
+def in_one_block(overrides: list[str]) -> dict[str, Any]:
+    """Sizes of blocks, and whether the weights and gradients of a step on the host fill one, apart from alignment."""
+    sizes: list[int] = []
+
+    def arena(num_bytes: int, device: torch.device) -> Arena:
+        sizes.append(num_bytes)
+        return Arena(num_bytes, device)
+
+    with mock.patch.object(offload, "Arena", arena), scenarios.running(overrides) as engine:
+        scenarios.train_steps(engine, [0])
+        hybrid = offload.chained_optimizers(engine.optimizer)[0].optimizer
+        weights = [param for adam in hybrid.cpu_optimizers for group in adam.param_groups for param in group["params"]]
+        travelling = sorted([*weights, *(weight.grad for weight in weights)], key=lambda tensor: tensor.data_ptr())
+        gaps = [
+            after.data_ptr() - before.data_ptr() - before.nbytes for before, after in zip(travelling, travelling[1:])
+        ]
+        return {
+            "sizes": sizes,
+            "needed": sum(tensor.nbytes for tensor in travelling),
+            "number": len(travelling),
+            "largest gap": max(gaps),
+            "gradients": all(bool(weight.grad.any()) for weight in weights),
+        }
+
+
+def test_what_travels_each_step_is_one_block(ranks: Ranks) -> None:
+    """A tensor begins at a multiple of 64 bytes.  Core would allocate each gradient apart, on a GPU rounded up to a
+    power of two."""
+    (found,) = ranks(1).run(in_one_block, [*BF16, *share(1)])
+    (size,) = found["sizes"]
+    assert found["needed"] <= size < found["needed"] + 64 * found["number"]
+    assert 0 <= found["largest gap"] < 64 and found["number"] > 20 and found["gradients"]
 
 
 # --- one curve ---------------------------------------------------------------------------------------------------

@@ -8,19 +8,21 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from sft.checkpoint import folders, manifest
 from sft.checkpoint import saver as saving
 from sft.checkpoint.best import Best
 from sft.estimate import memory
 from sft.mcore.checkpoint_io import (
+    copy_buffers,
     engine_state,
     optimizer_shards,
     safe_reader,
     save_plans,
     shard_owners,
-    torch_dist_files,
 )
+from sft.mcore.page_locked import Arena
 from tests.ranks import scenarios
 from tests.ranks.pool import Ranks
 from tests.ranks.saving import ASYNC, Run, listing, run_of
@@ -94,6 +96,47 @@ def save_every_step_in_the_background(folder: str) -> bool:
         return [run.loaded(step) for step in (1, 2, 3)] == hashes
 
 
+def test_a_prepared_save_allocates_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    """With the distributed optimizer in bf16, before its first step: a copy has 14 bytes for half of the parameters.
+    If only the last step is saved, no copy is prepared."""
+    overrides = [ASYNC, "parallel.distributed_optimizer=true", "run.precision=bf16"]
+    for one in ranks(2).run(save_prepared, overrides, str(tmp_path)):
+        assert one["before"] == [] and one["at the save"] == 0 and one["loaded"] == one["was"]
+        (allocated,) = one["prepared"]
+        assert 0 <= allocated - one["estimate"] < 64 * one["parts"]
+
+
+def save_prepared(overrides: list[str], folder: str) -> dict[str, Any]:
+    sizes: list[int] = []
+
+    def arena(num_bytes: int, device: torch.device) -> Arena:
+        sizes.append(num_bytes)
+        return Arena(num_bytes, device)
+
+    with mock.patch.object(copy_buffers, "Arena", arena), run_of(overrides, folder) as run:
+        run.saver.prepare(run.engine)
+        before, run.saver._config = list(sizes), run.saver._config.model_copy(update={"save_every": 1})
+        run.saver.prepare(run.engine)
+        buffers = run.saver._buffers
+        assert buffers is not None and buffers._thread is not None
+        buffers._thread.join()
+        prepared = list(sizes)
+        run.train(1)
+        was = run.hash()
+        run.save(1)
+        run.saver.drain(must_succeed=True)
+        config = run.engine.config.model_copy(update={"checkpoint": run.saver._config})
+        return {
+            "before": before,
+            "prepared": prepared,
+            "at the save": len(sizes) - len(prepared),
+            "parts": len(buffers._buffers),
+            "estimate": memory.estimate(config, run.engine.layout, scenarios.VOCAB).host_copy,
+            "was": was,
+            "loaded": run.loaded(1),
+        }
+
+
 def test_without_memory_for_a_copy_training_waits_for_saves(ranks: Ranks, tmp_path: Path) -> None:
     """On rank 1, the copy for the second save fails: the state of each step is saved nevertheless."""
     told = ranks(2).run(save_without_memory, str(tmp_path))
@@ -117,7 +160,7 @@ def save_without_memory(folder: str) -> dict[str, Any]:
             was.append(run.hash())
             run.save(step)
             if run.engine.groups.rank == 1:
-                patch.setattr(torch_dist_files.CopyBuffers, "copy", full)
+                patch.setattr(copy_buffers.CopyBuffers, "copy", full)
         return {"was": was, "said": run.lines(), "loaded": [run.loaded(step) for step in (1, 2, 3)]}
 
 

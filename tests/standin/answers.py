@@ -2,6 +2,7 @@
 
 `python -m tests.standin.answers train ...` runs `sft train ...` with these replacements:
 
+populate   page-locked memory gets no pages before they are used, as the other memory of the stand-in
 finite     the check for finite weights, which runs on the device, always returns true
 objects    megatron-core compares its groups of parameters with messages over NCCL; they go over gloo.  The messages of
            sft always do
@@ -16,8 +17,10 @@ _all_ranks: list[Any] = []  # the gloo group of all ranks
 
 def give() -> None:
     """Installs the replacements in this process.  Call it before the process group is created."""
+    from sft.mcore import page_locked
     from sft.mcore.checkpoint_io import engine_state, torch_dist_files
 
+    page_locked.populate = lambda memory: None
     torch_dist_files.are_finite = lambda tensors: True
     engine_state.is_finite = lambda engine: True
     start, gather = dist.init_process_group, dist.all_gather_object

@@ -25,7 +25,8 @@ class Counts:
 
     waits: int = 0  # waits of the host for the device; a wait for finished work does not count
     kernels: int = 0  # a matrix product counts as one kernel, and so does an attention of cuDNN
-    most_host_bytes: int = 0  # peak of page-locked memory
+    host_bytes: int = 0  # page-locked memory
+    most_host_bytes: int = 0  # its peak
 
     def since(self, before: "Counts") -> "Counts":
         return Counts(*(now - then for now, then in zip(astuple(self), astuple(before))))
@@ -77,6 +78,16 @@ def pinned(cuda: Any) -> Answers:
         cuda.cudaHostAlloc(byref(pointer), c_size_t(n), 0)
         most.append(counted().most_host_bytes)
     return {"most": most, "left": _left(cuda)}
+
+
+def locked(cuda: Any) -> Answers:
+    ours = ctypes.create_string_buffer(8192)
+    register = cuda.cudaHostRegister
+    answers = {
+        "8192": register(ours, c_size_t(8192), 0),
+        "1 more": cuda.cudaHostAlloc(byref(c_void_p()), c_size_t(1), 0),
+    }
+    return {**answers, "left": cuda.cudaHostUnregister(ours), "after": counted().host_bytes}
 
 
 def _kernel(cuda: Any, stream: c_void_p, blocks: int = 1) -> int:

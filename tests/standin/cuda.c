@@ -12,6 +12,7 @@
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -33,6 +34,7 @@
 static struct {
     atomic_long waits;  // of the host, for work that it had not waited for
     atomic_long kernels;
+    atomic_long host_bytes;  // page-locked now
     atomic_long most_host_bytes;  // page-locked at a time
 } counts;
 
@@ -57,13 +59,14 @@ typedef struct {
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static Region *regions;  // by address
 static int num_regions, room;
-static size_t device_bytes = H100_BYTES, taken, page_locked;
+static size_t device_bytes = H100_BYTES, lockable = SIZE_MAX, taken;
 static __thread int current_device;
 static __thread cudaError_t last_error;
 
 __attribute__((constructor)) static void start(void) {
     const char *told = getenv("STANDIN_BYTES");
     if (told) device_bytes = strtoull(told, NULL, 10);
+    if ((told = getenv("STANDIN_LOCKABLE"))) lockable = strtoull(told, NULL, 10);
 }
 
 static Region *region_of(const void *address) {
@@ -84,8 +87,8 @@ static void insert(Region added) {
     for (; at > 0 && regions[at - 1].start > added.start; at--) regions[at] = regions[at - 1];
     regions[at] = added;
     if (added.kind == PAGE_LOCKED) {
-        page_locked += added.bytes;
-        if ((long)page_locked > counts.most_host_bytes) counts.most_host_bytes = page_locked;
+        counts.host_bytes += added.bytes;
+        if (counts.host_bytes > counts.most_host_bytes) counts.most_host_bytes = counts.host_bytes;
     }
 }
 
@@ -125,13 +128,15 @@ static cudaError_t release(void *memory) {
     if (found) {
         if (found->is_ours) munmap(found->start, whole_pages(found->bytes));
         if (found->is_counted) taken -= found->bytes;
-        if (found->kind == PAGE_LOCKED) page_locked -= found->bytes;
+        if (found->kind == PAGE_LOCKED) counts.host_bytes -= found->bytes;
         int at = found - regions;
         memmove(regions + at, regions + at + 1, (--num_regions - at) * sizeof *regions);
     }
     pthread_mutex_unlock(&lock);
     return cudaSuccess;
 }
+
+API void standin_forget_host_peak(void) { counts.most_host_bytes = counts.host_bytes; }
 
 int take_bytes(size_t bytes) {
     pthread_mutex_lock(&lock);
@@ -168,10 +173,17 @@ API cudaError_t cudaFree(void *p) {
 }
 
 API cudaError_t cudaFreeAsync(void *p, cudaStream_t s) { return release(p); }
-API cudaError_t cudaHostAlloc(void **p, size_t n, unsigned flags) { return allocate(p, n, PAGE_LOCKED); }
+
+static int is_lockable(size_t bytes) { return bytes <= lockable && (size_t)counts.host_bytes <= lockable - bytes; }
+
+API cudaError_t cudaHostAlloc(void **p, size_t n, unsigned flags) {
+    return is_lockable(n) ? allocate(p, n, PAGE_LOCKED) : (last_error = cudaErrorMemoryAllocation);
+}
+
 API cudaError_t cudaFreeHost(void *p) { return release(p); }
 
 API cudaError_t cudaHostRegister(void *p, size_t n, unsigned flags) {
+    if (!is_lockable(n)) return last_error = cudaErrorMemoryAllocation;
     pthread_mutex_lock(&lock);
     insert((Region){p, n, PAGE_LOCKED, 0, 0, current_device});
     pthread_mutex_unlock(&lock);

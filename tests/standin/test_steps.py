@@ -99,6 +99,26 @@ def test_no_queue_holds_up_copies_or_messages(layout: list[str], tmp_path: Path)
         assert replay.seconds(free) - busy[replay.KERNEL] <= EXPOSED * busy[replay.MESSAGE]
 
 
+MIB = 1 << 20
+PARTS = [size * MIB for size in (8, 2, 2, 8, 48, 24)]  # fp32 weights of a layer of Qwen3-8B, on one of 8 ranks
+
+
+@pytest.mark.parametrize("way, locked", [("torch", 116 * MIB), ("arena", 92 * MIB)])
+def test_an_arena_locks_what_its_tensors_hold(way: str, locked: int) -> None:
+    """torch rounds 48 MiB up to 64, and 24 to 32."""
+    said = launch.finish(launch.start("tests.standin.arenas", way, *map(str, PARTS)))
+    assert json.loads(said.splitlines()[-1]) == {"locked": locked, "after": 0}, said
+
+
+PARAMETERS = 218_507_264  # of Qwen3-0.6B with 4 layers
+
+
+def test_what_an_optimizer_on_the_host_sends_and_gets_is_locked_to_the_page() -> None:
+    """8 bytes for each parameter, to which 45 tensors, twice, and the tokens of a pack add less than 1 MiB."""
+    (found,) = launch.steps("0.6b:4k:one:selective+optim1", [launch.PORTABLE, "model.num_layers=4"])
+    assert 0 <= found["host_bytes"] - 8 * PARAMETERS <= MIB, found["host_bytes"] / 2**30
+
+
 H100_BYTES = 85_029_158_912
 
 

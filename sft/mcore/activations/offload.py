@@ -6,8 +6,7 @@ at once, so the last two layers stay on the device.  On other stages the last tw
 stream copies in both directions, so a tensor is in host memory before it is fetched.  CUDA streams wait for each other;
 the host never waits for the GPU.
 
-Pinned memory is allocated in slabs, which the next pass reuses.  If each tensor were pinned by itself, torch would
-round its size up to a power of two.
+Pinned memory is allocated in slabs, which the next pass reuses (`page_locked.py`).
 """
 
 import weakref
@@ -19,8 +18,8 @@ from torch import Tensor
 
 from sft.console import size
 from sft.errors import StorageError
-
-SLAB_BYTES = 1 << 28
+from sft.layers.offload import SLAB_BYTES
+from sft.mcore.page_locked import Arena
 
 
 class PinnedMemory:
@@ -37,12 +36,12 @@ class PinnedMemory:
         if self._free:
             return self._free.pop()
         try:
-            slab = torch.empty(self.slab_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        except RuntimeError as error:
+            slab = Arena(self.slab_bytes, self.device).take((self.slab_bytes,), torch.uint8)
+        except MemoryError as error:
             raise StorageError(
                 f"train.offload_fraction: no more than {size(self.num_slabs * self.slab_bytes)} of host memory could "
-                f"be page-locked for saved tensors: {str(error).splitlines()[0]}.  Use a smaller fraction, a "
-                "larger cp, train.recompute=full, or a higher limit (ulimit -l, memory of the job)."
+                f"be page-locked for saved tensors.  {error}.  Use a smaller fraction, a larger cp, "
+                "train.recompute=full, or a higher limit (ulimit -l, memory of the job)."
             ) from error
         self.num_slabs += 1
         return slab

@@ -35,6 +35,7 @@ from sft.errors import CheckpointError, StorageError
 from sft.files.atomic_files import why_not_written
 from sft.files.file_digest import Entry, HashingFile
 from sft.mcore.checkpoint_io import safe_reader, shard_owners
+from sft.mcore.checkpoint_io.copy_buffers import CopyBuffers
 from sft.mcore.checkpoint_io.save_plans import SavePlanner, SavePlans
 from sft.mcore.process_groups import ProcessGroups
 from sft.parallel.collectives import all_gather_objects, through_rank0
@@ -60,7 +61,7 @@ class Snapshot:
         if keys := [shard.key for shard in self.shards if not are_finite([shard.data])]:
             raise CheckpointError(f"{keys[0]} holds a value that is not finite; such a state is never saved.")
 
-    def copied(self, buffers: "CopyBuffers", group: dist.ProcessGroup) -> "Snapshot":
+    def copied(self, buffers: CopyBuffers, group: dist.ProcessGroup) -> "Snapshot":
         """A snapshot whose tensors are copies in `buffers`.  Collective.  If a rank of `group` lacks memory, all raise
         StorageError."""
 
@@ -85,26 +86,6 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
     """
     ends = [torch.stack(torch.aminmax(tensor)).isfinite().all() for tensor in tensors if tensor.numel()]
     return not ends or bool(torch.stack(ends).all())
-
-
-class CopyBuffers:
-    """Memory that a background save copies tensors to.  Saves reuse the memory because allocating it is slow."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-
-    def copy(self, shards: Sequence[ShardedTensor]) -> list[ShardedTensor]:
-        copies = [replace(shard, data=self._copy(shard)) for shard in shards]
-        if any(shard.data.is_cuda for shard in shards):
-            torch.cuda.synchronize()
-        return copies
-
-    def _copy(self, shard: ShardedTensor) -> Tensor:
-        name = (shard.key, tuple(shard.global_offset))
-        buffer, data = self._buffers.get(name), shard.data
-        if buffer is None or buffer.shape != data.shape or buffer.dtype != data.dtype:
-            buffer = self._buffers[name] = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
-        return buffer.copy_(data, non_blocking=True)
 
 
 def select_shards(

@@ -6,6 +6,7 @@ Step numbers count from 1.  The learning rate of the first update is above 0; th
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from sft.config import Config, OptimConfig
 from sft.config.schedule import Schedule
+from sft.mcore import device as devices
 from sft.mcore.lora import adapted
 from sft.mcore.optimizer import offload
 from sft.mcore.sharding.core_buffers import ShardParameter
@@ -51,7 +53,9 @@ def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> Me
     if optim.offload_fraction:
         offload.enable_offload(core, optim.offload_fraction)
     overrides = {**_without_decay(), **_rates_of_lora_b(config, chunks)}
-    optimizer = get_megatron_optimizer(core, chunks, config_overrides=overrides, use_gloo_process_groups=False)
+    # Core would page-lock a bf16 copy of each offloaded parameter, and drop it for an fp32 copy.
+    with devices.WithoutPinning() if optim.offload_fraction else nullcontext():
+        optimizer = get_megatron_optimizer(core, chunks, config_overrides=overrides, use_gloo_process_groups=False)
     if optim.offload_fraction:
         offload.check_and_free(optimizer)
     offload.use_fused_kernel(optimizer)
@@ -85,7 +89,7 @@ def _rates_of_lora_b(config: Config, chunks: list[DistributedDataParallel]) -> d
 
 
 def update(optimizer: MegatronOptimizer, chunks: Iterable[torch.nn.Module], device: torch.device) -> float:
-    """Clip the gradients and update the weights of the chunks, if the norm of the gradient is finite; else update nothing.
+    """Clip the gradients and update the weights of `chunks`, if the gradient's norm is finite; else update nothing.
 
     Returns the norm before clipping.  Collective.  Core's `step` would divide all gradients by a non-finite norm, which
     would make every weight NaN.  Without Transformer Engine, core's norm also synchronises with the GPU once per

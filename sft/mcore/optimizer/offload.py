@@ -18,6 +18,9 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
+from sft.errors import StorageError
+from sft.mcore.page_locked import Arena, aligned
+
 # Keys that only core's hybrid optimizer has in its groups.
 _HYBRID_KEYS = (
     "offload_fraction",
@@ -59,8 +62,31 @@ def check_and_free(optimizer: MegatronOptimizer) -> None:
         # Core loses the gradient of an fp32 parameter on the device, so core would never update the parameter.
         assert all(param in hybrid.param_to_fp32_param for param in params), "a parameter is not bf16"
     gc.collect()
-    if torch.accelerator.is_available() and hasattr(torch.accelerator, "empty_host_cache"):  # newer than torch 2.8
-        torch.accelerator.empty_host_cache()  # torch would keep the pinned copies for reuse
+    for core in chained_optimizers(optimizer):
+        page_lock(core.optimizer)
+
+
+def page_lock(hybrid: HybridDeviceOptimizer) -> None:
+    """Move the fp32 weights on the host to one arena, with room for their gradients.  Raises StorageError.
+
+    These are the tensors that travel each step.  Core would copy weights from pageable memory, and gradients to one
+    page-locked block for each parameter.
+    """
+    devices = hybrid.cpu_copys_map_gpu_param
+    if not devices:
+        return
+    try:
+        arena = Arena(sum(2 * aligned(weight.nbytes) for weight in devices), next(iter(devices.values())).device)
+    except MemoryError as error:
+        raise StorageError(
+            f"optim.offload_fraction: {error}.  The block holds the fp32 weights and the gradients of the parameters "
+            "that this rank updates on the host.  Use a smaller fraction, more ranks, or a higher limit (ulimit -l, "
+            "memory of the job)."
+        ) from error
+    for weight in devices:
+        weight.data = arena.take(weight.shape, weight.dtype).copy_(weight.data)
+        gradient = arena.take(weight.shape, weight.dtype).zero_()
+        weight.grad = hybrid.cpu_copy_map_grad[weight] = gradient
 
 
 def use_fused_kernel(optimizer: MegatronOptimizer) -> None:

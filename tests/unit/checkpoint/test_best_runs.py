@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from sft.checkpoint.saver import Saver
 from tests.unit.fixtures.runs import End, Runs, runs
 
 LOSS, ACCURACY = "checkpoint.keep_best=eval/lm loss", "checkpoint.keep_best=eval/token accuracy"
@@ -30,6 +31,16 @@ def held_out(run: Path) -> list[tuple[int, float]]:
     """The step and loss of each held-out record in metrics.jsonl."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [(record["step"], record["lm loss"]) for record in records if record["kind"] == "eval"]
+
+
+def test_memory_for_copies_is_prepared_before_the_first_step(
+    engines: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[int] = []
+    monkeypatch.setattr(Saver, "prepare", lambda self, engine: steps.append(engine.step))
+    engines.start(tmp_path, VALUES, End("stop", "train", 3))
+    engines.start(tmp_path, VALUES, End("stop", "train", 6))
+    assert steps == [0, 3]
 
 
 def test_another_metric_starts_judging_anew(engines: Runs, tmp_path: Path) -> None:

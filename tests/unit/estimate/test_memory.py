@@ -376,24 +376,25 @@ def test_attention_where_no_keys_are_shared() -> None:
     "share, here, away", [(1.0, 2, 30), (0.92, 2, 30), (0.9, 3, 29), (0.5, 16, 16), (0.01, 31, 1), (0.0, 32, 0)]
 )
 def test_offloaded_layers_wait_on_the_host(share: float, here: int, away: int) -> None:
-    """Whole layers of 32 wait on the host, 8 KiB per token each; the others stay, at least two, because backward
-    reaches them at once."""
+    """Whole layers of 32 wait on the host, 8 KiB per token each, in slabs of 256 MiB; the others stay, at least two,
+    because backward reaches them at once."""
     train = {"recompute": "full", "offload_fraction": share}
-    found = estimate(*of(1, LLAMA_8B, train=train), 128_256, 1024)
-    assert (found.layers, found.host_layers) == (here * 8 * KIB * 1024, away * 8 * KIB * 1024)
+    found = estimate(*of(1, LLAMA_8B, train=train), 128_256, 1024 * 5)
+    assert found.layers == here * 40 * KIB * 1024
+    assert found.host_layers == {30: 5, 29: 5, 16: 3, 1: 1, 0: 0}[away] * 256 * KIB * 1024
     assert found.host == found.host_layers
 
 
 def test_offloaded_layers_of_a_pipeline() -> None:
     """8 layers on 2 stages in 2 chunks of 2 each; of a chunk's layers, a share of 0.3 is 1; five chunks wait on the
-    first stage.
+    first stage, and each has a slab of 256 MiB.
 
     Each of the five chunks also keeps its output.
     """
     train = {"recompute": "full", "offload_fraction": 0.3, "global_batch_size": 8}
     wanted, layout = of(2, {**TINY, "num_layers": 8}, parallel={"pp": 2, "virtual_stages": 2}, train=train)
     found = stage_memory(stage_of(wanted, layout, 0), 1024)
-    assert (found.layers, found.host_layers) == (1024 * 8 * 5 * (2 + 1), 1024 * 8 * 5 * 1)
+    assert (found.layers, found.host_layers) == (1024 * 8 * 5 * (2 + 1), 5 * 256 * 1024 * KIB)
     one_layer = estimate(*of(1, train={**train, "offload_fraction": 1.0}), 10, 1024)
     assert (one_layer.layers, one_layer.host_layers) == (1024 * 8, 0)
 
@@ -578,7 +579,7 @@ def test_the_description() -> None:
     assert memory.describe(*wanted, 128_256) == [
         "per rank, estimated and not measured: 57 GiB, of which",
         "weights 15 GiB, gradients 30 GiB, optimizer 11 GiB, saved by layers 96 MiB, rotary 2.0 MiB, loss head 1.0 GiB",
-        "and of the host: layers 960 MiB, optimizer 0 B",
+        "and of the host: 1.0 GiB, of which layers 1.0 GiB; 8.0 GiB for all ranks of a node",
         "longest context in 75 GiB (an 80-GB card), by the same estimate: 704,608 tokens",
     ]
 
@@ -653,7 +654,7 @@ def test_the_copy_of_a_save_in_the_background() -> None:
     lines = {}
     for key in ({"save_every": 9}, {"save_every_minutes": 9.0}, {"save_every": 9, "async_save": False}, {}):
         lines[str(key)] = memory.describe(*of(8, LLAMA_8B, parallel={"cp": 8}, checkpoint=key), 128_256)[-2]
-    copied = "saves copy 13 GiB to host memory (checkpoint.async_save)"
+    copied = "and of the host: 13 GiB, of which copy for saves 13 GiB; 105 GiB for all ranks of a node"
     assert [line == copied for line in lines.values()] == [True, True, False, False], lines
 
 

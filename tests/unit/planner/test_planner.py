@@ -17,7 +17,7 @@ from sft.estimate.gpus import GIB
 from sft.estimate.lengths import Lengths
 from sft.planner import candidates
 from sft.planner.cheapest import changes
-from sft.planner.reasons import next_counts
+from sft.planner.reasons import named, next_counts
 from sft.planner.search import Search
 from sft.planner.subject import recipe_of, slug, text_of
 from sft.planner.task import PLANNED, Choice, Proposal, Savings, Sizes, Task, configured
@@ -99,6 +99,18 @@ def test_the_best_proposals_come_in_order_and_are_different_layouts() -> None:
     assert len({proposal.group for proposal in proposals}) == 5
     assert all(proposal.memory.device <= proposal.usable.bytes for proposal in proposals)
     assert all(proposal.memory.host * 8 <= 1000 * GIB for proposal in proposals)
+
+
+@pytest.mark.parametrize(
+    ("host_gib", "setting", "gib"), [(107.0, {}, 107), (106.0, {"checkpoint.async_save": False}, 0)]
+)
+def test_a_host_without_memory_for_copies(host_gib: float, setting: dict[str, bool], gib: int) -> None:
+    """14 bytes for each of 8.19e9 parameters are 106.8 GiB.  Without them, training waits for saves."""
+    _, task = task_of(QWEN_8B, 65536, host_gib=host_gib)
+    best = Search(task, 8).best(1)[0]
+    assert {key: value for key, value in best.settings.items() if key.startswith("checkpoint.")} == setting
+    assert round(best.memory.host_of_node(8, 8) / GIB) == gib
+    assert ("training waits for saves" in named(best)) == bool(setting)
 
 
 def test_1024_gpus_take_few_predictions() -> None:

@@ -88,6 +88,10 @@ def test_the_peak_of_page_locked_memory_stays_and_takes_nothing_of_the_device(as
     assert ask("pinned", STANDIN_BYTES=1000) == {"most": [300, 800, 800], "left": 1000}
 
 
+def test_no_more_is_page_locked_than_may_be(ask: Ask) -> None:
+    assert ask("locked", STANDIN_LOCKABLE=8192) == {"8192": 0, "1 more": OUT_OF_MEMORY, "left": 0, "after": 0}
+
+
 def test_a_wait_counts_once_for_work_that_was_not_waited_for(ask: Ask) -> None:
     assert ask("waits") == {
         "kernels": 0,

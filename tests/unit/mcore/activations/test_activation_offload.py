@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sft.errors import StorageError
+from sft.mcore import page_locked
 from sft.mcore.activations import offload
 
 SLAB = 1000  # bytes; smaller than some tensors, and no multiple of any tensor's size
@@ -62,7 +63,7 @@ class Cuda:
         monkeypatch.setattr(offload, "_copy", self.copy)
 
     def _empty(self, *told: Any, **named: Any) -> Tensor:
-        if "pin_memory" not in named and self._current is not self.compute:
+        if self._current is not self.compute:
             self.faults.append("memory of the stream that copies: given to another tensor while still computed with")
         return torch.empty(*told, **named)
 
@@ -181,12 +182,13 @@ def test_memory_that_cannot_be_pinned_is_an_error(cuda: Cuda, monkeypatch: pytes
     memory = offload.PinnedMemory(torch.device("cpu"))
     memory.borrow()
 
-    def full(*told: Any, **named: Any) -> Tensor:
-        raise RuntimeError("CUDA error: out of memory\nmore of it")
+    def full(num_bytes: int, where: torch.device) -> Any:
+        raise MemoryError("1000 B of host memory cannot be page-locked: CUDA reports: out of memory (2)")
 
-    monkeypatch.setattr(offload.torch, "empty", full)
+    monkeypatch.setattr(offload, "Arena", full)
     with pytest.raises(
-        StorageError, match="no more than 1000 B of host memory .*out of memory.  Use a smaller fraction"
+        StorageError,
+        match=r"no more than 1000 B of host memory .* saved tensors.  1000 B .*out of memory \(2\).  Use a smaller",
     ):
         memory.borrow()
 
@@ -206,17 +208,16 @@ def test_two_passes_at_a_time_do_not_share(cuda: Cuda) -> None:
     assert not cuda.faults
 
 
-@pytest.mark.parametrize("name, pinned", [("cpu", False), ("cuda", True)])
-def test_slabs_are_page_locked_for_a_gpu(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, name: str, pinned: bool) -> None:
-    asked: list[dict[str, Any]] = []
+def test_slabs_are_page_locked_for_a_gpu(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, torch.device]] = []
 
-    def empty(size: int, **named: Any) -> Tensor:
-        asked.append(named)
-        return torch.empty(size, dtype=torch.uint8)
+    def arena(num_bytes: int, where: torch.device) -> page_locked.Arena:
+        asked.append((num_bytes, where))
+        return page_locked.Arena(num_bytes, torch.device("cpu"))
 
-    monkeypatch.setattr(offload.torch, "empty", empty)
-    assert len(offload.PinnedMemory(torch.device(name)).borrow()) == SLAB
-    assert asked == [{"dtype": torch.uint8, "pin_memory": pinned}]
+    monkeypatch.setattr(offload, "Arena", arena)
+    assert len(offload.PinnedMemory(torch.device("cuda", 3)).borrow()) == SLAB
+    assert asked == [(SLAB, torch.device("cuda", 3))]
 
 
 @pytest.mark.parametrize("out", [True, False])

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from sft.estimate.gpus import CONTEXT_BYTES
 from sft.run.outcome import STOPPED
 from tests.builders import chats
 from tests.launching import records
 from tests.standin import launch
 
 STEPS = 3
+ROUNDING = 0.02  # GiB; the log has two decimals
 RECIPE = "recipes/demo.yaml"
 DEMO = (
     "run.device=cuda",
@@ -109,6 +111,15 @@ def test_a_run_comes_to_its_end(tmp_path: Path, data: list[str], name: str) -> N
     assert f"attention {'te' if is_te else 'portable'}" in said
     warned = re.search(r"\nWARNING: \w+ attention: .* FlashAttention-4 would be faster", said)
     assert (warned is None) is is_te  # flash-attn-4 is not installed, and the stand-in is of compute capability 9.0
+    _check_communicators(said)
+
+
+def _check_communicators(said: str) -> None:
+    """The communicators that a step opened are those of sft/estimate/communicators.py.  The stand-in takes the assumed
+    bytes for each, and none for CUDA's context."""
+    (found,) = re.findall(r"outside of torch's allocator: ([\d.]+) GiB .* assume ([\d.]+)", said)
+    measured, assumed = map(float, found)
+    assert measured == pytest.approx(assumed - CONTEXT_BYTES / 2**30, abs=ROUNDING), said[-6000:]
 
 
 def test_a_run_sets_the_allocator_where_the_user_does_not(tmp_path: Path, data: list[str]) -> None:

@@ -86,12 +86,15 @@ RUNS = {
     "adapters": (2, [*PP, "lora.rank=8", "train.recompute=full"]),
     "windows, sinks": (2, [*CP, *WINDOWS, "model.attention_sinks=true", "model.mlp_bias=true", *GATED]),
     "windows, caps": (2, [*TP, *WINDOWS, "model.attention_softcap=50", "model.norm_placement=both", *SHARED]),
+    "windows, kept": (2, [*CP, *WINDOWS, "train.recompute=attention_kept", "train.offload_fraction=0.5"]),
     "offloaded optimizer": (1, ["parallel.cp=1", SHARDED, "optim.offload_fraction=0.5"]),
 }
 RUNS_OF_TE = {
     "te, heads in two levels": (4, ["parallel.cp=4", "parallel.cp_comm=a2a+p2p", "parallel.cp_a2a=2"]),
     "te, dynamic cp": (4, ["parallel.cp=4", "parallel.dynamic_cp=true", "train.global_batch_size=2"]),
     "te, all at once": (2, [*TP, "train.recompute=selective", "train.offload_fraction=0.5", "train.mlp_tile=500"]),
+    "te, kept, blockwise": (2, [*CP, "train.recompute=attention_kept", "run.fp8=blockwise"]),
+    "te, latents, kept": (2, [*TP, *LATENT, "train.recompute=attention_kept", "train.offload_fraction=0.5"]),
     "te, delayed": (2, ["parallel.cp=2", "run.fp8=delayed", "train.recompute=full"]),
     "te, blockwise": (1, ["parallel.cp=1", "run.fp8=blockwise"]),
     "te, caps, delayed": (2, ["parallel.cp=2", *SHARED, "model.rope.skip_layers=[2]", "run.fp8=delayed"]),

@@ -6,10 +6,11 @@
 
 A case is SHAPE:LENGTH:MIX[:MEMORY] (tools/bench/steps/case.py).  The model has random weights of a Qwen3 shape, a step
 has one pack, and the second half of every sample is supervised.  MEMORY is none, selective (the default),
-attention_kept or full for train.recompute, followed by any of +offload0.5 (train.offload_fraction; +offload is 1), +tile4k (train.mlp_tile),
-+optim0.5 (optim.offload_fraction) and +lora16 (lora.rank).  --set sets other recipe keys.  Every case runs in a new
-process; a case that runs out of memory is a row with this status.  After one warm-up step, steps are timed for
---seconds, then one step is profiled.  If a step takes longer than --seconds, one step is both timed and profiled.
+attention_kept or full for train.recompute, followed by any of +offload0.5 (train.offload_fraction; +offload is 1),
++tile4k (train.mlp_tile), +optim0.5 (optim.offload_fraction) and +lora16 (lora.rank).  --set sets other recipe keys.
+Every case runs in a new process; a case that runs out of memory is a row with this status.  After one warm-up step,
+steps are timed for --seconds, then one step is profiled.  If a step takes longer than --seconds, one step is both timed
+and profiled.
 
 MFU is FLOP/s / --peak-tflops, for the FLOPs of layers, causal attention, and the head for supervised tokens.  `of keep`
 and `of full` are shares of the roofline with keep-attention and with full recomputation, computed from rates that the

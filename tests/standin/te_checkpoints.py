@@ -22,6 +22,8 @@ from sft.mcore.modules.stored import sharded_tensors
 from tests.ranks.scenarios import save
 from tests.standin.te_modules import running
 
+# The modules, and the attention of models whose attention is else Transformer Engine's, which comes with its modules.
+WAYS = {"local": ["run.modules=local", "attention.backend=portable"], "te": ["run.modules=te"]}
 LIBRARIES = ("local", "te", "local")
 
 
@@ -31,7 +33,7 @@ def main(name: str, also: list[str]) -> None:
     modules = []
     with tempfile.TemporaryDirectory() as folder:
         for number, library in enumerate(LIBRARIES):
-            with running(name, [*also, f"run.modules={library}"], has_steps=False) as (_, layout, engine):
+            with running(name, [*also, *WAYS[library]], has_steps=False) as (_, layout, engine):
                 modules.append(str(engine.backend.library))
                 described.append(descriptions(engine))
                 if layout.world_size > 1:  # the other ranks are not here, and neither are their shards

@@ -52,3 +52,43 @@ def test_attention_that_is_kept_runs_once(recompute: str, forward: int) -> None:
         assert found["attention forward"] == forward * softmax and found["attention backward"] == softmax, found
         if found["model"] == "qwen3.6":
             assert found["delta rule forward"] == forward and found["delta rule backward"] == 1, found
+
+
+@launch.NEEDS_TE
+@pytest.mark.parametrize(
+    "layout, models",
+    [
+        ([], ["dense", "dense, latent", *LAYERS]),
+        (["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.ep=2"], ["gpt-oss", "qwen3.6", "latent"]),
+        (["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.ep=2", "parallel.etp=2"], ["latent"]),
+        (["parallel.cp=2", "parallel.ep=2"], ["gemma"]),
+    ],
+    ids=["one rank", "tp, ep", "etp", "cp, ep"],
+)
+def test_a_checkpoint_goes_from_plain_modules_to_its_own_and_back(layout: list[str], models: list[str]) -> None:
+    """A rank stores the same parts of the same tensors; on one rank, loading and saving again changes no byte."""
+    for found in printed("tests.standin.te_checkpoints", *layout, models=models):
+        attention = [name.partition(" ")[0] for name in found["modules"]]
+        assert attention == ["local", "te", "local"] and found["tensors"] > 10, found
+        assert found["described otherwise"] == [] and found["back"], found
+        if not layout:
+            assert found["numbers"] > 10 and found["changed"] == [], found
+
+
+@launch.NEEDS_TE
+@pytest.mark.parametrize(
+    "layout, models",
+    [
+        (["parallel.tp=2", "parallel.sequence_parallel=true"], ["gpt-oss", "qwen3.6", "latent"]),
+        (["parallel.cp=2", "parallel.ep=2"], ["gpt-oss", "gemma", "latent"]),
+        (["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.ep=2", "parallel.etp=2"], ["latent"]),
+    ],
+    ids=["tp", "cp, ep", "etp"],
+)
+def test_its_modules_run_on_layouts(layout: list[str], models: list[str]) -> None:
+    """Rank 0 of each layout; its collectives do nothing."""
+    for found in steps(*layout, models=models):
+        layers = LAYERS[found["model"]]
+        assert (found["modules"], found["attention"]) == ("te (norms stay torch's)", "portable"), found
+        assert found["grouped products"] == GROUPED * layers and found["sorts"] == layers, found
+        assert found["products"] > 0 and found["attention backward"] > 0, found

@@ -53,6 +53,7 @@ def communicators(config: Config, layout: Layout) -> Communicators:
         "ep": Communicator(layout.ep, has_all_to_all=True),
         "ep x etp": Communicator(layout.ep * layout.etp if layout.etp > 1 else 1),  # with etp 1 the same ranks as ep
         "copies of an expert": Communicator(layout.expert_copies if config.model.moe.num_experts is not None else 1),
+        **_gradient_norm(config, layout),
         "all ranks": Communicator(layout.world_size),
     }
     return {name: communicator for name, communicator in opened.items() if communicator.ranks > 1}
@@ -69,6 +70,18 @@ def _replicas(config: Config, layout: Layout) -> Communicators:
         if 1 < size < ranks:
             groups |= {f"shards{name}": Communicator(size), f"replicas{name}": Communicator(ranks // size)}
     return groups
+
+
+def _gradient_norm(config: Config, layout: Layout) -> Communicators:
+    """The groups over which the norm of gradients is summed, beside all ranks: with the distributed optimizer, none."""
+    if config.parallel.distributed_optimizer:
+        return {}
+    has_experts = config.model.moe.num_experts is not None
+    ranks = {
+        "tp x pp": layout.tp * layout.pp,
+        "ep x etp x pp": layout.ep * layout.etp * layout.pp if has_experts else 1,
+    }
+    return {name: Communicator(n) for name, n in ranks.items() if n < layout.world_size}
 
 
 def _context_parallel(config: Config, layout: Layout) -> Communicators:

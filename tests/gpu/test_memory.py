@@ -30,6 +30,8 @@ LONG = [
 # Of one layer and token, see tests/ranks/test_saved_tensors.py: hidden 512 twice, query and out 512,
 # key and value 128, bf16.
 HIDDEN, KEPT = 2 * 512, 2 * (512 + 512 + 512 + 512 + 128 + 128)
+# The output of attention and the log-sum-exp of 8 heads, in fp32.
+OUTPUT = 2 * 512 + 8 * 4
 # Its fused layers keep what they normalised besides what came in: twice hidden, query and key.
 KEPT_BY_TE = KEPT + 2 * (512 + 512 + 128)
 SLACK = 1.15  # small tensors, rounding by the allocator
@@ -49,6 +51,8 @@ def gradients_of(overrides: list[str]) -> dict[str, np.ndarray]:
 WAYS = [
     ["train.recompute=selective"],
     ["train.recompute=full"],
+    ["train.recompute=attention_kept"],
+    ["train.recompute=attention_kept", "train.offload_fraction=1"],
     ["train.recompute=selective", "train.mlp_tile=1000"],
     ["train.recompute=selective", "train.offload_fraction=1"],
     ["train.recompute=full", "train.offload_fraction=1"],
@@ -90,6 +94,7 @@ def bytes_after_forward(overrides: list[str], num_layers: int) -> int:
     [
         (["train.recompute=selective"], {"portable": KEPT, "te": KEPT_BY_TE}),
         (["train.recompute=full"], {"portable": HIDDEN, "te": HIDDEN}),
+        (["train.recompute=attention_kept"], {"portable": HIDDEN + OUTPUT, "te": HIDDEN + OUTPUT}),
         (["train.recompute=selective", "train.offload_fraction=1"], {"portable": 0, "te": 0}),
         (["train.recompute=full", "train.offload_fraction=1"], {"portable": 0, "te": 0}),
     ],

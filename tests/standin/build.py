@@ -15,6 +15,8 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from sft.estimate.communicators import COLLECTIVE_BYTES
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
@@ -38,7 +40,10 @@ class NoStandin(RuntimeError):
 
 
 def environment(library: Path) -> dict[str, str]:
-    """The environment of a process on the stand-in.  STANDIN_BYTES and STANDIN_DEVICES set memory and devices."""
+    """The environment of a process on the stand-in.
+
+    STANDIN_BYTES and STANDIN_DEVICES set memory and devices, STANDIN_NCCL_BYTES the buffers of a communicator.
+    """
     return {
         **os.environ,
         "LD_PRELOAD": os.pathsep.join(map(str, [library, *_others(library)])),
@@ -48,6 +53,7 @@ def environment(library: Path) -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
         "STANDIN_BYTES": str(H200_BYTES),
         "STANDIN_DEVICES": str(WORLD),
+        "STANDIN_NCCL_BYTES": str(int(COLLECTIVE_BYTES)),
     }
 
 

@@ -140,6 +140,16 @@ def _join(cuda: Any, rank: int, file: str, size: int = 2) -> c_void_p:
     return comm
 
 
+def buffers(cuda: Any, rank: int, file: str) -> Answers:
+    """Bytes that are left after two ranks have made a communicator, after its first all-to-all, and at its end."""
+    comm = _join(cuda, rank, file)
+    left = [_left(cuda)]
+    cuda.standin_open_all_to_all(c_size_t(500))
+    left.append(_left(cuda))
+    cuda.ncclCommDestroy(comm)
+    return {"left": [*left, _left(cuda)], "refused": cuda.standin_open_all_to_all(c_size_t(501))}
+
+
 def collectives(cuda: Any, rank: int, file: str) -> Answers:
     comm, answers = _join(cuda, rank, file), {}
     mine = (c_longlong * 2)(*((2, 30), (5, 4))[rank])

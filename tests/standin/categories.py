@@ -18,7 +18,7 @@ from sft.config import Config
 from sft.estimate import memory
 from sft.parallel.layout import Layout
 from tests.allocations.compare import Comparison
-from tests.standin import build
+from tests.standin import build, launch
 from tests.standin.memory_rows import GEMMA_4, KINDS, read
 from tools.bench.steps.trainer import documents_of
 
@@ -103,6 +103,20 @@ ROWS = (
     "1.7b:32k:one:selective@gemma4_experts",
     "1.7b:64k:one:full@gemma4_experts,ep=4,cp=4",
     "1.7b:16k:one:none@gemma4_experts,ep=2,dp=2",
+    "0.6b:64k:one:selective@experts,ep=2,etp=2,tp=2,sequence_parallel=true,dp=2",
+)
+# A kernel of attention keeps its output and log-sum-exp; linear attention keeps states, and a ring what it received.
+ROWS_KEPT = (
+    "1.7b:64k:one:attention_kept",
+    "8b:64k:one:attention_kept@gpt_oss,cp=2",
+    "1.7b:32k:one:attention_kept@gemma4,cp=2",
+    "1.7b:32k:one:attention_kept@latents",
+    "0.6b:64k:one:attention_kept@linear,cp=2",
+)
+ROWS_KEPT_TE = (
+    "1.7b:64k:one:attention_kept@te",
+    "1.7b:128k:one:attention_kept@te,cp=2",
+    "1.7b:32k:one:attention_kept@te,latents",
 )
 
 
@@ -137,7 +151,7 @@ def main(names: list[str]) -> int:
     if os.environ.get("LD_PRELOAD") is None:
         os.environ.update(build.environment(build.library()))
         _again(names)
-    names = names or list(ROWS)
+    names = names or [*ROWS, *ROWS_KEPT, *(ROWS_KEPT_TE if launch.HAS_TE else ())]
     for index, name in enumerate(names):
         try:
             print(json.dumps(of_row(name)), flush=True)

@@ -4,6 +4,9 @@
 // of up to SLOT bytes a rank is exchanged; of more, only the meeting takes place.  Half-precision numbers are not
 // summed: each rank keeps its own.  All happens when it is given, so where the GPUs of ranks would hang their hosts do,
 // and abort after STANDIN_PATIENCE_S seconds.
+//
+// A communicator of several ranks takes STANDIN_NCCL_BYTES of the device; standin_open_all_to_all() takes what all-to-alls
+// take beyond that.  Here they are groups of messages like others.
 
 #include <fcntl.h>
 #include <nccl.h>
@@ -37,6 +40,7 @@ typedef struct {
 
 struct ncclComm {
     int size, rank;
+    size_t taken;  // bytes of the device
     Shared *shared;
 };
 
@@ -111,11 +115,15 @@ API ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
 
 API ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int size, ncclUniqueId id, int rank, ncclConfig_t *config) {
     if (size > MOST_RANKS || rank < 0 || rank >= size) return ncclInvalidArgument;
+    const char *told = getenv("STANDIN_NCCL_BYTES");
+    size_t buffers = told && size > 1 ? strtoull(told, NULL, 10) : 0;
+    if (take_bytes(buffers)) return ncclUnhandledCudaError;
     int file = open(id.internal, O_CREAT | O_RDWR, 0600);
     if (file < 0 || ftruncate(file, sizeof(Shared))) return ncclSystemError;
     ncclComm_t made = calloc(1, sizeof *made);
     made->size = size;
     made->rank = rank;
+    made->taken = buffers;
     made->shared = mmap(NULL, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     close(file);
     if (made->shared == MAP_FAILED) return ncclSystemError;
@@ -140,13 +148,24 @@ API ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *
     return ncclInvalidUsage;
 }
 
+static void give_back_buffers(ncclComm_t comm) {
+    give_back_bytes(comm->taken);
+    comm->taken = 0;
+}
+
 API ncclResult_t ncclCommDestroy(ncclComm_t comm) {
+    give_back_buffers(comm);
     munmap(comm->shared, sizeof(Shared));
     free(comm);
     return ncclSuccess;
 }
 
-API ncclResult_t ncclCommAbort(ncclComm_t comm) { return ncclSuccess; }  // another thread may be in a meeting
+API ncclResult_t ncclCommAbort(ncclComm_t comm) {
+    give_back_buffers(comm);
+    return ncclSuccess;  // and no more, because another thread may be in a meeting
+}
+
+API int standin_open_all_to_all(size_t bytes) { return take_bytes(bytes); }
 
 API ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error) {
     *error = ncclSuccess;

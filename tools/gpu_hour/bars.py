@@ -19,7 +19,8 @@ from tools.gpu_hour.step import Result
 MOST_ABOVE, MOST_BELOW = 1.02, 0.94
 RESERVED = 1.05  # reserved / allocated memory; above it, torch's allocator loses too much between its blocks
 PROBES = ("probe-data", "probe-leak", "probe-parity")
-STEPS = ("memory", "steps", "offload", "longest")  # the bars of training steps use the rows of all four
+KINDS = ("kinds", "more-kinds")
+STEPS = ("memory", "steps", "recompute", "offload", "longest")  # the bars of training steps use the rows of all
 SPEEDS = ("speed-tp2-cp4", "speed-cp8", "speed-cp8-a2a-p2p", "speed-dp8")
 
 
@@ -94,7 +95,10 @@ GROUPS: Sequence[tuple[str, Callable[[Outcomes], Iterator[Bar]]]] = (
     ("Documents do not leak, layouts agree", probes),
     ("Tests of GPUs", tests),
     ("One curve on every layout", lambda outcomes: curves.bars(outcomes["layouts"].measured)),
-    ("Every kind of layer beside full precision", lambda outcomes: curves.bars(outcomes["kinds"].all_rows)),
+    (
+        "Every kind of layer beside full precision",
+        lambda outcomes: curves.bars([row for name in KINDS for row in outcomes[name].all_rows]),
+    ),
     ("Transformer Engine beside portable", lambda outcomes: curves.bars(outcomes["backends"].measured)),
     ("Deterministic runs", lambda outcomes: curves.deterministic_bars(outcomes["deterministic"].measured)),
     ("Kernels of attention beside float64", of_bench("kernels", "kernels", also_unmeasured=True)),

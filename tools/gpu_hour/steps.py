@@ -7,6 +7,7 @@ A new step is declared here with its command and its limit, and its bars in bars
 from collections.abc import Sequence
 from typing import Any
 
+from tools.gpu_hour import curves as group_curves
 from tools.gpu_hour.step import Command, Setting, Step, module, torchrun
 
 JUNIT = "junit.xml"
@@ -133,7 +134,16 @@ STEPS: Sequence[Step] = (
     ),
     Step(name="tests", question="do the tests of GPUs pass", commands=gpu_tests, limit_s=270, cuda=True),
     curves("layouts", "do layouts, recompute and bf16 give one curve", limit_s=150),
-    curves("kinds", "do models of every kind of layer give the curve of full precision", limit_s=330),
+    curves(
+        "kinds",
+        "do models of every kind of attention give the curve of full precision",
+        limit_s=group_curves.limit_s("kinds"),
+    ),
+    curves(
+        "more-kinds",
+        "do linear attention, experts, adapters and FP8 give the curve of full precision",
+        limit_s=group_curves.limit_s("more-kinds"),
+    ),
     curves(
         "backends",
         "does Transformer Engine give the curve of portable, with every cp_comm",
@@ -165,7 +175,7 @@ STEPS: Sequence[Step] = (
         "delta-passes",
         "time and launches of the passes of linear attention, and their work under cp",
         "delta_passes --minutes 0.5",
-        limit_s=150,
+        limit_s=60 + group_curves.FLA_S,
     ),
     Step(
         name="adapters",
@@ -185,6 +195,13 @@ STEPS: Sequence[Step] = (
         "step --minutes 4 --cases 1.7b:64k:one:selective,1.7b:128k:one:selective+offload,1.7b:32k:chat,1.7b:32k:padded,"
         "4b:64k:one:selective+offload",
         limit_s=360,
+    ),
+    bench(
+        "recompute",
+        "time of a step that recomputes all but attention, beside one that recomputes attention, too",
+        "step --minutes 1 --cases 1.7b:64k:one:full,1.7b:64k:one:attention_kept",
+        limit_s=180,
+        tiny="--cases tiny:512:one:attention_kept",
     ),
     bench(
         "offload",

@@ -625,6 +625,11 @@ LINEAR = {"linear_attention": {"layers": [1], "num_key_heads": 2, "num_value_hea
             4, {"pp": 2}, {"num_layers": 2},
             {"dp x cp": 2, "pp": 2, "first and last stage": 2, "all ranks": 4}, 2.4,
         ),
+        (  # ranks with the same parameters have the same part of the gradient norm
+            4, {"tp": 2, "distributed_optimizer": False}, {},
+            {"tp": 2, "dp x cp": 2, "tp x pp": 2, "all ranks": 4}, 2.4,
+        ),
+        (2, {"tp": 2, "distributed_optimizer": False}, {}, {"tp": 2, "all ranks": 2}, 1.2),
     ],
     ids=str,
 )  # fmt: skip

@@ -67,7 +67,7 @@ def ask(library: Path) -> Ask:
 @pytest.fixture
 def ask_ranks(library: Path, tmp_path: Path) -> AskRanks:
     """The answers of two ranks, in order of rank; any exit code is allowed."""
-    return lambda name: _finish([_start(library, name, rank, tmp_path / "shared") for rank in range(2)])
+    return lambda name, **also: _finish([_start(library, name, rank, tmp_path / "shared", **also) for rank in range(2)])
 
 
 def test_memory_is_counted_and_refused_beyond_what_the_device_has(ask: Ask) -> None:
@@ -127,6 +127,14 @@ def test_collectives_of_two_ranks_give_the_numbers(ask_ranks: AskRanks) -> None:
     }
     assert json.loads(first) == {**same, "scattered": [7], "at rank 1": [0, 0], "half precision": [7]}
     assert json.loads(second) == {**same, "scattered": [34], "at rank 1": [7, 34], "half precision": [8]}
+
+
+def test_a_communicator_of_several_ranks_takes_memory(ask: Ask, ask_ranks: AskRanks, tmp_path: Path) -> None:
+    memory = {"STANDIN_BYTES": 1000, "STANDIN_NCCL_BYTES": 300}
+    for code, answers, messages in ask_ranks("buffers", **memory):
+        assert code == 0, messages
+        assert json.loads(answers) == {"left": [700, 200, 500], "refused": 1}
+    assert ask("own_messages", 0, tmp_path / "own", STANDIN_BYTES=100, STANDIN_NCCL_BYTES=300)["groups in order"] == 3
 
 
 def test_messages_of_a_group_keep_their_order_and_content(ask: Ask, ask_ranks: AskRanks, tmp_path: Path) -> None:

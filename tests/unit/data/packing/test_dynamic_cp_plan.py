@@ -21,6 +21,7 @@ from sft.parallel.cp_group import cp_sizes
 from tests.builders import LLAMA_8B, layout_config
 
 TOKEN = CpCost(token_ns=1.0)  # 1 ns per token, no other cost
+NEAR_BEST = 1.03  # the plan is a heuristic; the worst of these steps takes 1.017 times as long as the best possible
 
 
 def made(lengths: list[int], cost: CpCost = TOKEN, **sizes: Any) -> Grid:
@@ -96,8 +97,7 @@ def best_possible(lengths: list[int], rank_tokens: int) -> int:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_near_the_best_possible_grid_and_above_the_bound(seed: int) -> None:
-    """Six documents on two ranks that wait for each other, against all grids.  The plan is a heuristic: the longest
-    of these steps is 1.31 of the best possible one, and most are equal to it."""
+    """Six documents on two ranks that wait for each other, against all grids."""
     random = np.random.default_rng(seed)
     lengths = sorted(random.integers(2, 40, 6).tolist(), reverse=True)
     cost = CpCost(token_ns=1.0, attention=AttentionCost(4.0), wait_ranks=2)
@@ -106,7 +106,7 @@ def test_near_the_best_possible_grid_and_above_the_bound(seed: int) -> None:
     bound = documents_of(lengths, 2, 20, cost).waiting_bound_ns(2)
     rounding = len(lengths)  # each document rounds its time to 1 ns
     assert bound - rounding <= best <= planned + rounding
-    assert planned <= 1.35 * best
+    assert planned <= NEAR_BEST * best
 
 
 def test_no_samples_are_one_pack_of_filler_on_every_rank() -> None:

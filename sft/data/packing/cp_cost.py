@@ -52,7 +52,7 @@ class CpCost(CpBytes):
 
     @staticmethod
     def of(config: Config, *, meets: bool = False) -> "CpCost":
-        """The costs of a recipe.  meets: whether all ranks wait for each other in every layer, as with shared weights"""
+        """The costs of a recipe.  meets: whether all ranks wait for each other in each layer, as with shared weights"""
         model, parallel = config.model, config.parallel
         tp, pp = parallel.tp, parallel.pp
         repeats = config.train.repeats_layers

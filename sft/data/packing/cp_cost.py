@@ -24,6 +24,7 @@ NS = 1e9
 # Time that each layer adds to a microbatch, whatever its tokens: kernels are launched, weights and gradients are read.
 # This is an assumption, not a measurement.
 LAYER_NS = 5e5
+ALL_RANKS = 1 << 30  # as `wait_ranks`: all ranks of the grid wait for each other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +51,8 @@ class CpCost(CpBytes):
     wait_ranks: int = 1
 
     @staticmethod
-    def of(config: Config) -> "CpCost":
-        """The costs of a recipe."""
+    def of(config: Config, *, meets: bool = False) -> "CpCost":
+        """The costs of a recipe.  meets: whether all ranks wait for each other in each layer, as with shared weights"""
         model, parallel = config.model, config.parallel
         tp, pp = parallel.tp, parallel.pp
         repeats = config.train.repeats_layers
@@ -70,7 +71,7 @@ class CpCost(CpBytes):
             node_ranks=max(1, parallel.gpus_per_node // tp),
             intra_gb_s=parallel.intra_node_gb_s,
             inter_gb_s=parallel.inter_node_gb_s,
-            wait_ranks=waits,
+            wait_ranks=ALL_RANKS if meets else waits,
         )
 
     def domain(self, num_ranks: int) -> int:

@@ -1,14 +1,14 @@
 """Forms packs of long documents so that many packs take about the same time, for `cp_rows.py`.
 
 Packs are formed for one row of ranks after another.  The longest document that has no pack decides how long the row
-takes.  Then each group of free ranks gets one document, and at once as many further documents as it has time and room
-for, the longest first (first fit, Coffman et al. 1980):
+takes.  Each group of free ranks gets one document.  Then the packs, that with the most time left first, get as many
+further documents as they have time and room for, the longest first (first fit, Coffman et al. 1980):
 
-    a row of 4 ranks, each of 10 tokens; documents of 18 14 10 8 8 3: tokens of each rank, - for no document
-    18 on two ranks: the row takes 9        8 and 8 on one rank each        9 9 8 8
-    14 on two ranks: the row takes 7        3 more on these two ranks       8.5 8.5 - -
+    rows of 4 ranks, each of 10 tokens; documents of 18 14 10 8 8 3; a group gets the most work per rank
+    18 on two ranks: the row takes 9        8 and 8 on one rank each
+    14 on two ranks: the row takes 7        10 and 3 on two ranks
 
-`rule` says which document a group gets, if documents for groups of several sizes are left.
+`Rule.by_work` says which document a group gets, if documents for groups of several sizes are left.
 """
 
 from bisect import bisect_left

@@ -41,7 +41,7 @@ FEW_BYTES = (
 )  # fmt: skip
 LACKS = 0.05  # packs on several ranks that lack less than this share of the target get no short documents: saves bytes
 # Limits of the time.  At most MAX_LONG documents on single ranks are long.  Each rule spends its number of long
-# documents and an eighth of all documents.  No further rule is tried once the rules have spent MAX_SPENT, or once a step
+# documents and an eighth of all documents.  No further rule is tried once they have spent MAX_SPENT, or once a step
 # should take at most ENOUGH times the bound.  Then up to three rules with the shortest expected steps place the short
 # documents: at most MAX_PLACED documents in all, or one rule.
 MAX_LONG, MAX_SPENT, ENOUGH, MAX_PLACED = 1200, 4000, 1.005, 8000
@@ -98,7 +98,7 @@ class _Rows:
     """Packs in rows, before short documents are placed.
 
     packs, short         packs of long documents, and numbers of short documents
-    level, time, left    int64 [bins]: for each pack, and for each rank of a row without a pack: the index of the size of
+    level, time, left    int64 [bins]: for each pack, and each rank of a row without a pack: the index of the size of
                          the group, the time in ns, and the units that still fit
     domain, microbatch   int64 [bins]
     target               float64 [bins]: target time of the row

@@ -21,6 +21,7 @@ from sft.parallel.cp_group import cp_sizes
 from tests.builders import LLAMA_8B, layout_config
 
 TOKEN = CpCost(token_ns=1.0)  # 1 ns per token, no other cost
+NEAR_BEST = 1.03  # the plan is a heuristic; the worst of these steps takes 1.017 times as long as the best possible
 
 
 def made(lengths: list[int], cost: CpCost = TOKEN, **sizes: Any) -> Grid:
@@ -96,8 +97,7 @@ def best_possible(lengths: list[int], rank_tokens: int) -> int:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_near_the_best_possible_grid_and_above_the_bound(seed: int) -> None:
-    """Six documents on two ranks that wait for each other, against all grids.  The plan is a heuristic: the longest
-    of these steps is 1.31 of the best possible one, and most are equal to it."""
+    """Six documents on two ranks that wait for each other, against all grids."""
     random = np.random.default_rng(seed)
     lengths = sorted(random.integers(2, 40, 6).tolist(), reverse=True)
     cost = CpCost(token_ns=1.0, attention=AttentionCost(4.0), wait_ranks=2)
@@ -106,7 +106,7 @@ def test_near_the_best_possible_grid_and_above_the_bound(seed: int) -> None:
     bound = documents_of(lengths, 2, 20, cost).waiting_bound_ns(2)
     rounding = len(lengths)  # each document rounds its time to 1 ns
     assert bound - rounding <= best <= planned + rounding
-    assert planned <= 1.35 * best
+    assert planned <= NEAR_BEST * best
 
 
 def test_no_samples_are_one_pack_of_filler_on_every_rank() -> None:
@@ -198,12 +198,12 @@ def test_no_rank_waits_for_its_group() -> None:
 
 
 def test_ranks_that_wait_for_each_other_have_even_microbatches() -> None:
-    """The example of `cp_rows`, and chats on 4 x 8 ranks that all wait for each other."""
+    """18 beside 8 and 8, and 14 beside 10, on four ranks; and chats on 4 x 8 ranks that all wait for each other."""
     cost = CpCost(token_ns=1000.0, microbatch_ns=4000.0, wait_ranks=4)
     grid = made([18, 14, 10, 8, 8], cost, cp=4, rank_tokens=10)
-    a, b = Slot(2, (0,)), Slot(2, (1,))
-    assert grid == [[Slot(1, (2,)), a], [Slot(1, (3,)), a], [Slot(1, (4,)), b], [Slot(1, ()), b]]
-    assert predict(grid, np.array([18, 14, 10, 8, 8]), cost).makespan_ns == 9000 + 10_000 + 8000
+    a, b, c = Slot(2, (0,)), Slot(2, (1,)), Slot(2, (2,))
+    assert grid == [[a, c], [a, c], [Slot(1, (3,)), b], [Slot(1, (4,)), b]]
+    assert predict(grid, np.array([18, 14, 10, 8, 8]), cost).makespan_ns == 9000 + 7000 + 2 * 4000
     lengths = np.clip(np.random.default_rng(0).lognormal(math.log(600), 1.1, 1500), 1, 16_384).astype(np.int64)
     cost = CpCost(doc_multiple=32, attention=AttentionCost(57_000.0), token_ns=100.0, kv_bytes=1000.0)
     measured = {}
@@ -246,6 +246,7 @@ def test_costs_of_a_recipe() -> None:
     assert cost.kv_bytes == 32 * 2 * 4 * 128 * (2 * 2 + 4) and cost.others == ()
     assert cost.token_ns == pytest.approx(6 * 6_979_321_856 * 1e9 / (2 * 989e12 * 0.35))
     assert [cost.gb_s(size) for size in (2, 4, 8)] == [300.0, 300.0, 40.0]
+    assert CpCost.of(layout_config(model=LLAMA_8B, parallel={"cp": 8}), meets=True).domain(48) == 48
     full = {"train": {"num_steps": 1, "global_batch_size": 16, "recompute": "full"}}
     again = CpCost.of(layout_config(model=LLAMA_8B, parallel={"cp": 8, "pp": 2}, **full))
     assert again.kv_bytes == 16 * 2 * 8 * 128 * (3 * 2 + 4) and again.wait_ranks == 8

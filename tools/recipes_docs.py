@@ -77,7 +77,7 @@ def _by_planner(paths: list[Path]) -> Iterator[str]:
 
 def _layout(keys: dict[str, Any]) -> str:
     """The layout and the keys that save memory, as text: `tp 2, cp 8, selective, offload`."""
-    shards = {"shard": "{}", "shard_size": "shards of {}"}  # "weights, shards of 8"
+    shards = {"shard": "{}", "shard_size": "by {}"}  # "weights, by 8"
     words = [shards.get(name, name + " {}").format(value) for name, value in keys.get("parallel", {}).items()]
     names = {"recompute": "{}", "offload_fraction": "offload", "mlp_tile": "tile {}"}
     words += [text.format(keys["train"][name]) for name, text in names.items() if name in keys["train"]]

@@ -242,8 +242,8 @@ def test_messages_of_shards() -> None:
 
     Slow computation hides all but the gathers of embedding and first layer, and the reductions of embedding and head.
     Fast computation hides nothing: forward gathers 31 layers and the head, and the norm counts as nothing; backward
-    gathers and reduces 32 layers.  With gradients, nothing is gathered but all weights after the step.  A hidden message
-    delays computation by 12% of its time.
+    gathers and reduces 32 layers.  With gradients, nothing is gathered but all weights after the step.  A hidden
+    message delays computation by 12% of its time.
     """
     table, layer, second = 525_336_576, 218_112_000, 7 / 8 / 100e9
     shown, hidden = 2 * (table + layer) + 4 * 2 * table, 2 * (31 * layer + table) + (2 + 4) * 32 * layer

@@ -66,7 +66,8 @@ def test_linear_attention_sends_its_states() -> None:
     """Qwen3-8B at 128K with linear attention in 27 of 36 layers, tp 2 and cp 8: 8 packs of one document.
 
     With 16 value heads, a rank sends 7/8 of the maps [128, 128 + 128] of its two chunks and of as many states [128,
-    128], in fp32, in forward and backward.  14 of 16 chunks have halos of 3 tokens with 2 x 8 + 16 heads in bf16.
+    128], in fp32, in forward, in the forward pass that selective repeats, and in backward.  14 of 16 chunks have halos
+    of 3 tokens with 2 x 8 + 16 heads in bf16.
     """
     config = load_recipe(str(ROOT / "recipes" / "qwen3_8b_128k.yaml"), RING).config
     linear = LinearAttentionConfig(
@@ -75,7 +76,7 @@ def test_linear_attention_sends_its_states() -> None:
     config = config.model_copy(update={"model": config.model.model_copy(update={"linear_attention": linear})})
     found = {one.group: one for one in of(config, Layout.resolve(config, 16))}
     maps, halos = 7 / 8 * 2 * 16 * 128 * (128 + 2 * 128) * 4, 14 / 8 * 3 * (2 * 8 + 16) * 128 * 2
-    assert found["cp, states of linear attention"].num_bytes == pytest.approx(27 * 8 * 2 * (maps + halos))
+    assert found["cp, states of linear attention"].num_bytes == pytest.approx(27 * 8 * 3 * (maps + halos))
     assert found["cp, all-gather of keys and values"].num_bytes == 9 * 4 * 7 * 131_072 * 2 * 4 * 128 * 2
 
 

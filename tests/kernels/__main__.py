@@ -93,7 +93,7 @@ def compiled(item: Item, is_quick: bool, limit_s: float) -> Result | None:
         return Result(*item.key, [], problem, seconds)
     found = table.read(json.loads(done.stdout.splitlines()[-1]))
     may_spill = is_quick and item.kind == LINEAR  # one variant of many may well spill
-    return Result(*item.key, found, "" if may_spill else limits.spills(found), seconds)
+    return Result(*item.key, found, "" if may_spill else limits.spills(item.text, found), seconds)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -162,16 +162,18 @@ def _compiled(kernel: str, spilled: int, step: str = "forward") -> Compiled:
 
 
 @pytest.mark.parametrize(
-    "kernel, spilled, problem",
+    "kernel, text, spilled, problem",
     [
-        ("FlashAttentionForwardSm90", 256, ""),
-        ("FlashAttentionForwardSm90", 257, "FlashAttentionForwardSm90 spills 257 bytes, more than 256"),
-        ("chunk_cp_fwd_kernel_h", 1536, ""),
-        ("chunk_cp_fwd_kernel_h", 1540, "chunk_cp_fwd_kernel_h spills 1540 bytes, more than 1536"),
+        ("FlashAttentionForwardSm90", "64/64", 256, ""),
+        ("FlashAttentionForwardSm90", "64/64", 257, "FlashAttentionForwardSm90 spills 257 bytes, more than 256"),
+        ("chunk_cp_fwd_kernel_h", "128/128", 1536, ""),
+        ("chunk_cp_fwd_kernel_h", "128/128", 1540, "chunk_cp_fwd_kernel_h spills 1540 bytes, more than 1536"),
+        ("FlashAttentionBackwardSm100", "128/128, soft cap 50", 448, ""),
+        ("FlashAttentionBackwardSm100", "128/128", 400, "FlashAttentionBackwardSm100 spills 400 bytes, more than 256"),
     ],
 )
-def test_a_spill_over_the_limit_is_a_problem(kernel: str, spilled: int, problem: str) -> None:
-    assert limits.spills([_compiled("another", 0), _compiled(kernel, spilled)]) == problem
+def test_a_spill_over_the_limit_is_a_problem(kernel: str, text: str, spilled: int, problem: str) -> None:
+    assert limits.spills(text, [_compiled("another", 0), _compiled(kernel, spilled)]) == problem
 
 
 SPILLING = 'echo "[[\\"forward\\", \\"fwd\\", [255, 300, 0], 1, 1.0]]"'

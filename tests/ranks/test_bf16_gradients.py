@@ -76,7 +76,7 @@ def test_sums_over_ranks(ranks: Ranks, recipe: list[str]) -> None:
 
 def test_sums_of_two_heads(ranks: Ranks, tmp_path: Path) -> None:
     """Both heads of multi-token prediction use the output weight, and model and block the embedding."""
-    half, whole = both(ranks, 1, ["train.global_batch_size=1", *mtp_models.joint(tmp_path)])
+    half, whole = both(ranks, 1, [*mtp_models.joint(tmp_path), "train.global_batch_size=1"])
     scenarios.check_parameters(half, whole, NORM_TOLERANCE)
 
 

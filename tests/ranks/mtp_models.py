@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from sft.batch import Sample
-from tests.ranks.hf_models import in_float64, stored_gradients
+from tests.ranks.hf_models import in_float64, recipe_of, stored_gradients
 from tests.unit.fixtures import hf
 
 WEIGHT = 0.3  # value of train.mtp_loss_weight
@@ -72,6 +72,12 @@ def save(folder: Path, family: str, **fields: Any) -> tuple[Path, "ByHand"]:
     hf.change(folder, num_hidden_layers=layers, **kinds)
     own_tensors = {name: tensor.double().requires_grad_() for name, tensor in block.items()}
     return folder, ByHand(family, model, own_tensors)
+
+
+def joint(folder: Path) -> list[str]:
+    """Overrides for a model whose block is trained with it.  Saves the model in `folder`."""
+    source, _ = save(folder / "model", "glm4_moe")
+    return [*recipe_of(source), "train.mtp=joint"]
 
 
 @dataclass(frozen=True)

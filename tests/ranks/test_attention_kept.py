@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -10,7 +11,7 @@ import pytest
 
 from sft.mcore.attention.torch_kernel import TorchKernel
 from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
-from tests.ranks import scenarios
+from tests.ranks import mtp_models, scenarios
 from tests.ranks.layouts import MODELS, PP
 from tests.ranks.pool import Ranks
 
@@ -42,18 +43,36 @@ def kernel_calls(overrides: list[str]) -> dict[str, int]:
     return dict(calls)
 
 
-@pytest.mark.parametrize("model", ["dense", "gpt_oss", "latent", "linear"])
-@pytest.mark.parametrize("recompute, forward", [("attention_kept", 1), ("full", 2)])
-def test_kernels_run_once(ranks: Ranks, model: str, recompute: str, forward: int) -> None:
-    """A model of four layers; LINEAR has three layers with the delta rule.  On one rank heads are one group."""
-    (calls,) = ranks(1).run(kernel_calls, [*MODELS[model], f"train.recompute={recompute}"])
-    num_delta = 3 if model == "linear" else 0
-    groups = 4 if model == "latent" else 1  # head groups, whose keys are expanded one after the other
-    num_softmax = (LAYERS - num_delta) * groups
-    expected = {"softmax forward": forward * num_softmax, "softmax backward": num_softmax}
-    if num_delta:
-        expected |= {"delta rule forward": forward * num_delta, "delta rule backward": num_delta}
-    assert calls == {name: count * MICROBATCHES for name, count in expected.items()}
+# Calls in a layer with softmax attention: with cp, keys are gathered for one head group after the other, or for windows
+# of all heads at once.  Latent attention always expands keys in groups.  The calls of all layers of a model follow.
+GROUPS = 4
+CASES = [
+    *((model, 1, LAYERS, 0) for model in ("dense", "experts", "gemma", "gemma4", "gpt_oss", "routers")),
+    *((model, 1, 1, 3) for model in ("linear", "linear_experts")),
+    *(("latent", cp, LAYERS * GROUPS, 0) for cp in (1, 2)),
+    ("mtp", 1, 3, 0),  # two layers and the block
+    ("gemma", 2, 3 + GROUPS, 0),  # three layers have windows
+    ("linear", 2, GROUPS, 3),
+]
+
+
+@pytest.mark.parametrize("model, cp, softmax, delta", CASES)
+def test_kernels_run_once(ranks: Ranks, tmp_path: Path, model: str, cp: int, softmax: int, delta: int) -> None:
+    recipe = [*(MODELS[model] if model in MODELS else mtp_models.joint(tmp_path)), f"parallel.cp={cp}"]
+    calls = ranks(cp).run(kernel_calls, [*recipe, "train.recompute=attention_kept"])
+    assert calls == [expected_calls(1, softmax, delta)] * cp
+
+
+@pytest.mark.parametrize("model, softmax, delta", [("dense", LAYERS, 0), ("linear", 1, 3)])
+def test_full_runs_them_twice(ranks: Ranks, model: str, softmax: int, delta: int) -> None:
+    assert ranks(1).run(kernel_calls, [*MODELS[model], "train.recompute=full"]) == [expected_calls(2, softmax, delta)]
+
+
+def expected_calls(forward: int, softmax: int, delta: int) -> dict[str, int]:
+    """The calls of two microbatches.  forward: passes; softmax, delta: calls of the kernels in a pass"""
+    numbers = {"softmax": MICROBATCHES * softmax, "delta rule": MICROBATCHES * delta}
+    passes = {"forward": forward, "backward": 1}
+    return {f"{name} {way}": n * times for name, n in numbers.items() for way, times in passes.items() if n}
 
 
 @pytest.mark.parametrize("layout", [[*PP, "parallel.virtual_stages=2"], ["parallel.cp=2"]], ids=["pp", "cp"])

@@ -3,14 +3,18 @@
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from sft.estimate.stage import Stage
+from sft.estimate.working_sets import StageWork
+from sft.layers.adapters import Trained
 from sft.mcore.activations import offload, saved_tensors
-from tests.ranks import scenarios
+from tests.ranks import mtp_models, scenarios
 from tests.ranks.alive import Alive
 from tests.ranks.layouts import GEMMA, GRADIENT_TOLERANCE, MODELS
 from tests.ranks.pool import Ranks
@@ -22,6 +26,8 @@ TILE_TOLERANCE = 1e-6
 MASKS_TOLERANCE = 0.02
 PACKS = [[1, 2, 3, 5], [0]]
 TOKENS = 256
+LONG = 1024
+LONGER = [f"data.seq_length={LONG}", "train.global_batch_size=1", "run.precision=bf16"]
 WIDE = [
     *("model.hidden_size=64", "model.ffn_hidden_size=192", "model.num_attention_heads=8", "model.num_query_groups=2"),
     *("model.head_dim=16", "run.precision=bf16", "train.global_batch_size=1"),
@@ -141,6 +147,36 @@ def bytes_kept(overrides: Sequence[str], num_layers: int) -> int:
 def test_bytes_of_a_layer_and_token(ranks: Ranks, overrides: list[str], expected: int) -> None:
     (two,), (four,) = (ranks(1).run(bytes_kept, overrides, layers) for layers in (2, 4))
     assert (four - two) / 2 == expected
+
+
+def kept_beyond_full(overrides: Sequence[str]) -> tuple[int, float]:
+    """The bytes that layers save with attention_kept beyond those with full: counted after forward, and by the
+    equations."""
+    counted, predicted = [], []
+    for recompute in ("attention_kept", "full"):
+        with scenarios.running([*overrides, *LONGER, f"train.recompute={recompute}"]) as engine:
+            corpus = scenarios.SkewedCorpus([LONG])
+            microbatch = scenarios.microbatch_of(engine, [corpus.sample(0)])
+            engine._set_denominator([microbatch], 1.0)
+            with Alive() as alive:
+                given = iter([("microbatch 1 of 1", microbatch)])
+                outputs = engine._forward_step(lambda *told: None, given, engine.chunks[0].train())
+            gc.collect()
+            counted.append(alive.num_bytes())
+            del outputs
+            work = StageWork.of(Stage.of(engine.config, engine.layout, scenarios.VOCAB, 0, Trained()), LONG)
+            predicted.append(work.saved_by_layers()[0] + work.saved_by_mtp())
+    return counted[0] - counted[1], predicted[0] - predicted[1]
+
+
+@pytest.mark.parametrize("model", [*MODELS, "mtp"])
+def test_attention_keeps_the_bytes_of_the_equations(ranks: Ranks, tmp_path: Path, model: str) -> None:
+    """All kinds of layers.  The delta rule keeps a state where an interval of 512 tokens begins, but none of the first;
+    the equations count a state for each 512 tokens."""
+    recipe = MODELS[model] if model in MODELS else mtp_models.joint(tmp_path)
+    ((counted, predicted),) = ranks(1).run(kept_beyond_full, recipe)
+    first_states = 3 * 4 * 8 * 6 * 10 if model in ("linear", "linear_experts") else 0
+    assert counted + first_states == predicted > 0
 
 
 @pytest.mark.parametrize("shared", [[], ["model.moe.shared_ffn_hidden_size=96", "model.moe.shared_gate=true"]])

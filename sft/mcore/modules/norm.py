@@ -64,20 +64,26 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
         compute = _compiled_forward if x.is_cuda else _forward
-        out, shrink = compute(x, weight, eps, offset)
+        out, shrink = compute(_rows(x), weight, eps, offset)
         ctx.save_for_backward(x, weight, shrink)
         ctx.offset = offset
-        return out
+        return out.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (x, weight, shrink) = grads, ctx.saved_tensors
         compute = _compiled_backward if grad.is_cuda else _backward
-        return *compute(grad, x, weight, shrink, ctx.offset), None, None
+        dx, dweight = compute(_rows(grad), _rows(x), weight, shrink, ctx.offset)
+        return dx.view(x.shape), dweight, None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., h] -> [n, h].  torch compiles a function for each number of axes, and at most 8 times."""
+    return x.detach().reshape(-1, x.shape[-1])
 
 
 def _forward(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    """The output, and 1 / root mean square of each row, [..., 1]."""
+    """x [n, h] -> the output, and 1 / root mean square of each row, [n, 1]"""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     shrink = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (wide * shrink * _factor(weight, wide.dtype, offset)).to(x.dtype), shrink
@@ -89,7 +95,7 @@ def _backward(
     grad = grad.to(shrink.dtype)
     normed, scaled = x.to(shrink.dtype) * shrink, grad * _factor(weight, shrink.dtype, offset)
     dx = shrink * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
-    dweight = None if weight is None else (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+    dweight = None if weight is None else (grad * normed).sum(0).to(weight.dtype)
     return dx.to(x.dtype), dweight
 
 

@@ -122,6 +122,7 @@ class Config(Section):
         if no_cuda and not self.attention.may_be_portable:
             yield "attention.backend", "needs CUDA, and run.device is cpu; use portable or auto"
         yield from self._conflicts_of_kernels()
+        yield from self._conflicts_of_gradients()
         if self.attention.delta_rule == "fla" and no_cuda:
             yield "attention.delta_rule", "= fla needs CUDA, and run.device is cpu; use torch or auto"
         if self.attention.delta_rule == "fla" and self.run.precision == "fp32":
@@ -149,6 +150,17 @@ class Config(Section):
         yield from self._conflicts_of_modules()
         yield from self._conflicts_of_lora()
         yield from self._conflicts_of_mtp()
+
+    def _conflicts_of_gradients(self) -> Iterator[tuple[str, str]]:
+        """`Layout.resolve` checks the number of microbatches of a step with a fixed cp."""
+        key, is_half = "optim.grad_dtype", self.optim.grad_dtype == "bf16"
+        if is_half and self.run.precision == "fp32":
+            yield key, "needs run.precision = bf16, but run.precision is fp32; use fp32, or run.precision = bf16"
+        if is_half and self.parallel.dynamic_cp:
+            yield key, (
+                "needs one microbatch per step on each rank, and with parallel.dynamic_cp = true a step has as "
+                "many as its documents need: their sum in bf16 would lose small terms; use fp32, or dynamic_cp = false"
+            )
 
     def _conflicts_of_modules(self) -> Iterator[tuple[str, str]]:
         run, why = self.run, self.local_modules_only

@@ -59,6 +59,7 @@ _NAMES = {
     "optim.epsilon": "adam_eps adam_epsilon",
     "optim.clip_grad": "max_grad_norm gradient_clipping gradient_clip_val grad_clip",
     "optim.offload_fraction": "optimizer_cpu_offload optimizer_offload_fraction offload_optimizer",
+    "optim.grad_dtype": "accumulate_allreduce_grads_in_fp32 grad_reduce_in_fp32 main_grads_dtype",
     "lora.rank": "r lora_r lora_rank dim",
     "lora.alpha": "lora_alpha",
     "lora.dropout": "lora_dropout",

@@ -9,6 +9,7 @@ from pydantic import Field
 from sft.config.section import Fraction, NonNegative, Positive, Section
 
 FP32 = 4  # bytes of an element
+BF16 = 2
 Recompute = Literal["none", "selective", "attention_kept", "full"]  # the more a value recomputes, the later it stands
 MtpMode = Literal["off", "detached", "joint"]
 
@@ -145,6 +146,14 @@ class OptimConfig(Section):
     """Maximum gradient norm; 0 disables clipping."""
     offload_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Share of Adam's states in host memory (16 bytes per parameter); needs bf16 and distributed_optimizer."""
+    grad_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of the gradients of a step.  bf16 takes half the memory and messages, and rounds sums over ranks; needs one
+    microbatch per step on each rank, and run.precision = bf16."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of an element of the gradients of a step."""
+        return BF16 if self.grad_dtype == "bf16" else FP32
 
     @property
     def optimizer(self) -> OptimizerStates:

@@ -21,8 +21,6 @@ from sft.layers.kinds import layer_groups
 from sft.layers.mixer import Mixer, Moved
 from sft.parallel.layout import Layout
 
-GRADIENT_SUM_BYTES = 10  # per parameter and microbatch: a bf16 gradient is read, its fp32 sum read and written
-
 
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
@@ -140,8 +138,9 @@ class LayerWork:
         return Moved(scale * forward, scale * backward), scale * repeated
 
     def gradient_sums(self, num_trained: float) -> float:
-        """Seconds in which the gradients of a microbatch are added to their fp32 sums."""
-        return num_trained * GRADIENT_SUM_BYTES / (self.constants.elementwise_gb_s.value * 1e9)
+        """Seconds in which the gradients of a microbatch, in bf16, are added to their sums."""
+        num_bytes = 2 + 2 * self.config.optim.gradient_bytes  # a gradient is read, its sum read and written
+        return num_trained * num_bytes / (self.constants.elementwise_gb_s.value * 1e9)
 
     def offload(self, forward_s: float, backward_s: float) -> float:
         """Seconds that copies of activations to host memory and back take beyond the passes that hide them."""

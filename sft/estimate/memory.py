@@ -4,20 +4,20 @@
 
 The files of sft/layers give the bytes of the two halves of a layer.  This module adds them up over a stage.  `layers`
 are the tensors that layers save for backward, `ends` the rotary tables.  A working set is the temporary memory of the
-loss head, or of backward in an MLP or in attention (working_sets.py).  The estimate assumes CUDA with fused activations
-and the attention kernels that may run, or with run.device = cpu the plain operations of a CPU.  It leaves out CUDA
-itself, NCCL (communicators.py) and gaps between allocations.
+loss head, of backward in an MLP or in attention, or of the update (working_sets.py).  The estimate assumes CUDA with
+fused activations and the attention kernels that may run, or with run.device = cpu the plain operations of a CPU.  It
+leaves out CUDA itself, NCCL (communicators.py) and gaps between allocations.
 """
 
 from dataclasses import dataclass
 
 from sft.config import Config
 from sft.console import size
-from sft.estimate.model_bytes import state
+from sft.estimate.model_bytes import fp32_gradients, state
 from sft.estimate.parameters import stage_parameters
 from sft.estimate.saved_by_layer import rotary_tables
 from sft.estimate.stage import Stage
-from sft.estimate.working_sets import StageWork, WorkingSet
+from sft.estimate.working_sets import UPDATE, StageWork, WorkingSet
 from sft.layers.adapters import Trained
 from sft.parallel.layout import Layout
 
@@ -82,12 +82,15 @@ def stage_memory(stage: Stage, pack: int) -> Memory:
     block = work.saved_by_mtp() * (waiting if virtual == 1 else 1)
     # Virtual stages keep what they send until its gradient arrives.  The last chunk of the last stage sends nothing.
     sent = work.hidden * (waiting - stage.is_last) if virtual > 1 else 0.0
+    saved = layers + block + sent
+    copied = fp32_gradients(stage, own)
+    update = [WorkingSet({UPDATE: copied}, freed=saved)] if copied else []
     return Memory(
         stage=stage.number,
         **state(stage, own),
-        layers=layers + block + sent,
+        layers=saved,
         ends=rotary_tables(work.kinds, pack) * waiting,
-        sets=tuple(work.all()),
+        sets=(*work.all(), *update),
         host_layers=host_layers,
     )
 

@@ -172,19 +172,19 @@ class Messages:
         return self._seconds(2 * num_bytes / self.constants.send.value, gb_s, 2)
 
     def gradients(self, own: StageParameters, backward_s: float) -> float:
-        """Exposed seconds of a step for the reduce-scatter of fp32 gradients and the all-gather of weights."""
+        """Exposed seconds of a step for the reduce-scatter of gradients and the all-gather of weights."""
         layout, parallel = self.layout, self.config.parallel
         groups = (
             (own.trained.dense, layout.cp * layout.dp, layout.tp),
             (own.trained.experts, layout.expert_copies, layout.ep * layout.etp),
         )
-        reduced, gathered = 0.0, 0.0
+        reduced, gathered, element = 0.0, 0.0, self.config.optim.gradient_bytes
         for numbers, ranks, stride in groups:
             if ranks == 1 or not numbers:
                 continue
             gb_s, moved = self._wide_link(ranks, stride), numbers * (ranks - 1) / ranks
-            reduced += self._seconds(FP32 * moved / self.constants.reduce_scatter.value, gb_s, 1)
-            gathered += self._seconds((self._width if parallel.distributed_optimizer else FP32) * moved, gb_s, 1)
+            reduced += self._seconds(element * moved / self.constants.reduce_scatter.value, gb_s, 1)
+            gathered += self._seconds((self._width if parallel.distributed_optimizer else element) * moved, gb_s, 1)
         overlaps = parallel.overlap and self.config.run.device != "cpu"
         return gathered + (unhidden(self.constants, reduced, backward_s) if overlaps else reduced)
 

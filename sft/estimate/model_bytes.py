@@ -5,6 +5,7 @@ import math
 from sft.config import LossConfig, ModelConfig
 from sft.estimate.parameters import StageParameters
 from sft.estimate.stage import Stage
+from sft.layers.adapters import EMBEDDING, HEAD
 from sft.layers.rank_share import FP32, RankShare
 
 
@@ -39,20 +40,46 @@ def state(stage: Stage, own: StageParameters) -> dict[str, float]:
     """Bytes of weights, gradients and optimizer, by the names of `Memory`.  own: the parameters on one rank
 
     A bf16 parameter takes 18 bytes.  With the distributed optimizer it takes 6 + 12 / (dp x cp), and a parameter of an
-    expert 6 + 12 / number of copies.
+    expert 6 + 12 / number of copies.  optim.grad_dtype = bf16 takes 2 bytes less.
     """
     config, width = stage.config, stage.rank.width
     optimizer, fraction = config.optim.optimizer, config.optim.offload_fraction
-    is_sharded = config.parallel.distributed_optimizer
-    owned = own.trained.owned(stage.layout) if is_sharded else own.trained.total
+    owned = _updated(stage, own)
     main_weight = FP32 if width < FP32 else 0
     return {
         "weights": width * own.all.total,
-        "gradients": FP32 * own.trained.total,
+        "gradients": config.optim.gradient_bytes * own.trained.total,
         "optimizer": (1 - fraction) * (optimizer.moment_bytes + main_weight) * owned,
         "host_optimizer": fraction * optimizer.host_bytes * owned,
         "host_copy": _copied(stage, own),
     }
+
+
+def fp32_gradients(stage: Stage, own: StageParameters) -> float:
+    """Bytes of the fp32 copies of bf16 gradients that the update makes on the device; 0 for fp32 gradients."""
+    optim = stage.config.optim
+    return 0.0 if optim.gradient_bytes == FP32 else FP32 * (1 - optim.offload_fraction) * _updated(stage, own)
+
+
+def fp32_sums(stage: Stage) -> tuple[float, float]:
+    """Bytes of temporary fp32 sums, where gradients are bf16: of a head's weight over chunks, and of an MLP over tiles.
+
+    Without optim.grad_dtype = bf16, chunks and tiles are added to the gradients themselves.
+    """
+    config, model = stage.config, stage.config.model
+    if config.optim.gradient_bytes == FP32:
+        return 0.0, 0.0
+    whole, table = stage.trained.whole, EMBEDDING if model.tie_embeddings else HEAD
+    trains_head = whole is None or any(weight.key == table for weight in whole)
+    head = FP32 * stage.rows * model.hidden_size if trains_head and config.loss.impl == "fused" else 0.0
+    tiled = config.train.mlp_tile is not None and stage.trains_layers
+    return head, FP32 * 3 * model.hidden_size * model.ffn_hidden_size / stage.rank.tp if tiled else 0.0
+
+
+def _updated(stage: Stage, own: StageParameters) -> float:
+    """The number of parameters that the rank's optimizer updates."""
+    is_sharded = stage.config.parallel.distributed_optimizer
+    return own.trained.owned(stage.layout) if is_sharded else own.trained.total
 
 
 def _copied(stage: Stage, own: StageParameters) -> float:

@@ -28,7 +28,7 @@ PARTS = (
     *("linear", "attention", "head", "elementwise", "recompute", "tp", "cp", "ep", "pp", "dp"),
     *("bubble", "optimizer", "offload", "overhead"),
 )
-GRADIENT_BYTES = 16  # per parameter, in fp32: the norm reads the gradient, a division reads and writes it, it is zeroed
+GRADIENT_ACCESSES = 4  # per parameter: the norm reads the gradient, a division reads and writes it, it is zeroed
 TRANSFER_BYTES = 8  # per parameter of an optimizer in host memory, in fp32: the gradient to the host, the weight back
 
 
@@ -133,7 +133,7 @@ def _update(config: Config, layout: Layout, own: StageParameters, constants: Con
     trained = own.trained
     owned = trained.owned(layout) if config.parallel.distributed_optimizer else trained.total
     fraction, moved = config.optim.offload_fraction, config.optim.optimizer.moved_bytes
-    on_device = (1 - fraction) * owned * moved + trained.total * GRADIENT_BYTES
+    on_device = (1 - fraction) * owned * moved + trained.total * GRADIENT_ACCESSES * config.optim.gradient_bytes
     on_host = fraction * owned * moved / constants.host_optimizer_gb_s.value
     transferred = fraction * owned * TRANSFER_BYTES / constants.pcie_gb_s.value
     return on_device / constants.optimizer_gb_s.value / 1e9, (on_host + transferred) / 1e9

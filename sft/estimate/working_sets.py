@@ -16,7 +16,7 @@ from sft.layers.offload import num_offloaded_layers, num_resident_layers
 from sft.layers.second_half import MlpBackward
 
 MLP, ATTENTION, HEAD = "MLP in backward", "attention in backward", "loss head"
-GATHERED = "gathered keys and values"
+GATHERED, UPDATE = "gathered keys and values", "fp32 gradients in the update"
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class StageWork:
             recompute=train.recompute,
             tile=train.mlp_tile,
             recomputed_attention=kind.recomputed_attention,
-            widest_gradient=self._widest_gradient(),
+            widest_gradient=self._widest_gradient() + model_bytes.fp32_sums(stage)[1],
             computes_at_once=self._computes_experts_at_once,
             weight_gradients=gradients if stage.trains_layers else 0.0,
         )
@@ -177,4 +177,6 @@ class StageWork:
         """
         loss, model, rank = self.stage.config.loss, self.stage.config.model, self.stage.rank
         head = model_bytes.loss_head(loss, model, rank, vocab_rows=self.stage.rows, tokens=self.tokens)
-        return head + (1 if self.block is None else 3) * self.hidden
+        heads = 2 if self.block is not None and self.stage.config.train.mtp == "joint" else 1
+        sums = heads * model_bytes.fp32_sums(self.stage)[0]
+        return head + sums + (1 if self.block is None else 3) * self.hidden

@@ -17,7 +17,7 @@ _STACKED = re.compile(r"decoder\.layers\.(?!\d)")  # the first axis of such a te
 
 @dataclass(frozen=True, kw_only=True)
 class GradientChunk:
-    """A rectangular part of the gradient of one parameter: fp32, on the device."""
+    """A rectangular part of the gradient of one parameter, on the device, in the dtype of `optim.grad_dtype`."""
 
     parameter: str  # "layer 4 mlp.linear_fc1.weight", layers counted from 1; outside of layers, the key in checkpoints
     shape: tuple[int, ...]  # shape of the whole gradient

@@ -223,11 +223,19 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
     if packs % dp:
         nearest = _nearest_multiples(packs, dp)
         yield f"train.global_batch_size = {packs} packs cannot be divided evenly among dp = {dp} ranks.  {nearest}."
-    elif virtual > 1 and packs // dp % pp:
+        return
+    if virtual > 1 and packs // dp % pp:
         nearest = _nearest_multiples(packs, dp * pp)
         yield (
             f"train.global_batch_size = {packs} packs are {packs // dp} microbatches on each of dp = {dp} "
             f"ranks; with virtual_stages = {virtual} they must be a multiple of pp = {pp}.  {nearest}."
+        )
+    if packs > dp and config.optim.grad_dtype == "bf16":
+        less = "" if virtual > 1 else f", or train.global_batch_size={dp}, or {packs // dp} times as many ranks"
+        yield (
+            f"optim.grad_dtype = bf16 needs one microbatch per step on each rank, but train.global_batch_size = "
+            f"{packs} packs are {packs // dp} on each of dp = {dp} ranks: a sum of their gradients in bf16 would lose "
+            f"small terms.  Use optim.grad_dtype=fp32{less}."
         )
 
 

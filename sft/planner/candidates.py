@@ -24,7 +24,7 @@ def sizes(task: Task, num_gpus: int) -> Iterator[Sizes]:
     """All sizes that fit the model, the packs and `num_gpus`.  tp stays within a node."""
     config, packs = task.config, task.config.train.global_batch_size
     has_short = bool((task.lengths.tokens < config.data.seq_length).any())
-    dynamic = (False, True) if has_short else (False,)
+    dynamic = (False, True) if has_short and config.optim.grad_dtype == "fp32" else (False,)
     for tp in divisors(min(task.hardware.gpus_per_node, num_gpus)):
         for pp in divisors(config.model.num_layers):
             if num_gpus % (tp * pp):

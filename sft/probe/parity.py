@@ -171,7 +171,7 @@ def _whole_gradients(engine: Engine) -> Iterator[tuple[str, Tensor | None]]:
         owner, shape = index % engine.layout.world_size, chunks[0][0]
         num_held = sum(math.prod(size) for _, _, size, _ in chunks)
         assert num_held == math.prod(shape), f"the chunks of {name} are not the whole"
-        own = [data.cpu().contiguous() for data in local.get(name, [])]
+        own = [data.cpu().float().contiguous() for data in local.get(name, [])]
         if rank != owner:
             for data in own:
                 dist.send(data, owner, group=control)

@@ -25,7 +25,8 @@ class _TiledRecompute(torch.autograd.Function):
 
     The gradients of all tiles except the last are added to `main_grad`, in fp32, as core adds the gradients of
     microbatches.  The gradient of the last tile is returned to autograd, so that core's hook on the weight can start
-    the reduction of gradients.
+    the reduction of gradients.  If `main_grad` is bf16, all tiles are added to a temporary fp32 sum, which is returned
+    in bf16.
     """
 
     @staticmethod
@@ -46,10 +47,21 @@ class _TiledRecompute(torch.autograd.Function):
         (hidden,) = ctx.saved_tensors
         dhidden = torch.empty_like(hidden)
         tiles = list(zip(hidden.split(ctx.tile), grads[0].split(ctx.tile), dhidden.split(ctx.tile)))
+        sums = [_fp32_sum(weight) for weight in ctx.weights] if len(tiles) > 1 else []
         for rows, grad, drows in tiles[:-1]:
-            for weight, dweight in zip(ctx.weights, _tile_backward(ctx, rows, grad, drows)):
-                weight.main_grad.add_(dweight)
-        return None, None, dhidden, *_tile_backward(ctx, *tiles[-1])
+            for total, dweight in zip(sums, _tile_backward(ctx, rows, grad, drows)):
+                total.add_(dweight)
+        dweights = _tile_backward(ctx, *tiles[-1])
+        for number, (weight, total) in enumerate(zip(ctx.weights, sums)):
+            if total is not weight.main_grad:
+                dweights[number] = total.add_(dweights[number]).to(weight.dtype)
+        return None, None, dhidden, *dweights
+
+
+def _fp32_sum(weight: Any) -> Tensor:
+    """The tensor that sums gradients of the weight in fp32: its `main_grad`, or zeros if that has another dtype."""
+    buffer: Tensor = weight.main_grad
+    return buffer if buffer.dtype == torch.float32 else torch.zeros_like(buffer, dtype=torch.float32)
 
 
 def _tile_backward(ctx: Any, rows: Tensor, grad: Tensor, drows: Tensor) -> list[Tensor]:

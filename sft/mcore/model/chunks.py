@@ -49,7 +49,7 @@ def build(
             chunk.requires_grad_(False)
     overlap = config.parallel.overlap and groups.device.type == "cuda" and layout.world_size > 1
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=config.optim.grad_dtype == "fp32",
         overlap_grad_reduce=overlap,
         use_distributed_optimizer=config.parallel.distributed_optimizer,
         check_for_nan_in_grad=False,  # the engine checks the norm, on all ranks at once

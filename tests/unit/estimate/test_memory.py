@@ -12,7 +12,7 @@ from sft.estimate.gpus import GIB
 from sft.estimate.memory import Memory, estimate, longest_context, stage_memory
 from sft.estimate.parameters import Numbers
 from sft.estimate.saved_by_layer import LayerBytes
-from sft.estimate.working_sets import ATTENTION, GATHERED, HEAD, MLP
+from sft.estimate.working_sets import ATTENTION, GATHERED, HEAD, MLP, UPDATE
 from sft.layers.adapters import Trained
 from sft.layers.mixers.delta import STATE_INTERVAL, DeltaBytes
 from sft.layers.mixers.softmax_bytes import LARGE_SCORE_TILE, SCORE_TILE, PortableBytes, TransformerEngineBytes
@@ -171,6 +171,25 @@ def test_a_parameter_takes_18_or_16_bytes(precision: str, each: tuple[int, int, 
     """In fp32, the weights are also the main parameters."""
     found = taken(run={"precision": precision})
     assert (found.weights, found.gradients, found.optimizer) == tuple(n * TINY_PARAMETERS for n in each)
+
+
+def test_bf16_gradients_take_2_bytes_and_fp32_sums_for_a_time() -> None:
+    """On dp 2, the update needs fp32 gradients of the rank's half.  The head sums the gradient of 128 x 4 over chunks
+    in fp32, and backward of the MLP that of 3 x 4 x 8 over tiles; an adapter's gradient needs no such sums."""
+    halved = {"optim": {"grad_dtype": "bf16"}, "train": {"global_batch_size": 2, "mlp_tile": 64}}
+    plain = {"train": halved["train"]}
+    found, usual = taken(2, **halved), taken(2, **plain)
+    assert (found.gradients, usual.gradients) == (2 * TINY_PARAMETERS, 4 * TINY_PARAMETERS)
+    assert most(found, UPDATE) == 4 * TINY_PARAMETERS / 2 and most(usual, UPDATE) == 0
+    assert most(found, HEAD) - most(usual, HEAD) == 4 * 128 * 4
+    assert most(found, MLP) - most(usual, MLP) == 4 * 3 * 4 * 8
+    assert taken(4, **halved, parallel={"tp": 2}).gradients == taken(4, **plain, parallel={"tp": 2}).gradients / 2
+    assert found.sets[-1].freed == found.layers  # layers have nothing saved when the update begins
+    qkv = adapted("self_attention.linear_qkv", (4, 4, 4), (0,), (1,), (2,))
+    sections = {**halved, "lora": {"rank": 2}}
+    trained = Trained(adapted=[qkv], whole=[])
+    lora, usual = (estimate(*of(2, **s), 10, 1024, trained) for s in (sections, {**sections, "optim": {}}))
+    assert (most(lora, HEAD), most(lora, MLP)) == (most(usual, HEAD), most(usual, MLP))
 
 
 def test_the_distributed_optimizer_takes_6_and_a_share_of_12() -> None:

@@ -102,6 +102,13 @@ def test_elementwise_optimizer_and_overhead() -> None:
     # The update moves 28 bytes for the eighth of the parameters that a rank owns, and 16 bytes for all gradients.
     time = predicted(flat(TFLOPS, optimizer_gb_s=1000.0))
     assert time.parts["optimizer"] == pytest.approx(parameters * (28 / 8 + 16) / 1e12)
+    # Gradients in bf16: 6 bytes for the sum of one microbatch, and 8 in the update.
+    halved = {"optim": {"grad_dtype": "bf16"}, "train": {"global_batch_size": 1}}
+    assert predicted(flat(TFLOPS, elementwise_gb_s=1000.0), **halved).parts["elementwise"] == pytest.approx(
+        (MILLION * 32 * 3 * 2 * numbers / 8 + 6 * parameters) / 1e12
+    )
+    time = predicted(flat(TFLOPS, optimizer_gb_s=1000.0), **halved)
+    assert time.parts["optimizer"] == pytest.approx(parameters * (28 / 8 + 8) / 1e12)
     time = predicted(flat(TFLOPS, layer_overhead_us=100.0))
     assert time.parts["overhead"] == pytest.approx(8 * 32 * 1e-4)
     # On the host: 28 bytes for each parameter that the rank owns, and 8 bytes that are transferred.
@@ -207,6 +214,9 @@ def test_messages_between_nodes() -> None:
     assert time.parts["cp"] == pytest.approx(8 * MILLION * 15 / 16 * 524_288 / 10e9)
     # Weights in bf16 and gradients in fp32, 15 / 16 of them, through 8 ports of 10 GB/s; no computation hides them.
     assert time.parts["dp"] == pytest.approx(8_030_261_248 * 6 * 15 / 16 / 80e9)
+    halved = {"optim": {"grad_dtype": "bf16"}, "train": {"global_batch_size": 1}}
+    time = predicted(rates, num_gpus=16, parallel={"cp": 16}, **halved)
+    assert time.parts["dp"] == pytest.approx(8_030_261_248 * 4 * 15 / 16 / 80e9)
     fast = predicted(flat(TFLOPS, intra_gb_s=1e9, inter_gb_s=10.0), num_gpus=16, parallel={"cp": 16})
     assert fast.parts["dp"] == pytest.approx(8_030_261_248 * 2 * 15 / 16 / 80e9)  # backward hides the gradients
 

@@ -98,6 +98,13 @@ MISFITS = {
         "train.global_batch_size = 5 packs are 5 microbatches on each of dp = 1 ranks; with virtual_stages "
         "= 2 they must be a multiple of pp = 2.  Nearest that fit: 4, 6.",
     ),
+    "bf16 gradients and microbatches": (
+        8,
+        {"optim": {"grad_dtype": "bf16"}},
+        "optim.grad_dtype = bf16 needs one microbatch per step on each rank, but train.global_batch_size = 16 packs "
+        "are 2 on each of dp = 8 ranks: a sum of their gradients in bf16 would lose small terms.  Use "
+        "optim.grad_dtype=fp32, or train.global_batch_size=8, or 2 times as many ranks.",
+    ),
     "documents and cp": (
         32,
         {"parallel": {"cp": 32}, "train": {"global_batch_size": 1}},

@@ -109,6 +109,11 @@ CLASHES = {
     "but run.modules is local; use te or auto, or null.",
     ("parallel.cp_comm=a2a+p2p", "parallel.cp=12"): "parallel.cp_a2a = null (default) is required with cp_comm = "
     "a2a+p2p; for cp = 12, sizes that fit: 2, 3, 4, 6.",
+    ("run.precision=fp32", "optim.grad_dtype=bf16"): 'optim.grad_dtype = "bf16" (@) needs run.precision = bf16, but '
+    "run.precision is fp32; use fp32, or run.precision = bf16.",
+    ("parallel.cp=2", "parallel.dynamic_cp=true", "optim.grad_dtype=bf16"): 'optim.grad_dtype = "bf16" (@) needs one '
+    "microbatch per step on each rank, and with parallel.dynamic_cp = true a step has as many as its documents need: "
+    "their sum in bf16 would lose small terms; use fp32, or dynamic_cp = false.",
     ("parallel.dynamic_cp=true",): "parallel.dynamic_cp = true (@) chooses a CP size up to cp for each pack, but cp = "
     "1.  Raise cp, or use false.",
     (

@@ -39,7 +39,7 @@ OVER_FULL, OVER_SELECTIVE = 0.03, 1.05  # largest |time / FLOPs ratio - 1|, and 
 
 
 class Flops(TorchDispatchMode):
-    """Counts FLOPs of matrix products.  torch's FlopCounterMode follows modules, too: torch.autograd.grad then fails."""
+    """Counts FLOPs of matrix products.  torch's FlopCounterMode follows modules, and torch.autograd.grad then fails."""
 
     total = 0
 

@@ -8,7 +8,7 @@ further documents as they have time and room for, the longest first (first fit, 
     18 on two ranks: the row takes 9        8 and 8 on one rank each
     14 on two ranks: the row takes 7        10 and 3 on two ranks
 
-`Rule.by_work` says which document a group gets, if documents for groups of several sizes are left.
+`PackRule.by_work` says which document a group gets, if documents for groups of several sizes are left.
 """
 
 from bisect import bisect_left
@@ -20,7 +20,7 @@ import numpy as np
 from sft.data.packing.cp_cost import Documents
 
 
-class Rule(NamedTuple):
+class PackRule(NamedTuple):
     """How packs are formed.  Times are shares of a microbatch's mean time.
 
     least    a row takes at least this time
@@ -37,7 +37,7 @@ class Rule(NamedTuple):
     by_work: bool
 
 
-class Pack(NamedTuple):
+class GroupPack(NamedTuple):
     """level: index in documents.sizes of the size of the pack's group; documents: their numbers"""
 
     level: int
@@ -54,7 +54,9 @@ class _Open:
     units: int
 
 
-def packs_of_long(documents: Documents, numbers: np.ndarray, width: int, mean_ns: float, rule: Rule) -> list[Pack]:
+def packs_of_long(
+    documents: Documents, numbers: np.ndarray, width: int, mean_ns: float, rule: PackRule
+) -> list[GroupPack]:
     """Packs with all documents of these numbers.  width: ranks of a row; mean_ns: mean time of a microbatch"""
     return _Rows(documents, numbers, max(0, len(documents.sizes) - rule.sizes)).packs(width, mean_ns, rule)
 
@@ -75,7 +77,7 @@ class _Rows:
         self._by_time = [[-time for time in times] for times in self._times]
         self._next = list(range(len(self._numbers) + 1))  # leads to the next document without a pack
 
-    def packs(self, width: int, mean_ns: float, rule: Rule) -> list[Pack]:
+    def packs(self, width: int, mean_ns: float, rule: PackRule) -> list[GroupPack]:
         packs, first, last = [], self._from(0), len(self._sizes) - 1
         while first < len(self._numbers):
             level = self._least[first]
@@ -92,7 +94,7 @@ class _Rows:
             for pack in sorted(opened, key=lambda pack: -pack.time):
                 while (document := self._from(self._start(pack.level, pack.units, pack.time))) < len(self._numbers):
                     self._add(pack, document)
-                packs.append(Pack(pack.level, pack.documents))
+                packs.append(GroupPack(pack.level, pack.documents))
             first = self._from(first)
         return packs
 

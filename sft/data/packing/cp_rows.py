@@ -24,20 +24,20 @@ import numpy as np
 
 from sft.data.packing.cp_cost import Documents
 from sft.data.packing.cp_fill import fill
-from sft.data.packing.cp_packs import Pack, Rule, packs_of_long
+from sft.data.packing.cp_packs import GroupPack, PackRule, packs_of_long
 from sft.data.packing.cp_ranks import FILL
 
 # The rules, in the order in which they are tried.  Large groups send more bytes.  So if only the ranks of a row of the
 # grid wait for each other, the rules choose the smallest group.
 RULES = (
-    Rule(0.8, 1.5, 9, 0.3, True), Rule(0.2, 1.0, 2, 0.1, False), Rule(0.8, 1.5, 3, 0.3, False),
-    Rule(0.2, 0.5, 2, 0.1, True), Rule(0.6, 1.0, 2, 0.3, False), Rule(0.6, 0.5, 2, 0.3, True),
-    Rule(0.2, 0.5, 2, 0.3, False), Rule(0.2, 1.0, 2, 0.3, True), Rule(0.2, 1.5, 3, 0.3, False),
-    Rule(0.6, 0.5, 9, 0.1, True), Rule(0.4, 0.5, 2, 0.3, True), Rule(0.6, 1.0, 2, 0.1, True),
+    PackRule(0.8, 1.5, 9, 0.3, True), PackRule(0.2, 1.0, 2, 0.1, False), PackRule(0.8, 1.5, 3, 0.3, False),
+    PackRule(0.2, 0.5, 2, 0.1, True), PackRule(0.6, 1.0, 2, 0.3, False), PackRule(0.6, 0.5, 2, 0.3, True),
+    PackRule(0.2, 0.5, 2, 0.3, False), PackRule(0.2, 1.0, 2, 0.3, True), PackRule(0.2, 1.5, 3, 0.3, False),
+    PackRule(0.6, 0.5, 9, 0.1, True), PackRule(0.4, 0.5, 2, 0.3, True), PackRule(0.6, 1.0, 2, 0.1, True),
 )  # fmt: skip
 FEW_BYTES = (
-    Rule(1.0, 2.0, 9, 0.2, False), Rule(0.8, 0.75, 9, 0.2, False), Rule(0.6, 0.75, 9, 0.5, False),
-    Rule(0.6, 1.5, 9, 0.2, False), Rule(0.4, 1.0, 9, 0.2, False), Rule(0.8, 1.5, 9, 0.3, True),
+    PackRule(1.0, 2.0, 9, 0.2, False), PackRule(0.8, 0.75, 9, 0.2, False), PackRule(0.6, 0.75, 9, 0.5, False),
+    PackRule(0.6, 1.5, 9, 0.2, False), PackRule(0.4, 1.0, 9, 0.2, False), PackRule(0.8, 1.5, 9, 0.3, True),
 )  # fmt: skip
 LACKS = 0.05  # packs on several ranks that lack less than this share of the target get no short documents: saves bytes
 # Limits of the time.  At most MAX_LONG documents on single ranks are long.  Each rule spends its number of long
@@ -57,7 +57,7 @@ class Placed(NamedTuple):
 
 
 def packs_of_rows(
-    documents: Documents, num_ranks: int, multiple: int, wait_ranks: int, rules: Sequence[Rule] = RULES
+    documents: Documents, num_ranks: int, multiple: int, wait_ranks: int, rules: Sequence[PackRule] = RULES
 ) -> list[Placed]:
     """All packs that hold a document, from the rule with the shortest step.
 
@@ -105,7 +105,7 @@ class _Rows:
     number, step_ns      number of microbatches, and expected time of the step
     """
 
-    packs: list[Pack]
+    packs: list[GroupPack]
     short: np.ndarray
     level: np.ndarray
     time: np.ndarray
@@ -117,7 +117,7 @@ class _Rows:
     step_ns: float
 
 
-def _planned(grid: _Grid, packs: list[Pack], short: np.ndarray, number: int) -> _Rows:
+def _planned(grid: _Grid, packs: list[GroupPack], short: np.ndarray, number: int) -> _Rows:
     """Assigns packs to rows, and sets the targets of rows.  Adds microbatches until short documents should fit.
 
     number  the least number of microbatches

@@ -27,7 +27,7 @@ import numpy as np
 
 from sft.data.packing.cp_cost import CpCost, Documents
 from sft.data.packing.cp_grid import FILLER, Grid, Slot, makespan_ns
-from sft.data.packing.cp_packs import Rule
+from sft.data.packing.cp_packs import PackRule
 from sft.data.packing.cp_ranks import BETTER, packs_of_groups
 from sft.data.packing.cp_rows import FEW_BYTES, RULES, packs_of_rows
 from sft.parallel.cp_group import cp_sizes
@@ -79,7 +79,7 @@ def _of_groups(documents: Documents, num_ranks: int, multiple: int) -> Grid:
     return _completed(grid, multiple)
 
 
-def _of_rows(documents: Documents, num_ranks: int, multiple: int, wait_ranks: int, rules: Sequence[Rule]) -> Grid:
+def _of_rows(documents: Documents, num_ranks: int, multiple: int, wait_ranks: int, rules: Sequence[PackRule]) -> Grid:
     grid: Grid = [[] for _ in range(num_ranks)]
     ids = documents.ids.tolist()
     placed = packs_of_rows(documents, num_ranks, multiple, wait_ranks, rules)

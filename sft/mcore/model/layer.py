@@ -65,8 +65,8 @@ class Layer(TransformerLayer):
             self.self_attn_bda = _ResidualSum(self.post_self_attn_layernorm, residual_multiplier)
             self.mlp_bda = _ResidualSum(self.post_mlp_layernorm, residual_multiplier)
         for weight in self.parameters() if frees_memory else ():
-            is_in_place = weight.is_cuda or not torch.cuda.is_available()  # the others are moved to the GPU later
-            if is_in_place and weight.dtype == config.params_dtype:
+            stays = weight.is_cuda or not torch.cuda.is_available()  # the others are moved to the GPU later
+            if stays and weight.dtype == config.params_dtype:
                 weight.untyped_storage().resize_(0)
 
     def forward(

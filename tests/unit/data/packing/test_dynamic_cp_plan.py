@@ -11,7 +11,7 @@ import pytest
 from sft.data.packing import balance
 from sft.data.packing.cp_cost import CpCost, Documents
 from sft.data.packing.cp_grid import Grid, Slot, fixed, predict
-from sft.data.packing.cp_packs import Rule, packs_of_long
+from sft.data.packing.cp_packs import PackRule, packs_of_long
 from sft.data.packing.cp_rows import _even, _rows_of
 from sft.data.packing.dynamic_cp import _of_groups, assign, unless_longer
 from sft.layers.flops import AttentionCost
@@ -58,7 +58,7 @@ def test_a_document_joins_a_pack_only_if_it_is_in_time() -> None:
     """A row of two ranks, each with room for 10 tokens and 8 ns.  Beside 6 and 5 tokens, the ranks have time for 2 and
     3 more: the document of 2 joins the pack with more time, and that of 4 begins the next row."""
     documents = documents_of([6, 5, 4, 2], 2, 10)
-    packs = packs_of_long(documents, np.arange(4), 2, 8.0, Rule(1.0, 1.0, 2, 0.0, False))
+    packs = packs_of_long(documents, np.arange(4), 2, 8.0, PackRule(1.0, 1.0, 2, 0.0, False))
     assert [pack.documents for pack in packs] == [[1, 3], [0], [2]] and {pack.level for pack in packs} == {0}
 
 

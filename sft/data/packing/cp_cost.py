@@ -51,8 +51,8 @@ class CpCost(CpBytes):
     wait_ranks: int = 1
 
     @staticmethod
-    def of(config: Config, *, meets: bool = False) -> "CpCost":
-        """The costs of a recipe.  meets: whether all ranks wait for each other in each layer, as with shared weights"""
+    def of(config: Config) -> "CpCost":
+        """The costs of a recipe."""
         model, parallel = config.model, config.parallel
         tp, pp = parallel.tp, parallel.pp
         repeats = config.train.repeats_layers
@@ -62,6 +62,9 @@ class CpCost(CpBytes):
         if parallel.ep * parallel.etp > 1:  # its ranks are consecutive, and tp of them are one rank of the grid
             groups = -(-parallel.ep * parallel.etp // tp)
             waits = -(-max(waits, groups) // parallel.cp) * parallel.cp
+        if parallel.shards_gradients:  # the ranks of a shard group meet in each layer
+            size = parallel.shard_size or ALL_RANKS
+            waits = max(waits, -(-size // parallel.cp) * parallel.cp)
         return CpCost(
             **vars(CpBytes.of(config)),
             doc_multiple=config.data.doc_multiple,
@@ -71,7 +74,7 @@ class CpCost(CpBytes):
             node_ranks=max(1, parallel.gpus_per_node // tp),
             intra_gb_s=parallel.intra_node_gb_s,
             inter_gb_s=parallel.inter_node_gb_s,
-            wait_ranks=ALL_RANKS if meets else waits,
+            wait_ranks=waits,
         )
 
     def domain(self, num_ranks: int) -> int:

@@ -246,7 +246,8 @@ def test_costs_of_a_recipe() -> None:
     assert cost.kv_bytes == 32 * 2 * 4 * 128 * (2 * 2 + 4) and cost.others == ()
     assert cost.token_ns == pytest.approx(6 * 6_979_321_856 * 1e9 / (2 * 989e12 * 0.35))
     assert [cost.gb_s(size) for size in (2, 4, 8)] == [300.0, 300.0, 40.0]
-    assert CpCost.of(layout_config(model=LLAMA_8B, parallel={"cp": 8}), meets=True).domain(48) == 48
+    for sharded, waiting in (({"shard": "weights"}, 48), ({"shard": "gradients", "shard_size": 16}, 16)):
+        assert CpCost.of(layout_config(model=LLAMA_8B, parallel={"cp": 8, **sharded})).domain(48) == waiting
     full = {"train": {"num_steps": 1, "global_batch_size": 16, "recompute": "full"}}
     again = CpCost.of(layout_config(model=LLAMA_8B, parallel={"cp": 8, "pp": 2}, **full))
     assert again.kv_bytes == 16 * 2 * 8 * 128 * (3 * 2 + 4) and again.wait_ranks == 8

@@ -32,7 +32,7 @@ class ParallelConfig(Section):
     shard_size: Positive | None = None
     """Number of ranks of dp x cp that share one copy with shard = gradients or weights (HSDP); null: all of them."""
     overlap: bool = True
-    """Overlap gathers of weights and reductions of gradients with compute (CUDA only)."""
+    """Overlap reductions of gradients with compute (CUDA only)."""
     cp_comm: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
     """How te moves keys and values over cp (not yet run on GPUs).  The portable backend always all-gathers."""
     cp_a2a: Positive | None = None

@@ -48,7 +48,13 @@ def step(engine: Engine) -> None:
 def weights(engine: Engine) -> list[Any]:
     """All weights of this rank, also frozen ones."""
     slices = [
-        OptimizerSlice(param=param, start=0, tensors={MAIN: param.detach().view(-1)}, gradient=param.detach().view(-1))
+        OptimizerSlice(
+            param=getattr(param, "whole", param),
+            start=getattr(param, "start", 0),
+            tensors={MAIN: param.detach().view(-1)},
+            gradient=param.detach().view(-1),
+            replica=getattr(param, "replica", None),
+        )
         for chunk in engine.chunks
         for param in chunk.parameters()
     ]
@@ -115,6 +121,7 @@ LAYER_0 = "layers.0.*"
         # stage 0 trains nothing
         ("qwen3", True, ["embed_tokens", LAYER_0], r"embed_tokens|layers\.0\.", 2, [*PP, FULL]),
         ("qwen2", False, ["model.*"], r"^model\.", 2, [*CP, *SHARDED]),  # only the output weight is trained
+        ("qwen2", False, ["model.*"], r"^model\.", 2, [*CP, *SHARDED, "parallel.shard=weights", "loss.impl=chunked"]),
         ("llama", True, ["q_proj", "k_proj", "v_proj", "*norm"], r"[qkv]_proj|norm", 2, [*PP, SELECTIVE]),
         (
             "qwen3_moe",

@@ -35,6 +35,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp cp": (4, [*SP, *CP]),
     "tp pp": (4, [*SP, *PP]),
     "dynamic": (2, [*CP, "parallel.dynamic_cp=true", *SLOW_CP]),
+    "sharded": (2, [*CP, *SHARDED, "parallel.shard=weights", "train.recompute=selective", "loss.impl=chunked"]),
 }
 
 
@@ -72,7 +73,7 @@ def measured(overrides: Sequence[str], folder: str, packs: Sequence[Sequence[Sam
 
 CASES = [
     *(("glm4_moe", "joint", layout) for layout in LAYOUTS),
-    *(("glm4_moe", "detached", layout) for layout in ("one", "pp")),
+    *(("glm4_moe", "detached", layout) for layout in ("one", "pp", "sharded")),
     *(("deepseek_v3", "joint", "one"), ("qwen3_5_text", "joint", "cp")),
 ]
 

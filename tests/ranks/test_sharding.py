@@ -1,5 +1,7 @@
 """What sharded weights and gradients keep in memory and send, and where their values come from."""
 
+import gc
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -171,3 +173,32 @@ def test_the_estimate_divides_every_model_in_the_same_way(ranks: Ranks, model: s
     experts = ["parallel.ep=2"] if model in MIXTURES else []
     for made, predicted in ranks(2).run(unit_sizes, [*MODELS[model], *CP, *experts, *WEIGHTS]):
         assert made == predicted
+
+
+def trained_weights(overrides: list[str], overlap: bool) -> str:
+    """The hash of the weights after two steps of two microbatches."""
+    with scenarios.running(overrides) as engine:
+        engine.chunks[0]._passes._overlap = overlap
+        scenarios.train_steps(engine, [0, 1])
+        return scenarios.parameter_hash(engine)
+
+
+@pytest.mark.parametrize("loss", ["fused", "chunked"])
+def test_sums_that_run_while_the_next_unit_computes_change_nothing(ranks: Ranks, loss: str) -> None:
+    """A tied weight is opened by the loss head while the sum of its last microbatch may still be under way."""
+    overrides = [*GEMMA, *WEIGHTS, f"loss.impl={loss}", FULL]
+    assert ranks(2).run(trained_weights, overrides, True) == ranks(2).run(trained_weights, overrides, False)
+
+
+def what_stays(overrides: list[str]) -> bool:
+    """Whether a buffer of gradients is still in memory after its engine was released."""
+    with scenarios.running(overrides) as engine:
+        scenarios.train_steps(engine, [0])
+        buffer = weakref.ref(engine.chunks[0].units[1].flats[0])
+    del engine
+    gc.collect()
+    return buffer() is not None
+
+
+def test_a_released_engine_frees_its_buffers(ranks: Ranks) -> None:
+    assert ranks(2).run(what_stays, WEIGHTS) == [False, False]

@@ -102,9 +102,13 @@ class SavePolicy:
         self._pass: _ForwardPass | None = None  # the current forward pass; None in backward and between passes
 
     def attach(self, model: torch.nn.Module) -> None:
-        """Give this policy to the layers and norms of a model; core builds them without a policy."""
+        """Give this policy to the layers and norms of a model; core builds them without a policy.
+
+        The modules in the model's `outputs_kept`, if it has any, get no policy.
+        """
+        kept = {id(module) for module in getattr(model, "outputs_kept", ())}
         for module in model.modules():
-            if hasattr(module, "save_policy"):
+            if hasattr(module, "save_policy") and id(module) not in kept:
                 module.save_policy = self  # type: ignore[assignment]
 
     @contextmanager

@@ -54,6 +54,8 @@ def memory_for_views(tensor: torch.Tensor) -> Iterator[None]:
     is_free = storage.nbytes() == 0
     if is_free:
         storage.resize_(end * tensor.element_size())
-    yield
-    if is_free:
-        storage.resize_(0)
+    try:
+        yield
+    finally:
+        if is_free:
+            storage.resize_(0)

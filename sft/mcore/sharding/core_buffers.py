@@ -87,7 +87,9 @@ class ShardBuffer:
             start = offset + int(part.storage_offset() - flat.shard.storage_offset())
             self.param_index_map[part] = (start, start + part.numel(), number)
         self.params.extend(parts)
-        self.buckets.append(ShardBucket(parts, flat.shard, flat.shard_grad, offset, flat.size))
+        self.buckets.append(
+            ShardBucket(parts, flat.shard, flat.shard_grad, offset, sum(part.numel() for part in parts))
+        )
 
 
 def buffers_of(

@@ -55,6 +55,14 @@ class ShardedModel(_BaseDataParallel):
         module.apply(_forget_weight_tensor)
         self._passes = UnitPasses(self.units, overlap=overlap)
 
+    @property
+    def outputs_kept(self) -> list[torch.nn.Module]:
+        """The norms whose outputs other units save for backward: these cannot compute them again without the weights."""
+        if self.keeps_weights:
+            return []
+        owners = (self.module.decoder, self.module.multi_token)
+        return [owner.final_layernorm for owner in owners if getattr(owner, "final_layernorm", None) is not None]
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, ShardParameter]]:
         yield from self.shards.items()
 
@@ -84,7 +92,7 @@ class ShardedModel(_BaseDataParallel):
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Finish all sums, and sum the gradients over the replicas of this rank's shards."""
-        self._passes.finish_reduction()
+        self._passes.finish()
         for flat in self._trained:
             if flat.ranks.replicas is not None:
                 dist.all_reduce(flat.shard_grad, group=flat.ranks.replicas)

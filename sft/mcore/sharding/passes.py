@@ -9,11 +9,13 @@ unit, so it needs no gather of its own.
     forward     embedding   layer 1   layer 2   final norm   output and loss
     backward    output and loss   final norm   layer 2   layer 1   embedding
 
-So at most two units have whole weights.  One buffer of gradients exists, or two with `overlap`: the sum of one unit's
-gradients is then under way while the next unit computes.  Every rank opens units in the same order, because the order
-follows from the model alone.
+So at most two units have whole weights, and the embedding beside them where it is also the output weight or where
+multi-token prediction reads it.  One buffer of gradients exists, or two with `overlap`: the sum of one unit's gradients
+is then under way while the next unit computes.  Every rank opens units in the same order, because the order follows
+from model and recipe alone.
 """
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -34,42 +36,47 @@ class UnitPasses:
 
     def __init__(self, units: Sequence[Unit], *, overlap: bool) -> None:
         self._units, self._overlap = units, overlap
-        # Backward of the embedding does not read its weight.
-        self._embedding = units[0] if units[0].name == EMBEDDING else None
-        self._opened: Unit | None = None  # the unit whose gradients are being computed
+        self._opened: Unit | None = None  # the unit that backward or the loss head uses
+        self._has_gradients = False  # whether the opened unit has a buffer for gradients
         self._reduction: Reduction | None = None  # under way
         self._in_backward = False
         self._last_used = -1  # number of the unit that the forward pass has reached
-        for unit in units:
+        # A weight holds its hook where Python's collector does not see it, so the hook must not hold the weight.
+        add_gradient = weakref.WeakMethod(self._add_gradient)
+        for number, unit in enumerate(units):
             if unit.module is not None:
                 unit.module.register_forward_pre_hook(partial(self._before, unit))
                 unit.module.register_forward_hook(partial(self._after, unit))
             for param in (param for flat in unit.flats if flat.is_trained for param in flat.params):
-                param.register_post_accumulate_grad_hook(partial(self._add_gradient, unit))
+                param.register_post_accumulate_grad_hook(partial(_call, add_gradient, number))
 
     def begin_forward(self) -> None:
         self._last_used = -1
+        if self._in_backward:  # an error ended the last backward pass
+            self._in_backward = self._has_gradients = False
+            self._opened = None
+            self._free()
 
     def end_forward(self, output: Any) -> None:
         """Prepare the backward pass, which begins with the gradients of the chunk's `output`."""
         for tensor in _with_gradient(output):
             tensor.register_hook(self._begin_backward)
 
-    def finish_reduction(self) -> None:
-        """Wait for the sums that are under way."""
-        if self._reduction is not None:
-            self._reduction.finish()
-            self._reduction = None
+    def finish(self) -> None:
+        """Wait for the sums that are under way, after the last backward pass of a step."""
+        assert self._opened is None, "a backward pass has not ended"
+        self._finish_reduction()
 
     @contextmanager
     def weight_in_use(self, weight: torch.nn.Parameter, *, until_backward: bool) -> Iterator[None]:
         """A context in which the loss head finds a whole `weight`, and a buffer for its gradient.
 
-        until_backward: whether backward of the loss head also needs both; they then stay until the next unit is opened
+        until_backward: whether backward of the loss head makes the gradient.  The weight then stays whole until the
+            next unit is opened
         """
         (unit,) = (unit for unit in self._units if any(weight is param for flat in unit.flats for param in flat.params))
         if torch.is_grad_enabled():
-            self._open(unit)
+            self._open(unit, makes_gradients=not until_backward)
             yield
             if not until_backward:
                 self._close()
@@ -91,8 +98,9 @@ class UnitPasses:
     def _after(self, unit: Unit, module: torch.nn.Module, args: Any, output: Any) -> None:
         if not self._in_backward:
             unit.free()
-        for tensor in _with_gradient(output):
-            tensor.register_hook(partial(self._on_gradient, unit))
+        if unit.name != EMBEDDING:  # its backward reads no weight, and its gradient comes when all uses are summed
+            for tensor in _with_gradient(output):
+                tensor.register_hook(partial(self._on_gradient, unit))
 
     def _begin_backward(self, grad: Tensor) -> None:
         if not self._in_backward:
@@ -103,40 +111,59 @@ class UnitPasses:
         self._begin_backward(grad)
         self._open(unit)
 
-    def _open(self, unit: Unit) -> None:
-        if self._opened is unit:
-            return
-        self._close()
-        self._opened = unit
-        if not self._in_backward or unit is not self._embedding:
-            unit.make_whole()
-        before = self._units.index(unit) - 1
-        if self._in_backward and before >= 0 and self._units[before] is not self._embedding:
-            self._units[before].gather()
-        unit.open_gradients()
+    def _open(self, unit: Unit, *, reads_weights: bool = True, makes_gradients: bool = True) -> None:
+        if self._opened is not unit:
+            self._close()
+            self._opened = unit
+            if reads_weights:
+                unit.make_whole()
+                before = self._units[max(0, self._units.index(unit) - 1)]
+                if self._in_backward and before.name != EMBEDDING:
+                    before.gather()
+        if makes_gradients and unit.is_trained and not self._has_gradients:
+            if self._reduction is not None and self._reduction.unit is unit:
+                self._finish_reduction()  # it reads the buffer
+            unit.open_gradients()
+            self._has_gradients = True
 
     def _close(self) -> None:
         if self._opened is not None:
             unit, self._opened = self._opened, None
             unit.free()
-            if unit.is_trained:
-                self.finish_reduction()
+            if self._has_gradients:
+                self._has_gradients = False
+                self._finish_reduction()
                 self._reduction = unit.reduce()
         if not self._overlap:
-            self.finish_reduction()
+            self._finish_reduction()
 
-    def _add_gradient(self, unit: Unit, param: Any) -> None:
+    def _add_gradient(self, number: int, param: Any) -> None:
         """Add the gradient that autograd computed; a kernel or the loss head may have added it already."""
+        self._begin_backward(param.grad)
         if not param.grad_added_to_main_grad or getattr(param, "zero_out_wgrad", False):
-            self._open(unit)
+            self._open(self._units[number], reads_weights=False)
             param.main_grad.add_(param.grad)
         param.grad = None
 
     def _end_backward(self) -> None:
         self._close()
         self._in_backward = False
+        self._free()
+
+    def _free(self) -> None:
         for unit in self._units:
             unit.free()
+
+    def _finish_reduction(self) -> None:
+        if self._reduction is not None:
+            self._reduction.finish()
+            self._reduction = None
+
+
+def _call(method: "weakref.WeakMethod[Any]", number: int, param: Any) -> None:
+    function = method()
+    if function is not None:
+        function(number, param)
 
 
 def _with_gradient(output: Any) -> Iterator[Tensor]:

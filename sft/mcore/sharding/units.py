@@ -70,14 +70,14 @@ class Unit:
             flat.open_gradients()
 
     def reduce(self) -> "Reduction":
-        return Reduction([(flat, *flat.reduce()) for flat in self.flats])
+        return Reduction(self, [(flat, *flat.reduce()) for flat in self.flats])
 
 
 class Reduction:
     """Sums of a unit's gradients over ranks that are under way."""
 
-    def __init__(self, parts: Sequence[tuple[FlatWeights, list[dist.Work], Tensor | None]]) -> None:
-        self._parts = parts
+    def __init__(self, unit: Unit, parts: Sequence[tuple[FlatWeights, list[dist.Work], Tensor | None]]) -> None:
+        self.unit, self._parts = unit, parts
 
     def finish(self) -> None:
         """Add the sums to the shards, and free the gradients of the whole weights."""

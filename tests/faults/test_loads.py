@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sft.checkpoint import manifest
 from tests.faults.runs import STEP, Hit, MakeCase
 
 AT_ONCE = {"at": STEP, "rank": 0, "do": "kill-all"}
@@ -22,9 +23,9 @@ def cut_short(path: Path) -> None:
 
 
 def flip(path: Path) -> None:
-    """Flips one bit in the middle of a file."""
+    """Flips one bit in the middle of a file; of the manifest, in its first byte, so that it is no JSON any more."""
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 0x10
+    content[0 if path.name == manifest.NAME else len(content) // 2] ^= 0x10
     path.write_bytes(content)
 
 

@@ -121,7 +121,6 @@ LAYER_0 = "layers.0.*"
         # stage 0 trains nothing
         ("qwen3", True, ["embed_tokens", LAYER_0], r"embed_tokens|layers\.0\.", 2, [*PP, FULL]),
         ("qwen2", False, ["model.*"], r"^model\.", 2, [*CP, *SHARDED]),  # only the output weight is trained
-        ("qwen2", False, ["model.*"], r"^model\.", 2, [*CP, *SHARDED, "parallel.shard=weights", "loss.impl=chunked"]),
         ("llama", True, ["q_proj", "k_proj", "v_proj", "*norm"], r"[qkv]_proj|norm", 2, [*PP, SELECTIVE]),
         (
             "qwen3_moe",

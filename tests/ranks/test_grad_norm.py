@@ -58,9 +58,9 @@ def clipped(overrides: Sequence[str]) -> dict[str, Any]:
         loader, squares = scenarios.loader_of(engine, TextLikeCorpus()), []
         update = build.update
 
-        def looked_at(optimizer: Any, here: Any) -> float:
+        def looked_at(*given: Any) -> float:
             squares.append(squares_of(engine))
-            return update(optimizer, here)
+            return update(*given)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(build, "update", looked_at)

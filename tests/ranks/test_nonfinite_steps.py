@@ -147,9 +147,9 @@ def overflow(overrides: list[str]) -> tuple[str, bool, bool]:
         loader = scenarios.loader_of(engine, CORPUS)
         weights, update = scenarios.parameter_hash(engine), build.update
 
-        def large(optimizer: Any, here: Any) -> float:
+        def large(*given: Any) -> float:
             next(iter(engine.chunks[0].parameters())).main_grad.view(-1)[0] = 1e30
-            return update(optimizer, here)
+            return update(*given)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(build, "update", large)

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,8 +19,8 @@ from sft.mcore.sharding.model import publish_weights
 from sft.weights.import_hf import import_hf
 from tests.builders import answer
 from tests.ranks import scenarios
-from tests.ranks.hf_models import recipe_of
-from tests.ranks.layouts import CP, GEMMA, MIXTURES, MODELS, MOE, SHARDED
+from tests.ranks.hf_models import load, recipe_of
+from tests.ranks.layouts import CP, GEMMA, LOSS_TOLERANCE, MIXTURES, MODELS, MOE, SHARDED
 from tests.ranks.pool import Ranks
 from tests.ranks.test_hf_load import hashes_of
 from tests.ranks.test_traffic import Sent
@@ -202,3 +203,20 @@ def what_stays(overrides: list[str]) -> bool:
 
 def test_a_released_engine_frees_its_buffers(ranks: Ranks) -> None:
     assert ranks(2).run(what_stays, WEIGHTS) == [False, False]
+
+
+def steps_of_head(overrides: list[str], folder: str) -> list[tuple[float, float]]:
+    """Losses and gradient norms of three steps."""
+    with scenarios.running(overrides, has_weights=False) as engine:
+        load(engine, folder)
+        results = scenarios.train_steps(engine, [0, 1, 2])
+        return [(result.objective, result.grad_norm) for result in results]
+
+
+def test_a_head_that_is_trained_alone_is_reduced(ranks: Ranks, tmp_path: Path) -> None:
+    """The hidden states then need no gradient, so only the head's own gradient begins the backward pass."""
+    source = hf.save(tmp_path / "source", "qwen2")
+    recipe = [*recipe_of(source), f"model.hf={source}", "train.freeze=[model.*]", "loss.impl=chunked", *CP]
+    plain, sharded = (ranks(2).run(steps_of_head, [*recipe, *more], str(source)) for more in (SHARDED, WEIGHTS))
+    np.testing.assert_allclose(sharded, plain, rtol=LOSS_TOLERANCE)
+    assert min(norm for _, norm in sharded[0]) > 0

@@ -96,7 +96,7 @@ data    a.jsonl: 300 samples
         steps per epoch 5 = 19 packs / global_batch_size 4, rounded up
         num_steps 10 = 2.00 epochs
 resume  a new run starts
-time    predicted and not measured: a step 0.0017 s, 295,151 tokens/s per GPU, MFU 0%, of which tp 56%, overhead 23%, \
+time    predicted and not measured: a step 0.0017 s, 295,153 tokens/s per GPU, MFU 0%, of which tp 56%, overhead 23%, \
 cp 19%, dp 2%
         if packs of 1,024 tokens hold documents of 34: a step 0.0017 s, a microbatch 0.00085 s
         all constants of h100 are assumed; `sft plan --calibrate` measures them

@@ -117,7 +117,7 @@ def test_elementwise_optimizer_and_overhead() -> None:
     # Gradients in bf16: 6 bytes for the sum of one microbatch, and 8 in the update.
     halved = {"optim": {"grad_dtype": "bf16"}, "train": {"global_batch_size": 1}}
     assert predicted(flat(TFLOPS, elementwise_gb_s=1000.0), **halved).parts["elementwise"] == pytest.approx(
-        (MILLION * 32 * 3 * 2 * numbers / 8 + 6 * parameters) / 1e12
+        (MILLION * 32 * 2 * numbers / 8 + 6 * parameters) / 1e12
     )
     time = predicted(flat(TFLOPS, optimizer_gb_s=1000.0), **halved)
     assert time.parts["optimizer"] == pytest.approx(parameters * (28 / 8 + 8) / 1e12)

@@ -57,7 +57,7 @@ class ShardedModel(_BaseDataParallel):
 
     @property
     def outputs_kept(self) -> list[torch.nn.Module]:
-        """The norms whose outputs other units save for backward: these cannot compute them again without the weights."""
+        """The norms whose outputs other units save for backward; these units lack the weights to compute them again."""
         if self.keeps_weights:
             return []
         owners = (self.module.decoder, self.module.multi_token)

@@ -118,8 +118,8 @@ def save_prepared(overrides: list[str], folder: str) -> dict[str, Any]:
         before, run.saver._config = list(sizes), run.saver._config.model_copy(update={"save_every": 1})
         run.saver.prepare(run.engine)
         buffers = run.saver._buffers
-        assert buffers is not None and buffers._thread is not None
-        buffers._thread.join()
+        assert buffers is not None and buffers._prepared is not None
+        buffers._prepared.result()
         prepared = list(sizes)
         run.train(1)
         was = run.hash()

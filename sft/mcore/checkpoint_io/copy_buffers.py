@@ -5,8 +5,8 @@ page-locking takes seconds.  Parts from a GPU share one page-locked arena; parts
 block, which is not locked.
 """
 
-import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
@@ -19,26 +19,25 @@ Part = tuple[str, tuple[int, ...], torch.Size, torch.dtype, torch.device]
 
 
 class CopyBuffers:
-    """The copies of all parts.  `prepare` and `copy` raise no error of the thread before `copy` needs its memory."""
+    """The copies of all parts."""
 
     def __init__(self) -> None:
         self._buffers: dict[Part, Tensor] = {}
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._prepared: Future[None] | None = None
 
     def prepare(self, shards: Sequence[ShardedTensor]) -> None:
-        """Begin to allocate memory for these shards in a thread.  Their values may change meanwhile."""
-        parts = [_part(shard) for shard in shards]
-        self._thread = threading.Thread(target=self._try, args=(parts,), name="memory for saves", daemon=True)
-        self._thread.start()
+        """Begin to allocate memory for these shards in a thread, whose error `copy` raises.
+
+        The values of the shards may change meanwhile.
+        """
+        executor = ThreadPoolExecutor(1, thread_name_prefix="memory for saves")
+        self._prepared = executor.submit(self._allocate, [_part(shard) for shard in shards])
+        executor.shutdown(wait=False)
 
     def copy(self, shards: Sequence[ShardedTensor]) -> list[ShardedTensor]:
         """Copies of the shards.  Raises MemoryError if the system has or locks too little memory."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            raise self._error
+        if self._prepared is not None:
+            self._prepared.result()
         self._allocate([part for shard in shards if (part := _part(shard)) not in self._buffers])
         copies = [
             replace(shard, data=self._buffers[_part(shard)].copy_(shard.data, non_blocking=True)) for shard in shards
@@ -46,12 +45,6 @@ class CopyBuffers:
         if any(shard.data.is_cuda for shard in shards):
             torch.cuda.synchronize()
         return copies
-
-    def _try(self, parts: list[Part]) -> None:
-        try:
-            self._allocate(parts)
-        except Exception as error:
-            self._error = error
 
     def _allocate(self, parts: list[Part]) -> None:
         for device in {part[-1] for part in parts}:

@@ -38,9 +38,9 @@ def test_a_save_allocates_nothing(allocated: list[tuple[int, str]]) -> None:
     """64 + 64 + 128 bytes, in a thread; the values are those of the save."""
     buffers = CopyBuffers()
     buffers.prepare(shards(1.0))
-    assert buffers._thread is not None
-    buffers._thread.join()
-    assert allocated == [(256, "memory for saves")]
+    assert buffers._prepared is not None
+    buffers._prepared.result()
+    assert allocated == [(256, "memory for saves_0")]
     addresses = []
     for value in (2.0, 3.0):
         given = shards(value)

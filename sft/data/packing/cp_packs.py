@@ -58,10 +58,10 @@ def packs_of_long(
     documents: Documents, numbers: np.ndarray, width: int, mean_ns: float, rule: PackRule
 ) -> list[GroupPack]:
     """Packs with all documents of these numbers.  width: ranks of a row; mean_ns: mean time of a microbatch"""
-    return _Rows(documents, numbers, max(0, len(documents.sizes) - rule.sizes)).packs(width, mean_ns, rule)
+    return _LongDocuments(documents, numbers, max(0, len(documents.sizes) - rule.sizes)).packs(width, mean_ns, rule)
 
 
-class _Rows:
+class _LongDocuments:
     """The documents that have no pack yet.  Lists have an entry for each document, in order of falling length."""
 
     def __init__(self, documents: Documents, numbers: np.ndarray, level: int) -> None:

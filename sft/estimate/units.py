@@ -13,9 +13,8 @@ from sft.estimate.stage import Stage
 from sft.layers.adapters import EMBEDDING, FINAL_NORM, HEAD
 from sft.layers.kinds import LayerGroup
 from sft.layers.weights import sizes_of
-from sft.parallel.layout import Layout
+from sft.parallel.layout import SHARD_ALIGNMENT, Layout
 
-ALIGNMENT = 64  # elements: the part of each rank begins at a multiple of this
 NOTHING = Numbers(dense=0.0, experts=0.0)
 
 
@@ -84,12 +83,12 @@ class StageUnits:
 def padded(numbers: Numbers, layout: Layout) -> Numbers:
     """The sizes of flat buffers of these parameters: on 8 ranks 100 elements -> 512, 513 -> 1,024, 0 -> 0."""
     return Numbers(
-        dense=_rounded(numbers.dense, ALIGNMENT * layout.shard_ranks),
-        experts=_rounded(numbers.experts, ALIGNMENT * layout.expert_shard_ranks),
+        dense=_rounded(numbers.dense, SHARD_ALIGNMENT * layout.shard_ranks),
+        experts=_rounded(numbers.experts, SHARD_ALIGNMENT * layout.expert_shard_ranks),
     )
 
 
-def _rounded(number: float, multiple: int = ALIGNMENT) -> float:
+def _rounded(number: float, multiple: int = SHARD_ALIGNMENT) -> float:
     """The next multiple."""
     return float(-(-number // multiple) * multiple)
 

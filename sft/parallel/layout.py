@@ -15,6 +15,10 @@ from sft.layers.rank_share import FP32, RankShare
 from sft.parallel.alignment import FP8_TOKENS, misfits, pack_multiple, smallest_world
 from sft.parallel.cp_group import cp_sizes
 
+# Elements.  Each weight, and the shard of each rank, begins at a multiple of this in a flat buffer of sharded weights.
+# Kernels read weights in vectors of up to 16 bytes, and core aligns its buffers as well.
+SHARD_ALIGNMENT = 64
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:

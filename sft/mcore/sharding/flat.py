@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sft.mcore.sharding.ranks import ShardRanks
+from sft.parallel.layout import SHARD_ALIGNMENT
 
-ALIGNMENT = 64  # elements; kernels read weights in vectors of up to 16 bytes, and core aligns its buffers as well
 # torch 2.13 renamed the function; the old name warns there.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -36,7 +36,7 @@ class WeightSlice:
 class FlatWeights:
     """Weights of one dtype that are sharded together.
 
-    keeps_weights  whether the whole weights stay in memory, and only gradients are sharded
+    frees_weights  whether the whole weights are in memory only while they are used
     is_expert      whether the weights belong to experts
     shard          this rank's part of the weights: [size]
     shard_grad     its gradient, summed over microbatches: [size]; None: the weights are frozen
@@ -56,16 +56,16 @@ class FlatWeights:
         self.is_trained = params[0].requires_grad
         self.starts, end = [], 0
         # A shard begins and ends with whole rows of a weight that is no matrix, such as [channels, 1, taps].
-        multiple = lcm(ALIGNMENT, *(prod(param.shape[1:]) for param in params if param.dim() > 2))
+        multiple = lcm(SHARD_ALIGNMENT, *(prod(param.shape[1:]) for param in params if param.dim() > 2))
         for param in params:
             self.starts.append(end)
             end += -(-param.numel() // multiple) * multiple
         self.size = -(-end // (ranks.size * multiple)) * multiple
         like = params[0]
         self._weights = like.new_zeros(ranks.size * self.size)
-        self._frees_weights = not keeps_weights and ranks.size > 1
+        self.frees_weights = not keeps_weights and ranks.size > 1
         own = self._weights.narrow(0, ranks.rank * self.size, self.size)
-        self.shard = torch.empty_like(own) if self._frees_weights else own
+        self.shard = torch.empty_like(own) if self.frees_weights else own
         with torch.no_grad():
             self.shard.fill_(torch.nan)  # no pass is possible before the weights have values
         self._grads: Tensor | None = None
@@ -93,14 +93,14 @@ class FlatWeights:
 
     def gather(self) -> list[dist.Work]:
         """Start gathering the whole weights.  The caller waits for the returned work before it uses them."""
-        if self._frees_weights:
+        if self.frees_weights:
             _resize(self._weights)
         if self.ranks.members is None:
             return []
         return [_all_gather(self._weights, self.shard, group=self.ranks.members, async_op=True)]
 
     def free_weights(self) -> None:
-        if self._frees_weights:
+        if self.frees_weights:
             self._weights.untyped_storage().resize_(0)
 
     def open_gradients(self) -> None:

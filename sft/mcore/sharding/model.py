@@ -43,7 +43,6 @@ class ShardedModel(_BaseDataParallel):
         self.ddp_config, self.ranks = ddp_config, ranks
         self.pre_process = module.pre_process  # core asks the chunk, to sum the gradients of a tied weight
         self.share_embeddings_and_output_weights = module.share_embeddings_and_output_weights
-        self.keeps_weights = keeps_weights
         grad_dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else config.params_dtype
         self.units = units_of(module, ranks, keeps_weights=keeps_weights, grad_dtype=grad_dtype)
         flats = [flat for unit in self.units for flat in unit.flats]
@@ -56,9 +55,14 @@ class ShardedModel(_BaseDataParallel):
         self._passes = UnitPasses(self.units, overlap=overlap)
 
     @property
+    def frees_weights(self) -> bool:
+        """Whether whole weights are in memory only while they are used."""
+        return any(flat.frees_weights for unit in self.units for flat in unit.flats)
+
+    @property
     def outputs_kept(self) -> list[torch.nn.Module]:
         """The norms whose outputs other units save for backward; these units lack the weights to compute them again."""
-        if self.keeps_weights:
+        if not self.frees_weights:
             return []
         owners = (self.module.decoder, self.module.multi_token)
         return [owner.final_layernorm for owner in owners if getattr(owner, "final_layernorm", None) is not None]
@@ -105,8 +109,8 @@ class ShardedModel(_BaseDataParallel):
         """Do nothing: core 0.16 calls this after an update, core 0.19 does not.  See `publish`."""
 
     def publish(self) -> None:
-        """Send the updated shards to all ranks, if these keep whole weights."""
-        for unit in self.units if self.keeps_weights else ():
+        """Send the updated shards to the ranks that keep whole weights."""
+        for unit in self.units:
             unit.publish()
 
     @property

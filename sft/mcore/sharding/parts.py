@@ -16,18 +16,13 @@ from sft.mcore.sharding.model import ShardedModel
 Index = tuple[int, ...]
 
 
-def shards_weights(chunks: Iterable[torch.nn.Module]) -> bool:
-    """Whether ranks hold only parts of the weights, apart from the unit in use."""
-    return any(isinstance(chunk, ShardedModel) and not chunk.keeps_weights for chunk in chunks)
-
-
 def held(chunks: Iterable[torch.nn.Module], state: Any) -> tuple[list[ShardedTensor], list[ShardedTensor]]:
     """The tensors of `state`, a sharded state dict or a list: those that this rank holds whole, and parts of others.
 
     With parallel.shard = weights, the parts are rectangular pieces of weights, as views of this rank's shards.  All
     other tensors, and without sharded weights all tensors, are whole; other ranks hold copies of them.
     """
-    sharded = [chunk for chunk in chunks if isinstance(chunk, ShardedModel) and not chunk.keeps_weights]
+    sharded = [chunk for chunk in chunks if isinstance(chunk, ShardedModel) and chunk.frees_weights]
     weights = {id(p) for chunk in sharded for unit in chunk.units for flat in unit.flats for p in flat.params}
     own = {id(part.whole): part for chunk in sharded for part in chunk.shards.values()}
     whole: list[ShardedTensor] = []

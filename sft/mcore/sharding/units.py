@@ -39,23 +39,23 @@ class Unit:
         ]
         self.is_trained = any(flat.is_trained for flat in self.flats)
         self._gathers: list[dist.Work] | None = None  # None: the weights are not whole
-        self._keeps_weights = keeps_weights
 
     def gather(self) -> None:
         """Start making the weights whole, unless that was started already."""
-        if self._gathers is None and not self._keeps_weights:
-            self._gathers = [work for flat in self.flats for work in flat.gather()]
+        if self._gathers is None:
+            self._gathers = [work for flat in self.flats if flat.frees_weights for work in flat.gather()]
 
     def make_whole(self) -> None:
         """Make the weights whole; what is computed from now on finds them."""
         self.gather()
         for work in self._gathers or ():
             work.wait()
-        self._gathers = None if self._keeps_weights else []
+        self._gathers = []
 
     def publish(self) -> None:
-        """Send this rank's shard, which the optimizer has changed, to whole weights that stay in memory."""
-        for work in [work for flat in self.flats if flat.is_trained for work in flat.gather()]:
+        """Send this rank's shards, which the optimizer has changed, to whole weights that stay in memory."""
+        kept = [flat for flat in self.flats if flat.is_trained and not flat.frees_weights]
+        for work in [work for flat in kept for work in flat.gather()]:
             work.wait()
 
     def free(self) -> None:

@@ -49,7 +49,7 @@ def state(stage: Stage, own: StageParameters, units: StageUnits | None) -> dict[
     config, width, layout = stage.config, stage.rank.width, stage.layout
     optimizer, fraction = config.optim.optimizer, config.optim.offload_fraction
     trained = own.trained if units is None else units.trained
-    owned = trained.owned(layout) if config.parallel.distributed_optimizer else trained.total
+    owned = trained.updated(config, layout)
     weights, gradients = own.all.total, trained.total
     if units is not None:
         gradients = owned
@@ -67,28 +67,26 @@ def state(stage: Stage, own: StageParameters, units: StageUnits | None) -> dict[
 def fp32_gradients(stage: Stage, own: StageParameters) -> float:
     """Bytes of the fp32 copies of bf16 gradients that the update makes on the device; 0 for fp32 gradients."""
     optim = stage.config.optim
-    return 0.0 if optim.gradient_bytes == FP32 else FP32 * (1 - optim.offload_fraction) * _updated(stage, own)
+    return (
+        0.0
+        if optim.gradient_bytes == FP32
+        else FP32 * (1 - optim.offload_fraction) * own.trained.updated(stage.config, stage.layout)
+    )
 
 
-def fp32_sums(stage: Stage) -> tuple[float, float]:
-    """Bytes of temporary fp32 sums, where gradients are bf16: of a head's weight over chunks, and of an MLP over tiles.
-
-    Without optim.grad_dtype = bf16, chunks and tiles are added to the gradients themselves.
-    """
+def head_sum(stage: Stage) -> float:
+    """Bytes of the fp32 sum of a head's weight over chunks; 0 for fp32 gradients, which are the sum themselves."""
     config, model = stage.config, stage.config.model
-    if config.optim.gradient_bytes == FP32:
-        return 0.0, 0.0
-    whole, table = stage.trained.whole, EMBEDDING if model.tie_embeddings else HEAD
-    trains_head = whole is None or any(weight.key == table for weight in whole)
-    head = FP32 * stage.rows * model.hidden_size if trains_head and config.loss.impl == "fused" else 0.0
-    tiled = config.train.mlp_tile is not None and stage.trains_layers
-    return head, FP32 * 3 * model.hidden_size * model.ffn_hidden_size / stage.rank.tp if tiled else 0.0
+    is_summed = stage.trained.has(EMBEDDING if model.tie_embeddings else HEAD, ()) and config.loss.impl == "fused"
+    return FP32 * stage.rows * model.hidden_size if config.optim.gradient_bytes < FP32 and is_summed else 0.0
 
 
-def _updated(stage: Stage, own: StageParameters) -> float:
-    """The number of parameters that the rank's optimizer updates."""
-    is_sharded = stage.config.parallel.distributed_optimizer
-    return own.trained.owned(stage.layout) if is_sharded else own.trained.total
+def tile_sum(stage: Stage) -> float:
+    """Bytes of the fp32 sums of an MLP's weights over tiles; 0 for fp32 gradients, which are the sums themselves."""
+    config, model = stage.config, stage.config.model
+    is_summed = config.train.mlp_tile is not None and stage.trains_layers
+    size = 3 * model.hidden_size * model.ffn_hidden_size / stage.rank.tp
+    return FP32 * size if config.optim.gradient_bytes < FP32 and is_summed else 0.0
 
 
 def _copied(stage: Stage, own: StageParameters) -> float:

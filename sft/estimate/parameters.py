@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from sft.config import Config
 from sft.estimate.stage import Stage
 from sft.layers.adapters import EMBEDDING, HEAD, AdaptedWeight, Weight
 from sft.parallel.layout import Layout
@@ -22,6 +23,10 @@ class Numbers:
     def owned(self, layout: Layout) -> float:
         """Number of parameters in the rank's shard, if the ranks of its shard group divide these equally."""
         return self.dense / layout.shard_ranks + self.experts / layout.expert_shard_ranks
+
+    def updated(self, config: Config, layout: Layout) -> float:
+        """Number of these parameters that the rank's optimizer updates."""
+        return self.owned(layout) if config.parallel.distributed_optimizer else self.total
 
     def __add__(self, other: "Numbers") -> "Numbers":
         return Numbers(dense=self.dense + other.dense, experts=self.experts + other.experts)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from sft.estimate.messages import Messages, unhidden
 from sft.estimate.parameters import Numbers
 from sft.estimate.stage import Stage
-from sft.estimate.units import StageUnits, UnitSizes
+from sft.estimate.units import StageUnits, UnitSizes, present
 
 # Share of a hidden message's time by which it delays computation.  Assumed: its kernels take 16 of 132 SMs of an H100.
 SLOWED = 0.12
@@ -101,8 +101,3 @@ class _Group(NamedTuple):
     ranks: int
     stride: int
     copies: int
-
-
-def present(unit: UnitSizes | None) -> list[UnitSizes]:
-    """The unit, if the stage has it."""
-    return [] if unit is None else [unit]

@@ -140,7 +140,7 @@ def _data_parallel(
 def _update(config: Config, layout: Layout, own: StageParameters, constants: Constants) -> tuple[float, float]:
     """Seconds of the optimizer's update on the device, and on the host with the transfers."""
     trained = own.trained
-    owned = trained.owned(layout) if config.parallel.distributed_optimizer else trained.total
+    owned = trained.updated(config, layout)
     fraction, moved = config.optim.offload_fraction, config.optim.optimizer.moved_bytes
     summed = owned if config.parallel.shards_gradients else trained.total
     on_device = (1 - fraction) * owned * moved + summed * GRADIENT_ACCESSES * config.optim.gradient_bytes

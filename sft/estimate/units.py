@@ -80,6 +80,11 @@ class StageUnits:
         return sum((unit.trained for unit in self), NOTHING)
 
 
+def present(unit: UnitSizes | None) -> list[UnitSizes]:
+    """The unit, if the stage has it."""
+    return [] if unit is None else [unit]
+
+
 def padded(numbers: Numbers, layout: Layout) -> Numbers:
     """The sizes of flat buffers of these parameters: on 8 ranks 100 elements -> 512, 513 -> 1,024, 0 -> 0."""
     return Numbers(

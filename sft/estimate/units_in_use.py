@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from sft.estimate.parameters import Numbers
 from sft.estimate.stage import Stage
-from sft.estimate.units import StageUnits, UnitSizes
+from sft.estimate.units import StageUnits, UnitSizes, present
 
 WHOLE_WEIGHTS, WHOLE_GRADIENTS = "gathered weights", "gradients in reduction"
 
@@ -40,7 +40,7 @@ class UnitsInUse:
     def at_block(self) -> dict[str, float]:
         """Bytes during backward of the block for multi-token prediction."""
         assert self.units.block is not None
-        return self._bytes(self.units.block, before=[self.units.head], after=self._optional(self.units.norm))
+        return self._bytes(self.units.block, before=[self.units.head], after=present(self.units.norm))
 
     def at_layers(self, numbers: Iterable[int]) -> dict[str, float]:
         """Bytes during backward of the one of these layers for which they are most.  numbers: from 1"""
@@ -53,16 +53,12 @@ class UnitsInUse:
 
     def _at_layer(self, position: int) -> dict[str, float]:
         layers = self._layers
-        before = layers[position + 1 : position + 2] or self._optional(self.units.norm)
+        before = layers[position + 1 : position + 2] or present(self.units.norm)
         return self._bytes(layers[position], before=before, after=layers[max(position - 1, 0) : position])
 
     @property
     def _layers(self) -> list[UnitSizes]:
         return list(self.units.layers.values())
-
-    @staticmethod
-    def _optional(unit: UnitSizes | None) -> list[UnitSizes]:
-        return [] if unit is None else [unit]
 
     def _bytes(
         self,

@@ -162,7 +162,7 @@ class StageWork:
             recompute=train.recompute,
             tile=train.mlp_tile,
             recomputed_attention=kind.recomputed_attention,
-            widest_gradient=self._widest_gradient() + model_bytes.fp32_sums(stage)[1],
+            widest_gradient=self._widest_gradient() + model_bytes.tile_sum(stage),
             computes_at_once=self._computes_experts_at_once,
             weight_gradients=gradients if stage.trains_layers else 0.0,
         )
@@ -180,9 +180,9 @@ class StageWork:
 
     def _table(self) -> float:
         """Bytes of the output's gradient of tied embeddings; 0 if the embeddings are not tied, or are frozen."""
-        stage, model, whole = self.stage, self.stage.config.model, self.stage.trained.whole
-        is_trained = whole is None or any(weight.key == EMBEDDING for weight in whole)
-        return stage.rank.width * stage.rows * model.hidden_size if model.tie_embeddings and is_trained else 0.0
+        stage, model = self.stage, self.stage.config.model
+        is_summed = model.tie_embeddings and stage.trained.has(EMBEDDING, ())
+        return stage.rank.width * stage.rows * model.hidden_size if is_summed else 0.0
 
     def _head(self) -> float:
         """Bytes of the loss head, with the hidden states after the final norm.
@@ -192,7 +192,7 @@ class StageWork:
         loss, model, rank = self.stage.config.loss, self.stage.config.model, self.stage.rank
         head = model_bytes.loss_head(loss, model, rank, vocab_rows=self.stage.rows, tokens=self.tokens)
         heads = 2 if self.block is not None and self.stage.config.train.mtp == "joint" else 1
-        sums = heads * model_bytes.fp32_sums(self.stage)[0]
+        sums = heads * model_bytes.head_sum(self.stage)
         return head + sums + (1 if self.block is None else 3) * self.hidden
 
     def _embedding(self, in_use: UnitsInUse, block: float) -> WorkingSet:

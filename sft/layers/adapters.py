@@ -141,13 +141,14 @@ class Trained:
         return frozenset((weight.key, weight.index) for weight in self.whole or ())
 
     @cached_property
-    def by_layer(self) -> dict[int | None, tuple[list[AdaptedWeight], list[Weight]]]:
-        """The weights with adapters and the trained weights of each layer, by its number from 1; None: of no layer."""
-        weights: dict[int | None, tuple[list[AdaptedWeight], list[Weight]]] = {}
+    def by_layer(self) -> dict[int, tuple[list[AdaptedWeight], list[Weight]]]:
+        """The weights with adapters and the trained weights of each layer, by its number from 1."""
+        weights: dict[int, tuple[list[AdaptedWeight], list[Weight]]] = {}
         for adapted in self.adapted:
             weights.setdefault(adapted.layer + 1, ([], []))[0].append(adapted)
         for weight in self.whole or ():
-            weights.setdefault(None if weight.layer is None else weight.layer + 1, ([], []))[1].append(weight)
+            if weight.layer is not None:
+                weights.setdefault(weight.layer + 1, ([], []))[1].append(weight)
         return weights
 
     def has(self, key: str, index: tuple[int, ...]) -> bool:

@@ -3,9 +3,8 @@
 The search is best-first: a heap holds partial proposals with a lower bound of their time.  The first bound for sizes of
 a layout is the time of the model's FLOPs at the highest rate, with the pipeline's bubble.  The second bound is the
 predicted time without savings, without exposed messages over cp and dp, and without the update.  Later choices can only
-lengthen it.  The second
-bound, and later the memory, are predicted only for nodes that the heap pops.  The first complete proposals that the
-heap pops are the best ones: no heuristic excludes a proposal.
+lengthen it.  The second bound, and later the memory, are predicted only for nodes that the heap pops.  The first
+complete proposals that the heap pops are the best ones: no heuristic excludes a proposal.
 """
 
 import heapq
@@ -81,6 +80,8 @@ class Search:
     def proposal(self, choice: Choice) -> Proposal:
         time, memory, usable = self._time(choice), self._memory(choice), self._usable(choice)
         config, layout = self._resolved(choice)
+        if config.checkpoint.copies_state and not memory.host_copy:
+            config = without_copies(config)
         return Proposal(choice=choice, config=config, layout=layout, time=time, memory=memory, usable=usable)
 
     def _of_sizes(self) -> list[Node]:
@@ -168,8 +169,7 @@ class Search:
             config, layout = self._resolved(choice)
             task = self.task
             memory = estimate(config, layout, task.vocab_size, trained=task.trained, lengths=task.lengths)
-            if memory.host_copy and not self._fits_host(memory):  # training then waits for saves
+            if memory.host_copy and not self._fits_host(memory):  # training then waits for saves: see `proposal`
                 memory = replace(memory, host_copy=0.0)
-                self._configs[choice] = without_copies(config), layout
             self._memories[choice] = memory
         return self._memories[choice]

@@ -151,7 +151,7 @@ class Choice(NamedTuple):
     shards: Shards = Shards()
 
 
-RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)  # none is faster than the one before it
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)  # the more a value recomputes, the later it stands
 P2P = CpComm("p2p", None)
 # The keys of a recipe that a proposal decides.
 PLANNED = (

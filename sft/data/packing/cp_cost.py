@@ -12,6 +12,7 @@ come from the recipe, and the speed of computation is an assumed share of the pe
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import lcm
 
 import numpy as np
 
@@ -64,7 +65,9 @@ class CpCost(CpBytes):
             waits = -(-max(waits, groups) // parallel.cp) * parallel.cp
         if parallel.shards_gradients:  # the ranks of a shard group meet in each layer
             size = parallel.shard_size or ALL_RANKS
-            waits = max(waits, -(-size // parallel.cp) * parallel.cp)
+            if model.moe.num_experts is not None:  # that of an expert has every (ep x etp)-th rank
+                size = max(size, -(-size * parallel.ep * parallel.etp // tp))
+            waits = lcm(waits, -(-size // parallel.cp) * parallel.cp)
         return CpCost(
             **vars(CpBytes.of(config)),
             doc_multiple=config.data.doc_multiple,

@@ -2,8 +2,8 @@
 
 `dynamic_cp.py` makes grids, and `cp_cost.py` predicts the time and bytes of a document.  This module computes when each
 pack begins and ends, and from this the balance, the bytes over cp, and the shares of CP sizes.  A group begins a pack
-when all its ranks are ready.  With pipelines or experts, `CpCost.wait_ranks` consecutive ranks wait for each other
-after every microbatch.  Nothing is measured.
+when all its ranks are ready.  With pipelines, experts or shards, `CpCost.wait_ranks` consecutive ranks wait for each
+other after every microbatch.  Nothing is measured.
 """
 
 from collections import Counter

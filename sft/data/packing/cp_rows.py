@@ -1,8 +1,8 @@
 """Places documents so that ranks that wait for each other after every microbatch also finish each microbatch together.
 
-With pipelines, experts and shared weights, `CpCost.wait_ranks` consecutive ranks (a domain) wait for each other after
-every microbatch, or within it.  A row is one microbatch of one domain.  A row takes as long as its slowest pack, so
-packs of about equal time belong in the same row:
+With pipelines, experts or shards (parallel.shard), `CpCost.wait_ranks` consecutive ranks (a domain) wait for each other
+after every microbatch, or within it.  A row is one microbatch of one domain.  A row takes as long as its slowest pack,
+so packs of about equal time belong in the same row:
 
     packs    of long documents are formed (`cp_packs.py`)
     rows     take packs in order of falling time; a pack goes to the first row with enough free ranks
@@ -57,7 +57,7 @@ class Placed(NamedTuple):
 
 
 def packs_of_rows(
-    documents: Documents, num_ranks: int, multiple: int, wait_ranks: int, rules: Sequence[PackRule] = RULES
+    documents: Documents, num_ranks: int, multiple: int, wait_ranks: int, rules: Sequence[PackRule]
 ) -> list[Placed]:
     """All packs that hold a document, from the rule with the shortest step.
 

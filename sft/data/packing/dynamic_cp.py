@@ -14,8 +14,8 @@ Two methods place the documents.  In both, a pack takes a predicted time (`cp_co
 
     groups  every rank runs its large groups first.  Then all ranks of a group have run the same packs before, so none
             waits for another, and the step takes as long as the rank with the most work (`cp_ranks.py`)
-    rows    all packs of a microbatch take about the same time (`cp_rows.py`).  With pipelines or experts, ranks wait
-            for each other after every microbatch; then, and for batches with many documents, only rows are planned
+    rows    all packs of a microbatch take about the same time (`cp_rows.py`).  With pipelines, experts or shards, ranks
+            wait for each other after every microbatch; then, and for batches with many documents, only rows are planned
 
 Times are integers and position breaks ties, but some decisions depend on float64, which may be rounded differently on
 another processor.  So `pipeline.check_agreement` compares the grids of all processes before a step.

@@ -248,6 +248,9 @@ def test_costs_of_a_recipe() -> None:
     assert [cost.gb_s(size) for size in (2, 4, 8)] == [300.0, 300.0, 40.0]
     for sharded, waiting in (({"shard": "weights"}, 48), ({"shard": "gradients", "shard_size": 16}, 16)):
         assert CpCost.of(layout_config(model=LLAMA_8B, parallel={"cp": 8, **sharded})).domain(48) == waiting
+    experts = {**LLAMA_8B, "moe": {"num_experts": 8, "top_k": 2}}
+    parallel = {"cp": 8, "ep": 8, "shard": "weights", "shard_size": 8}
+    assert CpCost.of(layout_config(model=experts, parallel=parallel)).domain(64) == 64  # copies of an expert: 8 apart
     full = {"train": {"num_steps": 1, "global_batch_size": 16, "recompute": "full"}}
     again = CpCost.of(layout_config(model=LLAMA_8B, parallel={"cp": 8, "pp": 2}, **full))
     assert again.kv_bytes == 16 * 2 * 8 * 128 * (3 * 2 + 4) and again.wait_ranks == 8

@@ -163,7 +163,6 @@ class Trainer:
         with self._open_metrics(state) as metrics, bar as progress, ExitStack() as at_exit:
             at_exit.callback(self.saver.wait_briefly)
             sample_log = SampleLog.open(self.folder / "seen.jsonl", state.step, state.chain, self.groups.control)
-            self.saver.prepare(self.engine)
             compile_first(self.engine.backend, self.groups.device, self.console)
             state = self._make_missing_pass(state, metrics)
             stop = self.lifecycle.stop_reason()
@@ -206,6 +205,7 @@ class Trainer:
         result = self.engine.train_step(batch.microbatches, sources=self.data.train.sources, data_wait_s=waited_s)
         assert result.num_documents == len(batch.samples), (result.num_documents, batch.samples)
         self.gpu_memory.after_step()
+        self.saver.prepare(self.engine, step + 1, self.num_steps)
         return result
 
     def _check(self, state: TrainState, batch: GlobalBatch, result: StepResult) -> None:

@@ -74,12 +74,17 @@ class Saver:
         self._resumed_step = step
         self._saved_step = step if is_ours else None
 
-    def prepare(self, engine: Engine) -> None:
+    def prepare(self, engine: Engine, step: int, num_steps: int) -> None:
         """Begin to allocate the memory for copies, so that the first background save does not wait for it.
 
-        Collective.  Without saves during training, does nothing.
+        Called after each step of training: a step allocates memory without which the run cannot continue, so that comes
+        first.  Does nothing the second time, or if no save is due before the last step, which is never copied.
+        Collective.
         """
-        if self._buffers is not None and self._config.copies_state:
+        if self._buffers is None or self._buffers.is_prepared or not self._config.copies_state:
+            return
+        period, minutes = self._config.save_every, self._config.save_every_minutes
+        if minutes is not None or (period is not None and (step // period + 1) * period < num_steps):
             self._buffers.prepare(engine_state.snapshot(engine, {}, self._plans).shards)
 
     def holds(self, step: int) -> bool:

@@ -48,7 +48,7 @@ def evaluate(arguments: Namespace) -> None:
     if source is None:
         download_weights(recipe)
     elif hub.is_hub_name(source):
-        hub_weights.download_weights(hub.snapshot(source))
+        hub_weights.model_folder(source)
     elif (Path(source) / "adapter_config.json").is_file():
         download_weights(recipe, has_adapters=True)
     elif recipe.config.lora.is_used and not (Path(source) / hub.CONFIG).is_file():  # a checkpoint of adapters

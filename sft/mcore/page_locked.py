@@ -43,7 +43,10 @@ class Arena:
         except OSError as error:
             raise MemoryError(f"{size(self.num_bytes)} of host memory cannot be allocated: {error.strerror}") from error
         if device.type == "cuda":
-            self._mapping.lock(device)
+            try:
+                self._mapping.lock(device)
+            except (OSError, KeyError) as error:  # files of the system that say how much memory is left
+                raise _refused(self.num_bytes, f"{type(error).__name__}: {error}") from error
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor in the next free bytes of the arena, with a storage of its own.  It keeps the arena alive."""
@@ -91,13 +94,15 @@ def populate(memory: Tensor) -> None:
 def _available() -> int:
     """Bytes that this process can still take from the machine, and from its job or container (cgroup, version 2)."""
     left = _numbers(_PROCESSES / "meminfo")["MemAvailable:"] << 10
-    path = next((line[3:] for line in (_PROCESSES / "self/cgroup").read_text().split() if line.startswith("0::")), "/")
+    path = next(
+        (line[3:] for line in (_PROCESSES / "self/cgroup").read_text().splitlines() if line.startswith("0::")), "/"
+    )
     own = _GROUPS / path.lstrip("/")
     for group in (own, *own.parents):
         with suppress(OSError, ValueError):  # no limit: the file is missing, or holds a word
             limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
             cached = _numbers(group / "memory.stat")
-            left = min(left, limit - used + cached["active_file"] + cached["inactive_file"])
+            left = min(left, limit - used + cached.get("active_file", 0) + cached.get("inactive_file", 0))
     return left
 
 

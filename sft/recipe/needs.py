@@ -18,31 +18,27 @@ def check_paths(recipe: Recipe, *, trains: bool = True) -> None:
     trains: whether the command uses the training data
     """
     data = recipe.config.data
-    tokenizer = None if data.tokenizer == "byte" else data.tokenizer
     paths = [(key, path) for key, files in data.train_keys.items() for path in files] if trains else []
     paths += [("data.eval", path) for files in data.eval_sets.values() for path in files if isinstance(path, str)]
-    paths += [] if tokenizer is None else [("data.tokenizer", tokenizer)]
+    tokenizer = None if data.tokenizer == "byte" else data.tokenizer
+    is_on_hub = tokenizer is not None and hub.is_hub_name(tokenizer)
+    paths += [] if tokenizer is None or is_on_hub else [("data.tokenizer", tokenizer)]
     paths += [] if data.chat_template is None else [("data.chat_template", data.chat_template)]
     paths += [] if data.plan is None or not trains else [("data.plan", data.plan)]
     missing = [
-        (
-            key,
-            f"{key} = {path} ({recipe.origins[key]}) does not exist in {Path.cwd()}; give {key}=PATH."
-            + _dataset_hint(key, path)
-            + _pattern_hint(key, path),
-        )
+        f"{key} = {path} ({recipe.origins[key]}) does not exist in {Path.cwd()}; give {key}=PATH."
+        + _dataset_hint(key, path)
+        + _pattern_hint(key, path)
         for key, path in paths
         if not Path(path).exists()
     ]
-    if tokenizer is not None and hub.is_hub_name(tokenizer):
-        missing = [(key, problem) for key, problem in missing if key != "data.tokenizer"]
+    if tokenizer is not None and is_on_hub:
         try:
             hub.snapshot(tokenizer)
         except ConfigError as error:
-            origin = recipe.origins["data.tokenizer"]
-            missing.append(("data.tokenizer", f"data.tokenizer = {tokenizer} ({origin}): {error}"))
+            missing.append(f"data.tokenizer = {tokenizer} ({recipe.origins['data.tokenizer']}): {error}")
     if missing:
-        raise ConfigError(listed([problem for _, problem in missing]))
+        raise ConfigError(listed(missing))
 
 
 def _pattern_hint(key: str, path: str) -> str:

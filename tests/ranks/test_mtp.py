@@ -36,6 +36,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp pp": (4, [*SP, *PP]),
     "dynamic": (2, [*CP, "parallel.dynamic_cp=true", *SLOW_CP]),
     "sharded": (2, [*CP, *SHARDED, "parallel.shard=weights", "train.recompute=selective", "loss.impl=chunked"]),
+    "sharded full": (2, [*CP, *SHARDED, "parallel.shard=weights", "train.recompute=full"]),
 }
 
 

@@ -114,9 +114,11 @@ def save_prepared(overrides: list[str], folder: str) -> dict[str, Any]:
         return Arena(num_bytes, device)
 
     with mock.patch.object(copy_buffers, "Arena", arena), run_of(overrides, folder) as run:
-        run.saver.prepare(run.engine)
-        before, run.saver._config = list(sizes), run.saver._config.model_copy(update={"save_every": 1})
-        run.saver.prepare(run.engine)
+        run.saver.prepare(run.engine, 0, 3)  # no save is due
+        run.saver._config = run.saver._config.model_copy(update={"save_every": 1})
+        run.saver.prepare(run.engine, 0, 1)  # the only one is the last, which is not copied
+        before = list(sizes)
+        run.saver.prepare(run.engine, 0, 3)
         buffers = run.saver._buffers
         assert buffers is not None and buffers._prepared is not None
         buffers._prepared.result()

@@ -25,6 +25,10 @@ class CopyBuffers:
         self._buffers: dict[Part, Tensor] = {}
         self._prepared: Future[None] | None = None
 
+    @property
+    def is_prepared(self) -> bool:
+        return self._prepared is not None
+
     def prepare(self, shards: Sequence[ShardedTensor]) -> None:
         """Begin to allocate memory for these shards in a thread, whose error `copy` raises.
 

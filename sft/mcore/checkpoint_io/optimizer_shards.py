@@ -17,7 +17,6 @@ elements on every rank.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ from sft.mcore.optimizer.offload import (
     new_step,
 )
 from sft.mcore.sharding.core_buffers import ShardParameter
-from sft.mcore.sharding.parts import flat_index, rectangular_chunks
+from sft.mcore.sharding.parts import pieces, with_all_axes
 
 MOMENTS = ADAM.moments
 MAIN = "param"  # the fp32 weights that the optimizer updates
@@ -77,11 +76,11 @@ def sharded_slices(slices: Sequence[OptimizerSlice], model: Any, *, main: str) -
     param_shards = _param_shards(model)
     prefixes = {name: f"{PREFIX}{name}." for name in MOMENTS} | {MAIN: main}
     return [
-        chunk
+        replace(with_all_axes(piece), key=prefixes[name] + piece.key)
         for part in slices
         for name, flat in part.tensors.items()
-        for shard_start, shard in param_shards[id(part.param)]
-        for chunk in _sharded(shard_start, shard, prefixes[name], flat, part)
+        for first, shard in param_shards[id(part.param)]
+        for piece in pieces(shard, first, flat, part.start, replica=part.replica)
     ]
 
 
@@ -194,28 +193,3 @@ def _param_shards(model: Any) -> dict[int, list[tuple[int, ShardedTensor]]]:
             start = shard.data.storage_offset() - leaf.data.storage_offset()
             by_param.setdefault(id(leaf.data), []).append((start, shard))
     return by_param
-
-
-def _sharded(
-    shard_start: int, shard: ShardedTensor, prefix: str, flat: Tensor, part: OptimizerSlice
-) -> Iterator[ShardedTensor]:
-    """Yield the chunks of those elements of `flat` that belong to `shard`.  `flat`: one of the tensors of `part`"""
-    shape, axes = tuple(shard.data.shape), shard.prepend_axis_num
-    first = max(part.start, shard_start) - shard_start
-    last = min(part.start + flat.numel(), shard_start + prod(shape)) - shard_start
-    replica = shard.replica_id if part.replica is None else (*shard.replica_id[:-1], part.replica)
-    for offset, size in rectangular_chunks(first, last, shape):
-        begin = shard_start + flat_index(offset, shape) - part.start
-        data = flat[begin : begin + prod(size)].view((1,) * axes + size)
-        inner = tuple(outer + local for outer, local in zip(shard.global_offset[axes:], offset))
-        yield replace(
-            shard,
-            key=prefix + shard.key,
-            data=data,
-            dtype=data.dtype,
-            local_shape=tuple(data.shape),
-            global_offset=(*shard.global_offset[:axes], *inner),
-            axis_fragmentations=None,
-            replica_id=replica,
-            prepend_axis_num=0,
-        )

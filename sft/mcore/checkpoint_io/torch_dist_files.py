@@ -38,6 +38,7 @@ from sft.mcore.checkpoint_io import safe_reader, shard_owners
 from sft.mcore.checkpoint_io.copy_buffers import CopyBuffers
 from sft.mcore.checkpoint_io.save_plans import SavePlanner, SavePlans
 from sft.mcore.process_groups import ProcessGroups
+from sft.mcore.sharding.parts import with_all_axes
 from sft.parallel.collectives import all_gather_objects, through_rank0
 
 T = TypeVar("T")
@@ -101,7 +102,7 @@ def select_shards(
     divide the tensors evenly among themselves.
     """
     replicas = groups.collection.dp_cp
-    by_number = {str(i): _with_all_axes(shard) for i, shard in enumerate(shards)}
+    by_number = {str(i): with_all_axes(shard) for i, shard in enumerate(shards)}
     distribution = plans.distribution(by_number, groups)
     distribute_main_replicas_with_precomputed_distribution(by_number, replicas, distribution)
     return Snapshot(
@@ -210,13 +211,13 @@ def read(shards: Sequence[ShardedTensor], source: Path | safe_reader.SafeReader)
     """Fill the shards' tensors, in place, from the files of a checkpoint.  Not collective.  Raises CheckpointError."""
     if not shards:
         return
-    wanted = [_with_all_axes(shard) for shard in shards]
-    flexible = {shard.key: shard for shard in wanted if shard.allow_shape_mismatch}
-    for shard in flexible.values():
+    wanted = [with_all_axes(shard) for shard in shards]
+    flexible = [shard for shard in wanted if shard.allow_shape_mismatch]
+    for shard in flexible:
         shard.data.zero_()  # the checkpoint may have fewer rows of padding
     planner = safe_reader.SafeLoadPlanner(
         shapes_validation_sharded_tensors=[shard for shard in wanted if not shard.allow_shape_mismatch],
-        allow_shape_mismatch_sharded_tensors=flexible,
+        allow_shape_mismatch_sharded_tensors={shard.key: shard for shard in flexible},
     )
     safe_reader.load(_by_key(wanted), source, planner)
 
@@ -227,7 +228,7 @@ def read_replicated(shards: Sequence[ShardedTensor], reader: safe_reader.SafeRea
 
     Collective.  If one rank raises an error, all raise.
     """
-    wanted, replicas = [_with_all_axes(shard) for shard in shards], groups.collection.dp_cp
+    wanted, replicas = [with_all_axes(shard) for shard in shards], groups.collection.dp_cp
     if replicas.size() == 1:
         return read(wanted, reader)
     held: dict[shard_owners.ShardId, list[Tensor]] = {}
@@ -244,13 +245,6 @@ def read_replicated(shards: Sequence[ShardedTensor], reader: safe_reader.SafeRea
             dist.broadcast(first, dist.get_global_rank(replicas, rank), group=replicas)
         for other in others:
             other.copy_(first)
-
-
-def _with_all_axes(shard: ShardedTensor) -> ShardedTensor:
-    """A copy of `shard` whose data has as many axes as the whole tensor, and without core's grid of equal shards."""
-    axes, data = shard.prepend_axis_num, shard.data.detach()
-    data = data.view((1,) * axes + tuple(data.shape))
-    return replace(shard, data=data, local_shape=tuple(data.shape), axis_fragmentations=None, prepend_axis_num=0)
 
 
 def _by_key(shards: Sequence[ShardedTensor]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ rank holds, flat, each with the attributes of its whole weight.  For core they a
 shares, in buffers with one bucket per shard.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,12 +36,6 @@ class ShardParameter(torch.nn.Parameter):
             part.shared = True  # core then leaves this copy out of the norm of the gradients
         part.whole, part.start, part.replica = piece.param, piece.start, flat.ranks.replica
         return part
-
-
-def shard_parameters(flats: Iterable[FlatWeights]) -> Iterator[ShardParameter]:
-    """The parts of weights that this rank holds."""
-    for flat in flats:
-        yield from (ShardParameter.of(flat, piece) for piece in flat.pieces)
 
 
 class _OneRank:
@@ -93,15 +87,12 @@ class ShardBuffer:
 
 
 def buffers_of(
-    flats: Sequence[FlatWeights], parts: Sequence[ShardParameter], ddp_config: DistributedDataParallelConfig
+    parts: Mapping[FlatWeights, Sequence[ShardParameter]], ddp_config: DistributedDataParallelConfig
 ) -> list[ShardBuffer]:
-    """A buffer for each dtype of the trained weights.  parts: `shard_parameters` of these and other weights"""
+    """A buffer for each dtype of the trained weights.  parts: the parts of weights that this rank holds"""
     by_dtype: dict[torch.dtype, ShardBuffer] = {}
-    for flat in flats:
-        if flat.is_trained:
-            assert flat.shard_grad is not None
+    for flat, own in parts.items():
+        if flat.shard_grad is not None:
             dtypes = flat.shard.dtype, flat.shard_grad.dtype
-            buffer = by_dtype.setdefault(flat.shard.dtype, ShardBuffer(ddp_config, *dtypes))
-            wholes = set(map(id, flat.params))
-            buffer.add(flat, [part for part in parts if id(part.whole) in wholes])
+            by_dtype.setdefault(flat.shard.dtype, ShardBuffer(ddp_config, *dtypes)).add(flat, own)
     return list(by_dtype.values())

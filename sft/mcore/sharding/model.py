@@ -11,7 +11,7 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from sft.mcore.sharding.core_buffers import ShardParameter, buffers_of, shard_parameters
+from sft.mcore.sharding.core_buffers import ShardParameter, buffers_of
 from sft.mcore.sharding.passes import UnitPasses
 from sft.mcore.sharding.ranks import ShardRanks
 from sft.mcore.sharding.units import units_of
@@ -40,17 +40,19 @@ class ShardedModel(_BaseDataParallel):
         overlap: bool,
     ) -> None:
         super().__init__(config=config, module=module)
-        self.ddp_config, self.ranks = ddp_config, ranks
+        self.ddp_config = ddp_config
         self.pre_process = module.pre_process  # core asks the chunk, to sum the gradients of a tied weight
         self.share_embeddings_and_output_weights = module.share_embeddings_and_output_weights
         grad_dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else config.params_dtype
         self.units = units_of(module, ranks, keeps_weights=keeps_weights, grad_dtype=grad_dtype)
-        flats = [flat for unit in self.units for flat in unit.flats]
         names = {id(param): name for name, param in module.named_parameters()}
-        self.shards = {names[id(part.whole)]: part for part in shard_parameters(flats)}
-        parts = list(self.shards.values())
-        self.buffers = buffers_of([flat for flat in flats if not flat.is_expert], parts, ddp_config)
-        self.expert_parallel_buffers = buffers_of([flat for flat in flats if flat.is_expert], parts, ddp_config)
+        flats = [flat for unit in self.units for flat in unit.flats]
+        parts = {flat: [ShardParameter.of(flat, piece) for piece in flat.pieces] for flat in flats}
+        self.shards = {names[id(part.whole)]: part for own in parts.values() for part in own}
+        self.buffers, self.expert_parallel_buffers = (
+            buffers_of({flat: own for flat, own in parts.items() if flat.is_expert == is_expert}, ddp_config)
+            for is_expert in (False, True)
+        )
         module.apply(_forget_weight_tensor)
         self._passes = UnitPasses(self.units, overlap=overlap)
 

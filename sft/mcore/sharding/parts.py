@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import Tensor
 
 from sft.mcore.modules.stored import sharded_tensors
-from sft.mcore.sharding.core_buffers import ShardParameter
 from sft.mcore.sharding.model import ShardedModel
 
 Index = tuple[int, ...]
@@ -33,26 +33,41 @@ def held(chunks: Iterable[torch.nn.Module], state: Any) -> tuple[list[ShardedTen
         elif id(leaf.data) in own:
             for shard in sharded_tensors([leaf]):
                 first = shard.data.storage_offset() - leaf.data.storage_offset()
-                parts.extend(_pieces(shard, first, own[id(leaf.data)]))
+                part = own[id(leaf.data)]
+                parts.extend(pieces(shard, first, part.detach(), part.start, replica=part.replica))
     return whole, parts
 
 
-def _pieces(shard: ShardedTensor, first: int, part: ShardParameter) -> Iterator[ShardedTensor]:
-    """The pieces of `shard`, which begins at element `first` of its weight, that lie in `part`."""
+def pieces(
+    shard: ShardedTensor, first: int, flat: Tensor, start: int, *, replica: int | None
+) -> Iterator[ShardedTensor]:
+    """Yield the rectangular pieces of `shard` whose values are in `flat`, as views of it.
+
+    first: the index of the shard's first element in the flattened weight; flat [n]: its elements from `start` on
+    replica: number of this copy of the elements among copies on other data-parallel ranks; None: that of `shard`
+    """
     shape, axes = tuple(shard.data.shape), shard.prepend_axis_num
-    start = max(part.start - first, 0)
-    end = min(part.start + part.numel() - first, prod(shape))
-    for offset, size in rectangular_chunks(start, end, shape):
-        data = part.detach().narrow(0, first + flat_index(offset, shape) - part.start, prod(size)).view(size)
+    number = shard.replica_id if replica is None else (*shard.replica_id[:-1], replica)
+    begin, end = max(start - first, 0), min(start + flat.numel() - first, prod(shape))
+    for offset, size in rectangular_chunks(begin, end, shape):
+        data = flat.narrow(0, first + flat_index(offset, shape) - start, prod(size)).view(size)
         inner = tuple(outer + local for outer, local in zip(shard.global_offset[axes:], offset))
         yield replace(
             shard,
             data=data,
+            dtype=data.dtype,
             local_shape=size,
             global_offset=(*shard.global_offset[:axes], *inner),
             axis_fragmentations=None,
-            replica_id=(*shard.replica_id[:-1], part.replica),
+            replica_id=number,
         )
+
+
+def with_all_axes(shard: ShardedTensor) -> ShardedTensor:
+    """A copy of `shard` whose data has as many axes as the whole tensor, and without core's grid of equal shards."""
+    axes, data = shard.prepend_axis_num, shard.data.detach()
+    data = data.view((1,) * axes + tuple(data.shape))
+    return replace(shard, data=data, local_shape=tuple(data.shape), axis_fragmentations=None, prepend_axis_num=0)
 
 
 def rectangular_chunks(first: int, last: int, shape: Index) -> Iterator[tuple[Index, Index]]:

@@ -36,6 +36,8 @@ class UnitPasses:
 
     def __init__(self, units: Sequence[Unit], *, overlap: bool) -> None:
         self._units, self._overlap = units, overlap
+        self._number = {unit: number for number, unit in enumerate(units)}
+        self._unit_of = {id(param): unit for unit in units for flat in unit.flats for param in flat.params}
         self._opened: Unit | None = None  # the unit that backward or the loss head uses
         self._has_gradients = False  # whether the opened unit has a buffer for gradients
         self._reduction: Reduction | None = None  # under way
@@ -52,10 +54,6 @@ class UnitPasses:
 
     def begin_forward(self) -> None:
         self._last_used = -1
-        if self._in_backward:  # an error ended the last backward pass
-            self._in_backward = self._has_gradients = False
-            self._opened = None
-            self._free()
 
     def end_forward(self, output: Any) -> None:
         """Prepare the backward pass, which begins with the gradients of the chunk's `output`."""
@@ -74,8 +72,9 @@ class UnitPasses:
         until_backward: whether backward of the loss head makes the gradient.  The weight then stays whole until the
             next unit is opened
         """
-        (unit,) = (unit for unit in self._units if any(weight is param for flat in unit.flats for param in flat.params))
+        unit = self._unit_of[id(weight)]
         if torch.is_grad_enabled():
+            self._finish_reduction()  # of the last microbatch's embedding, whose buffer is as large as the head's
             self._open(unit, makes_gradients=not until_backward)
             yield
             if not until_backward:
@@ -90,7 +89,7 @@ class UnitPasses:
             self._open(unit)
             return
         unit.make_whole()
-        number = self._units.index(unit)
+        number = self._number[unit]
         if self._last_used < number < len(self._units) - 1:  # not for the embedding of multi-token prediction
             self._last_used = number
             self._units[number + 1].gather()
@@ -117,7 +116,7 @@ class UnitPasses:
             self._opened = unit
             if reads_weights:
                 unit.make_whole()
-                before = self._units[max(0, self._units.index(unit) - 1)]
+                before = self._units[max(0, self._number[unit] - 1)]
                 if self._in_backward and before.name != EMBEDDING:
                     before.gather()
         if makes_gradients and unit.is_trained and not self._has_gradients:
@@ -148,9 +147,6 @@ class UnitPasses:
     def _end_backward(self) -> None:
         self._close()
         self._in_backward = False
-        self._free()
-
-    def _free(self) -> None:
         for unit in self._units:
             unit.free()
 

@@ -17,7 +17,6 @@ class ShardRanks:
     size: int
     rank: int
     members: dist.ProcessGroup | None
-    num_replicas: int = 1
     replica: int = 0
     replicas: dist.ProcessGroup | None = None
 
@@ -29,7 +28,6 @@ class ShardRanks:
         """
         ranks, own = dist.get_process_group_ranks(group), group.rank()
         replica, rank = divmod(own, size)
-        count = len(ranks) // size
 
         def joined(members: list[int], name: str) -> dist.ProcessGroup | None:
             if len(members) in (1, len(ranks)):
@@ -39,4 +37,4 @@ class ShardRanks:
 
         members = joined(ranks[replica * size :][:size], f"shards, replica {replica}")
         replicas = joined(ranks[rank::size], f"replicas of shard {rank}")
-        return cls(size, rank, members, count, replica, replicas)
+        return cls(size, rank, members, replica, replicas)

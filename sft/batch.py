@@ -174,9 +174,9 @@ class Microbatch:
     cu_seqlens: "torch.Tensor"  # int32 [num_documents + 1], padded boundaries, filler documents included
     max_seqlen: int  # length of the longest padded document, with the tokens before a branch
     lengths: np.ndarray  # int32 [num_documents], real lengths; 0 marks a filler document
-    supervised: np.ndarray  # int32 [num_documents], number of supervised labels
+    supervised: np.ndarray  # int32 [num_documents], number of supervised labels; a tree's first document counts all
     sources: np.ndarray  # int32 [num_documents], index of each document's source
-    num_documents: int  # number of documents, without filler documents
+    num_documents: int  # number of samples: documents and trees, without filler documents
     num_real_tokens: int  # number of tokens of samples
     num_aligned_tokens: int  # real tokens and the padding inside documents
     num_tokens: int  # number of supervised labels
@@ -191,6 +191,39 @@ class Microbatch:
     def loss_mask(self) -> "torch.Tensor":
         """bool [1, t]: whether the label is supervised, that is, has a weight above 0."""
         return self.loss_weights > 0
+
+    @property
+    def target_rows(self) -> np.ndarray:
+        """int64 [n + m]: the local row of each target, first those of `labels` and then further ones."""
+        further = [] if self.further is None else [self.further.rows]
+        return np.concatenate([np.flatnonzero(self.loss_weights.numpy()), *further])
+
+    @property
+    def target_counts(self) -> np.ndarray:
+        """int64 [n + m]: number of texts that supervise each target of `target_rows`; 1 without trees."""
+        rows = np.flatnonzero(self.loss_weights.numpy())
+        if self.label_counts is None or self.further is None:
+            return np.ones(len(rows), dtype=np.int64)
+        return np.concatenate([self.label_counts.numpy().ravel()[rows], self.further.counts]).astype(np.int64)
+
+    def denominator(self, kind: str) -> float:
+        """The contribution of this rank's targets to the denominator of the objective.
+
+        kind: `loss.denominator`, "weights" for the sum of their weights, "tokens" for their number
+        """
+        if kind == "weights":
+            import torch
+
+            further = 0.0 if self.further is None else self.further.weights.sum(dtype=np.float64)
+            return float(self.loss_weights.sum(dtype=torch.float64) + further)
+        return float(self.target_counts.sum())
+
+    @property
+    def num_rendered_tokens(self) -> int:
+        """Number of tokens of all texts of the pack, as if each was stored by itself."""
+        if self.branches is None or self.texts is None:
+            return self.num_real_tokens
+        return int((self.branches.depths[self.texts[:, 0]] + self.texts[:, 1]).sum())
 
     @property
     def is_padding(self) -> "torch.Tensor":

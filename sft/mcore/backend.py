@@ -36,7 +36,8 @@ class PackedDocuments(PackedSeqParams):
     """The inputs of attention that describe a microbatch.  The engine makes them on every pipeline stage."""
 
     cp: CpGroup | None = None  # the ranks that share the pack
-    num_documents: int = 0  # documents of the whole pack, filler documents included
+    num_parts: int = 0  # documents of the whole pack, filler documents included, or parts of its texts; for routers
+    in_text: Tensor | None = None  # which texts contain which parts (`TokenDocuments`); None: the pack has no trees
     kernels: Mapping[LayerKind, AttentionKernel] = field(default_factory=dict)  # softmax attention; portable only
     rotation: Rotation | None = None  # for this rank's tokens, if attention itself rotates queries and keys
     window_rotation: Rotation | None = None  # like `rotation`, for layers with model.rope.window_base
@@ -124,7 +125,7 @@ class AttentionBackend(ABC):
             cp_group=cp.members if is_dynamic else None,  # core: size 1 without a group turns CP off
             local_cp_size=cp.size if is_dynamic else None,  # core: None keeps the group of the run
             cp=cp,
-            num_documents=len(cu_seqlens) - 1,
+            num_parts=len(cu_seqlens) - 1,
             rotation=self._rotation("all", positions),
             window_rotation=self._rotation("windows", positions),
         )

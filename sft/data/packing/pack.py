@@ -215,17 +215,32 @@ def local_part(pack: Pack, indices: np.ndarray, *, cp_size: int, doc_multiple: i
         cu_seqlens=torch.from_numpy(pack.cu_seqlens),
         max_seqlen=pack.max_seqlen,
         lengths=pack.lengths,
-        supervised=np.bincount(pack.documents[pack.loss_mask], minlength=len(pack.lengths)).astype(np.int32),
+        supervised=_supervised(pack),
         sources=pack.sources,
-        num_documents=int((pack.lengths > 0).sum()),
+        num_documents=len(pack.sample_ids),
         num_real_tokens=int(pack.lengths.sum()),
         num_aligned_tokens=int(aligned(pack.lengths, doc_multiple).sum()),
-        num_tokens=int(pack.loss_mask.sum()),
+        num_tokens=int(_supervised(pack).sum()),
         sample_ids=pack.sample_ids,
         branches=pack.branches,
         texts=pack.texts,
         label_counts=None if pack.label_counts is None else at_indices(pack.label_counts, torch.int32),
         further=None if pack.further is None else _local_targets(pack.further, indices),
+    )
+
+
+def _supervised(pack: Pack) -> np.ndarray:
+    """int32 [documents]: number of supervised labels; a label counts as often as texts supervise it.
+
+    The first document of a tree counts those of the whole tree.
+    """
+    documents, count = pack.documents, len(pack.lengths)
+    if pack.branches is None or pack.label_counts is None or pack.further is None:
+        return np.bincount(documents[pack.loss_mask], minlength=count).astype(np.int32)
+    roots = pack.branches.roots[documents]
+    labels = np.bincount(roots, weights=pack.label_counts, minlength=count)
+    return (labels + np.bincount(roots[pack.further.rows], weights=pack.further.counts, minlength=count)).astype(
+        np.int32
     )
 
 

@@ -27,7 +27,7 @@ def row_statistics(logits: Tensor, shard: VocabShard, targets: Targets, loss: Lo
     further = targets.further
     if further is None:
         return rows
-    own, numbers = targets.rows[send(further.index, logits.device)], torch.arange(len(further), device=logits.device)
+    own, numbers = targets.rows[send(further.tokens, logits.device)], torch.arange(len(further), device=logits.device)
     others = Targets(rows=numbers, labels=further.labels, weights=further.weights)
     return rows.followed_by(row_statistics(logits.index_select(0, own), shard, others, loss))
 

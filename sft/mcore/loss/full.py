@@ -23,7 +23,7 @@ def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: 
     masked = torch.where(real, logits, -torch.inf)
     rows, own, selected = targets.rows, targets.labels, None
     if targets.further is not None:
-        more = rows[send(targets.further.index, rows.device)]
+        more = rows[send(targets.further.tokens, rows.device)]
         rows, own, selected = torch.cat((rows, more)), torch.cat((own, targets.further.labels)), masked[more]
     correct = _correct(masked.detach()[rows], own - shard.first, shard)
     nll = _cross_entropy(masked, labels)[targets.rows]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,21 +22,21 @@ from sft.mcore.loss.vocab_parallel import accumulation_dtype
 class FurtherTargets(NamedTuple):
     """Targets of tokens that have one already, because several branches follow them (`sft.batch.BranchTargets`).
 
-    index    int64 [m] on the CPU, not decreasing: each target's token, as an index in `Targets.rows`
+    tokens   int64 [m] on the CPU, not decreasing: each target's token, as an index in `Targets.rows`
     labels   int64 [m]
     weights  float32 [m], above 0
     """
 
-    index: Tensor
+    tokens: Tensor
     labels: Tensor
     weights: Tensor
 
     def within(self, part: slice) -> slice:
-        """The targets of the tokens `part`: index 0 0 4 7, part 4:8 -> 2:4"""
-        return slice(*torch.searchsorted(self.index, torch.tensor([part.start, part.stop])).tolist())
+        """The targets of the tokens `part`: tokens 0 0 4 7, part 4:8 -> 2:4"""
+        return slice(*torch.searchsorted(self.tokens, torch.tensor([part.start, part.stop])).tolist())
 
     def __len__(self) -> int:
-        return self.index.numel()
+        return self.tokens.numel()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +101,11 @@ class RowStatistics(NamedTuple):
             if target is not None and source is not None:
                 target[part] = source
 
+    def by_text(self, counts: np.ndarray) -> "RowStatistics":
+        """Copies on the CPU with each target repeated as often as texts supervise it.  counts: int64 [n]"""
+        repeats = torch.from_numpy(counts)
+        return self.map(lambda column: column.cpu().repeat_interleave(repeats))
+
     def followed_by(self, rows: "RowStatistics") -> "RowStatistics":
         """The statistics of these targets, and then of others."""
         columns = zip(self, rows)
@@ -128,8 +134,10 @@ class GradientCoefficients(NamedTuple):
 
         index: int64 [m], the token of each further target
         """
-        pairs = zip(self[:2], further[:2])
-        return GradientCoefficients(*(a if a is None else a.index_add(0, index, b) for a, b in pairs), self.label)
+        entropy = self.entropy
+        if entropy is not None and further.entropy is not None:
+            entropy = entropy.index_add(0, index, further.entropy)
+        return GradientCoefficients(self.softmax.index_add(0, index, further.softmax), entropy, self.label)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "GradientCoefficients":
         return GradientCoefficients._make(None if column is None else change(column) for column in self)

@@ -72,8 +72,8 @@ class Layer(TransformerLayer):
     def forward(
         self, *args: Any, packed_seq_params: PackedDocuments, padding_mask: Tensor | None = None, **kwargs: Any
     ) -> Any:
-        """padding_mask: int32 [1, t], the number of each token's document, -1 for padding; None: the model has no
-        experts
+        """padding_mask: int32 [1, t], the number of each token's document or part, -1 for padding; None: the model has
+        no experts
 
         Of core's arguments about tokens, only this one reaches the layers in every mode: with pipeline stages, sequence
         parallelism and recomputation of layers.
@@ -82,7 +82,7 @@ class Layer(TransformerLayer):
             self.save_policy.start_layer()
         if isinstance(self.mlp, ExpertLayer):
             assert padding_mask is not None and packed_seq_params.cp is not None
-            pack = packed_seq_params.num_documents, packed_seq_params.cp.members
+            pack = packed_seq_params.num_parts, packed_seq_params.cp.members, packed_seq_params.in_text
             kwargs["padding_mask"] = TokenDocuments(padding_mask.view(-1), *pack)
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 

@@ -96,7 +96,7 @@ class Loader:
         return [self.corpus.sample(i) for i in slot.samples]
 
     def _grid(self, plan: PackingPlan, batch: int) -> Grid:
-        layout, cost, lengths = self.layout, self.cp_cost, self.corpus.lengths
+        layout, cost, lengths = self.layout, self.cp_cost, self.corpus.shapes
 
         def fixed_cp() -> Grid:
             return fixed(self._slots(plan, batch), layout.cp)
@@ -118,7 +118,7 @@ class Loader:
     def _slots(self, plan: PackingPlan, batch: int) -> Slots:
         return assign(
             plan.batch(batch, self.plans.global_batch_size),
-            self.corpus.lengths,
+            self.corpus.shapes,
             dp=self.layout.dp,
             seq_length=self.seq_length,
             doc_multiple=self.layout.doc_multiple,
@@ -155,7 +155,7 @@ def make_loader(
         for cp_size in layout.cp_sizes or (layout.cp,)
     }
     plans = EpochPlans(
-        corpus.lengths,
+        corpus.shapes,
         data,
         seed=config.run.seed,
         global_batch_size=layout.global_batch_size,

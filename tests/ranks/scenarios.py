@@ -66,6 +66,7 @@ class SkewedCorpus:
     def __init__(self, lengths: Sequence[int], vocab: int = VOCAB) -> None:
         rng = np.random.default_rng(3)
         self.lengths = np.array(lengths, dtype=np.int64)
+        self.shapes = self.lengths
         self._tokens = [rng.integers(0, vocab, size=n, dtype=np.int32) for n in lengths]
 
     def __len__(self) -> int:

@@ -62,6 +62,11 @@ class Corpus:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @property
+    def shapes(self) -> np.ndarray:
+        """The sizes of samples that packing reads (`sft.data.packing.shapes`)."""
+        return self.lengths
+
     def sample(self, sample_id: int) -> Sample:
         """Sample `sample_id`; its tokens are a read-only view of the mapped file."""
         file, index = self._find(sample_id)

@@ -28,8 +28,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from sft.data.packing.pair_split import PairSplitter
+from sft.data.packing.shapes import SampleSizes, attention_cost, padded
 from sft.layers.flops import AttentionCost
-from sft.parallel.alignment import aligned
 
 Slots = list[list[tuple[int, ...]]]  # sample ids by rank and microbatch
 
@@ -43,18 +43,17 @@ MAX_SPLITS = 400  # splits of pairs of packs in each balancing of ranks or rows;
 FILL = 0.999  # share of a rank's capacity that single sequences may take: they rarely fill packs exactly
 
 
-def costs(lengths: np.ndarray, *, doc_multiple: int, attention: AttentionCost) -> np.ndarray:
+def costs(lengths: SampleSizes, *, doc_multiple: int, attention: AttentionCost) -> np.ndarray:
     """int64 [n]: the cost of each sequence, in tokens.
 
     lengths [1000, 4000], doc_multiple 32, AttentionCost(1000) -> [1024 + 1000, 4000 + 16000]
     """
-    real = np.asarray(lengths, dtype=np.int64)
-    return aligned(real, doc_multiple) + np.rint(attention(real)).astype(np.int64)
+    return padded(lengths, doc_multiple) + np.rint(attention_cost(lengths, attention)).astype(np.int64)
 
 
 def assign(
     packs: Sequence[Sequence[int]],
-    lengths: np.ndarray,
+    lengths: SampleSizes,
     *,
     dp: int,
     seq_length: int,
@@ -73,11 +72,11 @@ def assign(
     if dp == 1 or len(ids) == 0:
         return round_robin
     pack_of = np.repeat(np.arange(len(packs)), [len(pack) for pack in packs])
-    longest_first = np.argsort(-lengths[ids], kind="stable")
+    longest_first = np.argsort(-np.asarray(lengths[ids]), kind="stable")
     ids, pack_of = ids[longest_first], pack_of[longest_first]
     batch = _Batch(
         [np.flatnonzero(pack_of == k).tolist() for k in range(len(packs))],
-        sizes=aligned(lengths[ids], doc_multiple) // doc_multiple,
+        sizes=padded(lengths[ids], doc_multiple) // doc_multiple,
         costs=costs(lengths[ids], doc_multiple=doc_multiple, attention=attention),
         limit=seq_length // doc_multiple,
         dp=dp,

@@ -17,8 +17,8 @@ from math import lcm
 import numpy as np
 
 from sft.config import Config
+from sft.data.packing.shapes import SampleSizes, attention_cost, padded
 from sft.layers.flops import ASSUMED_SHARE, ASSUMED_TFLOPS, AttentionCost, TrainFlops
-from sft.parallel.alignment import aligned
 from sft.parallel.cp_bytes import CpBytes
 
 NS = 1e9
@@ -88,20 +88,19 @@ class CpCost(CpBytes):
         """
         return self.wait_ranks if num_ranks % self.wait_ranks == 0 else num_ranks
 
-    def times(self, lengths: np.ndarray, cp_size: int) -> np.ndarray:
+    def times(self, lengths: SampleSizes, cp_size: int) -> np.ndarray:
         """Nanoseconds that each document takes on each rank of a group of cp_size ranks: int64 [n].
 
         lengths [1000, 4000], doc_multiple 8, crossover 1000, token_ns 10, no bytes over cp, cp_size 2
         -> [2000, 20000] x 10 / 2
         """
-        real = np.asarray(lengths, dtype=np.int64)
-        padded = aligned(real, self.doc_multiple)
-        computed = (padded + self.attention(real)) * self.token_ns
+        tokens = padded(lengths, self.doc_multiple)
+        computed = (tokens + attention_cost(lengths, self.attention)) * self.token_ns
         if cp_size > 1:
             gb_s = self.gb_s(cp_size)
-            of_keys = self.kv_bytes * padded * (cp_size - 1) / gb_s
-            hidden = AttentionCost(self.attention.crossover)(real) * self.token_ns
-            computed = computed + np.maximum(of_keys - hidden, 0.0) + self.other_than_keys(padded, cp_size) / gb_s
+            of_keys = self.kv_bytes * tokens * (cp_size - 1) / gb_s
+            hidden = attention_cost(lengths, AttentionCost(self.attention.crossover)) * self.token_ns
+            computed = computed + np.maximum(of_keys - hidden, 0.0) + self.other_than_keys(tokens, cp_size) / gb_s
         return np.rint(computed / cp_size).astype(np.int64)
 
     def gb_s(self, cp_size: int) -> float:
@@ -132,16 +131,16 @@ class Documents:
 
     @staticmethod
     def of(
-        samples: Sequence[int], lengths: np.ndarray, sizes: tuple[int, ...], *, rank_tokens: int, cost: CpCost
+        samples: Sequence[int], lengths: SampleSizes, sizes: tuple[int, ...], *, rank_tokens: int, cost: CpCost
     ) -> "Documents":
         """The documents of these samples.  rank_tokens: padded tokens that a rank may hold in a microbatch
 
         lengths 40 and 90, rank_tokens 64, doc_multiple 8, sizes 1 2 -> longest first: units 12 5, least 1 0; limit 8
         """
         ids = np.asarray(samples, dtype=np.int64)
-        ids = ids[np.argsort(-lengths[ids], kind="stable")]
+        ids = ids[np.argsort(-np.asarray(lengths[ids]), kind="stable")]
         real, limit = lengths[ids], rank_tokens // cost.doc_multiple
-        units = aligned(real, cost.doc_multiple) // cost.doc_multiple
+        units = padded(real, cost.doc_multiple) // cost.doc_multiple
         least = np.searchsorted(np.array(sizes) * limit, units)
         assert len(ids) == 0 or least[0] < len(sizes), "no group holds the longest document"
         times = np.stack([cost.times(real, size) for size in sizes])

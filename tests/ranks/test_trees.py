@@ -11,7 +11,7 @@ from tests.builders import answer
 from tests.ranks import scenarios
 from tests.ranks.layouts import AUX, CP, MOE, WINDOWS
 from tests.ranks.pool import Ranks
-from tests.trees import nested
+from tests.tree_samples import nested
 
 # fp32 on other shapes: sums over keys have another order.  Relative to the largest gradient of the model.
 TOLERANCE = 1e-5

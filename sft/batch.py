@@ -107,6 +107,7 @@ class Pack:
 
     These are None in a pack without trees:
     branches       the parents of the documents
+    firsts         int64 [documents], index of the first document of each document's sample
     texts          int64 [texts, 2], the document in which each text ends, and the number of its tokens in the text
     label_counts   int32 [t], number of texts that supervise the label
     further        further targets of tokens before a branch; rows are indices in the pack
@@ -121,6 +122,7 @@ class Pack:
     sources: np.ndarray
     sample_ids: tuple[int, ...]
     branches: Branches | None = None
+    firsts: np.ndarray | None = None
     texts: np.ndarray | None = None
     label_counts: np.ndarray | None = None
     further: BranchTargets | None = None
@@ -174,15 +176,16 @@ class Microbatch:
     cu_seqlens: "torch.Tensor"  # int32 [num_documents + 1], padded boundaries, filler documents included
     max_seqlen: int  # length of the longest padded document, with the tokens before a branch
     lengths: np.ndarray  # int32 [num_documents], real lengths; 0 marks a filler document
-    supervised: np.ndarray  # int32 [num_documents], number of supervised labels; a tree's first document counts all
+    supervised: np.ndarray  # int32 [num_documents], number of supervised labels; a sample's first document counts all
     sources: np.ndarray  # int32 [num_documents], index of each document's source
     num_documents: int  # number of samples: documents and trees, without filler documents
     num_real_tokens: int  # number of tokens of samples
     num_aligned_tokens: int  # real tokens and the padding inside documents
     num_tokens: int  # number of supervised labels
     sample_ids: tuple[int, ...]
-    # None in a pack without trees.  Branches and texts are those of the pack, counts and rows of targets are local.
+    # None in a pack without trees.  The first three are those of the pack; counts and rows of targets are local.
     branches: Branches | None = None
+    firsts: np.ndarray | None = None
     texts: np.ndarray | None = None
     label_counts: "torch.Tensor | None" = None  # int32 [1, t]
     further: BranchTargets | None = None
@@ -191,6 +194,12 @@ class Microbatch:
     def loss_mask(self) -> "torch.Tensor":
         """bool [1, t]: whether the label is supervised, that is, has a weight above 0."""
         return self.loss_weights > 0
+
+    @property
+    def samples_of_documents(self) -> np.ndarray:
+        """int64 [documents]: the index in `sample_ids` of each document's sample; filler documents have higher ones."""
+        firsts = np.arange(len(self.lengths)) if self.firsts is None else self.firsts
+        return np.unique(firsts, return_inverse=True)[1]
 
     @property
     def target_rows(self) -> np.ndarray:

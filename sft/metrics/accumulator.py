@@ -67,11 +67,11 @@ class Accumulator:
 
     def buckets(self, microbatch: Microbatch) -> dict[str, np.ndarray]:
         """For each supervised token on this rank, the index of its document, of its position bucket and of its source:
-        three integer arrays [n] by name.  The document of a tree is its first one."""
+        three integer arrays [n] by name.  The document of a sample with a tree is its first one."""
         rows = np.repeat(microbatch.target_rows, microbatch.target_counts)
         documents = microbatch.documents.numpy().ravel()[rows]
-        if microbatch.branches is not None:
-            documents = microbatch.branches.roots[documents]
+        if microbatch.firsts is not None:
+            documents = microbatch.firsts[documents]
         positions = microbatch.position_ids.numpy().ravel()[rows]
         return {
             "document": documents,

@@ -60,14 +60,6 @@ class Branches:
             depths[document] = depths[self.parents[document]] + self.forks[document]
         return depths
 
-    @cached_property
-    def roots(self) -> np.ndarray:
-        """int64 [documents], index of the first document of each document's tree."""
-        roots = np.arange(len(self))
-        for document in np.flatnonzero(self.parents >= 0).tolist():
-            roots[document] = roots[self.parents[document]]
-        return roots
-
     def path(self, document: int) -> list[Piece]:
         """The tokens before a document, from the first one on.  Document 2 of the example -> (0, 3, 0), (1, 1, 3)"""
         pieces: list[Piece] = []

@@ -8,14 +8,14 @@ another rank.  `plan.py`, `balance.py` and `dynamic_cp.py` decide which samples 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
-from sft.batch import BranchTargets, Microbatch, Pack, Sample, Tree
+from sft.batch import BranchTargets, Microbatch, Pack, Sample
+from sft.data.packing.tree_packs import Documents, Targets, tree_of
 from sft.parallel import context_parallel
 from sft.parallel.alignment import aligned
-from sft.parallel.branches import Branches
 
 # Length of the longest filler document.  Kernels take time for each document, and the time of attention grows with the
 # square of its length: up to 4,096 tokens, attention is a small part of the work per token.
@@ -56,7 +56,7 @@ class Collator:
             no sample -> at least one filler document
         """
         multiple, least = self.doc_multiple, self.pad_to_length
-        trees = [_tree_of(sample) for sample in samples]
+        trees = [tree_of(sample) for sample in samples]
         real_lengths = np.concatenate([np.zeros(0, np.int64), *(np.diff(tree.starts) for tree in trees)])
         assert all(real_lengths > 0)
         aligned_total = int(aligned(real_lengths, multiple).sum())
@@ -67,7 +67,7 @@ class Collator:
         lengths = np.concatenate([real_lengths.astype(np.int32), filler])
         real_starts = np.cumsum([0, *aligned(real_lengths, multiple)])[:-1]
         cu_seqlens = np.concatenate([real_starts, filler_starts, [total]]).astype(np.int32)
-        targets, first = _Targets.none(total, self.pad_id), 0
+        targets, first = Targets.none(total, self.pad_id), 0
         tokens = np.full(total, self.pad_id, dtype=np.int32)
         for sample, tree in zip(samples, trees, strict=True):
             starts = cu_seqlens[first : first + len(tree.branches)].astype(np.int64)
@@ -75,125 +75,23 @@ class Collator:
             tokens[positions] = sample.tokens
             targets.add(sample, tree, starts, positions, self.reduction)
             first += len(starts)
-        has_trees = any(sample.tree is not None for sample in samples)
-        branches = _joined(trees, len(filler)) if has_trees else None
-        num_before = np.arange(total, dtype=np.int32) - np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
-        depths = 0 if branches is None else np.repeat(branches.depths, np.diff(cu_seqlens)).astype(np.int32)
+        first_tokens, of_trees = cu_seqlens[:-1], dict[str, Any]()
+        if any(sample.tree is not None for sample in samples):
+            documents = Documents.of(trees, len(filler))
+            of_trees = {**documents._asdict(), "label_counts": targets.counts, "further": targets.further()}
+            first_tokens = first_tokens - documents.branches.depths.astype(np.int32)  # where the first token of the text would be
         sources = [sample.source for sample, tree in zip(samples, trees) for _ in range(len(tree.branches))]
         return Pack(
             tokens=tokens,
             labels=targets.labels,
             loss_weights=targets.weights,
-            position_ids=num_before + depths,
+            position_ids=np.arange(total, dtype=np.int32) - np.repeat(first_tokens, np.diff(cu_seqlens)),
             cu_seqlens=cu_seqlens,
             lengths=lengths,
             sources=np.concatenate([np.array(sources, dtype=np.int32), filler]),
             sample_ids=tuple(sample.sample_id for sample in samples),
-            branches=branches,
-            texts=_texts(trees) if has_trees else None,
-            label_counts=targets.counts if has_trees else None,
-            further=targets.further() if has_trees else None,
+            **of_trees,
         )
-
-
-class _Targets(NamedTuple):
-    """The targets of a pack in the making; `Pack` describes the arrays.  others: further targets, one by one"""
-
-    labels: np.ndarray
-    weights: np.ndarray
-    counts: np.ndarray
-    others: list[tuple[int, int, np.float32, int]]
-
-    @staticmethod
-    def none(total: int, pad_id: int) -> "_Targets":
-        labels = np.full(total, pad_id, dtype=np.int32)
-        return _Targets(labels, np.zeros(total, dtype=np.float32), np.zeros(total, dtype=np.int32), [])
-
-    def add(self, sample: Sample, tree: Tree, starts: np.ndarray, positions: np.ndarray, reduction: str) -> None:
-        """Shift the labels of a sample to the tokens before them.
-
-        starts: position in the pack of each document of the sample; positions: of each of its tokens
-        """
-        weights, counts = _supervision(sample, reduction)
-        is_first = np.zeros(len(positions), dtype=bool)
-        is_first[tree.starts[:-1]] = True
-        labels = np.flatnonzero(~is_first)
-        rows = positions[labels] - 1
-        self.labels[rows], self.weights[rows], self.counts[rows] = (
-            sample.tokens[labels],
-            weights[labels],
-            counts[labels],
-        )
-        parents, forks = tree.branches.parents, tree.branches.forks
-        for branch in np.flatnonzero((parents >= 0) & (weights[tree.starts[:-1]] > 0)).tolist():
-            row, label = int(starts[parents[branch]] + forks[branch] - 1), int(tree.starts[branch])
-            target = int(sample.tokens[label]), weights[label], int(counts[label])
-            if self.weights[row] > 0:
-                self.others.append((row, *target))
-            else:
-                self.labels[row], self.weights[row], self.counts[row] = target
-
-    def further(self) -> BranchTargets:
-        rows, labels, weights, counts = np.array(self.others, dtype=np.float64).reshape(-1, 4).T
-        order = np.argsort(rows, kind="stable")
-        return BranchTargets(
-            rows=rows[order].astype(np.int64),
-            labels=labels[order].astype(np.int64),
-            weights=weights[order].astype(np.float32),
-            counts=counts[order].astype(np.int32),
-        )
-
-
-def _tree_of(sample: Sample) -> Tree:
-    """The sample's tree; for a sample without one, the tree of a single document."""
-    if sample.tree is not None:
-        return sample.tree
-    count, none = len(sample.tokens), np.zeros((0, 3), dtype=np.int64)
-    return Tree(np.array([0, count]), Branches.of([-1], [0]), np.array([[0, count]]), none, np.zeros(0, np.float32))
-
-
-def _supervision(sample: Sample, reduction: str) -> tuple[np.ndarray, np.ndarray]:
-    """For each token of a sample, its weight in the loss, float32, and the number of texts that supervise it, int32."""
-    if sample.tree is None:
-        weights = sample.weights * token_weight(sample.num_supervised, reduction)
-        return weights, (weights > 0).astype(np.int32)
-    weights, counts = np.zeros(len(sample.tokens), np.float32), np.zeros(len(sample.tokens), np.int32)
-    texts, starts, stops = sample.tree.spans.T
-    of_text = np.bincount(texts, weights=stops - starts, minlength=len(sample.tree.ends))
-    for text, start, stop, weight in zip(texts, starts, stops, sample.tree.span_weights):
-        weights[start:stop] += weight * token_weight(int(of_text[text]), reduction)
-        counts[start:stop] += 1
-    return weights, counts
-
-
-def _first_documents(trees: Sequence[Tree]) -> list[int]:
-    """The index in the pack of the first document of each tree."""
-    return np.cumsum([0, *(len(tree.branches) for tree in trees)]).tolist()
-
-
-def _joined(trees: Sequence[Tree], num_filler: int) -> Branches:
-    """The parents of all documents of a pack: those of its trees, then filler documents."""
-    filler = [np.full(num_filler, -1)], [np.zeros(num_filler, dtype=np.int64)]
-    parents = [
-        np.where(tree.branches.parents < 0, -1, tree.branches.parents + first)
-        for tree, first in zip(trees, _first_documents(trees))
-    ]
-    return Branches.of(
-        np.concatenate([*parents, *filler[0]]), np.concatenate([*(tree.branches.forks for tree in trees), *filler[1]])
-    )
-
-
-def _texts(trees: Sequence[Tree]) -> np.ndarray:
-    return np.concatenate([tree.ends + [first, 0] for tree, first in zip(trees, _first_documents(trees))])
-
-
-def token_weight(num_supervised: int, reduction: str) -> np.float32:
-    """The weight of each supervised token of a sample with `num_supervised` such tokens; reduction: `loss.reduction`.
-
-    num_supervised 4 -> "token" 1, "sample" 1/4, "sqrt" 1/2
-    """
-    exponent = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}[reduction]
-    return np.float32(max(num_supervised, 1) ** exponent)
 
 
 def local_part(pack: Pack, indices: np.ndarray, *, cp_size: int, doc_multiple: int) -> Microbatch:
@@ -223,6 +121,7 @@ def local_part(pack: Pack, indices: np.ndarray, *, cp_size: int, doc_multiple: i
         num_tokens=int(_supervised(pack).sum()),
         sample_ids=pack.sample_ids,
         branches=pack.branches,
+        firsts=pack.firsts,
         texts=pack.texts,
         label_counts=None if pack.label_counts is None else at_indices(pack.label_counts, torch.int32),
         further=None if pack.further is None else _local_targets(pack.further, indices),
@@ -232,16 +131,15 @@ def local_part(pack: Pack, indices: np.ndarray, *, cp_size: int, doc_multiple: i
 def _supervised(pack: Pack) -> np.ndarray:
     """int32 [documents]: number of supervised labels; a label counts as often as texts supervise it.
 
-    The first document of a tree counts those of the whole tree.
+    The first document of a sample counts those of the whole sample.
     """
     documents, count = pack.documents, len(pack.lengths)
-    if pack.branches is None or pack.label_counts is None or pack.further is None:
+    if pack.firsts is None or pack.label_counts is None or pack.further is None:
         return np.bincount(documents[pack.loss_mask], minlength=count).astype(np.int32)
-    roots = pack.branches.roots[documents]
-    labels = np.bincount(roots, weights=pack.label_counts, minlength=count)
-    return (labels + np.bincount(roots[pack.further.rows], weights=pack.further.counts, minlength=count)).astype(
-        np.int32
-    )
+    firsts = pack.firsts[documents]
+    labels = np.bincount(firsts, weights=pack.label_counts, minlength=count)
+    further = np.bincount(firsts[pack.further.rows], weights=pack.further.counts, minlength=count)
+    return (labels + further).astype(np.int32)
 
 
 def _local_targets(further: BranchTargets, indices: np.ndarray) -> BranchTargets:

@@ -1,4 +1,4 @@
-"""Documents that continue other documents: depths, roots, paths, and the parts of texts."""
+"""Documents that continue other documents: depths, paths, and the parts of texts."""
 
 import numpy as np
 import pytest
@@ -10,9 +10,8 @@ from sft.parallel.text_parts import TextParts
 EXAMPLE = Branches.of([-1, 0, 1, 0, -1], [0, 3, 1, 5, 0])
 
 
-def test_depths_roots_and_paths_written_out() -> None:
+def test_depths_and_paths_written_out() -> None:
     assert EXAMPLE.depths.tolist() == [0, 3, 4, 5, 0]
-    assert EXAMPLE.roots.tolist() == [0, 0, 0, 0, 4]
     assert [tuple(piece) for piece in EXAMPLE.path(2)] == [(0, 3, 0), (1, 1, 3)]
     assert [tuple(piece) for piece in EXAMPLE.path(3)] == [(0, 5, 0)]
     assert EXAMPLE.path(4) == []

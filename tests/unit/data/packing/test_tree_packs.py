@@ -40,6 +40,7 @@ def test_a_pack_written_out() -> None:
     further = pack.further
     assert (further.rows.tolist(), further.labels.tolist(), further.weights.tolist()) == ([12], [11], [1.0])
     assert (pack.branches.parents.tolist(), pack.branches.forks.tolist()) == ([-1, -1, 1, 2], [0, 0, 3, 1])
+    assert pack.firsts is not None and pack.firsts.tolist() == [0, 1, 1, 1]
     assert pack.texts.tolist() == [[0, 3], [1, 7], [2, 3], [3, 2]]
     assert (pack.cu_seqlens.tolist(), pack.lengths.tolist()) == ([0, 4, 12, 16, 20], [3, 7, 3, 2])
     assert (pack.sources.tolist(), pack.sample_ids, pack.max_seqlen) == ([0, 1, 1, 1], (9, 4), 8)
@@ -67,4 +68,5 @@ def test_the_parts_of_ranks_cover_all_targets() -> None:
     wanted = [(6, 5, 1), (7, 6, 1), (8, 3, 2), (6, 5, 1), (7, 6, 1), (9, 8, 1), (10, 9, 1), (12, 11, 1), (11, 8, 1)]
     assert sorted(found) == sorted(wanted)
     assert whole.denominator("weights") == whole.denominator("tokens") == 10.0
+    assert whole.samples_of_documents.tolist() == [0, 1, 1, 1]
     assert whole.supervised.tolist() == [2, 8, 0, 0]

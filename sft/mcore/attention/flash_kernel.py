@@ -24,7 +24,7 @@ CPU, tests pass the kernels' inputs to a plain replacement.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch

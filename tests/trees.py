@@ -52,9 +52,9 @@ def text_by_text(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """query [t, heads, d], key and value [t, key heads, d] -> [t, heads, d].  Each document attends with its text alone.
+    """query [t, heads, d], key and value [t, key heads, d], sinks [heads] -> [t, heads, d].
 
-    sinks: [heads]
+    Each document attends to the tokens of its text, without the other documents.
     """
     outs = []
     for rows, own in _texts(cu_seqlens, branches):

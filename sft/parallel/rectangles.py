@@ -1,4 +1,4 @@
-"""Divides attention of branches to their parents into calls of a kernel without a causal mask.  In numpy, without torch.
+"""Divides attention of branches to their parents into calls of a kernel without a mask.  Without torch.
 
 A kernel for packed sequences computes sequences: each has queries, which attend to all keys of the sequence.  Sequences
 of one call have no common query and no common key.  But branches of a document attend to different numbers of its

@@ -3,7 +3,6 @@
 flash_kernel.py makes the calls.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +11,10 @@ import torch
 from torch import Tensor
 
 from sft.mcore.device import send
+from sft.parallel.branches import Branches
 from sft.parallel.context_parallel import runs
-from sft.parallel.rectangles import Rectangle
+from sft.parallel.length_classes import length_classes
+from sft.parallel.rectangles import rectangles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,33 +50,42 @@ class Call:
             max_seqlen_k=int(num_keys[sequences].max()),
         )
 
-    @staticmethod
-    def of_rectangles(
-        rectangles: Sequence[Rectangle], query_starts: np.ndarray, key_starts: np.ndarray, device: Any
-    ) -> "Call":
-        """Attention of branches to their parents.
-
-        query_starts: int64 [documents + 1], boundaries of the documents among all queries
-        key_starts: int64 [documents], index of each parent's first key among all keys
-        """
-        documents = [np.array(rectangle.branches) for rectangle in rectangles]
-        rows = [runs(query_starts[own], np.diff(query_starts)[own]) for own in documents]
-        num_queries = np.array([len(own) for own in rows])
-        num_keys = np.array([rectangle.stop - rectangle.start for rectangle in rectangles])
-        first = np.array([key_starts[rectangle.parent] + rectangle.start for rectangle in rectangles])
-        return Call(
-            queries=send(torch.from_numpy(np.concatenate(rows)), device),
-            keys=send(torch.from_numpy(runs(first, num_keys)), device),
-            cu_seqlens_q=_boundaries(num_queries, device),
-            cu_seqlens_k=_boundaries(num_keys, device),
-            max_seqlen_q=int(num_queries.max()),
-            max_seqlen_k=int(num_keys.max()),
-            is_causal=False,
-        )
-
     @property
     def boundaries(self) -> tuple[Tensor, Tensor, int, int]:
         return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
+
+
+def parent_calls(
+    branches: Branches, query_starts: np.ndarray, key_starts: np.ndarray, starts_all_blocks: bool, device: Any
+) -> list[Call]:
+    """The calls in which branches attend to all keys before their forks.
+
+    query_starts       int64 [documents + 1], boundaries of the documents among all queries
+    key_starts         int64 [documents], index of each parent's first key among all keys
+    starts_all_blocks  whether rectangles of one call must have similar lengths (`Operators`)
+    """
+    counts, calls = np.diff(query_starts), list[Call]()
+    for call in rectangles(branches):
+        documents = [np.array(rectangle.branches) for rectangle in call]
+        num_queries = np.array([counts[own].sum() for own in documents])
+        num_keys = np.array([rectangle.stop - rectangle.start for rectangle in call])
+        first = np.array([key_starts[rectangle.parent] + rectangle.start for rectangle in call])
+        classes = length_classes(num_queries, num_keys) if starts_all_blocks else [np.arange(len(call))]
+        for sequences in classes:
+            own = np.concatenate([documents[sequence] for sequence in sequences])
+            rows, keys = runs(query_starts[own], counts[own]), runs(first[sequences], num_keys[sequences])
+            calls.append(
+                Call(
+                    queries=send(torch.from_numpy(rows), device),
+                    keys=send(torch.from_numpy(keys), device),
+                    cu_seqlens_q=_boundaries(num_queries[sequences], device),
+                    cu_seqlens_k=_boundaries(num_keys[sequences], device),
+                    max_seqlen_q=int(num_queries[sequences].max()),
+                    max_seqlen_k=int(num_keys[sequences].max()),
+                    is_causal=False,
+                )
+            )
+    return calls
 
 
 def _rows(lengths: np.ndarray, order: np.ndarray, sequences: np.ndarray, device: torch.device) -> slice | Tensor:

@@ -24,14 +24,14 @@ CPU, tests pass the kernels' inputs to a plain replacement.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sft.layers import kernel_rates
-from sft.mcore.attention.flash_call import Call
+from sft.mcore.attention.flash_call import Call, parent_calls
 from sft.mcore.attention.key_source import AllGatheredKeys, HaloKeys, KeySource, LocalKeys
 from sft.mcore.attention.package import Package
 from sft.mcore.device import send
@@ -39,7 +39,6 @@ from sft.parallel import context_parallel
 from sft.parallel.branches import Branches
 from sft.parallel.halo import Halo
 from sft.parallel.length_classes import length_classes
-from sft.parallel.rectangles import rectangles
 
 OTHER_MAKER = (0, 0)  # AMD's numbers mean other things, and there torch's flash kernel alone runs
 
@@ -168,7 +167,6 @@ class FlashKernel:
         if operators.starts_all_blocks:
             classes = length_classes(num_queries, num_keys)
         key_source: KeySource = LocalKeys()
-        parents = rectangles(branches) if branches is not None and halo is None else []
         key_starts = cu_seqlens[:-1].astype(np.int64)
         if halo is not None:
             key_source = HaloKeys.of(halo, device)
@@ -182,12 +180,15 @@ class FlashKernel:
                 in_pack = np.concatenate([in_pack, context_parallel.runs(key_starts, last)])
                 key_starts = len(in_pack) - last.sum() + np.cumsum(last) - last
             key_source = AllGatheredKeys(send(torch.from_numpy(gathered[in_pack]), device))
-        query_starts = cu_seqlens.astype(np.int64) // cp_size
+        to_parents = list[Call]()
+        if branches is not None and halo is None:
+            query_starts, split = cu_seqlens.astype(np.int64) // cp_size, operators.starts_all_blocks
+            to_parents = parent_calls(branches, query_starts, key_starts, split, device)
         return FlashKernel(
             key_source=key_source,
             calls=[Call.of(num_queries, num_keys, sequences, order, device) for sequences in classes],
             operators=operators,
-            parent_calls=[Call.of_rectangles(call, query_starts, key_starts, device) for call in parents],
+            parent_calls=to_parents,
             window=window,
             softcap=softcap,
         )

@@ -2,9 +2,9 @@
 
 The kernel computes each chunk of queries tile by tile with an online softmax (Dao 2023, FlashAttention-2).  In forward
 and in backward, no score matrix is larger than one tile.  Tiles never span documents, so the result of a document is
-bitwise independent of other documents.  A chunk of a branch (sft/parallel/branches.py) has the tiles of its parents'
-first keys, then those of its own document; its result does not depend on other branches.  With a sliding window, a tile of n queries computes the scores of at most
-window - 1 + n keys.
+bitwise independent of other documents.  A chunk of a branch (sft/parallel/branches.py) has the tiles of the tokens
+before the branch, then those of its own document, so its result is bitwise independent of other branches.  With a
+sliding window, a tile of n queries computes the scores of at most window - 1 + n keys.
 
 Scores may be soft-capped: cap * tanh(score / cap) (Gemma 2, arXiv:2408.00118).
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from sft.mcore.attention import packed_attention as packed_attention_module
 from sft.mcore.attention import torch_kernel
-from sft.mcore.attention.flash_kernel import FlashKernel
-from sft.mcore.attention.key_source import LocalKeys
+from sft.mcore.attention.flash_kernel import FlashKernel, Operators
+from sft.mcore.attention.key_source import AllGatheredKeys, LocalKeys
 from sft.mcore.attention.packed_attention import packed_attention
 from sft.mcore.attention.torch_kernel import TorchKernel
 from sft.parallel.branches import Branches
@@ -102,3 +102,78 @@ def test_outputs_and_gradients(name: str, layer: str, cp_size: int) -> None:
 
 def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=FLOAT64_TOLERANCE, atol=FLOAT64_TOLERANCE)
+
+
+# A trunk of 40 tokens with 8 branches behind 7 forks.  A plain document follows.
+TRUNK, FORKS = np.array([0, 40, *range(48, 112, 8), 128], dtype=np.int32), [5, 10, 15, 20, 25, 30, 35, 35]
+BRANCHES = Branches.of([-1, *[0] * 8, -1], [0, *FORKS, 0])
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_branch_does_not_know_its_siblings(name: str, window: int | None) -> None:
+    """Bitwise, outputs and gradients of queries; the trunk behind a fork is a sibling, too."""
+    query, key, value, _, grad = tensors(128, 2, 8, 8)
+    kernel = KERNELS[name](TRUNK, 1, 0, CPU, window=window, branches=BRANCHES)
+    before = both(kernel, query, key, value, grad)
+    for changed in (slice(48, 56), slice(35, 40)):  # the branch of fork 10, and the trunk's end
+        others = torch.ones(128, dtype=torch.bool)
+        others[changed] = False
+        inputs = [x.clone() for x in (query, key, value)]
+        for x in inputs:
+            x[changed] = 7.0
+        for ours, theirs in zip(both(kernel, *inputs, grad), before):
+            assert torch.equal(ours[others], theirs[others])
+            assert not torch.equal(ours[changed], theirs[changed])
+
+
+def both(kernel: Any, query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """The output and the gradient of queries."""
+    query = query.clone().requires_grad_()
+    out = packed_attention(query, key, value, kernel, SCALE, None)
+    return out.detach(), torch.autograd.grad(out, query, grad)[0]
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_calls_and_pairs_of_a_flash_kernel(cp_size: int) -> None:
+    """7 forks of a trunk are log2(7 + 1) = 3 calls.  Each pair of a query and a key is computed once."""
+    calls: list[Any] = []
+
+    def forward(query: Tensor, keys: Tensor, values: Tensor, *sizes: Any, scale: float, causal: bool = True) -> Any:
+        calls.append((causal, *sizes))
+        return query, query.new_zeros(1, len(query))
+
+    def backward(grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, *rest: Any, **options: Any) -> Any:
+        return forward(query, keys, values, *rest[2:], **options)[0], keys, values
+
+    boundaries = TRUNK * np.int32(cp_size)
+    branches = Branches.of(BRANCHES.parents, BRANCHES.forks * cp_size)
+    pairs = 0
+    for rank in range(cp_size):
+        kernel = FlashKernel.of(
+            boundaries, cp_size, rank, CPU, operators=Operators(forward, backward), branches=branches
+        )
+        query = torch.zeros(128, 1, 8)
+        keys = torch.zeros(len(getattr(kernel.key_source, "key_order", query)), 1, 8)
+        out, lse = kernel.forward(query, keys, keys, 1.0)
+        assert [causal for causal, *_ in calls] == [True, False, False, False]
+        without_mask = [np.diff(x) for _, *edges, _, _ in calls[1:] for x in edges]
+        pairs += sum(int(q @ k) for q, k in zip(without_mask[::2], without_mask[1::2]))
+        kernel.backward(query, query, keys, keys, out, lse, 1.0)
+        assert len(calls) == 8
+        calls.clear()
+    assert pairs == sum(8 * cp_size * fork * cp_size for fork in FORKS)
+
+
+def test_keys_of_a_parent_are_gathered_once_more() -> None:
+    """Document 0 with 8 tokens, a branch behind its token 2, cp 2, rank 0: chunks 0 1 | 6 7 | 8 | 11.
+
+    The parts of the ranks hold 0 1 6 7 8 11 | 2 3 4 5 9 10.
+    """
+    boundaries, branches = np.array([0, 8, 12], dtype=np.int32), Branches.of([-1, 0], [0, 3])
+    kernel = FlashKernel.of(boundaries, 2, 0, CPU, operators=PLAIN, branches=branches)
+    assert isinstance(kernel.key_source, AllGatheredKeys)
+    of_sequences = [0, 1, 0, 1, 6, 7, 8, 9, 2, 3, 4, 4, 10, 11, 5]
+    assert kernel.key_source.key_order.tolist() == [*of_sequences, 0, 1, 6]
+    (call,) = kernel.parent_calls
+    assert (call.queries.tolist(), call.keys.tolist()) == ([4, 5], [15, 16, 17])  # type: ignore[union-attr]

@@ -291,7 +291,8 @@ def test_the_kernel_of_this_torch_takes_what_it_is_given() -> None:
     query, key = torch.empty(12, 8, 64, **made), torch.empty(15, 2, 64, **made)
     boundaries = torch.empty(5, dtype=torch.int32, device="meta")
     sizes = boundaries, boundaries, 2, 8
-    out, lse = FLASH2.forward(query, key, key, *sizes, scale=0.125)
-    assert out.shape == query.shape and lse.shape == (8, 12)
-    grads = FLASH2.backward(out, query, key, key, out, lse, *sizes, scale=0.125)
-    assert [grad.shape for grad in grads] == [query.shape, key.shape, key.shape]
+    for options in ({}, {"causal": False}):
+        out, lse = FLASH2.forward(query, key, key, *sizes, scale=0.125, **options)
+        assert out.shape == query.shape and lse.shape == (8, 12)
+        grads = FLASH2.backward(out, query, key, key, out, lse, *sizes, scale=0.125, **options)
+        assert [grad.shape for grad in grads] == [query.shape, key.shape, key.shape]

@@ -227,7 +227,7 @@ class Engine:
         self._passes.begin(f"forward of {name}")
         tokens, positions = (device.send(x, self.groups.device) for x in (mb.tokens, mb.position_ids))
         cp = self.groups.cp_group(mb.cp_size)
-        documents = packed_documents(self.backend, mb.cu_seqlens, mb.max_seqlen, positions, cp)
+        documents = packed_documents(self.backend, mb.cu_seqlens, mb.max_seqlen, positions, cp, mb.branches)
         document_of_token = self._document_of_token(mb, chunk) if self.config.model.moe.num_experts else None
         with self._save_policy.forward_pass(len(chunk.module.decoder.layers)):
             if self.config.train.recompute == "attention_kept" and chunk.training:

@@ -24,6 +24,7 @@ from sft.mcore.backends.kernels import Chosen
 from sft.mcore.latent_attention.core_attention import SharedLatents
 from sft.mcore.modules.library import LocalLibrary, ModuleLibrary
 from sft.mcore.modules.stored import OwnWeights
+from sft.parallel.branches import Branches
 from sft.parallel.cp_group import CpGroup
 
 
@@ -48,11 +49,18 @@ class Portable(AttentionBackend):
         attention.core_attention = partial(PortableAttention, model=self.config.model)
         return spec
 
-    def documents(self, cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp: CpGroup) -> PackedDocuments:
-        packed = super().documents(cu_seqlens, max_seqlen, positions, cp)
+    def documents(
+        self,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        positions: Tensor,
+        cp: CpGroup,
+        branches: Branches | None = None,
+    ) -> PackedDocuments:
+        packed = super().documents(cu_seqlens, max_seqlen, positions, cp, branches)
         boundaries = cu_seqlens.cpu().numpy()
         packed.kernels = {
-            kind: self.kernels[kind](boundaries, cp.size, cp.rank, positions.device, window=window)
+            kind: self.kernels[kind](boundaries, cp.size, cp.rank, positions.device, window=window, branches=branches)
             for kind, window in self._windows.items()
         }
         return packed

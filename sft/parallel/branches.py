@@ -60,6 +60,12 @@ class Branches:
             depths[document] = depths[self.parents[document]] + self.forks[document]
         return depths
 
+    @cached_property
+    def in_tree(self) -> np.ndarray:
+        """bool [documents]: whether a document is a branch or has branches."""
+        is_branch = self.parents >= 0
+        return is_branch | np.isin(np.arange(len(self)), self.parents[is_branch])
+
     def path(self, document: int) -> list[Piece]:
         """The tokens before a document, from the first one on.  Document 2 of the example -> (0, 3, 0), (1, 1, 3)"""
         pieces: list[Piece] = []

@@ -68,7 +68,6 @@ def documents(
     branches: Branches | None = None,
 ) -> LinearDocuments:
     """The fragments of a microbatch on this rank.  cu_seqlens: int32 [n + 1], padded boundaries of the whole pack"""
-    assert branches is None, "linear attention has no branches yet"
     config, linear = backend.config, backend.config.model.linear_attention
     sizes = HeadSizes.of(linear, config.parallel.tp, params_dtype(config).itemsize)
     return LinearDocuments.of(
@@ -79,6 +78,7 @@ def documents(
         heads=sizes.value_heads,
         num_taps=linear.conv_kernel,
         max_short=sizes.max_short(cp.size),
+        branches=branches,
     )
 
 

@@ -187,8 +187,7 @@ def _array_names(folder: Path) -> list[str]:
 def _describe(folder: Path) -> dict[str, dict[str, Any]]:
     """Size and digest of every file except ledger.json."""
     described = {f"{name}.npy": _digest(_map(folder / f"{name}.npy")) for name in _array_names(folder)}
-    for name in (_TREE_ARRAYS: dict[str, np.dtype[Any]] = dict(zip(TreeTables._fields, DTYPES, strict=True))
-_REJECTS, _OMITTED):
+    for name in (_REJECTS, _OMITTED):
         if (folder / name).exists():
             with (folder / name).open("rb") as file:
                 described[name] = hashlib.file_digest(file, "sha256").hexdigest()

@@ -6,10 +6,10 @@ from tests.unit.released_chats import Message
 
 # Thinking is dropped wherever a later message follows, and each message has two control tokens.
 DROPPING = (
-    "{%- for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{%- if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "{{- m.content }}<|im_end|>{% endfor %}"
-    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+    "{%- if m.reasoning_content and loop.last %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}"
+    "{{- m.content + '<|im_end|>' }}{% endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 TOOLS: list[Message] = [
     {

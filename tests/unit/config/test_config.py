@@ -169,19 +169,19 @@ HOST_OPTIMIZER = "offload_fraction = 0.5 .*needs run.precision = bf16 and parall
         (("optim.offload_fraction=0.5", "parallel.distributed_optimizer=false"), HOST_OPTIMIZER),
         (
             ("data.turns=each", "data.supervise=all"),
-            "turns = each .*clashes with supervise = all; use supervise = assist",
+            "turns = .each. .*clashes with supervise = all; use supervise = assist",
         ),
         (
             ("data.turns=each", "data.supervise=last"),
-            "turns = each .*clashes with supervise = last; use supervise = ass",
+            "turns = .each. .*clashes with supervise = last; use supervise = assis",
         ),
         (
             ("data.turns=each", "train.mtp=joint"),
-            "data.turns = each .*does not fit train.mtp = joint: .*use train.mtp = o",
+            "data.turns = .each. .*does not fit train.mtp = joint: .*use train.mtp = off",
         ),
         (
             ("data.turns=each", "attention.backend=te"),
-            "data.turns = each .*backend = te cannot compute; use portable or",
+            "data.turns = .each. .*backend = te cannot compute; use portable or",
         ),
         (("data.date=2026-13-40",), "data.date = .*is a day that no calendar has; give a day such as 2026-01-01"),
         (

@@ -169,13 +169,13 @@ class Config(Section):
             return
         if self.train.mtp != "off":
             yield "data.turns", (
-                f"does not fit train.mtp = {self.train.mtp}: texts with a common beginning differ in the token after the "
-                "next one; use train.mtp = off, or data.turns = chat"
+                f"does not fit train.mtp = {self.train.mtp}: texts with a common beginning differ in the token "
+                "after the next one; use train.mtp = off, or data.turns = chat"
             )
         if not self.attention.may_be_portable:
             yield "data.turns", (
-                "gives documents a common beginning, which attention.backend = te cannot compute; use portable or auto, "
-                "or data.turns = chat"
+                "gives documents a common beginning, which attention.backend = te cannot compute; use portable or "
+                "auto, or data.turns = chat"
             )
 
     def _conflicts_of_gradients(self) -> Iterator[tuple[str, str]]:

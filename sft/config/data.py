@@ -96,8 +96,8 @@ class DataConfig(Section):
     supervise: Literal["assistant", "last", "all"] = "assistant"
     """Supervised tokens: all assistant turns, the last assistant turn, or every token.  See docs/concepts/masks.md."""
     turns: Literal["chat", "each"] = "chat"
-    """chat renders a chat once.  each renders it for every supervised assistant turn, as inference does: earlier thinking
-    is left out as the template leaves it out, and common beginnings are stored once (docs/concepts/masks.md)."""
+    """chat renders a chat once.  each renders it for every supervised assistant turn, as the last one: each is trained
+    with its own thinking, and common beginnings are stored once (docs/concepts/masks.md)."""
     supervise_inserted: bool = True
     """Also supervise text that the template itself puts into an assistant's turn after the prompt, which the model must
     write: an empty <think></think>, harmony's <|channel|>final<|message|>.  false: the masks of sft 0.1."""

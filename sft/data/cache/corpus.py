@@ -29,7 +29,7 @@ from sft.parallel.alignment import aligned
 _TOKENS_AT_ONCE = 1 << 24
 
 
-class Documents(NamedTuple):
+class SampleDocuments(NamedTuple):
     """The documents of all samples, end to end.
 
     starts   int64 [n + 1], the first document of each sample, and the end.  A sample without a tree has one document
@@ -92,7 +92,7 @@ class Corpus:
         return any(store.trees is not None and bool(store.row_report.trees) for store in self._stores)
 
     @cached_property
-    def documents(self) -> Documents:
+    def documents(self) -> SampleDocuments:
         """The documents of all samples."""
         counts, lengths, depths = [], [], []
         for store, lines in zip(self._stores, self._lines, strict=True):
@@ -106,7 +106,7 @@ class Corpus:
                 lengths.append(tables.documents["length"])
                 depths.append(tables.documents["depth"])
         starts = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
-        return Documents(starts, np.concatenate(lengths), np.concatenate(depths))
+        return SampleDocuments(starts, np.concatenate(lengths), np.concatenate(depths))
 
     def aligned_lengths(self, doc_multiple: int) -> np.ndarray:
         """int64 [n]: the tokens of each sample in a pack, whose documents are padded to `doc_multiple`."""

@@ -52,7 +52,7 @@ class EncodedRows(NamedTuple):
 
 
 class RowSample(NamedTuple):
-    """A sample of a row with its line of the table, `LINE`.  A line of 0 tokens belongs to a document without sample."""
+    """A sample of a row, with its line of the table, `LINE`; without tokens, the line of a document without sample."""
 
     line: tuple[int, ...]
     tokens: np.ndarray

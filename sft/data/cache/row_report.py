@@ -192,14 +192,12 @@ class RowReport:
 def count_rows(lines: np.ndarray, counts: RowCounts | None = None) -> RowReport:
     """The report of a table of samples.  counts: rows and texts that the table does not contain
 
-        row  window  tokens  supervised  new  full_tokens  full_supervised
-          1  1 of 1      10           4   10           10                4     whole
-          2  1 of 1      10           4   10           25                9     cut by 15 tokens, 5 supervised
-          3  0 of 0       0           0    0           99                9     dropped
-          4  1 of 2      10           4   10           17                9     in 2 windows that repeat 3 tokens
-          4  2 of 2      10           5    7           17                9
-
-    A row counts as cut if its only sample has fewer tokens than the row.
+    row  window  tokens  supervised  new  full_tokens  full_supervised
+      1  1 of 1      10           4   10           10                4     whole
+      2  1 of 1      10           4   10           25                9     cut by 15 tokens, 5 supervised
+      3  0 of 0       0           0    0           99                9     dropped
+      4  1 of 2      10           4   10           17                9     in 2 windows that repeat 3 tokens
+      4  2 of 2      10           5    7           17                9
     """
     counts = counts or RowCounts()
     rejects, unwanted = counts.rejects, counts.unwanted

@@ -13,11 +13,11 @@ import numpy as np
 from sft.batch import Tree
 from sft.config import DataConfig
 from sft.data.cache.truncation import excerpts
-from sft.data.chat.tree import Grown, Text, grow, positions, texts_of
+from sft.data.chat.tree import Grown, TreeText, grow, text_positions, texts_of
 from sft.parallel.alignment import aligned
 
 
-class Part(NamedTuple):
+class TreePart(NamedTuple):
     """A sample made of a tree.
 
     positions  int64 [m]: for each token a position of the whole tree's tokens; of a tree, in any order
@@ -41,38 +41,38 @@ def fits(tree: Tree, data: DataConfig) -> bool:
     return int(aligned(np.diff(tree.starts), data.doc_multiple).sum()) <= data.seq_length
 
 
-def split_tree(whole: Grown, data: DataConfig) -> Iterator[Part]:
+def split_tree(whole: Grown, data: DataConfig) -> Iterator[TreePart]:
     """The samples of a tree.  Raises DataError if a text is too long and data.over_long = error."""
     if fits(whole.tree, data):
-        yield Part(*whole, np.arange(len(whole.tokens)), num_labels_of(whole.tree))
+        yield TreePart(*whole, np.arange(len(whole.tokens)), num_labels_of(whole.tree))
         return
-    texts, places = texts_of(whole), [positions(whole.tree, number) for number in range(len(whole.tree.ends))]
+    texts, positions = texts_of(whole), [text_positions(whole.tree, number) for number in range(len(whole.tree.ends))]
     group: list[int] = []
     for number, text in enumerate(texts):
         if aligned(len(text.tokens), data.doc_multiple) > data.seq_length:
-            yield from _of_long_text(text, places[number], data)
+            yield from _of_long_text(text, positions[number], data)
         elif fits(grow([texts[i] for i in (*group, number)]).tree, data):
             group.append(number)
         else:
-            yield _of_group(texts, places, group)
+            yield _of_group(texts, positions, group)
             group = [number]
     if group:
-        yield _of_group(texts, places, group)
+        yield _of_group(texts, positions, group)
 
 
-def _of_group(texts: list[Text], places: list[np.ndarray], group: list[int]) -> Part:
-    held = np.unique(np.concatenate([places[number] for number in group]))
+def _of_group(texts: list[TreeText], positions: list[np.ndarray], group: list[int]) -> TreePart:
+    held = np.unique(np.concatenate([positions[number] for number in group]))
     if len(group) == 1:
         tokens, weights = texts[group[0]]
-        return Part(tokens, weights, None, held, _num_labels(weights))
+        return TreePart(tokens, weights, None, held, _num_labels(weights))
     grown = grow([texts[number] for number in group])
-    return Part(*grown, held, num_labels_of(grown.tree))
+    return TreePart(*grown, held, num_labels_of(grown.tree))
 
 
-def _of_long_text(text: Text, places: np.ndarray, data: DataConfig) -> Iterator[Part]:
+def _of_long_text(text: TreeText, positions: np.ndarray, data: DataConfig) -> Iterator[TreePart]:
     made = excerpts(text.weights, seq_length=data.seq_length, doc_multiple=data.doc_multiple, over_long=data.over_long)
     for chosen, weights in made:
-        yield Part(text.tokens[chosen], weights, None, places[chosen], _num_labels(weights))
+        yield TreePart(text.tokens[chosen], weights, None, positions[chosen], _num_labels(weights))
 
 
 def _num_labels(weights: np.ndarray) -> int:

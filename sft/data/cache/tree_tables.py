@@ -1,6 +1,6 @@
 """Stores the trees of samples as tables, and reads them: their documents, their texts, and the spans of each text.
 
-    trees      TREE [samples]   numbers of documents, texts and spans of each sample; a sample without a tree has no text
+    trees      TREE [samples]   numbers of documents, texts and spans of each sample; without a tree, it has no text
     documents  DOCUMENT [n]     of all samples, in order
     texts      TEXT [n]
     spans      SPAN [n]
@@ -34,7 +34,7 @@ class TreeTables(NamedTuple):
     spans: np.ndarray
 
 
-DTYPES = TreeTables(TREE, DOCUMENT, TEXT, SPAN)
+DTYPES = TREE, DOCUMENT, TEXT, SPAN
 
 
 class TreeCounts(NamedTuple):
@@ -48,7 +48,10 @@ class TreeCounts(NamedTuple):
 
 def to_tables(trees: Sequence[Tree | None], lengths: Sequence[int]) -> TreeTables:
     """The tables of some samples.  lengths: number of tokens of each"""
-    counts, documents, texts, spans = [], [], [], []
+    counts: list[tuple[int, ...]] = []
+    documents: list[tuple[int, ...]] = []
+    texts: list[tuple[int, ...]] = []
+    spans: list[tuple[float, ...]] = []
     for tree, length in zip(trees, lengths, strict=True):
         if tree is None:
             counts.append((1, 0, 0))

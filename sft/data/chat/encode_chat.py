@@ -31,7 +31,7 @@ from sft.data.chat.omitted import OmittedText, find_omitted, in_no_rendering
 from sft.data.chat.render import RenderedChat, render_chat, render_turns
 from sft.data.chat.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer, FolderTokenizer
 from sft.data.chat.tokens import Tokenised, TokenSpan, find_token_spans, tokenise
-from sft.data.chat.tree import Text, grow
+from sft.data.chat.tree import TreeText, grow
 from sft.data.chat.turns import Turn, find_turns
 from sft.data.rows.formats import Chat, PlainText, Tokenized
 from sft.data.rows.messages import THINKING, with_arguments, with_reasoning_keys
@@ -43,8 +43,8 @@ Supervise = Literal["assistant", "last", "all"]
 class Encoding(NamedTuple):
     """The tokens of a row, int32 [n], their weights in the loss, float32 [n], and the rendered chat.
 
-    rendered     the rendered chat, with a tree that of its last text; None for rows that are no chats, and with the byte
-                 tokenizer
+    rendered     the rendered chat, with a tree that of its last text; None for rows that are no chats, and with the
+                 byte tokenizer
     num_before   number of tokens that the tokenizer puts before a plain text; None for other rows
     spelled      control tokens that stayed text, each with the role of its text
     starts       index of the first token of each document; a packed row of tokens has several documents
@@ -151,7 +151,7 @@ def encode_turns(chat: Chat, tokenizer: ChatTokenizer, *, inserted: bool = True)
         encoded, omitted = _encode_texts(chat, tokenizer, turns, inserted)
     if len(encoded) == 1:
         return encoded[0]
-    grown = grow([Text(text.tokens, text.weights) for text in encoded])
+    grown = grow([TreeText(text.tokens, text.weights) for text in encoded])
     spelled = tuple(dict.fromkeys(token for text in encoded for token in text.spelled))
     return encoded[-1]._replace(
         tokens=grown.tokens, weights=grown.weights, spelled=spelled, tree=grown.tree, omitted=omitted

@@ -18,8 +18,8 @@ _FIRST_PIECES, _LAST_PIECES = 8, 4
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRun:
-    """Neighbouring tokens that are all supervised or all context.  A gap stands for tokens that are not shown; a gap with
-    a text is the beginning of a branch."""
+    """Neighbouring tokens that are all supervised or all context.  A gap stands for tokens that are not shown; a gap
+    with a text is the beginning of a branch."""
 
     text: str
     is_supervised: bool

@@ -15,7 +15,9 @@ from sft.data.cache.tree_samples import split_tree
 from sft.data.cache.tree_tables import Trees
 from sft.data.chat.encode_chat import encode_chat, encode_turns
 from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
-from sft.data.chat.tree import Grown, Text, grow, texts_of
+from sft.data.chat.tree import Grown, TreeText, grow, texts_of
+from sft.data.inspect.preview import preview
+from sft.data.inspect.report import preview_lines
 from sft.data.rows.formats import Chat, read_row
 from sft.errors import DataError
 from tests.unit.data.traces import DROPPING, as_row, synthetic
@@ -178,7 +180,7 @@ def test_samples_of_a_split_tree_are_its_texts(letters: FolderTokenizer, seq_len
         assert tree is None or len(tree.ends) > 1
         lengths = [num_tokens] if tree is None else np.diff(tree.starts).tolist()
         assert sum(-(-length // 8) * 8 for length in lengths) <= seq_length
-        got += [Text(tokens, weights)] if tree is None else texts_of(Grown(tokens, weights, tree))
+        got += [TreeText(tokens, weights)] if tree is None else texts_of(Grown(tokens, weights, tree))
         first += num_tokens
     assert [(tokens.tolist(), weights.tolist()) for tokens, weights in got] == expected
     labels = sum(int(np.count_nonzero(weights)) for _, weights in expected)
@@ -200,7 +202,9 @@ def test_a_text_that_is_too_long_by_itself_follows_over_long(letters: FolderToke
 
 def test_a_split_by_hand() -> None:
     """A trunk of 4 tokens with three branches of 2: two texts need 4 + 2 tokens."""
-    texts = [Text(np.array([1, 2, 3, 4, a, 9], np.int32), np.array([0, 0, 0, 0, 1, 1], np.float32)) for a in (5, 6, 7)]
+    texts = [
+        TreeText(np.array([1, 2, 3, 4, a, 9], np.int32), np.array([0, 0, 0, 0, 1, 1], np.float32)) for a in (5, 6, 7)
+    ]
     parts = list(split_tree(grow(texts), config(seq_length=8, doc_multiple=2)))
     assert [part.tokens.tolist() for part in parts] == [[1, 2, 3, 4, 5, 9, 6, 9], [1, 2, 3, 4, 7, 9]]
     assert [None if part.tree is None else part.tree.branches.forks.tolist() for part in parts] == [[0, 4], None]
@@ -213,3 +217,25 @@ def test_the_byte_tokenizer_makes_a_path() -> None:
     whole, encoding = encode_chat(chat, load_tokenizer(config())), encode_turns(chat, load_tokenizer(config()))
     assert encoding.tree is not None and len(encoding.tree.branches) == 1
     assert encoding.tokens.tolist() == whole.tokens.tolist() and encoding.weights.tolist() == whole.weights.tolist()
+
+
+def test_the_picture_of_a_tree(tmp_path: Path, letters: FolderTokenizer) -> None:
+    """65 tokens take 33 characters of two tokens each, a branch of 23 tokens after 19 begins at the tenth."""
+    corpus = corpus_of(tmp_path, write(tmp_path / "a.jsonl", as_row(tiny(2, 5))), letters, turns="each")
+    shown = preview(corpus.sample(0), "a.jsonl:1", "first", letters)
+    assert shown.tree == (
+        "-" * 21 + "#" * 12 + " " * 27 + "  65 tokens",
+        " " * 9 + "#" * 12 + " " * 39 + "  23 tokens",
+    )
+    assert [(piece.text, piece.is_supervised) for piece in shown.pieces] == [
+        (
+            "<|im_start|>user\nq<|im_end|><|im_start|>assistant\na0<|im_end|><|im_start|>user\no0<|im_end|>"
+            "<|im_start|>assistant\n",
+            False,
+        ),
+        ("<think>11111</think>a1<|im_end|>", True),
+        ("branch after 19 tokens", False),
+        ("<think>00000</think>a0<|im_end|>", True),
+    ]
+    lines = list(preview_lines(shown, color=False))
+    assert lines[1] == f"    {shown.tree[0]}" and "    [branch after 19 tokens]" in lines

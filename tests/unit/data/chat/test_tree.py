@@ -5,12 +5,12 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from sft.data.chat.tree import Grown, Text, grow, positions, texts_of
+from sft.data.chat.tree import Grown, TreeText, grow, text_positions, texts_of
 
 
-def text(tokens: list[int], weights: list[float] | None = None) -> Text:
+def text(tokens: list[int], weights: list[float] | None = None) -> TreeText:
     weights = [0.0] * len(tokens) if weights is None else weights
-    return Text(np.array(tokens, dtype=np.int32), np.array(weights, dtype=np.float32))
+    return TreeText(np.array(tokens, dtype=np.int32), np.array(weights, dtype=np.float32))
 
 
 def table(grown: Grown) -> list[tuple[list[int], int, int]]:
@@ -81,7 +81,7 @@ def test_random_texts(seed: int) -> None:
             weights[beginning] += float(of_text[n - 1])
     stored: dict[int, tuple[int, ...]] = {}
     for number, (tokens, _) in enumerate(texts):
-        places = positions(tree, number)
+        places = text_positions(tree, number)
         assert grown.tokens[places].tolist() == tokens.tolist()
         for n, place in enumerate(places.tolist(), 1):
             assert stored.setdefault(place, tuple(tokens[:n].tolist())) == tuple(tokens[:n].tolist())

@@ -65,6 +65,8 @@ class Config(Section):
         """Why attention.backend = auto is portable, also where Transformer Engine could run; None: no reason."""
         if self.attention.backend == "auto" and self.attention.kernels is not None:
             return "attention.kernels names kernels of portable"
+        if self.attention.backend == "auto" and self.data.turns == "each":
+            return "data.turns = each gives documents a common beginning, which Transformer Engine cannot compute"
         if self.attention.backend == "auto" and self.model.latent_attention.is_used:
             return "it saves and sends keys and values of all heads, not latents; attention.backend=te uses it"
         return None
@@ -124,6 +126,7 @@ class Config(Section):
                 "needs run.precision = bf16 and parallel.distributed_optimizer = true, because otherwise "
                 "megatron-core's hybrid optimizer does not update all weights; set both, or offload_fraction = 0"
             )
+        yield from self._conflicts_of_turns()
         if no_cuda and not self.attention.may_be_portable:
             yield "attention.backend", "needs CUDA, and run.device is cpu; use portable or auto"
         yield from self._conflicts_of_kernels()
@@ -160,6 +163,20 @@ class Config(Section):
         yield from self._conflicts_of_modules()
         yield from self._conflicts_of_lora()
         yield from self._conflicts_of_mtp()
+
+    def _conflicts_of_turns(self) -> Iterator[tuple[str, str]]:
+        if self.data.turns == "chat":
+            return
+        if self.train.mtp != "off":
+            yield "data.turns", (
+                f"does not fit train.mtp = {self.train.mtp}: texts with a common beginning differ in the token "
+                "after the next one; use train.mtp = off, or data.turns = chat"
+            )
+        if not self.attention.may_be_portable:
+            yield "data.turns", (
+                "gives documents a common beginning, which attention.backend = te cannot compute; use portable or "
+                "auto, or data.turns = chat"
+            )
 
     def _conflicts_of_gradients(self) -> Iterator[tuple[str, str]]:
         """`Layout.resolve` checks the number of microbatches of a step with a fixed cp."""

@@ -95,6 +95,9 @@ class DataConfig(Section):
     """If the chat template leaves out a text of a chat: count and list the text, or stop with an error."""
     supervise: Literal["assistant", "last", "all"] = "assistant"
     """Supervised tokens: all assistant turns, the last assistant turn, or every token.  See docs/concepts/masks.md."""
+    turns: Literal["chat", "each"] = "chat"
+    """chat renders a chat once.  each renders it for every supervised assistant turn, as the last one: each is trained
+    with its own thinking, and common beginnings are stored once (docs/concepts/masks.md)."""
     supervise_inserted: bool = True
     """Also supervise text that the template itself puts into an assistant's turn after the prompt, which the model must
     write: an empty <think></think>, harmony's <|channel|>final<|message|>.  false: the masks of sft 0.1."""
@@ -175,6 +178,11 @@ class DataConfig(Section):
                 key, other = ("weight", weighted[0]) if weighted else ("epochs", counted[0])
                 why = f"is missing, but {other} has {key}; give {key.removesuffix('s')}s to all sources, or to none"
                 yield f"train.{name}.{key}", why
+        if self.turns == "each" and self.supervise != "assistant":
+            yield "turns", (
+                f"trains every assistant turn by itself, which clashes with supervise = {self.supervise}; use "
+                "supervise = assistant, or turns = chat"
+            )
         if taken := [
             name for name in self.chat_template_kwargs if name in _OURS or name.endswith(("_token", "_tokens"))
         ]:

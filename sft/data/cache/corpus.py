@@ -7,9 +7,9 @@ import hashlib
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,8 +24,22 @@ from sft.data.read.named_dataset import LoadedDataset
 from sft.data.read.rows import DataFile, row_name
 from sft.errors import DataError, first_few
 from sft.files.atomic_files import unusable
+from sft.parallel.alignment import aligned
 
 _TOKENS_AT_ONCE = 1 << 24
+
+
+class SampleDocuments(NamedTuple):
+    """The documents of all samples, end to end.
+
+    starts   int64 [n + 1], the first document of each sample, and the end.  A sample without a tree has one document
+    lengths  int64 [documents], number of tokens of each
+    depths   int64 [documents], number of tokens before each one's first token, in its parents
+    """
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    depths: np.ndarray
 
 
 class Corpus:
@@ -34,8 +48,8 @@ class Corpus:
     names           argument: the name of each file's source; None: every file is a source
     files           the files and datasets
     sources         names of the sources, each once
-    lengths         int64 [n], number of tokens of each sample
-    num_supervised  int64 [n], number of supervised labels of each sample
+    lengths         int64 [n], number of stored tokens of each sample
+    num_supervised  int64 [n], number of supervised labels of each sample; a label counts for each text of a tree
     row_reports     the row report of each file or dataset
     digest          depends on tokens, weights and order of samples, not on file names or the cache folder
     """
@@ -74,7 +88,35 @@ class Corpus:
         store = self._stores[file]
         weights = store.weights[store.mask[start:stop]]
         tokens, source = store.tokens[start:stop], self._source_of[file]
-        return Sample(sample_id=sample_id, tokens=tokens, weights=weights, source=source)
+        tree = None if store.trees is None else store.trees.tree(index)
+        return Sample(sample_id=sample_id, tokens=tokens, weights=weights, source=source, tree=tree)
+
+    @cached_property
+    def has_trees(self) -> bool:
+        """Whether a sample has a tree."""
+        return any(store.trees is not None and bool(store.row_report.trees) for store in self._stores)
+
+    @cached_property
+    def documents(self) -> SampleDocuments:
+        """The documents of all samples."""
+        counts, lengths, depths = [], [], []
+        for store, lines in zip(self._stores, self._lines, strict=True):
+            if store.trees is None:
+                counts.append(np.ones(len(lines), dtype=np.int64))
+                lengths.append(store.rows["tokens"][lines])
+                depths.append(np.zeros(len(lines), dtype=np.int64))
+            else:
+                tables = store.trees.tables
+                counts.append(tables.trees["documents"])
+                lengths.append(tables.documents["length"])
+                depths.append(tables.documents["depth"])
+        starts = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
+        return SampleDocuments(starts, np.concatenate(lengths), np.concatenate(depths))
+
+    def aligned_lengths(self, doc_multiple: int) -> np.ndarray:
+        """int64 [n]: the tokens of each sample in a pack, whose documents are padded to `doc_multiple`."""
+        documents = self.documents
+        return np.add.reduceat(aligned(documents.lengths, doc_multiple), documents.starts[:-1])
 
     def name(self, sample_id: int) -> str:
         """The name of a sample for users: `chat.jsonl:1841`, `chat.jsonl:1841 window 2 of 3`, and of a packed row
@@ -123,7 +165,7 @@ class Corpus:
         """The row reports in JSON's types: {"digest": "3f...", "files": {"chat.jsonl": {"rows": 60000, ...}}}"""
         return {
             "digest": self.digest,
-            "files": {str(path): asdict(row_report) for path, row_report in self.row_reports.items()},
+            "files": {str(path): row_report.to_json() for path, row_report in self.row_reports.items()},
         }
 
     def check_omitted(self, data: DataConfig, tokenizer: ChatTokenizer) -> None:

@@ -16,7 +16,7 @@ def config(*overrides: str) -> Config:
 
 
 def test_there_are_few_keys_and_every_one_is_explained() -> None:
-    assert len(leaves()) <= 211
+    assert len(leaves()) <= 212
     for key, info in leaves().items():
         assert info.description and info.description.endswith("."), key
     for group, model in sections().items():
@@ -167,6 +167,22 @@ HOST_OPTIMIZER = "offload_fraction = 0.5 .*needs run.precision = bf16 and parall
         (("optim.offload_fraction=1.01",), "expected a number of at least 0.0 and of at most 1.0"),
         (("optim.offload_fraction=0.5", "run.precision=fp32"), HOST_OPTIMIZER),
         (("optim.offload_fraction=0.5", "parallel.distributed_optimizer=false"), HOST_OPTIMIZER),
+        (
+            ("data.turns=each", "data.supervise=all"),
+            "turns = .each. .*clashes with supervise = all; use supervise = assist",
+        ),
+        (
+            ("data.turns=each", "data.supervise=last"),
+            "turns = .each. .*clashes with supervise = last; use supervise = assis",
+        ),
+        (
+            ("data.turns=each", "train.mtp=joint"),
+            "data.turns = .each. .*does not fit train.mtp = joint: .*use train.mtp = off",
+        ),
+        (
+            ("data.turns=each", "attention.backend=te"),
+            "data.turns = .each. .*backend = te cannot compute; use portable or",
+        ),
         (("data.date=2026-13-40",), "data.date = .*is a day that no calendar has; give a day such as 2026-01-01"),
         (
             (*LINEAR, "model.linear_attention.layers=[1]", "model.sliding_window=8", "model.sliding_window_layers=[1]"),
@@ -188,6 +204,11 @@ HOST_OPTIMIZER = "offload_fraction = 0.5 .*needs run.precision = bf16 and parall
 def test_what_cannot_be(overrides: tuple[str, ...], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         config(*overrides)
+
+
+def test_turns_with_a_common_beginning_need_portable_attention() -> None:
+    assert config().auto_is_portable is None
+    assert "data.turns = each" in str(config("data.turns=each").auto_is_portable)
 
 
 def test_experts_as_wide_as_they_are_told() -> None:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Piece(NamedTuple):
+class Ancestor(NamedTuple):
     """The first `length` tokens of a document, which come before a branch.  depth: position of the first of them"""
 
     document: int
@@ -66,11 +66,11 @@ class Branches:
         is_branch = self.parents >= 0
         return is_branch | np.isin(np.arange(len(self)), self.parents[is_branch])
 
-    def path(self, document: int) -> list[Piece]:
+    def path(self, document: int) -> list[Ancestor]:
         """The tokens before a document, from the first one on.  Document 2 of the example -> (0, 3, 0), (1, 1, 3)"""
-        pieces: list[Piece] = []
+        pieces: list[Ancestor] = []
         while self.parents[document] >= 0:
             parent, fork = int(self.parents[document]), int(self.forks[document])
-            pieces.append(Piece(parent, fork, int(self.depths[parent])))
+            pieces.append(Ancestor(parent, fork, int(self.depths[parent])))
             document = parent
         return pieces[::-1]

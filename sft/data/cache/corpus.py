@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,22 +24,9 @@ from sft.data.read.named_dataset import LoadedDataset
 from sft.data.read.rows import DataFile, row_name
 from sft.errors import DataError, first_few
 from sft.files.atomic_files import unusable
-from sft.parallel.alignment import aligned
+from sft.parallel.shapes import SampleSizes, Shapes
 
 _TOKENS_AT_ONCE = 1 << 24
-
-
-class SampleDocuments(NamedTuple):
-    """The documents of all samples, end to end.
-
-    starts   int64 [n + 1], the first document of each sample, and the end.  A sample without a tree has one document
-    lengths  int64 [documents], number of tokens of each
-    depths   int64 [documents], number of tokens before each one's first token, in its parents
-    """
-
-    starts: np.ndarray
-    lengths: np.ndarray
-    depths: np.ndarray
 
 
 class Corpus:
@@ -76,11 +63,6 @@ class Corpus:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    @property
-    def shapes(self) -> np.ndarray:
-        """The sizes of samples that packing reads (`sft.data.packing.shapes`)."""
-        return self.lengths
-
     def sample(self, sample_id: int) -> Sample:
         """Sample `sample_id`; its tokens are a read-only view of the mapped file."""
         file, index = self._find(sample_id)
@@ -97,8 +79,10 @@ class Corpus:
         return any(store.trees is not None and bool(store.row_report.trees) for store in self._stores)
 
     @cached_property
-    def documents(self) -> SampleDocuments:
-        """The documents of all samples."""
+    def shapes(self) -> SampleSizes:
+        """The sizes of all samples that plans read."""
+        if not self.has_trees:
+            return self.lengths
         counts, lengths, depths = [], [], []
         for store, lines in zip(self._stores, self._lines, strict=True):
             if store.trees is None:
@@ -111,12 +95,7 @@ class Corpus:
                 lengths.append(tables.documents["length"])
                 depths.append(tables.documents["depth"])
         starts = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
-        return SampleDocuments(starts, np.concatenate(lengths), np.concatenate(depths))
-
-    def aligned_lengths(self, doc_multiple: int) -> np.ndarray:
-        """int64 [n]: the tokens of each sample in a pack, whose documents are padded to `doc_multiple`."""
-        documents = self.documents
-        return np.add.reduceat(aligned(documents.lengths, doc_multiple), documents.starts[:-1])
+        return Shapes(starts, np.concatenate(lengths), np.concatenate(depths))
 
     def name(self, sample_id: int) -> str:
         """The name of a sample for users: `chat.jsonl:1841`, `chat.jsonl:1841 window 2 of 3`, and of a packed row

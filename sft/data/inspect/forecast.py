@@ -20,9 +20,9 @@ from sft.data.packing.balance import costs, efficiency
 from sft.data.packing.mixture import Mixture
 from sft.data.packing.plan import PackingPlan
 from sft.data.packing.plan_files import follows_from, write_plans
-from sft.data.packing.shapes import SampleSizes, padded
 from sft.layers.flops import AttentionCost
 from sft.parallel.alignment import aligned, smallest_world
+from sft.parallel.shapes import SampleSizes, padded
 
 LOOKED_AT = 50  # number of global batches, spread over the epoch, whose balance is computed
 LIMITED = 0.95  # if no assignment can reach this efficiency, the forecast suggests a larger cp

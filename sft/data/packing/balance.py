@@ -28,8 +28,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from sft.data.packing.pair_split import PairSplitter
-from sft.data.packing.shapes import SampleSizes, attention_cost, padded
 from sft.layers.flops import AttentionCost
+from sft.parallel.shapes import SampleSizes, attention_cost, padded
 
 Slots = list[list[tuple[int, ...]]]  # sample ids by rank and microbatch
 

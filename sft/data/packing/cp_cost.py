@@ -17,9 +17,9 @@ from math import lcm
 import numpy as np
 
 from sft.config import Config
-from sft.data.packing.shapes import SampleSizes, attention_cost, padded
 from sft.layers.flops import ASSUMED_SHARE, ASSUMED_TFLOPS, AttentionCost, TrainFlops
 from sft.parallel.cp_bytes import CpBytes
+from sft.parallel.shapes import SampleSizes, attention_cost, padded
 
 NS = 1e9
 # Time that each layer adds to a microbatch, whatever its tokens: kernels are launched, weights and gradients are read.

@@ -15,7 +15,7 @@ import numpy as np
 
 from sft.data.packing.balance import Slots
 from sft.data.packing.cp_cost import CpCost
-from sft.data.packing.shapes import SampleSizes, padded
+from sft.parallel.shapes import SampleSizes, padded
 
 
 class Slot(NamedTuple):

@@ -28,8 +28,8 @@ from sft.data.packing.cp_grid import FILLER, Grid, Slot, makespan_ns
 from sft.data.packing.cp_packs import PackRule
 from sft.data.packing.cp_ranks import BETTER, packs_of_groups
 from sft.data.packing.cp_rows import FEW_BYTES, RULES, packs_of_rows
-from sft.data.packing.shapes import SampleSizes
 from sft.parallel.cp_group import cp_sizes
+from sft.parallel.shapes import SampleSizes
 
 # A batch with more documents is planned by rows only: so many short documents make rows even without more balancing.
 MANY = 4000

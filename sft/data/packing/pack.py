@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sft.batch import BranchTargets, Microbatch, Pack, Sample
-from sft.data.packing.tree_packs import Documents, Targets, tree_of
+from sft.data.packing.tree_packs import PackDocuments, PackTargets, tree_of
 from sft.parallel import context_parallel
 from sft.parallel.alignment import aligned
 
@@ -67,7 +67,7 @@ class Collator:
         lengths = np.concatenate([real_lengths.astype(np.int32), filler])
         real_starts = np.cumsum([0, *aligned(real_lengths, multiple)])[:-1]
         cu_seqlens = np.concatenate([real_starts, filler_starts, [total]]).astype(np.int32)
-        targets, first = Targets.none(total, self.pad_id), 0
+        targets, first = PackTargets.none(total, self.pad_id), 0
         tokens = np.full(total, self.pad_id, dtype=np.int32)
         for sample, tree in zip(samples, trees, strict=True):
             starts = cu_seqlens[first : first + len(tree.branches)].astype(np.int64)
@@ -77,9 +77,9 @@ class Collator:
             first += len(starts)
         first_tokens, of_trees = cu_seqlens[:-1], dict[str, Any]()
         if any(sample.tree is not None for sample in samples):
-            documents = Documents.of(trees, len(filler))
+            documents = PackDocuments.of(trees, len(filler))
             of_trees = {**documents._asdict(), "label_counts": targets.counts, "further": targets.further()}
-            first_tokens = first_tokens - documents.branches.depths.astype(np.int32)  # where the first token of the text would be
+            first_tokens = first_tokens - documents.branches.depths.astype(np.int32)  # of texts
         sources = [sample.source for sample, tree in zip(samples, trees) for _ in range(len(tree.branches))]
         return Pack(
             tokens=tokens,

@@ -16,9 +16,9 @@ import numpy as np
 
 from sft.config import DataConfig
 from sft.data.packing.mixture import Mixture
-from sft.data.packing.shapes import SampleSizes, padded
 from sft.data.packing.shuffle import shuffled
 from sft.errors import ConfigError, DataError
+from sft.parallel.shapes import SampleSizes, padded
 
 # Version of the plans that this module, mixture.py and shuffle.py make.  Raise it whenever a change gives the same data
 # another plan: a resumed run must not train on other batches than the plan that it began with.

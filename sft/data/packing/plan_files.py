@@ -23,9 +23,9 @@ import numpy as np
 from sft.config import Config
 from sft.data.cache.corpus import Corpus
 from sft.data.packing.plan import VERSION, PackingPlan, plan_of
-from sft.data.packing.shapes import SampleSizes, padded
 from sft.errors import ConfigError, DataError
 from sft.files.folder_files import LIST_BYTES, UnsafeFileError, open_file
+from sft.parallel.shapes import SampleSizes, padded
 
 FORMAT = "sft plan 1"
 _MUST_MATCH = ("data", "data.seq_length", "data.doc_multiple", "train.global_batch_size")

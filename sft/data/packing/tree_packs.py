@@ -13,7 +13,7 @@ from sft.batch import BranchTargets, Sample, Tree
 from sft.parallel.branches import Branches
 
 
-class Targets(NamedTuple):
+class PackTargets(NamedTuple):
     """The targets of a pack in the making; `Pack` describes the arrays.  others: further targets, one by one"""
 
     labels: np.ndarray
@@ -22,9 +22,9 @@ class Targets(NamedTuple):
     others: list[tuple[int, int, np.float32, int]]
 
     @staticmethod
-    def none(total: int, pad_id: int) -> "Targets":
+    def none(total: int, pad_id: int) -> "PackTargets":
         labels = np.full(total, pad_id, dtype=np.int32)
-        return Targets(labels, np.zeros(total, dtype=np.float32), np.zeros(total, dtype=np.int32), [])
+        return PackTargets(labels, np.zeros(total, dtype=np.float32), np.zeros(total, dtype=np.int32), [])
 
     def add(self, sample: Sample, tree: Tree, starts: np.ndarray, positions: np.ndarray, reduction: str) -> None:
         """Shift the labels of a sample to the tokens before them.
@@ -83,7 +83,7 @@ def supervision(sample: Sample, reduction: str) -> tuple[np.ndarray, np.ndarray]
     return weights, counts
 
 
-class Documents(NamedTuple):
+class PackDocuments(NamedTuple):
     """The documents of a pack with trees; `Pack` describes the arrays."""
 
     branches: Branches
@@ -91,7 +91,7 @@ class Documents(NamedTuple):
     texts: np.ndarray
 
     @staticmethod
-    def of(trees: Sequence[Tree], num_filler: int) -> "Documents":
+    def of(trees: Sequence[Tree], num_filler: int) -> "PackDocuments":
         """The documents of all trees, one tree after the other, and then filler documents."""
         counts = [len(tree.branches) for tree in trees]
         starts = np.cumsum([0, *counts])
@@ -99,7 +99,7 @@ class Documents(NamedTuple):
         for tree, first, stop in zip(trees, starts, starts[1:]):
             of_tree = tree.branches.parents
             parents[first:stop], forks[first:stop] = np.where(of_tree < 0, -1, of_tree + first), tree.branches.forks
-        return Documents(
+        return PackDocuments(
             branches=Branches.of(parents, forks),
             firsts=np.concatenate([np.repeat(starts[:-1], counts), np.arange(starts[-1], len(parents))]),
             texts=np.concatenate([tree.ends + [first, 0] for tree, first in zip(trees, starts)]),

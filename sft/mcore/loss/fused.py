@@ -86,15 +86,15 @@ class _ChunkedHead:
         total = objective(rows, weights, loss)
         coefficients = objective_coefficients(rows, weights, loss) if train else None
         further = self.targets.further
-        found = slice(0, 0) if further is None else further.within(part)
-        if further is None or found.start == found.stop:
+        numbers = slice(0, 0) if further is None else further.within(part)
+        if further is None or numbers.start == numbers.stop:
             if coefficients is not None:
                 gradient(scores, labels, rows, coefficients, self.shard, out=scores)
             return total
-        index, others, more_weights = (column[found] for column in further)
+        index, others, more_weights = (column[numbers] for column in further)
         index = send(index - part.start, scores.device)
         more = statistics(scores[index], others, self.shard, entropy=loss.measures_entropy)
-        all_rows.assign(slice(len(self.targets) + found.start, len(self.targets) + found.stop), more)
+        all_rows.assign(slice(len(self.targets) + numbers.start, len(self.targets) + numbers.stop), more)
         if coefficients is not None:
             of_others = objective_coefficients(more, more_weights, loss)
             coefficients = coefficients.with_further(index, of_others)

@@ -20,6 +20,7 @@ from sft.data.inspect.preview import preview
 from sft.data.inspect.report import preview_lines
 from sft.data.rows.formats import Chat, read_row
 from sft.errors import DataError
+from sft.parallel.shapes import padded
 from tests.unit.data.traces import DROPPING, as_row, synthetic
 from tests.unit.fixtures.chats import CALLING, SYSTEM, TALK, THINKING, THINKING_INSIDE, assistant, user
 from tests.unit.fixtures.folder import ENDS_OF_TEMPLATE, OF_TEMPLATE, config, load_folder, template
@@ -119,10 +120,10 @@ def test_a_store_with_trees(tmp_path: Path, letters: FolderTokenizer) -> None:
     corpus = corpus_of(tmp_path, files, letters, turns="each", doc_multiple=8)
     # <|im_start|>user\nq<|im_end|> has 8 tokens; the header of an answer 11; <think>00000</think>a0<|im_end|> 23
     assert corpus.lengths.tolist() == [88, 42, 3, 88]
-    documents = corpus.documents
+    documents = corpus.shapes
     assert documents.starts.tolist() == [0, 2, 3, 4, 6]
     assert documents.lengths.tolist() == [65, 23, 42, 3, 65, 23] and documents.depths.tolist() == [0, 19, 0, 0, 0, 19]
-    assert corpus.aligned_lengths(8).tolist() == [96, 48, 8, 96] and corpus.has_trees
+    assert padded(corpus.shapes, 8).tolist() == [96, 48, 8, 96] and corpus.has_trees
     first, plain, last = corpus.sample(0), corpus.sample(1), corpus.sample(3)
     assert plain.tree is None and first.tree is not None and last.tree is not None
     assert first.tree.branches.parents.tolist() == [-1, 0] and first.tree.branches.forks.tolist() == [0, 19]
@@ -138,7 +139,7 @@ def test_a_store_with_trees(tmp_path: Path, letters: FolderTokenizer) -> None:
     assert again.digest == corpus.digest and again.row_reports == corpus.row_reports
     chats = corpus_of(tmp_path, files, letters, doc_multiple=8)
     assert not chats.has_trees and chats.digest != corpus.digest
-    assert chats.aligned_lengths(8).tolist() == [72, 48, 8, 88]
+    assert padded(chats.shapes, 8).tolist() == [72, 48, 8, 88]
     stores = [{path.name for path in folder.iterdir()} for folder in (tmp_path / "cache").glob("?" * 32)]
     arrays = {"tokens.npy", "mask.npy", "rows.npy", "ledger.json"}
     trees = {"trees.npy", "documents.npy", "texts.npy", "spans.npy"}

@@ -5,8 +5,8 @@ import pytest
 
 from sft.data.packing.balance import costs
 from sft.data.packing.plan import plan_epoch
-from sft.data.packing.shapes import Shapes, attention_cost, padded
 from sft.layers.flops import AttentionCost
+from sft.parallel.shapes import Shapes, attention_cost, padded
 
 # Sample 0 has a document of 33 tokens and a branch of 7 after its first 20; sample 1 one document of 10 tokens.
 SHAPES = Shapes(np.array([0, 2, 3]), np.array([33, 7, 10]), np.array([0, 20, 0]))

@@ -1,10 +1,6 @@
-"""The dimensions of a layout, the values that fit together, and the recipe overrides for them.
+"""The dimensions of a layout, the values that fit together, and the recipe overrides for them."""
 
-`make test` runs `COVERING`, which has every pair of values that fits on at most four ranks.  `make test-all` also runs
-`GRID`: every way to divide the work of a dense model and of a mixture of experts.
-"""
-
-from tests.covering import Case, all_cases, covering_set
+from tests.covering import Case
 
 DIMENSIONS = {
     "model": ["dense", "experts", "gemma", "gpt_oss", "linear", "linear_experts", "routers", "latent", "gemma4"],
@@ -114,31 +110,25 @@ def world_size(case: Case) -> int:
     return case["tp"] * case["cp"] * case["pp"] * case["dp"]
 
 
-def fits(case: Case) -> bool:
-    """Whether the documentation allows the combination.  The rules are repeated here, so that a wrong refusal fails a
-    test.
-
-    There are at most four ranks.  Sequence parallelism has no effect without tp, and experts with tp need it.  Virtual
-    stages need a pipeline, whole layers, and a number of microbatches that is a multiple of pp.  Dynamic CP needs cp.
-    ep needs experts, and divides tp x cp x dp.  Activation offload is only allowed if most activations are recomputed.
-    megatron-core's CPU optimizer needs bf16 and the distributed optimizer.  Sharding needs the distributed optimizer
-    and several ranks of dp x cp, and weights are not sharded in a pipeline.
-    """
-    tp, pp, virtual, dp, ep = (case[key] for key in ("tp", "pp", "virtual_stages", "dp", "ep"))
-    is_sharded, copies = case["shard"] != "optimizer", dp * case["cp"]
-    return (
-        world_size(case) <= 4
-        and case["sequence_parallel"] <= (tp > 1)
-        and case["dynamic_cp"] <= (case["cp"] > 1)
-        and (case["model"] not in MIXTURES or tp == 1 or case["sequence_parallel"])
-        and (virtual == 1 or (pp > 1 and NUM_LAYERS % (pp * virtual) == 0 and GLOBAL_BATCH_SIZE // dp % pp == 0))
-        and (ep == 1 or (case["model"] in MIXTURES and tp * case["cp"] * dp % ep == 0))
-        and (not case["activation_offload"] or case["recompute"] != "none")
-        and (not is_sharded or (case["distributed_optimizer"] and copies > 1))
-        and (case["shard"] != "weights" or pp == 1)
-        and (case["shard_size"] is None or (is_sharded and copies == 4))
-        and (not case["optimizer_offload"] or (case["precision"] == "bf16" and case["distributed_optimizer"]))
-    )
+# The combinations that the documentation allows.  The rules are repeated here, so that a wrong refusal fails a test.
+RULES = (
+    lambda tp, cp, pp, dp: tp * cp * pp * dp <= 4,
+    lambda tp, sequence_parallel: sequence_parallel <= (tp > 1),
+    lambda cp, dynamic_cp: dynamic_cp <= (cp > 1),
+    lambda model, tp, sequence_parallel: model not in MIXTURES or tp == 1 or sequence_parallel,
+    lambda pp, virtual_stages: virtual_stages == 1 or (pp > 1 and NUM_LAYERS % (pp * virtual_stages) == 0),
+    lambda pp, virtual_stages, dp: virtual_stages == 1 or GLOBAL_BATCH_SIZE // dp % pp == 0,
+    lambda model, tp, cp, dp, ep: ep == 1 or (model in MIXTURES and tp * cp * dp % ep == 0),
+    # Activations can be offloaded if most of them are recomputed.
+    lambda recompute, activation_offload: not activation_offload or recompute != "none",
+    # Sharding divides the work of the distributed optimizer among copies; a pipeline does not shard weights.
+    lambda cp, dp, distributed_optimizer, shard: shard == "optimizer" or (distributed_optimizer and dp * cp > 1),
+    lambda pp, shard: shard != "weights" or pp == 1,
+    lambda cp, dp, shard, shard_size: shard_size is None or (shard != "optimizer" and dp * cp == 4),
+    # megatron-core's CPU optimizer
+    lambda distributed_optimizer, optimizer_offload, precision: not optimizer_offload
+    or (precision == "bf16" and distributed_optimizer),
+)
 
 
 def overrides(case: Case) -> list[str]:
@@ -163,9 +153,3 @@ def name(case: Case) -> str:
     plain = {key: values[0] for key, values in DIMENSIONS.items()}
     parts = [f"{key} {value}" for key, value in case.items() if value != plain[key] and key not in ("model",)]
     return " ".join([case["model"], *parts])
-
-
-COVERING = covering_set(DIMENSIONS, fits)
-PLAIN = {key: values[:1] for key, values in DIMENSIONS.items()}
-DIVIDED = ("tp", "sequence_parallel", "cp", "dynamic_cp", "pp", "virtual_stages", "dp", "ep")
-GRID = all_cases({**PLAIN, "model": ["dense", "experts"], **{key: DIMENSIONS[key] for key in DIVIDED}}, fits)

@@ -20,6 +20,7 @@ DIMENSIONS = {
     "optimizer_offload": [0, 1],
     "precision": ["fp32", "bf16"],
     "loss": ["fused", "chunked", "full"],
+    "trees": [False, True],
 }
 CP, TP, PP, EP = ["parallel.cp=2"], ["parallel.tp=2"], ["parallel.pp=2"], ["parallel.ep=2"]
 SP = [*TP, "parallel.sequence_parallel=true"]
@@ -143,6 +144,7 @@ def overrides(case: Case) -> list[str]:
         f"train.offload_fraction={case['activation_offload']}",
         f"optim.offload_fraction={case['optimizer_offload']}",
         f"run.precision={case['precision']}",
+        f"data.turns={'each' if case['trees'] else 'chat'}",
         f"loss.impl={case['loss']}",
         f"loss.chunk_size={'null' if case['loss'] == 'full' else 24}",
     ]

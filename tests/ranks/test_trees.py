@@ -9,7 +9,7 @@ import pytest
 from sft.batch import Sample
 from tests.builders import answer
 from tests.ranks import scenarios
-from tests.ranks.layouts import AUX, CP, MOE, WINDOWS
+from tests.ranks.layouts import AUX, CP, LATENT, LINEAR, MODELS, MOE
 from tests.ranks.pool import Ranks
 from tests.tree_samples import nested
 
@@ -39,12 +39,16 @@ def passes(overrides: Sequence[str], is_tree: bool) -> dict[str, Any]:
         }
 
 
-EXACT = ["parallel.cp=1"]
 CASES = {
     "full": [],
     "tokens": ["loss.denominator=tokens", "loss.reduction=sqrt"],
     "experts": [*MOE, *AUX],
-    "windows": WINDOWS,
+    "gemma": MODELS["gemma"],
+    "gpt_oss": MODELS["gpt_oss"],
+    "latent": LATENT,
+    "routers": MODELS["routers"],
+    "linear": LINEAR,
+    "linear_experts": MODELS["linear_experts"],
 }
 
 

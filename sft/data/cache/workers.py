@@ -130,7 +130,7 @@ def read_part(path: Path, *, has_trees: bool) -> EncodedRows | None:
         return None
     rejects, omitted, *counts = lists
     rejects, omitted = [Reject(*fields) for fields in rejects], [RowOmission(*fields) for fields in omitted]
-    return EncodedRows(tokens, mask, weights, lines, rejects, omitted, *counts, trees=trees)
+    return EncodedRows(tokens, mask, weights, lines, rejects, omitted, *counts)._replace(trees=trees)
 
 
 def _write_part(path: Path, encoded: EncodedRows) -> None:

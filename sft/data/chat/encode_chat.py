@@ -33,8 +33,9 @@ from sft.data.chat.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer, 
 from sft.data.chat.tokens import Tokenised, TokenSpan, find_token_spans, tokenise
 from sft.data.chat.tree import TreeText, grow
 from sft.data.chat.turns import Turn, find_turns
-from sft.data.rows.formats import Chat, PlainText, Tokenized
+from sft.data.rows.formats import Chat, PlainText
 from sft.data.rows.messages import THINKING, with_arguments, with_reasoning_keys
+from sft.data.rows.token_rows import Tokenized
 from sft.errors import DataError
 
 Supervise = Literal["assistant", "last", "all"]
@@ -81,6 +82,11 @@ def encode_row(row: Chat | PlainText | Tokenized, tokenizer: ChatTokenizer, data
     """
     if isinstance(row, Chat) and data.turns == "each":
         return encode_turns(row, tokenizer, inserted=data.supervise_inserted)
+    if isinstance(row, Chat) and row.others:
+        raise DataError(
+            f"the row has {len(row.others) + 1} completions, but data.turns = chat renders one chat of a row.  Set "
+            "data.turns = each, or write a row for each completion."
+        )
     if isinstance(row, Chat):
         return encode_chat(row, tokenizer, data.supervise, inserted=data.supervise_inserted)
     if isinstance(row, PlainText):
@@ -142,38 +148,45 @@ def encode_chat(
 def encode_turns(chat: Chat, tokenizer: ChatTokenizer, *, inserted: bool = True) -> Encoding:
     """Tokens and weights of the tree whose texts are the chat rendered for each supervised turn, as its last turn.
 
-    A text supervises its last turn.  A chat with one supervised turn has no tree.  Raises the errors of `encode_chat`.
+    A text supervises its last turn.  With several completions, each is a chat.  A chat with one supervised turn has no
+    tree.  Raises the errors of `encode_chat`.
     """
+    encoded: list[Encoding] = []
+    earlier: Tokenised | None = None
     with _without_gc():
-        turns = list(weights_of_turns(chat, "assistant"))
-        if not turns:
-            raise _no_loss("assistant")
-        encoded, omitted = _encode_texts(chat, tokenizer, turns, inserted)
+        for answered in (chat, *chat.others):
+            texts, earlier = _encode_texts(answered, tokenizer, inserted, earlier)
+            encoded += texts
+    if not encoded:
+        raise _no_loss("assistant")
     if len(encoded) == 1:
         return encoded[0]
     grown = grow([TreeText(text.tokens, text.weights) for text in encoded])
     spelled = tuple(dict.fromkeys(token for text in encoded for token in text.spelled))
-    return encoded[-1]._replace(
-        tokens=grown.tokens, weights=grown.weights, spelled=spelled, tree=grown.tree, omitted=omitted
+    omitted = {lost[:3]: lost for text in encoded for lost in text.omitted or ()}
+    longest = max(encoded, key=lambda text: 0 if text.rendered is None else len(text.rendered.chat.messages))
+    return longest._replace(
+        tokens=grown.tokens, weights=grown.weights, spelled=spelled, tree=grown.tree, omitted=[*omitted.values()]
     )
 
 
 def _encode_texts(
-    chat: Chat, tokenizer: ChatTokenizer, turns: list[int], inserted: bool
-) -> tuple[list[Encoding], list[OmittedText]]:
-    """The encodings of the chat up to each of `turns`, and the texts of messages that all of them leave out."""
+    chat: Chat, tokenizer: ChatTokenizer, inserted: bool, earlier: Tokenised | None
+) -> tuple[list[Encoding], Tokenised | None]:
+    """The encodings of the chat up to each supervised turn.  The last one has its rendering, and what all leave out."""
+    turns = list(weights_of_turns(chat, "assistant"))
     if isinstance(tokenizer, ByteTokenizer):
         parts = [chat._replace(messages=chat.messages[: turn + 1]) for turn in turns]
-        return [_encode_chat(part, tokenizer, "last", inserted) for part in parts], []
+        return [_encode_chat(part, tokenizer, "last", inserted) for part in parts], None
     encoded: list[Encoding] = []
-    earlier: Tokenised | None = None
     omitted: list[list[OmittedText]] = []
     for rendered in render_turns(chat, tokenizer, turns):
         text, earlier = _encode_rendered(rendered, "last", inserted, earlier)
         encoded[-1:] = [other._replace(rendered=None) for other in encoded[-1:]]  # only the last rendering is used
         encoded.append(text)
         omitted.append(find_omitted(rendered))
-    return encoded, in_no_rendering(omitted, turns)
+    encoded[-1:] = [text._replace(omitted=in_no_rendering(omitted, turns)) for text in encoded[-1:]]
+    return encoded, earlier
 
 
 @contextmanager

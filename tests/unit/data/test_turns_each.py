@@ -13,12 +13,12 @@ from sft.data.cache.encoder import encode_rows
 from sft.data.cache.prepare import prepare
 from sft.data.cache.tree_samples import split_tree
 from sft.data.cache.tree_tables import Trees
-from sft.data.chat.encode_chat import encode_chat, encode_turns
+from sft.data.chat.encode_chat import encode_chat, encode_row, encode_turns
 from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
 from sft.data.chat.tree import Grown, TreeText, grow, texts_of
 from sft.data.inspect.preview import preview
 from sft.data.inspect.report import preview_lines
-from sft.data.rows.formats import Chat, read_row
+from sft.data.rows.formats import Chat, read_row, unused_keys
 from sft.errors import DataError
 from sft.parallel.shapes import padded
 from tests.unit.data.traces import DROPPING, as_row, synthetic
@@ -240,3 +240,42 @@ def test_the_picture_of_a_tree(tmp_path: Path, letters: FolderTokenizer) -> None
     ]
     lines = list(preview_lines(shown, color=False))
     assert lines[1] == f"    {shown.tree[0]}" and "    [branch after 19 tokens]" in lines
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_several_completions_of_a_prompt(letters: FolderTokenizer, folder: bool) -> None:
+    """The prompt is stored once, and each completion is a branch or the trunk."""
+    row = read_row({"prompt": "Six?", "completions": ["6", [assistant("six"), user("So?"), assistant("6")]]})
+    assert isinstance(row, Chat)
+    tokenizer = letters if folder else load_tokenizer(config())
+    encoding = encode_row(row, tokenizer, config(turns="each"))
+    assert encoding.tree is not None
+    texts = texts_of(Grown(encoding.tokens, encoding.weights, encoding.tree))
+    prompt, answer = [user("Six?")], [assistant("six"), user("So?")]
+    chats = [[*prompt, assistant("6")], [*prompt, answer[0]], [*prompt, *answer, assistant("6")]]
+    for text, messages in zip(texts, chats, strict=True):
+        alone = encode_chat(Chat(messages, None), tokenizer, "last")
+        assert text.tokens.tolist() == alone.tokens.tolist() and text.weights.tolist() == alone.weights.tolist()
+    assert len(encoding.tree.branches) == 2
+    assert len(encoding.tokens) == len(texts[2].tokens) + (2 if folder else 3)  # 6 <|im_end|>, with bytes a newline
+    with pytest.raises(DataError, match="the row has 2 completions, but data.turns = chat renders one chat"):
+        encode_row(row, tokenizer, config())
+
+
+def test_a_row_of_another_format_may_have_completions() -> None:
+    row = {"prompt": "Six?", "completion": "6", "completions": ["7", "8"]}
+    assert read_row(row) == read_row({"prompt": "Six?", "completion": "6"})
+    assert unused_keys(row) == ["completions"]
+
+
+@pytest.mark.parametrize(
+    ("completions", "why"),
+    [
+        ("6", "completions must be a list"),
+        ([], "completions must be a list"),
+        (["6", ""], "completion 2 of 2: .*empty"),
+    ],
+)
+def test_completions_that_cannot_be_read(completions: Any, why: str) -> None:
+    with pytest.raises(DataError, match=why):
+        read_row({"prompt": "Six?", "completions": completions})

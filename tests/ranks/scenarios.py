@@ -344,7 +344,7 @@ def backward(engine: Engine, microbatches: list[Microbatch]) -> tuple[Totals, di
 
 def local_token_losses(engine: Engine, microbatch: Microbatch) -> Tensor | None:
     """-log p(label) of every local token, float32 [t], on the last pipeline stage; None elsewhere."""
-    everywhere = replace(microbatch, loss_weights=torch.ones_like(microbatch.loss_weights))
+    everywhere = replace(microbatch, loss_weights=torch.ones_like(microbatch.loss_weights), further=None)
     return next((-rows.logprob for _, rows in engine.measure([everywhere], forward_only=True)), None)
 
 

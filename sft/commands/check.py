@@ -129,7 +129,7 @@ def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
     for name, held_out in corpora.items():
         print_group(name, held_out.summary().splitlines())
     _print_serving(recipe, tokenizer)
-    longest = int(corpus.lengths.max())
+    longest = corpus.longest
     _print_warnings(recipe, warnings, num_steps=num_steps, num_packs=len(plan), longest=longest)
 
 

@@ -47,6 +47,13 @@ class Shapes:
 SampleSizes = Union[np.ndarray, Shapes]  # an array: the lengths of samples of one document each, int64 [n]
 
 
+def longest(samples: SampleSizes) -> int:
+    """The number of tokens of the longest text: lengths 33, and 7 after the first 20 tokens -> 33"""
+    if isinstance(samples, Shapes):
+        return int((samples.lengths + samples.depths).max())
+    return int(np.asarray(samples).max())
+
+
 def padded(samples: SampleSizes, doc_multiple: int) -> np.ndarray:
     """int64 [n]: number of tokens of each sample in a pack, with the padding of its documents.
 

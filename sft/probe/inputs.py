@@ -63,13 +63,13 @@ def problems_of(
 
 def runs(mb: Microbatch) -> list[tuple[int, int, int]]:
     """Document, first token in it and end of each run of consecutive tokens: [(0, 0, 16), (0, 48, 64), ...]"""
-    documents, positions = mb.documents[0].numpy(), _in_documents(mb)
+    documents, positions = mb.documents[0].numpy(), in_documents(mb)
     starts = np.flatnonzero((np.diff(documents, prepend=-1) != 0) | (np.diff(positions, prepend=-1) != 1))
     stops = [*starts[1:], len(positions)]
     return [(int(documents[a]), int(positions[a]), int(positions[b - 1]) + 1) for a, b in zip(starts, stops)]
 
 
-def _in_documents(mb: Microbatch) -> np.ndarray:
+def in_documents(mb: Microbatch) -> np.ndarray:
     """int64 [t]: the position of each token in its document, which begins at the document's depth."""
     positions = mb.position_ids[0].numpy()
     return positions if mb.branches is None else positions - mb.branches.depths[mb.documents[0].numpy()]
@@ -77,7 +77,7 @@ def _in_documents(mb: Microbatch) -> np.ndarray:
 
 def _local_problems(mb: Microbatch, samples: Sequence[Sample], name_of: NameOf) -> Iterator[str]:
     """The faults of one microbatch on one rank, one line for each kind."""
-    documents, positions, labels = mb.documents[0].numpy(), _in_documents(mb), mb.labels[0].numpy()
+    documents, positions, labels = mb.documents[0].numpy(), in_documents(mb), mb.labels[0].numpy()
     tokens, supervised = mb.tokens[0].numpy(), mb.loss_mask[0].numpy()
     sizes = np.diff(mb.cu_seqlens.numpy())[documents]  # [t], as are all arrays below
     of_samples = [[len(s.tokens)] if s.tree is None else np.diff(s.tree.starts).tolist() for s in samples]

@@ -24,7 +24,7 @@ from sft.data.read.named_dataset import LoadedDataset
 from sft.data.read.rows import DataFile, row_name
 from sft.errors import DataError, first_few
 from sft.files.atomic_files import unusable
-from sft.parallel.shapes import SampleSizes, Shapes
+from sft.parallel.shapes import SampleSizes, Shapes, longest
 
 _TOKENS_AT_ONCE = 1 << 24
 
@@ -77,6 +77,11 @@ class Corpus:
     def has_trees(self) -> bool:
         """Whether a sample has a tree."""
         return any(store.trees is not None and bool(store.row_report.trees) for store in self._stores)
+
+    @cached_property
+    def longest(self) -> int:
+        """The number of tokens of the longest text of any sample, which is the largest position plus one."""
+        return longest(self.shapes)
 
     @cached_property
     def shapes(self) -> SampleSizes:

@@ -6,7 +6,7 @@ import pytest
 from sft.data.packing.balance import costs
 from sft.data.packing.plan import plan_epoch
 from sft.layers.flops import AttentionCost
-from sft.parallel.shapes import Shapes, attention_cost, padded
+from sft.parallel.shapes import Shapes, attention_cost, longest, padded
 
 # Sample 0 has a document of 33 tokens and a branch of 7 after its first 20; sample 1 one document of 10 tokens.
 SHAPES = Shapes(np.array([0, 2, 3]), np.array([33, 7, 10]), np.array([0, 20, 0]))
@@ -14,6 +14,8 @@ SHAPES = Shapes(np.array([0, 2, 3]), np.array([33, 7, 10]), np.array([0, 20, 0])
 
 def test_written_out() -> None:
     assert len(SHAPES) == 2 and np.asarray(SHAPES).tolist() == [40, 10]
+    assert (longest(SHAPES), longest(np.array([4, 9, 2]))) == (33, 9)
+    assert longest(Shapes(np.array([0, 2]), np.array([33, 7]), np.array([0, 30]))) == 37
     assert padded(SHAPES, 32).tolist() == [96, 32]
     assert padded(np.array([33, 7]), 32).tolist() == [64, 32]
     # Without a window a token costs in proportion to its position: 33^2 + 27^2 - 20^2 = 1418, and 10^2.

@@ -149,6 +149,7 @@ def make_loader(
             pad_id=pad_id,
             pad_to_length=cp_size * rank_tokens if data.pad_to_seq_length else 0,
             reduction=config.loss.reduction,
+            shared=config.loss.shared,
             cp_size=cp_size,
             cp_rank=cp_rank % cp_size,
         )

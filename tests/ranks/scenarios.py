@@ -191,6 +191,7 @@ def collator_of(engine: Engine, cp_size: int | None = None) -> Collator:
         pad_id=0,
         pad_to_length=data.seq_length * size // layout.cp if data.pad_to_seq_length else 0,
         reduction=engine.config.loss.reduction,
+        shared=engine.config.loss.shared,
         cp_size=size,
         cp_rank=engine.groups.cp_rank % size,
     )

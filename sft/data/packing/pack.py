@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sft.batch import BranchTargets, Microbatch, Pack, Sample
-from sft.data.packing.tree_packs import PackDocuments, PackTargets, tree_of
+from sft.data.packing.tree_packs import PackDocuments, PackTargets, supervision, tree_of
 from sft.parallel import context_parallel
 from sft.parallel.alignment import aligned
 
@@ -36,6 +36,7 @@ class Collator:
     cp_size: int = 1
     cp_rank: int = 0
     reduction: str = "token"  # loss.reduction: decides the weight of each supervised token
+    shared: str = "each"  # loss.shared: how often a token counts that several texts supervise
 
     def microbatch(self, samples: Sequence[Sample]) -> Microbatch:
         """This rank's part of the pack of these samples; without samples, the pack holds only filler documents."""
@@ -73,7 +74,7 @@ class Collator:
             starts = cu_seqlens[first : first + len(tree.branches)].astype(np.int64)
             positions = context_parallel.runs(starts, np.diff(tree.starts))
             tokens[positions] = sample.tokens
-            targets.add(sample, tree, starts, positions, self.reduction)
+            targets.add(tree, starts, positions, sample.tokens, supervision(sample, self.reduction, self.shared))
             first += len(starts)
         first_tokens, of_trees = cu_seqlens[:-1], dict[str, Any]()
         if any(sample.tree is not None for sample in samples):

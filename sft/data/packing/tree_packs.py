@@ -26,25 +26,27 @@ class PackTargets(NamedTuple):
         labels = np.full(total, pad_id, dtype=np.int32)
         return PackTargets(labels, np.zeros(total, dtype=np.float32), np.zeros(total, dtype=np.int32), [])
 
-    def add(self, sample: Sample, tree: Tree, starts: np.ndarray, positions: np.ndarray, reduction: str) -> None:
+    def add(
+        self, tree: Tree, starts: np.ndarray, positions: np.ndarray, tokens: np.ndarray, supervised: "Supervision"
+    ) -> None:
         """Shift the labels of a sample to the tokens before them.
 
         starts: position in the pack of each document of the sample; positions: of each of its tokens
         """
-        weights, counts = supervision(sample, reduction)
+        weights, counts = supervised
         is_first = np.zeros(len(positions), dtype=bool)
         is_first[tree.starts[:-1]] = True
         labels = np.flatnonzero(~is_first)
         rows = positions[labels] - 1
         self.labels[rows], self.weights[rows], self.counts[rows] = (
-            sample.tokens[labels],
+            tokens[labels],
             weights[labels],
             counts[labels],
         )
         parents, forks = tree.branches.parents, tree.branches.forks
         for branch in np.flatnonzero((parents >= 0) & (weights[tree.starts[:-1]] > 0)).tolist():
             row, label = int(starts[parents[branch]] + forks[branch] - 1), int(tree.starts[branch])
-            target = int(sample.tokens[label]), weights[label], int(counts[label])
+            target = int(tokens[label]), weights[label], int(counts[label])
             if self.weights[row] > 0:
                 self.others.append((row, *target))
             else:
@@ -69,18 +71,30 @@ def tree_of(sample: Sample) -> Tree:
     return Tree(np.array([0, count]), Branches.of([-1], [0]), np.array([[0, count]]), none, np.zeros(0, np.float32))
 
 
-def supervision(sample: Sample, reduction: str) -> tuple[np.ndarray, np.ndarray]:
+class Supervision(NamedTuple):
     """For each token of a sample, its weight in the loss, float32, and the number of texts that supervise it, int32."""
+
+    weights: np.ndarray
+    counts: np.ndarray
+
+
+def supervision(sample: Sample, reduction: str, shared: str) -> Supervision:
+    """reduction: `loss.reduction`, for each text by itself; shared: `loss.shared`
+
+    Two texts of 2 supervised tokens each share one of them, reduction "sample", shared "each" -> weights 1/2 1 1/2,
+    counts 1 2 1; shared "once" -> weights 1/2 1/2 1/2, counts 1 1 1
+    """
     if sample.tree is None:
         weights = sample.weights * token_weight(sample.num_supervised, reduction)
-        return weights, (weights > 0).astype(np.int32)
+        return Supervision(weights, (weights > 0).astype(np.int32))
     weights, counts = np.zeros(len(sample.tokens), np.float32), np.zeros(len(sample.tokens), np.int32)
     texts, starts, stops = sample.tree.spans.T
     of_text = np.bincount(texts, weights=stops - starts, minlength=len(sample.tree.ends))
     for text, start, stop, weight in zip(texts, starts, stops, sample.tree.span_weights):
-        weights[start:stop] += weight * token_weight(int(of_text[text]), reduction)
-        counts[start:stop] += 1
-    return weights, counts
+        is_counted = (counts[start:stop] == 0) | (shared == "each")
+        weights[start:stop] += is_counted * weight * token_weight(int(of_text[text]), reduction)
+        counts[start:stop] += is_counted
+    return Supervision(weights, counts)
 
 
 class PackDocuments(NamedTuple):

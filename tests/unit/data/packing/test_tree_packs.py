@@ -55,6 +55,12 @@ def test_weights_are_those_of_each_text() -> None:
     assert pack.further is not None and pack.further.weights == pytest.approx([third], rel=1e-6)
 
 
+def test_a_token_of_several_texts_may_count_once() -> None:
+    pack = Collator(**OPTIONS, shared="once").pack([TREE])
+    assert pack.loss_weights.tolist() == [0, 0, 1, 0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 0, 0, 0]
+    assert pack.label_counts is not None and pack.label_counts.tolist() == pack.loss_weights.tolist()
+
+
 def test_the_parts_of_ranks_cover_all_targets() -> None:
     whole = Collator(**OPTIONS).microbatch([PLAIN, TREE])
     found = []

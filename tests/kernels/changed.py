@@ -12,7 +12,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FLASH4, FFPA, LOSS, LINEAR = "FlashAttention-4", "ffpa-attn", "loss head", "linear attention"
 REFUSED = "refused"  # what both packages of attention must still refuse
-_CALLS = ("sft/mcore/attention/flash_kernel.py", "sft/mcore/attention/package.py")
+_CALLS = (
+    "sft/mcore/attention/flash_kernel.py",
+    "sft/mcore/attention/flash_call.py",
+    "sft/mcore/attention/package.py",
+)
 _FLASH4, _FFPA = "sft/mcore/attention/flash4.py", "sft/mcore/attention/ffpa.py"
 # Kind of compile_one.py -> files and folders.  A recipe or a family can add a configuration, but not break a kernel.
 FILES: Mapping[str, tuple[str, ...]] = {

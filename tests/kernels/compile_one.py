@@ -85,14 +85,17 @@ def _passes(operators: Operators, demand: Demand) -> Iterator[str]:
     options: dict[str, float] = {"num_before": 127} if demand.has_window else {}
     if demand.softcap is not None:
         options["softcap"] = demand.softcap
-    out, lse = operators.forward(query, keys, values, *sequences, scale=0.1, **options)
-    assert out.shape == (*query.shape[:2], demand.value_width), out.shape
-    assert (lse.dtype, lse.shape) == (torch.float32, (query.shape[1], TOKENS)), (lse.dtype, lse.shape)
-    yield "forward"
-    saved = torch.empty_like(out), query, keys, values, out, lse
-    grads = operators.backward(*saved, *sequences, scale=0.1, **options)
-    assert [x.shape for x in grads] == [x.shape for x in (query, keys, values)], [x.shape for x in grads]
-    yield "backward"
+    for mask, suffix in (({}, ""), ({"causal": False}, ", branches to parents")):
+        if mask and demand.has_window:
+            return
+        out, lse = operators.forward(query, keys, values, *sequences, scale=0.1, **mask, **options)
+        assert out.shape == (*query.shape[:2], demand.value_width), out.shape
+        assert (lse.dtype, lse.shape) == (torch.float32, (query.shape[1], TOKENS)), (lse.dtype, lse.shape)
+        yield f"forward{suffix}"
+        saved = torch.empty_like(out), query, keys, values, out, lse
+        grads = operators.backward(*saved, *sequences, scale=0.1, **mask, **options)
+        assert [x.shape for x in grads] == [x.shape for x in (query, keys, values)], [x.shape for x in grads]
+        yield f"backward{suffix}"
 
 
 def _dumped(step: str, files: Sequence[Path], shared: int, seconds: float) -> Iterator[Compiled]:

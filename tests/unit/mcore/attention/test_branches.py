@@ -23,6 +23,7 @@ from tests.trees import random_tree, text_by_text
 
 CPU, SCALE, HEADS = torch.device("cpu"), 0.4, 4
 FLOAT64_TOLERANCE = 1e-12  # sums in another order
+ROUNDED_TOLERANCE = 3e-3  # of the norm
 KERNELS: dict[str, Any] = {"torch": TorchKernel.of, "flash": partial(FlashKernel.of, operators=PLAIN)}
 # name: window, soft cap, sinks, key heads, width of keys, width of values
 LAYERS: dict[str, tuple[int | None, float | None, bool, int, int, int]] = {
@@ -177,3 +178,18 @@ def test_keys_of_a_parent_are_gathered_once_more() -> None:
     assert kernel.key_source.key_order.tolist() == [*of_sequences, 0, 1, 6]
     (call,) = kernel.parent_calls
     assert (call.queries.tolist(), call.keys.tolist()) == ([4, 5], [15, 16, 17])  # type: ignore[union-attr]
+
+
+def test_calls_are_merged_in_fp32() -> None:
+    """In bf16, 32 forks of a trunk are 6 calls, whose results would be rounded 6 times more."""
+    boundaries = np.array([0, 64, *range(66, 130, 2)], dtype=np.int32)
+    branches = Branches.of([-1, *[0] * 32], [0, *range(2, 66, 2)])
+    *tensors_, _, grad = (x.bfloat16() for x in tensors(128, 2, 8, 8))
+    whole = [x.double().requires_grad_() for x in tensors_]
+    expected = text_by_text(*whole, boundaries, branches, SCALE)
+    kernel = FlashKernel.of(boundaries, 1, 0, CPU, operators=PLAIN, branches=branches)
+    out, lse = kernel.forward(*tensors_, SCALE)
+    found = [out, *kernel.backward(grad, *tensors_, out, lse, SCALE)]
+    assert [x.dtype for x in (*found, lse)] == [torch.bfloat16] * 2 + [torch.float32] * 3
+    for ours, theirs in zip(found, [expected, *torch.autograd.grad(expected, whole, grad.double())]):
+        assert (ours.double() - theirs).norm() < ROUNDED_TOLERANCE * theirs.norm()

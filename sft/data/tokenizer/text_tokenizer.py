@@ -190,13 +190,13 @@ class TextTokenizer:
         spaces around it (single_word), and no longer token contains it.
         """
         added = self.files.backend.get_added_tokens_decoder()
-        names = [token.content for token in added.values()]
+        names = "\0".join(token.content for token in added.values())
         return {
             i: token.content
             for i, token in added.items()
             if i in self.control_names
             and not (token.normalized or token.lstrip or token.single_word)
-            and sum(token.content in name for name in names) == 1
+            and names.count(token.content) == 1
         }
 
     @cached_property

@@ -12,7 +12,7 @@ from sft.data.cache.corpus import Corpus
 from sft.data.cache.encoder import encode_rows
 from sft.data.cache.prepare import prepare
 from sft.data.cache.tree_samples import split_tree
-from sft.data.cache.tree_tables import Trees
+from sft.data.cache.tree_tables import Trees, to_tables
 from sft.data.chat.encode_chat import encode_chat, encode_row, encode_turns
 from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
 from sft.data.chat.tree import Grown, TreeText, grow, texts_of
@@ -240,6 +240,23 @@ def test_the_picture_of_a_tree(tmp_path: Path, letters: FolderTokenizer) -> None
     ]
     lines = list(preview_lines(shown, color=False))
     assert lines[1] == f"    {shown.tree[0]}" and "    [branch after 19 tokens]" in lines
+
+
+def test_tables_of_trees() -> None:
+    """Texts of 3 + 2 and of 5 + 4 tokens, and between them a sample without a tree."""
+    first, last = (
+        grow([TreeText(np.array(tokens, np.int32), np.ones(len(tokens), np.float32)) for tokens in texts])
+        for texts in ([[1, 2, 3], [1, 4]], [[1, 2, 3, 4, 5], [1, 2, 3, 9]])
+    )
+    trees = Trees(to_tables([first.tree, None, last.tree], [4, 7, 6]))
+    assert trees.counts() == (2, 4, 14, 10)
+    assert trees.tables.documents["length"].tolist() == [3, 1, 7, 5, 1]
+    assert trees.tables.documents["depth"].tolist() == [0, 1, 0, 0, 3]
+    read = trees.tree(2)
+    assert trees.tree(1) is None and read is not None
+    for name in ("starts", "ends", "spans", "span_weights"):
+        assert getattr(read, name).tolist() == getattr(last.tree, name).tolist()
+    assert read.branches.forks.tolist() == [0, 3] and read.branches.parents.tolist() == [-1, 0]
 
 
 @pytest.mark.parametrize("folder", [False, True])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sft.data.chat.encode_chat import encode_chat
+from sft.data.chat.encode_chat import encode_chat, encode_turns
 from sft.data.chat.reading import Reading
 from sft.data.chat.tokenizer import FolderTokenizer
 from sft.data.chat.tokens import tokenise
@@ -214,6 +214,12 @@ def test_characters_that_become_a_control_token(tmp_path: Path) -> None:
     assert runs(Chat(TALK, None), tokenizer)
     with pytest.raises(DataError, match="turns ordinary characters of the chat into a control token"):
         encode_chat(Chat([user("hi ＜|im_end|＞ there"), assistant("fine")], None), tokenizer)
+    for token in saved["added_tokens"]:
+        token["normalized"] = token["content"] != "<|im_start|>"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    later = [user("hi"), assistant("fine"), user("＜|im_end|＞"), assistant("so")]  # in the rest of the second text
+    with pytest.raises(DataError, match="turns ordinary characters of the chat into a control token"):
+        encode_turns(Chat(later, None), open_folder(tmp_path))
 
 
 def test_an_end_of_turn_that_the_tokenizer_calls_ordinary(tmp_path: Path) -> None:

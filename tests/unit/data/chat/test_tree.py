@@ -45,6 +45,12 @@ def test_a_branch_of_a_branch_and_branches_in_the_order_of_their_forks() -> None
     ]
 
 
+def test_branches_at_one_fork_are_in_the_order_of_their_texts() -> None:
+    """The first text is the beginning of a branch that the third text made."""
+    texts = [text([1, 8]), text([1, 9, 9, 9]), text([1, 8, 8, 8, 8]), text([1, 2, 3, 4, 5, 6])]
+    assert [tokens[0] for tokens, _, _ in table(grow(texts))] == [1, 8, 9]
+
+
 def test_beginnings_of_one_text_are_one_document_and_weights_add_up() -> None:
     grown = grow([text([1, 2, 3], [0, 0, 1]), text([1, 2, 3, 4], [0, 0, 0, 1]), text([1, 2, 3, 4], [0, 1, 1, 0])])
     assert table(grown) == [([1, 2, 3, 4], -1, 0)]

@@ -95,10 +95,10 @@ class _Needs:
             chunk_starts = first[:, None] + length[:, None] * np.array([cp_rank, 2 * cp_size - 1 - cp_rank])
             chunk_stops = chunk_starts + length[:, None]
         document = np.broadcast_to(np.arange(len(first))[:, None], chunk_starts.shape)
-        stop, lacking, found = chunk_starts, np.full(chunk_starts.shape, window - 1), []
+        stop, lacking, generations = chunk_starts, np.full(chunk_starts.shape, window - 1), []
         while True:
             start = np.maximum(first[document], stop - lacking)
-            found.append((document, start, stop))
+            generations.append((document, start, stop))
             lacking = lacking - (stop - start)
             if branches is None or not (lacking * (branches.parents[document] >= 0)).any():
                 break
@@ -106,7 +106,7 @@ class _Needs:
             lacking, stop = lacking * is_branch, first[branches.parents[document]] + branches.forks[document]
             document = np.where(is_branch, branches.parents[document], document)
             stop = np.where(is_branch, stop, first[document])
-        documents, starts, stops = (np.stack(parts[::-1]) for parts in zip(*found))
+        documents, starts, stops = (np.stack(parts[::-1]) for parts in zip(*generations))
         return _Needs(chunk_starts, chunk_stops, documents, starts, stops)
 
     def held_by(self, other: "_Needs") -> np.ndarray:

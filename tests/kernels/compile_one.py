@@ -56,14 +56,14 @@ def operators_of(name: str, demand: Demand, architecture: str) -> Iterator[Compi
         torch.cuda.get_device_capability = lambda device=None: capability
         torch.use_deterministic_algorithms(demand.is_deterministic)
         shared = cute.record_launches()
-        seen: set[str] = set()
         with FakeTensorMode(), torch.no_grad():
             start = time.perf_counter()
             for step in _passes(kernels.FLASH[name], demand):
-                seconds, new = time.perf_counter() - start, {path.name for path in Path(folder).rglob("*.cubin")} - seen
+                seconds, new = time.perf_counter() - start, sorted(Path(folder).rglob("*.cubin"))
                 assert new, f"{step}: the compiler wrote no binary"
-                yield from _dumped(step, sorted(Path(folder, file) for file in new), max(shared), seconds)
-                seen |= new
+                yield from _dumped(step, new, max(shared), seconds)
+                for file in new:  # another variant of the kernel has a file of this name
+                    file.unlink()
                 shared.clear()
                 start = time.perf_counter()
 

@@ -203,9 +203,9 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, tile: _Tile, scale: flo
     largest = rows.new_full((*rows.shape[:-1], 1), -math.inf)
     total = torch.zeros_like(largest)
     out = rows.new_zeros((*rows.shape[:-1], values.shape[-1]))
-    for seen in tile.key_tiles():
-        columns = slice(seen.start, seen.stop)
-        scores, _ = _scores(rows, keys[columns], tile, seen, scale)
+    for block in tile.key_tiles():
+        columns = slice(block.start, block.stop)
+        scores, _ = _scores(rows, keys[columns], tile, block, scale)
         new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
         new_largest = new_largest.clamp_(min=torch.finfo(rows.dtype).min)  # a query that has no key yet has -inf
         shrink = torch.exp(largest - new_largest)
@@ -237,9 +237,9 @@ def _attend_backward(
     norm = lse.unflatten(0, (groups, -1)).unsqueeze(-1)
     drows = torch.zeros_like(rows)
     query_factor, grad_factor = (x.flatten(1, 2).to(factors) for x in (rows, dout))
-    for seen in tile.key_tiles():
-        columns = slice(seen.start, seen.stop)
-        scores, slope = _scores(rows, keys[columns], tile, seen, scale)
+    for block in tile.key_tiles():
+        columns = slice(block.start, block.stop)
+        scores, slope = _scores(rows, keys[columns], tile, block, scale)
         weights = scores.sub_(norm).exp_()
         narrow = weights.flatten(1, 2).to(factors)
         dvalues[columns] += _product(narrow.transpose(1, 2), grad_factor).transpose(0, 1)
@@ -251,7 +251,7 @@ def _attend_backward(
     return _ungrouped(drows).to(query.dtype)
 
 
-def _scores(rows: Tensor, keys: Tensor, tile: _Tile, seen: Keys, scale: float) -> tuple[Tensor, Tensor | None]:
+def _scores(rows: Tensor, keys: Tensor, tile: _Tile, block: Keys, scale: float) -> tuple[Tensor, Tensor | None]:
     """rows [groups, heads per group, n, d], keys [k, groups, d] -> scores [groups, heads per group, n, k].
 
     Also returns the derivative of the soft cap; None: no cap.
@@ -262,7 +262,7 @@ def _scores(rows: Tensor, keys: Tensor, tile: _Tile, seen: Keys, scale: float) -
         scores = scores.div_(softcap).tanh_()
         slope = 1 - scores.square()
         scores = scores.mul_(softcap)
-    hidden = tile.hidden(seen, rows.device)
+    hidden = tile.hidden(block, rows.device)
     return (scores if hidden is None else scores.masked_fill_(hidden, -math.inf)), slope
 
 

@@ -23,7 +23,8 @@ from tests.trees import random_tree, text_by_text
 
 CPU, SCALE, HEADS = torch.device("cpu"), 0.4, 4
 FLOAT64_TOLERANCE = 1e-12  # sums in another order
-ROUNDED_TOLERANCE = 3e-3  # of the norm
+# Of the norm, for outputs and for gradients.  Measured 1.9e-3 and 5.8e-3; merged in bf16, 2.8e-3 and 7.6e-3.
+ROUNDED_TOLERANCE = 2.3e-3, 6.7e-3
 KERNELS: dict[str, Any] = {"torch": TorchKernel.of, "flash": partial(FlashKernel.of, operators=PLAIN)}
 # name: window, soft cap, sinks, key heads, width of keys, width of values
 LAYERS: dict[str, tuple[int | None, float | None, bool, int, int, int]] = {
@@ -191,5 +192,6 @@ def test_calls_are_merged_in_fp32() -> None:
     out, lse = kernel.forward(*tensors_, SCALE)
     found = [out, *kernel.backward(grad, *tensors_, out, lse, SCALE)]
     assert [x.dtype for x in (*found, lse)] == [torch.bfloat16] * 2 + [torch.float32] * 3
-    for ours, theirs in zip(found, [expected, *torch.autograd.grad(expected, whole, grad.double())]):
-        assert (ours.double() - theirs).norm() < ROUNDED_TOLERANCE * theirs.norm()
+    exact = [expected.detach(), *torch.autograd.grad(expected, whole, grad.double())]
+    errors = [float((ours.double() - theirs).norm() / theirs.norm()) for ours, theirs in zip(found, exact)]
+    assert errors[0] < ROUNDED_TOLERANCE[0] and max(errors[1:]) < ROUNDED_TOLERANCE[1]

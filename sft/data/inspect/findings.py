@@ -100,13 +100,14 @@ def scan(corpus: Corpus, ends_of_turn: Sequence[int], console: Console) -> Scan:
 
 
 def _turns_of(sample: Sample) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Start, end and number of tokens of each run of supervised tokens; of a tree, of what each text supervises."""
+    """Start, end and number of tokens of each run of supervised tokens.  Of a tree, what a text supervises is a run, and
+    start and end are those of its last part."""
     if sample.tree is None:
         starts, ends = np.array(turns(sample.weights), dtype=np.int64).reshape(-1, 2).T
         return starts, ends, ends - starts
     texts, starts, ends = sample.tree.spans.T
     lasts = np.flatnonzero(np.diff(texts, append=-1))
-    return starts[np.append(0, lasts[:-1] + 1)], ends[lasts], np.bincount(texts, weights=ends - starts)
+    return starts[lasts], ends[lasts], np.bincount(texts, weights=ends - starts)
 
 
 def _sample_lines(corpus: Corpus) -> np.ndarray:

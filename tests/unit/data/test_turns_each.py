@@ -11,11 +11,14 @@ from sft.console import Console
 from sft.data.cache.corpus import Corpus
 from sft.data.cache.encoder import encode_rows
 from sft.data.cache.prepare import prepare
+from sft.data.cache.row_report import LINE, RowCounts, count_rows
+from sft.data.cache.store import Store
 from sft.data.cache.tree_samples import split_tree
-from sft.data.cache.tree_tables import Trees, to_tables
+from sft.data.cache.tree_tables import TreeCounts, Trees, to_tables
 from sft.data.chat.encode_chat import encode_chat, encode_row, encode_turns
 from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
 from sft.data.chat.tree import Grown, TreeText, grow, texts_of
+from sft.data.inspect.findings import scan
 from sft.data.inspect.preview import preview
 from sft.data.inspect.report import preview_lines
 from sft.data.rows.formats import Chat, read_row, unused_keys
@@ -296,3 +299,21 @@ def test_a_row_of_another_format_may_have_completions() -> None:
 def test_completions_that_cannot_be_read(completions: Any, why: str) -> None:
     with pytest.raises(DataError, match=why):
         read_row({"prompt": "Six?", "completions": completions})
+
+
+def test_a_turn_in_two_documents_ends_where_its_text_ends(tmp_path: Path) -> None:
+    """The first text supervises 2 3 of the trunk and the end 7 of a branch, the second one 9 7."""
+    texts = [([1, 2, 3, 7], [0, 1, 1, 1]), ([1, 2, 3, 8, 9, 7], [0, 0, 0, 0, 1, 1])]
+    grown = grow([TreeText(np.array(ids, np.int32), np.array(weights, np.float32)) for ids, weights in texts])
+    line = np.array([(1, 1, 1, 7, 5, 7, 7, 5)], dtype=LINE)
+    store = Store(
+        tokens=grown.tokens,
+        mask=grown.weights.astype(np.uint8),
+        rows=line,
+        weights=np.array([0, 1], np.float32),
+        row_report=count_rows(line, RowCounts(trees=TreeCounts(1, 2, 10, 7))),
+        digest="0",
+        trees=Trees(to_tables([grown.tree], [7])),
+    )
+    scanned = scan(Corpus([tmp_path / "a.jsonl"], [store]), [7], Console(0))
+    assert (scanned.num_runs, scanned.unfinished_runs, scanned.longest_run) == (2, 0, 3)

@@ -19,6 +19,7 @@ from tests.ranks.pool import Ranks
 
 SLOW = "parallel.intra_node_gb_s=1e-6"  # so slow that the plan takes the smallest groups
 DYNAMIC = ["parallel.cp=4", "parallel.dynamic_cp=true", SLOW]
+TREES = [*DYNAMIC, "data.turns=each"]  # a branch sends no key of its parents once more
 HALF = ["parallel.cp=2", "parallel.dynamic_cp=true", SLOW]
 SHORT = [30, 64, 5, 61, 33, 2, 17, 48] * 12  # a rank holds 256 / 4 tokens
 # For a pack: in each of 4 layers and 4 head groups, keys and values are gathered twice, and gradients are scattered.
@@ -64,7 +65,7 @@ def steps(overrides: list[str], lengths: Sequence[int]) -> list[dict[str, Any]]:
     """For each of two steps: packs of this rank by CP size, its collectives and bytes over cp, the record of the log,
     and predicted bytes."""
     with scenarios.running(overrides) as engine:
-        corpus = scenarios.SkewedCorpus(lengths)
+        corpus = (scenarios.TreeCorpus if engine.config.data.turns == "each" else scenarios.SkewedCorpus)(lengths)
         loader, sizes = scenarios.loader_of(engine, corpus), engine.layout.cp_sizes or (engine.layout.cp,)
         run = RunFacts.of(engine.config, engine.layout, engine.vocab_size)
         groups = [group for size in sizes if (group := engine.groups.cp_group(size).members) is not None]
@@ -74,7 +75,7 @@ def steps(overrides: list[str], lengths: Sequence[int]) -> list[dict[str, Any]]:
             with OverCp(groups) as over_cp:
                 result = engine.train_step(microbatches)
             record = train_record(step, result, run, seconds=1.0)
-            predicted = predict(loader.grid(step), corpus.lengths, CpCost.of(engine.config))
+            predicted = predict(loader.grid(step), corpus.shapes, CpCost.of(engine.config))
             of_stage = predicted.num_bytes  # for one pipeline stage and one tp rank
             plan = of_stage * engine.layout.tp * engine.layout.pp
             packs = Counter(mb.cp_size for mb in microbatches)
@@ -88,6 +89,7 @@ def steps(overrides: list[str], lengths: Sequence[int]) -> list[dict[str, Any]]:
     "overrides",
     [
         DYNAMIC,
+        TREES,
         [*HALF, *LINEAR, "parallel.tp=2"],
         [*DYNAMIC, *LATENT],
         # Keys and values of 8 heads have 136 numbers per token, the latent with the rotary key 24.
@@ -97,7 +99,7 @@ def steps(overrides: list[str], lengths: Sequence[int]) -> list[dict[str, Any]]:
         pytest.param([*HALF, "parallel.pp=2"], marks=pytest.mark.grid),
         pytest.param([*HALF, "train.recompute=full"], marks=pytest.mark.grid),
     ],
-    ids=["dense", "linear-tp2", "latent", "keys of latents", "windows", "linear", "pp2", "dp2"],
+    ids=["dense", "trees", "linear-tp2", "latent", "keys of latents", "windows", "linear", "pp2", "dp2"],
 )
 def test_bytes_over_cp_are_those_of_the_log_and_of_the_plan(ranks: Ranks, overrides: list[str]) -> None:
     """In the dense model, the number of collectives is also checked: those of the layers, and one of metrics for each
@@ -109,7 +111,7 @@ def test_bytes_over_cp_are_those_of_the_log_and_of_the_plan(ranks: Ranks, overri
         sent = sum(rank["sent"].total() for rank in of_step)
         assert sent == of_step[0]["log"]["cp-bytes"] > 0
         assert sent == of_step[0]["plan"]
-    if overrides == DYNAMIC:
+    if overrides in (DYNAMIC, TREES):
         for rank in (rank for of_step in zip(*results) for rank in of_step):
             packs = {size: number for size, number in rank["packs"].items() if size > 1}
             assert rank["calls"] == {size: number * NUM_COLLECTIVES + 1 for size, number in packs.items()}

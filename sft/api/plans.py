@@ -163,7 +163,7 @@ def _task(model: str, recipe: Recipe, options: PlanOptions) -> "Task":
         from sft.data.cache.prepare import prepare_train
 
         check_paths(recipe)
-        corpus = prepare_train(config, _tokenizer(config), Console(0, sys.stderr)).lengths
+        corpus = prepare_train(config, _tokenizer(config), Console(0, sys.stderr)).shapes
         lengths = Lengths.of_corpus(corpus)
         tokens = tokens or float(corpus.sum()) * (config.train.num_epochs or 1)
     elif options.lengths is not None:

@@ -125,7 +125,7 @@ def _check_data(recipe: "Recipe", layout: "Layout", gpu: "Gpu | None") -> None:
     print_group("data", lines)
     lines, warnings = with_data(recipe, layout, corpus, loader, rows)
     print_group("resume", lines)
-    _print_time(recipe, layout, tokenizer.vocab_size, Lengths.of_corpus(corpus.lengths), gpu)
+    _print_time(recipe, layout, tokenizer.vocab_size, Lengths.of_corpus(corpus.shapes), gpu)
     for name, held_out in corpora.items():
         print_group(name, held_out.summary().splitlines())
     _print_serving(recipe, tokenizer)

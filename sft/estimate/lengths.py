@@ -5,8 +5,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sft.errors import ConfigError
+from sft.layers.flops import AttentionCost
 from sft.layers.rank_share import RankShare
 from sft.parallel.length_classes import BLOCK, may_pay
+from sft.parallel.shapes import SampleSizes, attention_cost
 
 MAX_BINS = 64  # for the lengths of a corpus; all documents of a bin get the root mean square of their lengths
 
@@ -28,16 +30,21 @@ class Lengths:
         return Lengths(np.array([float(length)]), np.ones(1))
 
     @staticmethod
-    def of_corpus(lengths: np.ndarray) -> "Lengths":
-        """The distribution of a corpus.  lengths: int [documents]
+    def of_corpus(samples: SampleSizes) -> "Lengths":
+        """The distribution of a corpus.  A tree counts as documents of one length with its tokens and its attention.
+
+        a document of 6 tokens, and a branch of 4 after its first 4 -> 10 / 8.4 documents of 8.4 tokens: attention costs
+        6^2 + 8^2 - 4^2 = 84 = (10 / 8.4) x 8.4^2
         More than MAX_BINS different lengths are put into at most MAX_BINS bins, whose edges form a geometric series.
         Raises ConfigError if no document has tokens.
         """
-        real = np.asarray(lengths, dtype=np.float64)
-        real = real[real > 0]
-        if len(real) == 0:
+        tokens = np.asarray(samples).astype(np.float64)
+        is_used = tokens > 0
+        tokens, squares = tokens[is_used], attention_cost(samples, AttentionCost(crossover=1.0))[is_used]
+        if len(tokens) == 0:
             raise ConfigError("no document has tokens, so there is no distribution of lengths.")
-        values, counts = np.unique(real, return_counts=True)
+        values, number = np.unique(squares / tokens, return_inverse=True)
+        counts = np.bincount(number, tokens**2 / squares)
         if len(values) > MAX_BINS:
             edges = np.geomspace(values[0], values[-1], MAX_BINS + 1)[1:-1]
             bins = np.digitize(values, edges)

@@ -95,10 +95,10 @@ def _context() -> Any:
     does not work in a forked process."""
     import torch
 
-    if torch.cuda.is_available():
+    if torch.cuda.device_count():
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.ranks.scenarios"])
+    context.set_forkserver_preload(["tests.ranks.scenarios", "tests.ranks.peft_models"])
     return context
 
 

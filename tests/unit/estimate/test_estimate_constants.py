@@ -11,6 +11,7 @@ from sft.estimate import constants, gpus
 from sft.estimate.constants import Constant, Curve
 from sft.estimate.gpus import GIB
 from sft.estimate.lengths import Lengths
+from sft.parallel.shapes import Shapes
 
 
 def test_usable_memory_names_what_a_run_cannot_use() -> None:
@@ -41,6 +42,8 @@ def test_lengths_of_a_pack() -> None:
     assert [column.tolist() for column in lengths.of_pack(8)] == [[2, 6], [1, 1]]
     cut = Lengths.read("2:3,60:3").of_pack(8)  # 60 counts as 8
     assert [column.tolist() for column in cut] == [[2, 8], [pytest.approx(0.8)] * 2]
+    tree = Lengths.of_corpus(Shapes(np.array([0, 2, 3]), np.array([6, 4, 5]), np.array([0, 4, 0])))
+    assert tree.tokens == pytest.approx([5.0, 8.4]) and tree.shares == pytest.approx([8.4 / 18.4, 10 / 18.4])
     corpus = Lengths.of_corpus(np.array([2, 6, 6, 2, 0]))
     assert (corpus.tokens.tolist(), corpus.shares.tolist()) == ([2, 6], [0.5, 0.5])
     for wrong in ("", "5", "a:1", "0:1", "5:-1", "5:0"):

@@ -139,7 +139,7 @@ def test_trees_pass(ranks: Ranks, trees: Path, words: list[str]) -> None:
 def test_a_branch_that_sees_its_sibling_is_found(ranks: Ranks, trees: Path) -> None:
     words = ["leak", CP, probing.TREES, "--document", "1"]
     code, answer = probe(ranks(2), trees, words, "a branch sees its sibling")
-    assert code == 1 and "a branch" in answer["lines"][1]
+    assert code == 1 and "a branch" in answer["packs"]["0"]
     problems = [problem for problem in answer["problems"] if "document 2 changes with another document" in problem]
     assert problems, answer["problems"]
     assert any("document 1 has a gradient of losses of other documents" in problem for problem in answer["problems"])

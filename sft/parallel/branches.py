@@ -66,6 +66,15 @@ class Branches:
         is_branch = self.parents >= 0
         return is_branch | np.isin(np.arange(len(self)), self.parents[is_branch])
 
+    def cuts(self, padded: np.ndarray, chunks: int) -> np.ndarray:
+        """int64 [documents], number of places inside of a document's equal chunks where branches begin.
+
+        padded: padded lengths of the documents, each a multiple of `chunks`
+        """
+        ends = np.unique(np.stack([self.parents, self.forks], axis=1)[self.parents >= 0], axis=0)
+        parents, forks = ends[ends[:, 1] % (padded[ends[:, 0]] // chunks) != 0].T
+        return np.bincount(parents, minlength=len(self))
+
     def path(self, document: int) -> list[Ancestor]:
         """The tokens before a document, from the first one on.  Document 2 of the example -> (0, 3, 0), (1, 1, 3)"""
         pieces: list[Ancestor] = []

@@ -163,11 +163,13 @@ class _Edges:
         document = np.searchsorted(self.starts, begin, side="right") - 1  # an empty one is before those with tokens
         wanted = np.where(begin == self.starts[document], self.before[document], begin)
         order = np.argsort(end)
-        return np.where(wanted < 0, -1, order[np.searchsorted(end, wanted, sorter=order) % max(1, len(order))])
+        found = order[np.searchsorted(end, wanted, sorter=order)]
+        assert (end[found] == wanted)[wanted >= 0].all(), "a fork lies behind the tokens of its parent"
+        return np.where(wanted < 0, -1, found)
 
 
 def _long_chunks(starts: np.ndarray, chunk: np.ndarray, cp_size: int, cp_rank: int) -> np.ndarray:
-    """Positions in the pack of the chunks of long documents on a rank, the early one of a document before its late one"""
+    """Positions in the pack of a rank's chunks of long documents, the early one of a document before its late one."""
     return np.stack([starts + cp_rank * chunk, starts + (2 * cp_size - 1 - cp_rank) * chunk], axis=1).ravel()
 
 

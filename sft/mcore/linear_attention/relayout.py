@@ -1,8 +1,8 @@
 """Sends the tokens of short documents to the ranks that compute these documents, and sends the outputs back.
 
-Each direction is one all-to-all; with cp 1, tokens of trees are put first, and nothing is sent.  The backward pass of one direction is the other direction: gradients of inputs are
-sent like outputs, and gradients of outputs like inputs.  A message is a matrix of bytes.  Each row holds one token: the
-bytes of all its tensors, each in its own dtype.
+Each direction is one all-to-all.  With cp 1, tokens of trees are put first, and nothing is sent.  The backward pass of
+one direction is the other direction: gradients of inputs are sent like outputs, and gradients of outputs like inputs.
+A message is a matrix of bytes.  Each row holds one token: the bytes of all its tensors, each in its own dtype.
 """
 
 from collections.abc import Callable, Sequence

@@ -12,12 +12,14 @@ D_f is the gradient of the state after f, where G_s is the gradient of S_s throu
 
 Both recurrences go through the fragments of the pack level by level: level 0 has no predecessors, level i + 1 has those
 in level i.  The fragments of long documents without branches are their chunks 0 .. 2 cp - 1, each on its own level.
+Each level but the last is one batched product, however many branches there are.
 
 An all-to-all sends the maps of each head from all ranks to one rank, which composes them.  A second all-to-all returns
 the states.  So each rank composes the maps of its share of the heads.  Shares may differ by one head and may be empty:
-cp need not divide the number of heads.  With n_r fragments on rank r and h_r heads in its share, all ranks together send
+cp need not divide the number of heads.  With n_r of the n fragments on rank r, and h_r heads in its share, all ranks
+together send
 
-    (sum of n_r * (heads - h_r)) * K (K + V)   numbers, and   (sum of h_r * (n - n_r)) * K V   return, n = sum of n_r
+    (sum of n_r * (heads - h_r)) * K (K + V)   numbers, and then   (sum of h_r * (n - n_r)) * K V   numbers
 
 An all-gather of all maps would send cp (K + V) / (K + 2 V) times as many bytes (2.7 at cp 4 with K = V), and every rank
 would hold and compose the maps of the whole pack.  With cp 1, nothing is sent.

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft.mcore.linear_attention.delta_rule import Inputs, Kernel
 from sft.mcore.linear_attention.documents import LinearDocuments, linear_attention
@@ -15,7 +16,7 @@ from sft.mcore.linear_attention.torch_kernel import TorchDeltaKernel
 from sft.parallel.branches import Branches
 from sft.parallel.cp_group import CpGroup
 from tests.trees import random_tree, rows_before
-from tests.unit.fixtures.recurrence import VALUE_HEADS, random_inputs, recurrence
+from tests.unit.fixtures.recurrence import VALUE_HEADS, K, V, random_inputs, recurrence
 from tests.unit.mcore.linear_attention.test_fla_kernel import Replacement
 
 FLOAT64_TOLERANCE = 1e-11  # largest difference to the token by token sums, relative to the largest number
@@ -36,6 +37,16 @@ def texts(cu_seqlens: np.ndarray, branches: Branches) -> list[tuple[list[int], i
     """For each document, the rows of its text, and how many of them are before it."""
     rows = [rows_before(cu_seqlens, branches, document) for document in range(len(branches))]
     return [([*x, *range(*cu_seqlens[i : i + 2])], len(x)) for i, x in enumerate(rows)]
+
+
+class Products(TorchDispatchMode):
+    """Counts batched products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.bmm.default
+        return func(*args, **(kwargs or {}))
 
 
 def close(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -111,3 +122,25 @@ def test_trees_come_first_and_other_packs_are_as_before() -> None:
     assert made.schedule.fragments.linked.tolist() == [0, 1, 2, 3, 4, 5] and made.relayout is not None
     assert plain.schedule.fragments.lengths.tolist() == LENGTHS
     assert (plain.passing, plain.relayout, plain.schedule.fragments.linked.tolist()) == (None, None, [])
+
+
+def test_launches_do_not_depend_on_the_number_of_branches() -> None:
+    """FLA's kernels run once for the linked fragments and once for the others; states take a product for each level."""
+    for count in (1, 5, 40):
+        functions = Replacement()
+        lengths, tree = [30, 20, *[10] * count, 7], Branches.of([-1, -1, *[1] * count, -1], [0, 0, *[13] * count, 0])
+        made = documents(np.cumsum([0, *lengths]), tree, FlaKernel(functions))
+        inputs = random_inputs(sum(lengths))
+        out = attended(inputs, made)
+        torch.autograd.grad(out, inputs, out)
+        assert functions.calls == {
+            **{"norms": 2 * 2 * 2, "sums": 2 * 3, "systems": 2 * 2, "states": 2 * 2, "outputs": 2, "maps": 1},
+            **{"gradients of values": 2, "gradients": 2, "gradients of systems": 2, "gradients of norms": 2 * 2},
+            "gradients of states": 2 + 1,
+        }
+        assert made.passing is not None
+        maps, offsets = torch.zeros(count + 2, VALUE_HEADS, K, K), torch.zeros(count + 2, VALUE_HEADS, K, V)
+        for compose in (made.passing.initial_states, made.passing.final_gradients):
+            with Products() as products:
+                compose(maps, offsets)
+            assert products.count == 1  # two levels

@@ -26,7 +26,6 @@ from tests.launching import RECIPE
 from tests.ranks.commands import sft
 from tests.ranks.pool import RankPool, join
 
-
 TREES = "data.turns=each"
 
 

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,9 +14,11 @@ from sft.data.packing.cp_cost import CpCost
 from sft.data.packing.cp_grid import predict
 from sft.metrics.records import train_record
 from sft.metrics.run_facts import RunFacts
+from sft.parallel.cp_bytes import CpBytes
 from tests.ranks import scenarios
 from tests.ranks.layouts import GEMMA, LATENT, LINEAR, MOE, ROUTERS
 from tests.ranks.pool import Ranks
+from tests.tree_samples import tree_and_texts
 
 SLOW = "parallel.intra_node_gb_s=1e-6"  # so slow that the plan takes the smallest groups
 DYNAMIC = ["parallel.cp=4", "parallel.dynamic_cp=true", SLOW]
@@ -115,6 +118,39 @@ def test_bytes_over_cp_are_those_of_the_log_and_of_the_plan(ranks: Ranks, overri
         for rank in (rank for of_step in zip(*results) for rank in of_step):
             packs = {size: number for size, number in rank["packs"].items() if size > 1}
             assert rank["calls"] == {size: number * NUM_COLLECTIVES + 1 for size, number in packs.items()}
+
+
+def of_a_tree(overrides: list[str]) -> tuple[float, list[float]]:
+    """Bytes that this rank sends over cp for a tree, and those of the equations: with its branches, and without."""
+    # On two ranks, rank 1 holds the tokens 32 to 95 of the trunk.  The last tokens before each fork are there.
+    sample, _ = tree_and_texts(
+        lengths=[128, 64, 64],
+        parents=[-1, 0, 0],
+        forks=[0, 70, 80],
+        ends=[(0, 128), (1, 64), (2, 64)],
+        supervised=[(100, 128), (70, 134), (80, 144)],
+        seed=0,
+        vocab=scenarios.VOCAB,
+    )
+    with scenarios.running(overrides) as engine:
+        microbatch = scenarios.microbatch_of(engine, [sample])
+        group = engine.groups.cp_group(2).members
+        assert group is not None
+        with OverCp([group]) as over_cp:
+            engine.train_step([microbatch])
+        padded, equations = np.diff(microbatch.cu_seqlens.numpy().astype(np.int64)), CpBytes.of(engine.config)
+        said = [float(equations.document_bytes(padded, 2, branches).sum()) for branches in (microbatch.branches, None)]
+        return over_cp.num_bytes.total(), said
+
+
+def test_bytes_of_the_windows_of_branches(ranks: Ranks) -> None:
+    """Rank 0 receives the last 6 tokens before each of two branches, in each of two layers."""
+    window = ["model.sliding_window=7", "model.sliding_window_layers=[1, 3]"]
+    results = ranks(2).run(of_a_tree, ["parallel.cp=2", "train.global_batch_size=1", *window])
+    with_branches, without = results[0][1]
+    assert sum(sent for sent, _ in results) == with_branches
+    # 4 key heads of 4 numbers; keys and values twice, and gradients once, in fp32
+    assert with_branches - without == 2 * 2 * 6 * (2 * 4 * 4) * (4 + 4 + 4)
 
 
 NUMBERS = 20 + 4  # elements of the latent and the rotary key of a token, which a rank sends instead of 8 x (10 + 7)

@@ -144,14 +144,12 @@ class Accumulator:
         and of its samples alone on a group of the largest size.  Zeros without dynamic CP."""
         if not self.cp_sizes:
             return np.zeros(2)
-        padded = np.diff(microbatch.cu_seqlens.numpy().astype(np.int64))
-        samples = padded[microbatch.lengths > 0]
-        return np.array(
-            [
-                self.cp_bytes.document_bytes(padded, microbatch.cp_size).sum(),
-                self.cp_bytes.document_bytes(samples, max(self.cp_sizes)).sum(),
-            ]
+        padded, is_real = np.diff(microbatch.cu_seqlens.numpy().astype(np.int64)), microbatch.lengths > 0
+        own, fixed = (
+            self.cp_bytes.document_bytes(padded, size, microbatch.branches)
+            for size in (microbatch.cp_size, max(self.cp_sizes))
         )
+        return np.array([own.sum(), fixed[is_real].sum()])
 
     def _sequences(self, microbatches: Sequence[Microbatch], tokens: Sequence[SupervisedTokens]) -> SequenceLosses:
         """Losses of the sequences in the packs that this rank counts, added over the ranks that share a pack."""

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft.batch import Sample
 from sft.estimate.products import attention_flops, attention_reached, head_product, layer_products
+from sft.layers.flops import TrainFlops
 from sft.layers.matrices import ModelProducts
 from sft.mcore.attention import torch_kernel
 from sft.mcore.linear_attention import torch_kernel as delta_kernel
@@ -25,6 +26,7 @@ from tests.ranks import scenarios
 from tests.ranks.hf_models import recipe_of
 from tests.ranks.layouts import GEMMA, GEMMA4, GEMMA4_EXPERTS, GPT_OSS, LATENT, LINEAR, MOE, ROUTERS
 from tests.ranks.pool import Ranks
+from tests.tree_samples import tree_and_texts
 from tests.unit.fixtures import hf
 
 # In attention, a tile of queries also computes the scores of keys after its first query: half a tile of 8 for each
@@ -94,6 +96,9 @@ def count(overrides: list[str], samples: Sequence[Sample]) -> dict[str, dict[str
         head = head_product(config, layout, of_model, scenarios.VOCAB, labels)
         keys, values = config.model.resolved_head_dim, config.model.value_head_dim
         attention = sum(flops for _, _, flops in attention_flops(config.model, LENGTH)) / layout.tp / layout.cp
+        if microbatch.branches is not None:
+            flops = TrainFlops.of(config.model, scenarios.VOCAB)
+            attention = flops.attention(microbatch.lengths, microbatch.branches.depths) / 3 / layout.tp / layout.cp
         predicted = {
             "products": sum(p.flops * p.num_runs for p in layer_products(config, layout, of_model, tokens)),
             "head": head.flops * head.num_runs,
@@ -162,6 +167,31 @@ def test_one_rank(ranks: Ranks, name: str) -> None:
 )
 def test_two_ranks(ranks: Ranks, overrides: list[str]) -> None:
     for result in ranks(2).run(count, [*ONE, *TWO_LAYERS, *overrides], document()):
+        check(result)
+
+
+def tree() -> list[Sample]:
+    """512 tokens: a trunk, two branches at one fork, and a branch of the second of them."""
+    sample, _ = tree_and_texts(
+        lengths=[256, 128, 64, 64],
+        parents=[-1, 0, 0, 2],
+        forks=[0, 251, 251, 43],
+        ends=[(0, 256), (1, 128), (2, 64), (3, 64)],
+        supervised=[(200, 256), (251, 300), (251, 315), (260, 358)],
+        seed=0,
+        vocab=scenarios.VOCAB,
+    )
+    return [sample]
+
+
+@pytest.mark.parametrize(
+    "world_size,overrides",
+    [(1, CASES["gpt-oss"]), (1, [*LATENT, FULL]), (2, ["parallel.cp=2"])],
+    ids=["gpt-oss", "latent, full", "cp"],
+)
+def test_branches(ranks: Ranks, world_size: int, overrides: list[str]) -> None:
+    """A token before branches counts once, and a pair of tokens of a branch and of its parent counts as any other."""
+    for result in ranks(world_size).run(count, [*ONE, *TWO_LAYERS, *overrides], tree()):
         check(result)
 
 

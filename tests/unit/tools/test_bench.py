@@ -26,6 +26,7 @@ NUM_ROWS = {  # number of rows of a tiny run
     "dynamic_cp": 1,
     "checkpoint": 11,
     "recompute": 3,
+    "trees": 2,
     "load_hf": 8,
 }
 NUM_ABSENT = {"attention": 2, "delta_rule": 1, "kernels": 15, "delta_passes": 1}  # rows of kernels that need CUDA

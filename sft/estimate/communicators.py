@@ -62,8 +62,8 @@ def communicators(config: Config, layout: Layout) -> Communicators:
 
 
 def _stages(layout: Layout) -> Communicators:
-    """The communicators for hidden states.  Stages send one by one with virtual stages, and torch then opens one for each
-    pair of ranks and group.  With pp 2, megatron-core sends to the next stage over another group than to the previous.
+    """The communicators for hidden states.  With virtual stages, messages are not batched, and torch opens one for each
+    pair of ranks.  With pp 2, megatron-core takes another group for the one direction than for the other.
     """
     if layout.pp > 1 and layout.virtual_stages > 1:
         return {"previous stage": Communicator(2), "next stage": Communicator(2)}

@@ -619,11 +619,15 @@ LINEAR = {"linear_attention": {"layers": [1], "num_key_heads": 2, "num_value_hea
         (2, {"cp": 2, "cp_comm": "a2a"}, {}, {"cp": 2, "dp x cp": 2, "all ranks": 2}, 4.2),
         (
             8, {"cp": 8, "cp_comm": "a2a+p2p", "cp_a2a": 2}, {},
-            {"cp, heads": 2, "cp, ring": 4, "dp x cp": 8, "all ranks": 8}, 4.8,
+            {"cp": 8, "cp, heads": 2, "cp, ring": 4, "dp x cp": 8, "all ranks": 8}, 5.4,
         ),
         (
             4, {"pp": 2}, {"num_layers": 2},
             {"dp x cp": 2, "pp": 2, "first and last stage": 2, "all ranks": 4}, 2.4,
+        ),
+        (  # unbatched messages: a communicator for each pair of ranks
+            4, {"pp": 4, "virtual_stages": 2}, {"num_layers": 8},
+            {"previous stage": 2, "next stage": 2, "first and last stage": 2, "all ranks": 4}, 2.4,
         ),
         (  # ranks with the same parameters have the same part of the gradient norm
             4, {"tp": 2, "distributed_optimizer": False}, {},
@@ -642,6 +646,15 @@ def test_communicators(
     assert nccl_bytes(config, layout) / GIB == pytest.approx(gib)
     on_cpu, _ = of(world_size, {**TINY, **model}, parallel=parallel, run={"device": "cpu"})
     assert nccl_bytes(on_cpu, layout) == 0.0
+
+
+def test_scales_of_fp8_have_a_communicator() -> None:
+    found = {
+        fp8: list(communicators(*of(4, LLAMA_8B, parallel={"tp": 2}, run={"fp8": fp8})))
+        for fp8 in (None, "blockwise", "delayed")
+    }
+    assert found[None] == found["blockwise"] == ["tp", "dp x cp", "all ranks"]
+    assert found["delayed"] == ["tp", "dp x cp", "tp x dp x cp", "all ranks"]
 
 
 def test_assumed_and_measured_memory_of_nccl() -> None:

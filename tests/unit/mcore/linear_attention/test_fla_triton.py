@@ -7,7 +7,6 @@ multiplies the bits of bf16 numbers as integers, so the narrow dtype here is fp1
 
 import builtins
 import gc
-import os
 import sys
 import weakref
 from collections.abc import Iterator
@@ -20,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
-if os.environ["TRITON_INTERPRET"] == "0":
+from tests.unit.fixtures import triton_interpreter
+
+if not triton_interpreter.without_a_gpu():
     pytest.skip("on a GPU, tests/gpu/test_fla.py runs the compiled kernels", allow_module_level=True)
-pytest.importorskip("triton", reason="make test-triton installs it")
 pytest.importorskip("fla", reason="make test-triton installs it")
 
 from sft.layers.mixers.delta import DeltaBytes, HeadSizes  # noqa: E402

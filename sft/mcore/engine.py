@@ -37,7 +37,7 @@ from sft.mcore.model.mixers import packed_documents
 from sft.mcore.optimizer import build, host_threads
 from sft.mcore.process_groups import ProcessGroups
 from sft.mcore.progress import PassProgress, named
-from sft.mcore.sharding.model import output_weight_in_use
+from sft.mcore.sharding.model import leave_groups, output_weight_in_use
 from sft.metrics.accumulator import Accumulator, SupervisedTokens
 from sft.metrics.totals import ExpertLoad, StepResult, Totals
 from sft.parallel.cp_bytes import CpBytes
@@ -310,10 +310,10 @@ def weights_changed(engine: Engine) -> None:
 
 
 def release(engine: Engine) -> None:
-    """Free the model, its optimizer and the process groups that both hold.
+    """Free the model, its optimizer and the process groups that both hold.  Collective.
 
     Gradient hooks of parameters make reference cycles that run through C++, where Python's collector does not see them.
     """
-    for chunk in engine.chunks:
-        vars(chunk).clear()
-    vars(engine).clear()
+    leave_groups(engine.chunks)
+    for held in (*engine.chunks, engine):
+        vars(held).clear()

@@ -5,12 +5,16 @@ a layout is the time of the model's FLOPs at the highest rate, with the pipeline
 predicted time without savings, without exposed messages over cp and dp, and without the update.  Later choices can only
 lengthen it.  The second bound, and later the memory, are predicted only for nodes that the heap pops.  The first
 complete proposals that the heap pops are the best ones: no heuristic excludes a proposal.
+
+Of an optimizer in host memory, only the part that the device lacks room for is there, in eighths.
 """
 
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import count
+from math import ceil
 
 from sft.config import Config
 from sft.config.parallel import Shard
@@ -25,6 +29,7 @@ from sft.planner.task import Choice, Proposal, Savings, Sizes, Task, configured,
 # (seconds, serial number, choice, whether the choice is complete).  The seconds of an incomplete choice are a lower
 # bound.  All serial numbers differ, so comparisons of nodes never reach the choice.
 Node = tuple[float, int, Choice, bool]
+_PARTS = 8  # optim.offload_fraction is a multiple of 1 / 8
 
 
 @dataclass
@@ -33,8 +38,6 @@ class Search:
 
     task: Task
     num_gpus: int
-    _savings: list[Savings] = field(default_factory=list)
-    _shard_kinds: list[Shard] = field(default_factory=list)
     _configs: dict[Choice, tuple[Config, Layout]] = field(default_factory=dict)
     _times: dict[Choice, StepTime] = field(default_factory=dict)
     _memories: dict[Choice, Memory] = field(default_factory=dict)
@@ -61,7 +64,7 @@ class Search:
                 for other in self._implementations(choice.sizes):
                     heapq.heappush(heap, self._node(other, is_complete=False))
             else:
-                for saving in self._fitting(choice) if is_memory_limited else [choice.savings]:
+                for saving in self.fitting(choice) if is_memory_limited else [choice.savings]:
                     heapq.heappush(heap, self._node(choice._replace(savings=saving), is_complete=True))
         return proposals
 
@@ -84,10 +87,16 @@ class Search:
             config = without_copies(config)
         return Proposal(choice=choice, config=config, layout=layout, time=time, memory=memory, usable=usable)
 
+    @cached_property
+    def _savings(self) -> list[Savings]:
+        return candidates.savings(self.task)
+
+    @cached_property
+    def _shard_kinds(self) -> list[Shard]:
+        return candidates.shard_kinds(self.task)
+
     def _of_sizes(self) -> list[Node]:
         if self._bounds is None:
-            self._savings = candidates.savings(self.task)
-            self._shard_kinds = candidates.shard_kinds(self.task)
             least_s = self.task.least_gpu_s / self.num_gpus
             sizes = candidates.sizes(self.task, self.num_gpus)
             choices = (Choice(size, None, self._savings[0]) for size in sizes)
@@ -118,7 +127,7 @@ class Search:
     def _node(self, choice: Choice, *, is_complete: bool) -> Node:
         return self._time(choice).step_s, next(self._order), choice, is_complete
 
-    def _fitting(self, choice: Choice) -> list[Savings]:
+    def fitting(self, choice: Choice) -> list[Savings]:
         """The savings with which the layout fits.
 
         Savings that save at least as much as others with which it fits are left out, because they cannot be faster.
@@ -128,10 +137,32 @@ class Search:
         if self._memory(most).device > self._usable(most).bytes:  # rules out most layouts at once
             return fitting
         for saving in self._savings:
-            if not any(candidates.saves_at_least(saving, less) for less in fitting):
-                if self.fits(choice._replace(savings=saving)):
-                    fitting.append(saving)
+            cheapest = saving._replace(optim_offload_fraction=min(saving.optim_offload_fraction, 1 / _PARTS))
+            if not _is_slower(cheapest, fitting):
+                own = self._least_offload(choice._replace(savings=saving))
+                if self.fits(own) and not _is_slower(own.savings, fitting):
+                    fitting.append(own.savings)
         return fitting
+
+    def _least_offload(self, choice: Choice) -> Choice:
+        """The choice with the least part of the optimizer in host memory with which it fits the device.
+
+        Device memory is a convex function of this part, so the line between none and all of it is an upper bound.
+        """
+        if not choice.savings.optim_offload_fraction:
+            return choice
+
+        def with_parts(parts: int) -> Choice:
+            return choice._replace(savings=choice.savings._replace(optim_offload_fraction=parts / _PARTS))
+
+        none, every = (self._memory(with_parts(parts)).device for parts in (0, _PARTS))
+        usable = self._usable(choice).bytes
+        if every > usable or every == none:
+            return choice
+        parts = min(max(1, ceil(_PARTS * (none - usable) / (none - every))), _PARTS)
+        while parts > 1 and self._memory(with_parts(parts - 1)).device <= usable:
+            parts -= 1
+        return with_parts(parts)
 
     def fits(self, choice: Choice) -> bool:
         """Whether the proposal fits the memory of the device, and the ranks of a node fit the memory of its host."""
@@ -173,3 +204,8 @@ class Search:
                 memory = replace(memory, host_copy=0.0)
             self._memories[choice] = memory
         return self._memories[choice]
+
+
+def _is_slower(saving: Savings, fitting: list[Savings]) -> bool:
+    """Whether one of these saves no more, and so cannot be slower."""
+    return any(candidates.saves_at_least(saving, less) for less in fitting)

@@ -41,6 +41,7 @@ _LATENT = [
     *("model.latent_attention.v_head_dim=32", "model.head_dim=null", "model.num_query_groups=null"),
     "model.qk_norm=false",
 ]
+_SHARD = ["parallel.distributed_optimizer=true"]
 _TP = ["parallel.tp=2", "parallel.sequence_parallel=true"]
 # The overrides and the number of ranks of each row.
 ROWS: dict[str, tuple[list[str], int]] = {
@@ -64,6 +65,13 @@ ROWS: dict[str, tuple[list[str], int]] = {
     "pp": (["parallel.pp=2", "train.recompute=selective", "train.global_batch_size=4"], 2),
     "virtual": (["parallel.pp=2", "parallel.virtual_stages=2", "train.recompute=none", "train.global_batch_size=4"], 2),
     "dp": (["train.recompute=full", "parallel.distributed_optimizer=true", "train.global_batch_size=2"], 2),
+    "gradients": ([*_SHARD, "parallel.shard=gradients", "train.recompute=selective", "parallel.cp=2"], 2),
+    "weights": ([*WIDE, *_SHARD, "parallel.shard=weights", "train.recompute=selective", "parallel.cp=2"], 2),
+    "weights, bf16 gradients": (
+        [*WIDE, *_SHARD, "parallel.shard=weights", "train.recompute=attention_kept", "parallel.cp=2"]
+        + ["run.precision=bf16", "optim.grad_dtype=bf16"],
+        2,
+    ),
     "experts": ([*_EXPERTS, "model.moe.ffn_hidden_size=256", "train.recompute=none"], 1),
     "ep": (
         [*_EXPERTS, "model.moe.ffn_hidden_size=256", "parallel.ep=2", "train.recompute=selective"]

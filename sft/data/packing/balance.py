@@ -27,6 +27,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from sft.data.packing.level import level
 from sft.data.packing.pair_split import PairSplitter
 from sft.layers.flops import AttentionCost
 from sft.parallel.shapes import SampleSizes, attention_cost, padded
@@ -59,8 +60,11 @@ def assign(
     seq_length: int,
     doc_multiple: int,
     attention: AttentionCost,
+    meets: bool = False,
 ) -> Slots:
     """Sample ids by rank and microbatch, so that `dp` ranks have balanced costs.  Some of the packs may be empty.
+
+    meets: whether all ranks wait for each other in every microbatch; then rows are balanced, and not ranks (`level.py`)
 
     Costs 8 1 7 2, two ranks:                     packs (0,) (1,) (2,) (3,) -> [[(0,), (1,)], [(2,), (3,)]]
     Costs 9 1 1 1 of sizes 3 1 1 1, two ranks:    packs (0,) (1, 2, 3)      -> [[(0,)], [(1, 2, 3)]], the best possible
@@ -87,9 +91,12 @@ def assign(
     if batch.assign_sequences():
         batch.balance_ranks()
     batch.balance_rows()
+    if meets:
+        batch.level_rows()
+        return batch.by_rank(ids)
     if max(batch.load) > round_robin_cost:
         return round_robin
-    return [[tuple(ids[batch.packs[k]].tolist()) for k in rank] for rank in batch.ranks]
+    return batch.by_rank(ids)
 
 
 class _Batch:
@@ -113,6 +120,7 @@ class _Batch:
         """Assigns packs in rows of dp, costliest first.  In each row, every rank gets one pack, and a costlier pack
         goes to a rank with less cost so far."""
         dp = len(self.ranks)
+        self.ranks, self.load = [[] for _ in range(dp)], [0] * dp
         order = sorted(range(len(self.packs)), key=lambda k: (-self.cost[k], k))
         for first in range(0, len(order), dp):
             least = sorted(range(dp), key=lambda rank: (self.load[rank], rank))
@@ -270,6 +278,16 @@ class _Batch:
                     rows[:] = changed
                     return True
         return False
+
+    def level_rows(self) -> None:
+        """Balances rows by exchanges between all packs, whatever this does to the cost of ranks."""
+        self.packs = level(self.packs, self._costs, self._splitter, len(self.ranks))
+        self.cost = [self._cost(pack) for pack in self.packs]
+        self.assign_packs()
+
+    def by_rank(self, ids: np.ndarray) -> Slots:
+        """The ids of the sequences, by rank and microbatch."""
+        return [[tuple(ids[self.packs[k]].tolist()) for k in rank] for rank in self.ranks]
 
     def _split(self, p: int, q: int, wanted_cost: int) -> tuple[list[int], list[int]] | None:
         return self._splitter.split(self.packs[p], self.packs[q], wanted_cost)

@@ -60,10 +60,9 @@ class HeadChunks:
             factors = [matrix for factors in linear.factors for matrix in factors.b]
             slices = [part._replace(groups=part.groups // self.num_chunks) for part in linear.output_slices]
             adapters, linear = _Adapters(factors, slices, linear.scale), linear.base
-        norms = {name: getattr(self, name) for name in _NORMS}
         weights = {
             **{"weight": linear.weight, "bias": linear.bias, "sinks": self.core_attention.softmax_offset},
-            **{name: None if norm is None else norm.weight for name, norm in norms.items()},
+            **{name: getattr(getattr(self, name), "weight", None) for name in _NORMS},  # core has norms without weights
             **{f"factor {number}": factor for number, factor in enumerate(adapters.factors if adapters else ())},
         }
         weights = {name: weight for name, weight in weights.items() if weight is not None}

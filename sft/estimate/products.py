@@ -133,7 +133,7 @@ def _repeated(config: Config, part: str) -> float:
     """How often backward computes the part's forward products again."""
     train = config.train
     if part == "mlp" and train.mlp_tile is not None:
-        return 2.0 if train.repeats_layers else 1.0
+        return 1.0
     return float(train.repeats_layers or (train.recompute == "selective" and part in _RECOMPUTED))
 
 

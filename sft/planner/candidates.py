@@ -18,6 +18,7 @@ from sft.planner.task import P2P, RECOMPUTE, Choice, CpComm, Savings, Shards, Si
 
 _MOST_VIRTUAL = 4  # more model chunks send more messages and reduce the bubble only a little
 _TILE = 8192  # tokens: large enough for efficient GEMMs, and an MLP of 64K tokens needs an eighth of its memory
+_HEAD_CHUNKS = 8  # with more, products and messages of a chunk become small
 _CHUNK = 1024  # tokens that the loss head computes at a time
 
 
@@ -104,7 +105,7 @@ def _is_valid_parallel(size: Sizes, cp_comm: CpComm, shards: Shards = Shards()) 
 
 def savings(task: Task) -> list[Savings]:
     """The savings that the recipe allows.  If one `saves_at_least` as much as another, it comes after the other."""
-    axes: tuple[Any, ...] = (RECOMPUTE, (0.0, 1.0), (0.0, 1.0), (None, _TILE), ("auto", _CHUNK))
+    axes: tuple[Any, ...] = (RECOMPUTE, (0.0, 1.0), (0.0, 1.0), (None, _TILE), ("auto", _CHUNK), (None, _HEAD_CHUNKS))
     ordered = sorted(product(*axes), key=lambda values: _levels(Savings(*values)))
     return [saving for values in ordered if _is_valid(task.config, saving := Savings(*values))]
 
@@ -123,6 +124,7 @@ def _levels(saving: Savings) -> tuple[float, ...]:
     """Each setting as a number that grows with the saved memory.  The cheapest settings come last, so that a sorted
     list varies them first."""
     return (
+        saving.head_chunks is not None,
         saving.optim_offload_fraction,
         RECOMPUTE.index(saving.recompute),
         saving.offload_fraction,

@@ -20,6 +20,7 @@ DIMENSIONS = {
     "shard": ["optimizer", "gradients", "weights"],
     "shard_size": [None, 2],
     "recompute": ["none", "selective", "attention_kept", "full"],
+    "head_chunks": [None, 2],
     "activation_offload": [0, 1],
     "optimizer_offload": [0, 1],
     "precision": ["fp32", "bf16"],
@@ -29,6 +30,7 @@ CP, TP, PP, EP = ["parallel.cp=2"], ["parallel.tp=2"], ["parallel.pp=2"], ["para
 SP = [*TP, "parallel.sequence_parallel=true"]
 SHARDED = ["parallel.distributed_optimizer=true"]
 NUM_LAYERS, NUM_EXPERTS, TOP_K, GLOBAL_BATCH_SIZE = 4, 4, 2, 4  # values of scenarios.RECIPE and of MOE
+NUM_KEY_HEADS = 4  # the same
 MOE = [
     f"model.moe.num_experts={NUM_EXPERTS}",
     f"model.moe.top_k={TOP_K}",
@@ -94,6 +96,7 @@ MODELS = {
 }
 SLOW_CP = ["parallel.intra_node_gb_s=1e-6"]  # so slow that the planner chooses small groups for tiny packs
 SWITCHES = ("sequence_parallel", "distributed_optimizer", "dynamic_cp")  # keys of the section `parallel`
+CHUNKED = ("dense", "experts", "gemma", "gpt_oss", "gemma4")  # keys of MODELS
 MIXTURES = ("experts", "gemma4", "gpt_oss", "linear_experts", "routers")  # keys of MODELS
 ALL_ON = ["parallel.sequence_parallel=true", "parallel.distributed_optimizer=true", "train.recompute=full"]
 # fp32 sums taken in another order: measured 1e-8 (loss) and 4e-8 (norm) over five steps.
@@ -120,7 +123,8 @@ def fits(case: Case) -> bool:
 
     There are at most four ranks.  Sequence parallelism has no effect without tp, and experts with tp need it.  Virtual
     stages need a pipeline, whole layers, and a number of microbatches that is a multiple of pp.  Dynamic CP needs cp.
-    ep needs experts, and divides tp x cp x dp.  Activation offload is only allowed if most activations are recomputed.
+    ep needs experts, and divides tp x cp x dp.  Two chunks of heads need two key heads on a rank, and softmax attention
+    alone, without a gate and without norms over all heads.  Activation offload is only allowed if most activations are recomputed.
     megatron-core's CPU optimizer needs bf16 and the distributed optimizer.  Sharding needs the distributed optimizer
     and several ranks of dp x cp, and weights are not sharded in a pipeline.
     """
@@ -134,6 +138,7 @@ def fits(case: Case) -> bool:
         and (virtual == 1 or (pp > 1 and NUM_LAYERS % (pp * virtual) == 0 and GLOBAL_BATCH_SIZE // dp % pp == 0))
         and (ep == 1 or (case["model"] in MIXTURES and tp * case["cp"] * dp % ep == 0))
         and (not case["activation_offload"] or case["recompute"] != "none")
+        and (case["head_chunks"] is None or (case["model"] in CHUNKED and tp < NUM_KEY_HEADS))
         and (not is_sharded or (case["distributed_optimizer"] and copies > 1))
         and (case["shard"] != "weights" or pp == 1)
         and (case["shard_size"] is None or (is_sharded and copies == 4))
@@ -150,6 +155,7 @@ def overrides(case: Case) -> list[str]:
         f"parallel.shard_size={case['shard_size'] or 'null'}",
         *(SLOW_CP if case["dynamic_cp"] else []),
         f"train.recompute={case['recompute']}",
+        f"train.head_chunks={case['head_chunks'] or 'null'}",
         f"train.offload_fraction={case['activation_offload']}",
         f"optim.offload_fraction={case['optimizer_offload']}",
         f"run.precision={case['precision']}",

@@ -106,6 +106,8 @@ CASES = [
     ("qwen3", ["k_proj", "up_proj"], 4, [*TP, *PP, SELECTIVE]),
     ("phi3", "all-linear", 4, [*CP, *SP, FULL]),
     ("qwen3", "all-linear", 2, [*CP, *SHARDED, "parallel.shard=weights", FULL]),
+    ("phi3", "all-linear", 1, [FULL, TILES, "train.head_chunks=2"]),
+    ("llama", ATTENTION, 2, [*CP, SELECTIVE, "train.head_chunks=2"]),
 ]
 LATENT_GRID = [
     ("moonlight", ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj"], 2, SP),

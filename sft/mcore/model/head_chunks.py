@@ -65,7 +65,8 @@ class HeadChunks:
             **{name: getattr(getattr(self, name), "weight", None) for name in _NORMS},  # core has norms without weights
             **{f"factor {number}": factor for number, factor in enumerate(adapters.factors if adapters else ())},
         }
-        weights = {name: weight for name, weight in weights.items() if weight is not None}
+        # A missing bias is None in core, and empty in Transformer Engine.
+        weights = {name: weight for name, weight in weights.items() if weight is not None and weight.numel()}
         plan = _Plan(
             num_chunks=self.num_chunks,
             heads=self._heads_of_chunk(),

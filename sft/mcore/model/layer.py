@@ -91,8 +91,8 @@ class Layer(TransformerLayer):
 
     @property
     def _is_repeated(self) -> bool:
-        """Whether core computes this layer again, in backward.  Its first pass runs without autograd."""
-        return self.training and torch.is_grad_enabled() and self.config.recompute_granularity == "full"
+        """Whether core computes this layer again, in backward."""
+        return self.config.recompute_granularity == "full" and torch._C._current_graph_task_id() != -1
 
     def _forward_mlp(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         core_forward_mlp = super()._forward_mlp

@@ -103,9 +103,13 @@ def _is_valid_parallel(size: Sizes, cp_comm: CpComm, shards: Shards = Shards()) 
     return True
 
 
-def savings(task: Task) -> list[Savings]:
-    """The savings that the recipe allows.  If one `saves_at_least` as much as another, it comes after the other."""
-    axes: tuple[Any, ...] = (RECOMPUTE, (0.0, 1.0), (0.0, 1.0), (None, _TILE), ("auto", _CHUNK), (None, _HEAD_CHUNKS))
+def savings(task: Task, *, in_chunks: bool = False) -> list[Savings]:
+    """The savings that the recipe allows.  If one `saves_at_least` as much as another, it comes after the other.
+
+    in_chunks: whether attention is computed by chunks of heads
+    """
+    chunks = (_HEAD_CHUNKS if in_chunks else None,)
+    axes: tuple[Any, ...] = (RECOMPUTE, (0.0, 1.0), (0.0, 1.0), (None, _TILE), ("auto", _CHUNK), chunks)
     ordered = sorted(product(*axes), key=lambda values: _levels(Savings(*values)))
     return [saving for values in ordered if _is_valid(task.config, saving := Savings(*values))]
 
@@ -124,7 +128,6 @@ def _levels(saving: Savings) -> tuple[float, ...]:
     """Each setting as a number that grows with the saved memory.  The cheapest settings come last, so that a sorted
     list varies them first."""
     return (
-        saving.head_chunks is not None,
         saving.optim_offload_fraction,
         RECOMPUTE.index(saving.recompute),
         saving.offload_fraction,

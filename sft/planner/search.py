@@ -5,6 +5,8 @@ a layout is the time of the model's FLOPs at the highest rate, with the pipeline
 predicted time without savings, without exposed messages over cp and dp, and without the update.  Later choices can only
 lengthen it.  The second bound, and later the memory, are predicted only for nodes that the heap pops.  The first
 complete proposals that the heap pops are the best ones: no heuristic excludes a proposal.
+
+Only if nothing fits, a second search computes attention by chunks of heads (train.head_chunks).
 """
 
 import heapq
@@ -39,6 +41,7 @@ class Search:
     _times: dict[Choice, StepTime] = field(default_factory=dict)
     _memories: dict[Choice, Memory] = field(default_factory=dict)
     _bounds: list[Node] | None = None
+    _in_chunks: bool = False
     _order: Iterator[int] = field(default_factory=count)
 
     def best(self, number: int = 1, *, is_memory_limited: bool = True) -> list[Proposal]:
@@ -46,6 +49,13 @@ class Search:
 
         is_memory_limited: False includes proposals that do not fit the memory
         """
+        proposals = self._best(number, is_memory_limited)
+        if proposals or self._in_chunks or not candidates.savings(self.task, in_chunks=True):
+            return proposals
+        self._bounds, self._in_chunks = None, True
+        return self._best(number, is_memory_limited)
+
+    def _best(self, number: int, is_memory_limited: bool) -> list[Proposal]:
         heap, groups = self._of_sizes(), set[tuple[int, ...]]()
         proposals: list[Proposal] = []
         while heap and len(proposals) < number:
@@ -86,7 +96,7 @@ class Search:
 
     def _of_sizes(self) -> list[Node]:
         if self._bounds is None:
-            self._savings = candidates.savings(self.task)
+            self._savings = candidates.savings(self.task, in_chunks=self._in_chunks)
             self._shard_kinds = candidates.shard_kinds(self.task)
             least_s = self.task.least_gpu_s / self.num_gpus
             sizes = candidates.sizes(self.task, self.num_gpus)

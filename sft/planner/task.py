@@ -129,7 +129,8 @@ class CpComm(NamedTuple):
 class Savings(NamedTuple):
     """Settings that save device memory, and never save time.  `Savings()` saves nothing.
 
-    head_chunks: the most chunks of heads; `configured` takes the largest number that fits the layout
+    head_chunks: the most chunks of heads; `configured` takes the largest number that fits the layout.  It chooses the
+        portable backend, whose kernels may be faster, so no search compares it with None
     """
 
     recompute: Recompute = "none"

@@ -64,3 +64,12 @@ def test_five_million_tokens_fit_with_chunks_of_heads() -> None:
     assert plain.memory.device > 100 * GIB
     assert chunks.memory.device <= 64 * GIB and 8 * chunks.memory.host <= 1300 * GIB
     assert on_gpu.memory.device <= on_gpu.usable.bytes < 79.1 * GIB and 8 * on_gpu.memory.host <= 1150 * GIB
+
+
+def test_chunks_of_heads_are_tried_where_nothing_else_fits() -> None:
+    """Nothing has room on a host of 1,000 GiB."""
+    found = {}
+    for tokens, host_gib in ((M, 1000.0), (5_000_192, 1300.0), (5_000_192, 1000.0)):
+        _, task = task_of("meta-llama/Llama-3.1-8B-Instruct", tokens, host_gib=host_gib)
+        found[tokens, host_gib] = [best.choice.savings.head_chunks for best in Search(task, 8).best(1)]
+    assert [*found.values()] == [[None], [8], []]

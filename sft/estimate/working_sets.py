@@ -144,8 +144,8 @@ class StageWork:
         work = self._mlp_backward(kind)
         replaced = kind.mlp.replaced(work)
         yield WorkingSet({MLP: kind.mlp.in_backward(work) + replaced + more, **whole}, freed + replaced)
-        # The gradient of the residual stream.  If core repeats layers, it also keeps the gradient of the layer's output,
-        # whose memory tiles of the MLP use again (sft/mcore/activations/recompute.py).
+        # The gradient of the residual stream.  Core keeps the gradient of the output of a layer that it repeats, and a
+        # tiled MLP uses that memory again (sft/mcore/activations/recompute.py).
         gradients = 2 if self._repeats_layers and self.stage.config.train.mlp_tile is None else 1
         waits = kind.waits_for_attention * self.tokens + gradients * self.hidden
         local = kind.mixer.local(self.tokens) + waits + self._widest_gradient() + more

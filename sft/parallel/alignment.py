@@ -130,8 +130,8 @@ def _heads_by_chunks(config: Config, heads: Mapping[str, int]) -> Iterator[str]:
     if short := [f"{name} = {number}" for name, number in heads.items() if number % (tp * chunks)]:
         most = gcd(*heads.values()) // tp
         yield (
-            f"train.head_chunks = {chunks} divides a rank's key heads: parallel.tp {tp} x {chunks} = {tp * chunks} does "
-            f"not divide {', '.join(short)}.  Use null, or {_listing(divisors(most))}."
+            f"train.head_chunks = {chunks} divides a rank's key heads: parallel.tp {tp} x {chunks} = {tp * chunks} "
+            f"does not divide {', '.join(short)}.  Use null, or {_listing(divisors(most))}."
         )
 
 

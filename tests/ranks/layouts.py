@@ -124,7 +124,8 @@ def fits(case: Case) -> bool:
     There are at most four ranks.  Sequence parallelism has no effect without tp, and experts with tp need it.  Virtual
     stages need a pipeline, whole layers, and a number of microbatches that is a multiple of pp.  Dynamic CP needs cp.
     ep needs experts, and divides tp x cp x dp.  Two chunks of heads need two key heads on a rank, and softmax attention
-    alone, without a gate and without norms over all heads.  Activation offload is only allowed if most activations are recomputed.
+    alone, without a gate and without norms over all heads.  Activation offload is only allowed if most activations are
+    recomputed.
     megatron-core's CPU optimizer needs bf16 and the distributed optimizer.  Sharding needs the distributed optimizer
     and several ranks of dp x cp, and weights are not sharded in a pipeline.
     """

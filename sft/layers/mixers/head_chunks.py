@@ -5,7 +5,7 @@ gradients of the normed input and of the output for all heads, and everything el
 `sft/mcore/model/head_chunks.py` computes the chunks.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sft.config import ModelConfig
 from sft.layers.mixers.softmax_bytes import PortableBytes

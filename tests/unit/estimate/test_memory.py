@@ -295,8 +295,8 @@ def test_a_tile_is_all_that_the_mlp_works_on() -> None:
     whole = estimate(*of(1, LLAMA_8B, train={"recompute": "full"}), 128_256, 1024)
     tiled = estimate(*of(1, LLAMA_8B, train={"recompute": "full", "mlp_tile": 256}), 128_256, 1024)
     assert most(whole, MLP) - most(tiled, MLP) == 151_556 * 768
-    # The tensors of attention wait meanwhile: 36 KiB without the layer's input, and its normed input.  The layer's output
-    # has no memory.  In backward of attention the MLP's input is free, and with tiles also the output's gradient.
+    # The tensors of attention wait meanwhile: 36 KiB without the layer's input, and its normed input.  The layer's
+    # output has no memory.  In backward of attention the MLP's input is free, and with tiles also the output's gradient.
     assert most(whole, MLP) == 1024 * (151_556 + 36 * KIB + 132) + around - 1024 * 8192
     assert most(whole, ATTENTION) == 1024 * (71_680 + 28 * KIB + 132) + around
     assert most(tiled, ATTENTION) == most(whole, ATTENTION) - 1024 * 8192
@@ -308,7 +308,8 @@ def test_heads_in_chunks() -> None:
     """8 chunks of 4 heads and one key head.  Each token saves the output and 32 fp32 sums, and no queries and keys.
 
     In backward a chunk has queries, keys and values, and again those of a whole layer with 4 heads; beside them are the
-    gradients of the normed input and of the other heads' output, and for the flash kernel two copies of a chunk and its result.
+    gradients of the normed input and of the other heads' output, and for the flash kernel two copies of a chunk and its
+    result.
     """
     chunks = {"head_chunks": 8}
     saved = estimate(*of(1, LLAMA_8B, train={**chunks, "recompute": "selective"}), 128_256, 1024)

@@ -175,9 +175,9 @@ class Config(Section):
             "model.attention_output_gate, which is a third tensor of all heads": model.attention_output_gate,
             "model.qk_norm_across_heads, which needs all heads of a token": model.qk_norm_across_heads,
         }
-        if self.train.head_chunks is not None and (found := [reason for reason, is_so in reasons.items() if is_so]):
+        if self.train.head_chunks is not None and (present := [reason for reason, is_so in reasons.items() if is_so]):
             yield "train.head_chunks", (
-                f"does not support {' or '.join(found)}; use null.  A larger parallel.cp or parallel.tp also shrinks "
+                f"does not support {' or '.join(present)}; use null.  A larger parallel.cp or parallel.tp also shrinks "
                 "attention's tensors"
             )
 

@@ -105,9 +105,9 @@ def _weight_products(
         "inputs": 1.0 if keeps_graph else weights.reached,
     }
     by_chunk = config.train.head_chunks is not None and matrix.key == "self_attention.linear_qkv."
-    again = passes["inputs"] if by_chunk else 0.0  # backward projects each chunk of heads again
-    sizes = part, rows, columns, inner, copies
-    yield Product(*sizes, **{**passes, "repeated": passes["repeated"] + again}, weights=weights.trained)
+    recomputed = passes["inputs"] if by_chunk else 0.0  # backward projects each chunk of heads again
+    whole = Product(part, rows, columns, inner, copies, **passes, weights=weights.trained)
+    yield whole._replace(repeated=whole.repeated + recomputed)
     if weights.factor_a:
         # With sequence parallelism, the factor that every rank holds multiplies the rank's own tokens.
         own = rows / (layout.tp if layout.sequence_parallel and part != "experts" else 1)
@@ -118,7 +118,7 @@ def _weight_products(
         elif matrix.split == "columns":
             rows_b, a = own, a / size
         yield Product(part, rows_a, rank, a, copies, **passes)
-        yield Product(part, rows_b, b, rank, copies, repeated=passes["repeated"] + again)
+        yield Product(part, rows_b, b, rank, copies, repeated=passes["repeated"] + recomputed)
 
 
 def _expert_sizes(model: ModelConfig, layout: Layout, tokens: float, layers: float) -> tuple[float, float, int]:

@@ -131,7 +131,7 @@ def _heads_by_chunks(config: Config, heads: Mapping[str, int]) -> Iterator[str]:
         most = gcd(*heads.values()) // tp
         yield (
             f"train.head_chunks = {chunks} divides a rank's key heads: parallel.tp {tp} x {chunks} = {tp * chunks} "
-            f"does not divide {', '.join(short)}.  Use null, or {_listing(divisors(most))}."
+            f"does not divide {', '.join(short)}.  Use null, or {_listing(iter(divisors(most)))}."
         )
 
 

@@ -17,6 +17,11 @@ class ChunkedBytes(PortableBytes):
 
     num_chunks: int
 
+    @staticmethod
+    def of(whole: PortableBytes, num_chunks: int) -> "ChunkedBytes":
+        """whole: without chunks"""
+        return ChunkedBytes(**vars(whole), num_chunks=num_chunks)
+
     @property
     def saved(self) -> dict[str, float]:
         return {name: value for name, value in super().saved.items() if name in self.results}
@@ -45,14 +50,8 @@ class ChunkedBytes(PortableBytes):
 
     @property
     def _chunk(self) -> PortableBytes:
-        return PortableBytes(
-            model=part_of(self.model, self.num_chunks),
-            rank=self.rank,
-            kernel=self.kernel,
-            is_plain=self.is_plain,
-            is_deterministic=self.is_deterministic,
-            is_view=True,
-        )
+        own = {name: value for name, value in vars(self).items() if name != "num_chunks"}
+        return PortableBytes(**{**own, "model": part_of(self.model, self.num_chunks), "is_view": True})
 
 
 def part_of(model: ModelConfig, num_chunks: int) -> ModelConfig:

@@ -65,10 +65,9 @@ class SoftmaxAttention(Mixer):
             return TransformerEngineBytes(model=self.model, rank=rank, cp_comm=config.parallel.cp_comm)
         kernels = {*(config.attention.kernels or ())}
         is_plain = kernels == {"torch"} or (has_flash(self.model) and bool(kernels) and kernels <= {"torch", "ffpa"})
-        of_chunk = {} if config.train.head_chunks is None else {"num_chunks": config.train.head_chunks}
-        kind = ChunkedBytes if of_chunk else PortableBytes
-        deterministic = config.run.deterministic
-        return kind(model=self.model, rank=rank, is_plain=is_plain, is_deterministic=deterministic, **of_chunk)
+        whole = PortableBytes(model=self.model, rank=rank, is_plain=is_plain, is_deterministic=config.run.deterministic)
+        chunks = config.train.head_chunks
+        return whole if chunks is None else ChunkedBytes.of(whole, chunks)
 
     @staticmethod
     def divided_by_tp(model: ModelConfig) -> dict[str, int]:
@@ -100,8 +99,8 @@ class SoftmaxAttention(Mixer):
         normed = (queries + keys) * model.qk_norm + keys * model.value_norm
         own = self.passes_around_kernel(rank) if is_portable else Moved()
         in_chunks = config.train.head_chunks is not None  # backward then copies and norms heads again
-        again = in_chunks * (copied + 2 * normed)
-        backward = again + copied + 3 * normed + (2 if is_portable else 1) * rotated + 7 * gate
+        recomputed = in_chunks * (copied + 2 * normed)
+        backward = recomputed + copied + 3 * normed + (2 if is_portable else 1) * rotated + 7 * gate
         return Moved(
             rank.width * (copied + 2 * normed + rotated + 5 * gate) + 2 * bias + own.forward,
             rank.width * backward + bias + own.backward,

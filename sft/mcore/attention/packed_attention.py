@@ -63,11 +63,11 @@ def packed_attention(
     rotation: applied to queries and keys first; None: no rotation
     sinks: [heads], scores of the sinks; None: no sinks
     """
-    out: Tensor = _PackedAttention.apply(query, key, value, sinks, Setting(kernel, scale, cp_group, rotation))
+    out: Tensor = _PackedAttention.apply(query, key, value, sinks, AttentionSetting(kernel, scale, cp_group, rotation))
     return out
 
 
-class Setting(NamedTuple):
+class AttentionSetting(NamedTuple):
     """The arguments of attention that have no gradient."""
 
     kernel: AttentionKernel
@@ -86,7 +86,7 @@ class _PackedAttention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         sinks: Tensor | None,
-        setting: Setting,
+        setting: AttentionSetting,
     ) -> Tensor:
         # Copies, because a view would keep the whole output of the projection in memory.
         query, key, value = (x.contiguous() for x in (query, key, value))
@@ -101,7 +101,7 @@ class _PackedAttention(torch.autograd.Function):
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, setting: Setting, out: Tensor
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, setting: AttentionSetting, out: Tensor
 ) -> list[Tensor]:
     """Write attention's output to `out` [t, heads, d], and return the log-sum-exp of each head group.
 
@@ -121,7 +121,7 @@ def attend(
 
 
 def attend_backward(
-    saved: Sequence[Tensor], grad: Tensor, setting: Setting
+    saved: Sequence[Any], grad: Tensor, setting: AttentionSetting
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of query, key, value and sinks; None: there are no sinks.
 
@@ -142,7 +142,7 @@ def attend_backward(
 
 
 def _backward_by_group(
-    saved: Sequence[Tensor], grad: Tensor, dquery: Tensor, setting: Setting
+    saved: Sequence[Tensor], grad: Tensor, dquery: Tensor, setting: AttentionSetting
 ) -> tuple[list[Transfer], list[Tensor]]:
     """Compute the gradients of one head group after the other, and write the gradients of queries to `dquery`.
 

@@ -18,7 +18,7 @@ from sft.config import Config, ModelConfig
 from sft.config.mixer_section import LayerKind
 from sft.layers.kinds import all_layer_groups, model_of_kind
 from sft.mcore.attention import rope
-from sft.mcore.attention.packed_attention import Setting, packed_attention
+from sft.mcore.attention.packed_attention import AttentionSetting, packed_attention
 from sft.mcore.backend import AttentionBackend, PackedDocuments
 from sft.mcore.backends.kernels import Chosen
 from sft.mcore.latent_attention.core_attention import SharedLatents
@@ -108,11 +108,11 @@ class PortableAttention(OwnWeights):
         sinks = [] if self.softmax_offset is None else [self.softmax_offset]
         return documents.attend(self, attend, (query, key, value), sinks).flatten(1)
 
-    def setting(self, documents: PackedDocuments) -> Setting:
+    def setting(self, documents: PackedDocuments) -> AttentionSetting:
         """The arguments of attention that have no gradient, for one microbatch."""
         assert documents.cp is not None
         rotation = None
         if self.rotates:
             rotation = documents.window_rotation if self.has_own_base else documents.rotation
             assert rotation is not None
-        return Setting(documents.kernels[self.kind], self.scale, documents.cp.members, rotation)
+        return AttentionSetting(documents.kernels[self.kind], self.scale, documents.cp.members, rotation)

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from sft.mcore.activations.kept_calls import sources_of
-from sft.mcore.attention.packed_attention import Setting, attend, attend_backward
+from sft.mcore.attention.packed_attention import AttentionSetting, attend, attend_backward
 from sft.mcore.backend import PackedDocuments
 from sft.mcore.lora.adapted import Adapted
 from sft.mcore.lora.products import OutputSlice, added, projected
@@ -127,7 +127,7 @@ class _Plan:
     num_chunks: int
     heads: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
     num_heads: int
-    setting: Setting
+    setting: AttentionSetting
     tp_group: Any
     sequence_parallel: bool
     names: Sequence[str]
@@ -229,14 +229,14 @@ def _chunk_backward(
         (source, *others), (edge, *edges) = sources_of(
             mixed, *(part[name] for name in names), *([] if inner is None else [inner])
         )
-        found = plan.heads_of({**part, **dict(zip(names, others))}, source, None if inner is None else others[-1])
-        ends = [get_gradient_edge(x) for x in found]
-    heads = [x.detach().contiguous() for x in found]
-    del mixed, source, others, found
+        projections = plan.heads_of({**part, **dict(zip(names, others))}, source, None if inner is None else others[-1])
+        ends = [get_gradient_edge(x) for x in projections]
+    heads = [x.detach().contiguous() for x in projections]
+    del mixed, source, others, projections
     *gradients, dsinks = attend_backward([*heads, part.get("sinks"), out, *sums], grad, plan.setting)
     del heads
-    wanted = {name: x for name, x in zip([*names, "inner"], edges)} | {n: part[n] for n in _NORMS if n in part}
-    wanted = {name: x for name, x in wanted.items() if name in needed}
+    norms = {name: get_gradient_edge(part[name]) for name in _NORMS if name in needed}
+    wanted = {name: x for name, x in zip([*names, "inner"], edges) if name in needed} | norms
     dmixed, *results = torch.autograd.grad(ends, [edge, *wanted.values()], gradients)
     by_name = dict(zip(wanted, results))
     if dsinks is not None and "sinks" in needed:

@@ -296,7 +296,8 @@ def test_a_tile_is_all_that_the_mlp_works_on() -> None:
     tiled = estimate(*of(1, LLAMA_8B, train={"recompute": "full", "mlp_tile": 256}), 128_256, 1024)
     assert most(whole, MLP) - most(tiled, MLP) == 151_556 * 768
     # The tensors of attention wait meanwhile: 36 KiB without the layer's input, and its normed input.  The layer's
-    # output has no memory.  In backward of attention the input of the MLP is free; with tiles, the gradient of the output.
+    # output has no memory.  In backward of attention the input of the MLP is free, and with tiles so is the gradient of
+    # the layer's output.
     assert most(whole, MLP) == 1024 * (151_556 + 36 * KIB + 132) + around - 1024 * 8192
     assert most(whole, ATTENTION) == 1024 * (71_680 + 28 * KIB + 132) + around
     assert most(tiled, ATTENTION) == most(whole, ATTENTION) - 1024 * 8192

@@ -84,8 +84,8 @@ def large_tensors(overrides: list[str]) -> dict[tuple[int, ...], int]:
 
 
 def test_no_tensor_has_all_heads_but_the_output_and_its_gradient(ranks: Ranks) -> None:
-    """8 heads of 8, and hidden states of 48.  The output exists twice, because backward computes the layer again."""
-    recipe = ["model.num_layers=1", "model.hidden_size=48", "model.head_dim=8", "train.global_batch_size=1", FULL]
+    """8 heads of 8, and hidden states of 32.  The output exists twice, because backward computes the layer again."""
+    recipe = ["model.num_layers=1", "model.hidden_size=32", "model.head_dim=8", "train.global_batch_size=1", FULL]
     recipe += ["train.mlp_tile=16", "model.qkv_bias=true", "model.qk_norm=true"]
     (found,) = ranks(1).run(large_tensors, [*recipe, "train.head_chunks=4"])
     assert found == {(256, 8, 8): 2, (256, 64): 1}

@@ -303,7 +303,7 @@ def output_bytes(overrides: Sequence[str]) -> list[int]:
 @pytest.mark.parametrize("tile", ["null", "40"])
 def test_a_repeated_layer_has_no_output(ranks: Ranks, tile: str) -> None:
     (found,) = ranks(1).run(output_bytes, ["train.recompute=full", f"train.mlp_tile={tile}"])
-    assert found == [4 * 64 * TOKENS, 0]
+    assert found == [128 * TOKENS, 0]
 
 
 def train_with_host(overrides: Sequence[str]) -> dict[str, Any]:

@@ -55,7 +55,6 @@ ROWS: dict[str, tuple[list[str], int]] = {
     "kept, latent": ([*_LATENT, "train.recompute=attention_kept", "train.offload_fraction=1"], 1),
     "tile": (["train.recompute=full", "train.mlp_tile=256"], 1),
     "chunks": ([*_HEADS, *_CHUNKS, "train.recompute=full", "train.mlp_tile=256"], 1),
-    "chunks, cp": ([*_HEADS, *_CHUNKS, "train.recompute=full", "train.mlp_tile=256", "parallel.cp=2"], 2),
     "chunks, selective": ([*_HEADS, *_CHUNKS, "train.recompute=selective", "model.qk_norm=true"], 1),
     "bf16": (["train.recompute=selective", "run.precision=bf16"], 1),
     "wide none": ([*WIDE, "train.recompute=none"], 1),

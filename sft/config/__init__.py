@@ -67,6 +67,8 @@ class Config(Section):
             return "attention.kernels names kernels of portable"
         if self.attention.backend == "auto" and self.data.turns == "each":
             return "data.turns = each gives documents a common beginning, which Transformer Engine cannot compute"
+        if self.attention.backend == "auto" and self.train.head_chunks is not None:
+            return "train.head_chunks needs portable"
         if self.attention.backend == "auto" and self.model.latent_attention.is_used:
             return "it saves and sends keys and values of all heads, not latents; attention.backend=te uses it"
         return None
@@ -130,6 +132,7 @@ class Config(Section):
         if no_cuda and not self.attention.may_be_portable:
             yield "attention.backend", "needs CUDA, and run.device is cpu; use portable or auto"
         yield from self._conflicts_of_kernels()
+        yield from self._conflicts_of_head_chunks()
         yield from self._conflicts_of_gradients()
         if self.attention.delta_rule == "fla" and no_cuda:
             yield "attention.delta_rule", "= fla needs CUDA, and run.device is cpu; use torch or auto"
@@ -176,6 +179,23 @@ class Config(Section):
             yield "data.turns", (
                 "gives documents a common beginning, which attention.backend = te cannot compute; use portable or "
                 "auto, or data.turns = chat"
+            )
+
+    def _conflicts_of_head_chunks(self) -> Iterator[tuple[str, str]]:
+        """`alignment.misfits` checks that the chunks divide the key heads of a rank."""
+        model = self.model
+        reasons = {
+            "attention.backend = te, which attends to all heads at once": not self.attention.may_be_portable,
+            f"run.fp8 = {self.run.fp8}, whose modules compute whole projections": self.run.fp8 is not None,
+            "model.latent_attention, whose keys are expanded by head groups anyway": model.latent_attention.is_used,
+            "model.linear_attention, whose layers have no key heads to divide": model.linear_attention.is_used,
+            "model.attention_output_gate, which is a third tensor of all heads": model.attention_output_gate,
+            "model.qk_norm_across_heads, which needs all heads of a token": model.qk_norm_across_heads,
+        }
+        if self.train.head_chunks is not None and (present := [reason for reason, is_so in reasons.items() if is_so]):
+            yield "train.head_chunks", (
+                f"does not support {' or '.join(present)}; use null.  A larger parallel.cp or parallel.tp also shrinks "
+                "attention's tensors"
             )
 
     def _conflicts_of_gradients(self) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ lengthen it.  The second bound, and later the memory, are predicted only for nod
 complete proposals that the heap pops are the best ones: no heuristic excludes a proposal.
 
 Of an optimizer in host memory, only the part that the device lacks room for is there, in eighths.
+Only if nothing fits, a second search computes attention by chunks of heads (train.head_chunks).
 """
 
 import heapq
@@ -42,6 +43,7 @@ class Search:
     _times: dict[Choice, StepTime] = field(default_factory=dict)
     _memories: dict[Choice, Memory] = field(default_factory=dict)
     _bounds: list[Node] | None = None
+    _in_chunks: bool = False
     _order: Iterator[int] = field(default_factory=count)
 
     def best(self, number: int = 1, *, is_memory_limited: bool = True) -> list[Proposal]:
@@ -49,6 +51,14 @@ class Search:
 
         is_memory_limited: False includes proposals that do not fit the memory
         """
+        proposals = self._best(number, is_memory_limited)
+        if proposals or self._in_chunks or not candidates.savings(self.task, in_chunks=True):
+            return proposals
+        self._bounds, self._in_chunks = None, True
+        del self._savings
+        return self._best(number, is_memory_limited)
+
+    def _best(self, number: int, is_memory_limited: bool) -> list[Proposal]:
         heap, groups = self._of_sizes(), set[tuple[int, ...]]()
         proposals: list[Proposal] = []
         while heap and len(proposals) < number:
@@ -89,7 +99,7 @@ class Search:
 
     @cached_property
     def _savings(self) -> list[Savings]:
-        return candidates.savings(self.task)
+        return candidates.savings(self.task, in_chunks=self._in_chunks)
 
     @cached_property
     def _shard_kinds(self) -> list[Shard]:

@@ -13,7 +13,6 @@ Only if nothing fits, a second search computes attention by chunks of heads (tra
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import count
 from math import ceil
 
@@ -46,6 +45,10 @@ class Search:
     _in_chunks: bool = False
     _order: Iterator[int] = field(default_factory=count)
 
+    def __post_init__(self) -> None:
+        self._savings: list[Savings] = candidates.savings(self.task)
+        self._shard_kinds: list[Shard] = candidates.shard_kinds(self.task)
+
     def best(self, number: int = 1, *, is_memory_limited: bool = True) -> list[Proposal]:
         """The `number` best proposals, the best first; fewer if fewer fit.  Each `Proposal.group` has at most one.
 
@@ -55,7 +58,7 @@ class Search:
         if proposals or self._in_chunks or not candidates.savings(self.task, in_chunks=True):
             return proposals
         self._bounds, self._in_chunks = None, True
-        del self._savings
+        self._savings = candidates.savings(self.task, in_chunks=True)
         return self._best(number, is_memory_limited)
 
     def _best(self, number: int, is_memory_limited: bool) -> list[Proposal]:
@@ -97,14 +100,6 @@ class Search:
             config = without_copies(config)
         return Proposal(choice=choice, config=config, layout=layout, time=time, memory=memory, usable=usable)
 
-    @cached_property
-    def _savings(self) -> list[Savings]:
-        return candidates.savings(self.task, in_chunks=self._in_chunks)
-
-    @cached_property
-    def _shard_kinds(self) -> list[Shard]:
-        return candidates.shard_kinds(self.task)
-
     def _of_sizes(self) -> list[Node]:
         if self._bounds is None:
             least_s = self.task.least_gpu_s / self.num_gpus
@@ -138,19 +133,21 @@ class Search:
         return self._time(choice).step_s, next(self._order), choice, is_complete
 
     def fitting(self, choice: Choice) -> list[Savings]:
-        """The savings with which the layout fits.
+        """The savings with which the layout fits the device, and the ranks of a node fit its host.
 
         Savings that save at least as much as others with which it fits are left out, because they cannot be faster.
         """
         fitting: list[Savings] = []
         most = choice._replace(savings=self._savings[-1])
-        if self._memory(most).device > self._usable(most).bytes:  # rules out most layouts at once
+        usable = self._usable(most).bytes
+        if self._memory(most).device > usable:  # rules out most layouts at once
             return fitting
         for saving in self._savings:
             cheapest = saving._replace(optim_offload_fraction=min(saving.optim_offload_fraction, 1 / _PARTS))
             if not _is_slower(cheapest, fitting):
                 own = self._least_offload(choice._replace(savings=saving))
-                if self.fits(own) and not _is_slower(own.savings, fitting):
+                memory = self._memory(own)
+                if memory.device <= usable and self._fits_host(memory) and not _is_slower(own.savings, fitting):
                     fitting.append(own.savings)
         return fitting
 
@@ -165,19 +162,14 @@ class Search:
         def with_parts(parts: int) -> Choice:
             return choice._replace(savings=choice.savings._replace(optim_offload_fraction=parts / _PARTS))
 
-        none, every = (self._memory(with_parts(parts)).device for parts in (0, _PARTS))
+        on_device, on_host = (self._memory(with_parts(parts)).device for parts in (0, _PARTS))
         usable = self._usable(choice).bytes
-        if every > usable or every == none:
+        if on_host > usable or on_host == on_device:
             return choice
-        parts = min(max(1, ceil(_PARTS * (none - usable) / (none - every))), _PARTS)
+        parts = min(max(1, ceil(_PARTS * (on_device - usable) / (on_device - on_host))), _PARTS)
         while parts > 1 and self._memory(with_parts(parts - 1)).device <= usable:
             parts -= 1
         return with_parts(parts)
-
-    def fits(self, choice: Choice) -> bool:
-        """Whether the proposal fits the memory of the device, and the ranks of a node fit the memory of its host."""
-        memory = self._memory(choice)
-        return memory.device <= self._usable(choice).bytes and self._fits_host(memory)
 
     def _fits_host(self, memory: Memory) -> bool:
         hardware = self.task.hardware

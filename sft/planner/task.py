@@ -218,6 +218,11 @@ class Proposal:
         return self.layout.world_size
 
     @property
+    def host_bytes(self) -> float:
+        """Bytes of host memory of a node."""
+        return self.memory.host_of_node(self.config.parallel.gpus_per_node, self.num_gpus)
+
+    @property
     def group(self) -> tuple[int, ...]:
         """tp, cp, pp, dp and ep.  Reports show the best proposal of each group.  The proposals of a group differ in
         virtual stages, dynamic CP, cp_comm and savings."""

@@ -656,6 +656,17 @@ LINEAR = {"linear_attention": {"layers": [1], "num_key_heads": 2, "num_value_hea
             4, {"tp": 2, "distributed_optimizer": False}, {},
             {"tp": 2, "dp x cp": 2, "tp x pp": 2, "all ranks": 4}, 2.4,
         ),
+        (  # shards of two ranks, two copies of each; of an expert, each rank of its two has a whole copy
+            4, {"cp": 2, "shard": "weights", "shard_size": 2}, {},
+            {"cp": 2, "dp x cp": 4, "shards": 2, "replicas": 2, "all ranks": 4}, 3.0,
+        ),
+        (
+            8, {"ep": 2, "shard": "weights", "shard_size": 2}, EXPERTS,
+            {
+                "dp x cp": 8, "shards": 2, "replicas": 4, "shards of experts": 2, "replicas of experts": 2, "ep": 2,
+                "copies of an expert": 4, "all ranks": 8,
+            }, 7.2,
+        ),
         (2, {"tp": 2, "distributed_optimizer": False}, {}, {"tp": 2, "all ranks": 2}, 1.2),
     ],
     ids=str,

@@ -113,8 +113,8 @@ class Config(Section):
                 "says no initial weights, because there is no model.hf; set model.hf to a Hugging Face folder, "
                 "model.init_from to a Megatron checkpoint, or model.init_from=random"
             )
-        no_cuda, fp8, tile = self.run.device == "cpu", self.run.fp8 is not None, self.train.mlp_tile is not None
-        if tile and self.model.moe.num_experts is not None:
+        no_cuda = self.run.device == "cpu"
+        if self.train.mlp_tile is not None and self.model.moe.num_experts is not None:
             yield "train.mlp_tile", "needs a dense model: experts are balanced over whole documents; use null"
         if self.lora.is_used and self.model.moe.bias_update_rate:
             yield "model.moe.bias_update_rate", "changes the model itself, which lora.rank leaves as it is; use 0"
@@ -146,18 +146,7 @@ class Config(Section):
             yield "parallel.ep_comm", "is not bitwise repeatable; use alltoall, or run.deterministic = false"
         if self.run.precision == "fp32" and self.model.megatron.get(REDUCED_MATMUL):
             yield f"model.megatron.{REDUCED_MATMUL}", "has no effect with run.precision = fp32; use false"
-        if self.run.fp8 == "delayed" and self.train.recompute == "attention_kept":
-            why = (
-                "does not fit run.fp8 = delayed, whose scales Transformer Engine restores in attention that runs again"
-            )
-            yield "train.recompute", f"{why}; use full or selective, or another run.fp8"
-        if fp8 and self.parallel.shard == "weights":
-            yield "parallel.shard", (
-                f"does not fit run.fp8 = {self.run.fp8}, because Transformer Engine keeps 8-bit copies of "
-                "all weights between microbatches; use gradients, or run.fp8 = null"
-            )
-        if fp8 and tile:
-            yield "train.mlp_tile", "does not support fp8; use run.fp8 = null"
+        yield from self._conflicts_of_fp8()
         special = self.model.portable_only
         if special and not self.attention.may_be_portable:
             yield "attention.backend", f"= {self.attention.backend} does not have {special}; use portable or auto"
@@ -166,6 +155,20 @@ class Config(Section):
         yield from self._conflicts_of_modules()
         yield from self._conflicts_of_lora()
         yield from self._conflicts_of_mtp()
+
+    def _conflicts_of_fp8(self) -> Iterator[tuple[str, str]]:
+        if self.run.fp8 == "delayed" and self.train.recompute == "attention_kept":
+            why = (
+                "does not fit run.fp8 = delayed, whose scales Transformer Engine restores in attention that runs again"
+            )
+            yield "train.recompute", f"{why}; use full or selective, or another run.fp8"
+        if self.run.fp8 is not None and self.parallel.shard == "weights":
+            yield "parallel.shard", (
+                f"does not fit run.fp8 = {self.run.fp8}, because Transformer Engine keeps 8-bit copies of "
+                "all weights between microbatches; use gradients, or run.fp8 = null"
+            )
+        if self.run.fp8 is not None and self.train.mlp_tile is not None:
+            yield "train.mlp_tile", "does not support fp8; use run.fp8 = null"
 
     def _conflicts_of_turns(self) -> Iterator[tuple[str, str]]:
         if self.data.turns == "chat":

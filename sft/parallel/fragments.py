@@ -120,7 +120,9 @@ class FragmentPlan:
         return FragmentPlan(
             boundaries=boundaries(np.concatenate([np.diff(linked[cp_rank]).ravel(), lengths[own[~in_tree[own]]]])),
             num_linked=len(linked[cp_rank]),
-            links=FragmentLinks(counts=[len(x) for x in linked], predecessors=edges.predecessors(np.concatenate(linked))),
+            links=FragmentLinks(
+                counts=[len(x) for x in linked], predecessors=edges.predecessors(np.concatenate(linked))
+            ),
             relayout=relayout,
         )
 

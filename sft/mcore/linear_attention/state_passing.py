@@ -156,7 +156,10 @@ def _gradients(maps: Tensor, dstates: Tensor, steps: Sequence[LevelStep]) -> Ten
 
 
 def _steps(predecessors: np.ndarray, device: torch.device) -> tuple[np.ndarray, tuple[LevelStep, ...]]:
-    """The order in which the linked fragments of a pack are composed, and the steps.  predecessors: as in `FragmentLinks`"""
+    """The order in which the linked fragments of a pack are composed, and the steps.
+
+    predecessors: as in `FragmentLinks`
+    """
     num_successors = np.bincount(predecessors[predecessors >= 0], minlength=len(predecessors))
     by_predecessor = np.argsort(predecessors, kind="stable")
     first_successor = np.cumsum(num_successors) - num_successors + (predecessors < 0).sum()
@@ -187,7 +190,10 @@ def _followed_first(fragments: np.ndarray, num_successors: np.ndarray) -> np.nda
 
 
 def _relatives(parents: np.ndarray, num_children: np.ndarray, device: torch.device) -> dict[str, Any]:
-    """`LevelStep.parents` and `LevelStep.children`.  parents: index of each child's parent; num_children: of each parent"""
+    """`LevelStep.parents` and `LevelStep.children`.
+
+    parents: index of each child's parent; num_children: of each parent
+    """
     if np.array_equal(parents, np.arange(len(num_children))):
         return {"parents": None, "children": ()}
     by_parent, first = np.argsort(parents, kind="stable"), np.cumsum(num_children) - num_children

@@ -11,8 +11,8 @@ from sft.estimate import constants, gpus
 from sft.estimate.constants import Constant, Curve
 from sft.estimate.gpus import GIB
 from sft.estimate.lengths import Lengths
-from sft.parallel.shapes import Shapes
 from sft.layers.rank_share import RankShare
+from sft.parallel.shapes import Shapes
 
 
 def test_usable_memory_names_what_a_run_cannot_use() -> None:

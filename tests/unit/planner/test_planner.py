@@ -132,7 +132,7 @@ def test_1024_gpus_take_few_predictions() -> None:
     _, task = task_of(QWEN_30B, 262144, packs=64, lengths=MIXED)
     search = Search(task, 1024)
     assert search.best(5)
-    assert len(search._times) + len(search._memories) < MOST_PREDICTIONS
+    assert len(search._predicted._times) + len(search._predicted._memories) < MOST_PREDICTIONS
 
 
 @pytest.mark.parametrize(

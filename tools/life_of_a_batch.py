@@ -150,9 +150,8 @@ def whole(session: Session, pack: Pack) -> str:
     )
 
 
-def part(session: Session, mb: Microbatch) -> str:
-    """The part of the pack that this rank holds."""
-    cp_rank = session.groups.cp_rank
+def part(session: Session, mb: Microbatch, cp_rank: int) -> str:
+    """The part of the pack that a rank holds."""
     return "\n".join(
         [
             f"rank {cp_rank}",
@@ -205,7 +204,7 @@ def step(recipe_path: str) -> list[dict[str, str]]:
                 layer.register_forward_hook(recorder.note(f"layer {number}"))
             result = engine.train_step(microbatches)
         record = train_record(1, result, RunFacts.of(s.config, layout, s.data.vocab_size), seconds=1.0)
-        by_rank = all_gather_objects(lambda: (part(s, mb), own), s.groups.control)
+        by_rank = all_gather_objects(lambda: (part(s, mb, s.groups.cp_rank), own), s.groups.control)
         return [
             {
                 "files": shown(FILES),
@@ -233,9 +232,11 @@ def _rounded(value: Any) -> Any:
     return round(value, 4) if isinstance(value, float) else value
 
 
-def run(files: Mapping[str, str], step: Callable[[str], list[dict[str, str]]]) -> tuple[dict[str, str], str]:
+def run(
+    files: Mapping[str, str], step: Callable[[str], list[dict[str, str]]], num_ranks: int = CP
+) -> tuple[dict[str, str], str]:
     """Writes the files and a tiny model into a temporary folder, prepares the data, and calls `step` with the recipe on
-    two ranks.  Returns the parts, and the output of `sft data prepare`."""
+    each rank.  Returns the parts, and the output of `sft data prepare`."""
     torch.set_num_threads(1)  # a process with more threads must not fork
     with tempfile.TemporaryDirectory(prefix="life-") as folder, contextlib.chdir(folder):
         make(Path("tiny"))
@@ -244,7 +245,7 @@ def run(files: Mapping[str, str], step: Callable[[str], list[dict[str, str]]]) -
         with contextlib.redirect_stdout(io.StringIO()) as output:
             if sft(["data", "prepare", "recipe.yaml"]):
                 raise RuntimeError("sft data prepare failed")
-        (parts,) = ranks.rows_of_rank0(CP, step, "recipe.yaml", start_method="fork")
+        (parts,) = ranks.rows_of_rank0(num_ranks, step, "recipe.yaml", start_method="fork")
         return parts, output.getvalue()
 
 

@@ -4,14 +4,13 @@ python -m tools.tree_of_turns            print every part
 python -m tools.tree_of_turns --write    write the parts into the page
 python -m tools.tree_of_turns --check    exit status 1 if the page shows anything else
 
-Two processes prepare, plan, pack, shard and compute with the code of `sft train`.  The picture of attention is measured:
-each token is replaced once, and a mark stands where the hidden state of another token changes.
+One process prepares, packs, cuts and computes with the code of `sft train`.  The picture of attention is measured: each
+token is replaced once, and a mark stands where the hidden state of another token changes.
 """
 
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -21,8 +20,6 @@ from sft.data.chat.tree import Grown, texts_of
 from sft.data.inspect.tree_picture import picture
 from sft.data.packing.pack import Collator
 from sft.mcore.engine import Engine
-from sft.parallel.collectives import all_gather_objects
-from sft.parallel.context_parallel import local_indices
 from sft.parallel.fragments import FragmentPlan
 from sft.parallel.layout import Layout
 from sft.parallel.rectangles import rectangles
@@ -50,7 +47,6 @@ FILES = {
 run: {dir: run, device: cpu, precision: fp32}
 model: {hf: tiny}
 data: {train: chats.jsonl, turns: each, chat_template: last.jinja, seq_length: 64, doc_multiple: 4, shuffle: false}
-parallel: {cp: 2}
 train: {num_steps: 1, global_batch_size: 1}
 optim: {lr: 1.0e-3, schedule: constant}
 """,
@@ -102,49 +98,46 @@ def of_pack(session: Session, pack: Pack) -> Iterator[str]:
     yield f"cu_seqlens {pack.cu_seqlens.tolist()}, lengths {pack.lengths.tolist()}, max_seqlen {pack.max_seqlen}"
 
 
-def rank_part(session: Session, mb: Microbatch) -> str:
+def rank_part(session: Session, mb: Microbatch, cp_rank: int) -> str:
     assert mb.further is not None
     found = zip(mb.further.rows, letters(session, mb.further.labels))
     further = [f"further target: local row {index}, label {label}" for index, label in found]
-    return "\n".join([life.part(session, mb), *(further or ["no further target"])])
+    return "\n".join([life.part(session, mb, cp_rank), *(further or ["no further target"])])
 
 
-def hidden_states(engine: Engine, mb: Microbatch, session: Session) -> np.ndarray:
-    """[t, hidden]: the output of the last layer for all tokens of the pack, in its order."""
-    found: list[np.ndarray] = []
+def hidden_states(engine: Engine, mb: Microbatch) -> torch.Tensor:
+    """[t, hidden]: the output of the last layer."""
+    found: list[torch.Tensor] = []
     layer = engine.chunks[0].module.decoder.layers[-1]
-    hook = layer.register_forward_hook(lambda _, __, out: found.append(out[0].detach().squeeze(1).numpy().copy()))
+    hook = layer.register_forward_hook(lambda _, __, out: found.append(out[0].detach().squeeze(1).clone()))
     engine.measure([mb], forward_only=True)
     hook.remove()
-    indices = local_indices(mb.cu_seqlens.numpy(), mb.cp_size, session.groups.cp_rank)
-    shares = all_gather_objects(lambda: (indices.tolist(), found[0].tolist()), session.groups.control)
-    order = np.argsort(np.concatenate([np.array(share) for share, _ in shares]))
-    return np.concatenate([np.array(values) for _, values in shares])[order]
+    return found[0]
 
 
 def attention(session: Session, engine: Engine, mb: Microbatch, pack: Pack) -> Iterator[str]:
     """One line for each real token of the first tree: the tokens that change its hidden state when they are replaced."""
     assert pack.firsts is not None
-    documents, before = pack.documents, hidden_states(engine, mb, session)
+    documents, before = pack.documents, hidden_states(engine, mb)
     ends = pack.cu_seqlens[:-1] + pack.lengths
     shown = [i for i in range(len(documents)) if pack.firsts[documents[i]] == 0 and i < ends[documents[i]]]
-    indices = local_indices(mb.cu_seqlens.numpy(), mb.cp_size, session.groups.cp_rank)
     columns = []
     for token in shown:
-        tokens = torch.where(torch.from_numpy(indices == token), (mb.tokens + 1) % 256, mb.tokens)
-        columns.append((hidden_states(engine, replace(mb, tokens=tokens), session) != before).any(1)[shown])
+        tokens = mb.tokens.clone()
+        tokens[0, token] = (tokens[0, token] + 1) % 256
+        columns.append((hidden_states(engine, replace(mb, tokens=tokens)) != before).any(1)[shown].tolist())
     names = letters(session, pack.tokens[shown])
-    first_of_branch = [i for i, token in enumerate(shown) if i and documents[token] != documents[shown[i - 1]]]
+    begins = {i for i, token in enumerate(shown) if i and documents[token] != documents[shown[i - 1]]}
 
     def line(head: str, cells: Sequence[str]) -> str:
-        return head + "".join((" |" if i in first_of_branch else "") + f" {cell}" for i, cell in enumerate(cells))
+        return head + "".join((" |" if i in begins else "") + f" {cell}" for i, cell in enumerate(cells))
 
-    yield line(f"{'':<10}", names)
+    yield line(f"{'':<8}", names)
     for query, token in enumerate(shown):
-        if query in first_of_branch:
+        if query in begins:
             yield ""
         cells = ["#" if column[query] else "." for column in columns]
-        yield line(f"{names[query]:<3}{pack.position_ids[token]:>3}    ", cells)
+        yield line(f"{names[query]:<3}{pack.position_ids[token]:>3}  ", cells)
 
 
 def counts(session: Session, pack: Pack) -> Iterator[str]:
@@ -161,24 +154,23 @@ def counts(session: Session, pack: Pack) -> Iterator[str]:
 
 def fragments(pack: Pack) -> Iterator[str]:
     plan = FragmentPlan.of(pack.cu_seqlens, cp_size=1, cp_rank=0, max_short=0, branches=pack.branches)
-    rows = np.arange(plan.boundaries[-1]) if plan.relayout is None else plan.relayout.kept[plan.relayout.order]
+    assert plan.relayout is None  # the fragments follow each other in the pack
     for number, (start, stop) in enumerate(zip(plan.boundaries, plan.boundaries[1:])):
         after = plan.links.predecessors[number] if number < plan.num_linked else -1
-        of = pack.documents[rows[start]]
+        of = pack.documents[start]
         begins = "the state zero" if after < 0 else f"the state after fragment {after}"
-        first = rows[start] - pack.cu_seqlens[of]
+        first = start - pack.cu_seqlens[of]
         yield f"fragment {number}: document {of}, tokens {first} to {first + stop - start - 1}, starts with {begins}"
 
 
-def losses(session: Session, engine: Engine, read: Sequence[Sample], collator: Collator) -> Iterator[str]:
-    """Sums of both ranks, of the trees and of their texts as separate samples."""
+def losses(engine: Engine, read: Sequence[Sample], collator: Collator) -> Iterator[str]:
+    """Sums of the trees, and of their texts as separate samples."""
     alone = [text for sample in read for text in texts(sample)]
-    for name, samples in (("two trees", read), (f"{len(alone)} separate samples", alone)):
+    for name, samples in (("2 trees", read), (f"{len(alone)} separate samples", alone)):
         mb = collator.microbatch(samples)
         ((objective, _),) = engine.measure([mb], forward_only=True)
-        own = float(objective), mb.denominator("weights"), len(mb.tokens[0])
-        loss, weights, tokens = np.sum(all_gather_objects(partial(tuple, own), session.groups.control), axis=0)
-        yield f"{name:<19} sum of losses {loss:.4f}, sum of weights {weights:g}, padded tokens {tokens:g}"
+        weights, tokens = mb.denominator("weights"), len(mb.tokens[0])
+        yield f"{name:<19} sum of losses {float(objective):.4f}, sum of weights {weights:g}, padded tokens {tokens}"
 
 
 def pairs(pack: Pack, read: Sequence[Sample]) -> Iterator[str]:
@@ -196,34 +188,30 @@ def pairs(pack: Pack, read: Sequence[Sample]) -> Iterator[str]:
 
 
 def step(recipe_path: str) -> list[dict[str, str]]:
-    """The parts of the page by name, as the only element of a list, on every rank."""
+    """The parts of the page by name, as the only element of a list."""
     recipe = load_recipe(recipe_path)
-    layout = Layout.resolve(recipe.config, CP)
+    layout = Layout.resolve(recipe.config, 1)
     with session(recipe, layout) as s, model(s) as (engine, _):
         (mb,) = s.data.batch(0).microbatches
         read = s.data.train.samples(0)[0]
-        collator = Collator(
-            doc_multiple=layout.doc_multiple,
-            pad_id=tokenizer_of(s.config).pad_id,
-            cp_size=CP,
-            cp_rank=s.groups.cp_rank,
-        )
+        collator = Collator(doc_multiple=layout.doc_multiple, pad_id=tokenizer_of(s.config).pad_id)
         pack = collator.pack(read)
         assert pack.branches is not None
-        calls = [[tuple(r) for r in call] for call in rectangles(pack.branches)]
+        cut = [replace(collator, cp_size=CP, cp_rank=rank).microbatch(read) for rank in range(CP)]
+        calls = [[tuple(rectangle) for rectangle in call] for call in rectangles(pack.branches)]
         return [
             {
                 "files": life.shown(FILES),
                 "texts": "\n".join(of_texts(s, read)),
                 "trees": "\n".join(of_trees(s, read)),
-                "picture": "\n".join(picture(read[0])),
+                "picture": "\n".join(line.rstrip() for line in picture(read[0])),
                 "pack": "\n".join(of_pack(s, pack)),
-                "ranks": "\n\n".join(all_gather_objects(lambda: rank_part(s, mb), s.groups.control)),
+                "ranks": "\n\n".join(rank_part(s, part, rank) for rank, part in enumerate(cut)),
                 "attention": "\n".join(attention(s, engine, mb, pack)),
-                "calls": "\n".join(f"call {i + 1}: {call}" for i, call in enumerate(calls)),
+                "calls": "\n".join(f"call {i}: {call}" for i, call in enumerate(calls, 1)),
                 "fragments": "\n".join(fragments(pack)),
                 "counts": "\n".join(counts(s, pack)),
-                "losses": "\n".join(losses(s, engine, read, collator)),
+                "losses": "\n".join(losses(engine, read, collator)),
                 "pairs": "\n".join(pairs(pack, read)),
             }
         ]
@@ -231,7 +219,7 @@ def step(recipe_path: str) -> list[dict[str, str]]:
 
 def printed() -> dict[str, str]:
     """All parts of the page."""
-    parts, output = life.run(FILES, step)
+    parts, output = life.run(FILES, step, num_ranks=1)
     return {**parts, "prepare": output.strip()}
 
 

@@ -11,7 +11,7 @@ SHOWN = "# A page\n\n<!-- printed: pack -->\n```text\nold\n```\n\nText.\n"
 
 
 @pytest.mark.parametrize("page", [life_of_a_batch.PAGE, tree_of_turns.PAGE], ids=lambda page: page.path.stem)
-def test_the_page_shows_what_two_ranks_print(page: PrintedPage, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_shows_what_the_tool_prints(page: PrintedPage, capsys: pytest.CaptureFixture[str]) -> None:
     assert page.main(["--check"]) == 0, capsys.readouterr().err
 
 

@@ -20,7 +20,7 @@ from sft.parallel.alignment import aligned
 class TreePart(NamedTuple):
     """A sample made of a tree.
 
-    positions  int64 [m]: for each token a position of the whole tree's tokens; of a tree, in any order
+    positions  int64 [m]: which tokens of the whole tree the sample has, in the order of its tokens if it is one text
     labels     number of supervised labels; a token counts for each text that supervises it
     """
 

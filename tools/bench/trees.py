@@ -153,9 +153,9 @@ def timed(engine: Engine, steps: dict[str, list[Microbatch]], repeats: int) -> d
     return {way: {"seconds": taken, "ratio": taken / seconds[SEPARATE]} for way, taken in seconds.items()}
 
 
-def share_saved(used: float, separate: float, promised: dict[str, dict[str, int]], key: str) -> float:
+def share_saved(amount: float, separate: float, promised: dict[str, dict[str, int]], key: str) -> float:
     """The share that a way saves / the share that a tree promises to save."""
-    return (1 - used / separate) / (1 - promised[TREE][key] / promised[SEPARATE][key])
+    return (1 - amount / separate) / (1 - promised[TREE][key] / promised[SEPARATE][key])
 
 
 def bars(rows: Sequence[Row]) -> Iterator[Bar]:

@@ -144,11 +144,8 @@ def _supervised(pack: Pack) -> np.ndarray:
 
 
 def _local_targets(further: BranchTargets, indices: np.ndarray) -> BranchTargets:
-    """The further targets of the tokens at positions `indices` of a pack, with rows among these tokens."""
-    order = np.argsort(indices)
-    at = np.minimum(np.searchsorted(indices[order], further.rows), len(order) - 1)
-    is_local = indices[order][at] == further.rows
-    rows = order[at[is_local]]
-    by_row = np.argsort(rows, kind="stable")
-    labels, weights, counts = (x[is_local][by_row] for x in (further.labels, further.weights, further.counts))
-    return BranchTargets(rows=rows[by_row], labels=labels, weights=weights, counts=counts)
+    """The further targets of the tokens at positions `indices` of a pack, which rise, with rows among these tokens."""
+    rows = np.minimum(np.searchsorted(indices, further.rows), len(indices) - 1)
+    is_local = indices[rows] == further.rows
+    rows, labels, weights, counts = (x[is_local] for x in (rows, further.labels, further.weights, further.counts))
+    return BranchTargets(rows=rows, labels=labels, weights=weights, counts=counts)

@@ -96,8 +96,9 @@ class DataConfig(Section):
     supervise: Literal["assistant", "last", "all"] = "assistant"
     """Supervised tokens: all assistant turns, the last assistant turn, or every token.  See docs/concepts/masks.md."""
     turns: Literal["chat", "each"] = "chat"
-    """chat renders a chat once.  each renders it for every supervised assistant turn, as the last one: each is trained
-    with its own thinking, and common beginnings are stored once (docs/concepts/masks.md)."""
+    """chat: a chat is rendered once.  each: it is rendered up to every supervised assistant turn, and each rendering
+    trains its last turn, with its own thinking.  Tokens with which several renderings begin are stored and computed once
+    (docs/concepts/trees.md)."""
     supervise_inserted: bool = True
     """Also supervise text that the template itself puts into an assistant's turn after the prompt, which the model must
     write: an empty <think></think>, harmony's <|channel|>final<|message|>.  false: the masks of sft 0.1."""

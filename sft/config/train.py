@@ -26,6 +26,8 @@ class TrainConfig(Section):
     (attention_kept); whole layers (full)."""
     mlp_tile: Positive | None = None
     """Tokens per tile.  The MLP is computed and recomputed tile by tile; null means all tokens at once."""
+    head_chunks: Positive | None = None
+    """Chunks of heads.  Softmax attention and its projections are computed chunk by chunk; null means at once."""
     offload_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Share of a rank's layers, from the first on, whose activations are offloaded; needs recompute."""
     freeze: list[str] = []

@@ -1,5 +1,6 @@
 """The distribution of document lengths, from which time and memory of attention are predicted."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -77,11 +78,19 @@ class Lengths:
         tokens = np.minimum(self.tokens, seq_length)
         return tokens, self.shares * seq_length / float(self.shares @ tokens)
 
-    def of_rank(self, rank: RankShare, seq_length: int) -> RankShare:
-        """The rank with the documents of an average pack."""
+    def of_rank(self, rank: RankShare, seq_length: int, sizes: Sequence[int] | None = None) -> RankShare:
+        """The rank with the documents of an average pack.  sizes: the cp size of each length; None: cp of the rank
+
+        A document on s of cp ranks is on one of them with probability s / cp: as two chunks, or whole if s is 1.
+        lengths 2 and 6, packs of 8, cp 2, sizes 1 and 2 -> 0.5 + 2 sequences on the rank, 1.25 documents
+        """
         tokens, counts = self.of_pack(seq_length)
-        chunk, parts = (tokens / (2 * rank.cp), 2) if rank.cp > 1 else (tokens, 1)
-        lengths = [(tokens, chunk), (chunk, chunk)][:parts]  # keys and queries of the late and of the early chunk
-        kinds = np.concatenate([np.ceil(np.stack(pair, axis=1) / BLOCK) for pair in lengths])
-        is_uneven = may_pay(kinds, np.tile(counts, parts), seq_length / rank.cp)
-        return replace(rank, documents=max(1.0, float(counts.sum())), is_uneven=is_uneven)
+        size = np.full(len(tokens), rank.cp) if sizes is None else np.array(sizes)
+        counts = counts * size / rank.cp
+        chunk, split = np.where(size > 1, tokens / (2 * size), tokens), size > 1
+        # Keys and queries of the late chunk, or of a whole document, and of the early chunk
+        pairs = np.concatenate([np.stack([tokens, chunk], axis=1), np.stack([chunk, chunk], axis=1)[split]])
+        number = np.concatenate([counts, counts[split]])
+        is_uneven = may_pay(np.ceil(pairs / BLOCK), number, seq_length / rank.cp)
+        documents = float(number.sum()) / (2 if rank.cp > 1 else 1)
+        return replace(rank, documents=max(1.0, documents), is_uneven=is_uneven)

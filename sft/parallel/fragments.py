@@ -49,7 +49,7 @@ class Relayout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Links:
+class FragmentLinks:
     """The linked fragments of a pack, whose states pass to others: first those of rank 0 in its order, then of rank 1,
     ...
 
@@ -76,7 +76,7 @@ class FragmentPlan:
 
     boundaries: np.ndarray
     num_linked: int
-    links: Links
+    links: FragmentLinks
     relayout: Relayout | None = None
 
     @staticmethod
@@ -120,7 +120,9 @@ class FragmentPlan:
         return FragmentPlan(
             boundaries=boundaries(np.concatenate([np.diff(linked[cp_rank]).ravel(), lengths[own[~in_tree[own]]]])),
             num_linked=len(linked[cp_rank]),
-            links=Links(counts=[len(x) for x in linked], predecessors=edges.predecessors(np.concatenate(linked))),
+            links=FragmentLinks(
+                counts=[len(x) for x in linked], predecessors=edges.predecessors(np.concatenate(linked))
+            ),
             relayout=relayout,
         )
 
@@ -158,14 +160,14 @@ class _Edges:
         return np.stack([begin, end], axis=1)
 
     def predecessors(self, fragments: np.ndarray) -> np.ndarray:
-        """`Links.predecessors` of all linked fragments of a pack, given by their starts and ends."""
+        """`FragmentLinks.predecessors` of all linked fragments of a pack, given by their starts and ends."""
         begin, end = fragments.T
         document = np.searchsorted(self.starts, begin, side="right") - 1  # an empty one is before those with tokens
         wanted = np.where(begin == self.starts[document], self.before[document], begin)
         order = np.argsort(end)
-        found = order[np.searchsorted(end, wanted, sorter=order)]
-        assert (end[found] == wanted)[wanted >= 0].all(), "a fork lies behind the tokens of its parent"
-        return np.where(wanted < 0, -1, found)
+        numbers = order[np.searchsorted(end, wanted, sorter=order)]
+        assert (end[numbers] == wanted)[wanted >= 0].all(), "a fork lies behind the tokens of its parent"
+        return np.where(wanted < 0, -1, numbers)
 
 
 def _long_chunks(starts: np.ndarray, chunk: np.ndarray, cp_size: int, cp_rank: int) -> np.ndarray:

@@ -7,29 +7,22 @@ lengthen it.  The second bound, and later the memory, are predicted only for nod
 complete proposals that the heap pops are the best ones: no heuristic excludes a proposal.
 
 Of an optimizer in host memory, only the part that the device lacks room for is there, in eighths.
+Only if nothing fits, a second search computes attention by chunks of heads (train.head_chunks).
 """
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import count
-from math import ceil
 
-from sft.config import Config
 from sft.config.parallel import Shard
-from sft.estimate.communicators import nccl_bytes
-from sft.estimate.gpus import Usable, usable_memory
-from sft.estimate.memory import Memory, estimate
-from sft.estimate.step_time import StepTime, step_time
-from sft.parallel.layout import Layout
 from sft.planner import candidates
-from sft.planner.task import Choice, Proposal, Savings, Sizes, Task, configured, without_copies
+from sft.planner.predictions import PARTS, Predictions
+from sft.planner.task import Choice, Proposal, Savings, Sizes, Task, without_copies
 
 # (seconds, serial number, choice, whether the choice is complete).  The seconds of an incomplete choice are a lower
 # bound.  All serial numbers differ, so comparisons of nodes never reach the choice.
 Node = tuple[float, int, Choice, bool]
-_PARTS = 8  # optim.offload_fraction is a multiple of 1 / 8
 
 
 @dataclass
@@ -38,17 +31,28 @@ class Search:
 
     task: Task
     num_gpus: int
-    _configs: dict[Choice, tuple[Config, Layout]] = field(default_factory=dict)
-    _times: dict[Choice, StepTime] = field(default_factory=dict)
-    _memories: dict[Choice, Memory] = field(default_factory=dict)
     _bounds: list[Node] | None = None
+    _in_chunks: bool = False
     _order: Iterator[int] = field(default_factory=count)
+
+    def __post_init__(self) -> None:
+        self._predicted = Predictions(self.task, self.num_gpus)
+        self._savings: list[Savings] = candidates.savings(self.task)
+        self._shard_kinds: list[Shard] = candidates.shard_kinds(self.task)
 
     def best(self, number: int = 1, *, is_memory_limited: bool = True) -> list[Proposal]:
         """The `number` best proposals, the best first; fewer if fewer fit.  Each `Proposal.group` has at most one.
 
         is_memory_limited: False includes proposals that do not fit the memory
         """
+        proposals = self._best(number, is_memory_limited)
+        if proposals or self._in_chunks or not candidates.savings(self.task, in_chunks=True):
+            return proposals
+        self._bounds, self._in_chunks = None, True
+        self._savings = candidates.savings(self.task, in_chunks=True)
+        return self._best(number, is_memory_limited)
+
+    def _best(self, number: int, is_memory_limited: bool) -> list[Proposal]:
         heap, groups = self._of_sizes(), set[tuple[int, ...]]()
         proposals: list[Proposal] = []
         while heap and len(proposals) < number:
@@ -77,23 +81,19 @@ class Search:
             for saving in self._savings
             if saving.recompute == "full"
         )
-        best = min(choices, key=lambda choice: self._memory(choice).device, default=None)
+        best = min(choices, key=lambda choice: self._predicted.memory(choice).device, default=None)
         return None if best is None else self.proposal(best)
 
     def proposal(self, choice: Choice) -> Proposal:
-        time, memory, usable = self._time(choice), self._memory(choice), self._usable(choice)
-        config, layout = self._resolved(choice)
+        time, memory, usable = (
+            self._predicted.time(choice),
+            self._predicted.memory(choice),
+            self._predicted.usable(choice),
+        )
+        config, layout = self._predicted.resolved(choice)
         if config.checkpoint.copies_state and not memory.host_copy:
             config = without_copies(config)
         return Proposal(choice=choice, config=config, layout=layout, time=time, memory=memory, usable=usable)
-
-    @cached_property
-    def _savings(self) -> list[Savings]:
-        return candidates.savings(self.task)
-
-    @cached_property
-    def _shard_kinds(self) -> list[Shard]:
-        return candidates.shard_kinds(self.task)
 
     def _of_sizes(self) -> list[Node]:
         if self._bounds is None:
@@ -113,7 +113,7 @@ class Search:
 
     def bound(self, choice: Choice) -> float:
         """The second bound, in seconds: no proposal with these sizes takes less."""
-        time = self._time(choice)
+        time = self._predicted.time(choice)
         return time.step_s - self._turns(choice) * time.parts["cp"] - time.parts["dp"] - time.parts["optimizer"]
 
     def _turns(self, choice: Choice) -> float:
@@ -121,89 +121,34 @@ class Search:
 
         pp 4, 8 microbatches -> 1 + 3/8; with 3 virtual stages 1 + 1/8
         """
-        sizes, layout = choice.sizes, self._resolved(choice)[1]
+        sizes, layout = choice.sizes, self._predicted.resolved(choice)[1]
         return 1 + (sizes.pp - 1) / sizes.virtual_stages / layout.num_microbatches
 
     def _node(self, choice: Choice, *, is_complete: bool) -> Node:
-        return self._time(choice).step_s, next(self._order), choice, is_complete
+        return self._predicted.time(choice).step_s, next(self._order), choice, is_complete
 
     def fitting(self, choice: Choice) -> list[Savings]:
-        """The savings with which the layout fits.
+        """The savings with which the layout fits the device, and the ranks of a node fit its host.
 
         Savings that save at least as much as others with which it fits are left out, because they cannot be faster.
         """
         fitting: list[Savings] = []
         most = choice._replace(savings=self._savings[-1])
-        if self._memory(most).device > self._usable(most).bytes:  # rules out most layouts at once
+        usable = self._predicted.usable(most).bytes
+        if self._predicted.memory(most).device > usable:  # rules out most layouts at once
             return fitting
         for saving in self._savings:
-            cheapest = saving._replace(optim_offload_fraction=min(saving.optim_offload_fraction, 1 / _PARTS))
+            cheapest = saving._replace(optim_offload_fraction=min(saving.optim_offload_fraction, 1 / PARTS))
             if not _is_slower(cheapest, fitting):
-                own = self._least_offload(choice._replace(savings=saving))
-                if self.fits(own) and not _is_slower(own.savings, fitting):
+                own = self._predicted.least_offload(choice._replace(savings=saving))
+                memory = self._predicted.memory(own)
+                if (
+                    memory.device <= usable
+                    and self._predicted.fits_host(memory)
+                    and not _is_slower(own.savings, fitting)
+                ):
                     fitting.append(own.savings)
         return fitting
-
-    def _least_offload(self, choice: Choice) -> Choice:
-        """The choice with the least part of the optimizer in host memory with which it fits the device.
-
-        Device memory is a convex function of this part, so the line between none and all of it is an upper bound.
-        """
-        if not choice.savings.optim_offload_fraction:
-            return choice
-
-        def with_parts(parts: int) -> Choice:
-            return choice._replace(savings=choice.savings._replace(optim_offload_fraction=parts / _PARTS))
-
-        none, every = (self._memory(with_parts(parts)).device for parts in (0, _PARTS))
-        usable = self._usable(choice).bytes
-        if every > usable or every == none:
-            return choice
-        parts = min(max(1, ceil(_PARTS * (none - usable) / (none - every))), _PARTS)
-        while parts > 1 and self._memory(with_parts(parts - 1)).device <= usable:
-            parts -= 1
-        return with_parts(parts)
-
-    def fits(self, choice: Choice) -> bool:
-        """Whether the proposal fits the memory of the device, and the ranks of a node fit the memory of its host."""
-        memory = self._memory(choice)
-        return memory.device <= self._usable(choice).bytes and self._fits_host(memory)
-
-    def _fits_host(self, memory: Memory) -> bool:
-        hardware = self.task.hardware
-        return memory.host_of_node(hardware.gpus_per_node, self.num_gpus) <= hardware.host_bytes
-
-    def _usable(self, choice: Choice) -> Usable:
-        return usable_memory(self.task.hardware.gpu, nccl_bytes(*self._resolved(choice)))
-
-    def _resolved(self, choice: Choice) -> tuple[Config, Layout]:
-        if choice not in self._configs:
-            config = configured(self.task.config, choice)
-            self._configs[choice] = config, Layout.resolve(config, self.num_gpus)
-        return self._configs[choice]
-
-    def _time(self, choice: Choice) -> StepTime:
-        if choice not in self._times:
-            task, hardware = self.task, self.task.hardware
-            self._times[choice] = step_time(
-                *self._resolved(choice),
-                task.vocab_size,
-                task.lengths,
-                hardware.constants,
-                trained=task.trained,
-                products=task.products,
-            )
-        return self._times[choice]
-
-    def _memory(self, choice: Choice) -> Memory:
-        if choice not in self._memories:
-            config, layout = self._resolved(choice)
-            task = self.task
-            memory = estimate(config, layout, task.vocab_size, trained=task.trained, lengths=task.lengths)
-            if memory.host_copy and not self._fits_host(memory):  # training then waits for saves: see `proposal`
-                memory = replace(memory, host_copy=0.0)
-            self._memories[choice] = memory
-        return self._memories[choice]
 
 
 def _is_slower(saving: Savings, fitting: list[Savings]) -> bool:

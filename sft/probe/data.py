@@ -62,9 +62,8 @@ def _described(s: Session, tokenizer: ChatTokenizer, index: int, mb: Microbatch)
     described, at = [], 0
     for document, start, stop in inputs.runs(mb):
         part = slice(at, at := at + stop - start)
-        sample, depth = int(mb.samples_of_documents[document]), (
-            0 if mb.branches is None else mb.branches.depths[document]
-        )
+        sample = int(mb.samples_of_documents[document])
+        depth = 0 if mb.branches is None else mb.branches.depths[document]
         is_filler = sample >= len(mb.sample_ids)
         num_real = max(0, min(stop, int(mb.lengths[document])) - start)
         described.append(

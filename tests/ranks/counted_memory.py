@@ -42,6 +42,8 @@ _LATENT = [
     "model.qk_norm=false",
 ]
 _SHARD = ["parallel.distributed_optimizer=true"]
+_HEADS = ["model.num_attention_heads=16", "model.num_query_groups=4", "model.ffn_hidden_size=128"]
+_CHUNKS = ["train.head_chunks=4", "data.seq_length=4096"]
 _TP = ["parallel.tp=2", "parallel.sequence_parallel=true"]
 # The overrides and the number of ranks of each row.
 ROWS: dict[str, tuple[list[str], int]] = {
@@ -53,6 +55,8 @@ ROWS: dict[str, tuple[list[str], int]] = {
     "kept, linear": ([*WIDE, *_LINEAR, "train.recompute=attention_kept"], 1),
     "kept, latent": ([*_LATENT, "train.recompute=attention_kept", "train.offload_fraction=1"], 1),
     "tile": (["train.recompute=full", "train.mlp_tile=256"], 1),
+    "chunks": ([*_HEADS, *_CHUNKS, "train.recompute=full", "train.mlp_tile=256"], 1),
+    "chunks, selective": ([*_HEADS, *_CHUNKS, "train.recompute=selective", "model.qk_norm=true"], 1),
     "bf16": (["train.recompute=selective", "run.precision=bf16"], 1),
     "wide none": ([*WIDE, "train.recompute=none"], 1),
     "wide full": ([*WIDE, "train.recompute=full"], 1),

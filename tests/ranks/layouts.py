@@ -16,6 +16,7 @@ DIMENSIONS = {
     "shard": ["optimizer", "gradients", "weights"],
     "shard_size": [None, 2],
     "recompute": ["none", "selective", "attention_kept", "full"],
+    "head_chunks": [None, 2],
     "activation_offload": [0, 1],
     "optimizer_offload": [0, 1],
     "precision": ["fp32", "bf16"],
@@ -26,6 +27,7 @@ CP, TP, PP, EP = ["parallel.cp=2"], ["parallel.tp=2"], ["parallel.pp=2"], ["para
 SP = [*TP, "parallel.sequence_parallel=true"]
 SHARDED = ["parallel.distributed_optimizer=true"]
 NUM_LAYERS, NUM_EXPERTS, TOP_K, GLOBAL_BATCH_SIZE = 4, 4, 2, 4  # values of scenarios.RECIPE and of MOE
+NUM_KEY_HEADS = 4  # the same
 MOE = [
     f"model.moe.num_experts={NUM_EXPERTS}",
     f"model.moe.top_k={TOP_K}",
@@ -91,6 +93,7 @@ MODELS = {
 }
 SLOW_CP = ["parallel.intra_node_gb_s=1e-6"]  # so slow that the planner chooses small groups for tiny packs
 SWITCHES = ("sequence_parallel", "distributed_optimizer", "dynamic_cp")  # keys of the section `parallel`
+CHUNKED = ("dense", "experts", "gemma", "gpt_oss", "gemma4")  # keys of MODELS
 MIXTURES = ("experts", "gemma4", "gpt_oss", "linear_experts", "routers")  # keys of MODELS
 ALL_ON = ["parallel.sequence_parallel=true", "parallel.distributed_optimizer=true", "train.recompute=full"]
 # fp32 sums taken in another order: measured 1e-8 (loss) and 4e-8 (norm) over five steps.
@@ -122,6 +125,8 @@ RULES = (
     lambda model, tp, cp, dp, ep: ep == 1 or (model in MIXTURES and tp * cp * dp % ep == 0),
     # Activations can be offloaded if most of them are recomputed.
     lambda recompute, activation_offload: not activation_offload or recompute != "none",
+    # Chunks of heads are of softmax attention without a gate and without norms over all heads.
+    lambda model, tp, head_chunks: head_chunks is None or (model in CHUNKED and tp < NUM_KEY_HEADS),
     # Sharding divides the work of the distributed optimizer among copies; a pipeline does not shard weights.
     lambda cp, dp, distributed_optimizer, shard: shard == "optimizer" or (distributed_optimizer and dp * cp > 1),
     lambda pp, shard: shard != "weights" or pp == 1,
@@ -141,6 +146,7 @@ def overrides(case: Case) -> list[str]:
         f"parallel.shard_size={case['shard_size'] or 'null'}",
         *(SLOW_CP if case["dynamic_cp"] else []),
         f"train.recompute={case['recompute']}",
+        f"train.head_chunks={case['head_chunks'] or 'null'}",
         f"train.offload_fraction={case['activation_offload']}",
         f"optim.offload_fraction={case['optimizer_offload']}",
         f"run.precision={case['precision']}",

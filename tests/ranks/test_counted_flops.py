@@ -135,6 +135,7 @@ CASES = {
     "tied, full": ["model.tie_embeddings=true", FULL],
     "tiles": ["train.mlp_tile=128"],
     "tiles, full": ["train.mlp_tile=128", FULL],
+    "chunks of heads, full": ["train.head_chunks=2", FULL],
     "experts, selective": [*SHARED, SELECTIVE],
     "experts, full": [*SHARED, FULL, "model.moe.shared_gate=true"],
     "gpt-oss": [*MOE, *GPT_OSS, *WINDOW],
@@ -207,7 +208,7 @@ def lora(*targets: str) -> str:
     [
         ("qwen3", 1, [lora("q_proj", "down_proj")]),
         ("qwen3", 1, [lora("o_proj"), SELECTIVE]),
-        ("qwen3", 1, [lora("all-linear"), FULL]),
+        ("qwen3", 1, [lora("all-linear"), FULL, "train.head_chunks=2"]),
         ("qwen3", 2, [lora("k_proj", "o_proj", "up_proj"), "parallel.tp=2", "parallel.sequence_parallel=true"]),
         ("qwen3", 1, ["train.freeze=[embed_tokens, model.layers.0.*]", SELECTIVE]),
         ("qwen3", 1, ["train.freeze=[embed_tokens, model.layers.*.mlp.*]", FULL]),

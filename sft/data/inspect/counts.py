@@ -112,12 +112,10 @@ class FileCounts:
     tokens_unsupervised: int  # tokens of these documents
     rows_padded: int  # rows of tokens of which padding was dropped
     tokens_padding: int  # tokens of this padding; counted nowhere else
-    trees: (
-        int  # samples with several texts (data.turns = each); their texts, the tokens of these, and their own tokens:
-    )
-    texts: int
-    tokens_rendered: int
-    tokens_of_trees: int
+    trees: int  # samples with several texts (data.turns = each)
+    texts: int  # texts of these samples
+    tokens_rendered: int  # tokens of these texts, as separate samples
+    tokens_of_trees: int  # stored tokens of these samples
     unused: tuple[tuple[str, int], ...]  # (key that nothing reads, number of rows with it), the most frequent first
     unused_others: int  # sum of the numbers of rows of all further keys
     spelled: tuple[tuple[str, int], ...]  # (control token that stayed text, with its role; number of such rows)

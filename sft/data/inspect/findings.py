@@ -100,8 +100,8 @@ def scan(corpus: Corpus, ends_of_turn: Sequence[int], console: Console) -> Scan:
 
 
 def _turns_of(sample: Sample) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Start, end and number of tokens of each run of supervised tokens.  Of a tree, what a text supervises is a run, and
-    start and end are those of its last part."""
+    """Start, end and number of tokens of each run of supervised tokens.  Of a tree, what a text supervises is a run,
+    and start and end are those of its last part."""
     if sample.tree is None:
         starts, ends = np.array(turns(sample.weights), dtype=np.int64).reshape(-1, 2).T
         return starts, ends, ends - starts

@@ -22,21 +22,21 @@ def level(packs: list[list[int]], costs: np.ndarray, splitter: PairSplitter, dp:
     """
     packs = list(packs)
     cost = np.array([int(costs[pack].sum()) for pack in packs])
-    done, budget = set[int](), splitter.num_splits + MAX_SPLITS
-    while splitter.num_splits < budget and len(done) < len(packs) // dp:
+    leveled, budget = set[int](), splitter.num_splits + MAX_SPLITS
+    while splitter.num_splits < budget and len(leveled) < len(packs) // dp:
         order = np.argsort(-cost, kind="stable")
         rows = cost[order].reshape(-1, dp)
         means = rows.mean(axis=1)
         excess = rows[:, 0] - means
-        excess[list(done)] = -1
+        excess[list(leveled)] = -1
         row = int(excess.argmax())
         changed = None
         if excess[row] > means[row] * LEVEL:
             changed = _changed(packs, costs, cost, splitter, order.reshape(-1, dp), int(means[row]), row)
         if changed is None:
-            done.add(row)
+            leveled.add(row)
         else:
-            done.clear()
+            leveled.clear()
             for pack, sequences in changed.items():
                 packs[pack], cost[pack] = sequences, costs[sequences].sum()
     return packs

@@ -37,11 +37,11 @@ from torch import Tensor
 from sft.mcore.device import send
 from sft.parallel.context_parallel import runs
 from sft.parallel.cp_group import CpGroup
-from sft.parallel.fragments import Links
+from sft.parallel.fragments import FragmentLinks
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class LevelStep:
     """From a level to the next.  Fragments are slices of the order in which they are composed.
 
     before    the fragments of the level that have successors
@@ -59,7 +59,7 @@ class Step:
     children: tuple[tuple[Tensor, Tensor], ...]
 
 
-_Compose = Callable[[Tensor, Tensor, Sequence[Step]], Tensor]
+_Compose = Callable[[Tensor, Tensor, Sequence[LevelStep]], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +82,10 @@ class HeadwisePassing:
     shares: list[int]
     composed: Tensor
     returned: Tensor
-    steps: tuple[Step, ...]
+    steps: tuple[LevelStep, ...]
 
     @staticmethod
-    def of(links: Links, heads: int, cp: CpGroup, device: torch.device) -> "HeadwisePassing":
+    def of(links: FragmentLinks, heads: int, cp: CpGroup, device: torch.device) -> "HeadwisePassing":
         """heads: value heads of this rank"""
         shares = [heads // cp.size + (rank < heads % cp.size) for rank in range(cp.size)]
         order, steps = _steps(links.predecessors, device)
@@ -116,8 +116,8 @@ class HeadwisePassing:
 
     def _carried(self, maps: Tensor, offsets: Tensor, compose: _Compose) -> Tensor:
         if self.cp.size == 1:
-            ordered = (x.index_select(0, self.composed) for x in (maps, offsets))
-            return compose(*ordered, self.steps).index_select(0, self.returned)
+            of_maps, of_offsets = (x.index_select(0, self.composed) for x in (maps, offsets))
+            return compose(of_maps, of_offsets, self.steps).index_select(0, self.returned)
         (n, heads, key_dim, value_dim), share = offsets.shape, self.shares[self.cp.rank]
         all_received = [share * count for count in self.counts]
         all_sent = [other * n for other in self.shares]
@@ -125,14 +125,15 @@ class HeadwisePassing:
         received = sent.new_empty((sum(all_received), *sent.shape[1:]))
         dist.all_to_all_single(received, sent, all_received, all_sent, group=self.cp.members)
         received = received.index_select(0, self.composed).unflatten(0, (sum(self.counts), share))
-        composed = compose(*received.split((key_dim, value_dim), dim=-1), self.steps)
+        of_maps, of_offsets = received.split((key_dim, value_dim), dim=-1)
+        composed = compose(of_maps, of_offsets, self.steps)
         returned = offsets.new_empty((heads * n, key_dim, value_dim))
         by_rank = composed.flatten(0, 1).index_select(0, self.returned)
         dist.all_to_all_single(returned, by_rank, all_sent, all_received, group=self.cp.members)
         return returned.unflatten(0, (heads, n)).transpose(0, 1).contiguous()
 
 
-def _states(maps: Tensor, offsets: Tensor, steps: Sequence[Step]) -> Tensor:
+def _states(maps: Tensor, offsets: Tensor, steps: Sequence[LevelStep]) -> Tensor:
     """maps [fragments, heads, K, K], offsets [fragments, heads, K, V] -> the state before each fragment."""
     states = torch.zeros_like(offsets, memory_format=torch.contiguous_format)
     for step in steps:
@@ -142,7 +143,7 @@ def _states(maps: Tensor, offsets: Tensor, steps: Sequence[Step]) -> Tensor:
     return states
 
 
-def _gradients(maps: Tensor, dstates: Tensor, steps: Sequence[Step]) -> Tensor:
+def _gradients(maps: Tensor, dstates: Tensor, steps: Sequence[LevelStep]) -> Tensor:
     """maps: A^T.  The gradient of the state after each fragment.  Replaces dstates by those of states before them."""
     last = torch.zeros_like(dstates, memory_format=torch.contiguous_format)
     for step in reversed(steps):
@@ -154,8 +155,11 @@ def _gradients(maps: Tensor, dstates: Tensor, steps: Sequence[Step]) -> Tensor:
     return last
 
 
-def _steps(predecessors: np.ndarray, device: torch.device) -> tuple[np.ndarray, tuple[Step, ...]]:
-    """The order in which the linked fragments of a pack are composed, and the steps.  predecessors: as in `Links`"""
+def _steps(predecessors: np.ndarray, device: torch.device) -> tuple[np.ndarray, tuple[LevelStep, ...]]:
+    """The order in which the linked fragments of a pack are composed, and the steps.
+
+    predecessors: as in `FragmentLinks`
+    """
     num_successors = np.bincount(predecessors[predecessors >= 0], minlength=len(predecessors))
     by_predecessor = np.argsort(predecessors, kind="stable")
     first_successor = np.cumsum(num_successors) - num_successors + (predecessors < 0).sum()
@@ -169,7 +173,7 @@ def _steps(predecessors: np.ndarray, device: torch.device) -> tuple[np.ndarray, 
         index[before] = np.arange(len(before))
         parents = index[predecessors[after]]
         steps.append(
-            Step(
+            LevelStep(
                 before=slice(start, start + len(before)),
                 after=slice(stop, stop + len(after)),
                 followed=slice(stop, stop + int((num_successors[after] > 0).sum())),
@@ -186,7 +190,10 @@ def _followed_first(fragments: np.ndarray, num_successors: np.ndarray) -> np.nda
 
 
 def _relatives(parents: np.ndarray, num_children: np.ndarray, device: torch.device) -> dict[str, Any]:
-    """`Step.parents` and `Step.children`.  parents: index of each child's parent; num_children: of each parent"""
+    """`LevelStep.parents` and `LevelStep.children`.
+
+    parents: index of each child's parent; num_children: of each parent
+    """
     if np.array_equal(parents, np.arange(len(num_children))):
         return {"parents": None, "children": ()}
     by_parent, first = np.argsort(parents, kind="stable"), np.cumsum(num_children) - num_children

@@ -121,6 +121,7 @@ def test_rows_of_a_chunk(overrides: list[str], rows: int, chunk: int) -> None:
 MOE = ("model.moe.num_experts=8", "model.moe.top_k=2")
 LINEAR = ("model.linear_attention.num_key_heads=2", "model.linear_attention.num_value_heads=2")
 SIGMOID = (*MOE, "model.moe.top_k=2", "model.moe.score_function=sigmoid")
+CHUNKS = ("train.head_chunks=2",)
 LORA = ("lora.rank=4", "lora.alpha=8.0")
 HOST_OPTIMIZER = "offload_fraction = 0.5 .*needs run.precision = bf16 and parallel.distributed_optimizer = true"
 
@@ -159,6 +160,15 @@ HOST_OPTIMIZER = "offload_fraction = 0.5 .*needs run.precision = bf16 and parall
         (("model.moe.dense_layers=1",), "dense_layers = 1 .*has no effect without model.moe.num_experts"),
         (("train.mlp_tile=0",), "train.mlp_tile = 0"),
         ((*MOE, "train.mlp_tile=4096"), "train.mlp_tile = 4096 .*needs a dense model: experts are balanced over whole"),
+        (("train.head_chunks=0",), "train.head_chunks = 0"),
+        ((*CHUNKS, "attention.backend=te"), "head_chunks = 2 .*does not support attention.backend = te, which attends"),
+        (
+            (*CHUNKS, "run.fp8=mxfp8"),
+            "does not support run.fp8 = mxfp8, whose modules compute whole projections; use null",
+        ),
+        ((*CHUNKS, "model.attention_output_gate=true"), "model.attention_output_gate, which is a third tensor of all"),
+        ((*CHUNKS, "model.qk_norm=true", "model.qk_norm_across_heads=true"), "model.qk_norm_across_heads, which needs"),
+        ((*CHUNKS, *LINEAR, "model.linear_attention.layers=[1]"), "model.linear_attention, whose layers have no key"),
         (
             ("train.offload_fraction=0.5",),
             "train.offload_fraction = 0.5 .*needs recompute = selective, attention_kept or full",

@@ -194,8 +194,11 @@ def test_samples_of_a_split_tree_are_its_texts(letters: FolderTokenizer, seq_len
 
 def test_a_text_that_is_too_long_by_itself_follows_over_long(letters: FolderTokenizer) -> None:
     messages = tiny(3, 40)
-    with pytest.raises(DataError, match="a.jsonl:1: 123 tokens .128 when padded .* do not fit data.seq_length = 112"):
-        parts_of(messages, letters, doc_multiple=8, seq_length=112)
+    for seq_length in (88, 112):  # too small for two texts, and for the longest one, which the error is about
+        with pytest.raises(
+            DataError, match=f"a.jsonl:1: 123 tokens .128 when padded .* do not fit .*{seq_length}.  Raise"
+        ):
+            parts_of(messages, letters, doc_multiple=8, seq_length=seq_length)
     dropped = parts_of(messages, letters, doc_multiple=8, seq_length=112, over_long="drop")
     assert dropped.lines["supervised"].tolist() == [58, 58] and dropped.lines["full_supervised"].tolist() == [174, 174]
     windows = parts_of(messages, letters, doc_multiple=8, seq_length=112, over_long="windows")

@@ -11,6 +11,7 @@ from sft.estimate import constants, gpus
 from sft.estimate.constants import Constant, Curve
 from sft.estimate.gpus import GIB
 from sft.estimate.lengths import Lengths
+from sft.layers.rank_share import RankShare
 from sft.parallel.shapes import Shapes
 
 
@@ -51,6 +52,15 @@ def test_lengths_of_a_pack() -> None:
             Lengths.read(wrong)
     with pytest.raises(ConfigError, match="no document has tokens"):
         Lengths.of_corpus(np.array([0]))
+
+
+def test_documents_of_a_rank_with_dynamic_cp() -> None:
+    """Packs of 8 on two ranks: the document of 2 is whole on one of them, that of 6 has two chunks on both."""
+    lengths, rank = Lengths.read("2:0.5,6:0.5"), RankShare(cp=2)
+    assert [lengths.of_rank(rank, 8).sequences, lengths.of_rank(rank, 8, [1, 2]).sequences] == [4.0, 2.5]
+    # Of 63 documents, a rank has two chunks of each, or 8 whole ones: those start fewer blocks for nothing.
+    mixed = Lengths.read("1024:0.9,32768:0.1")
+    assert [mixed.of_rank(RankShare(cp=8), 262_144, sizes).is_uneven for sizes in (None, [1, 1])] == [True, False]
 
 
 def test_bins_of_a_corpus_keep_its_squares() -> None:

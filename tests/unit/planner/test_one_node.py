@@ -57,3 +57,29 @@ def test_sharded_weights_with_kept_attention_come_first(model: str) -> None:
     assert best.settings["parallel.shard"] == "weights"
     assert best.settings["train.recompute"] == "attention_kept"
     assert (best.layout.cp, best.layout.dp) == (8, 1)
+
+
+def test_five_million_tokens_fit_with_chunks_of_heads() -> None:
+    """79.1 GiB are a whole H100; a run may use less of it."""
+    _, task = task_of("meta-llama/Llama-3.1-8B-Instruct", 5_000_192)
+    search = Search(task, 8)
+    plain, chunks, on_gpu = (
+        search.proposal(Choice(CP_8, P2P, savings, Shards("weights")))
+        for savings in (
+            Savings("full", 1.0, 1.0, 8192),
+            Savings("full", 1.0, 1.0, 8192, head_chunks=8),
+            Savings("full", 1.0, 0.0, 8192, head_chunks=8),
+        )
+    )
+    assert plain.memory.device > 100 * GIB
+    assert chunks.memory.device <= 64 * GIB and 8 * chunks.memory.host <= 1300 * GIB
+    assert on_gpu.memory.device <= on_gpu.usable.bytes < 79.1 * GIB and 8 * on_gpu.memory.host <= 1150 * GIB
+
+
+def test_chunks_of_heads_are_tried_where_nothing_else_fits() -> None:
+    """Nothing has room on a host of 1,000 GiB."""
+    found = {}
+    for tokens, host_gib in ((M, 1000.0), (5_000_192, 1300.0), (5_000_192, 1000.0)):
+        _, task = task_of("meta-llama/Llama-3.1-8B-Instruct", tokens, host_gib=host_gib)
+        found[tokens, host_gib] = [best.choice.savings.head_chunks for best in Search(task, 8).best(1)]
+    assert [*found.values()] == [[None], [8], []]

@@ -79,7 +79,7 @@ def _layout(keys: dict[str, Any]) -> str:
     """The layout and the keys that save memory, as text: `tp 2, cp 8, selective, offload`."""
     shards = {"shard": "{}", "shard_size": "by {}"}  # "weights, by 8"
     words = [shards.get(name, name + " {}").format(value) for name, value in keys.get("parallel", {}).items()]
-    names = {"recompute": "{}", "offload_fraction": "offload", "mlp_tile": "tile", "head_chunks": "head chunks {}"}
+    names = {"recompute": "{}", "offload_fraction": "offload", "mlp_tile": "tile", "head_chunks": "chunks {}"}
     words += [text.format(keys["train"][name]) for name, text in names.items() if name in keys["train"]]
     words += ["optimizer"] if "offload_fraction" in keys["optim"] else []
     return ", ".join(words) or "dp only"

@@ -9,8 +9,10 @@ token is replaced once, and a mark stands where the hidden state of another toke
 """
 
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -218,9 +220,13 @@ def step(recipe_path: str) -> list[dict[str, str]]:
 
 
 def printed() -> dict[str, str]:
-    """All parts of the page."""
+    """All parts of the page, with lines of at most 118 columns."""
     parts, output = life.run(FILES, step, num_ranks=1)
-    return {**parts, "prepare": output.strip()}
+    parts["prepare"] = output.partition(" (tokenised in")[0]  # without the time
+    for name in ("files", "prepare"):
+        lines = [textwrap.wrap(line, 118, subsequent_indent="    ") or [""] for line in parts[name].split("\n")]
+        parts[name] = "\n".join(chain.from_iterable(lines))
+    return parts
 
 
 PAGE = PrintedPage(DOCS / "concepts/trees.md", "tools.tree_of_turns", printed)

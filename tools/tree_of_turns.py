@@ -88,7 +88,8 @@ def of_pack(session: Session, pack: Pack) -> Iterator[str]:
     assert pack.branches is not None and pack.label_counts is not None and pack.further is not None
     for number, (start, stop) in enumerate(zip(pack.cu_seqlens, pack.cu_seqlens[1:])):
         part = slice(start, stop)
-        yield f"document {number} at {start}: parent {pack.branches.parents[number]}, fork {pack.branches.forks[number]}"
+        parent, fork = pack.branches.parents[number], pack.branches.forks[number]
+        yield f"document {number} at {start}: parent {parent}, fork {fork}"
         yield row("text", letters(session, pack.tokens[part]))
         yield row("position_ids", pack.position_ids[part])
         yield row("labels", letters(session, pack.labels[part]))
@@ -118,7 +119,7 @@ def hidden_states(engine: Engine, mb: Microbatch) -> torch.Tensor:
 
 
 def attention(session: Session, engine: Engine, mb: Microbatch, pack: Pack) -> Iterator[str]:
-    """One line for each real token of the first tree: the tokens that change its hidden state when they are replaced."""
+    """One line for each real token of the first tree, with the tokens that change its hidden state when replaced."""
     assert pack.firsts is not None
     documents, before = pack.documents, hidden_states(engine, mb)
     ends = pack.cu_seqlens[:-1] + pack.lengths

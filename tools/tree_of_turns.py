@@ -77,8 +77,8 @@ def of_trees(session: Session, read: Sequence[Sample]) -> Iterator[str]:
         yield f"row {sample.sample_id}: {tree.num_rendered} tokens of texts, {len(sample.tokens)} stored"
         for number, (start, stop) in enumerate(zip(tree.starts, tree.starts[1:])):
             parent, fork = tree.branches.parents[number], tree.branches.forks[number]
-            place = "no parent" if parent < 0 else f"parent {parent}, fork {fork}"
-            yield f"document {number}: {place}, depth {tree.branches.depths[number]}"
+            relation = "no parent" if parent < 0 else f"parent {parent}, fork {fork}"
+            yield f"document {number}: {relation}, depth {tree.branches.depths[number]}"
             yield row("text", letters(session, sample.tokens[start:stop]))
             yield row("weights", numbers(sample.weights[start:stop]))
         yield f"texts end at (document, tokens) {[(int(d), int(n)) for d, n in tree.ends]}"
@@ -88,7 +88,8 @@ def of_pack(session: Session, pack: Pack) -> Iterator[str]:
     assert pack.branches is not None and pack.label_counts is not None and pack.further is not None
     for number, (start, stop) in enumerate(zip(pack.cu_seqlens, pack.cu_seqlens[1:])):
         part = slice(start, stop)
-        yield f"document {number} at {start}: parent {pack.branches.parents[number]}, fork {pack.branches.forks[number]}"
+        parent, fork = pack.branches.parents[number], pack.branches.forks[number]
+        yield f"document {number} at {start}: parent {parent}, fork {fork}"
         yield row("text", letters(session, pack.tokens[part]))
         yield row("position_ids", pack.position_ids[part])
         yield row("labels", letters(session, pack.labels[part]))
@@ -102,23 +103,23 @@ def of_pack(session: Session, pack: Pack) -> Iterator[str]:
 
 def rank_part(session: Session, mb: Microbatch, cp_rank: int) -> str:
     assert mb.further is not None
-    found = zip(mb.further.rows, letters(session, mb.further.labels))
-    further = [f"further target: local row {index}, label {label}" for index, label in found]
+    targets = zip(mb.further.rows, letters(session, mb.further.labels))
+    further = [f"further target: local row {index}, label {label}" for index, label in targets]
     return "\n".join([life.part(session, mb, cp_rank), *(further or ["no further target"])])
 
 
 def hidden_states(engine: Engine, mb: Microbatch) -> torch.Tensor:
     """[t, hidden]: the output of the last layer."""
-    found: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
     layer = engine.chunks[0].module.decoder.layers[-1]
-    hook = layer.register_forward_hook(lambda _, __, out: found.append(out[0].detach().squeeze(1).clone()))
+    hook = layer.register_forward_hook(lambda _, __, out: outputs.append(out[0].detach().squeeze(1).clone()))
     engine.measure([mb], forward_only=True)
     hook.remove()
-    return found[0]
+    return outputs[0]
 
 
 def attention(session: Session, engine: Engine, mb: Microbatch, pack: Pack) -> Iterator[str]:
-    """One line for each real token of the first tree: the tokens that change its hidden state when they are replaced."""
+    """One line for each real token of the first tree, with the tokens that change its hidden state when replaced."""
     assert pack.firsts is not None
     documents, before = pack.documents, hidden_states(engine, mb)
     ends = pack.cu_seqlens[:-1] + pack.lengths

@@ -97,8 +97,8 @@ class DataConfig(Section):
     """Supervised tokens: all assistant turns, the last assistant turn, or every token.  See docs/concepts/masks.md."""
     turns: Literal["chat", "each"] = "chat"
     """chat: a chat is rendered once.  each: it is rendered up to every supervised assistant turn, and each rendering
-    trains its last turn, with its own thinking.  Tokens with which several renderings begin are stored and computed once
-    (docs/concepts/trees.md)."""
+    trains its last turn, with its own thinking.  Tokens with which several renderings begin are stored and computed
+    once (docs/concepts/trees.md)."""
     supervise_inserted: bool = True
     """Also supervise text that the template itself puts into an assistant's turn after the prompt, which the model must
     write: an empty <think></think>, harmony's <|channel|>final<|message|>.  false: the masks of sft 0.1."""
